@@ -1,0 +1,65 @@
+/* fp16 and bf16 to fp32 and back, by integer code alone: the same bits everywhere, whatever MXCSR says.
+ *
+ *   fp16   s eeeee mmmmmmmmmm          bias 15
+ *   bf16   s eeeeeeee mmmmmmm          the upper half of an fp32
+ *
+ * Narrowing rounds to nearest, ties to even; infinities stay, NaN stays NaN and becomes quiet. */
+#ifndef FA_CONVERT_H
+#define FA_CONVERT_H
+
+#include <stdint.h>
+#include <string.h>
+
+static inline uint32_t fa_bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline float fa_f32_of_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline float fa_f32_from_bf16(uint16_t x) { return fa_f32_of_bits((uint32_t)x << 16); }
+
+static inline uint16_t fa_bf16_from_f32(float x) {
+    uint32_t bits = fa_bits_of(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN: rounding could make it inf */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline float fa_f32_from_f16(uint16_t x) {
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16, exponent = x >> 10 & 31, mantissa = x & 0x3ff;
+    if (exponent == 31) return fa_f32_of_bits(sign | 0x7f800000 | mantissa << 13 | (mantissa ? 0x400000 : 0));
+    if (exponent == 0) {
+        if (mantissa == 0) return fa_f32_of_bits(sign);
+        exponent = 1;
+        for (; !(mantissa & 0x400); mantissa <<= 1) exponent--; /* a subnormal of fp16 is normal in fp32 */
+        mantissa &= 0x3ff;
+    }
+    return fa_f32_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+static inline uint16_t fa_f16_from_f32(float x) {
+    uint32_t bits = fa_bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more round to infinity */
+    uint32_t rest, shift, half;
+    if (magnitude >= 0x38800000) { /* 2^-14: normal */
+        shift = 13;
+        rest = magnitude - (112u << 23);
+    } else {
+        uint32_t exponent = magnitude >> 23;
+        if (exponent < 102) return (uint16_t)sign; /* below 2^-25: zero */
+        shift = 126 - exponent;
+        rest = (magnitude & 0x7fffff) | 0x800000;
+    }
+    half = rest >> shift;
+    uint32_t lost = rest & ((1u << shift) - 1), tie = 1u << (shift - 1);
+    half += lost > tie || (lost == tie && (half & 1)); /* a carry into the exponent is the right result */
+    return (uint16_t)(sign | half);
+}
+
+#endif
