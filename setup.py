@@ -51,10 +51,13 @@ class BuildExt(build_ext):
             super().build_extensions()
 
 
+c_files = sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c"))
+templates = [path for path in c_files if path.endswith("_tmpl.c")]  # included by other files, never compiled alone
+
 extension = Extension(
     "flash_attn_2_cuda",
-    sources=sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c")),
-    depends=sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.def", recursive=True)),
+    sources=[path for path in c_files if path not in templates],
+    depends=templates + sorted(glob("csrc/*.h") + glob("csrc/*/*.h") + glob("csrc/*/*.def")),
     define_macros=[("Py_LIMITED_API", LIMITED_API)],
     libraries=[] if sys.platform == "win32" else ["m", "dl"],
     py_limited_api=True,
