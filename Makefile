@@ -1,0 +1,50 @@
+# Two commands:  make demo  shows that it works,  make test  runs everything that CI runs.
+# Both set up .venv first: pinned dependencies (requirements/) and this package, built in place.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check
+
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/*/*.def)
+
+.PHONY: demo test bench package clean
+
+demo: $(VENV)/package
+	$(PY) -m flash_attn
+	$(PY) benchmarks/minilm.py
+
+# MALLOC_PERTURB_ fills fresh memory with rubbish, so that a row that nobody wrote shows.
+test: $(VENV)/package $(VENV)/test
+	MALLOC_PERTURB_=181 $(PY) -m pytest $(TESTS)
+
+bench: $(VENV)/package
+	$(PY) benchmarks/minilm.py
+
+package: $(VENV)/package
+
+$(VENV)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "The pinned demo and test packages need Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || { echo "No venv in this Python: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/torch: requirements/torch.txt requirements/demo.txt | $(VENV)/python
+	$(PIP) install -c requirements/demo.txt -r requirements/torch.txt
+	touch $@
+
+$(VENV)/demo: requirements/demo.txt $(VENV)/torch
+	$(PIP) install --no-deps -r requirements/demo.txt
+	touch $@
+
+$(VENV)/test: requirements/test.txt $(VENV)/demo
+	$(PIP) install --no-deps -r requirements/test.txt
+	touch $@
+
+$(VENV)/package: $(SOURCES) $(VENV)/demo
+	$(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info *.so
