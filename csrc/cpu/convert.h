@@ -1,4 +1,5 @@
-/* fp16 and bf16 to fp32 and back, by integer code alone: the same bits everywhere, whatever MXCSR says.
+/* Elements of any dtype in portable C. fp16 and bf16 go to fp32 and back by integer code alone: the same bits
+ * everywhere, whatever MXCSR says.
  *
  *   fp16   s eeeee mmmmmmmmmm          bias 15
  *   bf16   s eeeeeeee mmmmmmm          the upper half of an fp32
@@ -7,7 +8,7 @@
 #ifndef FA_CONVERT_H
 #define FA_CONVERT_H
 
-#include <stdint.h>
+#include "../flash_attn.h"
 #include <string.h>
 
 static inline uint32_t fa_bits_of(float x) {
@@ -60,6 +61,26 @@ static inline uint16_t fa_f16_from_f32(float x) {
     uint32_t lost = rest & ((1u << shift) - 1), tie = 1u << (shift - 1);
     half += lost > tie || (lost == tie && (half & 1)); /* a carry into the exponent is the right result */
     return (uint16_t)(sign | half);
+}
+
+/* One element of a tensor as a double, which holds every dtype exactly, and back, rounded. */
+static inline double fa_load_element(const void *data, int64_t idx, fa_dtype dtype) {
+    switch (dtype) {
+    case FA_F16: return fa_f32_from_f16(((const uint16_t *)data)[idx]);
+    case FA_BF16: return fa_f32_from_bf16(((const uint16_t *)data)[idx]);
+    case FA_F32: return ((const float *)data)[idx];
+    case FA_F64: break;
+    }
+    return ((const double *)data)[idx];
+}
+
+static inline void fa_store_element(void *data, int64_t idx, double x, fa_dtype dtype) {
+    switch (dtype) {
+    case FA_F16: ((uint16_t *)data)[idx] = fa_f16_from_f32((float)x); break;
+    case FA_BF16: ((uint16_t *)data)[idx] = fa_bf16_from_f32((float)x); break;
+    case FA_F32: ((float *)data)[idx] = (float)x; break;
+    case FA_F64: ((double *)data)[idx] = x; break;
+    }
 }
 
 #endif

@@ -1,0 +1,82 @@
+/* What happens to a cache before attention reads it: new keys and values are written in place, rotary embedding turns
+ * the new keys and the queries.
+ *
+ *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
+ *   q [b, len_q, h, d]                  ->  q_rotated, contiguous
+ *
+ * Rotary: a pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row
+ * "position" of cos and sin, rounded once. Everything else is copied bit for bit. */
+#include "convert.h"
+#include "cpu.h"
+#include "../sequence.h"
+
+typedef struct {
+    const fa_problem *p;
+    void *q_rotated;
+} append_job;
+
+static void copy_row(const fa_problem *p, void *dst, int64_t dst_offset, const void *src, int64_t src_offset) {
+    size_t bytes = fa_dtype_bytes(p->dtype);
+    memcpy((char *)dst + dst_offset * (int64_t)bytes, (const char *)src + src_offset * (int64_t)bytes,
+           (size_t)p->d * bytes);
+}
+
+/* Turns one row of d elements where it lies. */
+static void rotate_row(const fa_problem *p, void *data, int64_t offset, int64_t position) {
+    if (!p->rotary_cos || position >= p->rotary_rows) return;
+    int64_t pairs = p->rotary_dim / 2;
+    for (int64_t i = 0; i < pairs; i++) {
+        int64_t idx_0 = offset + (p->rotary_interleaved ? 2 * i : i);
+        int64_t idx_1 = idx_0 + (p->rotary_interleaved ? 1 : pairs);
+        double cos = fa_load_element(p->rotary_cos, position * pairs + i, p->dtype);
+        double sin = fa_load_element(p->rotary_sin, position * pairs + i, p->dtype);
+        double x_0 = fa_load_element(data, idx_0, p->dtype), x_1 = fa_load_element(data, idx_1, p->dtype);
+        fa_store_element(data, idx_0, x_0 * cos - x_1 * sin, p->dtype);
+        fa_store_element(data, idx_1, x_0 * sin + x_1 * cos, p->dtype);
+    }
+}
+
+/* Absolute position of the first appended key: left padding does not move it. */
+static int64_t append_position(const fa_problem *p, int64_t b_idx) { return p->seqused_k ? p->seqused_k[b_idx] : 0; }
+
+static void append_token(const fa_problem *p, int64_t b_idx, int64_t t) {
+    fa_sequence s = fa_sequence_at(p, b_idx);
+    int64_t position = append_position(p, b_idx) + t;
+    int64_t j = position - (p->leftpad_k ? p->leftpad_k[b_idx] : 0); /* keys count from the end of the padding */
+    for (int64_t head = 0; head < p->h_kv; head++) {
+        int64_t k_offset = fa_key_offset(p, &p->k, &s, j, head), v_offset = fa_key_offset(p, &p->v, &s, j, head);
+        copy_row(p, p->k.data, k_offset, p->k_new.data, fa_query_offset(&p->k_new, &s, t, head));
+        copy_row(p, p->v.data, v_offset, p->v_new.data, fa_query_offset(&p->v_new, &s, t, head));
+        rotate_row(p, p->k.data, k_offset, position);
+    }
+}
+
+static void rotate_query(const fa_problem *p, void *q_rotated, int64_t b_idx, int64_t t) {
+    fa_sequence s = fa_sequence_at(p, b_idx);
+    int64_t position = append_position(p, b_idx) + (p->rotary_q_by_row ? t : 0);
+    for (int64_t head = 0; head < p->h; head++) {
+        int64_t offset = ((b_idx * p->len_q + t) * p->h + head) * p->d;
+        copy_row(p, q_rotated, offset, p->q.data, fa_query_offset(&p->q, &s, t, head));
+        rotate_row(p, q_rotated, offset, position);
+    }
+}
+
+/* Tasks: the new tokens of every sequence, then the queries of every sequence. */
+static void append_tokens(int64_t begin, int64_t end, void *ctx) {
+    const append_job *job = ctx;
+    const fa_problem *p = job->p;
+    int64_t num_appends = p->b * p->len_new;
+    for (int64_t task = begin; task < end; task++) {
+        if (task < num_appends)
+            append_token(p, task / p->len_new, task % p->len_new);
+        else
+            rotate_query(p, job->q_rotated, (task - num_appends) / p->len_q, (task - num_appends) % p->len_q);
+    }
+}
+
+void fa_cpu_append(const fa_problem *problem, void *q_rotated, const fa_pool *pool) {
+    append_job job = {.p = problem, .q_rotated = q_rotated};
+    bool has_rotary = problem->rotary_cos && q_rotated;
+    int64_t num_tasks = problem->b * (problem->len_new + (has_rotary ? problem->len_q : 0));
+    if (num_tasks) pool->parallel_for(num_tasks, append_tokens, &job);
+}

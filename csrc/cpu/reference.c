@@ -1,0 +1,255 @@
+/* The specification: attention forward and backward in plain loops with double accumulators.
+ *
+ *   s_ij = scale q_i.k_j                        softcap > 0: s = softcap tanh(s / softcap)
+ *   s_ij -= slope |i + len_kv - len_q - j|      ALiBi
+ *   p_ij = exp(s_ij) / sum_j exp(s_ij)          over the keys that row i sees, and no others
+ *   o_i  = sum_j z_ij p_ij v_j                  z = 1 / (1 - dropout_p) where kept, 0 where dropped; else 1
+ *   lse_i = ln sum_j exp(s_ij)
+ *
+ *   delta_i = dout_i.o_i                        softmax_d
+ *   ds_ij = p_ij (z_ij dout_i.v_j - delta_i)    with softcap also times 1 - tanh^2
+ *   dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i z_ij p_ij dout_i
+ *
+ * A pair that is masked is skipped, never multiplied by zero: what lies there may be NaN. Sums over rows run over all
+ * g query heads of the key's head. Nothing is stored between the loops, so the work is done twice and the memory is
+ * a few rows on the stack. Every output row belongs to one call of one task: threads cannot change a bit. */
+#include "convert.h"
+#include "cpu.h"
+#include "dropout.h"
+#include "../sequence.h"
+#include <math.h>
+
+/* ---- rows of d elements in any dtype ------------------------------------------------------------------------- */
+
+typedef double row[FA_MAX_HEAD_DIM];
+
+static void load_row(row dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
+    for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, dtype);
+}
+
+static void store_row(void *data, int64_t offset, const row src, double factor, int64_t n, fa_dtype dtype) {
+    for (int64_t i = 0; i < n; i++) fa_store_element(data, offset + i, src[i] * factor, dtype);
+}
+
+static double dot(const row x, const row y, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+static void add_scaled(row acc, double factor, const row x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) acc[i] += factor * x[i];
+}
+
+/* ---- one query head of one sequence -------------------------------------------------------------------------- */
+
+typedef struct {
+    const fa_problem *p;
+    fa_sequence s;
+    int64_t head, head_kv;
+    double slope;
+    uint64_t stream; /* of the dropout generator */
+} head_view;
+
+static head_view head_view_at(const fa_problem *p, int64_t b_idx, int64_t head) {
+    return (head_view){.p = p,
+                       .s = fa_sequence_at(p, b_idx),
+                       .head = head,
+                       .head_kv = head / (p->h / p->h_kv),
+                       .slope = p->alibi_slopes ? p->alibi_slopes[b_idx * p->alibi_stride_b + head] : 0,
+                       .stream = fa_dropout_stream(p->offset, b_idx, p->h, head)};
+}
+
+static void load_query(row dst, const head_view *a, const fa_view *q, int64_t i) {
+    load_row(dst, q->data, fa_query_offset(q, &a->s, i, a->head), a->p->d, a->p->dtype);
+}
+
+static void load_key(row dst, const head_view *a, const fa_view *kv, int64_t j) {
+    load_row(dst, kv->data, fa_key_offset(a->p, kv, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
+}
+
+/* The score of row i and key j; *capped receives tanh(s / softcap) for the derivative. */
+static double score(const head_view *a, const row q, const row k, int64_t i, int64_t j, double *capped) {
+    const fa_problem *p = a->p;
+    double s = p->scale * dot(q, k, p->d);
+    *capped = 0;
+    if (p->softcap > 0) {
+        *capped = tanh(s / p->softcap);
+        s = p->softcap * *capped;
+    }
+    if (p->alibi_slopes) s -= a->slope * fabs((double)(i + a->s.len_kv - a->s.len_q - j));
+    return s;
+}
+
+/* z_ij of the formulas above. */
+static bool is_kept(const head_view *a, int64_t i, int64_t j) {
+    return fa_dropout_byte(a->p->seed, a->stream, i, j) <= a->p->keep_max;
+}
+
+static double dropout_factor(const head_view *a, int64_t i, int64_t j) {
+    if (a->p->dropout_p == 0) return 1;
+    return is_kept(a, i, j) ? 1 / (1 - a->p->dropout_p) : 0;
+}
+
+/* Largest score of a row over keys [first, end), and the sum of exp(score - largest) over them. A NaN among the scores
+ * is not the largest, but it is in the sum. */
+static double row_max(const head_view *a, const row q, int64_t i, int64_t first, int64_t end) {
+    double largest = -INFINITY, capped;
+    for (int64_t j = first; j < end; j++) {
+        row k;
+        load_key(k, a, &a->p->k, j);
+        double s = score(a, q, k, i, j, &capped);
+        if (s > largest) largest = s;
+    }
+    return largest;
+}
+
+/* ---- forward ------------------------------------------------------------------------------------------------- */
+
+static void forward_row(const head_view *a, int64_t i) {
+    const fa_problem *p = a->p;
+    row q, o = {0};
+    int64_t first, end;
+    fa_visible_keys(p, &a->s, i, &first, &end);
+    load_query(q, a, &p->q, i);
+
+    double largest = row_max(a, q, i, first, end), sum = 0, capped;
+    for (int64_t j = first; j < end; j++) {
+        row k, v;
+        load_key(k, a, &p->k, j);
+        load_key(v, a, &p->v, j);
+        double weight = exp(score(a, q, k, i, j, &capped) - largest);
+        sum += weight; /* dropout comes after the normalisation */
+        add_scaled(o, weight * dropout_factor(a, i, j), v, p->d);
+    }
+    bool is_empty = first >= end;
+    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 0 : 1 / sum, p->d, p->dtype);
+    *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? INFINITY : (float)(largest + log(sum));
+}
+
+static void forward_heads(int64_t begin, int64_t end, void *ctx) {
+    const fa_problem *p = ctx;
+    for (int64_t task = begin; task < end; task++) {
+        head_view a = head_view_at(p, task / p->h, task % p->h);
+        for (int64_t i = 0; i < a.s.len_q; i++) forward_row(&a, i);
+    }
+}
+
+void fa_reference_fwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+    (void)plan, (void)workspace;
+    pool->parallel_for(problem->b * problem->h, forward_heads, (void *)problem);
+}
+
+/* ---- s_dmask ------------------------------------------------------------------------------------------------- */
+
+static void s_dmask_heads(int64_t begin, int64_t end, void *ctx) {
+    const fa_problem *p = ctx;
+    int64_t cols = p->s_dmask_cols;
+    for (int64_t task = begin; task < end; task++) {
+        head_view a = head_view_at(p, task / p->h, task % p->h);
+        for (int64_t i = 0; i < p->s_dmask_rows; i++) {
+            int64_t offset = (task * p->s_dmask_rows + i) * cols, first, last;
+            for (int64_t j = 0; j < cols; j++) fa_store_element(p->s_dmask, offset + j, 0, p->dtype);
+            if (i >= a.s.len_q) continue;
+            row q;
+            load_query(q, &a, &p->q, i);
+            fa_visible_keys(p, &a.s, i, &first, &last);
+            double largest = row_max(&a, q, i, first, last), capped;
+            for (int64_t j = first; j < last; j++) {
+                row k;
+                load_key(k, &a, &p->k, j);
+                double weight = exp(score(&a, q, k, i, j, &capped) - largest);
+                bool is_dropped = p->dropout_p > 0 && !is_kept(&a, i, j);
+                fa_store_element(p->s_dmask, offset + j, is_dropped ? -weight : weight, p->dtype);
+            }
+        }
+    }
+}
+
+void fa_reference_s_dmask(const fa_problem *problem, const fa_pool *pool) {
+    pool->parallel_for(problem->b * problem->h, s_dmask_heads, (void *)problem);
+}
+
+/* ---- backward ------------------------------------------------------------------------------------------------ */
+
+/* p_ij z_ij, the weight of dout_i in dv_j, and ds_ij before the scale. lse of either infinity: the row saw nothing. */
+typedef struct {
+    double pz, ds;
+} pair;
+
+static pair pair_at(const head_view *a, const row q, const row dout, const row k, const row v, int64_t i, int64_t j) {
+    const fa_problem *p = a->p;
+    double capped, s = score(a, q, k, i, j, &capped), z = dropout_factor(a, i, j);
+    double prob = exp(s - *fa_row_stat(&p->lse, &a->s, i, a->head));
+    double delta = *fa_row_stat(&p->softmax_d, &a->s, i, a->head);
+    return (pair){.pz = prob * z, .ds = prob * (z * dot(dout, v, p->d) - delta) * (1 - capped * capped)};
+}
+
+static bool sees_nothing(const head_view *a, int64_t i, int64_t *first, int64_t *end) {
+    fa_visible_keys(a->p, &a->s, i, first, end);
+    return *first >= *end || isinf(*fa_row_stat(&a->p->lse, &a->s, i, a->head));
+}
+
+static void backward_query_row(const head_view *a, int64_t i) {
+    const fa_problem *p = a->p;
+    row q, o, dout, dq = {0};
+    int64_t first, end;
+    bool is_empty = sees_nothing(a, i, &first, &end);
+    load_query(q, a, &p->q, i);
+    load_query(o, a, &p->o, i);
+    load_query(dout, a, &p->dout, i);
+    *fa_row_stat(&p->softmax_d, &a->s, i, a->head) = is_empty ? 0 : (float)dot(dout, o, p->d);
+    if (!p->dq.data) return;
+    for (int64_t j = first; j < end && !is_empty; j++) {
+        row k, v;
+        load_key(k, a, &p->k, j);
+        load_key(v, a, &p->v, j);
+        add_scaled(dq, pair_at(a, q, dout, k, v, i, j).ds, k, p->d);
+    }
+    store_row(p->dq.data, fa_query_offset(&p->dq, &a->s, i, a->head), dq, p->scale, p->d, p->dtype);
+}
+
+static void backward_query_heads(int64_t begin, int64_t end, void *ctx) {
+    const fa_problem *p = ctx;
+    for (int64_t task = begin; task < end; task++) {
+        head_view a = head_view_at(p, task / p->h, task % p->h);
+        for (int64_t i = 0; i < a.s.len_q; i++) backward_query_row(&a, i);
+    }
+}
+
+static void backward_key_row(const fa_problem *p, int64_t b_idx, int64_t head_kv, int64_t j) {
+    row k, v, dk = {0}, dv = {0};
+    int64_t g = p->h / p->h_kv, first, end;
+    head_view a = head_view_at(p, b_idx, head_kv * g);
+    load_key(k, &a, &p->k, j);
+    load_key(v, &a, &p->v, j);
+    for (int64_t head = head_kv * g; head < (head_kv + 1) * g; head++) {
+        a = head_view_at(p, b_idx, head);
+        for (int64_t i = 0; i < a.s.len_q; i++) {
+            if (sees_nothing(&a, i, &first, &end) || j < first || j >= end) continue;
+            row q, dout;
+            load_query(q, &a, &p->q, i);
+            load_query(dout, &a, &p->dout, i);
+            pair x = pair_at(&a, q, dout, k, v, i, j);
+            add_scaled(dk, x.ds, q, p->d);
+            add_scaled(dv, x.pz, dout, p->d);
+        }
+    }
+    if (p->dk.data) store_row(p->dk.data, fa_key_offset(p, &p->dk, &a.s, j, head_kv), dk, p->scale, p->d, p->dtype);
+    if (p->dv.data) store_row(p->dv.data, fa_key_offset(p, &p->dv, &a.s, j, head_kv), dv, 1, p->d, p->dtype);
+}
+
+static void backward_key_heads(int64_t begin, int64_t end, void *ctx) {
+    const fa_problem *p = ctx;
+    for (int64_t task = begin; task < end; task++) {
+        fa_sequence s = fa_sequence_at(p, task / p->h_kv);
+        for (int64_t j = 0; j < s.len_kv; j++) backward_key_row(p, task / p->h_kv, task % p->h_kv, j);
+    }
+}
+
+void fa_reference_bwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+    (void)plan, (void)workspace;
+    pool->parallel_for(problem->b * problem->h, backward_query_heads, (void *)problem);
+    if (problem->dk.data || problem->dv.data)
+        pool->parallel_for(problem->b * problem->h_kv, backward_key_heads, (void *)problem);
+}
