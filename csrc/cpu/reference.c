@@ -81,18 +81,17 @@ static double score(const head_view *a, const row q, const row k, int64_t i, int
     return s;
 }
 
-/* z_ij of the formulas above. */
 static bool is_kept(const head_view *a, int64_t i, int64_t j) {
     return fa_dropout_byte(a->p->seed, a->stream, i, j) <= a->p->keep_max;
 }
 
+/* z_ij of the formulas above. */
 static double dropout_factor(const head_view *a, int64_t i, int64_t j) {
     if (a->p->dropout_p == 0) return 1;
     return is_kept(a, i, j) ? 1 / (1 - a->p->dropout_p) : 0;
 }
 
-/* Largest score of a row over keys [first, end), and the sum of exp(score - largest) over them. A NaN among the scores
- * is not the largest, but it is in the sum. */
+/* Largest score of row i over keys [first, end). A NaN is not the largest; it reaches o and lse through the sum. */
 static double row_max(const head_view *a, const row q, int64_t i, int64_t first, int64_t end) {
     double largest = -INFINITY, capped;
     for (int64_t j = first; j < end; j++) {
