@@ -1,0 +1,137 @@
+"""From padded batches to packed tokens and back, the storage that the varlen functions attend over.
+
+A batch of two sequences of 2 and 3 tokens, padded to 4 (x marks a token):
+
+    x x . .        indices    = [0, 1, 4, 5, 6]   rows of the flattened [b * s] axis
+    x x x .        cu_seqlens = [0, 2, 5]         where each sequence starts in the packed tokens
+
+``unpad_input`` gathers the rows at ``indices``, ``pad_input`` scatters them back into zeros. The autograd functions
+below are these two moves, each the other's backward, and a gather that keeps the padded tensor as a residual.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+
+__all__ = [
+    "IndexFirstAxis",
+    "IndexFirstAxisResidual",
+    "IndexPutFirstAxis",
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "rearrange",
+    "repeat",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
+
+class IndexFirstAxis(torch.autograd.Function):
+    """rows = input[indices]; backward scatters into zeros, a repeated index keeps one of its gradients."""
+
+    @staticmethod
+    def forward(ctx, input, indices):
+        ctx.save_for_backward(indices)
+        ctx.num_rows = input.shape[0]
+        return input[indices.long()]
+
+    @staticmethod
+    def backward(ctx, grad_rows):
+        (indices,) = ctx.saved_tensors
+        return index_put_first_axis(grad_rows, indices, ctx.num_rows), None
+
+
+class IndexPutFirstAxis(torch.autograd.Function):
+    """out = zeros; out[indices] = values; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, values, indices, first_axis_dim):
+        ctx.save_for_backward(indices)
+        out = values.new_zeros(first_axis_dim, *values.shape[1:])
+        out[indices.long()] = values
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        (indices,) = ctx.saved_tensors
+        return index_first_axis(grad_out, indices), None, None
+
+
+class IndexFirstAxisResidual(torch.autograd.Function):
+    """(input[indices], input); backward adds the gradient of the rows to that of the residual."""
+
+    @staticmethod
+    def forward(ctx, input, indices):
+        ctx.save_for_backward(indices)
+        return input[indices.long()], input.detach()
+
+    @staticmethod
+    def backward(ctx, grad_rows, grad_residual):
+        (indices,) = ctx.saved_tensors
+        return grad_residual.index_add(0, indices.long(), grad_rows), None
+
+
+def index_first_axis(input, indices):
+    """Rows of the first axis: ``input`` [n, ...], ``indices`` [k] integers -> [k, ...]. Differentiable in ``input``."""
+    return IndexFirstAxis.apply(input, indices)
+
+
+def index_put_first_axis(values, indices, first_axis_dim):
+    """Zeros [first_axis_dim, ...] with ``values`` [k, ...] at ``indices`` [k]. Differentiable in ``values``."""
+    return IndexPutFirstAxis.apply(values, indices, first_axis_dim)
+
+
+def index_first_axis_residual(input, indices):
+    """``index_first_axis`` that also returns ``input``, so that a residual branch costs no second gradient buffer."""
+    return IndexFirstAxisResidual.apply(input, indices)
+
+
+def unpad_input(hidden_states, attention_mask, unused_mask=None):
+    """Pack the tokens of a padded batch.
+
+    Args:
+        hidden_states: ``[b, s, ...]``.
+        attention_mask: ``[b, s]`` bool or int, nonzero where a token is to be attended.
+        unused_mask: ``[b, s]`` or None; tokens that take up room in the packed tensor but are not used.
+    Returns:
+        Five values, t = tokens in either mask: the tokens ``[t, ...]``; their ``indices`` int64 ``[t]`` in the
+        flattened batch; ``cu_seqlens`` int32 ``[b + 1]``; the longest length, an int (reads the device);
+        ``seqused`` int32 ``[b]``, the tokens of ``attention_mask`` alone.
+    Gradients for hidden_states.
+    """
+    used = attention_mask != 0
+    stored = used if unused_mask is None else used | (unused_mask != 0)
+    tokens, indices, cu_seqlens, max_seqlen = _pack(hidden_states, stored, stored.sum(-1, dtype=torch.int32))
+    return tokens, indices, cu_seqlens, max_seqlen, used.sum(-1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+    """Pack a padded batch whose rows hold several short sequences one after the other.
+
+    Args:
+        hidden_states: ``[b, s, ...]``.
+        attention_mask_in_length: ``[b, s]`` int; a row starts with the lengths of its sequences, zeros follow.
+            ``[[2, 1, 0, 0], [3, 0, 0, 0]]`` are sequences of 2 and 1 tokens in row 0 and of 3 in row 1.
+    Returns:
+        Four values as of ``unpad_input``: tokens, indices, ``cu_seqlens`` over all sequences, the longest length.
+    Gradients for hidden_states.
+    """
+    positions = torch.arange(attention_mask_in_length.shape[-1], device=attention_mask_in_length.device)
+    stored = positions < attention_mask_in_length.sum(-1, keepdim=True)
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    return _pack(hidden_states, stored, lengths)
+
+
+def pad_input(hidden_states, indices, batch, seqlen):
+    """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]``, zeros elsewhere; undoes ``unpad_input``."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _pack(hidden_states, stored, lengths):
+    """Tokens where ``stored`` [b, s] is true, their indices, and the offsets of sequences of ``lengths``."""
+    indices = stored.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    max_seqlen = int(lengths.max()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen

@@ -1,0 +1,43 @@
+"""Images to tokens: cut ``[b, c, H, W]`` into patches and project each by one linear layer.
+
+The same as a convolution whose stride is its kernel: the weight reshapes to ``[embed_dim, c, p, p]``.
+"""
+
+import torch.nn as nn
+
+__all__ = ["PatchEmbed"]
+
+
+class PatchEmbed(nn.Module):
+    """``[b, c, H, W]`` -> ``[b, H / p * W / p, embed_dim]``; without ``flatten``, ``[b, H / p, W / p, embed_dim]``."""
+
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=16,
+        in_chans=3,
+        embed_dim=768,
+        norm_layer=None,
+        flatten=True,
+        bias=True,
+        fused_bias_fc=False,
+    ):
+        super().__init__()
+        self.img_size, self.patch_size = _pair(img_size), _pair(patch_size)
+        self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.flatten = flatten
+        self.proj = nn.Linear(in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
+        self.norm = norm_layer(embed_dim) if norm_layer else nn.Identity()
+
+    def forward(self, x):
+        assert tuple(x.shape[-2:]) == self.img_size, f"image is {tuple(x.shape[-2:])}, the model's is {self.img_size}"
+        rows, columns = self.patch_size
+        patches = x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows))  # [b, c, H / p, p, W / p, p]
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [b, H / p, W / p, c p p]
+        x = self.proj(patches)
+        return self.norm(x.flatten(1, 2) if self.flatten else x)
+
+
+def _pair(size):
+    return tuple(size) if isinstance(size, (tuple, list)) else (size, size)

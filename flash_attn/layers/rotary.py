@@ -1,0 +1,242 @@
+"""Rotary position embedding with gradients, in place on q and k of packed tensors, and as a module.
+
+The rotation itself is ``flash_attn.ops.triton.rotary.apply_rotary``; its transpose, so its backward, is the rotation
+by the opposite angles. Gradients are rotated into new memory, since autograd may hand the same tensor to others.
+Source: RoFormer, arXiv 2104.09864; XPos, arXiv 2212.10554.
+"""
+
+import torch
+
+from flash_attn.ops.triton.rotary import apply_rotary
+
+__all__ = [
+    "ApplyRotaryEmb",
+    "ApplyRotaryEmbKV_",
+    "ApplyRotaryEmbQKV_",
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
+
+
+def rotate_half(x, interleaved=False):
+    """Each pair (x0, x1) becomes (-x1, x0)."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    x0, x1 = x.chunk(2, dim=-1)
+    return torch.cat((-x1, x0), dim=-1)
+
+
+def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
+    """The definition in four lines, for tests: x ``[b, s, h, d]``, cos and sin ``[s, r / 2]`` or ``[b, s, r / 2]``."""
+    rotary_dim = 2 * cos.shape[-1]
+    assert rotary_dim <= x.shape[-1], f"rotary dim {rotary_dim} exceeds head dim {x.shape[-1]}"
+    cos, sin = (t.repeat_interleave(2, -1) if interleaved else t.repeat(*[1] * (t.dim() - 1), 2) for t in (cos, sin))
+    turned, kept = x[..., :rotary_dim], x[..., rotary_dim:]
+    turned = turned * cos.unsqueeze(-2) + rotate_half(turned, interleaved) * sin.unsqueeze(-2)
+    return torch.cat((turned, kept), dim=-1)
+
+
+# NOTE: the in-place functions return their input without mark_dirty. Autograd then gives the returned tensor the
+# right history and accepts a leaf that requires grad, which mark_dirty refuses. Use the returned tensor.
+
+
+class ApplyRotaryEmb(torch.autograd.Function):
+    """One tensor, dense or packed."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
+        ctx.save_for_backward(cos, sin, cu_seqlens, offsets)
+        ctx.seqlen_offsets = None if offsets is not None else seqlen_offsets
+        ctx.interleaved, ctx.max_seqlen = interleaved, max_seqlen
+        return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin, cu_seqlens, offsets = ctx.saved_tensors
+        offsets = ctx.seqlen_offsets if offsets is None else offsets
+        dx = apply_rotary(grad, cos, sin, offsets, cu_seqlens, ctx.max_seqlen, ctx.interleaved, conjugate=True)
+        return (dx,) + (None,) * 7
+
+
+def _heads_of_q_and_k(qkv, num_heads_q):
+    """Views of q and k in ``[b, s, 3, h, d]`` or ``[b, s, h_q + 2 h_kv, d]``."""
+    if qkv.dim() == 5:
+        assert qkv.shape[2] == 3, f"qkv must be [b, s, 3, h, d], got {tuple(qkv.shape)}"
+        return qkv[:, :, 0], qkv[:, :, 1]
+    assert qkv.dim() == 4, f"qkv must be [b, s, 3, h, d] or [b, s, h_q + 2 h_kv, d], got {tuple(qkv.shape)}"
+    assert num_heads_q is not None, "qkv of [b, s, h_q + 2 h_kv, d] needs num_heads_q"
+    num_heads_k = (qkv.shape[2] - num_heads_q) // 2
+    assert qkv.shape[2] == num_heads_q + 2 * num_heads_k, f"{qkv.shape[2]} heads are not {num_heads_q} + 2 h_kv"
+    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
+
+
+class ApplyRotaryEmbQKV_(torch.autograd.Function):
+    """In place on q and k of a packed qkv; k may have a table of its own (XPos)."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+        cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
+        ctx.save_for_backward(cos, sin, cos_k, sin_k, offsets)
+        ctx.seqlen_offsets = None if offsets is not None else seqlen_offsets
+        ctx.interleaved, ctx.num_heads_q = interleaved, num_heads_q
+        q, k = _heads_of_q_and_k(qkv, num_heads_q)
+        apply_rotary(q, cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
+        apply_rotary(k, cos_k, sin_k, seqlen_offsets, interleaved=interleaved, inplace=True)
+        return qkv
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin, cos_k, sin_k, offsets = ctx.saved_tensors
+        offsets = ctx.seqlen_offsets if offsets is None else offsets
+        dqkv = grad.clone(memory_format=torch.contiguous_format)
+        dq, dk = _heads_of_q_and_k(dqkv, ctx.num_heads_q)
+        apply_rotary(dq, cos, sin, offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
+        apply_rotary(dk, cos_k, sin_k, offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
+        return (dqkv,) + (None,) * 7
+
+
+class ApplyRotaryEmbKV_(torch.autograd.Function):
+    """In place on k of a packed kv."""
+
+    @staticmethod
+    def forward(ctx, kv, cos, sin, interleaved=False, seqlen_offsets=0):
+        assert kv.dim() == 5 and kv.shape[2] == 2, f"kv must be [b, s, 2, h, d], got {tuple(kv.shape)}"
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
+        ctx.save_for_backward(cos, sin, offsets)
+        ctx.seqlen_offsets = None if offsets is not None else seqlen_offsets
+        ctx.interleaved = interleaved
+        apply_rotary(kv[:, :, 0], cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
+        return kv
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin, offsets = ctx.saved_tensors
+        offsets = ctx.seqlen_offsets if offsets is None else offsets
+        dkv = grad.clone(memory_format=torch.contiguous_format)
+        apply_rotary(dkv[:, :, 0], cos, sin, offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
+        return (dkv,) + (None,) * 4
+
+
+def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+    """Rotate the first r dimensions of each head of ``x`` by its token's position.
+
+    Args:
+        x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` ``[b + 1]`` and ``max_seqlen``.
+        cos, sin: ``[s_ro, r / 2]``, r <= d, s_ro >= s.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
+        inplace: write into ``x``, also if it is a leaf that requires grad; use the returned tensor.
+        seqlen_offsets: position of the first token, an int or int32/int64 ``[b]`` (a KV cache's lengths).
+    Returns:
+        Shape and dtype of ``x``.
+    Raises:
+        AssertionError: a shape or dtype that does not fit.
+    Gradients for x.
+    """
+    return ApplyRotaryEmb.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+    """Rotate q and k of ``[b, s, 3, h, d]`` or, with ``num_heads_q``, ``[b, s, h_q + 2 h_kv, d]`` in place.
+
+    ``cos_k`` and ``sin_k`` are for k where they are given. Other arguments as of ``apply_rotary_emb``; returns qkv.
+    """
+    return ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
+
+
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    """Rotate k of ``[b, s, 2, h, d]`` in place; arguments as of ``apply_rotary_emb``; returns kv."""
+    return ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotates q and k in place and keeps the tables of cos and sin, made in fp32 and stored in the dtype of q.
+
+    With ``scale_base`` (XPos) row p of q's tables is multiplied by ``scale ** ((p - s // 2) / scale_base)`` and
+    of k's divided by it, ``scale = (2 i + 0.4 dim) / (1.4 dim)``, so that scores fade with distance.
+
+    Args:
+        dim: rotated dimensions r of each head, even.
+        base: pair i turns by ``base ** (-2 i / dim)`` per position.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
+        scale_base: strength of XPos, None for plain rotary.
+    """
+
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        scale = None
+        if scale_base is not None:
+            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached = self._sin_cached = None
+        self._cos_k_cached = self._sin_k_cached = None
+
+    def _compute_inv_freq(self, device=None):
+        return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        """Make the tables for at least ``seqlen`` positions unless those at hand serve."""
+        cached = self._cos_cached
+        if (
+            cached is not None
+            and seqlen <= self._seq_len_cached
+            and cached.device == torch.device(device or cached.device)
+            and cached.dtype == (dtype or cached.dtype)
+            and not (self.training and cached.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        # NOTE: module.half() rounds the buffer; positions in the thousands need the fp32 frequencies.
+        fp32 = self.inv_freq.dtype == torch.float32
+        inv_freq = self.inv_freq.to(device) if fp32 else self._compute_inv_freq(device)
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, inv_freq)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        power = (positions - seqlen // 2) / self.scale_base
+        scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+        """Rotate in place.
+
+        Args:
+            qkv: ``[b, s, 3, h, d]`` or ``[b, s, h_q + 2 h_kv, d]`` with ``num_heads_q``; with kv, q ``[b, s, h, d]``.
+            kv: ``[b, s, 2, h_kv, d]`` or None.
+            seqlen_offset: position of the first token, an int or ``[b]``.
+            max_seqlen: positions that the tables must cover; without it a tensor ``seqlen_offset`` is read.
+        Returns:
+            qkv, or (q, kv).
+        """
+        if max_seqlen is None:
+            largest = int(seqlen_offset.max()) if isinstance(seqlen_offset, torch.Tensor) else seqlen_offset
+            max_seqlen = largest + max(qkv.shape[1], 0 if kv is None else kv.shape[1])
+        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        tables = self._cos_cached, self._sin_cached
+        tables_k = tables if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
+        if kv is None:
+            return apply_rotary_emb_qkv_(
+                qkv,
+                *tables,
+                *tables_k,
+                interleaved=self.interleaved,
+                seqlen_offsets=seqlen_offset,
+                num_heads_q=num_heads_q,
+            )
+        q = apply_rotary_emb(qkv, *tables, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)

@@ -1,0 +1,1 @@
+"""Elementwise and normalisation operators that surround attention, in plain PyTorch."""

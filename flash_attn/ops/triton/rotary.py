@@ -1,0 +1,107 @@
+"""Rotary position embedding of one tensor: the first r of d dimensions of each head are rotated pair by pair,
+
+    (x0, x1) -> (x0 cos - x1 sin,  x0 sin + x1 cos),        cos, sin [s_ro, r / 2]
+
+Pair i is (i, r / 2 + i), or (2 i, 2 i + 1) when interleaved. A token at position p uses row p of cos and sin, a
+position outside the table rotates by nothing (cos 1, sin 0). Products and sums are fp32 (fp64 for fp64), rounded once.
+"""
+
+import torch
+
+__all__ = ["apply_rotary", "rotary_kernel"]
+
+
+def apply_rotary(
+    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
+):
+    """Rotate ``x`` by its positions; not recorded by autograd, ``layers.rotary.apply_rotary_emb`` is.
+
+    Args:
+        x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` and ``max_seqlen``; d <= 256.
+        cos, sin: ``[s_ro, r / 2]``, r <= d and s_ro >= s.
+        seqlen_offsets: position of the first token, an int or int32/int64 ``[b]``.
+        cu_seqlens: ``[b + 1]`` starts of the packed sequences; tokens after the last one are left as they are.
+        inplace: write into ``x`` and return it.
+        conjugate: rotate backwards.
+    Returns:
+        Shape, dtype and layout of ``x``.
+    Raises:
+        AssertionError: a shape or dtype that does not fit.
+    """
+    assert cos.dim() == 2 and sin.shape == cos.shape, f"cos {cos.shape} and sin {sin.shape} must be [s_ro, r / 2]"
+    rotary_dim = 2 * cos.shape[1]
+    assert rotary_dim <= x.shape[-1] <= 256, f"rotary dim {rotary_dim} <= head dim {x.shape[-1]} <= 256 does not hold"
+    if cu_seqlens is None:
+        assert x.dim() == 4, f"x must be [b, s, h, d], got {tuple(x.shape)}"
+        batch, seqlen = x.shape[:2]
+    else:
+        assert x.dim() == 3, f"x must be [t, h, d] with cu_seqlens, got {tuple(x.shape)}"
+        assert max_seqlen is not None, "cu_seqlens needs max_seqlen"
+        batch, seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+    if isinstance(seqlen_offsets, torch.Tensor):
+        assert seqlen_offsets.shape == (batch,), f"seqlen_offsets must be ({batch},), got {tuple(seqlen_offsets.shape)}"
+        assert seqlen_offsets.dtype in (torch.int32, torch.int64), "seqlen_offsets must be int32 or int64"
+        last = seqlen
+    else:
+        last = seqlen + seqlen_offsets
+    assert cos.shape[0] >= last, f"cos and sin have {cos.shape[0]} rows, {last} positions are needed"
+
+    with torch.no_grad():
+        cos, sin = _rows_of_tokens(x, cos, sin, seqlen_offsets, cu_seqlens)
+        return _rotate(x, cos, -sin if conjugate else sin, interleaved, x if inplace else torch.empty_like(x))
+
+
+def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
+    """cos and sin of each token of ``x``, broadcastable to ``[..., h, r / 2]``, in the dtype of the arithmetic."""
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
+    if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
+        rows = slice(offsets, offsets + x.shape[1])
+        return cos[rows, None], sin[rows, None]
+
+    if cu_seqlens is None:
+        positions = torch.arange(x.shape[1], device=x.device) + offsets[:, None]
+    else:
+        tokens = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+        inside = sequence < cu_seqlens.shape[0] - 1
+        sequence = torch.where(inside, sequence, 0)
+        first = offsets[sequence] if isinstance(offsets, torch.Tensor) else offsets
+        positions = torch.where(inside, tokens - cu_seqlens[sequence] + first, -1)
+    in_table = ((positions >= 0) & (positions < cos.shape[0])).unsqueeze(-1)
+    rows = torch.where(in_table.squeeze(-1), positions, 0)
+    cos, sin = torch.where(in_table, cos[rows], 1.0), torch.where(in_table, sin[rows], 0.0)
+    return cos.unsqueeze(-2), sin.unsqueeze(-2)
+
+
+def _rotate(x, cos, sin, interleaved, out):
+    """The formula; ``out`` may be ``x``. Both halves are computed before either is written."""
+    rotary_dim = 2 * cos.shape[-1]
+    x0, x1 = (half.to(cos.dtype) for half in _halves(x[..., :rotary_dim], interleaved))
+    y0, y1 = x0 * cos - x1 * sin, x0 * sin + x1 * cos
+    out0, out1 = _halves(out[..., :rotary_dim], interleaved)
+    out0.copy_(y0)
+    out1.copy_(y1)
+    if out is not x:
+        out[..., rotary_dim:] = x[..., rotary_dim:]
+    return out
+
+
+def _halves(x, interleaved):
+    """Views of the first and the second members of all pairs."""
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.tensor_split(2, dim=-1)
+
+
+class _NotATritonKernel:
+    """Stands where clients expect a Triton kernel; any use says what to call instead."""
+
+    def _refuse(self, *args, **kwargs):
+        raise NotImplementedError("rotary_kernel is not a Triton kernel in this package; call apply_rotary instead")
+
+    __call__ = __getitem__ = run = warmup = _refuse
+
+    def __repr__(self):
+        return "<rotary_kernel: not a Triton kernel, call apply_rotary>"
+
+
+rotary_kernel = _NotATritonKernel()
