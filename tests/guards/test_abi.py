@@ -1,0 +1,174 @@
+"""libtorch's C shim, as csrc/torch_abi.h declares it, against the torch that is installed here.
+
+Our C code includes no header of torch. So a function that torch changed, renamed or dropped would show only as a crash
+at a user's; these tests make it show here. The table of csrc/torch_abi.h is the only list: every test reads it.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from toolbox import CSRC, ROOT, run, tool
+
+HERE = ROOT / "tests" / "guards"
+OLDEST = (2, 10)
+
+# Every symbol that is looked up, by the release since which it can be relied on. Up to 2.10 is required: without one of
+# those, `import flash_attn` raises one sentence that names it. Later ones are optional.
+SYMBOLS = {
+    (2, 4): """
+        aoti_torch_get_dim aoti_torch_get_sizes aoti_torch_get_strides aoti_torch_get_dtype
+        aoti_torch_get_device_type aoti_torch_get_device_index aoti_torch_empty_strided
+        aoti_torch_delete_tensor_object aoti_torch_check aoti_torch_device_type_cpu aoti_torch_device_type_cuda
+        aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
+        aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
+    """,
+    (2, 7): "aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def",
+    (2, 10): """
+        torch_library_impl torch_parallel_for torch_get_num_threads torch_get_mutable_data_ptr torch_get_const_data_ptr
+    """,
+    (2, 13): "torch_delete_stable_ivalue",
+}
+WITHOUT_OPTIONAL = {"torch_delete_stable_ivalue": "slots are freed with C++'s operator delete, as torch did until 2.12"}
+
+
+def release(text):
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """{symbol: (first release, "required" or "optional")}, printed by a C program that expands the table."""
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "table.c").write_text(
+        '#include <stdio.h>\n#include "torch_abi.h"\n'
+        '#define ROW(symbol, since, need, ...) puts(#symbol " " since " " #need);\n'
+        "int main(void) { FA_TORCH_SYMBOLS(ROW) return 0; }\n"
+    )
+    run(tool("gcc"), "-std=c11", "-I", CSRC, folder / "table.c", "-o", folder / "table")
+    rows = [line.split() for line in run(folder / "table").splitlines()]
+    assert rows, "the table is empty"
+    return {symbol: (release(since), need) for symbol, since, need in rows}
+
+
+def test_the_table_is_the_list_above(table):
+    listed = {name: since for since, names in SYMBOLS.items() for name in names.split()}
+    assert {symbol: since for symbol, (since, _) in table.items()} == listed
+    assert {symbol for symbol, (_, need) in table.items() if need == "optional"} == set(WITHOUT_OPTIONAL)
+
+
+@pytest.fixture(scope="module")
+def torch_include():
+    from torch.utils.cpp_extension import include_paths
+
+    return [option for path in include_paths() for option in ("-isystem", path)]
+
+
+def declared_names(torch_include, target):
+    """The functions that torch's headers declare for extensions that want to run on release `target` and later."""
+    source = "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\n#include <torch/csrc/stable/c/shim.h>\n"
+    version = f"0x{target[0]:02x}{target[1]:02x}000000000000"
+    text = run(
+        tool("g++"), "-std=c++20", "-E", "-P", "-x", "c++", f"-DTORCH_TARGET_VERSION={version}", *torch_include, "-",
+        input=source,
+    )  # fmt: skip
+    return set(re.findall(r"\b(\w+)\s*\(", text))
+
+
+def test_types_equal_those_of_torch(torch_include):
+    run(tool("g++"), "-std=c++20", "-fsyntax-only", "-I", CSRC, *torch_include, HERE / "abi_types.cpp")
+
+
+def test_a_wrong_type_is_noticed(torch_include, tmp_path):
+    """The check above can fail: one parameter changed in a copy of the header does not compile."""
+    header = (CSRC / "torch_abi.h").read_text()
+    changed = header.replace("int64_t grain_size", "int32_t grain_size")
+    assert changed != header
+    (tmp_path / "torch_abi.h").write_text(changed)
+    command = [tool("g++"), "-std=c++20", "-fsyntax-only", "-I", tmp_path, "-I", CSRC, *torch_include]
+    with pytest.raises(pytest.fail.Exception, match="torch_parallel_for: csrc/torch_abi.h and the installed torch"):
+        run(*command, HERE / "abi_types.cpp")
+
+
+def test_every_symbol_is_in_the_installed_libtorch(table):
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    lines = run(tool("nm"), "-D", "--defined-only", library).splitlines()
+    exported = {line.split()[-1].split("@")[0] for line in lines}
+    installed = release(torch.__version__)
+    expected = {symbol for symbol, (since, _) in table.items() if since <= installed}
+    assert expected - exported == set()
+    assert {symbol for symbol, (since, _) in table.items() if since > installed} & exported == set()
+
+
+def test_required_symbols_exist_since_the_oldest_release(table, torch_include):
+    """What we cannot do without is declared for 2.10; what came later is optional, and came when the table says so."""
+    oldest = declared_names(torch_include, OLDEST)
+    assert {symbol for symbol, (_, need) in table.items() if need == "required"} - oldest == set()
+    assert {symbol for symbol, (since, need) in table.items() if since > OLDEST and need == "required"} == set()
+    for symbol, (since, _) in table.items():
+        if since > OLDEST:
+            assert symbol not in declared_names(torch_include, (since[0], since[1] - 1)), symbol
+            assert symbol in declared_names(torch_include, since), symbol
+
+
+LOADER = r"""
+#include <dlfcn.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include "torch_abi.h"
+
+fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(err->text, sizeof err->text, format, values);
+    va_end(values);
+    return status;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1 && !dlopen(argv[1], RTLD_NOW)) return fprintf(stderr, "%s\n", dlerror()), 2;
+    fa_error err = {""};
+    fa_status status = fa_torch_load(&err);
+    printf("%d %d %s\n", status, fa_torch.operator_delete != NULL, err.text);
+    return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def load(table, tmp_path_factory):
+    """load(symbols) runs fa_torch_load against a libtorch with just these: "status frees-with-delete message"."""
+    folder = tmp_path_factory.mktemp("load")
+    (folder / "loader.c").write_text(LOADER)
+    run(tool("gcc"), "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "loader.c", CSRC / "torch_abi.c", "-ldl",
+        "-o", folder / "loader")  # fmt: skip
+
+    def load(symbols):
+        if symbols is None:
+            return run(folder / "loader")
+        functions = "".join(f"int {symbol}(void) {{ return 0; }}\n" for symbol in sorted(symbols))
+        (folder / "torch.c").write_text(functions)
+        run(tool("gcc"), "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so", folder / "torch.c",
+            "-o", folder / "libtorch_cpu.so")  # fmt: skip
+        return run(folder / "loader", folder / "libtorch_cpu.so")
+
+    return load
+
+
+def test_each_missing_required_symbol_is_named(load, table):
+    for symbol, (since, need) in table.items():
+        if need == "required":
+            answer = load({*table, "_ZdlPv"} - {symbol})
+            assert not answer.startswith("0 "), symbol
+            assert "flash_attn needs PyTorch 2.10 or newer" in answer, answer
+            assert f"lacks {symbol} (there since {since[0]}.{since[1]})" in answer, answer
+
+
+def test_a_missing_optional_symbol_is_replaced(load, table):
+    assert load({*table, "_ZdlPv"}).startswith("0 0")
+    assert load({*table, "_ZdlPv"} - {"torch_delete_stable_ivalue"}).startswith("0 1")
+
+
+def test_no_torch_at_all_is_said_in_one_sentence(load):
+    assert "flash_attn needs PyTorch 2.10 or newer" in load(None)

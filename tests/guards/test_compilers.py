@@ -1,0 +1,33 @@
+"""Every C file compiles without a warning under gcc and clang, and for aarch64; every header compiles alone."""
+
+import pytest
+from toolbox import C_FLAGS, CSRC, ROOT, c_headers, c_sources, python_include, relative, run, tool
+
+
+def compile_object(compiler, path, tmp_path, *options):
+    object_file = tmp_path / "out.o"
+    run(tool(compiler), *C_FLAGS, "-fPIC", *options, "-c", path, "-o", object_file)
+    return object_file
+
+
+@pytest.mark.parametrize("path", c_sources(), ids=relative)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_source_compiles(compiler, path, tmp_path):
+    optimisation = "-O3" if compiler == "gcc" else "-O1"
+    compile_object(compiler, path, tmp_path, optimisation, *python_include())
+
+
+@pytest.mark.parametrize("path", c_sources(), ids=relative)
+def test_source_compiles_for_aarch64(path, tmp_path):
+    """Intrinsics stay behind feature checks: what remains is portable. Python's pyconfig.h is this machine's, but both
+    are 64-bit Linux, and nothing is run."""
+    machine_code = compile_object("aarch64-linux-gnu-gcc", path, tmp_path, "-O1", *python_include())
+    assert "AArch64" in run(tool("readelf"), "-h", machine_code)
+
+
+@pytest.mark.parametrize("path", c_headers(), ids=relative)
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_header_compiles_alone(compiler, path, tmp_path):
+    (tmp_path / "alone.c").write_text(f'#include "{path.relative_to(CSRC)}"\n#include "{path.relative_to(CSRC)}"\n')
+    run(tool(compiler), *C_FLAGS, "-Wno-unused-function", "-fsyntax-only", "-I", CSRC, *python_include(),
+        tmp_path / "alone.c", cwd=ROOT)  # fmt: skip

@@ -1,0 +1,69 @@
+"""What the guards share: where things are, how to run a tool, what to do when it is missing."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+
+# How setup.py compiles, with every warning an error.
+C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+
+DEBIAN_PACKAGE = {
+    "gcc": "gcc",
+    "g++": "g++",
+    "clang": "clang libclang-rt-14-dev",
+    "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu",
+    "nm": "binutils",
+    "readelf": "binutils",
+    "git": "git",
+}
+
+
+def tool(name):
+    """The path of a program, of this Python's environment or of the system."""
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if path:
+        return path
+    where = f"apt-get install {DEBIAN_PACKAGE[name]}" if name in DEBIAN_PACKAGE else "make test installs it"
+    lacking(f"{name} is not installed: {where}")
+
+
+def lacking(reason):
+    """Something that the test needs is not here. CI installs everything, so there it is an error."""
+    if os.environ.get("CI"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def run(*command, **options):
+    """Runs a command and returns what it printed; a failure shows the command line and its output."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    if done.returncode:
+        pytest.fail(f"$ {shlex.join(words)}\n{done.stdout}(exit status {done.returncode})", pytrace=False)
+    return done.stdout
+
+
+def c_sources():
+    """The files of the extension, each a translation unit of its own."""
+    return sorted(path for path in [*CSRC.glob("*.c"), *CSRC.glob("cpu/*.c")] if not path.stem.endswith("_tmpl"))
+
+
+def c_headers():
+    return sorted([*CSRC.glob("*.h"), *CSRC.glob("cpu/*.h")])
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def python_include():
+    return ["-I", sysconfig.get_paths()["include"], "-DPy_LIMITED_API=0x03090000"]
