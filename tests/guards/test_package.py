@@ -1,0 +1,148 @@
+"""The wheel and the sdist, made as users and packagers make them, in a fresh environment."""
+
+import itertools
+import os
+import sys
+import sysconfig
+import tarfile
+import time
+import zipfile
+
+import pytest
+from toolbox import ROOT, lacking, run, tool
+
+# Nothing that builds may touch a C++ compiler, nvcc, or an editable install of this tree.
+CLEAN = {"CXX": "/bin/false", "CUDA_HOME": "/nonexistent", "PYTHONPATH": ""}
+
+WORKS = """
+import sys, sysconfig
+import torch, flash_attn, flash_attn_2_cuda
+
+home = sysconfig.get_paths()["purelib"]
+assert flash_attn.__file__.startswith(home), flash_attn.__file__
+assert flash_attn_2_cuda.__file__.startswith(home), flash_attn_2_cuda.__file__
+assert flash_attn.__version__ == "2.8.3"
+q, k, v = (torch.randn(2, 33, 4, 64, requires_grad=True) for _ in range(3))
+out = flash_attn.flash_attn_func(q, k, v, causal=True)
+expected = torch.nn.functional.scaled_dot_product_attention(
+    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+assert torch.allclose(out, expected, atol=1e-5), (out - expected).abs().max()
+for ours, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))):
+    assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
+print("works")
+"""
+
+
+def pip(*arguments, **options):
+    environment = {**os.environ, **CLEAN, **options}
+    return run(sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments, env=environment)
+
+
+def tracked_files():
+    if not (ROOT / ".git").exists():
+        lacking("not a git checkout: nothing says which files belong to the project")
+    return set(run(tool("git"), "ls-files", cwd=ROOT).splitlines()) - {".gitignore"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what git tracks: nothing built before can help or hide."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked_files():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "-w", folder, source)  # isolated: sees setuptools and no torch
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, source, env={**os.environ, **CLEAN})
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture
+def install(tmp_path):
+    """install(what) puts a wheel or sdist into a fresh environment that borrows torch and returns its python."""
+
+    def install(what, *options):
+        run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh")
+        python = tmp_path / "fresh" / "bin" / "python"
+        (site,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
+        (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # its own .pth files stay unread
+        pip("--python", python, "install", "--no-deps", "--ignore-installed", *options, what)
+        return python
+
+    return install
+
+
+def test_wheel_is_small_and_serves_every_python(wheel):
+    assert wheel.name.startswith("flash_attn-2.8.3-cp39-abi3-")
+    assert wheel.stat().st_size < 2 * 2**20
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "flash_attn_2_cuda.abi3.so" in names
+    expected = {name for name in tracked_files() if name.startswith("flash_attn/") and name.endswith(".py")}
+    assert expected - set(names) == set()
+    top = {name.split("/")[0] for name in names}
+    assert top == {"flash_attn", "flash_attn_2_cuda.abi3.so", "flash_attn-2.8.3.dist-info"}
+
+
+def test_metadata_is_that_of_upstream(wheel):
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
+    metadata = zipfile.ZipFile(wheel).read(name).decode().splitlines()
+    assert "Version: 2.8.3" in metadata
+    assert "Requires-Python: >=3.9" in metadata
+    assert sorted(line for line in metadata if line.startswith("Requires-Dist")) == [
+        "Requires-Dist: einops",
+        "Requires-Dist: torch",
+    ]
+
+
+def test_wheel_works(wheel, install, tmp_path):
+    assert run(install(wheel), "-c", WORKS, cwd=tmp_path) == "works\n"
+
+
+def test_sdist_is_complete(sdist):
+    names = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames() if "/" in name}
+    assert tracked_files() - names == set()
+
+
+def test_sdist_works(sdist, install, tmp_path):
+    python = install(sdist, "--no-build-isolation")
+    assert run(python, "-c", WORKS, cwd=tmp_path) == "works\n"
+
+
+def test_extension_builds_in_seconds(source, tmp_path):
+    """The README promises under 20 s on two cores."""
+    start = time.perf_counter()
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "o"]
+    run(*command, cwd=source, env={**os.environ, **CLEAN})
+    assert time.perf_counter() - start < 20
+    assert (tmp_path / "flash_attn_2_cuda.abi3.so").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_max_jobs_sets_how_many_compilers_run(source, tmp_path, jobs):
+    """A compiler that only notes when it starts and ends, and makes empty files."""
+    log = tmp_path / "log"
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f"#!/bin/sh\necho 1 >> {log}\nsleep 0.1\n"
+        f'while [ "$1" != -o ]; do shift; done; mkdir -p "$(dirname "$2")"; touch "$2"\necho -1 >> {log}\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, **CLEAN, "CC": str(compiler), "MAX_JOBS": str(jobs)}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "o"]
+    run(*command, cwd=source, env=environment)
+    running = list(itertools.accumulate(int(step) for step in log.read_text().split()))
+    assert max(running) == jobs

@@ -1,0 +1,41 @@
+"""What the built extension asks of the system and shows to it: one binary runs everywhere only if both are small."""
+
+import re
+
+import pytest
+from toolbox import python_include, run, tool
+
+LIBRARIES = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+WEAK = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}  # the compiler's, may be absent
+
+
+@pytest.fixture(scope="module")
+def module_path():
+    from flash_attn._ops import flash_attn_2_cuda  # loads torch first
+
+    return flash_attn_2_cuda.__file__
+
+
+def test_needs_only_the_c_library(module_path):
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", run(tool("readelf"), "-d", module_path)))
+    assert needed
+    assert needed - LIBRARIES == set()
+
+
+def test_imports_only_libc_and_the_limited_api(module_path):
+    lines = run(tool("nm"), "-D", "--undefined-only", module_path).splitlines()
+    imported = {line.split()[-1] for line in lines} - WEAK
+    declared = run(tool("gcc"), "-E", "-P", *python_include(), "-include", "Python.h", "-x", "c", "/dev/null")
+    limited_api = set(re.findall(r"\b_?Py\w+", declared))
+    foreign = {name for name in imported if "@GLIBC_" not in name and name not in limited_api}
+    assert foreign == set()
+    assert any(name.startswith("Py") for name in imported)
+
+
+def test_exports_one_function(module_path):
+    lines = run(tool("nm"), "-D", "--defined-only", module_path).splitlines()
+    assert [line.split()[-1] for line in lines] == ["PyInit_flash_attn_2_cuda"]
+
+
+def test_is_named_for_the_stable_abi(module_path):
+    assert module_path.endswith(".abi3.so")
