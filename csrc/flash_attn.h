@@ -153,6 +153,9 @@ typedef struct {
 /* Pure: the same problem and machine give the same plan. Lengths inside cu_seqlens and their like are read on CPU only. */
 fa_status fa_plan_make(const fa_problem *problem, const fa_machine *machine, fa_plan *plan, fa_error *err);
 
+/* One line of words; cut off where room ends. */
+void fa_plan_print(const fa_plan *plan, char *text, size_t room);
+
 const char *fa_isa_name(fa_isa isa);
 const char *fa_dtype_name(fa_dtype dtype);
 size_t fa_dtype_bytes(fa_dtype dtype);

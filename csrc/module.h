@@ -1,0 +1,19 @@
+/* What the ops share with the Python module around them: the machine as the user lowered it, and recorded plans. */
+#ifndef FA_MODULE_H
+#define FA_MODULE_H
+
+#include "flash_attn.h"
+
+/* ops.c: defines the ops of namespace flash_attn and implements them for CPU and CUDA tensors. Once per process. */
+fa_status fa_register_ops(fa_error *err);
+
+/* ops.c: the machine that plans are made for; the thread count is torch's at the time of the call. */
+extern fa_machine fa_this_machine;
+
+/* module.c: is this thread only collecting plans (nothing may run, no seed may be drawn)? */
+bool fa_plan_only(void);
+
+/* module.c: keeps a plan for take_plans() while collecting, prints it if FLASH_ATTN_LOG=plan. */
+void fa_note_plan(const fa_plan *plan);
+
+#endif

@@ -1,0 +1,290 @@
+/* The ops of namespace flash_attn: schemas, and one boxed entry for all of them.
+ *
+ * An op is a list of arguments, each a piece of schema text and the place in fa_call where its value goes. The schema is
+ * the texts joined; unpacking walks the same list. Then every op takes the same road:
+ *
+ *   unpack -> fa_check_call (args.c) -> fa_plan_make (plan.c) -> fa_make_outputs (outputs.c) -> fa_run (run.c) -> pack */
+#include "call.h"
+#include "module.h"
+#include "run.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+typedef struct {
+    const char *schema; /* "Tensor(a!)? dq", "SymInt window_size_left=-1": type, name, default */
+    size_t place;       /* offset in fa_call */
+} argument;
+
+#define ARG(schema, member) {schema, offsetof(fa_call, member)}
+#define MAX_ARGUMENTS       24
+
+typedef struct {
+    const char *name, *results;
+    fa_layout layout;
+    fa_pass pass;
+    argument arguments[MAX_ARGUMENTS]; /* up to the first without schema */
+} op;
+
+#define ARGS_MASK                                                                                                      \
+    ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal), ARG("SymInt window_size_left", window_left), \
+        ARG("SymInt window_size_right", window_right), ARG("float softcap", softcap)
+#define ARGS_DENSE_OPTIONS                                                                                             \
+    ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes),                           \
+        ARG("bool return_softmax", return_softmax)
+#define ARGS_CU_SEQLENS                                                                                                \
+    ARG("Tensor cu_seqlens_q", cu_seqlens_q), ARG("Tensor cu_seqlens_k", cu_seqlens_k),                                \
+        ARG("SymInt max_seqlen_q", max_seqlen_q), ARG("SymInt max_seqlen_k", max_seqlen_k)
+#define ARGS_VARLEN_OPTIONS                                                                                            \
+    ARG("float dropout_p", dropout_p), ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal),          \
+        ARG("SymInt window_size_left=-1", window_left), ARG("SymInt window_size_right=-1", window_right),              \
+        ARG("float softcap=0.0", softcap), ARG("Tensor? alibi_slopes=None", alibi_slopes),                             \
+        ARG("bool return_softmax=False", return_softmax), ARG("Tensor? block_table=None", block_table),                \
+        ARG("Tensor? leftpad_k=None", leftpad_k), ARG("Tensor? seqused_k=None", seqused_k),                            \
+        ARG("bool zero_tensors=False", zero_tensors), ARG("SymInt num_splits=0", num_splits)
+#define ARGS_SAVED                                                                                                     \
+    ARG("Tensor dout", dout), ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARG("Tensor out", out),      \
+        ARG("Tensor softmax_lse", softmax_lse), ARG("Tensor(a!)? dq", dq), ARG("Tensor(b!)? dk", dk),                  \
+        ARG("Tensor(c!)? dv", dv)
+#define ARGS_BWD_OPTIONS                                                                                               \
+    ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes),                           \
+        ARG("bool deterministic", deterministic), ARG("Tensor? rng_state=None", rng_state)
+
+enum { FORWARD, VARLEN_FORWARD, BACKWARD, VARLEN_BACKWARD, FWD_OUT, VARLEN_FWD_OUT, FWD_KVCACHE, NUM_OPS };
+
+static const op ops[NUM_OPS] = {
+    [FORWARD] = {"_flash_attn_forward",
+                 "(Tensor, Tensor, Tensor, Tensor)",
+                 FA_OP_DENSE,
+                 FA_FWD,
+                 {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_DENSE_OPTIONS}},
+    [VARLEN_FORWARD] = {"_flash_attn_varlen_forward",
+                        "(Tensor, Tensor, Tensor, Tensor)",
+                        FA_OP_VARLEN,
+                        FA_FWD,
+                        {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_CU_SEQLENS,
+                         ARGS_VARLEN_OPTIONS}},
+    [BACKWARD] = {"_flash_attn_backward", "Tensor", FA_OP_DENSE, FA_BWD, {ARGS_SAVED, ARGS_BWD_OPTIONS}},
+    [VARLEN_BACKWARD] = {"_flash_attn_varlen_backward",
+                         "Tensor",
+                         FA_OP_VARLEN,
+                         FA_BWD,
+                         {ARGS_SAVED, ARGS_CU_SEQLENS, ARGS_BWD_OPTIONS,
+                          ARG("bool zero_tensors=False", zero_tensors)}},
+    /* The same two forwards into a tensor that the caller brings, for the module flash_attn_2_cuda. */
+    [FWD_OUT] = {"fwd",
+                 "(Tensor, Tensor, Tensor)",
+                 FA_OP_DENSE,
+                 FA_FWD,
+                 {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARG("Tensor(a!) out", out),
+                  ARGS_DENSE_OPTIONS}},
+    [VARLEN_FWD_OUT] = {"varlen_fwd",
+                        "(Tensor, Tensor, Tensor)",
+                        FA_OP_VARLEN,
+                        FA_FWD,
+                        {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARG("Tensor(a!) out", out),
+                         ARGS_CU_SEQLENS, ARGS_VARLEN_OPTIONS}},
+    [FWD_KVCACHE] = {"fwd_kvcache",
+                     "Tensor",
+                     FA_OP_KVCACHE,
+                     FA_FWD,
+                     {ARG("Tensor q", q), ARG("Tensor(a!) k_cache", k), ARG("Tensor(b!) v_cache", v),
+                      ARG("Tensor? k", k_new), ARG("Tensor? v", v_new), ARG("Tensor? seqlens_k", seqused_k),
+                      ARG("Tensor? rotary_cos", rotary_cos), ARG("Tensor? rotary_sin", rotary_sin),
+                      ARG("Tensor? cache_batch_idx", cache_batch_idx), ARG("Tensor? leftpad_k", leftpad_k),
+                      ARG("Tensor? block_table", block_table), ARG("Tensor? alibi_slopes", alibi_slopes),
+                      ARG("Tensor(c!) out", out), ARGS_MASK, ARG("bool rotary_interleaved", rotary_interleaved),
+                      ARG("SymInt num_splits", num_splits)}},
+};
+
+fa_machine fa_this_machine;
+
+/* ---- slots of a boxed call ------------------------------------------------------------------------------------- */
+
+static void read_tensor(AtenTensorHandle handle, const char *name, fa_tensor *t) {
+    int64_t *size = NULL, *stride = NULL;
+    t->handle = handle;
+    t->name = name;
+    fa_torch.aoti_torch_get_dim(handle, &t->ndim);
+    fa_torch.aoti_torch_get_sizes(handle, &size);
+    fa_torch.aoti_torch_get_strides(handle, &stride);
+    fa_torch.aoti_torch_get_dtype(handle, &t->dtype);
+    fa_torch.aoti_torch_get_device_type(handle, &t->device_type);
+    fa_torch.aoti_torch_get_device_index(handle, &t->device_idx);
+    t->size = size;
+    t->stride = stride;
+}
+
+/* The names of arguments as messages show them: the last word of the schema text, without its default. */
+static char argument_names[NUM_OPS][MAX_ARGUMENTS][24];
+
+static bool is_optional(const char *schema) { return strchr(schema, '?') != NULL; }
+static bool is_mutable(const char *schema) { return strchr(schema, '!') != NULL; }
+
+static bool starts_with(const char *text, const char *word) { return strncmp(text, word, strlen(word)) == 0; }
+
+static AtenTensorHandle take_optional(StableIValue slot) {
+    if (slot == 0) return NULL;
+    StableIValue *inner = (StableIValue *)(uintptr_t)slot;
+    AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)*inner;
+    if (fa_torch.torch_delete_stable_ivalue) fa_torch.torch_delete_stable_ivalue(inner);
+    else fa_torch.operator_delete(inner);
+    return handle;
+}
+
+static fa_status unpack(int op_idx, const StableIValue *stack, fa_call *call, fa_error *err) {
+    fa_status status = FA_OK;
+    *call = (fa_call){.layout = ops[op_idx].layout, .pass = ops[op_idx].pass};
+    for (int i = 0; i < MAX_ARGUMENTS && ops[op_idx].arguments[i].schema; i++) {
+        const argument *a = &ops[op_idx].arguments[i];
+        void *place = (char *)call + a->place;
+        if (starts_with(a->schema, "Tensor")) {
+            fa_tensor *t = (fa_tensor *)place;
+            AtenTensorHandle handle =
+                is_optional(a->schema) ? take_optional(stack[i]) : (AtenTensorHandle)(uintptr_t)stack[i];
+            t->name = argument_names[op_idx][i];
+            if (!handle) continue;
+            read_tensor(handle, t->name, t);
+            int failed = is_mutable(a->schema) ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
+                                               : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
+            if (failed) status = fa_fail(err, FA_EINVAL, "%s has no memory to read", t->name);
+        } else if (starts_with(a->schema, "float")) {
+            memcpy(place, &stack[i], sizeof(double));
+        } else if (starts_with(a->schema, "bool")) {
+            *(bool *)place = (stack[i] & 0xff) != 0;
+        } else {
+            memcpy(place, &stack[i], sizeof(int64_t));
+        }
+    }
+    return status;
+}
+
+static void release(int op_idx, const fa_call *call) {
+    for (int i = 0; i < MAX_ARGUMENTS && ops[op_idx].arguments[i].schema; i++) {
+        const argument *a = &ops[op_idx].arguments[i];
+        const fa_tensor *t = (const fa_tensor *)((const char *)call + a->place);
+        if (starts_with(a->schema, "Tensor") && t->handle) fa_torch.aoti_torch_delete_tensor_object(t->handle);
+    }
+}
+
+/* ---- the road of every call ------------------------------------------------------------------------------------- */
+
+static void torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) { fa_torch.torch_parallel_for(0, n, 1, fn, ctx); }
+
+static const fa_pool torch_pool = {torch_parallel_for};
+
+static fa_status run_with_workspace(const fa_call *call, const fa_problem *problem, const fa_plan *plan, fa_error *err) {
+    AtenTensorHandle workspace = NULL;
+    void *data = NULL;
+    fa_status status = FA_OK;
+    if (plan->workspace_bytes > 0) {
+        const int64_t bytes = (int64_t)plan->workspace_bytes, one = 1;
+        if (fa_torch.aoti_torch_empty_strided(1, &bytes, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
+                                              &workspace) != 0 ||
+            fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
+            status = fa_fail(err, FA_ENOMEM, "torch could not allocate %zu bytes of workspace", plan->workspace_bytes);
+    }
+    if (status == FA_OK) {
+        bool fresh_out = call->pass == FA_FWD && !call->out.handle;
+        status = fa_run(problem, plan, call->zero_tensors || fresh_out, data, &torch_pool, err);
+    }
+    if (workspace) fa_torch.aoti_torch_delete_tensor_object(workspace);
+    return status;
+}
+
+static fa_status execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
+    fa_problem problem;
+    fa_plan plan;
+    fa_machine machine = fa_this_machine;
+    uint32_t threads = 1;
+    fa_torch.torch_get_num_threads(&threads);
+    machine.threads = (int)threads;
+
+    fa_status status = fa_check_call(call, &problem, err);
+    if (status == FA_OK) status = fa_plan_make(&problem, &machine, &plan, err);
+    if (status == FA_OK) fa_note_plan(&plan);
+    if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only(), &problem, outputs, err);
+    if (status != FA_OK || fa_plan_only()) return status;
+    status = run_with_workspace(call, &problem, &plan, err);
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}
+
+/* All handles are released before a failure leaves through aoti_torch_check, which throws. */
+static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
+    fa_call call;
+    fa_outputs outputs = {0};
+    fa_error err = {""};
+    fa_status status = unpack(op_idx, stack, &call, &err);
+    if (status == FA_OK) status = execute(&call, &outputs, &err);
+    release(op_idx, &call);
+    if (status == FA_OK && (uint64_t)outputs.num != num_outputs)
+        status = fa_fail(&err, FA_EINVAL, "flash_attn::%s made %d results where its schema has %d", ops[op_idx].name,
+                         outputs.num, (int)num_outputs);
+    if (status != FA_OK) fa_torch.aoti_torch_check(false, __func__, __FILE__, __LINE__, err.text);
+    for (int i = 0; i < outputs.num; i++) stack[i] = (StableIValue)(uintptr_t)outputs.tensor[i];
+}
+
+/* A boxed function is told its arguments but not its name. */
+#define ENTRY(op_idx)                                                                                                  \
+    static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
+        (void)num_inputs;                                                                                              \
+        boxed_call(op_idx, stack, num_outputs);                                                                        \
+    }
+ENTRY(FORWARD)
+ENTRY(VARLEN_FORWARD)
+ENTRY(BACKWARD)
+ENTRY(VARLEN_BACKWARD)
+ENTRY(FWD_OUT)
+ENTRY(VARLEN_FWD_OUT)
+ENTRY(FWD_KVCACHE)
+
+static fa_boxed_op *const entries[NUM_OPS] = {
+    [FORWARD] = entry_FORWARD,
+    [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
+    [BACKWARD] = entry_BACKWARD,
+    [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
+    [FWD_OUT] = entry_FWD_OUT,
+    [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
+    [FWD_KVCACHE] = entry_FWD_KVCACHE,
+};
+
+/* ---- registration ----------------------------------------------------------------------------------------------- */
+
+static void name_arguments(int op_idx) {
+    for (int i = 0; i < MAX_ARGUMENTS && ops[op_idx].arguments[i].schema; i++) {
+        const char *name = strrchr(ops[op_idx].arguments[i].schema, ' ') + 1;
+        snprintf(argument_names[op_idx][i], sizeof argument_names[op_idx][i], "%.*s", (int)strcspn(name, "="), name);
+    }
+}
+
+static void write_schema(const op *o, char *text, size_t room) {
+    int at = snprintf(text, room, "%s(", o->name);
+    for (int i = 0; i < MAX_ARGUMENTS && o->arguments[i].schema; i++)
+        at += snprintf(text + at, room - (size_t)at, "%s%s", i ? ", " : "", o->arguments[i].schema);
+    snprintf(text + at, room - (size_t)at, ") -> %s", o->results);
+}
+
+fa_status fa_register_ops(fa_error *err) {
+    /* The libraries live as long as the process: ops cannot be unregistered safely while Python may call them. */
+    TorchLibraryHandle def = NULL, impl[2] = {NULL, NULL};
+    const char *const keys[2] = {"CPU", "CUDA"};
+    fa_cpu_detect(&fa_this_machine);
+    int failed = fa_torch.aoti_torch_library_init_def("flash_attn", __FILE__, __LINE__, &def);
+    for (int k = 0; k < 2 && !failed; k++)
+        failed = fa_torch.aoti_torch_library_init_impl("flash_attn", keys[k], __FILE__, __LINE__, &impl[k]);
+    for (int i = 0; i < NUM_OPS && !failed; i++) {
+        char schema[1024];
+        name_arguments(i);
+        write_schema(&ops[i], schema, sizeof schema);
+        failed = fa_torch.aoti_torch_library_def(def, schema);
+        for (int k = 0; k < 2 && !failed; k++)
+            failed = fa_torch.torch_library_impl(impl[k], ops[i].name, entries[i], FA_TORCH_ABI_VERSION);
+    }
+    if (failed)
+        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn could not register its ops with this PyTorch: is another "
+                                             "package named flash_attn loaded?");
+    return FA_OK;
+}

@@ -1,0 +1,141 @@
+/* The tensors that an op returns. Shapes, dtypes and strides are those that the fakes in flash_attn/ promise. */
+#include "call.h"
+
+#include <string.h>
+
+#define MAX_NDIM 4
+
+static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
+                      const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
+    AtenTensorHandle t = NULL;
+    if (fa_torch.aoti_torch_empty_strided(ndim, size, stride, dtype, like->device_type, like->device_idx, &t) != 0)
+        return fa_fail(err, FA_ENOMEM, "torch could not allocate an output of the call");
+    outputs->tensor[outputs->num++] = t;
+    return fa_torch.torch_get_mutable_data_ptr(t, data) == 0 ? FA_OK
+                                                             : fa_fail(err, FA_ENOMEM, "an output of the call has no memory");
+}
+
+static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
+                                 int32_t dtype, void **data, fa_error *err) {
+    int64_t stride[MAX_NDIM];
+    for (int64_t i = ndim - 1, step = 1; i >= 0; i--) {
+        stride[i] = step;
+        step *= size[i] > 1 ? size[i] : 1;
+    }
+    return make(outputs, like, ndim, size, stride, dtype, data, err);
+}
+
+/* Does dimension x lie inside dimension y in memory (1), outside (-1), or do the strides not say (0)? */
+static int order_of(const fa_tensor *t, int64_t x, int64_t y) {
+    if (t->stride[x] == 0 || t->stride[y] == 0) return 0;
+    if (t->stride[x] != t->stride[y]) return t->stride[x] < t->stride[y] ? 1 : -1;
+    return t->size[x] > t->size[y] ? -1 : 0;
+}
+
+/* Strides of torch.empty_like(t): t's own where its elements fill their memory, otherwise dense in the same order of
+ * dimensions. Falls back to contiguous where that would tear the last dimension apart (overlapping windows). */
+static void empty_like_strides(const fa_tensor *t, int64_t *stride) {
+    int64_t inner_first[MAX_NDIM], n = t->ndim;
+    for (int64_t i = 0; i < n; i++) inner_first[i] = n - 1 - i;
+    for (int64_t i = 1; i < n; i++) /* insertion sort: undecided pairs are looked through, not moved */
+        for (int64_t at = i, j = i - 1; j >= 0; j--) {
+            int order = order_of(t, inner_first[j], inner_first[at]);
+            if (order > 0) break;
+            if (order < 0) {
+                int64_t swap = inner_first[j];
+                inner_first[j] = inner_first[at];
+                inner_first[at] = swap;
+                at = j;
+            }
+        }
+    int64_t step = 1;
+    bool dense = true, empty = false;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t dim = inner_first[i];
+        stride[dim] = step;
+        empty = empty || t->size[dim] == 0;
+        if (t->size[dim] > 1) {
+            dense = dense && t->stride[dim] == step;
+            step *= t->size[dim];
+        }
+    }
+    if (dense || empty)
+        for (int64_t i = 0; i < n; i++) stride[i] = t->stride[i];
+    if (t->size[n - 1] > 1 && stride[n - 1] != 1)
+        for (int64_t i = n - 1, s = 1; i >= 0; i--) {
+            stride[i] = s;
+            s *= t->size[i] > 1 ? t->size[i] : 1;
+        }
+}
+
+static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    int64_t stride[MAX_NDIM];
+    empty_like_strides(&c->q, stride);
+    const int64_t n = c->q.ndim;
+    p->o = (fa_view){.stride_b = n == 4 ? stride[0] : 0, .stride_row = stride[n - 3], .stride_h = stride[n - 2]};
+    return make(outputs, &c->q, n, c->q.size, stride, c->q.dtype, &p->o.data, err);
+}
+
+static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    void *data = NULL;
+    fa_status status;
+    if (c->layout == FA_OP_VARLEN) {
+        status = make_contiguous(outputs, &c->q, 2, (int64_t[]){p->h, p->total_q}, fa_torch.f32, &data, err);
+        p->lse = (fa_row_stats){.data = (float *)data, .stride_b = 0, .stride_h = p->total_q};
+    } else {
+        status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, p->len_q}, fa_torch.f32, &data, err);
+        p->lse = (fa_row_stats){.data = (float *)data, .stride_b = p->h * p->len_q, .stride_h = p->len_q};
+    }
+    return status;
+}
+
+static int64_t round_up_128(int64_t n) { return (n + 127) / 128 * 128; }
+
+static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    if (!c->return_softmax) {
+        void *unused;
+        return make_contiguous(outputs, &c->q, 1, (int64_t[]){0}, c->q.dtype, &unused, err);
+    }
+    p->s_dmask_rows = round_up_128(p->len_q);
+    p->s_dmask_cols = round_up_128(p->len_kv);
+    return make_contiguous(outputs, &c->q, 4, (int64_t[]){p->b, p->h, p->s_dmask_rows, p->s_dmask_cols}, c->q.dtype,
+                           &p->s_dmask, err);
+}
+
+static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_outputs *outputs, fa_error *err) {
+    void *data = NULL;
+    fa_status status = make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, fa_torch.i64, &data, err);
+    if (status == FA_OK && p->dropout_p > 0 && draw) status = fa_draw_seed(&p->seed, err);
+    if (status == FA_OK && p->device == FA_CPU) memcpy(data, (uint64_t[]){p->seed, p->offset}, 2 * sizeof(uint64_t));
+    return status;
+}
+
+static fa_status make_softmax_d(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    void *data = NULL;
+    fa_status status;
+    int64_t rows = c->layout == FA_OP_VARLEN ? p->total_q + 128 * p->b : round_up_128(p->len_q);
+    if (c->layout == FA_OP_VARLEN)
+        status = make_contiguous(outputs, &c->q, 2, (int64_t[]){p->h, rows}, fa_torch.f32, &data, err);
+    else status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, rows}, fa_torch.f32, &data, err);
+    p->softmax_d = (fa_row_stats){
+        .data = (float *)data, .stride_b = c->layout == FA_OP_VARLEN ? 0 : p->h * rows, .stride_h = rows};
+    if (status == FA_OK && p->device == FA_CPU && data) /* the rows that only round up are zero */
+        memset(data, 0, sizeof(float) * (size_t)(p->h * rows * (c->layout == FA_OP_VARLEN ? 1 : p->b)));
+    return status;
+}
+
+fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    fa_status status = FA_OK;
+    outputs->num = 0;
+    if (c->pass == FA_BWD) {
+        status = make_softmax_d(c, p, outputs, err);
+    } else {
+        if (!c->out.handle) status = make_out(c, p, outputs, err);
+        if (status == FA_OK) status = make_lse(c, p, outputs, err);
+        if (status == FA_OK && c->layout != FA_OP_KVCACHE) status = make_s_dmask(c, p, outputs, err);
+        if (status == FA_OK && c->layout != FA_OP_KVCACHE) status = make_rng_state(c, p, draw_seed, outputs, err);
+    }
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}

@@ -1,0 +1,14 @@
+/* A plan in words: for explain(), FLASH_ATTN_LOG=plan and tests. */
+#include "flash_attn.h"
+
+#include <stdio.h>
+
+void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
+    int at = snprintf(text, room, "%s on %s, instruction set %s, tile %d rows x %d keys, %d tiles a task, %d threads, "
+                                  "%d splits, %zu bytes of workspace",
+                      plan->kernel, plan->device == FA_CPU ? "cpu" : "cuda", fa_isa_name(plan->isa), plan->block_q,
+                      plan->block_kv, plan->tiles_per_task, plan->threads, plan->num_splits, plan->workspace_bytes);
+    for (int i = 0; i < plan->num_ruled_out && at > 0 && (size_t)at < room; i++)
+        at += snprintf(text + at, room - (size_t)at, "; ruled out %s: %s", plan->ruled_out[i].kernel,
+                       plan->ruled_out[i].reason);
+}

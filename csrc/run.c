@@ -1,0 +1,41 @@
+/* Executes a plan: on the CPU through the engine in cpu/. A plan for CUDA is refused by plan.c while there is no kernel
+ * to name in it; launching one will stand here. */
+#include "run.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Rows [first, end) of a packed tensor become zero. */
+static void zero_rows(const fa_problem *p, const fa_view *t, int64_t first, int64_t end, int64_t num_heads) {
+    const size_t row_bytes = (size_t)p->d * fa_dtype_bytes(p->dtype);
+    if (!t->data) return;
+    for (int64_t row = first; row < end; row++)
+        for (int64_t head = 0; head < num_heads; head++)
+            memset((char *)t->data + (size_t)(row * t->stride_row + head * t->stride_h) * fa_dtype_bytes(p->dtype), 0,
+                   row_bytes);
+}
+
+/* Rows after the last sequence belong to nobody. The kernels leave them alone; here an output that we allocated
+ * becomes zero with an lse of -inf, and so does, with zero_tensors, one that the caller brought. */
+static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
+    if (!p->cu_seqlens_q) return;
+    const int64_t end_q = p->cu_seqlens_q[p->b], end_kv = p->cu_seqlens_k[p->b];
+    if (p->pass == FA_FWD) {
+        if (zero_tensors) zero_rows(p, &p->o, end_q, p->total_q, p->h);
+        for (int64_t head = 0; head < p->h; head++)
+            for (int64_t row = end_q; row < p->total_q; row++) p->lse.data[head * p->lse.stride_h + row] = -INFINITY;
+    } else if (zero_tensors) {
+        zero_rows(p, &p->dq, end_q, p->total_q, p->h);
+        zero_rows(p, &p->dk, end_kv, p->total_kv, p->h_kv);
+        zero_rows(p, &p->dv, end_kv, p->total_kv, p->h_kv);
+    }
+}
+
+fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace, const fa_pool *pool,
+                 fa_error *err) {
+    if (problem->device != FA_CPU)
+        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: there is no launcher for CUDA kernels in this version");
+    fill_unowned_rows(problem, zero_tensors);
+    fa_cpu_run(problem, plan, workspace, pool);
+    return FA_OK;
+}

@@ -1,0 +1,86 @@
+/* The part of libtorch's C shim that we call, as one table of functions.
+ *
+ * Nothing is linked: after `import torch` the symbols are looked up in the libtorch that is already loaded. Every row
+ * says since which release the symbol exists; a row without which we can do says so by `optional`. Ownership as in the
+ * shim: tensor handles that a function returns are ours to delete, sizes and strides are borrowed from the tensor.
+ *
+ * This header is also compiled as C++ together with torch's own headers, which checks every signature. */
+#ifndef FA_TORCH_ABI_H
+#define FA_TORCH_ABI_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "flash_attn.h"
+
+typedef struct AtenTensorOpaque *AtenTensorHandle;
+#ifdef __cplusplus
+class TorchLibraryOpaque;
+typedef TorchLibraryOpaque *TorchLibraryHandle;
+#else
+typedef struct TorchLibraryOpaque *TorchLibraryHandle;
+#endif
+typedef int32_t AOTITorchError; /* 0: success */
+
+/* One slot of a boxed call. Tensor: owned handle. float: the bits of a double. int, SymInt: int64. bool: low byte.
+ * Absent optional: 0; present optional: pointer to a slot on the heap that the callee frees. */
+typedef uint64_t StableIValue;
+typedef void fa_boxed_op(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
+typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
+
+#define FA_TORCH_ABI_VERSION 0x020a000000000000ULL /* 2.10: the oldest release with torch_parallel_for */
+#define FA_TORCH_OLDEST      "2.10"
+
+/* X(symbol, first release, required or optional, result, parameters) */
+#define FA_TORCH_SYMBOLS(X)                                                                                            \
+    X(aoti_torch_library_init_def, "2.7", required, AOTITorchError,                                                    \
+      (const char *ns, const char *file, uint32_t line, TorchLibraryHandle *lib))                                      \
+    X(aoti_torch_library_init_impl, "2.7", required, AOTITorchError,                                                   \
+      (const char *ns, const char *key, const char *file, uint32_t line, TorchLibraryHandle *lib))                     \
+    X(aoti_torch_library_def, "2.7", required, AOTITorchError, (TorchLibraryHandle lib, const char *schema))           \
+    X(torch_library_impl, "2.10", required, AOTITorchError,                                                            \
+      (TorchLibraryHandle lib, const char *name, fa_boxed_op *op, uint64_t abi_version))                               \
+    X(aoti_torch_get_dim, "2.4", required, AOTITorchError, (AtenTensorHandle t, int64_t *ndim))                        \
+    X(aoti_torch_get_sizes, "2.4", required, AOTITorchError, (AtenTensorHandle t, int64_t **sizes))                    \
+    X(aoti_torch_get_strides, "2.4", required, AOTITorchError, (AtenTensorHandle t, int64_t **strides))                \
+    X(aoti_torch_get_dtype, "2.4", required, AOTITorchError, (AtenTensorHandle t, int32_t *dtype))                     \
+    X(aoti_torch_get_device_type, "2.4", required, AOTITorchError, (AtenTensorHandle t, int32_t *type))                \
+    X(aoti_torch_get_device_index, "2.4", required, AOTITorchError, (AtenTensorHandle t, int32_t *idx))                \
+    X(torch_get_mutable_data_ptr, "2.10", required, AOTITorchError, (AtenTensorHandle t, void **data))                 \
+    X(torch_get_const_data_ptr, "2.10", required, AOTITorchError, (AtenTensorHandle t, const void **data))             \
+    X(aoti_torch_empty_strided, "2.4", required, AOTITorchError,                                                       \
+      (int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,                 \
+       int32_t device_idx, AtenTensorHandle *t))                                                                       \
+    X(aoti_torch_delete_tensor_object, "2.4", required, AOTITorchError, (AtenTensorHandle t))                          \
+    X(aoti_torch_check, "2.4", required, void,                                                                         \
+      (bool condition, const char *func, const char *file, uint32_t line, const char *message))                        \
+    X(torch_parallel_for, "2.10", required, AOTITorchError,                                                            \
+      (int64_t begin, int64_t end, int64_t grain_size, fa_range_fn *fn, void *ctx))                                    \
+    X(torch_get_num_threads, "2.10", required, AOTITorchError, (uint32_t * num_threads))                               \
+    X(aoti_torch_device_type_cpu, "2.4", required, int32_t, (void))                                                    \
+    X(aoti_torch_device_type_cuda, "2.4", required, int32_t, (void))                                                   \
+    X(aoti_torch_dtype_float16, "2.4", required, int32_t, (void))                                                      \
+    X(aoti_torch_dtype_bfloat16, "2.4", required, int32_t, (void))                                                     \
+    X(aoti_torch_dtype_float32, "2.4", required, int32_t, (void))                                                      \
+    X(aoti_torch_dtype_float64, "2.4", required, int32_t, (void))                                                      \
+    X(aoti_torch_dtype_int32, "2.4", required, int32_t, (void))                                                        \
+    X(aoti_torch_dtype_int64, "2.4", required, int32_t, (void))                                                        \
+    X(aoti_torch_dtype_uint8, "2.4", required, int32_t, (void))                                                        \
+    X(torch_delete_stable_ivalue, "2.13", optional, AOTITorchError, (StableIValue * slot))
+
+typedef struct {
+#define FA_TORCH_MEMBER(symbol, since, need, result, parameters) result(*symbol) parameters;
+    FA_TORCH_SYMBOLS(FA_TORCH_MEMBER)
+#undef FA_TORCH_MEMBER
+    void (*operator_delete)(void *); /* frees a slot before 2.13, when torch's headers did it with `delete` */
+    /* Answers that cannot change. */
+    int32_t cpu, cuda;                      /* device types */
+    int32_t f16, bf16, f32, f64, i32, i64, u8; /* dtypes */
+} fa_torch_abi;
+
+extern fa_torch_abi fa_torch;
+
+/* Fills fa_torch. FA_EUNSUPPORTED, with one sentence, if torch is not loaded or too old. */
+fa_status fa_torch_load(fa_error *err);
+
+#endif
