@@ -1,0 +1,58 @@
+"""Cross entropy as a module, reduced like ``torch.nn.CrossEntropyLoss``."""
+
+import torch.nn as nn
+
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+__all__ = ["CrossEntropyLoss"]
+
+
+class CrossEntropyLoss(nn.Module):
+    """Mean, sum or list of the row losses of ``cross_entropy_loss``, whose arguments it keeps.
+
+    Args:
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        return_z_loss: return (loss, z_loss); the z-loss is part of the loss and carries no gradient.
+    Raises:
+        NotImplementedError: another reduction.
+    """
+
+    def __init__(
+        self,
+        ignore_index=-100,
+        reduction="mean",
+        label_smoothing=0.0,
+        logit_scale=1.0,
+        lse_square_scale=0.0,
+        inplace_backward=False,
+        process_group=None,
+        return_z_loss=False,
+    ):
+        super().__init__()
+        if reduction not in ("mean", "none", "sum"):
+            raise NotImplementedError(f"reduction is {reduction!r}, allowed are 'mean', 'none' and 'sum'")
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
+        self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
+
+    def forward(self, input, target, precomputed_lse=None):
+        """``input`` ``[n, V]``, ``target`` ``[n]`` -> a scalar, or ``[n]`` with reduction "none"."""
+        losses, z_losses = cross_entropy_loss(
+            input,
+            target,
+            precomputed_lse,
+            self.label_smoothing,
+            self.logit_scale,
+            self.lse_square_scale,
+            self.ignore_index,
+            self.inplace_backward,
+            self.process_group,
+        )
+        loss, z_loss = self._reduce(losses, target), self._reduce(z_losses, target)
+        return (loss, z_loss) if self.return_z_loss else loss
+
+    def _reduce(self, losses, target):
+        if self.reduction == "none":
+            return losses
+        total = losses.sum()
+        return total / (target != self.ignore_index).sum() if self.reduction == "mean" else total

@@ -1,0 +1,194 @@
+"""What stands between two blocks of a transformer, for either norm, as the fused kernels name and order it:
+
+    r = dropout(x0 * rowscale * layerscale) + residual        y = norm(r) * weight + bias
+
+``rowscale`` has one value per row, ``layerscale`` one per column. ``ops.layer_norm`` and ``ops.rms_norm`` bind the norm.
+"""
+
+import torch
+import torch.nn as nn
+
+from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+__all__ = ["DropoutAddNorm", "dropout_add_norm", "dropout_add_norm_parallel_residual", "dropout_add_norm_subset"]
+
+
+def dropout_add_norm(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+    *,
+    is_rms_norm,
+):
+    """Drop out, add and normalise.
+
+    Args:
+        x0: ``[..., n]``; ``residual`` likewise or None.
+        rowscale, layerscale: ``[...]`` and ``[n]`` factors of x0, or None.
+        prenorm: also return r. residual_in_fp32: dtype of r where no residual came in, else it is the residual's.
+        return_dropout_mask: also return the mask, uint8, 1 where kept.
+    Returns:
+        y in the dtype of x0, or a tuple of y and what was asked for.
+    Gradients for x0, residual, layerscale and the parameters.
+    """
+    y, r, mask, _ = layer_norm_fn(
+        _scale_columns(x0, layerscale),
+        weight,
+        bias,
+        residual,
+        eps=epsilon,
+        dropout_p=dropout_p,
+        rowscale=rowscale,
+        prenorm=True,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        return_dropout_mask=True,
+        out_dtype=x0.dtype,
+    )
+    return _results(
+        (y,), r.to(_residual_dtype(x0, residual, residual_in_fp32)), (mask,), x0, prenorm, return_dropout_mask
+    )
+
+
+def dropout_add_norm_subset(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    layerscale=None,
+    x0_subset=None,
+    out_subset=None,
+    rowscale_const=1.0,
+    out_numrows=0,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+    *,
+    is_rms_norm,
+):
+    """``dropout_add_norm`` when x0 holds only some of the rows and only some are wanted (stochastic depth).
+
+    Args:
+        x0_subset: ``[...]`` integers, per row of the residual: 0 where x0 has none, else 1 + its row in x0 ``[k, n]``.
+        out_subset: ``[...]`` integers, per row: 0 where it is not wanted, else 1 + its row in y ``[out_numrows, n]``.
+        rowscale_const: factor of x0.
+    """
+    x, mask = _dropout(_scale_columns(x0, layerscale).float() * rowscale_const, dropout_p)
+    if x0_subset is not None:
+        rows = x.flatten(0, -2)[x0_subset.long() - 1]  # a missing row reads the last one and is cleared
+        x = torch.where(x0_subset.unsqueeze(-1) > 0, rows, 0.0)
+    y, r = layer_norm_fn(
+        x, weight, bias, residual, eps=epsilon, prenorm=True, is_rms_norm=is_rms_norm, out_dtype=x0.dtype
+    )
+    if out_subset is not None:
+        wanted = out_subset > 0
+        y = y.new_zeros(out_numrows, y.shape[-1]).index_copy(0, out_subset[wanted].long() - 1, y[wanted])
+    return _results(
+        (y,), r.to(_residual_dtype(x0, residual, residual_in_fp32)), (mask,), x0, prenorm, return_dropout_mask
+    )
+
+
+def dropout_add_norm_parallel_residual(
+    x0,
+    x1,
+    residual,
+    weight0,
+    bias0,
+    weight1,
+    bias1,
+    dropout_p,
+    epsilon,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+    *,
+    is_rms_norm,
+):
+    """r = dropout(x0) + dropout(x1) + residual and two norms of it: (y0, y1), y1 None without weight1.
+
+    With ``prenorm`` r follows, with ``return_dropout_mask`` the two masks. x1, weight1 and bias1 may be None.
+    """
+    y0, *y1, r, mask0, mask1 = layer_norm_fn(
+        x0,
+        weight0,
+        bias0,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        epsilon,
+        dropout_p,
+        prenorm=True,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        return_dropout_mask=True,
+    )
+    outputs = (y0, y1[0] if y1 else None)
+    return _results(outputs, r, (mask0, mask1), x0, prenorm, return_dropout_mask)
+
+
+class DropoutAddNorm(nn.Module):
+    """``dropout_add_norm`` with its parameters; the subclasses say which norm."""
+
+    is_rms_norm = None
+
+    def __init__(self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None, dtype=None):
+        super().__init__()
+        self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        bias = None if self.is_rms_norm else nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x0, residual=None):
+        return dropout_add_norm(
+            x0,
+            residual,
+            self.weight,
+            self.bias,
+            self.p if self.training else 0.0,
+            self.eps,
+            prenorm=self.prenorm,
+            residual_in_fp32=self.residual_in_fp32,
+            is_rms_norm=self.is_rms_norm,
+        )
+
+
+def _scale_columns(x0, layerscale):
+    """x0 * layerscale, not rounded to the dtype of x0."""
+    return x0 if layerscale is None else x0.float() * layerscale
+
+
+def _dropout(x, p):
+    if p == 0.0:
+        return x, None
+    mask = torch.rand_like(x) >= p
+    return torch.where(mask, x / (1.0 - p), 0.0), mask
+
+
+def _residual_dtype(x0, residual, residual_in_fp32):
+    return residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x0.dtype
+
+
+def _results(outputs, residual, masks, x0, prenorm, return_dropout_mask):
+    """The outputs, then the residual and the masks where asked for; a single value is not a tuple."""
+    if prenorm:
+        outputs += (residual,)
+    if return_dropout_mask:
+        outputs += tuple(torch.ones_like(x0, dtype=torch.uint8) if m is None else m.byte() for m in masks)
+    return outputs if len(outputs) > 1 else outputs[0]

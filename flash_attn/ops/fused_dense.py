@@ -1,0 +1,234 @@
+"""Linear layers and two-layer MLPs, on one device or split over the ranks of a process group (tensor parallel).
+
+    column parallel   weight [out / w, in]   every rank sees the whole input, makes some of the outputs
+    row parallel      weight [out, in / w]   every rank sees some of the inputs, partial outputs are summed
+
+With sequence parallelism tokens are split between the layers along the first dimension: a column parallel layer gathers
+them first, a row parallel layer scatters its sums. The names say "fused"; PyTorch's linear does the work.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn.ops.activations import gelu_fwd, sqrelu_fwd
+from flash_attn.utils.distributed import all_gather, all_reduce, copy_to_ranks, get_dim_for_local_rank, reduce_scatter
+
+__all__ = [
+    "ColumnParallelLinear",
+    "FusedDense",
+    "FusedMLP",
+    "ParallelFusedMLP",
+    "RowParallelLinear",
+    "fused_dense_func",
+    "fused_mlp_func",
+]
+
+ACTIVATIONS = {"gelu_approx": gelu_fwd, "relu": F.relu, "sqrelu": sqrelu_fwd}
+
+
+def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
+    """``x @ weight.T + bias``.
+
+    Args:
+        x: ``[..., in]``; with a process group and ``sequence_parallel`` this rank's rows of the first dimension.
+        weight: ``[out, in]``, this rank's outputs with a process group.
+        return_residual: return (output, x), for a residual branch.
+    Gradients for x, weight and bias, summed over the ranks for x.
+    """
+    y = F.linear(_to_columns(x, process_group, sequence_parallel), weight, bias)
+    return (y, x) if return_residual else y
+
+
+def fused_mlp_func(
+    x,
+    weight1,
+    weight2,
+    bias1=None,
+    bias2=None,
+    activation="gelu_approx",
+    save_pre_act=True,
+    return_residual=False,
+    checkpoint_lvl=0,
+    heuristic=0,
+    process_group=None,
+    sequence_parallel=True,
+):
+    """``act(x @ weight1.T + bias1) @ weight2.T + bias2``; with a process group the second product is this rank's part.
+
+    Args:
+        x: as of ``fused_dense_func``. weight1: ``[hidden, in]``. weight2: ``[out, hidden]``.
+        activation: "gelu_approx" (tanh), "relu" or "sqrelu".
+        checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
+        save_pre_act, heuristic: choices of fused kernels, without effect.
+        return_residual: return (output, x).
+    """
+    assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
+    assert checkpoint_lvl in (0, 1, 2), f"checkpoint_lvl is {checkpoint_lvl}, allowed are 0, 1 and 2"
+
+    def mlp(x):
+        hidden = F.linear(_to_columns(x, process_group, sequence_parallel), weight1, bias1)
+        return F.linear(ACTIVATIONS[activation](hidden), weight2, bias2)
+
+    y = checkpoint(mlp, x, use_reentrant=False) if checkpoint_lvl and torch.is_grad_enabled() else mlp(x)
+    return (y, x) if return_residual else y
+
+
+class FusedDense(nn.Linear):
+    """``nn.Linear`` that can return its input beside its output."""
+
+    def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.return_residual = return_residual
+
+    def forward(self, x, process_group=None):
+        return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """This rank's outputs of a linear layer of ``out_features``, dealt out in units of ``multiple_of``."""
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        process_group,
+        bias=True,
+        sequence_parallel=True,
+        multiple_of=1,
+        device=None,
+        dtype=None,
+    ):
+        out_features = _share(out_features, process_group, multiple_of)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.process_group, self.sequence_parallel = process_group, sequence_parallel
+
+    def forward(self, x):
+        return F.linear(_to_columns(x, self.process_group, self.sequence_parallel), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer over this rank's share of ``in_features``; the ranks' outputs are summed, rank 0 adds the bias."""
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        process_group,
+        bias=True,
+        sequence_parallel=True,
+        multiple_of=1,
+        device=None,
+        dtype=None,
+    ):
+        bias = bias and torch.distributed.get_rank(process_group) == 0
+        in_features = _share(in_features, process_group, multiple_of)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.process_group, self.sequence_parallel = process_group, sequence_parallel
+
+    def forward(self, x):
+        return _from_rows(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
+
+
+class FusedMLP(nn.Module):
+    """``fused_mlp_func`` with its parameters, ``fc1`` and ``fc2``; hidden_features is 4 x in_features by default."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        bias1=True,
+        bias2=True,
+        activation="gelu_approx",
+        return_residual=False,
+        checkpoint_lvl=0,
+        heuristic="auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
+        hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
+        self.activation, self.return_residual, self.checkpoint_lvl = activation, return_residual, checkpoint_lvl
+        self.heuristic = heuristic
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x, process_group=None):
+        y = fused_mlp_func(
+            x,
+            self.fc1.weight,
+            self.fc2.weight,
+            self.fc1.bias,
+            self.fc2.bias,
+            activation=self.activation,
+            checkpoint_lvl=self.checkpoint_lvl,
+            process_group=process_group,
+        )
+        if process_group is not None:
+            y = reduce_scatter(y, process_group)
+        return (y, x) if self.return_residual else y
+
+
+class ParallelFusedMLP(nn.Module):
+    """``FusedMLP`` with the hidden features split over the ranks: ``fc1`` column parallel, ``fc2`` row parallel."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation="gelu_approx",
+        process_group=None,
+        bias1=True,
+        bias2=True,
+        sequence_parallel=True,
+        checkpoint_lvl=0,
+        heuristic="auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        assert process_group is not None, "ParallelFusedMLP needs a process_group"
+        assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
+        hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
+        self.activation, self.process_group, self.sequence_parallel = activation, process_group, sequence_parallel
+        self.checkpoint_lvl, self.heuristic = checkpoint_lvl, heuristic
+        layout = {"device": device, "dtype": dtype}
+        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **layout)
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **layout)
+
+    def forward(self, x):
+        y = fused_mlp_func(
+            x,
+            self.fc1.weight,
+            self.fc2.weight,
+            self.fc1.bias,
+            self.fc2.bias,
+            activation=self.activation,
+            checkpoint_lvl=self.checkpoint_lvl,
+            process_group=self.process_group,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return _from_rows(y, self.process_group, self.sequence_parallel)
+
+
+def _share(features, process_group, multiple_of):
+    """Features of this rank; the total must be a multiple of ``multiple_of``."""
+    assert features % multiple_of == 0, f"{features} features are not a multiple of {multiple_of}"
+    world_size, rank = torch.distributed.get_world_size(process_group), torch.distributed.get_rank(process_group)
+    return get_dim_for_local_rank(features, world_size, rank, multiple_of)
+
+
+def _to_columns(x, process_group, sequence_parallel):
+    """The whole input of a column parallel layer."""
+    if process_group is None:
+        return x
+    return all_gather(x, process_group) if sequence_parallel else copy_to_ranks(x, process_group)
+
+
+def _from_rows(y, process_group, sequence_parallel):
+    """The sum of the outputs of a row parallel layer, or this rank's rows of it."""
+    return reduce_scatter(y, process_group) if sequence_parallel else all_reduce(y, process_group)

@@ -1,0 +1,150 @@
+"""Cross entropy of each row, with label smoothing e, z-loss w and a logit scale c, one loss per row:
+
+    lse  = log sum_j exp(c x_j)
+    loss = lse - (1 - e) c x_label - e / V sum_j c x_j + w lse^2
+    dx_j = dloss c (exp(c x_j - lse) (1 + 2 w lse) - (1 - e) [j = label] - e / V)
+
+Only lse is kept between the two passes. Sums are fp32 (fp64 for fp64), over a few rows at a time, so that no fp32
+copy of all logits is ever made. With a process group each rank holds V / world_size neighbouring columns of the
+logits, rank 0 the first; lse, the label's logit and the smoothing sum are then combined over the ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+__all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
+
+CHUNK_ELEMENTS = 1 << 22  # logits in flight, 16 MiB in fp32
+
+
+class CrossEntropyLoss(torch.autograd.Function):
+    """The two passes; the public form is ``cross_entropy_loss``."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        logits,
+        labels,
+        precomputed_lse=None,
+        smoothing=0.0,
+        logit_scale=1.0,
+        lse_square_scale=0.0,
+        ignore_index=-100,
+        inplace_backward=False,
+        process_group=None,
+    ):
+        if logits.dim() != 2 or labels.shape != logits.shape[:1]:
+            raise ValueError(
+                f"logits must be [n, V] and labels [n], got {tuple(logits.shape)} and {tuple(labels.shape)}"
+            )
+        num_columns = logits.shape[1]
+        world_size, rank = _size_and_rank(process_group)
+        num_classes = num_columns * world_size
+        kept = labels != ignore_index
+        _check_labels(labels, kept, num_classes)
+        columns = labels.long() - rank * num_columns
+        here = kept & (columns >= 0) & (columns < num_columns)  # the label's logit is on this rank
+        columns = torch.where(here, columns, 0)
+
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        given_lse = precomputed_lse is not None and logit_scale == 1.0 and smoothing == 0.0
+        lse = precomputed_lse.to(dtype, copy=True) if given_lse else logits.new_empty(logits.shape[0], dtype=dtype)
+        target = logits.new_empty(logits.shape[0], dtype=dtype)  # (1 - e) c x_label + e / V sum_j c x_j
+        for rows in _row_chunks(logits):
+            x = logits[rows].to(dtype) * logit_scale
+            if not given_lse:
+                lse[rows] = x.logsumexp(-1)
+            x_label = x.gather(1, columns[rows, None]).squeeze(1)
+            target[rows] = torch.where(here[rows], (1 - smoothing) * x_label, 0.0)
+            if smoothing:
+                target[rows] += smoothing / num_classes * x.sum(-1)
+        if world_size > 1:
+            lse_of_ranks = [torch.empty_like(lse) for _ in range(world_size)]
+            dist.all_gather(lse_of_ranks, lse, group=process_group)
+            lse = torch.stack(lse_of_ranks).logsumexp(0)
+            dist.all_reduce(target, group=process_group)
+
+        z_losses = torch.where(kept, lse_square_scale * lse.square(), 0.0)
+        losses = torch.where(kept, lse - target, 0.0) + z_losses
+        ctx.save_for_backward(logits, lse, columns, kept, here)
+        ctx.smoothing, ctx.logit_scale, ctx.lse_square_scale = smoothing, logit_scale, lse_square_scale
+        ctx.num_classes, ctx.inplace_backward = num_classes, inplace_backward
+        ctx.mark_non_differentiable(z_losses)
+        return losses, z_losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses, dz_losses):
+        logits, lse, columns, kept, here = ctx.saved_tensors
+        dlogits = logits if ctx.inplace_backward else torch.empty_like(logits)
+        scale = torch.where(kept, dlosses * ctx.logit_scale, 0.0)  # ignored rows get zeros
+        label_weight = torch.where(here, scale * (1 - ctx.smoothing), 0.0)
+        for rows in _row_chunks(logits):
+            p = torch.exp(logits[rows].to(lse.dtype) * ctx.logit_scale - lse[rows, None])
+            if ctx.lse_square_scale:
+                p *= 1 + 2 * ctx.lse_square_scale * lse[rows, None]
+            if ctx.smoothing:
+                p -= ctx.smoothing / ctx.num_classes
+            p = torch.where(kept[rows, None], p * scale[rows, None], 0.0)
+            dlogits[rows] = p.scatter_add_(1, columns[rows, None], -label_weight[rows, None])
+        return (dlogits,) + (None,) * 8
+
+
+def cross_entropy_loss(
+    logits,
+    labels,
+    precomputed_lse=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    lse_square_scale=0.0,
+    ignore_index=-100,
+    inplace_backward=False,
+    process_group=None,
+):
+    """Cross entropy of each row of logits.
+
+    Args:
+        logits: ``[n, V]``, any floating dtype; this rank's columns with a process group.
+        labels: ``[n]`` integers in ``[0, V)`` (over all ranks) or ``ignore_index``, whose rows cost 0.
+        precomputed_lse: ``[n]`` log-sum-exp of the rows, used only with scale 1 and no smoothing.
+        label_smoothing: share of the label's probability that is spread over all classes.
+        logit_scale: c, multiplies the logits.
+        lse_square_scale: w, weight of lse^2 (z-loss).
+        inplace_backward: write the gradient over the logits' memory.
+        process_group: ranks that share the vocabulary.
+    Returns:
+        (losses, z_losses), fp32 ``[n]`` each; losses contain z_losses, which are for display and carry no gradient.
+    Raises:
+        ValueError: shapes that do not fit. IndexError: on CPU, a label outside the vocabulary.
+    Gradients for logits.
+    """
+    return CrossEntropyLoss.apply(
+        logits,
+        labels,
+        precomputed_lse,
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        inplace_backward,
+        process_group,
+    )
+
+
+def _size_and_rank(process_group):
+    return (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
+
+
+def _row_chunks(logits):
+    """Slices of rows of at most CHUNK_ELEMENTS logits, at least one row each."""
+    step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    return [slice(row, row + step) for row in range(0, logits.shape[0], step)]
+
+
+def _check_labels(labels, kept, num_classes):
+    """On CPU, where looking at values costs no synchronisation, refuse labels outside the vocabulary."""
+    if labels.device.type == "cpu":
+        wrong = kept & ((labels < 0) | (labels >= num_classes))
+        if wrong.any():
+            raise IndexError(f"labels has {int(labels[wrong][0])}, allowed are 0 to {num_classes - 1} and ignore_index")

@@ -1,0 +1,315 @@
+"""Layer norm and RMS norm together with what stands before them in a transformer block:
+
+    r = dropout(x * rowscale) + dropout(x1) + residual         the new residual
+    y = norm(r) * weight + bias,  y1 = norm(r) * weight1 + bias1
+
+r is summed and normalised in fp32 (fp64 for fp64) and rounded once, to y's dtype and, if it is returned, to the
+residual's. Layer norm: (r - mean) / sqrt(var + eps). RMS norm: r / sqrt(mean(r^2) + eps).
+Source: arXiv 1607.06450, arXiv 1910.07467.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+__all__ = [
+    "RMSNorm",
+    "layer_norm_fn",
+    "layer_norm_linear_fn",
+    "layer_norm_ref",
+    "rms_norm_fn",
+    "rms_norm_ref",
+]
+
+
+def layer_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    is_rms_norm=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """Add, drop out and normalise.
+
+    Args:
+        x: ``[..., n]``; ``x1`` and ``residual`` likewise, or None.
+        weight, bias: ``[n]``; weight1 and bias1 give a second output of the same normalised rows. All but
+            weight may be None.
+        dropout_p: applied to x and x1, each with its own mask.
+        rowscale: ``[...]``, multiplies the rows of x; not together with x1.
+        prenorm: also return the new residual.
+        residual_in_fp32: dtype of the new residual where none came in; else it is that of ``residual``.
+        zero_centered_weight: weights are stored less one.
+        return_dropout_mask: also return two bool masks, True where kept, None where nothing was dropped.
+        out_dtype: of y and y1; default that of x.
+        out, residual_out: memory for y and the new residual.
+    Returns:
+        y, then each where asked for: y1, the new residual, the two masks. A single value is not a tuple.
+    Gradients for x, x1, residual and the parameters.
+    """
+    assert x1 is None or rowscale is None, "rowscale is not supported together with x1"
+    for name, other in (("residual", residual), ("x1", x1)):
+        assert other is None or other.shape == x.shape, f"{name} is {tuple(other.shape)}, x is {tuple(x.shape)}"
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    r, mask = _dropout(x.to(dtype) if rowscale is None else x.to(dtype) * rowscale[..., None].to(dtype), dropout_p)
+    mask1 = None
+    if x1 is not None:
+        dropped, mask1 = _dropout(x1.to(dtype), dropout_p)
+        r = r + dropped
+    if residual is not None:
+        r = r + residual
+
+    outputs = [_into(out, _normalize(r, weight, bias, eps, zero_centered_weight, is_rms_norm), out_dtype or x.dtype)]
+    if weight1 is not None:
+        y1 = _normalize(r, weight1, bias1, eps, zero_centered_weight, is_rms_norm)
+        outputs.append(y1.to(out_dtype or x.dtype))
+    if prenorm:
+        residual_dtype = residual.dtype if residual is not None else dtype if residual_in_fp32 else x.dtype
+        outputs.append(_into(residual_out, r, residual_dtype))
+    if return_dropout_mask:
+        outputs += [mask, mask1]
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def rms_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """``layer_norm_fn`` with the RMS norm."""
+    return layer_norm_fn(
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        residual_in_fp32,
+        zero_centered_weight,
+        True,
+        return_dropout_mask,
+        out_dtype,
+        out,
+        residual_out,
+    )
+
+
+def layer_norm_linear_fn(
+    x,
+    norm_weight,
+    norm_bias,
+    linear_weight,
+    linear_bias,
+    residual=None,
+    eps=1e-6,
+    prenorm=False,
+    residual_in_fp32=False,
+    is_rms_norm=False,
+):
+    """``linear(norm(x + residual))``, with the new residual if ``prenorm``; arguments as of ``layer_norm_fn``.
+
+    Under autocast the normalised rows and the linear layer have autocast's dtype.
+    """
+    device_type = x.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+    y, r = layer_norm_fn(
+        x,
+        norm_weight,
+        norm_bias,
+        residual,
+        eps=eps,
+        prenorm=True,
+        residual_in_fp32=residual_in_fp32,
+        is_rms_norm=is_rms_norm,
+        out_dtype=dtype,
+    )
+    y = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
+    return (y, r) if prenorm else y
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``."""
+
+    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+        super().__init__()
+        self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+        return rms_norm_fn(
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )
+
+
+def layer_norm_ref(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    zero_centered_weight=False,
+    dropout_mask=None,
+    dropout_mask1=None,
+    upcast=False,
+):
+    """The definition, step by step in the dtype of x, or in fp32 and rounded at the end with ``upcast``; for tests.
+
+    Arguments as of ``layer_norm_fn``; given masks are used instead of drawn ones. Returns y, then y1 and the new
+    residual where asked for.
+    """
+    values = (x, weight, bias, residual, x1, weight1, bias1)
+    return _norm_ref(
+        _layer_norm_formula,
+        values,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        zero_centered_weight,
+        (dropout_mask, dropout_mask1),
+        upcast,
+    )
+
+
+def rms_norm_ref(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    zero_centered_weight=False,
+    dropout_mask=None,
+    dropout_mask1=None,
+    upcast=False,
+):
+    """``layer_norm_ref`` with the RMS norm."""
+    values = (x, weight, bias, residual, x1, weight1, bias1)
+    return _norm_ref(
+        _rms_norm_formula,
+        values,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        zero_centered_weight,
+        (dropout_mask, dropout_mask1),
+        upcast,
+    )
+
+
+def _layer_norm_formula(r, eps):
+    centered = r - r.mean(-1, keepdim=True)
+    return centered / torch.sqrt(centered.square().mean(-1, keepdim=True) + eps)
+
+
+def _rms_norm_formula(r, eps):
+    return r / torch.sqrt(r.square().mean(-1, keepdim=True) + eps)
+
+
+def _norm_ref(formula, values, eps, dropout_p, rowscale, prenorm, zero_centered_weight, masks, upcast):
+    dtype = values[0].dtype
+    x, weight, bias, residual, x1, weight1, bias1 = (t.float() if upcast and t is not None else t for t in values)
+    assert x1 is None or rowscale is None, "rowscale is not supported together with x1"
+    if rowscale is not None:
+        x = x * rowscale[..., None]
+    x = _dropout_with(x, dropout_p, masks[0])
+    if x1 is not None:
+        x = x + _dropout_with(x1, dropout_p, masks[1])
+    if residual is not None:
+        x = (x + residual).to(x.dtype)
+    outputs = []
+    for w, b in ((weight, bias), (weight1, bias1)):
+        if w is not None:
+            y = formula(x, eps) * (w + 1.0 if zero_centered_weight else w)
+            outputs.append((y if b is None else y + b).to(dtype))
+    if prenorm:
+        outputs.append(x)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _normalize(r, weight, bias, eps, zero_centered, is_rms_norm):
+    """norm(r) * weight + bias in the dtype of r."""
+    weight = weight.to(r.dtype) + 1.0 if zero_centered else weight.to(r.dtype)
+    bias = None if bias is None else bias.to(r.dtype)
+    if not is_rms_norm:
+        return F.layer_norm(r, r.shape[-1:], weight, bias, eps)
+    y = F.rms_norm(r, r.shape[-1:], weight, eps)
+    return y if bias is None else y + bias
+
+
+def _dropout(x, p):
+    """(x with dropout, mask of what is kept or None)."""
+    if p == 0.0:
+        return x, None
+    mask = torch.rand_like(x) >= p
+    return _dropout_with(x, p, mask), mask
+
+
+def _dropout_with(x, p, mask):
+    if p == 0.0:
+        return x
+    return F.dropout(x, p) if mask is None else x.masked_fill(~mask, 0.0) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+def _into(out, value, dtype):
+    """``value`` as ``dtype``, in the memory ``out`` if there is one."""
+    return value.to(dtype) if out is None else out.copy_(value)

@@ -1,0 +1,1 @@
+"""Helpers that models and clients share."""

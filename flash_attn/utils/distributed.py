@@ -1,0 +1,135 @@
+"""Collectives with gradients for tensor and sequence parallelism, split along the first dimension:
+
+    forward         backward
+    all_gather      reduce_scatter     [n, ...] on each of w ranks <-> [w n, ...]
+    reduce_scatter  all_gather
+    all_reduce      identity           the gradient of a replicated output is replicated already
+
+``*_raw`` are the plain collectives and return (output, handle), the handle None unless ``async_op``.
+"""
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "AllGatherFunc",
+    "AllReduceFunc",
+    "ReduceScatterFunc",
+    "all_gather",
+    "all_gather_raw",
+    "all_reduce",
+    "all_reduce_raw",
+    "allreduce_sequence_parallel_grad",
+    "get_dim_for_local_rank",
+    "reduce_scatter",
+    "reduce_scatter_raw",
+    "sync_shared_params",
+]
+
+
+def all_gather_raw(input_, process_group, async_op=False):
+    """The ranks' ``[n, ...]`` one after the other, ``[w n, ...]``."""
+    world_size = dist.get_world_size(process_group)
+    output = input_.new_empty(world_size * input_.shape[0], *input_.shape[1:])
+    return output, dist.all_gather_into_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+
+
+def reduce_scatter_raw(input_, process_group, async_op=False):
+    """This rank's ``[n, ...]`` of the sum over ranks of ``[w n, ...]``."""
+    world_size = dist.get_world_size(process_group)
+    assert input_.shape[0] % world_size == 0, f"{input_.shape[0]} rows do not divide over {world_size} ranks"
+    output = input_.new_empty(input_.shape[0] // world_size, *input_.shape[1:])
+    return output, dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+
+
+def all_reduce_raw(input_, process_group, async_op=False):
+    """The sum over ranks, written over ``input_`` if that is contiguous."""
+    output = input_.contiguous()
+    return output, dist.all_reduce(output, group=process_group, async_op=async_op)
+
+
+class AllGatherFunc(torch.autograd.Function):
+    """Gather sequence parallel activations."""
+
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return all_gather_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_raw(grad, ctx.process_group)[0], None
+
+
+class ReduceScatterFunc(torch.autograd.Function):
+    """Sum partial results and keep this rank's rows."""
+
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return reduce_scatter_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_gather_raw(grad, ctx.process_group)[0], None
+
+
+class AllReduceFunc(torch.autograd.Function):
+    """Sum partial results onto every rank."""
+
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        return all_reduce_raw(input_.clone(), process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class CopyToRanksFunc(torch.autograd.Function):
+    """A replicated input of a split layer: identity forward, the ranks' gradients are summed backward."""
+
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return input_.view_as(input_)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce_raw(grad.clone(), ctx.process_group)[0], None
+
+
+all_gather = AllGatherFunc.apply
+reduce_scatter = ReduceScatterFunc.apply
+all_reduce = AllReduceFunc.apply
+copy_to_ranks = CopyToRanksFunc.apply
+
+
+def sync_shared_params(model, process_group):
+    """Copy the parameters marked ``_shared_params`` from the group's first rank to the others."""
+    first = dist.get_global_rank(process_group, 0) if process_group is not None else 0
+    for param in _marked(model, "_shared_params"):
+        with torch.no_grad():
+            dist.broadcast(param, src=first, group=process_group)
+
+
+def allreduce_sequence_parallel_grad(model, process_group):
+    """Sum over ranks the gradients of parameters marked ``_sequence_parallel``, in one message per dtype."""
+    grads = [param.grad for param in _marked(model, "_sequence_parallel") if param.grad is not None]
+    for dtype in sorted({grad.dtype for grad in grads}, key=str):
+        group = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.flatten() for grad in group])
+        dist.all_reduce(flat, group=process_group)
+        for grad, summed in zip(group, flat.split([grad.numel() for grad in group])):
+            grad.copy_(summed.view_as(grad))
+
+
+def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):
+    """How many of ``dim`` a rank owns when multiples of ``multiple_of`` are dealt out, the first ranks one more."""
+    units = dim // multiple_of
+    return multiple_of * (units // world_size + (local_rank < units % world_size))
+
+
+def _marked(model, flag):
+    """Parameters with a true attribute ``flag``, in the order of their names, the same on every rank."""
+    return [param for _, param in sorted(model.named_parameters()) if getattr(param, flag, False)]
