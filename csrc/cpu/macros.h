@@ -1,0 +1,26 @@
+/* Compiler words that the kernels need, for compilers that have them. */
+#ifndef FA_MACROS_H
+#define FA_MACROS_H
+
+#include <stdbool.h>
+
+/* The kernels for x86-64 vector units exist: the processor fits and the compiler knows per-function targets. */
+#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
+#define FA_X86 1
+#else
+#define FA_X86 0
+#endif
+
+/* INLINE: part of the caller whatever its size; constant arguments select variants. UNROLL: a loop over registers. */
+#if defined(__clang__)
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#else
+#define INLINE static inline
+#define UNROLL
+#endif
+
+#endif

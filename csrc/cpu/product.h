@@ -1,0 +1,104 @@
+/* The one product of the whole engine, over 32-bit words:
+ *
+ *   C[row][lane] = sum_k A[row][k] . B[k][lane]        A: k contiguous, one word at a time broadcast to all lanes
+ *                                                      B: vectors of lanes, streamed
+ *
+ *   product                          A                   B            words k      epilogue
+ *   S^T = K Q^T,   dP^T = V dO^T     K, V rows           Q^T, dO^T    d            STORE (times scale, maxima folded)
+ *   O^T += V^T P^T                   V^T                 P            keys         RESCALE: O alpha + acc
+ *   dQ^T += K^T dS^T                 K^T                 dS           keys         ADD
+ *   dV += P^T dO,  dK += dS^T Q      P, dS rows          dO, Q rows   queries      ADD
+ *
+ * UNROLL_ROWS x UNROLL_VECS accumulators stay in registers over all of k: per step UNROLL_VECS loads and UNROLL_ROWS
+ * broadcasts feed their product of multiply-adds, so the multiply-add pipes bind and not the load ports.
+ *
+ * Starting from zero and finishing with one multiply-add keeps the sum in two levels, which halves its rounding error
+ * and makes rescaling free. Measurements: README.md. */
+#ifndef FA_PRODUCT_H
+#define FA_PRODUCT_H
+
+#ifndef LANES
+#include "vec_scalar.h"
+#endif
+
+typedef enum {
+    PRODUCT_STORE,     /* C = acc scale */
+    PRODUCT_STORE_MAX, /* the same; lane_max = max(lane_max, C) over the rows */
+    PRODUCT_ADD,       /* C += acc */
+    PRODUCT_RESCALE,   /* C = C alpha + acc */
+} product_epilogue;
+
+typedef struct {
+    const float *a; /* [rows][num_words], row stride a_stride */
+    int64_t a_stride;
+    const float *b; /* [num_words][num_vecs LANES], row stride b_stride */
+    int64_t b_stride;
+    float *c; /* [rows][num_vecs LANES], row stride c_stride */
+    int64_t c_stride;
+    int64_t rows, num_words;
+    int num_vecs;
+    float scale;        /* PRODUCT_STORE, PRODUCT_STORE_MAX */
+    float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
+    const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
+} product_args;
+
+/* Rows [row, row + ROWS) of lanes [lane, lane + VECS LANES). */
+INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int64_t row, int lane) {
+    vec acc[8][4];
+    const float *a = p->a + row * p->a_stride, *b = p->b + lane;
+    float *c = p->c + row * p->c_stride + lane;
+    const int64_t a_stride = p->a_stride, b_stride = p->b_stride, num_words = p->num_words;
+
+    UNROLL for (int r = 0; r < ROWS; r++) { UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_set(0.0f); }
+    for (int64_t k = 0; k < num_words; k++, a++, b += b_stride) {
+        vec b_vec[4];
+        UNROLL for (int u = 0; u < VECS; u++) {
+            b_vec[u] = vec_load(b + u * LANES);
+            vec_pin(&b_vec[u]);
+        }
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            vec a_word = vec_broadcast(a + r * a_stride);
+            UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_dot(acc[r][u], a_word, b_vec[u]);
+        }
+    }
+    UNROLL for (int u = 0; u < VECS; u++) {
+        vec factor = vec_set(p->scale), high = vec_set(0.0f);
+        if (EPILOGUE == PRODUCT_RESCALE) factor = vec_load(p->alpha + lane + u * LANES);
+        if (EPILOGUE == PRODUCT_STORE_MAX) high = vec_load(p->lane_max + lane + u * LANES);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            float *out = c + r * p->c_stride + u * LANES;
+            if (EPILOGUE == PRODUCT_ADD)
+                acc[r][u] = vec_add(vec_load(out), acc[r][u]);
+            else if (EPILOGUE == PRODUCT_RESCALE)
+                acc[r][u] = vec_fma(vec_load(out), factor, acc[r][u]);
+            else
+                acc[r][u] = vec_mul(acc[r][u], factor);
+            if (EPILOGUE == PRODUCT_STORE_MAX) high = vec_max(acc[r][u], high);
+            vec_store(out, acc[r][u]);
+        }
+        if (EPILOGUE == PRODUCT_STORE_MAX) vec_store(p->lane_max + lane + u * LANES, high);
+    }
+}
+
+INLINE void product_lanes(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int lane) {
+    int64_t row = 0;
+    for (; row + ROWS <= p->rows; row += ROWS) product_patch(EPILOGUE, ROWS, VECS, p, row, lane);
+    for (; row < p->rows; row++) product_patch(EPILOGUE, 1, VECS, p, row, lane);
+}
+
+/* Few lanes take more rows, so that enough independent sums hide the latency of a multiply-add. */
+INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
+    int u = 0;
+    for (; u + UNROLL_VECS <= p->num_vecs; u += UNROLL_VECS)
+        product_lanes(EPILOGUE, UNROLL_ROWS, UNROLL_VECS, p, u * LANES);
+    if (UNROLL_VECS > 3 && p->num_vecs - u == 3) product_lanes(EPILOGUE, UNROLL_ROWS, 3, p, u * LANES);
+    if (UNROLL_VECS > 2 && p->num_vecs - u == 2) product_lanes(EPILOGUE, UNROLL_ROWS, 2, p, u * LANES);
+    if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, 8, 1, p, u * LANES);
+}
+
+static inline void product_scores(const product_args *p) { product(PRODUCT_STORE, p); }
+static inline void product_scores_max(const product_args *p) { product(PRODUCT_STORE_MAX, p); }
+static inline void product_add(const product_args *p) { product(PRODUCT_ADD, p); }
+static inline void product_rescale(const product_args *p) { product(PRODUCT_RESCALE, p); }
+
+#endif

@@ -1,0 +1,26 @@
+/* Everything after this header, to the end of the source file, is compiled for VEC_TARGET: gcc and clang spell it
+ * differently, and clang wants "vec_target_end.h" as the last line. The build passes no -m flags, so that one binary runs
+ * everywhere. */
+#ifndef FA_VEC_TARGET_H
+#define FA_VEC_TARGET_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "macros.h"
+
+#ifdef VEC_TARGET
+#define VEC_PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define VEC_PUSH(isa) VEC_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#include <immintrin.h>
+VEC_PUSH(VEC_TARGET)
+#else
+#define VEC_PUSH(isa) VEC_PRAGMA(GCC target(isa))
+VEC_PUSH(VEC_TARGET)
+#include <immintrin.h>
+#endif
+#endif
+
+#endif
