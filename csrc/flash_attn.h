@@ -124,9 +124,9 @@ typedef enum {
 
 /* What plan.c knows of the machine; filled once by fa_cpu_detect and, per call, the thread count. */
 typedef struct {
-    fa_isa isa;                /* the best instruction set here, or the one it was lowered to */
+    fa_isa isa;                  /* the best instruction set here, or the one it was lowered to */
     bool isa_legal[FA_NUM_ISAS]; /* the processor and the operating system support it */
-    size_t l2_bytes;           /* per core; a default if the processor does not say */
+    size_t l2_bytes;             /* per core; a default if the processor does not say */
     int threads;
 } fa_machine;
 
@@ -140,11 +140,11 @@ typedef struct {
     fa_pass pass;
     fa_device device;
     fa_isa isa;
-    char kernel[64];         /* operator, instruction set, row: attn_fwd_avx512_bf16_d64_q64kv128 */
-    int block_q, block_kv;   /* rows and keys of one tile */
-    int tiles_per_task;      /* query tiles that share one packed block of keys */
-    int threads;             /* workers used, at most the machine's */
-    int num_splits;          /* key ranges of the backward (or of a decode) that are summed in order */
+    char kernel[64];       /* operator, instruction set, row: attn_fwd_avx512_bf16_d64_q64kv128 */
+    int block_q, block_kv; /* rows and keys of one tile */
+    int tiles_per_task;    /* query tiles that share one packed block of keys */
+    int threads;           /* workers used, at most the machine's */
+    int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
     size_t workspace_bytes;
     int num_ruled_out;
     fa_ruled_out ruled_out[FA_MAX_RULED_OUT];

@@ -27,28 +27,29 @@ typedef struct {
     argument arguments[MAX_ARGUMENTS]; /* up to the first without schema */
 } op;
 
-#define ARGS_MASK                                                                                                      \
-    ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal), ARG("SymInt window_size_left", window_left), \
-        ARG("SymInt window_size_right", window_right), ARG("float softcap", softcap)
-#define ARGS_DENSE_OPTIONS                                                                                             \
-    ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes),                           \
+#define ARGS_MASK                                                                                   \
+    ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal),                          \
+        ARG("SymInt window_size_left", window_left), ARG("SymInt window_size_right", window_right), \
+        ARG("float softcap", softcap)
+#define ARGS_DENSE_OPTIONS                                                                   \
+    ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes), \
         ARG("bool return_softmax", return_softmax)
-#define ARGS_CU_SEQLENS                                                                                                \
-    ARG("Tensor cu_seqlens_q", cu_seqlens_q), ARG("Tensor cu_seqlens_k", cu_seqlens_k),                                \
+#define ARGS_CU_SEQLENS                                                                 \
+    ARG("Tensor cu_seqlens_q", cu_seqlens_q), ARG("Tensor cu_seqlens_k", cu_seqlens_k), \
         ARG("SymInt max_seqlen_q", max_seqlen_q), ARG("SymInt max_seqlen_k", max_seqlen_k)
-#define ARGS_VARLEN_OPTIONS                                                                                            \
-    ARG("float dropout_p", dropout_p), ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal),          \
-        ARG("SymInt window_size_left=-1", window_left), ARG("SymInt window_size_right=-1", window_right),              \
-        ARG("float softcap=0.0", softcap), ARG("Tensor? alibi_slopes=None", alibi_slopes),                             \
-        ARG("bool return_softmax=False", return_softmax), ARG("Tensor? block_table=None", block_table),                \
-        ARG("Tensor? leftpad_k=None", leftpad_k), ARG("Tensor? seqused_k=None", seqused_k),                            \
+#define ARGS_VARLEN_OPTIONS                                                                                   \
+    ARG("float dropout_p", dropout_p), ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal), \
+        ARG("SymInt window_size_left=-1", window_left), ARG("SymInt window_size_right=-1", window_right),     \
+        ARG("float softcap=0.0", softcap), ARG("Tensor? alibi_slopes=None", alibi_slopes),                    \
+        ARG("bool return_softmax=False", return_softmax), ARG("Tensor? block_table=None", block_table),       \
+        ARG("Tensor? leftpad_k=None", leftpad_k), ARG("Tensor? seqused_k=None", seqused_k),                   \
         ARG("bool zero_tensors=False", zero_tensors), ARG("SymInt num_splits=0", num_splits)
-#define ARGS_SAVED                                                                                                     \
-    ARG("Tensor dout", dout), ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARG("Tensor out", out),      \
-        ARG("Tensor softmax_lse", softmax_lse), ARG("Tensor(a!)? dq", dq), ARG("Tensor(b!)? dk", dk),                  \
+#define ARGS_SAVED                                                                                                \
+    ARG("Tensor dout", dout), ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARG("Tensor out", out), \
+        ARG("Tensor softmax_lse", softmax_lse), ARG("Tensor(a!)? dq", dq), ARG("Tensor(b!)? dk", dk),             \
         ARG("Tensor(c!)? dv", dv)
-#define ARGS_BWD_OPTIONS                                                                                               \
-    ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes),                           \
+#define ARGS_BWD_OPTIONS                                                                     \
+    ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes), \
         ARG("bool deterministic", deterministic), ARG("Tensor? rng_state=None", rng_state)
 
 enum { FORWARD, VARLEN_FORWARD, BACKWARD, VARLEN_BACKWARD, FWD_OUT, VARLEN_FWD_OUT, FWD_KVCACHE, NUM_OPS };
@@ -70,8 +71,7 @@ static const op ops[NUM_OPS] = {
                          "Tensor",
                          FA_OP_VARLEN,
                          FA_BWD,
-                         {ARGS_SAVED, ARGS_CU_SEQLENS, ARGS_BWD_OPTIONS,
-                          ARG("bool zero_tensors=False", zero_tensors)}},
+                         {ARGS_SAVED, ARGS_CU_SEQLENS, ARGS_BWD_OPTIONS, ARG("bool zero_tensors=False", zero_tensors)}},
     /* The same two forwards into a tensor that the caller brings, for the module flash_attn_2_cuda. */
     [FWD_OUT] = {"fwd",
                  "(Tensor, Tensor, Tensor)",
@@ -128,8 +128,10 @@ static AtenTensorHandle take_optional(StableIValue slot) {
     if (slot == 0) return NULL;
     StableIValue *inner = (StableIValue *)(uintptr_t)slot;
     AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)*inner;
-    if (fa_torch.torch_delete_stable_ivalue) fa_torch.torch_delete_stable_ivalue(inner);
-    else fa_torch.operator_delete(inner);
+    if (fa_torch.torch_delete_stable_ivalue)
+        fa_torch.torch_delete_stable_ivalue(inner);
+    else
+        fa_torch.operator_delete(inner);
     return handle;
 }
 
@@ -174,7 +176,8 @@ static void torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) { fa_torch
 
 static const fa_pool torch_pool = {torch_parallel_for};
 
-static fa_status run_with_workspace(const fa_call *call, const fa_problem *problem, const fa_plan *plan, fa_error *err) {
+static fa_status run_with_workspace(const fa_call *call, const fa_problem *problem, const fa_plan *plan,
+                                    fa_error *err) {
     AtenTensorHandle workspace = NULL;
     void *data = NULL;
     fa_status status = FA_OK;
@@ -228,10 +231,10 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
 }
 
 /* A boxed function is told its arguments but not its name. */
-#define ENTRY(op_idx)                                                                                                  \
-    static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
-        (void)num_inputs;                                                                                              \
-        boxed_call(op_idx, stack, num_outputs);                                                                        \
+#define ENTRY(op_idx)                                                                            \
+    static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) { \
+        (void)num_inputs;                                                                        \
+        boxed_call(op_idx, stack, num_outputs);                                                  \
     }
 ENTRY(FORWARD)
 ENTRY(VARLEN_FORWARD)
@@ -242,12 +245,9 @@ ENTRY(VARLEN_FWD_OUT)
 ENTRY(FWD_KVCACHE)
 
 static fa_boxed_op *const entries[NUM_OPS] = {
-    [FORWARD] = entry_FORWARD,
-    [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
-    [BACKWARD] = entry_BACKWARD,
-    [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
-    [FWD_OUT] = entry_FWD_OUT,
-    [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
+    [FORWARD] = entry_FORWARD,         [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
+    [BACKWARD] = entry_BACKWARD,       [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
+    [FWD_OUT] = entry_FWD_OUT,         [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
     [FWD_KVCACHE] = entry_FWD_KVCACHE,
 };
 
@@ -284,7 +284,8 @@ fa_status fa_register_ops(fa_error *err) {
             failed = fa_torch.torch_library_impl(impl[k], ops[i].name, entries[i], FA_TORCH_ABI_VERSION);
     }
     if (failed)
-        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn could not register its ops with this PyTorch: is another "
-                                             "package named flash_attn loaded?");
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flash_attn could not register its ops with this PyTorch: is another "
+                       "package named flash_attn loaded?");
     return FA_OK;
 }

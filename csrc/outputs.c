@@ -11,8 +11,9 @@ static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, 
     if (fa_torch.aoti_torch_empty_strided(ndim, size, stride, dtype, like->device_type, like->device_idx, &t) != 0)
         return fa_fail(err, FA_ENOMEM, "torch could not allocate an output of the call");
     outputs->tensor[outputs->num++] = t;
-    return fa_torch.torch_get_mutable_data_ptr(t, data) == 0 ? FA_OK
-                                                             : fa_fail(err, FA_ENOMEM, "an output of the call has no memory");
+    return fa_torch.torch_get_mutable_data_ptr(t, data) == 0
+               ? FA_OK
+               : fa_fail(err, FA_ENOMEM, "an output of the call has no memory");
 }
 
 static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
@@ -116,7 +117,8 @@ static fa_status make_softmax_d(const fa_call *c, fa_problem *p, fa_outputs *out
     int64_t rows = c->layout == FA_OP_VARLEN ? p->total_q + 128 * p->b : round_up_128(p->len_q);
     if (c->layout == FA_OP_VARLEN)
         status = make_contiguous(outputs, &c->q, 2, (int64_t[]){p->h, rows}, fa_torch.f32, &data, err);
-    else status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, rows}, fa_torch.f32, &data, err);
+    else
+        status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, rows}, fa_torch.f32, &data, err);
     p->softmax_d = (fa_row_stats){
         .data = (float *)data, .stride_b = c->layout == FA_OP_VARLEN ? 0 : p->h * rows, .stride_h = rows};
     if (status == FA_OK && p->device == FA_CPU && data) /* the rows that only round up are zero */

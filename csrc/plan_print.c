@@ -4,8 +4,9 @@
 #include <stdio.h>
 
 void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
-    int at = snprintf(text, room, "%s on %s, instruction set %s, tile %d rows x %d keys, %d tiles a task, %d threads, "
-                                  "%d splits, %zu bytes of workspace",
+    int at = snprintf(text, room,
+                      "%s on %s, instruction set %s, tile %d rows x %d keys, %d tiles a task, %d threads, "
+                      "%d splits, %zu bytes of workspace",
                       plan->kernel, plan->device == FA_CPU ? "cpu" : "cuda", fa_isa_name(plan->isa), plan->block_q,
                       plan->block_kv, plan->tiles_per_task, plan->threads, plan->num_splits, plan->workspace_bytes);
     for (int i = 0; i < plan->num_ruled_out && at > 0 && (size_t)at < room; i++)

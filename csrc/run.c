@@ -31,8 +31,8 @@ static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
     }
 }
 
-fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace, const fa_pool *pool,
-                 fa_error *err) {
+fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
+                 const fa_pool *pool, fa_error *err) {
     if (problem->device != FA_CPU)
         return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: there is no launcher for CUDA kernels in this version");
     fill_unowned_rows(problem, zero_tensors);

@@ -40,7 +40,8 @@ static inline fa_sequence fa_sequence_at(const fa_problem *p, int64_t b_idx) {
 }
 
 /* Element offset of key j (or, with a negative j, of left padding) of one key/value head in a view of k or v. */
-static inline int64_t fa_key_offset(const fa_problem *p, const fa_view *kv, const fa_sequence *s, int64_t j, int64_t head_kv) {
+static inline int64_t fa_key_offset(const fa_problem *p, const fa_view *kv, const fa_sequence *s, int64_t j,
+                                    int64_t head_kv) {
     int64_t row = s->kv_row + j;
     if (s->pages)
         return (int64_t)s->pages[row / p->page_size] * kv->stride_b + (row % p->page_size) * kv->stride_row +
@@ -60,7 +61,8 @@ static inline float *fa_row_stat(const fa_row_stats *t, const fa_sequence *s, in
 static inline void fa_visible_keys(const fa_problem *p, const fa_sequence *s, int64_t i, int64_t *first, int64_t *end) {
     int64_t diagonal = i + s->len_kv - s->len_q;
     *first = p->window_left >= 0 && diagonal - p->window_left > 0 ? diagonal - p->window_left : 0;
-    *end = p->window_right >= 0 && diagonal + p->window_right + 1 < s->len_kv ? diagonal + p->window_right + 1 : s->len_kv;
+    *end =
+        p->window_right >= 0 && diagonal + p->window_right + 1 < s->len_kv ? diagonal + p->window_right + 1 : s->len_kv;
 }
 
 #endif

@@ -6,9 +6,7 @@
 #if defined(_WIN32)
 #include <windows.h>
 static void *open_loaded(const char *name) { return (void *)GetModuleHandleA(name); }
-static void *find_symbol(void *library, const char *symbol) {
-    return (void *)GetProcAddress((HMODULE)library, symbol);
-}
+static void *find_symbol(void *library, const char *symbol) { return (void *)GetProcAddress((HMODULE)library, symbol); }
 #define TORCH_CPU_LIBRARY "torch_cpu.dll"
 #define OPERATOR_DELETE   "??3@YAXPEAX@Z"
 #else
@@ -34,15 +32,15 @@ fa_status fa_torch_load(fa_error *err) {
                        "flash_attn needs PyTorch " FA_TORCH_OLDEST
                        " or newer, imported before flash_attn_2_cuda: " TORCH_CPU_LIBRARY " is not loaded");
     fa_torch_abi found = {0};
-#define FIND(symbol, since, need_, result, parameters)                                                                 \
-    {                                                                                                                  \
-        void *address = find_symbol(library, #symbol);                                                                 \
-        if (!address && need_ == required)                                                                             \
-            return fa_fail(err, FA_EUNSUPPORTED,                                                                       \
-                           "flash_attn needs PyTorch " FA_TORCH_OLDEST                                                 \
-                           " or newer: the PyTorch that is loaded lacks %s (there since " since ")",                   \
-                           #symbol);                                                                                   \
-        memcpy(&found.symbol, &address, sizeof address); /* ISO C has no cast from void * to a function */             \
+#define FIND(symbol, since, need_, result, parameters)                                                     \
+    {                                                                                                      \
+        void *address = find_symbol(library, #symbol);                                                     \
+        if (!address && need_ == required)                                                                 \
+            return fa_fail(err, FA_EUNSUPPORTED,                                                           \
+                           "flash_attn needs PyTorch " FA_TORCH_OLDEST                                     \
+                           " or newer: the PyTorch that is loaded lacks %s (there since " since ")",       \
+                           #symbol);                                                                       \
+        memcpy(&found.symbol, &address, sizeof address); /* ISO C has no cast from void * to a function */ \
     }
     FA_TORCH_SYMBOLS(FIND)
 #undef FIND

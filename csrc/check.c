@@ -1,0 +1,116 @@
+/* Checks of one tensor. Messages name it, say what came and what is allowed. */
+#include "check.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(err->text, sizeof err->text, format, args);
+    va_end(args);
+    return status;
+}
+
+const char *shape_words(const fa_tensor *t, words *w) {
+    int at = snprintf(w->text, sizeof w->text, "(");
+    for (int64_t i = 0; i < t->ndim && at < (int)sizeof w->text - 24; i++)
+        at += snprintf(w->text + at, sizeof w->text - (size_t)at, i ? ", %" PRId64 : "%" PRId64, t->size[i]);
+    snprintf(w->text + at, sizeof w->text - (size_t)at, ")");
+    return w->text;
+}
+
+const char *dtype_words(int32_t dtype) {
+    if (dtype == fa_torch.f16) return "fp16";
+    if (dtype == fa_torch.bf16) return "bf16";
+    if (dtype == fa_torch.f32) return "fp32";
+    if (dtype == fa_torch.f64) return "fp64";
+    if (dtype == fa_torch.i32) return "int32";
+    if (dtype == fa_torch.i64) return "int64";
+    if (dtype == fa_torch.u8) return "uint8";
+    return "another dtype";
+}
+
+const char *device_words(int32_t device_type, int32_t device_idx, words *w) {
+    if (device_type == fa_torch.cpu) return "the CPU";
+    if (device_type != fa_torch.cuda) return "another kind of device";
+    snprintf(w->text, sizeof w->text, "CUDA (cuda:%d)", device_idx);
+    return w->text;
+}
+
+static int64_t num_elements(const fa_tensor *t) {
+    int64_t n = 1;
+    for (int64_t i = 0; i < t->ndim; i++) n *= t->size[i];
+    return n;
+}
+
+/* A stride means something only if its dimension has more than one element and the tensor has any. */
+bool last_dim_contiguous(const fa_tensor *t) {
+    return t->ndim == 0 || t->size[t->ndim - 1] <= 1 || t->stride[t->ndim - 1] == 1 || num_elements(t) == 0;
+}
+
+bool contiguous(const fa_tensor *t) {
+    int64_t stride = 1;
+    for (int64_t i = t->ndim - 1; i >= 0; i--) {
+        if (t->size[i] > 1 && t->stride[i] != stride) return num_elements(t) == 0;
+        stride *= t->size[i];
+    }
+    return true;
+}
+
+bool overlaps_itself(const fa_tensor *t) {
+    for (int64_t i = 0; i < t->ndim; i++)
+        if (t->size[i] > 1 && t->stride[i] == 0) return num_elements(t) > 0;
+    return false;
+}
+
+fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err) {
+    words here, there;
+    REQUIRE(t->device_type == q->device_type && (t->device_type == fa_torch.cpu || t->device_idx == q->device_idx),
+            "%s must be on %s, where q is; it is on %s", t->name, device_words(q->device_type, q->device_idx, &there),
+            device_words(t->device_type, t->device_idx, &here));
+    return FA_OK;
+}
+
+fa_status check_rank(const fa_tensor *t, int64_t ndim, const char *dims, fa_error *err) {
+    words w;
+    REQUIRE(t->ndim == ndim, "%s must have %" PRId64 " dimensions %s; it has %" PRId64 ": shape %s", t->name, ndim,
+            dims, t->ndim, shape_words(t, &w));
+    return FA_OK;
+}
+
+fa_status check_shape(const fa_tensor *t, int64_t ndim, const int64_t *size, const char *dims, fa_error *err) {
+    TRY(check_rank(t, ndim, dims, err));
+    for (int64_t i = 0; i < ndim; i++) {
+        words came, want;
+        if (t->size[i] == size[i]) continue;
+        fa_tensor wanted = {.ndim = ndim, .size = size};
+        return fa_fail(err, FA_EINVAL, "%s must have shape %s = %s; it has %s", t->name, dims,
+                       shape_words(&wanted, &want), shape_words(t, &came));
+    }
+    return FA_OK;
+}
+
+fa_status check_index(const fa_tensor *t, const fa_tensor *q, fa_error *err) {
+    TRY(check_device(t, q, err));
+    REQUIRE(t->dtype == fa_torch.i32, "%s must have dtype int32; it is %s", t->name, dtype_words(t->dtype));
+    return FA_OK;
+}
+
+fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t b, fa_error *err) {
+    if (!present(t)) return FA_OK;
+    TRY(check_index(t, q, err));
+    TRY(SHAPE(t, "(batch_size)", b));
+    REQUIRE(contiguous(t), "%s must be contiguous; it has stride %" PRId64, t->name, t->stride[0]);
+    return FA_OK;
+}
+
+/* The view of a tensor of which every dimension's stride is meaningful only where its size exceeds one. */
+fa_view view_of(const fa_tensor *t) {
+    if (!present(t)) return (fa_view){0};
+    int64_t at = t->ndim - 3;
+    return (fa_view){.data = t->data,
+                     .stride_b = t->ndim == 4 ? t->stride[0] : 0,
+                     .stride_row = t->stride[at],
+                     .stride_h = t->stride[at + 1]};
+}

@@ -1,0 +1,16 @@
+/* CPython's limited API of 3.9, and what module.c and positional.c share of Python's objects. */
+#ifndef FA_PYTHON_API_H
+#define FA_PYTHON_API_H
+
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x03090000
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+extern PyObject *fa_torch_module, *fa_tensor_type; /* torch and torch.Tensor, from the module's import on */
+
+/* positional.c: fwd, varlen_fwd, bwd, varlen_bwd, fwd_kvcache. */
+extern PyMethodDef fa_positional_functions[];
+
+#endif
