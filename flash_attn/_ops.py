@@ -1,0 +1,134 @@
+"""The ops of namespace ``flash_attn`` as PyTorch's tracers see them.
+
+Importing the extension registers the ops (csrc/ops.c). Here each gets a fake: the shapes, dtypes and strides of its
+results, computed without data, so that torch.compile and torch.export can plan memory. A fake and its op agree exactly;
+tests/test_compile.py holds them together.
+
+    op                           results
+    _flash_attn_forward          out, lse [b, h, len_q], s_dmask, rng_state [2]
+    _flash_attn_varlen_forward   out, lse [h, total_q], s_dmask, rng_state [2]
+    fwd, varlen_fwd              the same without out, which is given and written in place
+    _flash_attn_backward         softmax_d [b, h, len_q up to 128];  dq, dk, dv are written in place
+    _flash_attn_varlen_backward  softmax_d [h, total_q + 128 b];     dq, dk, dv are written in place
+    fwd_kvcache                  lse [b, h, len_q];  out and, when keys are appended, the cache are written in place
+"""
+
+import sys
+
+import torch
+
+try:
+    import flash_attn_2_cuda
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "flash_attn needs its compiled module flash_attn_2_cuda, which is not installed: run `pip install .` or "
+        "`pip install -e .` in the source tree"
+    ) from error
+
+__all__ = ["check_layout", "empty_like", "flash_attn_2_cuda", "round_multiple"]
+
+
+def round_multiple(x, m):
+    """``x`` rounded up to a multiple of ``m``."""
+    return (x + m - 1) // m * m
+
+
+def check_layout(name, x, *layout):
+    """Raises RuntimeError unless ``x`` has the dimensions of ``layout``: words name them, numbers fix their size."""
+    shape = f"({', '.join(map(str, layout))})"
+    if x.dim() != len(layout):
+        came = f"{x.dim()}: shape {tuple(x.shape)}"
+        raise RuntimeError(f"{name} must have {len(layout)} dimensions {shape}; it has {came}")
+    if any(isinstance(want, int) and size != want for size, want in zip(x.shape, layout)):
+        raise RuntimeError(f"{name} must have shape {shape}; it has {tuple(x.shape)}")
+
+
+def empty_like(x):
+    """``torch.empty_like(x)``, but contiguous where that would tear the last dimension apart."""
+    like = torch.empty_like(x)
+    torn = like.dim() > 0 and like.shape[-1] > 1 and like.stride(-1) != 1
+    return torch.empty_like(x, memory_format=torch.contiguous_format) if torn else like
+
+
+def _keep_draws_apart(op, dropout_p):
+    """Two equal calls with dropout are two draws, not one value to share.
+
+    AOTAutograd merges equal calls, of random ops too unless they stand in its list, which has no public entrance. It is
+    imported by the time that a call is traced, and only then.
+    """
+    rand_ops = getattr(sys.modules.get("torch._functorch.compile_utils"), "rand_ops", None)
+    if dropout_p > 0 and rand_ops is not None and op not in rand_ops:
+        rand_ops.append(op)
+
+
+def _row_results(q, lse_shape, s_dmask_shape):
+    """lse, s_dmask (empty unless it was asked for) and rng_state."""
+    return (
+        q.new_empty(lse_shape, dtype=torch.float32),
+        q.new_empty(s_dmask_shape or (0,)),
+        q.new_empty((2,), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("flash_attn::fwd")
+def _fwd(q, k, v, out, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
+    check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
+    check_layout("k", k, "batch_size", "seqlen_k", "num_heads_k", "head_size")
+    b, len_q, h, _ = q.shape
+    s_dmask = (b, h, round_multiple(len_q, 128), round_multiple(k.shape[1], 128)) if return_softmax else None
+    return _row_results(q, (b, h, len_q), s_dmask)
+
+
+@torch.library.register_fake("flash_attn::_flash_attn_forward")
+def _forward(q, k, v, dropout_p, *options):
+    _keep_draws_apart(torch.ops.flash_attn._flash_attn_forward, dropout_p)
+    return (empty_like(q), *_fwd(q, k, v, None, dropout_p, *options))
+
+
+@torch.library.register_fake("flash_attn::varlen_fwd")
+def _varlen_fwd(
+    q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
+):  # fmt: skip
+    check_layout("q", q, "total_q", "num_heads", "head_size")
+    total_q, h, _ = q.shape
+    b = cu_seqlens_q.shape[0] - 1
+    rows, cols = round_multiple(max_seqlen_q, 128), round_multiple(max_seqlen_k, 128)
+    return _row_results(q, (h, total_q), (b, h, rows, cols) if return_softmax else None)
+
+
+@torch.library.register_fake("flash_attn::_flash_attn_varlen_forward")
+def _varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *args, **kwargs):
+    _keep_draws_apart(torch.ops.flash_attn._flash_attn_varlen_forward, dropout_p)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return (empty_like(q), *_varlen_fwd(q, k, v, None, *lengths, dropout_p, *args, **kwargs))
+
+
+@torch.library.register_fake("flash_attn::_flash_attn_backward")
+def _backward(dout, q, *_, **__):
+    check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
+    b, len_q, h, _ = q.shape
+    return q.new_empty((b, h, round_multiple(len_q, 128)), dtype=torch.float32)
+
+
+@torch.library.register_fake("flash_attn::_flash_attn_varlen_backward")
+def _varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, *_, **__):
+    check_layout("q", q, "total_q", "num_heads", "head_size")
+    total_q, h, _ = q.shape
+    return q.new_empty((h, total_q + 128 * (cu_seqlens_q.shape[0] - 1)), dtype=torch.float32)
+
+
+@torch.library.register_fake("flash_attn::fwd_kvcache")
+def _fwd_kvcache(q, *_, **__):
+    check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
+    b, len_q, h, _ = q.shape
+    return q.new_empty((b, h, len_q), dtype=torch.float32)
+
+
+# The forward ops may draw from the random generator (dropout). The tag tells the tracers, so that a compiled graph that
+# recomputes an op in its backward restores the generator's state first. The C shim can tag only from torch 2.12 on.
+for _name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd"):
+    _op = getattr(torch.ops.flash_attn, _name).default
+    _op._tags = [*_op._tags, torch.Tag.nondeterministic_seeded]
+    _op._nondeterministic_seeded = True

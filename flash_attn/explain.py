@@ -1,0 +1,92 @@
+"""What would run, and why: the plan of an attention call, made without running it."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+
+from flash_attn._ops import flash_attn_2_cuda
+
+
+@dataclass
+class Plan:
+    """How one pass of a call runs; printed, one fact a line."""
+
+    direction: str  # "forward" or "backward"
+    device: str
+    kernel: str = ""  # operator, instruction set, dtype, head dimension, tile; "" if nothing here can run the call
+    isa: str = ""  # instruction set
+    block_q: int = 0  # rows of one tile
+    block_kv: int = 0  # keys of one tile
+    tiles_per_task: int = 0  # query tiles that share one packed block of keys
+    threads: int = 0
+    num_splits: int = 0  # ranges of keys whose results are summed in order
+    workspace_bytes: int = 0
+    ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
+    refusal: str = ""  # why nothing can run the call
+    backward: Optional["Plan"] = None  # of the backward pass, if an input requires grad
+
+    def __str__(self):
+        lines = [f"{self.direction} on {self.device}: {self.kernel or self.refusal}"]
+        if self.kernel:
+            lines += [
+                f"    instruction set  {self.isa}",
+                f"    tile             {self.block_q} rows x {self.block_kv} keys, {self.tiles_per_task} tiles a task",
+                f"    threads          {self.threads}",
+                f"    key splits       {self.num_splits}",
+                f"    workspace        {self.workspace_bytes} bytes",
+            ]
+        lines += [f"    ruled out        {kernel}: {reason}" for kernel, reason in self.ruled_out]
+        if self.backward is not None:
+            lines.append(str(self.backward))
+        return "\n".join(lines)
+
+
+def _as_plan(found):
+    direction = {"fwd": "forward", "bwd": "backward"}[found["pass"]]
+    return Plan(direction, **{name: value for name, value in found.items() if name not in ("pass", "text")})
+
+
+def _collect(function, args, kwargs):
+    """The plans that the call makes, forward first; the ops allocate their results and stop there."""
+    flash_attn_2_cuda.plan_only(True)
+    try:
+        results = function(*args, **kwargs)
+        out = results[0] if isinstance(results, (tuple, list)) else results
+        if out.requires_grad:
+            # The node of out runs the backward op in this thread; nothing before it in the graph is touched.
+            out.grad_fn.apply(torch.empty_like(out))
+        return [_as_plan(found) for found in flash_attn_2_cuda.take_plans()]
+    finally:
+        flash_attn_2_cuda.plan_only(False)
+
+
+def explain(function, *args, **kwargs):
+    """The plan of the call ``function(*args, **kwargs)``, which is checked and planned but not run.
+
+        print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))
+
+    Args:
+        function: one of the attention functions of this package.
+        args, kwargs: its arguments, on the device in question. Nothing is written, not even a KV cache, and no random
+            number is drawn.
+    Returns:
+        ``Plan`` of the forward; its ``backward`` holds the plan of the backward if an input requires grad. On a device
+        that cannot run the call, a Plan without kernel whose ``refusal`` says why.
+    Raises:
+        TypeError: the call plans no attention.
+        What the call itself would raise on the CPU.
+    """
+    devices = [str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_cuda]
+    try:
+        plans = _collect(function, args, kwargs)
+    except RuntimeError as error:
+        if not devices:
+            raise
+        return Plan("forward", devices[0], refusal=str(error))
+    if not plans:
+        raise TypeError(f"explain: {getattr(function, '__name__', function)!r} plans no attention")
+    plan = plans[0]
+    if len(plans) > 1:
+        plan.backward = plans[1]
+    return plan

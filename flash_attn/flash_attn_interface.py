@@ -1,0 +1,510 @@
+"""The attention functions of flash-attn 2: names, order of arguments and results are those that its clients know.
+
+    public function                     autograd class                  op of namespace flash_attn
+    flash_attn_func                     FlashAttnFunc                   _flash_attn_forward, _flash_attn_backward
+    flash_attn_kvpacked_func            FlashAttnKVPackedFunc           the same
+    flash_attn_qkvpacked_func           FlashAttnQKVPackedFunc          the same
+    flash_attn_varlen_func              FlashAttnVarlenFunc             _flash_attn_varlen_forward, .._backward
+    flash_attn_varlen_kvpacked_func     FlashAttnVarlenKVPackedFunc     the same
+    flash_attn_varlen_qkvpacked_func    FlashAttnVarlenQKVPackedFunc    the same
+    flash_attn_with_kvcache             none                            fwd_kvcache
+
+A packed tensor is a way to hand over q, k and v as views of one memory: dense or varlen, dimension -3 counts its parts.
+So one function computes every forward (``_attend``) and one every backward (``_gradients``), which lets the op write
+into the same views of one packed gradient; the classes say only what comes packed. The ops check their arguments
+(csrc/args.c); here is only what has to happen before there is an op.
+"""
+
+import torch
+
+from flash_attn._ops import check_layout, empty_like, flash_attn_2_cuda, round_multiple
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "round_multiple",
+]
+
+USE_TRITON_ROCM = False
+flash_attn_gpu = flash_attn_2_cuda
+
+_wrapped_flash_attn_forward = torch.ops.flash_attn._flash_attn_forward
+_wrapped_flash_attn_varlen_forward = torch.ops.flash_attn._flash_attn_varlen_forward
+_wrapped_flash_attn_backward = torch.ops.flash_attn._flash_attn_backward
+_wrapped_flash_attn_varlen_backward = torch.ops.flash_attn._flash_attn_varlen_backward
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------
+
+
+def maybe_contiguous(x):
+    """``x`` itself if its last dimension is contiguous (or it is no tensor), otherwise a contiguous copy."""
+    if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
+        return x.contiguous()
+    return x
+
+
+def _get_block_size_n(device, head_dim, is_dropout, is_causal):
+    """Keys that share one row maximum in ``S_dmask``: all of them, on every device."""
+    return 1 << 30
+
+
+def _as_int(x):
+    """A Python integer; a tensor of one element gives its value (a CUDA tensor waits for the device)."""
+    return x.item() if isinstance(x, torch.Tensor) else x
+
+
+def _as_window(window_size):
+    """``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be (left, right), two integers; it has {len(window_size)}")
+    left, right = window_size
+    return _as_int(left), _as_int(right)
+
+
+def _as_scale(softmax_scale, q):
+    """The given scale, or 1 / sqrt(d). What is wrong with q is for the op to say."""
+    if softmax_scale is not None:
+        return softmax_scale
+    return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+
+
+def _split(tensors):
+    """(q, k, v), (q, kv) or (qkv,) as q, k, v: views, nothing is copied. A packed None is three Nones."""
+    if len(tensors) == 3:
+        return tensors
+    *given, packed = tensors
+    parts = 3 - len(given)
+    return (*given, *(None if packed is None else packed.select(-3, i) for i in range(parts)))
+
+
+def _check_packed(tensors, varlen):
+    *given, packed = tensors
+    rows = ("total",) if varlen else ("batch_size", "seqlen")
+    if len(given) == 0:
+        check_layout("qkv", packed, *rows, 3, "num_heads", "head_size")
+    elif len(given) == 1:
+        check_layout("kv", packed, *rows, 2, "num_heads_k", "head_size")
+
+
+# ---- one forward and one backward ----------------------------------------------------------------------------------
+
+
+def _attend(
+    ctx, tensors, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    deterministic, return_softmax, is_grad_enabled, block_table=None,
+):  # fmt: skip
+    """The forward of every class below.
+
+    ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k).
+    """
+    _check_packed(tensors, varlen=bool(lengths))
+    is_grad = is_grad_enabled and any(x.requires_grad for x in tensors)
+    tensors = [maybe_contiguous(x) for x in tensors]
+    lengths = (*lengths[:2], *(_as_int(x) for x in lengths[2:]))
+    options = (dropout_p, _as_scale(softmax_scale, tensors[0]), causal, *_as_window(window_size), softcap)
+    forward = _wrapped_flash_attn_varlen_forward if lengths else _wrapped_flash_attn_forward
+    paged = () if block_table is None else (block_table,)
+    out, softmax_lse, s_dmask, rng_state = forward(
+        *_split(tensors), *lengths, *options, alibi_slopes, return_softmax and dropout_p > 0, *paged
+    )
+    if is_grad:
+        _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, options, deterministic)
+        ctx.paged = bool(paged)
+    return (out, softmax_lse, s_dmask) if return_softmax else out
+
+
+def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, options, deterministic):
+    """Keeps for ``_gradients`` what it needs. All memory linear in the lengths; no scores."""
+    cu_seqlens, ctx.max_seqlens = lengths[:2] or (None, None), lengths[2:]
+    ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, *cu_seqlens)
+    ctx.options = options
+    ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _gradients(ctx, dout):
+    """Gradients of the tensors that were given, packed as they came; None for one that needs none."""
+    *tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens) if ctx.max_seqlens else ()
+    backward = _wrapped_flash_attn_varlen_backward if lengths else _wrapped_flash_attn_backward
+    grads = [empty_like(x) if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
+    backward(
+        maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, *ctx.options,
+        alibi_slopes, ctx.deterministic, rng_state,
+    )  # fmt: skip
+    return grads
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def backward(ctx, dout, *_):
+        """Only ``out`` carries a gradient; those of softmax_lse and S_dmask are dropped."""
+        if ctx.paged:
+            raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
+        grads = _gradients(ctx, dout)
+        return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
+
+
+# What follows the tensors and lengths in every ``apply``: dropout_p, softmax_scale, causal, window_size, softcap,
+# alibi_slopes, deterministic, return_softmax, (FlashAttnVarlenFunc: block_table,) is_grad_enabled.
+
+
+class FlashAttnFunc(_Attention):
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        return _attend(ctx, (q, k, v), (), *options)
+
+
+class FlashAttnKVPackedFunc(_Attention):
+    @staticmethod
+    def forward(ctx, q, kv, *options):
+        return _attend(ctx, (q, kv), (), *options)
+
+
+class FlashAttnQKVPackedFunc(_Attention):
+    @staticmethod
+    def forward(ctx, qkv, *options):
+        return _attend(ctx, (qkv,), (), *options)
+
+
+class FlashAttnVarlenFunc(_Attention):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options):
+        *options, block_table, is_grad_enabled = options
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return _attend(ctx, (q, k, v), lengths, *options, is_grad_enabled, block_table)
+
+
+class FlashAttnVarlenKVPackedFunc(_Attention):
+    @staticmethod
+    def forward(ctx, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options):
+        return _attend(ctx, (q, kv), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), *options)
+
+
+class FlashAttnVarlenQKVPackedFunc(_Attention):
+    @staticmethod
+    def forward(ctx, qkv, cu_seqlens, max_seqlen, *options):
+        return _attend(ctx, (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
+
+
+# ---- public functions ----------------------------------------------------------------------------------------------
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """Exact attention ``softmax(softmax_scale * q @ k.T + mask) @ v`` without storing the scores.
+
+    The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
+    before it. len_q = 2, len_kv = 4:
+
+        causal     x x x .      window     . x x .
+                   x x x x      (1, 0)     . . x x
+
+    Args:
+        q: ``[b, len_q, h, d]`` in fp16, bf16, fp32 or (CPU) fp64; d from 1 to 256. Any strides; what is not contiguous
+            in the last dimension is copied.
+        k, v: ``[b, len_kv, h_kv, d]`` in the dtype of q; h is a multiple of h_kv, and query head i uses key head
+            ``i // (h // h_kv)``.
+        dropout_p: probability to drop an attention weight; the others grow by ``1 / (1 - dropout_p)``. The seed comes
+            from torch's default generator of the device. 0 in evaluation.
+        softmax_scale: factor of ``q @ k.T``; ``1 / sqrt(d)`` if None.
+        causal: key j is visible from row i iff ``j <= i + len_kv - len_q``.
+        window_size: ``(left, right)``: key j is visible from row i iff ``i + len_kv - len_q - left <= j <=
+            i + len_kv - len_q + right``; -1 lifts a bound. Combines with causal, which is a right bound of 0.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before bias and mask; 0 is off.
+        alibi_slopes: fp32 ``[h]`` or ``[b, h]``: adds ``-slope * |i + len_kv - len_q - j|`` to the score. No gradient.
+        deterministic: a backward that repeats bit for bit; also chosen by ``torch.use_deterministic_algorithms``.
+        return_attn_probs: return the three results below instead of one.
+    Returns:
+        ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q. Rows that see no key are 0.
+        With return_attn_probs ``(out, softmax_lse, S_dmask)``:
+        softmax_lse: fp32 ``[b, h, len_q]``, natural logarithm of each row's sum of exp(score); +inf if it sees no key.
+        S_dmask: empty, or with dropout ``[b, h, len_q, len_kv]``, lengths rounded up to 128: exp(score - row maximum),
+        negative where dropped. For tests.
+    Raises:
+        RuntimeError: the message names the argument that does not fit, what came and what is allowed.
+    Gradients for q, k, v, through out only.
+    Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
+    """
+    return FlashAttnFunc.apply(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """``flash_attn_func`` with keys and values in one tensor: same results, and the gradient of kv comes in one piece.
+
+    Args:
+        q: ``[b, len_q, h, d]``.
+        kv: ``[b, len_kv, 2, h_kv, d]``: keys, then values.
+        The others: see ``flash_attn_func``.
+    Returns, Raises, Source: see ``flash_attn_func``.
+    Gradients for q and kv.
+    """
+    return FlashAttnKVPackedFunc.apply(
+        q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
+
+    Args:
+        qkv: ``[b, len, 3, h, d]``: queries, keys, values; as many key heads as query heads.
+        The others: see ``flash_attn_func``.
+    Returns, Raises, Source: see ``flash_attn_func``; out is ``[b, len, h, d]``.
+    Gradients for qkv.
+    """
+    return FlashAttnQKVPackedFunc.apply(
+        qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
+
+    Sequence n owns rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` and sees only its own keys. Two sequences of
+    lengths 2 and 3, causal, cu_seqlens = [0, 2, 5]:
+
+        x . . . .
+        x x . . .
+        . . x . .
+        . . x x .
+        . . x x x
+
+    Args:
+        q: ``[total_q, h, d]``.
+        k, v: ``[total_kv, h_kv, d]``, or pages ``[num_pages, page_size, h_kv, d]`` with block_table.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[b + 1]``: 0, then the running sums of the lengths. A length may be 0.
+        max_seqlen_q, max_seqlen_k: at least the longest length; an int, or a tensor of one element.
+        block_table: int32 ``[b, max_pages]``: the pages of each sequence, in order. Forward only.
+        The others: see ``flash_attn_func``, with the lengths of each sequence in place of len_q and len_kv.
+    Returns:
+        As ``flash_attn_func``: out ``[total_q, h, d]``, softmax_lse ``[h, total_q]``, S_dmask with max_seqlen in place
+        of the lengths.
+    Raises:
+        RuntimeError: see ``flash_attn_func``; on the CPU also for lengths and pages that do not fit the tensors.
+    Gradients for q, k, v; none with block_table.
+    Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
+    """
+    return FlashAttnVarlenFunc.apply(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, block_table, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """``flash_attn_varlen_func`` with keys and values in one tensor, whose gradient comes in one piece too.
+
+    Args:
+        q: ``[total_q, h, d]``.
+        kv: ``[total_kv, 2, h_kv, d]``: keys, then values.
+        The others: see ``flash_attn_varlen_func``.
+    Returns, Raises, Source: see ``flash_attn_varlen_func``.
+    Gradients for q and kv.
+    """
+    return FlashAttnVarlenKVPackedFunc.apply(
+        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """``flash_attn_varlen_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
+
+    Args:
+        qkv: ``[total, 3, h, d]``: queries, keys, values; as many key heads as query heads.
+        cu_seqlens: int32 ``[b + 1]``: 0, then the running sums of the lengths.
+        max_seqlen: at least the longest length; an int, or a tensor of one element.
+        The others: see ``flash_attn_varlen_func``.
+    Returns, Raises, Source: see ``flash_attn_varlen_func``; out is ``[total, h, d]``.
+    Gradients for qkv.
+    """
+    return FlashAttnVarlenQKVPackedFunc.apply(
+        qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    """Attention of new queries over a cache of keys and values, appending to the cache first: one step of decoding.
+
+    With k and v given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards, k turned by the
+    rotary embedding if there is one; then q attends to rows ``cache_leftpad`` to ``cache_seqlens + len_new - 1``. Masks
+    are aligned to the bottom right corner of these keys. len_q = 2, cache_seqlens = 2, len_new = 2, causal:
+
+        cached  new
+         x x    x .
+         x x    x x
+
+    Args:
+        q: ``[b, len_q, h, d]`` in fp16, bf16, fp32 or (CPU) fp64.
+        k_cache, v_cache: ``[b_cache, capacity, h_kv, d]``, or pages ``[num_pages, page_size, h_kv, d]`` with
+            block_table. Last dimension contiguous.
+        k, v: ``[b, len_new, h_kv, d]``: keys and values to append; need cache_seqlens.
+        rotary_cos, rotary_sin: ``[at least capacity, rotary_dim / 2]`` in the dtype of q. Turn the first rotary_dim
+            dimensions of k, row t by position ``cache_seqlens + t``, and of q: the same with causal or a window,
+            otherwise every row by ``cache_seqlens``. q itself is left alone.
+        cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
+        cache_batch_idx: int32 ``[b]``: the cache row (of block_table, if paged) of each batch entry; None: the same.
+        cache_leftpad: int32 ``[b]``: first row in use; None: 0.
+        block_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
+        rotary_interleaved: turn pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..
+        num_splits: parts that the keys of one row are split into; 0: as the plan decides.
+        return_softmax_lse: return ``(out, softmax_lse)``.
+        The others: see ``flash_attn_func``, with the keys of each sequence in place of len_kv.
+    Returns:
+        ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q, and on request softmax_lse, fp32 ``[b, h, len_q]``.
+    Raises:
+        AssertionError: the last dimension of a cache is not contiguous.
+        RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
+    No gradients.
+    Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
+    """
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() > 0 and cache.shape[-1] > 1 and cache.stride(-1) != 1:
+            raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
+    with torch.no_grad():
+        q, k, v = (maybe_contiguous(x) for x in (q, k, v))
+        if isinstance(cache_seqlens, (int, torch.SymInt)):
+            cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+        indices = (maybe_contiguous(x) for x in (cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad))
+        out = empty_like(q)
+        softmax_lse = torch.ops.flash_attn.fwd_kvcache(
+            q, k_cache, v_cache, k, v, *indices, maybe_contiguous(block_table), alibi_slopes, out,
+            _as_scale(softmax_scale, q), causal, *_as_window(window_size), softcap, rotary_interleaved, num_splits,
+        )  # fmt: skip
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+# ---- private functions that clients call ---------------------------------------------------------------------------
+
+
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    """The forward op on tensors of any strides: ``(out, softmax_lse, S_dmask, rng_state)``.
+
+    Arguments as in ``flash_attn_func``, softmax_scale a number; return_softmax asks for S_dmask and needs dropout.
+    rng_state, int64 ``[2]``, makes the backward draw the same dropout mask; zeros without dropout.
+    """
+    return _wrapped_flash_attn_forward(
+        *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, _as_int(window_size_left),
+        _as_int(window_size_right), softcap, alibi_slopes, return_softmax,
+    )  # fmt: skip
+
+
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
+    leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
+):  # fmt: skip
+    """The varlen forward op on tensors of any strides: ``(out, softmax_lse, S_dmask, rng_state)``.
+
+    Arguments as in ``flash_attn_varlen_func`` and ``_flash_attn_forward``, and:
+        leftpad_k: int32 ``[b]``: leading keys of each sequence to skip.
+        seqused_k: int32 ``[b]``: keys of each sequence to use; masks are aligned to them.
+        zero_tensors: fill rows that belong to no sequence, out with 0 and softmax_lse with -inf.
+        num_splits: 0: as the plan decides; 1: results that do not depend on the batch; more: refused with block_table.
+    """
+    return _wrapped_flash_attn_varlen_forward(
+        *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, _as_int(max_seqlen_q),
+        _as_int(max_seqlen_k), dropout_p, softmax_scale, causal, _as_int(window_size_left), _as_int(window_size_right),
+        softcap, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
+    )  # fmt: skip
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    """The backward op: writes dq, dk, dv in place and returns ``softmax_d``, the row sums of ``dout * out``.
+
+    dq, dk, dv: any views of the shapes and dtype of q, k, v with a contiguous last dimension; None is not computed.
+    softmax_d: fp32 ``[b, h, len_q rounded up to 128]``. rng_state: of the forward. The others: as in the forward.
+    """
+    return _wrapped_flash_attn_backward(
+        *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
+        causal, _as_int(window_size_left), _as_int(window_size_right), softcap, alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
+
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    """The varlen backward op: writes dq, dk, dv in place and returns ``softmax_d``, the row sums of ``dout * out``.
+
+    As ``_flash_attn_backward``; softmax_d is fp32 ``[h, total_q + 128 b]``. Rows that belong to no sequence are left
+    untouched unless zero_tensors fills the gradients with 0 first.
+    """
+    return _wrapped_flash_attn_varlen_backward(
+        *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+        _as_int(max_seqlen_q), _as_int(max_seqlen_k), dropout_p, softmax_scale, causal, _as_int(window_size_left),
+        _as_int(window_size_right), softcap, alibi_slopes, deterministic, rng_state, zero_tensors,
+    )  # fmt: skip
+
+
+# ---- autograd of the ops themselves --------------------------------------------------------------------------------
+# Whoever calls an op directly gets gradients too.
+
+
+def _save_dense(ctx, inputs, output):
+    q, k, v, *options, alibi_slopes, _ = inputs
+    out, softmax_lse, _, rng_state = output
+    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, (), tuple(options), False)
+
+
+def _save_varlen(ctx, inputs, output):
+    q, k, v, lengths, options = *inputs[:3], inputs[3:7], inputs[7:13]
+    alibi_slopes, _, block_table, leftpad_k, seqused_k, *_ = inputs[13:]
+    if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
+        raise RuntimeError("_flash_attn_varlen_forward has no gradients with block_table, leftpad_k or seqused_k")
+    out, softmax_lse, _, rng_state = output
+    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, lengths, options, False)
+
+
+def _differentiate(op, save):
+    num_arguments = len(op.default._schema.arguments)
+
+    def backward(ctx, dout, *_):
+        return (*_gradients(ctx, dout), *[None] * (num_arguments - 3))
+
+    torch.library.register_autograd(op.default, backward, setup_context=save)
+
+
+_differentiate(_wrapped_flash_attn_forward, _save_dense)
+_differentiate(_wrapped_flash_attn_varlen_forward, _save_varlen)
