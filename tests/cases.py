@@ -1,0 +1,170 @@
+"""The one table of cases. Tests decide on them, benchmarks time them.
+
+A case is one attention problem by its sizes and options. Its repr names only what differs from the defaults, and can
+be pasted back: `python tests/test_fuzz.py "Case(len_q=65, len_kv=1, causal=True)"` runs that one on every kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    len_q: int | tuple[int, ...] = 64  # an int: dense; a tuple: packed, one length per sequence
+    len_kv: int | tuple[int, ...] = 64
+    b: int = 2  # dense only; packed: as many as lengths
+    h: int = 2
+    h_kv: int | None = None  # None: h
+    d: int = 32
+    dtype: str = "fp32"  # fp16, bf16, fp32, fp64
+    scale: float | None = None  # None: d ** -0.5
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""  # "", "h" or "bh": the shape of the slopes
+    dropout: float = 0.0
+    values: str = "normal"  # see harness.VALUES
+    layout: str = "padded"  # see harness.LAYOUTS
+    seed: int = 0
+
+    @property
+    def packed(self):
+        return isinstance(self.len_q, tuple)
+
+    @property
+    def lengths(self):
+        """(len_q, len_kv) of each sequence."""
+        return list(zip(self.len_q, self.len_kv)) if self.packed else [(self.len_q, self.len_kv)] * self.b
+
+    @property
+    def heads_kv(self):
+        return self.h if self.h_kv is None else self.h_kv
+
+    def __repr__(self):
+        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+
+def each(case, **options):
+    """Every combination of the options: each(Case(), d=(8, 16), causal=(False, True)) gives four cases."""
+    return [replace(case, **dict(zip(options, choice))) for choice in product(*options.values())]
+
+
+BOTH = (False, True)
+TILE_EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+HEAD_DIMS = (1, 3, 8, 16, 33, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+
+LENGTHS = [
+    case
+    for n in TILE_EDGES
+    for case in (
+        Case(n, n, b=1, h=3, d=16, causal=True),
+        Case(n, 70, b=1, d=24),
+        Case(70, n, b=1, d=24, causal=True),
+        Case(n, 260, b=1, d=20, causal=True),
+        Case(260, n, b=1, d=20, causal=True),
+    )
+]
+
+DIMS = [Case(70, 90, b=1, h=2, h_kv=1, d=d, causal=d % 3 == 0) for d in HEAD_DIMS]
+
+HEADS = each(Case(33, 50, causal=True), h=(6,), h_kv=(6, 3, 2, 1)) + [Case(1, 90, b=3, h=8, h_kv=2), Case(17, 65, h=5)]
+
+# Every corner of i + shift - left <= j <= i + shift + right, at len_q below, at and above len_kv.
+WINDOWS = [
+    Case(len_q, len_kv, b=1, h=1, d=16, window=window, causal=causal)
+    for len_q, len_kv in ((64, 64), (5, 70), (70, 5), (33, 129), (129, 33), (1, 9), (9, 1))
+    for window in (
+        (0, 0), (0, -1), (-1, 0), (3, 0), (0, 3), (16, 16), (17, 5), (-1, 7), (7, -1), (63, 64), (200, 0), (0, 200),
+        (200, 200), (-1, 200), (32, 33),
+    )
+    for causal in BOTH
+]  # fmt: skip
+
+ZEROS = [
+    *each(Case(d=16), len_q=(0, 5), len_kv=(0,), causal=BOTH),
+    *each(Case(d=16), len_q=(0,), len_kv=(5,), causal=BOTH),
+    *each(Case(5, 7, b=0, d=16), causal=BOTH),
+    Case(5, 0, d=16, window=(2, 2), alibi="h", softcap=3.0),
+]
+
+VALUES = [
+    *each(Case(65, 129, d=64), values=("equal", "zero", "huge", "ones", "sparse"), causal=BOTH),
+    Case(40, 300, b=1, values="rising"),  # every key block raises the maximum
+    Case(40, 300, b=1, values="falling"),
+    Case(64, 64, values="sentinel"),  # one score 1e4 above the others
+]
+
+OPTIONS = [
+    Case(65, 80, softcap=15.0, values="wide"),
+    Case(65, 80, softcap=2.0, causal=True),
+    Case(65, 80, alibi="h"),
+    Case(80, 65, alibi="bh", causal=True),
+    Case(65, 80, alibi="bh", window=(20, 3), softcap=5.0, h=4, h_kv=2),
+    Case(65, 80, scale=0.5),
+    Case(65, 80, scale=-0.3, causal=True),
+    Case(65, 80, scale=0.0),
+    Case(65, 80, dropout=0.17),
+    Case(65, 80, dropout=0.5, causal=True, h=4, h_kv=1),
+    Case(129, 150, dropout=0.17, window=(40, 10), alibi="bh", softcap=5.0, h=4, h_kv=2, d=40),
+    Case(33, 33, dropout=1e-30),
+    Case(33, 33, dropout=0.99),
+    Case(17, 300, b=3, alibi="h", causal=True, window=(100, 0), softcap=30.0, d=59),
+]
+
+LAYOUTS = [
+    *each(
+        Case(33, 49, h=4, h_kv=2, d=40, causal=True),
+        layout=("plain", "heads_first", "interleaved", "same_batch", "same_head", "gaps", "odd_base", "rows_first"),
+    ),
+    Case(1, 49, b=1, h=1, d=24, layout="size_one"),
+    Case(33, 1, b=1, h=1, d=24, layout="size_one"),
+    Case(17, 17, d=1, layout="gaps"),
+]
+
+# Short sequences with large values: gradients that nearly cancel.
+TINY = each(Case(b=2, h=2, values="large"), len_q=(1, 2, 5, 17), len_kv=(1, 2, 5, 17), d=(16, 64))
+
+DENSE = LENGTHS + DIMS + HEADS + WINDOWS + ZEROS + VALUES + OPTIONS + LAYOUTS
+
+PACKED = [
+    Case((5,), (7,)),
+    Case((1, 1, 1), (1, 64, 65)),
+    Case((0, 17, 64, 0, 65, 1, 0), (5, 0, 64, 0, 63, 129, 7), d=16),
+    Case((0, 17, 64, 0, 65, 1, 0), (5, 0, 64, 0, 63, 129, 7), d=16, causal=True),
+    Case((0, 0), (0, 0), d=16),
+    Case((0, 0), (3, 0), d=16),
+    Case((4, 3), (0, 0), d=16),
+    Case((), (), d=16),
+    Case((76, 34, 146), (1, 1, 1), d=64, values="large"),
+    Case((1, 1, 1), (76, 34, 146), d=64, values="large", causal=True),
+    Case((113, 20, 97), (203, 64, 1), h=6, h_kv=2, d=59, causal=True),
+    Case((113, 20, 97), (20, 164, 97), h=4, h_kv=1, d=40, window=(15, 0)),
+    Case((113, 20, 97), (20, 164, 97), h=4, d=40, window=(5, 30), alibi="bh", softcap=8.0),
+    Case((33, 1, 128), (20, 64, 97), d=33, alibi="h", causal=True),
+    Case((33, 1, 128), (20, 64, 97), d=128, dropout=0.17, causal=True),
+    Case((33, 0, 70), (65, 9, 0), h=4, h_kv=2, dropout=0.4, softcap=4.0, window=(-1, 6)),
+    Case((1,) * 9, (3, 0, 70, 1, 16, 128, 17, 0, 33), h=8, h_kv=2, d=64, causal=True),
+    Case((1, 0, 1, 1), (30, 4, 0, 129), h=8, h_kv=2),
+    *each(Case((33, 17), (33, 17), h=4, h_kv=4, d=24), layout=("heads_first", "interleaved", "same_head", "gaps")),
+    Case((300, 2, 259), (2, 300, 259), d=80, causal=True),
+]
+
+# The dtype is another column of every row.
+IN_16_BIT = ("bf16", "fp16")
+
+
+def in_dtypes(cases, dtypes):
+    return [replace(case, dtype=dtype) for case in cases for dtype in dtypes]
+
+
+# What benchmarks time; each is also in reach of the tests. (b, h, len, d) follow common models.
+BENCH = [
+    Case(n, n, b=1, h=8, d=d, dtype=dtype, causal=causal, layout="plain")
+    for dtype in ("fp32", "bf16", "fp16")
+    for d in (64, 128)
+    for n in (512, 2048)
+    for causal in BOTH
+]

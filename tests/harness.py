@@ -1,0 +1,235 @@
+"""From a case to tensors, to our results, and to what they should be.
+
+Memory that a kernel may not read is NaN: rows before and after, gaps between heads and between rows, rows of a packed
+tensor that belong to no sequence. A single stray read turns a result into NaN.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import flash_attn_2_cuda
+import torch
+from cases import Case
+from compare import DTYPES, check, check_lse, largest
+from oracle import attention, dropout_keep
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_forward
+
+ISAS = list(flash_attn_2_cuda.cpu_isas())
+NAN = float("nan")
+
+
+# ---- values: what q, k, v contain ----------------------------------------------------------------------------------
+
+
+def fill(kind, q, k, v):
+    """Changes normal values [rows, h, d] of one sequence, in place, to a kind that is hard on a softmax."""
+    d = q.shape[-1]
+    if kind == "equal":  # every score of a row the same, not zero
+        k.copy_(k[:1].clone().expand_as(k))
+    elif kind == "zero":
+        q.zero_()
+    elif kind == "ones":
+        v.fill_(1.0)  # out must be 1 whatever the weights
+    elif kind == "huge":  # scores to 1e4
+        q.mul_(50 * 2 / d**0.25), k.mul_(50 / d**0.25)
+    elif kind == "wide":
+        q.mul_(15)
+    elif kind == "large":
+        q.mul_(5), k.mul_(3), v.mul_(3)
+    elif kind == "sparse":
+        q.mul_(torch.rand_like(q) < 0.1), k.mul_(torch.rand_like(k) < 0.1), v.mul_(torch.rand_like(v) < 0.1)
+    elif kind in ("rising", "falling"):
+        ramp = torch.linspace(-30, 30, max(len(k), 1))
+        q.copy_(q.abs()), k.copy_((ramp if kind == "rising" else -ramp)[:, None, None].expand_as(k))
+    elif kind == "sentinel":
+        q.fill_(1.0), k.zero_()
+        if len(k):
+            k[len(k) // 2] = 1e4 * d**0.5 / d
+    else:
+        assert kind == "normal", kind
+
+
+# ---- layouts: the same values [..., rows, h, d] in other memory ----------------------------------------------------
+
+
+def in_nan(x, before, after):
+    """x inside a larger tensor of NaN: before[i] and after[i] elements around dimension i."""
+    big = x.new_full([n + a + z for n, a, z in zip(x.shape, before, after)], NAN)
+    view = big[tuple(slice(a, a + n) for n, a in zip(x.shape, before))]
+    return view.copy_(x)
+
+
+def lay(x, layout):
+    n = x.dim()
+    if layout == "plain":
+        return x.contiguous()
+    if layout == "padded":  # rows in front and behind
+        return in_nan(x, [0] * (n - 3) + [2, 0, 0], [0] * (n - 3) + [3, 0, 0])
+    if layout == "gaps":  # around every dimension, so that no stride is aligned to anything
+        return in_nan(x, [1] * (n - 1) + [2], [1] * (n - 1) + [3])
+    if layout == "odd_base":  # the address of the first element is aligned to the element only
+        flat = x.new_full([x.numel() + 1], NAN)
+        return flat[1:].view(x.shape).copy_(x)
+    if layout == "heads_first":  # [.., h, rows, d] in memory
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "rows_first":  # [rows, .., h, d] in memory
+        return x.transpose(0, n - 3).contiguous().transpose(0, n - 3)
+    if layout == "interleaved":  # one of three tensors packed along the row, like q of qkv
+        return in_nan(x.unsqueeze(-3), [0] * (n - 2) + [1, 0, 0], [0] * (n - 2) + [1, 0, 0]).squeeze(-3)
+    if layout == "same_batch":
+        return x[:1].expand_as(x)
+    if layout == "same_head":
+        return x[..., :1, :].expand_as(x)
+    if layout == "size_one":  # strides of dimensions of size one say anything
+        strides = [77 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.contiguous().stride())]
+        return x.contiguous().as_strided(x.shape, [*strides, 1])
+    raise AssertionError(layout)
+
+
+# ---- the problem ---------------------------------------------------------------------------------------------------
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@functools.lru_cache(maxsize=4)
+def problem(case):
+    """Tensors of a case. q, k, v, dout carry its layout; dense [b, rows, h, d], packed [all rows and 3 more, h, d]."""
+    gen = torch.Generator().manual_seed(1000 + case.seed)
+    dtype = DTYPES[case.dtype]
+    q, k, v, dout = [], [], [], []
+    for len_q, len_kv in case.lengths:
+        shape_q, shape_kv = (len_q, case.h, case.d), (len_kv, case.heads_kv, case.d)
+        x = [torch.randn(shape, generator=gen) for shape in (shape_q, shape_kv, shape_kv, shape_q)]
+        fill(case.values, *x[:3])
+        for tensors, value in zip((q, k, v, dout), x):
+            tensors.append(value)
+
+    def assemble(parts, len_x, heads):
+        if case.packed:
+            tail = torch.full((3, heads, case.d), NAN)
+            x = torch.cat([*parts, tail])
+        else:
+            x = torch.stack(parts) if parts else torch.empty(0, len_x, heads, case.d)
+        return lay(x.to(dtype), case.layout)
+
+    p = SimpleNamespace(
+        q=assemble(q, case.len_q, case.h),
+        k=assemble(k, case.len_kv, case.heads_kv),
+        v=assemble(v, case.len_kv, case.heads_kv),
+        dout=assemble(dout, case.len_q, case.h),
+        slopes=None,
+    )
+    b = len(case.lengths)
+    if case.alibi:
+        shape = (b, case.h) if case.alibi == "bh" else (case.h,)
+        p.slopes = torch.rand(shape, generator=gen) * 0.3
+    p.slopes_of = [None if p.slopes is None else (p.slopes[n] if case.alibi == "bh" else p.slopes) for n in range(b)]
+    if case.packed:
+        p.cu_q, p.cu_k = offsets(case.len_q), offsets(case.len_kv)
+        p.max_q, p.max_k = max(case.len_q, default=0), max(case.len_kv, default=0)
+    return p
+
+
+def slices(case, x, lengths):
+    """The sequences of a tensor [b, rows, h, d] or [all rows, h, d]."""
+    if not case.packed:
+        return list(x)
+    return list(x[: sum(lengths)].split(list(lengths))) if lengths else []
+
+
+def drawn_seed(case):
+    """The seed that a call with dropout draws right after torch.manual_seed(case.seed)."""
+    torch.manual_seed(case.seed)
+    x = torch.zeros(1, 1, 1, 8)
+    return int(_flash_attn_forward(x, x, x, 0.5, 1.0, False, -1, -1, 0.0, None, False)[3][0])
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+
+
+def truth(case, p, dtype, backward, seed=0):
+    """out, lse and the gradients of every sequence by the oracle, computed in dtype."""
+    lens_q, lens_kv = ([n for n, _ in case.lengths], [n for _, n in case.lengths])
+    q, k, v, dout = (
+        [x.detach().to(dtype).requires_grad_(backward) for x in slices(case, whole, lens)]
+        for whole, lens in ((p.q, lens_q), (p.k, lens_kv), (p.v, lens_kv), (p.dout, lens_q))
+    )
+    result = SimpleNamespace(out=[], lse=[], dq=[], dk=[], dv=[])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for n, (len_q, len_kv) in enumerate(case.lengths):
+        keep = dropout_keep(seed, 0, n, case.h, len_q, len_kv, case.dropout) if case.dropout else None
+        slopes = None if p.slopes is None else p.slopes_of[n].to(wide)
+        out, lse = attention(
+            q[n], k[n], v[n], case.scale, case.causal, case.window, case.softcap, slopes, keep, case.dropout
+        )  # fmt: skip
+        result.out.append(out.detach())
+        result.lse.append(lse.detach())
+        if backward:
+            for name, grad in zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q[n], k[n], v[n]), dout[n].detach())):
+                getattr(result, name).append(grad)
+    return result
+
+
+@functools.lru_cache(maxsize=4)
+def expected(case, backward):
+    """(float64 truth, plain PyTorch in the dtype of the case, plain PyTorch in fp32 for lse)."""
+    p = problem(case)
+    seed = drawn_seed(case) if case.dropout else 0
+    dtype = DTYPES[case.dtype]
+    ref = truth(case, p, torch.float64, backward, seed)
+    plain = truth(case, p, dtype, backward, seed)
+    plain_fp32 = plain if dtype == torch.float32 else truth(case, p, torch.float32, False, seed)
+    return ref, plain, plain_fp32
+
+
+def ours(case, backward, deterministic=False):
+    """Our out, lse and gradients through the public functions, sequence by sequence; .whole holds the tensors."""
+    p = problem(case)
+    q, k, v = (x.detach().requires_grad_(backward) for x in (p.q, p.k, p.v))
+    options = (case.dropout, case.scale, case.causal, case.window, case.softcap, p.slopes, deterministic, True)
+    torch.manual_seed(case.seed)
+    if case.packed:
+        out, lse, _ = flash_attn_varlen_func(q, k, v, p.cu_q, p.cu_k, p.max_q, p.max_k, *options)
+    else:
+        out, lse, _ = flash_attn_func(q, k, v, *options)
+    grads = torch.autograd.grad(out, (q, k, v), p.dout) if backward else (None,) * 3
+    lens_q, lens_kv = ([n for n, _ in case.lengths], [n for _, n in case.lengths])
+    result = SimpleNamespace(whole=(out, lse, *grads), out=slices(case, out.detach(), lens_q))
+    if case.packed:
+        result.lse = list(lse[:, : sum(lens_q)].split(lens_q, dim=1)) if lens_q else []
+    else:
+        result.lse = list(lse)
+    if backward:
+        for name, grad, lens in zip(("dq", "dk", "dv"), grads, (lens_q, lens_kv, lens_kv)):
+            setattr(result, name, slices(case, grad, lens))
+    return result
+
+
+def join(parts):
+    return torch.cat([x.reshape(-1) for x in parts]) if parts else torch.empty(0)
+
+
+def verify(case: Case, backward=False, m=None, a=None):
+    """Runs one case on the kernels chosen now and holds every result against the truth."""
+    ref, plain, plain_fp32 = expected(case, backward)
+    got = ours(case, backward)
+    dtype = DTYPES[case.dtype]
+    for n in range(len(case.lengths)):
+        where = f"sequence {n}" if case.packed else f"batch {n}"
+        check_lse(got.lse[n], ref.lse[n], plain_fp32.lse[n], dtype)
+        check(f"out of {where}", got.out[n], ref.out[n], plain.out[n], m=2.0 if m is None else m, a=a)
+    if backward:
+        # A gradient that cancels to nothing is as exact as the numbers that cancelled.
+        scale = largest(*ref.dq, *ref.dk, *ref.dv)
+        a_grad = 1e-6 * scale if dtype == torch.float64 else a
+        m_grad = (2.0 if dtype == torch.float32 else 3.0) if m is None else m
+        for name in ("dq", "dk", "dv"):
+            for n, grad in enumerate(getattr(got, name)):
+                reference, simple = getattr(ref, name)[n], getattr(plain, name)[n]
+                where = f"sequence {n}" if case.packed else f"batch {n}"
+                check(f"{name} of {where}", grad, reference, simple, m=m_grad, a=a_grad, scale=scale)
+    return got

@@ -1,0 +1,122 @@
+"""Dense forward: every case of the table on every instruction set, in every dtype."""
+
+import math
+
+import pytest
+import torch
+from cases import BOTH, DENSE, TINY, Case, each, in_dtypes
+from harness import ISAS, verify
+from oracle import attention
+
+from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+
+
+@pytest.mark.parametrize("case", in_dtypes(DENSE + TINY, ("fp32", "bf16", "fp16")), ids=repr)
+def test_dense(case, isa):
+    verify(case)
+
+
+@pytest.mark.parametrize(
+    "case", each(Case(300, 517, b=1, h=3, h_kv=1, d=64), dtype=("fp32", "bf16", "fp16"), causal=BOTH), ids=repr
+)
+def test_many_tiles(case, isa):
+    """Several query tiles times several key blocks, none of them full at the end."""
+    verify(case)
+
+
+@pytest.mark.parametrize("isa_name", [name for name in ISAS if name not in ("reference", "scalar")])
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_long(dtype, isa_name):
+    """Many key blocks: the running maximum and the running sum move often."""
+    import flash_attn_2_cuda
+
+    flash_attn_2_cuda.set_cpu_isa(isa_name)
+    try:
+        verify(Case(70, 5000, b=1, h=1, d=64, dtype=dtype, causal=True))
+        verify(Case(2000, 33, b=1, h=1, d=64, dtype=dtype, window=(9, 5)))
+    finally:
+        flash_attn_2_cuda.set_cpu_isa(None)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_nan_and_inf_stay_in_their_row(dtype, isa):
+    """A bad query spoils its own row of its own head: out and lse are NaN there, and exact elsewhere."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 24).to(dtype) for _ in range(3))
+    clean, clean_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    q[0, 33, 1, 5] = math.nan
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert out[0, 33, 1].isnan().all() and lse[0, 1, 33].isnan()
+    out[0, 33, 1], lse[0, 1, 33] = clean[0, 33, 1], clean_lse[0, 1, 33]
+    assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_masked_keys_may_be_anything(dtype, isa):
+    """NaN and inf in keys and values that a row does not see never reach it, within a tile as without."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 32).to(dtype) for n in (40, 100, 100))
+    out, lse = attention(q[0].double(), k[0].double(), v[0].double(), window=(20, 10))
+    first = (100 - 40) + 11  # the first key that row 0 does not see
+    got, got_lse, _ = flash_attn_func(q, k, v, window_size=(20, 10), return_attn_probs=True)
+    k[0, first:], v[0, first:] = math.nan, math.inf
+    spoiled, spoiled_lse, _ = flash_attn_func(q, k, v, window_size=(20, 10), return_attn_probs=True)
+    assert torch.equal(spoiled[0, 0], got[0, 0]) and torch.equal(spoiled_lse[..., 0], got_lse[..., 0])
+    torch.testing.assert_close(spoiled[0, 0].double(), out[0], rtol=2e-2, atol=2e-2)
+    assert spoiled[0, 1:].isnan().all()
+
+
+def test_key_minus_infinity_scores(isa):
+    """A score of -inf that no mask made (an overflowing key) weighs nothing."""
+    q, k, v = torch.ones(1, 3, 1, 8), torch.zeros(1, 70, 1, 8), torch.randn(1, 70, 1, 8)
+    k[0, 10:, 0, 0] = -math.inf
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    torch.testing.assert_close(out[0], v[0, :10].mean(0, keepdim=True).expand(3, 1, 8))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(10)))
+
+
+@pytest.mark.parametrize("h_kv", (4, 2, 1))
+def test_packed_forms_are_the_same_function(h_kv):
+    torch.manual_seed(0)
+    q, kv = torch.randn(2, 33, 4, 16), torch.randn(2, 50, 2, h_kv, 16)
+    options = {"causal": True, "window_size": (20, 0), "softcap": 3.0}
+    want = flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], **options)
+    assert torch.equal(flash_attn_kvpacked_func(q, kv, **options), want)
+    qkv = torch.randn(2, 33, 3, h_kv, 16)
+    want = flash_attn_func(*qkv.unbind(2), **options)
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, **options), want)
+
+
+def test_returns():
+    q, k = torch.randn(2, 5, 4, 16, dtype=torch.float16), torch.randn(2, 7, 2, 16, dtype=torch.float16)
+    assert isinstance(flash_attn_func(q, k, k), torch.Tensor)
+    out, lse, s_dmask = flash_attn_func(q, k, k, return_attn_probs=True)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+    assert s_dmask.shape == (0,) and s_dmask.dtype == q.dtype
+    for window in ([3, 2], torch.tensor([3, 2]), (torch.tensor(3), 2)):
+        assert torch.equal(flash_attn_func(q, k, k, window_size=window), flash_attn_func(q, k, k, window_size=(3, 2)))
+
+
+# Upstream's own grid and rule: E(x) against fp32 rounded to the dtype, E(ours) <= 2 E(plain) + a.
+GRID = [
+    Case(*lengths, b=2, h=6, h_kv=h_kv, d=d, dtype=dtype, causal=causal, window=window)
+    for lengths, d, h_kv in (
+        ((113, 203), 59, 6), ((128, 217), 128, 1), ((211, 113), 64, 2), ((108, 256), 40, 6), ((256, 512), 32, 2),
+        ((239, 1), 80, 6), ((3, 799), 96, 6), ((1, 339), 111, 1), ((127, 513), 160, 2), ((113, 203), 224, 1), ((128, 128), 256, 6),
+    )
+    for dtype in ("bf16", "fp16")
+    for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (50, 31)))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GRID, ids=repr)
+def test_upstream_grid(case):
+    from compare import error
+    from harness import expected, join, ours
+
+    ref, plain, _ = expected(case, False)
+    got = ours(case, False)
+    out, simple = join(got.out), join(plain.out)
+    rounded = join(ref.out).to(out.dtype)
+    assert error(out, rounded) <= 2 * error(simple, rounded) + 1e-5

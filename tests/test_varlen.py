@@ -1,0 +1,220 @@
+"""Packed sequences: forward and backward, used and skipped keys, pages of any size, rows that belong to nobody."""
+
+import math
+
+import pytest
+import torch
+from cases import PACKED, Case, each, in_dtypes
+from compare import DTYPES, check, check_lse
+from harness import offsets, ours, problem, verify
+from oracle import attention
+
+from flash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("case", in_dtypes(PACKED, ("fp32", "bf16", "fp16")), ids=repr)
+def test_packed(case, isa):
+    large = case.values == "large"
+    verify(case, backward=True, m=5.0 if large else None, a=1e-3 if large and case.dtype != "fp32" else None)
+
+
+def test_max_seqlen_may_be_larger(isa):
+    """max_seqlen is an upper bound, and may be a tensor without dimensions."""
+    case = Case((5, 70, 0), (70, 33, 4), causal=True)
+    p = problem(case)
+    want = ours(case, False).whole[0]
+    for max_q, max_k in ((500, 400), (torch.tensor(70), torch.tensor(70, dtype=torch.int32))):
+        got = flash_attn_varlen_func(p.q, p.k, p.v, p.cu_q, p.cu_k, max_q, max_k, causal=True)
+        assert torch.equal(got[:75], want[:75])
+
+
+def test_packed_equals_dense_of_each(isa):
+    """A sequence gives the same bits alone, and beside neighbours of other lengths."""
+    case = Case((17, 128, 1, 65), (64, 129, 33, 65), h=4, h_kv=2, causal=True)
+    together = ours(case, False)
+    p = problem(case)
+    for n, (len_q, len_kv) in enumerate(case.lengths):
+        rows = [slice(*p.cu_q[n : n + 2].tolist())] + [slice(*p.cu_k[n : n + 2].tolist())] * 2
+        q, k, v = (x[r] for x, r in zip((p.q, p.k, p.v), rows))
+        cu_q, cu_k = offsets([len_q]), offsets([len_kv])
+        alone = flash_attn_varlen_func(q, k, v, cu_q, cu_k, len_q, len_kv, causal=True)
+        assert torch.equal(alone, together.out[n])
+
+
+def test_packed_forms_are_the_same_function():
+    torch.manual_seed(0)
+    cu, cu_k = offsets((9, 0, 20)), offsets((3, 30, 7))
+    qkv = torch.randn(29, 3, 4, 16, requires_grad=True)
+    kv = torch.randn(40, 2, 2, 16, requires_grad=True)
+    dout = torch.randn(29, 4, 16)
+    want = flash_attn_varlen_func(*qkv.unbind(1), cu, cu, 20, 20, causal=True)
+    got = flash_attn_varlen_qkvpacked_func(qkv, cu, 20, causal=True)
+    assert torch.equal(got, want)
+    assert torch.equal(*(torch.autograd.grad(x, qkv, dout)[0] for x in (got, want)))
+    want = flash_attn_varlen_func(qkv[:, 0], *kv.unbind(1), cu, cu_k, 20, 30)
+    got = flash_attn_varlen_kvpacked_func(qkv[:, 0], kv, cu, cu_k, 20, 30)
+    assert torch.equal(got, want)
+    assert torch.equal(*(torch.autograd.grad(x, kv, dout)[0] for x in (got, want)))
+
+
+def test_rows_outside_every_sequence(isa):
+    """Rows past cu_seqlens[-1] keep what they held; zero_tensors makes them 0, and their lse -inf."""
+    torch.manual_seed(0)
+    cu_q, cu_k = offsets((5, 0, 9)), offsets((7, 3, 0))
+    q, k, v, dout = (torch.randn(n, 2, 16) for n in (20, 15, 15, 20))
+    q[14:], dout[14:], k[10:], v[10:] = NAN, NAN, NAN, NAN
+    args = (cu_q, cu_k, 9, 7, 0.0, 0.25, False)
+    out, lse, _, rng = _flash_attn_varlen_forward(q, k, v, *args, zero_tensors=True)
+    assert (out[14:] == 0).all() and (lse[:, 14:] == -math.inf).all()
+    assert out[:5].isfinite().all() and (out[5:14] == 0).all() and (lse[:, 5:14] == math.inf).all()
+    grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
+    softmax_d = _flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *grads, *args, -1, -1, 0.0, None, False, rng
+    )  # fmt: skip
+    assert softmax_d.shape == (2, 20 + 128 * 3)
+    for grad, rows in zip(grads, (14, 10, 10)):
+        assert grad[:rows].isfinite().all() and (grad[rows:] == 7.0).all()
+    assert (grads[0][5:14] == 0).all() and (grads[1][7:10] == 0).all() and (grads[2][7:10] == 0).all()
+    grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
+    _flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *grads, *args, -1, -1, 0.0, None, False, rng, zero_tensors=True
+    )  # fmt: skip
+    for grad, rows in zip(grads, (14, 10, 10)):
+        assert grad[:rows].isfinite().all() and (grad[rows:] == 0).all()
+
+
+# ---- keys in use, left padding, pages ------------------------------------------------------------------------------
+
+
+def paged(parts, page_size, dtype, seed=0, spare_columns=2):
+    """Sequences [len, h_kv, d] scattered over pages in random order. What no sequence owns is NaN; table entries that
+    no sequence needs are -1."""
+    gen = torch.Generator().manual_seed(seed)
+    need = [-(-len(part) // page_size) for part in parts]
+    pages = torch.randperm(sum(need) + 3, generator=gen).tolist()
+    heads, d = parts[0].shape[1:]
+    memory = torch.full((sum(need) + 3, page_size, heads, d), NAN, dtype=dtype)
+    table = torch.full((len(parts), max(need) + spare_columns), -1, dtype=torch.int32)
+    for n, part in enumerate(parts):
+        for column in range(need[n]):
+            page = pages.pop()
+            rows = part[column * page_size : (column + 1) * page_size]
+            memory[page, : len(rows)] = rows
+            table[n, column] = page
+    return memory, table
+
+
+SEQUENCES = Case((33, 1, 0, 70), (70, 129, 5, 0), h=4, h_kv=2, d=40)
+
+
+@pytest.mark.parametrize("page_size", (1, 3, 16, 256))
+@pytest.mark.parametrize(
+    "case",
+    in_dtypes([SEQUENCES], ("fp32", "bf16", "fp16"))
+    + each(SEQUENCES, causal=(True,), softcap=(3.0,), alibi=("bh",))
+    + each(SEQUENCES, window=((10, 4),), d=(17,)),
+    ids=repr,
+)
+def test_pages(case, page_size, isa):
+    """The same bits as from packed keys, whatever the size of a page."""
+    p = problem(case)
+    want, want_lse, _ = ours(case, False).whole[:2] + (None,)
+    parts = [[x[a:z] for a, z in zip(p.cu_k[:-1], p.cu_k[1:])] for x in (p.k, p.v)]
+    k, table = paged(parts[0], page_size, p.k.dtype)
+    v, _ = paged(parts[1], page_size, p.k.dtype)
+    scale = case.d**-0.5
+    out, lse, _ = flash_attn_varlen_func(
+        p.q, k, v, p.cu_q, p.cu_k, p.max_q, p.max_k, 0.0, scale, case.causal, case.window, case.softcap, p.slopes,
+        return_attn_probs=True, block_table=table,
+    )  # fmt: skip
+    rows = sum(case.len_q)
+    dtype = DTYPES[case.dtype]
+    check("out", out[:rows], want[:rows].double(), want[:rows], m=0, a=1e-6 if dtype == torch.float32 else None)
+    check(
+        "lse",
+        lse[:, :rows].nan_to_num(posinf=99),
+        want_lse[:, :rows].nan_to_num(posinf=99).double(),
+        lse[:, :rows],
+        m=0,
+        a=1e-5,
+    )
+
+
+@pytest.mark.parametrize("with_pages", (False, True))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_seqused_and_leftpad(dtype, with_pages, isa):
+    """Of each sequence only the keys [leftpad, seqused) exist; masks align to what is left."""
+    torch.manual_seed(0)
+    dtype = DTYPES[dtype]
+    len_q, len_kv = (33, 5, 0, 20, 7), (70, 33, 5, 40, 9)
+    used, pad = (64, 33, 3, 0, 5), (3, 0, 1, 0, 5)
+    q, dout = (torch.randn(sum(len_q), 4, 24).to(dtype) for _ in range(2))
+    k, v = (torch.randn(sum(len_kv), 2, 24).to(dtype) for _ in range(2))
+    cu_q, cu_k = offsets(len_q), offsets(len_kv)
+    parts = [[x.clone() for x in whole.split(len_kv)] for whole in (k, v)]
+    for part in parts:
+        for x, begin, end in zip(part, pad, used):
+            x[:begin], x[end:] = NAN, NAN
+    if with_pages:
+        k_given, table = paged(parts[0], 16, dtype)
+        v_given, _ = paged(parts[1], 16, dtype)
+    else:
+        k_given, v_given, table = torch.cat(parts[0]), torch.cat(parts[1]), None
+    used_given, pad_given = torch.tensor(used, dtype=torch.int32), torch.tensor(pad, dtype=torch.int32)
+    out, lse, _, _ = _flash_attn_varlen_forward(
+        q, k_given, v_given, cu_q, cu_k, 33, 70, 0.0, 0.2, True, 40, 0, 0.0, None, False, table, pad_given, used_given
+    )  # fmt: skip
+    for n, rows in enumerate(zip(cu_q[:-1], cu_q[1:])):
+        rows = slice(*rows)
+        keys = [part[n][pad[n] : max(used[n], pad[n])] for part in parts]
+        options = {"scale": 0.2, "causal": True, "window": (40, 0)}
+        ref, ref_lse = attention(q[rows].double(), *(x.double() for x in keys), **options)
+        plain, _ = attention(q[rows], *keys, **options)
+        _, plain_lse = attention(q[rows].float(), *(x.float() for x in keys), **options)
+        check(f"out of sequence {n}", out[rows], ref, plain)
+        check_lse(lse[:, rows], ref_lse, plain_lse, dtype)
+
+
+def test_num_splits_changes_nothing_much():
+    """0 and 1 are legal for packed keys; the result agrees to rounding."""
+    case = Case((1, 3), (300, 129), h=4, h_kv=1)
+    p = problem(case)
+    args = (p.q, p.k, p.v, p.cu_q, p.cu_k, 3, 300, 0.0, 0.2, False)
+    want = _flash_attn_varlen_forward(*args)[0][:4]
+    for num_splits in (0, 1):
+        torch.testing.assert_close(_flash_attn_varlen_forward(*args, num_splits=num_splits)[0][:4], want)
+
+
+# Upstream's grid: lengths drawn in [s - 20, s], queries and keys apart.
+def _ragged(len_q, len_kv, b, seed):
+    gen = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return tuple(torch.randint(max(0, n - 20), n + 1, (b,), generator=gen).tolist())
+
+    return draw(len_q), draw(len_kv)
+
+
+GRID = [
+    Case(*_ragged(*lengths, 3, n), h=6, h_kv=h_kv, d=d, dtype=dtype, causal=causal, seed=n)
+    for n, (lengths, d, h_kv) in enumerate(
+        [
+            ((1, 147), 59, 6),
+            ((113, 203), 128, 2),
+            ((128, 217), 64, 1),
+            ((256, 108), 96, 6),
+            ((200, 257), 80, 2),
+            ((97, 97), 256, 1),
+        ]
+    )
+    for dtype in ("bf16", "fp16")
+    for causal in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", GRID, ids=repr)
+def test_upstream_grid(case):
+    verify(case, backward=True)
