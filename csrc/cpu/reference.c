@@ -24,7 +24,10 @@
 typedef double row[FA_MAX_HEAD_DIM];
 
 static void load_row(row dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
-    for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, dtype);
+    if (dtype == FA_F64)
+        memcpy(dst, (const double *)data + offset, (size_t)n * sizeof *dst);
+    else
+        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, dtype);
 }
 
 static void store_row(void *data, int64_t offset, const row src, double factor, int64_t n, fa_dtype dtype) {

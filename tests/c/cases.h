@@ -1,0 +1,254 @@
+/* A random attention problem from one number, in guarded memory: the seed alone replays it.
+ *
+ * What no visible pair of row and key touches stays NaN in half of the cases: padding between rows, left padding, keys
+ * past their sequence, unowned pages, and rows and keys that the mask hides from everybody. */
+#ifndef FA_TEST_CASES_H
+#define FA_TEST_CASES_H
+
+#include "cpu/convert.h"
+#include "guarded.h"
+#include "sequence.h"
+#include <math.h>
+#include <stdio.h>
+
+/* ---- random numbers ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    uint64_t state;
+} random_source;
+
+static uint64_t random_bits(random_source *r) { /* splitmix64 */
+    uint64_t z = r->state += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+static int64_t random_below(random_source *r, int64_t n) { return (int64_t)(random_bits(r) % (uint64_t)n); }
+static bool random_chance(random_source *r, int percent) { return random_below(r, 100) < percent; }
+static double random_uniform(random_source *r) { return (double)(random_bits(r) >> 11) * 0x1p-53; }
+
+static double random_normal(random_source *r) {
+    double radius = sqrt(-2 * log(1 - random_uniform(r)));
+    return radius * cos(6.283185307179586 * random_uniform(r));
+}
+
+/* ---- tensors ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    fa_view view;
+    int64_t num_elements; /* from data to the last element of the last row */
+} tensor;
+
+typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tensor_layout;
+
+static tensor tensor_make(const fa_problem *p, int64_t b, int64_t rows, int64_t h, tensor_layout layout, bool at_end) {
+    tensor t = {.view = {.stride_b = rows * h * p->d, .stride_row = h * p->d, .stride_h = p->d}};
+    if (layout == HEADS_THEN_ROWS) t.view.stride_row = p->d, t.view.stride_h = rows * p->d;
+    if (layout == PADDED_ROWS) t.view.stride_row += 3, t.view.stride_b += 3 * rows + 5;
+    if (b * rows * h > 0)
+        t.num_elements = (b - 1) * t.view.stride_b + (rows - 1) * t.view.stride_row + (h - 1) * t.view.stride_h + p->d;
+    size_t element = fa_dtype_bytes(p->dtype);
+    t.view.data = guarded_alloc((size_t)t.num_elements * element, element, at_end);
+    return t;
+}
+
+/* The same values and strides in fp64. */
+static tensor tensor_widened(const fa_problem *p, const tensor *t, bool at_end) {
+    tensor wide = *t;
+    wide.view.data = guarded_alloc((size_t)t->num_elements * sizeof(double), sizeof(double), at_end);
+    for (int64_t i = 0; i < t->num_elements; i++)
+        ((double *)wide.view.data)[i] = fa_load_element(t->view.data, i, p->dtype);
+    return wide;
+}
+
+static void fill_row(const fa_problem *p, fa_view *view, int64_t offset, double amplitude, random_source *r) {
+    for (int64_t i = 0; i < p->d; i++) fa_store_element(view->data, offset + i, amplitude * random_normal(r), p->dtype);
+}
+
+/* ---- a case -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t seed;
+    fa_problem p;
+    tensor q, k, v, o, dout, dq, dk, dv;
+    bool at_end;
+    bool hides_nan; /* untouched rows and keys hold NaN */
+    double amplitude;
+} test_case;
+
+static const int64_t head_dims[] = {1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 255, 256};
+static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
+#define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
+
+static int64_t random_length(random_source *r) {
+    return random_chance(r, 20) ? 130 + random_below(r, 300) : lengths[random_below(r, COUNT(lengths))];
+}
+
+static int32_t *random_cu_seqlens(random_source *r, int64_t b, int64_t max_len, bool at_end) {
+    int32_t *cu = guarded_alloc((size_t)(b + 1) * sizeof *cu, sizeof *cu, at_end);
+    cu[0] = 0;
+    for (int64_t i = 0; i < b; i++) cu[i + 1] = cu[i] + (int32_t)(i == 0 ? max_len : random_below(r, max_len + 1));
+    return cu;
+}
+
+static int32_t *random_ints(random_source *r, int64_t n, int64_t limit, bool at_end) {
+    int32_t *ints = guarded_alloc((size_t)n * sizeof *ints, sizeof *ints, at_end);
+    for (int64_t i = 0; i < n; i++) ints[i] = (int32_t)random_below(r, limit);
+    return ints;
+}
+
+/* Distinct numbers below n. */
+static void random_shuffle(random_source *r, int32_t *numbers, int64_t n) {
+    for (int64_t i = 0; i < n; i++) numbers[i] = (int32_t)i;
+    for (int64_t i = n - 1; i > 0; i--) {
+        int64_t j = random_below(r, i + 1);
+        int32_t held = numbers[i];
+        numbers[i] = numbers[j], numbers[j] = held;
+    }
+}
+
+static float *alloc_row_stats(const fa_problem *p, fa_row_stats *stats, int64_t rows, bool at_end) {
+    bool packed = p->cu_seqlens_q != NULL;
+    *stats = (fa_row_stats){.stride_h = rows, .stride_b = packed ? 0 : p->h * rows};
+    size_t n = (size_t)(p->h * rows * (packed ? 1 : p->b));
+    return stats->data = guarded_alloc(n * sizeof(float), sizeof(float), at_end);
+}
+
+static void draw_masks(test_case *c, random_source *r) {
+    fa_problem *p = &c->p;
+    p->scale = 1 / sqrt((double)p->d);
+    p->softcap = random_chance(r, 25) ? 2 + 10 * random_uniform(r) : 0;
+    p->window_left = random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
+    p->window_right = random_chance(r, 40) ? 0 : random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
+    if (random_chance(r, 25)) {
+        bool per_batch = random_chance(r, 50);
+        int64_t n = per_batch ? p->b * p->h : p->h;
+        float *slopes = guarded_alloc((size_t)n * sizeof *slopes, sizeof *slopes, c->at_end);
+        for (int64_t i = 0; i < n; i++) slopes[i] = (float)(0.3 * random_uniform(r));
+        p->alibi_slopes = slopes;
+        p->alibi_stride_b = per_batch ? p->h : 0;
+    }
+    if (random_chance(r, 25)) {
+        p->dropout_p = 0.05 + 0.5 * random_uniform(r);
+        p->keep_max = (uint8_t)(255 * (1 - p->dropout_p));
+        p->seed = random_bits(r);
+        p->offset = random_bits(r) >> random_below(r, 33); /* carries out of the low word included */
+    }
+}
+
+/* Where keys lie: dense, packed, or (forward only) a cache, paged or not, with left padding and unused keys. */
+static void draw_placement(test_case *c, random_source *r) {
+    fa_problem *p = &c->p;
+    int64_t kind = random_below(r, p->pass == FA_FWD ? 5 : 2), cache_rows = p->b;
+    p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
+    if (kind == 1 || kind == 2) {
+        p->cu_seqlens_q = random_cu_seqlens(r, p->b, p->len_q, c->at_end);
+        p->cu_seqlens_k = random_cu_seqlens(r, p->b, p->len_kv, c->at_end);
+        p->total_q = p->cu_seqlens_q[p->b] + random_below(r, 3);
+        p->total_kv = p->cu_seqlens_k[p->b] + random_below(r, 3);
+    }
+    if (kind >= 3) {
+        p->seqused_k = random_ints(r, p->b, p->len_kv + 1, c->at_end);
+        if (random_chance(r, 50)) p->leftpad_k = random_ints(r, p->b, p->len_kv + 1, c->at_end);
+        if (random_chance(r, 50)) {
+            cache_rows += 2;
+            int32_t *rows = random_ints(r, cache_rows, 1, c->at_end);
+            random_shuffle(r, rows, cache_rows);
+            p->cache_batch_idx = rows;
+        }
+    }
+    tensor_layout kv_layout = (tensor_layout)random_below(r, NUM_LAYOUTS);
+    if (kind == 2 || kind == 4) {
+        p->page_size = 1 + random_below(r, 40);
+        p->block_table_cols = p->len_kv / p->page_size + 2;
+        p->block_table_stride = p->block_table_cols;
+        p->num_pages = cache_rows * p->block_table_cols;
+        int32_t *table = random_ints(r, p->num_pages, 1, c->at_end);
+        random_shuffle(r, table, p->num_pages);
+        p->block_table = table;
+        for (int64_t i = 0; i < p->b; i++) { /* pages that the sequence does not need are not there */
+            int64_t cache_row = p->cache_batch_idx ? p->cache_batch_idx[i] : i;
+            int64_t keys = p->cu_seqlens_k ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i] : p->seqused_k[i];
+            for (int64_t col = (keys + p->page_size - 1) / p->page_size; col < p->block_table_cols; col++)
+                table[cache_row * p->block_table_stride + col] = -1;
+        }
+        c->k = tensor_make(p, p->num_pages, p->page_size, p->h_kv, kv_layout, c->at_end);
+        c->v = tensor_make(p, p->num_pages, p->page_size, p->h_kv, kv_layout, c->at_end);
+    } else {
+        int64_t b = p->cu_seqlens_k ? 1 : cache_rows, rows = p->cu_seqlens_k ? p->total_kv : p->len_kv;
+        tensor *all[] = {&c->k, &c->v, &c->dk, &c->dv};
+        for (int i = 0; i < (p->pass == FA_BWD ? 4 : 2); i++) {
+            *all[i] = tensor_make(p, b, rows, p->h_kv, (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+            if (p->cu_seqlens_k) all[i]->view.stride_b = 0;
+        }
+    }
+    int64_t b = p->cu_seqlens_q ? 1 : p->b, rows = p->cu_seqlens_q ? p->total_q : p->len_q;
+    tensor *all[] = {&c->q, &c->o, &c->dout, &c->dq};
+    for (int i = 0; i < (p->pass == FA_BWD ? 4 : 2); i++) {
+        *all[i] = tensor_make(p, b, rows, p->h, (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+        if (p->cu_seqlens_q) all[i]->view.stride_b = 0;
+    }
+}
+
+/* Numbers for every row that sees a key and every key that a row sees; for the others only if they hide no NaN. */
+static void fill_inputs(test_case *c, random_source *r) {
+    fa_problem *p = &c->p;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        int64_t seen_first = s.len_kv, seen_end = 0;
+        for (int64_t i = 0; i < s.len_q; i++) {
+            int64_t first, end;
+            fa_visible_keys(p, &s, i, &first, &end);
+            if (first < end && first < seen_first) seen_first = first;
+            if (first < end && end > seen_end) seen_end = end;
+            if (first >= end && c->hides_nan) continue;
+            for (int64_t head = 0; head < p->h; head++) {
+                fill_row(p, &p->q, fa_query_offset(&p->q, &s, i, head), c->amplitude, r);
+                if (p->pass == FA_BWD) fill_row(p, &p->dout, fa_query_offset(&p->dout, &s, i, head), 1, r);
+            }
+        }
+        for (int64_t j = c->hides_nan ? seen_first : 0; j < (c->hides_nan ? seen_end : s.len_kv); j++)
+            for (int64_t head = 0; head < p->h_kv; head++) {
+                fill_row(p, &p->k, fa_key_offset(p, &p->k, &s, j, head), 1, r);
+                fill_row(p, &p->v, fa_key_offset(p, &p->v, &s, j, head), 1, r);
+            }
+    }
+}
+
+static test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
+    random_source source = {seed * 2 + pass}, *r = &source;
+    test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
+    fa_problem *p = &c.p;
+    c.amplitude = random_chance(r, 15) ? 12 : 1;
+    *p = (fa_problem){.pass = pass, .device = FA_CPU, .dtype = dtype, .b = 1 + random_below(r, 2)};
+    p->h_kv = 1 + random_below(r, 2);
+    p->h = p->h_kv * (1 + random_below(r, 3));
+    p->d = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    p->len_q = random_length(r);
+    p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
+    draw_placement(&c, r);
+    draw_masks(&c, r);
+    p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
+    p->dout = c.dout.view, p->dq = c.dq.view, p->dk = c.dk.view, p->dv = c.dv.view;
+    int64_t rows = p->cu_seqlens_q ? p->total_q : p->len_q;
+    alloc_row_stats(p, &p->lse, rows, c.at_end);
+    if (pass == FA_BWD) alloc_row_stats(p, &p->softmax_d, rows + 5, c.at_end);
+    p->deterministic = random_chance(r, 50);
+    fill_inputs(&c, r);
+    return c;
+}
+
+static void case_print(const test_case *c) {
+    const fa_problem *p = &c->p;
+    printf(
+        "  replay: check_kernels --seed %llu   %s %s b %d h %d h_kv %d d %d len_q %d len_kv %d window %d,%d softcap %g"
+        "%s%s%s%s%s%s%s\n",
+        (unsigned long long)c->seed, p->pass == FA_FWD ? "fwd" : "bwd", fa_dtype_name(p->dtype), (int)p->b, (int)p->h,
+        (int)p->h_kv, (int)p->d, (int)p->len_q, (int)p->len_kv, (int)p->window_left, (int)p->window_right, p->softcap,
+        p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " varlen" : "",
+        p->block_table ? " paged" : "", p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "",
+        c->hides_nan ? " hidden-nan" : "");
+}
+
+#endif

@@ -1,0 +1,51 @@
+/* Pools for the C tests: test_pool() spreads the indices over pool_threads POSIX threads in uneven ranges. Every thread
+ * checks that a kernel leaves the floating-point control state as it found it. */
+#ifndef FA_TEST_POOL_H
+#define FA_TEST_POOL_H
+
+#include "cpu/cpu.h"
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+static unsigned control_state(void) { return _mm_getcsr() & ~0x3fu; } /* all but the sticky exception flags */
+#else
+static unsigned control_state(void) { return 0; }
+#endif
+
+enum { MAX_POOL_THREADS = 8 };
+static int pool_threads = 1;
+
+typedef struct {
+    int64_t begin, end;
+    void (*fn)(int64_t, int64_t, void *);
+    void *ctx;
+} pool_range;
+
+static void *pool_worker(void *arg) {
+    pool_range *range = arg;
+    unsigned before = control_state();
+    range->fn(range->begin, range->end, range->ctx);
+    if (control_state() != before) {
+        printf("a kernel changed the floating-point control state: %x, was %x\n", control_state(), before);
+        abort();
+    }
+    return NULL;
+}
+
+static void pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), void *ctx) {
+    pool_range ranges[MAX_POOL_THREADS];
+    pthread_t threads[MAX_POOL_THREADS];
+    int64_t num_ranges = n < pool_threads ? n : pool_threads;
+    for (int64_t i = 0; i < num_ranges; i++)
+        ranges[i] = (pool_range){n * i / num_ranges, n * (i + 1) / num_ranges, fn, ctx};
+    for (int64_t i = 1; i < num_ranges; i++)
+        if (pthread_create(&threads[i], NULL, pool_worker, &ranges[i])) abort();
+    if (num_ranges) pool_worker(&ranges[0]);
+    for (int64_t i = 1; i < num_ranges; i++) pthread_join(threads[i], NULL);
+}
+
+static const fa_pool test_pool = {pool_parallel_for};
+
+#endif
