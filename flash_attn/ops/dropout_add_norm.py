@@ -2,7 +2,7 @@
 
     r = dropout(x0 * rowscale * layerscale) + residual        y = norm(r) * weight + bias
 
-``rowscale`` has one value per row, ``layerscale`` one per column. ``ops.layer_norm`` and ``ops.rms_norm`` bind the norm.
+``rowscale`` is a factor per row, ``layerscale`` one per column. ``ops.layer_norm`` and ``ops.rms_norm`` bind the norm.
 """
 
 import torch
@@ -83,7 +83,7 @@ def dropout_add_norm_subset(
         out_subset: ``[...]`` integers, per row: 0 where it is not wanted, else 1 + its row in y ``[out_numrows, n]``.
         rowscale_const: factor of x0.
     """
-    x, mask = _dropout(_scale_columns(x0, layerscale).float() * rowscale_const, dropout_p)
+    x, mask = _dropout(_scale_columns(x0, layerscale) * rowscale_const, dropout_p)
     if x0_subset is not None:
         rows = x.flatten(0, -2)[x0_subset.long() - 1]  # a missing row reads the last one and is cleared
         x = torch.where(x0_subset.unsqueeze(-1) > 0, rows, 0.0)
@@ -170,8 +170,9 @@ class DropoutAddNorm(nn.Module):
 
 
 def _scale_columns(x0, layerscale):
-    """x0 * layerscale, not rounded to the dtype of x0."""
-    return x0 if layerscale is None else x0.float() * layerscale
+    """x0 * layerscale, in fp32 at least."""
+    x = x0.to(torch.promote_types(x0.dtype, torch.float32))
+    return x if layerscale is None else x * layerscale
 
 
 def _dropout(x, p):

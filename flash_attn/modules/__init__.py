@@ -1,0 +1,1 @@
+"""Transformer modules on top of the attention functions."""

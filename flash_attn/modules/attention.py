@@ -1,0 +1,156 @@
+"""Attention between projections: modules that take packed q, k, v and own scale, mask and dropout.
+
+``Flash*`` call the attention functions; ``SelfAttention`` and ``CrossAttention`` are the same maths written out, with a
+key padding mask. Dropout acts in training mode only.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+
+from flash_attn.flash_attn_interface import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+__all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
+
+
+def get_alibi_slopes(nheads):
+    """Slopes of ALiBi (arXiv 2108.12409) as a list: ``2^(-8 k / n)``, k = 1 .. n, for n a power of two.
+
+    Otherwise those of the power below, then every other one of the power above.
+    """
+    power = 2 ** int(math.log2(nheads))
+    slopes = [2.0 ** (-8.0 * k / power) for k in range(1, power + 1)]
+    return slopes if power == nheads else slopes + get_alibi_slopes(2 * power)[0::2][: nheads - power]
+
+
+class _FlashAttention(nn.Module):
+    """What the two flash modules keep."""
+
+    def __init__(self, causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic):
+        super().__init__()
+        self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.window_size, self.deterministic = window_size, deterministic
+
+    def _options(self, causal):
+        return {
+            "dropout_p": self.drop.p if self.training else 0.0,
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal if causal is None else causal,
+            "window_size": self.window_size,
+            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.float(),
+            "deterministic": self.deterministic,
+        }
+
+
+class FlashSelfAttention(_FlashAttention):
+    """Attention of packed qkv."""
+
+    def __init__(
+        self,
+        causal=False,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        window_size=(-1, -1),
+        alibi_slopes=None,
+        deterministic=False,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+
+    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None):
+        """``[b, s, 3, h, d]`` -> ``[b, s, h, d]``; with int32 cu_seqlens and int max_seqlen ``[t, 3, h, d]``."""
+        if cu_seqlens is None:
+            return flash_attn_qkvpacked_func(qkv, **self._options(causal))
+        _check_lengths("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen)
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal))
+
+
+class FlashCrossAttention(_FlashAttention):
+    """Attention of q over packed kv. The order of alibi_slopes and window_size differs from FlashSelfAttention's."""
+
+    def __init__(
+        self,
+        causal=False,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        alibi_slopes=None,
+        window_size=(-1, -1),
+        deterministic=False,
+    ):
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+
+    def forward(self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None):
+        """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]`` -> ``[b, s_q, h, d]``; packed with both cu_seqlens."""
+        if cu_seqlens is None:
+            assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
+            return flash_attn_kvpacked_func(q, kv, **self._options(causal))
+        _check_lengths("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen)
+        _check_lengths("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k)
+        lengths = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+        return flash_attn_varlen_kvpacked_func(q, kv, *lengths, **self._options(causal))
+
+
+class CrossAttention(nn.Module):
+    """softmax(scale q k^T + mask) v in plain PyTorch, softmax in fp32."""
+
+    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+        super().__init__()
+        self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
+
+    def forward(self, q, kv, causal=None, key_padding_mask=None):
+        """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]``, key_padding_mask ``[b, s_k]`` true where a key is kept.
+
+        The causal mask is aligned to the bottom right corner, with a padding mask that of each sequence's kept keys.
+        """
+        assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
+        k, v = kv.repeat_interleave(q.shape[2] // kv.shape[3], dim=3).unbind(2)
+        hidden = _hidden_by_padding(key_padding_mask)
+        if self.causal if causal is None else causal:
+            len_k = k.shape[1] if key_padding_mask is None else key_padding_mask.sum(-1)[:, None, None, None]
+            hidden = hidden | _hidden_by_causality(q.shape[1], k.shape[1], len_k - q.shape[1], q.device)
+        return _attention(q, k, v, self.softmax_scale, hidden, self.drop)
+
+
+class SelfAttention(nn.Module):
+    """The same of packed qkv; the causal mask is the lower triangle."""
+
+    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+        super().__init__()
+        self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
+
+    def forward(self, qkv, causal=None, key_padding_mask=None):
+        """``[b, s, 3, h, d]``, key_padding_mask ``[b, s]`` -> ``[b, s, h, d]``."""
+        q, k, v = qkv.unbind(2)
+        hidden = _hidden_by_padding(key_padding_mask)
+        if self.causal if causal is None else causal:
+            hidden = hidden | _hidden_by_causality(q.shape[1], q.shape[1], 0, q.device)
+        return _attention(q, k, v, self.softmax_scale, hidden, self.drop)
+
+
+def _check_lengths(offsets_name, offsets, longest_name, longest):
+    assert offsets is not None and offsets.dtype == torch.int32, f"{offsets_name} must be an int32 tensor"
+    assert isinstance(longest, int), f"{longest_name} must be an int, got {type(longest).__name__}"
+
+
+def _hidden_by_padding(kept):
+    """True for keys outside ``kept`` ``[b, s_k]``, to broadcast over heads and queries; False for all without it."""
+    return torch.tensor(False) if kept is None else ~kept.bool()[:, None, None]
+
+
+def _hidden_by_causality(len_q, len_k, shift, device):
+    """True where key > query + shift, ``[len_q, len_k]`` or with a tensor shift ``[b, 1, len_q, len_k]``."""
+    return torch.arange(len_k, device=device) > torch.arange(len_q, device=device)[:, None] + shift
+
+
+def _attention(q, k, v, softmax_scale, hidden, dropout):
+    """q ``[b, s_q, h, d]``, k and v ``[b, s_k, h, d]``; a query that sees no key takes the mean of all."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k * (softmax_scale or q.shape[-1] ** -0.5))
+    scores = scores.masked_fill(hidden.to(scores.device), torch.finfo(scores.dtype).min)
+    p = torch.softmax(scores, dim=-1, dtype=torch.promote_types(v.dtype, torch.float32)).to(v.dtype)
+    return torch.einsum("bhqk,bkhd->bqhd", dropout(p), v)

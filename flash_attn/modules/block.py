@@ -1,0 +1,177 @@
+"""Transformer blocks, the residual stream beside the hidden states.
+
+    prenorm    r += dropout(x);  x = mixer(norm1(r));  r += dropout(x);  x = mlp(norm2(r))        returns (x, r)
+    postnorm   x = norm1(x + dropout(mixer(x)));  x = norm2(x + dropout(mlp(x)))                  returns x
+    parallel   r += dropout(x1) + dropout(x2);  x1 = mixer(norm1(r));  x2 = mlp(norm2(r))         returns (x1, x2, r)
+
+In the prenorm and parallel forms the last addition is left to the next block, which drops out and adds at its start.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn as nn
+
+from flash_attn.modules.mha import MHA
+from flash_attn.modules.mlp import Mlp
+
+__all__ = ["Block", "ParallelBlock", "StochasticDepth"]
+
+
+class StochasticDepth(nn.Module):
+    """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p)."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        if not self.training or self.p == 0.0:
+            return x
+        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.p
+        return torch.where(kept, x / (1.0 - self.p), 0.0) if self.p < 1.0 else torch.zeros_like(x)
+
+
+class Block(nn.Module):
+    """Mixer and MLP one after the other.
+
+    Args:
+        mixer_cls, mlp_cls, norm_cls: called with ``dim``; defaults MHA of heads of 64, Mlp of 4 dim, nn.LayerNorm.
+            ``mlp_cls=nn.Identity`` leaves out the MLP with its norm.
+        resid_dropout1, drop_path1: dropout of single values and of whole samples before the first norm, 2: the second.
+        fused_dropout_add_ln: without effect.
+        return_residual: mixer and MLP return (output, input); postnorm only.
+        residual_in_fp32: keep the residual in fp32; prenorm only.
+        sequence_parallel, mark_shared_params: mark the norms' parameters for ``utils.distributed``.
+    """
+
+    def __init__(
+        self,
+        dim,
+        mixer_cls=None,
+        mlp_cls=None,
+        norm_cls=nn.LayerNorm,
+        dropout_cls=nn.Dropout,
+        prenorm=True,
+        resid_dropout1=0.0,
+        resid_dropout2=0.0,
+        drop_path1=0.0,
+        drop_path2=0.0,
+        fused_dropout_add_ln=False,
+        return_residual=False,
+        residual_in_fp32=False,
+        sequence_parallel=False,
+        mark_shared_params=False,
+    ):
+        super().__init__()
+        assert prenorm or not residual_in_fp32, "residual_in_fp32 needs prenorm"
+        self.prenorm, self.return_residual, self.residual_in_fp32 = prenorm, return_residual, residual_in_fp32
+        self.mixer, self.mlp = _mixer_and_mlp(dim, mixer_cls, mlp_cls)
+        self.dropout1, self.drop_path1, self.norm1 = (
+            dropout_cls(resid_dropout1),
+            StochasticDepth(drop_path1),
+            norm_cls(dim),
+        )
+        if not isinstance(self.mlp, nn.Identity):
+            self.dropout2, self.drop_path2 = dropout_cls(resid_dropout2), StochasticDepth(drop_path2)
+            self.norm2 = norm_cls(dim)
+        _mark_norms(self, sequence_parallel, mark_shared_params)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def forward(self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None):
+        """``[b, s, n]`` (or ``[t, n]``), prenorm with the residual or None.
+
+        Args:
+            mixer_subset: the tokens whose outputs are wanted; the residual is cut to them after the mixer.
+            mixer_kwargs: further arguments of the mixer.
+        """
+        kwargs = dict(mixer_kwargs or {})
+        if mixer_subset is not None:
+            kwargs["mixer_subset"] = mixer_subset
+        if not self.prenorm:
+            return self._forward_postnorm(hidden_states, residual, kwargs)
+        x, residual = self._add_norm(hidden_states, residual, self.dropout1, self.drop_path1, self.norm1)
+        x = self.mixer(x, **kwargs)
+        if mixer_subset is not None:
+            residual = residual[:, mixer_subset]
+        if not isinstance(self.mlp, nn.Identity):
+            x, residual = self._add_norm(x, residual, self.dropout2, self.drop_path2, self.norm2)
+            x = self.mlp(x)
+        return x, residual
+
+    def _forward_postnorm(self, x, residual, kwargs):
+        assert residual is None, "a postnorm block takes no residual"
+        y, x = self.mixer(x, **kwargs) if self.return_residual else (self.mixer(x, **kwargs), x)
+        if "mixer_subset" in kwargs and x.shape != y.shape:
+            x = x[:, kwargs["mixer_subset"]]
+        x = self.norm1((self.drop_path1(self.dropout1(y)) + x).to(self.norm1.weight.dtype))
+        if isinstance(self.mlp, nn.Identity):
+            return x
+        y, x = self.mlp(x) if self.return_residual else (self.mlp(x), x)
+        return self.norm2((self.drop_path2(self.dropout2(y)) + x).to(self.norm2.weight.dtype))
+
+    def _add_norm(self, x, residual, dropout, drop_path, norm):
+        x = drop_path(dropout(x))
+        residual = x if residual is None else x + residual
+        y = norm(residual.to(norm.weight.dtype))
+        return y, residual.float() if self.residual_in_fp32 else residual
+
+
+class ParallelBlock(nn.Module):
+    """Mixer and MLP side by side on the same residual; ``tied_norm``: one norm for both. Arguments as of ``Block``."""
+
+    def __init__(
+        self,
+        dim,
+        mixer_cls=None,
+        mlp_cls=None,
+        norm_cls=nn.LayerNorm,
+        dropout_cls=nn.Dropout,
+        resid_dropout1=0.0,
+        resid_dropout2=0.0,
+        tied_norm=False,
+        fused_dropout_add_ln=False,
+        residual_in_fp32=False,
+        sequence_parallel=False,
+        mark_shared_params=False,
+    ):
+        super().__init__()
+        self.tied_norm, self.residual_in_fp32 = tied_norm, residual_in_fp32
+        self.mixer, self.mlp = _mixer_and_mlp(dim, mixer_cls, mlp_cls)
+        self.dropout1, self.dropout2 = dropout_cls(resid_dropout1), dropout_cls(resid_dropout2)
+        self.norm1 = norm_cls(dim)
+        if not tied_norm:
+            self.norm2 = norm_cls(dim)
+        _mark_norms(self, sequence_parallel, mark_shared_params)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def forward(self, hidden_states1, hidden_states2=None, residual=None, mixer_kwargs=None):
+        """Outputs of the last block's mixer and MLP (None for the first) and the residual, ``[b, s, n]`` each."""
+        x = self.dropout1(hidden_states1)
+        if hidden_states2 is not None:
+            x = x + self.dropout2(hidden_states2)
+        residual = x if residual is None else x + residual
+        y1 = self.norm1(residual.to(self.norm1.weight.dtype))
+        y2 = y1 if self.tied_norm else self.norm2(residual.to(self.norm2.weight.dtype))
+        residual = residual.float() if self.residual_in_fp32 else residual
+        return self.mixer(y1, **(mixer_kwargs or {})), self.mlp(y2), residual
+
+
+def _mixer_and_mlp(dim, mixer_cls, mlp_cls):
+    mixer_cls = partial(MHA, num_heads=dim // 64) if mixer_cls is None else mixer_cls
+    mlp_cls = partial(Mlp, hidden_features=4 * dim) if mlp_cls is None else mlp_cls
+    return mixer_cls(dim), mlp_cls(dim)
+
+
+def _mark_norms(block, sequence_parallel, shared):
+    """Flags that ``utils.distributed`` looks for: gradients to sum, parameters to keep equal on the ranks."""
+    for norm in (block.norm1, getattr(block, "norm2", None)):
+        for param in () if norm is None else norm.parameters():
+            if sequence_parallel:
+                param._sequence_parallel = True
+            if shared:
+                param._shared_params = True

@@ -1,0 +1,163 @@
+"""Token, position and segment embeddings of GPT and BERT, whole or split over the ranks of a process group.
+
+vocabulary parallel   weight [V / w, n]   a rank looks up its own tokens, zeros for others; the ranks are summed
+column parallel       weight [V, n / w]   a rank looks up its columns of every token
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from flash_attn.utils.distributed import all_reduce, reduce_scatter
+
+__all__ = [
+    "BertEmbeddings",
+    "ColumnParallelEmbedding",
+    "GPT2Embeddings",
+    "ParallelGPT2Embeddings",
+    "VocabParallelEmbedding",
+]
+
+
+class GPT2Embeddings(nn.Module):
+    """word + position; ``max_position_embeddings`` 0 leaves positions out, ``word_embed_proj_dim`` embeds narrower."""
+
+    def __init__(
+        self,
+        embed_dim,
+        vocab_size,
+        max_position_embeddings,
+        padding_idx=None,
+        word_embed_proj_dim=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        layout = {"device": device, "dtype": dtype}
+        word_dim = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
+        self.word_embeddings = nn.Embedding(vocab_size, word_dim, padding_idx=padding_idx, **layout)
+        self.project_in = None if word_embed_proj_dim is None else nn.Linear(word_dim, embed_dim, bias=False, **layout)
+        self.max_position_embeddings = max_position_embeddings
+        if max_position_embeddings > 0:
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **layout)
+
+    def forward(self, input_ids, position_ids=None):
+        """``[b, s]`` -> ``[b, s, embed_dim]``; positions count from 0 unless given, ``[s]`` or ``[b, s]``."""
+        embeddings = self.word_embeddings(input_ids)
+        if self.project_in is not None:
+            embeddings = self.project_in(embeddings)
+        if self.max_position_embeddings > 0:
+            embeddings = embeddings + self.position_embeddings(_positions(input_ids, position_ids))
+        return embeddings
+
+
+class BertEmbeddings(nn.Module):
+    """word + position + token type; ``max_position_embeddings`` or ``type_vocab_size`` 0 leave theirs out."""
+
+    def __init__(
+        self,
+        embed_dim,
+        vocab_size,
+        max_position_embeddings,
+        type_vocab_size,
+        padding_idx=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        layout = {"device": device, "dtype": dtype}
+        self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **layout)
+        self.max_position_embeddings, self.type_vocab_size = max_position_embeddings, type_vocab_size
+        if max_position_embeddings > 0:
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **layout)
+        if type_vocab_size > 0:
+            self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **layout)
+
+    def forward(self, input_ids, position_ids=None, token_type_ids=None):
+        """``[b, s]`` -> ``[b, s, embed_dim]``; token types are 0 unless given."""
+        embeddings = self.word_embeddings(input_ids)
+        if self.max_position_embeddings > 0:
+            embeddings = embeddings + self.position_embeddings(_positions(input_ids, position_ids))
+        if self.type_vocab_size > 0:
+            token_type_ids = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        return embeddings
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """This rank's part of the vocabulary; outputs are to be summed over the ranks."""
+
+    def __init__(self, num_embeddings, *args, process_group=None, padding_idx=None, **kwargs):
+        self.process_group = process_group
+        if process_group is not None:
+            world_size = dist.get_world_size(process_group)
+            assert num_embeddings % world_size == 0, f"{num_embeddings} tokens do not divide over {world_size} ranks"
+            assert world_size == 1 or padding_idx is None, "padding_idx is not supported over several ranks"
+            num_embeddings //= world_size
+        super().__init__(num_embeddings, *args, padding_idx=padding_idx, **kwargs)
+
+    def forward(self, input):
+        if self.process_group is None:
+            return super().forward(input)
+        local = input - dist.get_rank(self.process_group) * self.num_embeddings
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        return super().forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+class ColumnParallelEmbedding(nn.Embedding):
+    """This rank's columns of every embedding."""
+
+    def __init__(self, num_embeddings, embedding_dim, *args, process_group=None, **kwargs):
+        self.process_group = process_group
+        if process_group is not None:
+            world_size = dist.get_world_size(process_group)
+            assert embedding_dim % world_size == 0, f"{embedding_dim} columns do not divide over {world_size} ranks"
+            embedding_dim //= world_size
+        super().__init__(num_embeddings, embedding_dim, *args, **kwargs)
+
+
+class ParallelGPT2Embeddings(nn.Module):
+    """``GPT2Embeddings``, words vocabulary parallel and positions column parallel.
+
+    Every rank adds its columns of the positions to its words; the sum over ranks is the whole.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        vocab_size,
+        max_position_embeddings,
+        process_group,
+        padding_idx=None,
+        sequence_parallel=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        parallel = {"process_group": process_group, "device": device, "dtype": dtype}
+        self.process_group, self.sequence_parallel = process_group, sequence_parallel
+        self.word_embeddings = VocabParallelEmbedding(vocab_size, embed_dim, padding_idx=padding_idx, **parallel)
+        self.max_position_embeddings = max_position_embeddings
+        if max_position_embeddings > 0:
+            self.position_embeddings = ColumnParallelEmbedding(max_position_embeddings, embed_dim, **parallel)
+
+    def forward(self, input_ids, position_ids=None, combine_batch_seqlen_dim=False):
+        """``[b, s]`` -> ``[b, s, n]``, or ``[b s, n]`` if combined; if sequence parallel, this rank's rows of it."""
+        embeddings = self.word_embeddings(input_ids)
+        if self.max_position_embeddings > 0:
+            positions = self.position_embeddings(_positions(input_ids, position_ids))
+            rank = 0 if self.process_group is None else dist.get_rank(self.process_group)
+            width = positions.shape[-1]
+            left = rank * width
+            embeddings = embeddings + F.pad(positions, (left, embeddings.shape[-1] - left - width))
+        if combine_batch_seqlen_dim:
+            embeddings = embeddings.flatten(0, 1)
+        if self.process_group is None or dist.get_world_size(self.process_group) == 1:
+            return embeddings
+        reduce = reduce_scatter if self.sequence_parallel else all_reduce
+        return reduce(embeddings, self.process_group)
+
+
+def _positions(input_ids, position_ids):
+    return torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids

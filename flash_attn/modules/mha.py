@@ -1,0 +1,399 @@
+"""Multi-head attention with its projections, rotary embedding and KV cache, on one device or split over ranks.
+
+    x -> Wqkv (or Wq, Wkv) -> [depthwise convolution] -> [rotary] -> attention -> out_proj
+
+Self attention with as many heads of k as of q keeps qkv packed; grouped and cross attention pack k and v only.
+While generating, keys and values are kept in ``inference_params.key_value_memory_dict[layer_idx]``,
+``[b, s, 2, h_kv, d]``.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn.flash_attn_interface import flash_attn_with_kvcache
+from flash_attn.layers.rotary import RotaryEmbedding
+from flash_attn.modules.attention import (
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+)
+from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
+from flash_attn.utils.distributed import get_dim_for_local_rank
+
+__all__ = [
+    "CrossAttention",
+    "FlashCrossAttention",
+    "FlashSelfAttention",
+    "LinearResidual",
+    "MHA",
+    "ParallelMHA",
+    "SelfAttention",
+    "get_alibi_slopes",
+]
+
+
+class LinearResidual(nn.Linear):
+    """``nn.Linear`` that returns (output, input)."""
+
+    def forward(self, input):
+        return super().forward(input), input
+
+
+class _Attention(nn.Module):
+    """Everything between the projections, shared by both classes below. Expects ``num_heads`` and ``head_dim``."""
+
+    def _init_attention(
+        self,
+        alibi_slopes,
+        dropout,
+        softmax_scale,
+        causal,
+        layer_idx,
+        rotary_emb_dim,
+        rotary_emb_base,
+        rotary_emb_scale_base,
+        rotary_emb_interleaved,
+        window_size,
+        use_flash_attn,
+        checkpointing,
+        device,
+    ):
+        assert use_flash_attn or alibi_slopes is None, "use_alibi needs use_flash_attn"
+        assert use_flash_attn or tuple(window_size) == (-1, -1), "window_size needs use_flash_attn"
+        self.causal, self.layer_idx, self.rotary_emb_dim = causal, layer_idx, rotary_emb_dim
+        self.use_flash_attn, self.checkpointing = use_flash_attn, checkpointing
+        if rotary_emb_dim > 0:
+            self.rotary_emb = RotaryEmbedding(
+                rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
+            )
+        options = {"causal": causal, "softmax_scale": softmax_scale, "attention_dropout": dropout}
+        if use_flash_attn:
+            options.update(window_size=window_size, alibi_slopes=alibi_slopes)
+        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**options)
+        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**options)
+
+    def _attend(self, qkv, kv=None, inference_params=None, **options):
+        """Rotary, cache and attention: qkv ``[..., 3, h, d]``, or q and kv ``[..., 2, h_kv, d]`` -> ``[..., h, d]``."""
+        if inference_params is not None and self._cache_rotates(inference_params):
+            q, kv = (qkv[:, :, 0], qkv[:, :, 1:]) if kv is None else (qkv, kv)
+            return self._append_and_attend(q, kv, inference_params, rotate=True)
+        if self.rotary_emb_dim > 0:
+            offset, longest = 0, None
+            if inference_params is not None:
+                offset, longest = _tokens_in_cache(inference_params, qkv.shape[0]), inference_params.max_seqlen
+            rotated = self.rotary_emb(qkv, kv, seqlen_offset=offset, max_seqlen=longest)
+            qkv, kv = (rotated, None) if kv is None else rotated
+        if inference_params is None:
+            attend = partial(self.inner_attn if kv is None else self.inner_cross_attn, **options)
+            inputs = (qkv,) if kv is None else (qkv, kv)
+            return checkpoint(attend, *inputs, use_reentrant=False) if self.checkpointing else attend(*inputs)
+        q, kv = (qkv[:, :, 0], qkv[:, :, 1:]) if kv is None else (qkv, kv)
+        if inference_params.seqlen_offset == 0 or not self.use_flash_attn:
+            return self.inner_cross_attn(q, self._update_kv_cache(kv, inference_params))
+        return self._append_and_attend(q, kv, inference_params, rotate=False)
+
+    def _cache_rotates(self, inference_params):
+        """Whether cached attention can do the rotation: plain rotary of 16 n dimensions, not at the first tokens."""
+        return (
+            self.use_flash_attn
+            and inference_params.seqlen_offset > 0
+            and self.rotary_emb_dim > 0
+            and self.rotary_emb_dim % 16 == 0
+            and self.rotary_emb.scale_base is None
+        )
+
+    def _append_and_attend(self, q, kv, inference_params, rotate):
+        """Append kv to the cache and attend over it in one call, which also rotates q and k if asked."""
+        batch = q.shape[0]
+        rows = slice(inference_params.batch_size_offset, inference_params.batch_size_offset + batch)
+        cache = self._cache(kv, inference_params)[rows]
+        cos = sin = None
+        if rotate:
+            self.rotary_emb._update_cos_sin_cache(cache.shape[1], device=q.device, dtype=q.dtype)
+            cos, sin = self.rotary_emb._cos_cached, self.rotary_emb._sin_cached
+        slopes = self.inner_cross_attn.alibi_slopes
+        return flash_attn_with_kvcache(
+            q,
+            cache[:, :, 0],
+            cache[:, :, 1],
+            kv[:, :, 0],
+            kv[:, :, 1],
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=_tokens_in_cache(inference_params, batch),
+            softmax_scale=self.inner_cross_attn.softmax_scale,
+            causal=self.inner_cross_attn.causal,
+            window_size=self.inner_cross_attn.window_size,
+            rotary_interleaved=self.rotary_emb.interleaved if rotate else False,
+            alibi_slopes=None if slopes is None else slopes.float(),
+        )
+
+    def _cache(self, kv, inference_params):
+        """This layer's cache ``[b_max, s_max, 2, h_kv, d]``, made at first use."""
+        assert self.layer_idx is not None, "generation needs layer_idx in the constructor"
+        caches = inference_params.key_value_memory_dict
+        if self.layer_idx not in caches:
+            sizes = inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:]
+            caches[self.layer_idx] = kv.new_empty(sizes)
+        return caches[self.layer_idx]
+
+    def _update_kv_cache(self, kv, inference_params):
+        """Write kv ``[b, s, 2, h_kv, d]`` behind the cached tokens; returns the cache up to its end."""
+        cache = self._cache(kv, inference_params)
+        first_row, first = inference_params.batch_size_offset, inference_params.seqlen_offset
+        last_row, last = first_row + kv.shape[0], first + kv.shape[1]
+        assert last_row <= cache.shape[0] and last <= cache.shape[1], (
+            f"cache of {cache.shape[0]} x {cache.shape[1]} tokens has no room for {last_row} x {last}"
+        )
+        cache[first_row:last_row, first:last] = kv
+        return cache[first_row:last_row, :last]
+
+
+class MHA(_Attention):
+    """Multi-head self or cross attention.
+
+    Args:
+        num_heads_kv: heads of k and v, default ``num_heads``; fewer for grouped queries.
+        cross_attn: keys and values come from another sequence, ``x_kv``.
+        layer_idx: key of this layer's cache while generating.
+        dwconv: depthwise causal convolution of width 3 over q, k, v after the projections.
+        rotary_emb_dim: rotated dimensions of each head, 0 for none.
+        fused_bias_fc: without effect.
+        use_flash_attn: the attention functions of this package; needed for ALiBi, windows and packed input.
+        return_residual: return (output, x).
+        checkpointing: compute the attention again in backward.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        num_heads_kv=None,
+        cross_attn=False,
+        qkv_proj_bias=True,
+        out_proj_bias=True,
+        dropout=0.0,
+        softmax_scale=None,
+        causal=False,
+        layer_idx=None,
+        dwconv=False,
+        rotary_emb_dim=0,
+        rotary_emb_base=10000.0,
+        rotary_emb_scale_base=None,
+        rotary_emb_interleaved=False,
+        use_alibi=False,
+        window_size=(-1, -1),
+        fused_bias_fc=False,
+        use_flash_attn=False,
+        return_residual=False,
+        checkpointing=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        assert num_heads % self.num_heads_kv == 0, f"{num_heads} heads are no multiple of {self.num_heads_kv} of k"
+        assert embed_dim % num_heads == 0, f"embed_dim {embed_dim} is not a multiple of {num_heads} heads"
+        assert not (cross_attn and rotary_emb_dim > 0), "rotary embedding is for self attention"
+        self.head_dim = embed_dim // num_heads
+        self.cross_attn, self.dwconv, self.return_residual = cross_attn, dwconv, return_residual
+        layout = {"device": device, "dtype": dtype}
+        slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
+        self._init_attention(
+            slopes,
+            dropout,
+            softmax_scale,
+            causal,
+            layer_idx,
+            rotary_emb_dim,
+            rotary_emb_base,
+            rotary_emb_scale_base,
+            rotary_emb_interleaved,
+            window_size,
+            use_flash_attn,
+            checkpointing,
+            device,
+        )
+
+        kv_dim = 2 * self.head_dim * self.num_heads_kv
+        if cross_attn:
+            self.Wq = nn.Linear(embed_dim, embed_dim, bias=qkv_proj_bias, **layout)
+            self.Wkv = nn.Linear(embed_dim, kv_dim, bias=qkv_proj_bias, **layout)
+        else:
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + kv_dim, bias=qkv_proj_bias, **layout)
+        if dwconv:
+            widths = {"dwconv_q": embed_dim, "dwconv_kv": kv_dim} if cross_attn else {"dwconv_qkv": embed_dim + kv_dim}
+            for name, width in widths.items():
+                setattr(self, name, nn.Conv1d(width, width, kernel_size=3, padding=2, groups=width, **layout))
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **layout)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
+        """An empty cache ``[batch_size, max_seqlen, 2, h_kv, d]``."""
+        weight = self.out_proj.weight
+        sizes = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim
+        return torch.empty(sizes, dtype=dtype or weight.dtype, device=weight.device)
+
+    def forward(
+        self,
+        x,
+        x_kv=None,
+        key_padding_mask=None,
+        cu_seqlens=None,
+        max_seqlen=None,
+        mixer_subset=None,
+        inference_params=None,
+        **kwargs,
+    ):
+        """Attend.
+
+        Args:
+            x: ``[b, s, n]``, or packed ``[t, n]`` with cu_seqlens and max_seqlen.
+            x_kv: cross attention's ``[b, s_kv, n]``, default x.
+            key_padding_mask: ``[b, s]``, true where a key is kept; without use_flash_attn only.
+            mixer_subset: index of the tokens whose queries are wanted; cross attention only.
+            inference_params: the caches of generation, see ``utils.generation``.
+        Returns:
+            The shape of x; with ``return_residual`` (output, x).
+        """
+        if cu_seqlens is not None:
+            assert max_seqlen is not None, "cu_seqlens needs max_seqlen"
+            assert self.use_flash_attn and key_padding_mask is None, "packed input needs use_flash_attn and no mask"
+            assert not self.dwconv and self.rotary_emb_dim == 0, "packed input excludes dwconv and rotary embedding"
+            kwargs.update(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        if key_padding_mask is not None:
+            assert not self.use_flash_attn, "key_padding_mask needs use_flash_attn=False; pack the tokens instead"
+            kwargs.update(key_padding_mask=key_padding_mask)
+        if inference_params is not None:
+            assert not kwargs and not self.dwconv, "generation takes neither masks nor packed input nor dwconv"
+
+        if self.cross_attn:
+            q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
+            kv = self.Wkv(x if x_kv is None else x_kv)
+            if self.dwconv:
+                q, kv = _convolve(self.dwconv_q, q), _convolve(self.dwconv_kv, kv)
+        else:
+            assert x_kv is None and mixer_subset is None, "x_kv and mixer_subset are for cross attention"
+            qkv = self.Wqkv(x)
+            if self.dwconv:
+                qkv = _convolve(self.dwconv_qkv, qkv)
+            if self.num_heads_kv == self.num_heads:
+                q, kv = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)), None
+            else:
+                q, kv = qkv[..., : self.embed_dim], qkv[..., self.embed_dim :]
+        if kv is not None:
+            q = q.unflatten(-1, (self.num_heads, self.head_dim))
+            kv = kv.unflatten(-1, (2, self.num_heads_kv, self.head_dim))
+        if cu_seqlens is not None and kv is not None:
+            kwargs.setdefault("cu_seqlens_k", cu_seqlens)
+            kwargs.setdefault("max_seqlen_k", max_seqlen)
+        out = self.out_proj(self._attend(q, kv, inference_params=inference_params, **kwargs).flatten(-2))
+        return (out, x) if self.return_residual else out
+
+
+class ParallelMHA(_Attention):
+    """Self attention with the heads split over the ranks of a process group.
+
+    ``Wqkv`` is column parallel, ``out_proj`` row parallel; with ``sequence_parallel`` tokens are split in between
+    layers. The arguments are those of ``MHA``; heads of k and v are dealt out whole, with their queries.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        process_group,
+        num_heads_kv=None,
+        qkv_proj_bias=True,
+        out_proj_bias=True,
+        dropout=0.0,
+        softmax_scale=None,
+        causal=False,
+        layer_idx=None,
+        rotary_emb_dim=0,
+        rotary_emb_base=10000.0,
+        rotary_emb_scale_base=None,
+        rotary_emb_interleaved=False,
+        use_alibi=False,
+        window_size=(-1, -1),
+        use_flash_attn=False,
+        checkpointing=False,
+        sequence_parallel=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.embed_dim, self.num_heads, self.process_group = embed_dim, num_heads, process_group
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        assert num_heads % self.num_heads_kv == 0, f"{num_heads} heads are no multiple of {self.num_heads_kv} of k"
+        assert embed_dim % num_heads == 0, f"embed_dim {embed_dim} is not a multiple of {num_heads} heads"
+        self.head_dim = embed_dim // num_heads
+        world_size, rank = torch.distributed.get_world_size(process_group), torch.distributed.get_rank(process_group)
+        group = num_heads // self.num_heads_kv
+        heads_kv = [get_dim_for_local_rank(self.num_heads_kv, world_size, r) for r in range(world_size)]
+        self.num_heads_kv_per_rank, self.num_heads_per_rank = heads_kv[rank], heads_kv[rank] * group
+        slopes = None
+        if use_alibi:
+            first = sum(heads_kv[:rank]) * group
+            slopes = torch.tensor(get_alibi_slopes(num_heads)[first : first + self.num_heads_per_rank], device=device)
+        self._init_attention(
+            slopes,
+            dropout,
+            softmax_scale,
+            causal,
+            layer_idx,
+            rotary_emb_dim,
+            rotary_emb_base,
+            rotary_emb_scale_base,
+            rotary_emb_interleaved,
+            window_size,
+            use_flash_attn,
+            checkpointing,
+            device,
+        )
+        parallel = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        qkv_dim = self.head_dim * (num_heads + 2 * self.num_heads_kv)
+        unit = self.head_dim * group
+        self.Wqkv = ColumnParallelLinear(
+            embed_dim, qkv_dim, process_group, bias=qkv_proj_bias, multiple_of=unit + 2 * self.head_dim, **parallel
+        )
+        self.out_proj = RowParallelLinear(
+            embed_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=unit, **parallel
+        )
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
+        """An empty cache ``[batch_size, max_seqlen, 2, h_kv of this rank, d]``."""
+        weight = self.out_proj.weight
+        sizes = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
+        return torch.empty(sizes, dtype=dtype or weight.dtype, device=weight.device)
+
+    def forward(self, x, seqlen=None, inference_params=None, **kwargs):
+        """``[b, s, n]``, or with ``seqlen`` s ``[b s, n]`` (this rank's rows, if sequence parallel); same shape out."""
+        qkv = self.Wqkv(x)
+        if seqlen is not None:
+            qkv = qkv.unflatten(0, (-1, seqlen))
+        if self.num_heads_kv == self.num_heads:
+            q, kv = qkv.unflatten(-1, (3, self.num_heads_per_rank, self.head_dim)), None
+        else:
+            width = self.num_heads_per_rank * self.head_dim
+            q = qkv[..., :width].unflatten(-1, (self.num_heads_per_rank, self.head_dim))
+            kv = qkv[..., width:].unflatten(-1, (2, self.num_heads_kv_per_rank, self.head_dim))
+        context = self._attend(q, kv, inference_params=inference_params, **kwargs).flatten(-2)
+        return self.out_proj(context if seqlen is None else context.flatten(0, 1))
+
+
+def _tokens_in_cache(inference_params, batch):
+    """Cached tokens of each sequence, one int or ``[b]``."""
+    lengths = inference_params.lengths_per_sample
+    first = inference_params.batch_size_offset
+    return inference_params.seqlen_offset if lengths is None else lengths[first : first + batch]
+
+
+def _convolve(convolution, x):
+    """Causal depthwise convolution over the sequence, ``[b, s, n]``."""
+    return convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2).contiguous()

@@ -1,0 +1,143 @@
+"""Feed-forward blocks:
+
+    Mlp        fc2(act(fc1(x)))
+    GatedMlp   fc2(y * act(gate)),  y and gate the halves of fc1(x)
+
+The parallel forms split the hidden features over the ranks of a process group.
+"""
+
+import torch.nn as nn
+import torch.nn.functional as F
+
+from flash_attn.ops.activations import swiglu
+from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
+
+__all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
+
+
+class Mlp(nn.Module):
+    """Two linear layers; hidden_features is 4 x in_features by default. ``return_residual``: return (output, x)."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.gelu,
+        bias1=True,
+        bias2=True,
+        return_residual=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
+        self.return_residual, self.activation = return_residual, activation
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x):
+        y = self.fc2(self.activation(self.fc1(x)))
+        return (y, x) if self.return_residual else y
+
+
+class ParallelMLP(nn.Module):
+    """``Mlp`` over the ranks of a process group."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.gelu,
+        process_group=None,
+        sequence_parallel=True,
+        bias1=True,
+        bias2=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        assert process_group is not None, "ParallelMLP needs a process_group"
+        hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
+        self.activation = activation
+        parallel = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **parallel)
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
+
+    def forward(self, x):
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class GatedMlp(nn.Module):
+    """GLU (sigmoid), SwiGLU (silu) and kin; hidden_features is 8/3 x in_features by default, rounded up."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.sigmoid,
+        bias1=True,
+        bias2=True,
+        multiple_of=128,
+        return_residual=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        hidden_features = _gated_width(in_features, hidden_features, multiple_of)
+        self.return_residual, self.activation = return_residual, activation
+        self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features or in_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x):
+        y = self.fc2(_gate(self.fc1(x), self.activation))
+        return (y, x) if self.return_residual else y
+
+
+class ParallelGatedMlp(nn.Module):
+    """``GatedMlp`` over the ranks of a process group; each rank's part of fc1 holds its y and its gate."""
+
+    def __init__(
+        self,
+        in_features,
+        process_group,
+        hidden_features=None,
+        out_features=None,
+        activation=F.sigmoid,
+        bias1=True,
+        bias2=True,
+        multiple_of=128,
+        sequence_parallel=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        hidden_features, out_features = (
+            _gated_width(in_features, hidden_features, multiple_of),
+            out_features or in_features,
+        )
+        self.activation = activation
+        parallel = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        # NOTE: an odd number of features on one rank could not be halved, so y and gate are dealt out in pairs.
+        self.fc1 = ColumnParallelLinear(
+            in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **parallel
+        )
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
+
+    def forward(self, x):
+        return self.fc2(_gate(self.fc1(x), self.activation))
+
+
+def _gated_width(in_features, hidden_features, multiple_of):
+    hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
+    return -(-hidden_features // multiple_of) * multiple_of
+
+
+def _gate(y_and_gate, activation):
+    """y * activation(gate)."""
+    if activation is F.sigmoid:
+        return F.glu(y_and_gate, dim=-1)
+    y, gate = y_and_gate.chunk(2, dim=-1)
+    return swiglu(gate, y) if activation is F.silu else y * activation(gate)

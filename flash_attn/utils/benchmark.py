@@ -1,0 +1,159 @@
+"""Time, profile and weigh one function of tensors, with ``torch.utils.benchmark``.
+
+The timing functions print if ``verbose`` and return (timer, measurement); ``grad`` is the gradient of the (first)
+output, random by default.
+"""
+
+import torch
+import torch.utils.benchmark as benchmark
+
+__all__ = [
+    "benchmark_all",
+    "benchmark_backward",
+    "benchmark_combined",
+    "benchmark_forward",
+    "benchmark_fwd_bwd",
+    "benchmark_memory",
+    "pytorch_profiler",
+]
+
+
+def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs):
+    """The forward pass."""
+
+    def forward():
+        with _autocast(inputs, amp, amp_dtype):
+            fn(*inputs, **kwinputs)
+
+    return _time(forward, repeats, desc, "Forward", verbose)
+
+
+def benchmark_backward(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """The backward pass; gradients of the inputs are dropped before each run."""
+    y, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
+
+    def backward():
+        _drop_grads(inputs)
+        y.backward(grad, retain_graph=True)
+
+    return _time(backward, repeats, desc, "Backward", verbose)
+
+
+def benchmark_combined(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """Forward and backward passes together."""
+    _, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
+
+    def both():
+        _drop_grads(inputs)
+        y, _ = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
+        y.backward(grad, retain_graph=True)
+
+    return _time(both, repeats, desc, "Forward + Backward", verbose)
+
+
+def benchmark_fwd_bwd(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """((timer, measurement) of the forward pass, the same of the backward pass)."""
+    options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
+    return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
+
+
+def benchmark_all(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """(timer, measurement) of the forward pass, of the backward pass, and of both together."""
+    options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
+    return (
+        benchmark_forward(fn, *inputs, **options),
+        benchmark_backward(fn, *inputs, grad=grad, **options),
+        benchmark_combined(fn, *inputs, grad=grad, **options),
+    )
+
+
+def pytorch_profiler(
+    fn,
+    *inputs,
+    trace_filename=None,
+    backward=False,
+    amp=False,
+    amp_dtype=torch.float16,
+    cpu=False,
+    verbose=True,
+    **kwinputs,
+):
+    """Profile one call after 30 of warm-up; prints the costliest operators, writes a Chrome trace if named."""
+    on_cuda = _device_type(inputs) == "cuda"
+    grad = _output_and_grad(fn, inputs, kwinputs, None, amp, amp_dtype)[1] if backward else None
+
+    def step():
+        _drop_grads(inputs)
+        with _autocast(inputs, amp, amp_dtype):
+            y = fn(*inputs, **kwinputs)
+        if backward:
+            _first(y).backward(grad, retain_graph=True)
+
+    for _ in range(30):
+        step()
+    activity = torch.profiler.ProfilerActivity
+    activities = ([activity.CPU] if cpu or not on_cuda else []) + ([activity.CUDA] if on_cuda else [])
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        step()
+    if verbose:
+        print(profile.key_averages().table(row_limit=50))
+    if trace_filename is not None:
+        profile.export_chrome_trace(trace_filename)
+
+
+def benchmark_memory(fn, *inputs, desc="", verbose=True, **kwinputs):
+    """Peak CUDA memory of one call in GB (10^9 bytes)."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fn(*inputs, **kwinputs)
+    torch.cuda.synchronize()
+    gigabytes = torch.cuda.max_memory_allocated() / 1e9
+    if verbose:
+        print(f"{desc} max memory: {gigabytes} GB")
+    return gigabytes
+
+
+def _time(fn, repeats, desc, what, verbose):
+    timer = benchmark.Timer("fn()", globals={"fn": fn}, num_threads=torch.get_num_threads())
+    measurement = timer.timeit(repeats)
+    if verbose:
+        print(f"{desc} - {what} pass")
+        print(measurement)
+    return timer, measurement
+
+
+def _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype):
+    with _autocast(inputs, amp, amp_dtype):
+        y = _first(fn(*inputs, **kwinputs))
+    if grad is None:
+        grad = torch.randn_like(y)
+    elif grad.shape != y.shape:
+        raise RuntimeError(f"grad is {tuple(grad.shape)}, the output is {tuple(y.shape)}")
+    return y, grad
+
+
+def _first(y):
+    return y[0] if isinstance(y, tuple) else y
+
+
+def _device_type(inputs):
+    return next((x.device.type for x in inputs if isinstance(x, torch.Tensor)), "cpu")
+
+
+def _autocast(inputs, amp, amp_dtype):
+    return torch.autocast(device_type=_device_type(inputs), dtype=amp_dtype, enabled=amp)
+
+
+def _drop_grads(inputs):
+    for x in inputs:
+        if isinstance(x, torch.Tensor):
+            x.grad = None
