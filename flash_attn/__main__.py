@@ -3,8 +3,10 @@
 Exit status 1 if the kernels and the reference differ by more than rounding.
 """
 
+import os
 import platform
 import sys
+from functools import partial
 from statistics import median
 
 import torch
@@ -15,6 +17,7 @@ from flash_attn._measure import alternate, cpu_name, speedup
 from flash_attn._ops import flash_attn_2_cuda
 
 try:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 except ImportError:
@@ -23,98 +26,122 @@ except ImportError:
 
 def show(title, columns, rows):
     """Prints a table; plain text where rich is not installed."""
+    print(title)
     if Console:
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+        table = Table(box=box.SIMPLE_HEAD)
         for column in columns:
             table.add_column(column, justify="left" if column == columns[0] else "right")
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        Console(highlight=False).print(table)
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    print(f"\n{title}")
+    print()
     for row in [columns, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)))
+    print()
 
 
 def facts():
-    """What is installed and what the machine offers, as lines of (name, value)."""
-    isas = flash_attn_2_cuda.cpu_isas()
-    yield "flash_attn", f"{flash_attn.__version__}  {flash_attn.__path__[0]}"
-    yield "torch", f"{torch.__version__}   Python {platform.python_version()}"
+    """What is installed and what the machine offers, as (name, value)."""
+    *others, best = flash_attn_2_cuda.cpu_isas()
+    now = use_isa(best)
+    yield "flash_attn", f"{flash_attn.__version__}  in {flash_attn.__path__[0]}"
+    yield "torch", f"{torch.__version__}  on Python {platform.python_version()}"
     yield "processor", f"{cpu_name()}, {torch.get_num_threads()} threads"
-    yield "kernels", f"{isas[-1]}   (also {', '.join(reversed(isas[:-1]))})"
+    yield "kernels", f"{now}  of {', '.join([*others, best])}"
     if torch.cuda.is_available():
-        yield "GPU", f"{torch.cuda.get_device_name()}: this release has no kernels for it; CUDA tensors raise an error"
+        yield "GPU", f"{torch.cuda.get_device_name()}; this release has no GPU kernels, CUDA tensors raise an error"
     else:
         yield "GPU", "none that torch can use"
 
 
-# name, arguments of the call, (len_q, len_kv, h, h_kv, d)
-CHECKS = [
-    ("full", {}, (129, 129, 4, 4, 64)),
-    ("causal", {"causal": True}, (200, 331, 4, 4, 128)),
-    ("window, grouped heads", {"window_size": (40, 7)}, (257, 190, 6, 2, 80)),
-    ("softcap, ALiBi", {"softcap": 15.0, "causal": True, "alibi_slopes": [0.5, 0.25]}, (150, 150, 2, 2, 96)),
-    ("dropout", {"dropout_p": 0.17}, (140, 140, 4, 1, 32)),
-]
+def use_isa(name):
+    """Lowers the kernels to an instruction set, but never above FLASH_ATTN_CPU_ISA. Returns what is in use then."""
+    allowed = flash_attn_2_cuda.cpu_isas()
+    limit = flash_attn_2_cuda.set_cpu_isa(os.environ.get("FLASH_ATTN_CPU_ISA") or None)
+    return flash_attn_2_cuda.set_cpu_isa(min(name, limit, key=allowed.index))
+
+
+def random(dtype, *shape):
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def dense(dtype, b=2, len_q=129, len_kv=129, h=4, h_kv=4, d=64, **options):
+    """out and the gradients of one call."""
+    q, k, v = random(dtype, b, len_q, h, d), random(dtype, b, len_kv, h_kv, d), random(dtype, b, len_kv, h_kv, d)
+    out = flash_attn.flash_attn_func(q, k, v, **options)
+    return [out, *torch.autograd.grad(out, (q, k, v), torch.randn(out.shape).to(dtype))]
+
+
+def packed(dtype, lengths=(1, 200, 0, 67), h=4, d=64):
+    """The same for sequences of different lengths, one behind the other."""
+    q, k, v = (random(dtype, sum(lengths), h, d) for _ in range(3))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    out = flash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+    return [out, *torch.autograd.grad(out, (q, k, v), torch.randn(out.shape).to(dtype))]
+
+
+@torch.no_grad()
+def cached(dtype, pages=7, page_size=16, h=4, h_kv=2, d=64):
+    """One step of decoding: two sequences share a paged cache, which grows in place."""
+    q, k, v = random(dtype, 2, 1, h, d), random(dtype, 2, 1, h_kv, d), random(dtype, 2, 1, h_kv, d)
+    k_cache, v_cache = (random(dtype, pages, page_size, h_kv, d) for _ in range(2))
+    block_table = torch.tensor([[5, 0, 3], [2, 6, -1]], dtype=torch.int32)
+    lengths = torch.tensor([40, 17], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=block_table, causal=True
+    )
+    return [out, k_cache, v_cache]
+
+
+CHECKS = {
+    "full": partial(dense),
+    "causal, head dimension 128": partial(dense, len_q=200, len_kv=331, d=128, causal=True),
+    "window, grouped heads": partial(dense, len_q=257, len_kv=190, h=6, h_kv=2, d=80, window_size=(40, 7)),
+    "softcap, ALiBi": partial(dense, h=2, h_kv=2, d=96, softcap=15.0, alibi_slopes=torch.tensor([0.5, 0.25])),
+    "dropout": partial(dense, h_kv=1, d=32, dropout_p=0.17),
+    "packed sequences": packed,
+    "paged KV cache": cached,
+}
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def call(inputs, options, isa=None):
-    """out, dq, dk, dv of one forward and backward, with the kernels of `isa` (None: the best)."""
-    q, k, v, dout = inputs
-    flash_attn_2_cuda.set_cpu_isa(isa)
-    try:
-        torch.manual_seed(0)  # the same dropout
-        out = flash_attn.flash_attn_func(q, k, v, **options)
-        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
-    finally:
-        flash_attn_2_cuda.set_cpu_isa(None)
+def difference(function, dtype, isa):
+    """max |kernel - reference| / max |reference|, the largest over all results, in units of the dtype's precision."""
+    results = []
+    for name in (isa, "reference"):
+        use_isa(name)
+        torch.manual_seed(0)  # the same inputs and the same dropout
+        results.append(function(dtype))
+    use_isa(isa)
+    worst = max((a.double() - b.double()).abs().max() / b.double().abs().max() for a, b in zip(*results))
+    return worst.item() / torch.finfo(dtype).eps
 
 
-def relative_difference(ours, reference):
-    """max |a - b| / max |b|, the largest over pairs of tensors, in units of the dtype's precision."""
-    worst = max((a.double() - b.double()).abs().max() / b.double().abs().max() for a, b in zip(ours, reference))
-    return worst.item() / torch.finfo(ours[0].dtype).eps
-
-
-def check(name, options, sizes, dtype):
-    """One case against the reference, as a row and whether it passed.
+def self_check(isa):
+    """Kernels against the reference, forward and backward: the rows of a table, and whether all passed.
 
     Limits, in units of the dtype's precision: 4 in 16 bits, where P and dS are rounded once more than in the reference;
     64 in fp32, where sums of a few hundred terms run in another order.
     """
-    len_q, len_kv, h, h_kv, d = sizes
-    torch.manual_seed(1)
-    options = dict(options)
-    if "alibi_slopes" in options:
-        options["alibi_slopes"] = torch.tensor(options["alibi_slopes"])
-    q, dout = (torch.randn(2, len_q, h, d).to(dtype) for _ in range(2))
-    k, v = (torch.randn(2, len_kv, h_kv, d).to(dtype) for _ in range(2))
-    inputs = [*(x.requires_grad_() for x in (q, k, v)), dout]
-    difference = relative_difference(call(inputs, options), call(inputs, options, "reference"))
-    limit = 64 if dtype is torch.float32 else 4
-    return difference, difference <= limit
-
-
-def self_check():
-    """Kernels against the reference, forward and backward. Returns the rows of the table and whether all passed."""
     rows, all_passed = [], True
-    for name, options, sizes in CHECKS:
-        row = [name, "x".join(map(str, sizes))]
+    for name, function in CHECKS.items():
+        row = [name]
         for dtype in DTYPES:
-            difference, passed = check(name, options, sizes, dtype)
+            found = difference(function, dtype, isa)
+            passed = found <= (64 if dtype is torch.float32 else 4)  # False for NaN
             all_passed &= passed
-            row.append(f"{difference:.2f} {'ok' if passed else 'WRONG'}")
+            row.append(f"{found:.2f} {'ok' if passed else 'WRONG'}")
         rows.append(row)
     return rows, all_passed
 
 
 def compare(dtype, causal, length=1024, heads=8, d=64):
-    """A row: time of PyTorch's scaled_dot_product_attention and ours, forward and forward + backward."""
+    """Rows for the forward and for forward + backward: time of PyTorch's scaled_dot_product_attention, and ours."""
     torch.manual_seed(2)
-    q, k, v = (torch.randn(1, length, heads, d).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (random(dtype, 1, length, heads, d) for _ in range(3))
     dout = torch.randn_like(q)
 
     def sdpa():
@@ -124,46 +151,39 @@ def compare(dtype, causal, length=1024, heads=8, d=64):
     def flash():
         return flash_attn.flash_attn_func(q, k, v, causal=causal)
 
-    def with_backward(forward):
-        return lambda: torch.autograd.grad(forward(), (q, k, v), dout)
+    def gradients(forward):
+        return torch.autograd.grad(forward(), (q, k, v), dout)
+
+    def row(name, functions, rounds):
+        times = alternate(functions, rounds)
+        pairs = zip(*(results if isinstance(results, tuple) else [results] for results in (f() for f in functions)))
+        largest = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+        milliseconds = [f"{1e3 * median(seconds):.1f}" for seconds in times]
+        return [f"{DTYPES[dtype]}{' causal' if causal else ''} {name}", *milliseconds, f"{speedup(*times):.2f}x",
+                f"{largest:.1e}"]  # fmt: skip
 
     with torch.no_grad():
-        difference = (sdpa().float() - flash().float()).abs().max().item()
-        forward = alternate([sdpa, flash], rounds=7)
-    both = alternate([with_backward(sdpa), with_backward(flash)], rounds=5)
-    return [
-        f"{DTYPES[dtype]}{' causal' if causal else ''}",
-        *(f"{1e3 * median(seconds):.1f}" for seconds in forward),
-        f"{speedup(*forward):.2f}x",
-        *(f"{1e3 * median(seconds):.1f}" for seconds in both),
-        f"{speedup(*both):.2f}x",
-        f"{difference:.1e}",
-    ]
+        forward = row("forward", [sdpa, flash], rounds=9)
+    return [forward, row("forward + backward", [partial(gradients, sdpa), partial(gradients, flash)], rounds=5)]
 
 
 def main():
+    isa = use_isa(flash_attn_2_cuda.cpu_isas()[-1])
     for name, value in facts():
         print(f"{name:<12}{value}")
-    print()
+    print(flush=True)
 
-    rows, passed = self_check()
-    columns = ["Self-check", "len_q x len_kv x h x h_kv x d", *DTYPES.values()]
-    show("Largest relative difference from the reference, out and gradients, in units of precision", columns, rows)
+    rows, passed = self_check(isa)
+    title = "Self-check: largest difference from the reference, results and gradients, in units of precision"
+    show(title, ["", *DTYPES.values()], rows)
 
-    rows = [compare(dtype, causal) for dtype in (torch.float32, torch.bfloat16) for causal in (False, True)]
-    columns = [
-        "1 x 1024 x 8 x 64",
-        "SDPA ms",
-        "flash ms",
-        "forward",
-        "SDPA ms",
-        "flash ms",
-        "with backward",
-        "max diff",
+    rows = [
+        row for dtype in (torch.float32, torch.bfloat16) for causal in (False, True) for row in compare(dtype, causal)
     ]
-    show("Against PyTorch's scaled_dot_product_attention (medians of alternating runs)", columns, rows)
+    title = "Against PyTorch's scaled_dot_product_attention: [1, 1024, 8, 64], medians of alternating runs"
+    show(title, ["", "SDPA ms", "flash ms", "speedup", "max difference"], rows)
 
-    print("\nAll self-checks passed." if passed else "\nSELF-CHECK FAILED: please report this with the lines above.")
+    print("All self-checks passed." if passed else "SELF-CHECK FAILED: please report this with the lines above.")
     return 0 if passed else 1
 
 

@@ -1,0 +1,23 @@
+"""Runs the C test program tests/c/check_kernels.c: every CPU kernel against the reference, plain and under sanitizers."""
+
+import os
+from pathlib import Path
+
+import pytest
+from toolbox import ROOT, lacking, run, tool
+
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+BUILDS = {
+    "gcc": ("gcc", "-O2 -g"),
+    "clang with AddressSanitizer and UBSan": ("clang", f"-O1 -g {SANITIZERS}"),
+}
+
+
+@pytest.mark.parametrize(("compiler", "flags"), BUILDS.values(), ids=BUILDS)
+def test_kernels_meet_the_reference(compiler, flags, tmp_path):
+    if not list(Path("/usr/include").glob("**/cmocka.h")):
+        lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
+    command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", f"CC={tool(compiler)}"]
+    printed = run(*command, f"CFLAGS={flags}", f"BUILD={tmp_path}", "check")
+    assert "[  PASSED  ]" in printed, printed
+    assert "[  SKIPPED ]" not in printed, printed
