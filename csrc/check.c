@@ -1,16 +1,7 @@
 /* Checks of one tensor. Messages name it, say what came and what is allowed. */
 #include "check.h"
 
-#include <stdarg.h>
 #include <stdio.h>
-
-fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    vsnprintf(err->text, sizeof err->text, format, args);
-    va_end(args);
-    return status;
-}
 
 const char *shape_words(const fa_tensor *t, words *w) {
     int at = snprintf(w->text, sizeof w->text, "(");

@@ -24,6 +24,15 @@ typedef struct {
 } fa_cpu_kernels;
 const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype);
 
+/* plan_fwd.c: tiles, workers and workspace of plan->isa, which is not the reference. */
+void fa_cpu_plan_fwd(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
+
+/* The first bytes of a forward's workspace: the rotated queries, if there is rotary. */
+static inline size_t fa_rotated_q_bytes(const fa_problem *p) {
+    size_t bytes = p->rotary_cos ? (size_t)(p->b * p->len_q * p->h * p->d) * fa_dtype_bytes(p->dtype) : 0;
+    return (bytes + 63) / 64 * 64;
+}
+
 /* reference.c: the specification. Every option, double accumulators, no workspace but the row of scores. */
 void fa_reference_fwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool);
 void fa_reference_bwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool);

@@ -1,0 +1,12 @@
+/* Attention on AVX-512: fp32, and fp16 and bf16 converted while packing. */
+#include "kernels.h"
+
+#if FA_X86
+#include "vec_avx512.h"
+
+#include "attn_fwd.h"
+
+const fa_cpu_kernels fa_kernels_avx512 = {.fwd = attn_fwd, .block_q = BLOCK_Q};
+
+#include "vec_target_end.h"
+#endif

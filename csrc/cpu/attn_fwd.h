@@ -1,0 +1,312 @@
+/* Attention forward on vectors:  O = softmax(scale Q K^T + bias + mask) V,  lse = log-sum-exp of each row.
+ *
+ *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d]    o like q    lse [b, h, len_q] float
+ *
+ * The one idea: queries live in lanes. Scores are kept as S^T, one row per key and one lane per query, so the softmax
+ * needs no sum across a vector, and K and V enter the products as broadcast words.
+ *
+ * A task is a few tiles of one (sequence, key/value head): rows and heads of the group that share its keys.
+ *
+ *   open each tile     Q^T [d][lanes] packed, O^T [d][lanes] = 0
+ *   for each block of keys that some row sees:
+ *       pack K [keys][d] and V^T [d][keys]                      once for all tiles
+ *       for each tile: S^T = K Q^T · adjust and mask · max · P = exp2(S - max) · O^T = O^T alpha + V^T P
+ *   close each tile    O = O^T / row sum, lse
+ *
+ * A tile adds its keys in ascending blocks that start at multiples of block_kv: the bits of an output depend neither on
+ * the thread count nor on the other tiles of the task. Specification: reference.c. Measurements: README.md. */
+#ifndef FA_ATTN_FWD_H
+#define FA_ATTN_FWD_H
+
+#include "cpu.h"
+#include "elementwise.h"
+#include "fwd_layout.h"
+#include "pack.h"
+
+typedef struct {
+    const fa_problem *p;
+    fa_fwd_layout layout;
+    const fa_task *tasks;
+    const fa_worker *workers;
+    char *scratch;        /* of worker 0 */
+    float scale, softcap; /* of the product, and of what softcap multiplies, in units of log2 */
+    bool drops;           /* dropout is on and can drop something */
+} fwd_job;
+
+/* One task at work: the layout's offsets as pointers, and the block of keys that is packed now. */
+typedef struct {
+    const fwd_job *job;
+    const fa_problem *p;
+    fa_sequence s;
+    int64_t head_kv;
+    float *q_t, *o_t, *k, *v_t, *scores;
+    uint8_t *bytes;
+    const char **k_rows, **v_rows;
+    fa_fwd_tile *tiles;
+    int64_t block; /* first key of the block */
+    bool finite;   /* all of its V */
+} fwd_task;
+
+static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static inline char *query_row(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, int lane) {
+    int64_t offset = fa_query_offset(view, &t->s, tile->row[lane], tile->head[lane]);
+    return (char *)view->data + offset * DTYPE_BYTES(t->p->dtype);
+}
+
+/* ---- open a tile ---- */
+
+/* Which row and head each lane is, and what it sees. */
+static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
+    const fa_problem *p = t->p;
+    const int64_t g = p->h / p->h_kv, block_q = t->job->layout.block_q;
+    const bool stacks = fa_stacks_heads(p);
+    int64_t row = stacks ? idx * block_q / g : idx / g * block_q, head = stacks ? idx * block_q % g : idx % g;
+    int64_t remaining = stacks ? g * t->s.len_q - idx * block_q : t->s.len_q - row;
+
+    tile->valid_lanes = (int)min_i64(remaining, block_q);
+    tile->lanes = (int)round_up(tile->valid_lanes, stacks ? LANES : FA_PATCH_ROWS);
+    tile->first_key = tile->common_end = INT64_MAX;
+    tile->end_key = tile->common_first = 0;
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        tile->row[lane] = row;
+        tile->head[lane] = t->head_kv * g + head;
+        tile->diagonal[lane] = row + t->s.len_kv - t->s.len_q;
+        fa_visible_keys(p, &t->s, row, &tile->first[lane], &tile->end[lane]);
+        tile->common_first = max_i64(tile->common_first, tile->first[lane]);
+        tile->common_end = min_i64(tile->common_end, tile->end[lane]);
+        if (tile->first[lane] < tile->end[lane]) {
+            tile->first_key = min_i64(tile->first_key, tile->first[lane]);
+            tile->end_key = max_i64(tile->end_key, tile->end[lane]);
+        }
+        if (p->alibi_slopes)
+            tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
+        if (lane + 1 >= tile->valid_lanes) continue;
+        if (!stacks || ++head == g) {
+            row++;
+            if (stacks) head = 0;
+        }
+    }
+}
+
+static void open_tile(const fwd_task *t, int i, int64_t idx) {
+    const fa_fwd_layout *l = &t->job->layout;
+    fa_fwd_tile *tile = &t->tiles[i];
+    const char *rows[FA_MAX_BLOCK_Q];
+    place_lanes(t, tile, idx);
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        rows[lane] = query_row(t, &t->p->q, tile, lane);
+        tile->row_max[lane] = -INFINITY;
+        tile->row_sum[lane] = 0.0f;
+    }
+    pack_lanes(t->q_t + i * l->words * l->block_q, tile->lanes, rows, tile->lanes, t->p->d, t->p->dtype);
+    memset(t->o_t + i * l->columns * l->block_q, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
+}
+
+/* ---- pack a block of keys ---- */
+
+/* A product must not meet NaN or inf of V: a lane that does not see the key would add 0 x NaN. */
+static void clear_nonfinite(float *words, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &words[i], sizeof bits);
+        if (WORD_ELEMS == 1 && (bits & 0x7f800000) == 0x7f800000) bits = 0;
+        if (WORD_ELEMS == 2 && (bits & 0x7f800000) == 0x7f800000) bits &= 0xffff;
+        if (WORD_ELEMS == 2 && (bits & 0x7f80) == 0x7f80) bits &= 0xffff0000;
+        memcpy(&words[i], &bits, sizeof bits);
+    }
+}
+
+/* Keys [begin, end), counted from the start of the block, which is key `block` of the sequence. */
+static void pack_block(fwd_task *t, int64_t block, int64_t begin, int64_t end) {
+    const fa_problem *p = t->p;
+    const fa_fwd_layout *l = &t->job->layout;
+    const int64_t bytes = DTYPE_BYTES(p->dtype), step = LANES * WORD_ELEMS, from = begin / step * step;
+    const int64_t to = round_up(end, step);
+    t->block = block;
+    for (int64_t j = from; j < to; j++) {
+        bool exists = begin <= j && j < end;
+        t->k_rows[j] = t->v_rows[j] = NULL;
+        if (!exists) continue;
+        t->k_rows[j] = (const char *)p->k.data + fa_key_offset(p, &p->k, &t->s, block + j, t->head_kv) * bytes;
+        t->v_rows[j] = (const char *)p->v.data + fa_key_offset(p, &p->v, &t->s, block + j, t->head_kv) * bytes;
+    }
+    const int64_t even = begin / WORD_ELEMS * WORD_ELEMS;
+    pack_rows(t->k + even * l->words, l->words, t->k_rows + even, end - even, p->d, p->dtype);
+    t->finite = pack_columns(t->v_t + from / WORD_ELEMS, l->v_stride, t->v_rows + from, to - from, p->d, p->dtype);
+    if (t->finite) return;
+    for (int64_t c = 0; c < l->columns; c++)
+        clear_nonfinite(t->v_t + c * l->v_stride + from / WORD_ELEMS, (to - from) / WORD_ELEMS);
+}
+
+/* ---- a tile meets a block ---- */
+
+static float p_element(const float *words, int64_t lanes, int64_t key, int64_t lane) {
+    uint32_t bits;
+    memcpy(&bits, &words[key / WORD_ELEMS * lanes + lane], sizeof bits);
+    if (WORD_ELEMS == 2) bits = key % 2 ? bits & 0xffff0000 : bits << 16;
+    return fa_f32_of_bits(bits);
+}
+
+/* What clear_nonfinite took out, for the lanes that see it. */
+static void add_nonfinite(const fwd_task *t, const fa_fwd_tile *tile, float *o_t, int64_t begin, int64_t end) {
+    for (int64_t key = begin; key < end; key++) {
+        for (int64_t c = 0; t->v_rows[key] && c < t->p->d; c++) {
+            float v = (float)fa_load_element(t->v_rows[key], c, t->p->dtype);
+            if (v - v == 0.0f) continue;
+            for (int lane = 0; lane < tile->lanes; lane++) {
+                bool visible = tile->first[lane] <= t->block + key && t->block + key < tile->end[lane];
+                if (visible) o_t[c * tile->lanes + lane] += p_element(t->scores, tile->lanes, key, lane) * v;
+            }
+        }
+    }
+}
+
+static void step_tile(const fwd_task *t, int i) {
+    const fwd_job *job = t->job;
+    const fa_fwd_layout *l = &job->layout;
+    fa_fwd_tile *tile = &t->tiles[i];
+    const int64_t lanes = tile->lanes, last = t->block + l->block_kv;
+    int64_t begin = max_i64(tile->first_key, t->block) - t->block, end = min_i64(tile->end_key, last) - t->block;
+    if (begin >= end) return;
+    begin = begin / WORD_ELEMS * WORD_ELEMS;
+
+    /* S^T = K Q^T */
+    float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
+    memcpy(new_max, tile->row_max, (size_t)lanes * sizeof(float));
+    score_options options = {.softcap = job->softcap,
+                             .masked = tile->common_first > t->block + begin || tile->common_end < t->block + end};
+    bool adjusts = options.masked || t->p->softcap > 0 || t->p->alibi_slopes;
+    product_args scores = {.a = t->k + begin * l->words,
+                           .a_stride = l->words,
+                           .b = t->q_t + i * l->words * l->block_q,
+                           .b_stride = lanes,
+                           .c = t->scores + begin * lanes,
+                           .c_stride = lanes,
+                           .rows = end - begin,
+                           .num_words = (t->p->d + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_vecs = (int)(lanes / LANES),
+                           .scale = job->scale,
+                           .lane_max = new_max};
+    if (!adjusts) {
+        product_scores_max(&scores);
+    } else {
+        float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+        product_scores(&scores);
+        for (int lane = 0; lane < lanes; lane++) {
+            first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), l->block_kv);
+            stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), l->block_kv);
+            diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
+        }
+        options.first = first, options.end = stop, options.diagonal = diagonal;
+        if (t->p->alibi_slopes) options.slope = tile->slope;
+        scores_adjust(t->scores, lanes, begin, end, &options, new_max);
+    }
+
+    /* P = exp2(S - max) */
+    if (job->drops)
+        dropout_bytes(t->bytes, lanes, begin, end, t->p->seed,
+                      fa_dropout_stream(t->p->offset, t->s.b_idx, t->p->h, tile->head[0]), tile->row[0], t->block);
+    softmax_step(t->scores, lanes, begin, end, new_max, tile->row_max, tile->row_sum, alpha,
+                 job->drops ? t->bytes : NULL, t->p->keep_max);
+
+    /* O^T = O^T alpha + V^T P; rows of padding in V^T are zero, so whole groups of rows are multiplied */
+    product_args output = {.a = t->v_t + begin / WORD_ELEMS,
+                           .a_stride = l->v_stride,
+                           .b = t->scores + begin / WORD_ELEMS * lanes,
+                           .b_stride = lanes,
+                           .c = t->o_t + i * l->columns * l->block_q,
+                           .c_stride = lanes,
+                           .rows = round_up(t->p->d, 8),
+                           .num_words = (end - begin + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_vecs = (int)(lanes / LANES),
+                           .alpha = alpha};
+    product_rescale(&output);
+    if (!t->finite) add_nonfinite(t, tile, output.c, begin, end);
+}
+
+/* ---- close a tile ---- */
+
+static void close_tile(const fwd_task *t, int i) {
+    const fa_problem *p = t->p;
+    const fa_fwd_layout *l = &t->job->layout;
+    const fa_fwd_tile *tile = &t->tiles[i];
+    float factor[FA_MAX_BLOCK_Q];
+    char *rows[FA_MAX_BLOCK_Q];
+    const float kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f;
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        const bool is_empty = tile->first[lane] >= tile->end[lane];
+        const float sum = tile->row_sum[lane];
+        factor[lane] = is_empty ? 0.0f : kept / sum;
+        if (lane >= tile->valid_lanes) continue;
+        rows[lane] = query_row(t, &p->o, tile, lane);
+        /* A row whose scores are all -inf has the sum 0: NaN, as 0 / 0 is. */
+        float lse = sum == 0.0f ? NAN : (float)(tile->row_max[lane] * LN_2 + log(sum));
+        *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) = is_empty ? INFINITY : lse;
+    }
+    unpack_lanes(rows, tile->valid_lanes, p->d, t->o_t + i * l->columns * l->block_q, tile->lanes, factor, p->dtype);
+}
+
+/* ---- tasks and workers ---- */
+
+static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
+    const fa_fwd_layout *l = &job->layout;
+    fwd_task t = {.job = job,
+                  .p = job->p,
+                  .s = fa_sequence_at(job->p, task->b_idx),
+                  .head_kv = task->head_kv,
+                  .q_t = (float *)(scratch + l->q_t),
+                  .o_t = (float *)(scratch + l->o_t),
+                  .k = (float *)(scratch + l->k),
+                  .v_t = (float *)(scratch + l->v_t),
+                  .scores = (float *)(scratch + l->scores),
+                  .bytes = (uint8_t *)(scratch + l->bytes),
+                  .k_rows = (const char **)(scratch + l->k_rows),
+                  .v_rows = (const char **)(scratch + l->v_rows),
+                  .tiles = (fa_fwd_tile *)(scratch + l->tile)};
+    const int num_tiles = (int)(task->end - task->begin);
+    int64_t row_first, row_end, first_key, end_key;
+    fa_tile_rows(t.p, &t.s, l->block_q, task->begin, task->end, &row_first, &row_end);
+    fa_rows_keys(t.p, &t.s, row_first, row_end, &first_key, &end_key);
+
+    for (int i = 0; i < num_tiles; i++) open_tile(&t, i, task->begin + i);
+    for (int64_t block = first_key / l->block_kv * l->block_kv; block < end_key; block += l->block_kv) {
+        pack_block(&t, block, max_i64(first_key - block, 0), min_i64(end_key - block, l->block_kv));
+        for (int i = 0; i < num_tiles; i++) step_tile(&t, i);
+    }
+    for (int i = 0; i < num_tiles; i++) close_tile(&t, i);
+}
+
+static void run_workers(int64_t begin, int64_t end, void *ctx) {
+    const fwd_job *job = ctx;
+    vec_mode mode = vec_enter();
+    for (int64_t w = begin; w < end; w++) {
+        for (int64_t task = job->workers[w].first; task >= 0; task = job->tasks[task].next)
+            run_task(job, &job->tasks[task], job->scratch + (size_t)w * job->layout.scratch_bytes);
+    }
+    vec_leave(mode);
+}
+
+static void attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+    fa_task *tasks = workspace;
+    int64_t num_tasks = fa_fwd_tasks(p, plan->block_q, plan->tiles_per_task, tasks);
+    size_t workers_at, lists_bytes = fa_fwd_lists_bytes(num_tasks, plan->threads, &workers_at);
+    fa_worker *workers = (fa_worker *)((char *)workspace + workers_at);
+    fa_assign_tasks(tasks, num_tasks, workers, plan->threads);
+
+    fwd_job job = {.p = p,
+                   .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task),
+                   .tasks = tasks,
+                   .workers = workers,
+                   .scratch = (char *)workspace + lists_bytes,
+                   .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
+                   .softcap = (float)(p->softcap * LOG2_E),
+                   .drops = p->dropout_p > 0 && p->keep_max < 255};
+    if (plan->threads == 1)
+        run_workers(0, 1, &job); /* too little to wake anybody */
+    else
+        pool->parallel_for(plan->threads, run_workers, &job);
+}
+
+#endif

@@ -1,0 +1,7 @@
+/* Attention in portable C: the same algorithm, for processors without kernels of their own. */
+#include "kernels.h"
+#include "vec_scalar.h"
+
+#include "attn_fwd.h"
+
+const fa_cpu_kernels fa_kernels_scalar = {.fwd = attn_fwd, .block_q = BLOCK_Q};

@@ -1,0 +1,87 @@
+/* What this processor offers, which kernels serve it, and the one way into them. */
+#include "kernels.h"
+
+#include "../sequence.h"
+
+#if FA_X86
+#include <cpuid.h>
+
+static uint64_t read_xcr0(void) {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+static bool has_bits(uint64_t word, uint64_t bits) { return (word & bits) == bits; }
+#define BIT(n) (UINT64_C(1) << (n))
+
+/* NOTE: read from cpuid and XCR0 and not from __builtin_cpu_supports, whose compilers know different sets of names. */
+static void detect_isas(bool legal[FA_NUM_ISAS]) {
+    uint32_t eax, ebx, ecx, edx, max_subleaf;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_bits(ecx, BIT(27))) return; /* 27: the system uses XSAVE */
+    bool fma_f16c_avx = has_bits(ecx, BIT(12) | BIT(28) | BIT(29));
+    uint64_t xcr0 = read_xcr0();
+    if (!__get_cpuid_count(7, 0, &max_subleaf, &ebx, &ecx, &edx)) return;
+    legal[FA_ISA_AVX2] = fma_f16c_avx && has_bits(ebx, BIT(5)) && has_bits(xcr0, 0x06); /* SSE, AVX state */
+    legal[FA_ISA_AVX512] = legal[FA_ISA_AVX2] && has_bits(xcr0, 0xe6) &&                /* masks, 512-bit state */
+                           has_bits(ebx, BIT(16) | BIT(17) | BIT(30) | BIT(31));        /* F, DQ, BW, VL */
+    if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx))
+        legal[FA_ISA_AVX512BF16] = legal[FA_ISA_AVX512] && has_bits(eax, BIT(5));
+}
+
+/* Deterministic cache parameters: leaf 4 (Intel), 0x8000001d (AMD); both describe one cache for each subleaf. */
+static size_t detect_l2_bytes(void) {
+    static const uint32_t leaves[] = {4, 0x8000001d};
+    for (int i = 0; i < 2; i++) {
+        uint32_t eax, ebx, ecx, edx;
+        for (uint32_t subleaf = 0; subleaf < 16; subleaf++) {
+            if (!__get_cpuid_count(leaves[i], subleaf, &eax, &ebx, &ecx, &edx) || (eax & 31) == 0) break;
+            if ((eax >> 5 & 7) == 2)
+                return (size_t)((ebx >> 22) + 1) * ((ebx >> 12 & 1023) + 1) * ((ebx & 4095) + 1) * ((size_t)ecx + 1);
+        }
+    }
+    return 0;
+}
+#else
+static void detect_isas(bool legal[FA_NUM_ISAS]) { (void)legal; }
+static size_t detect_l2_bytes(void) { return 0; }
+#endif
+
+void fa_cpu_detect(fa_machine *machine) {
+    const size_t default_l2_bytes = 512 * 1024;
+    *machine = (fa_machine){.isa_legal = {[FA_ISA_REFERENCE] = true, [FA_ISA_SCALAR] = true}, .threads = 1};
+    detect_isas(machine->isa_legal);
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++)
+        if (machine->isa_legal[isa]) machine->isa = (fa_isa)isa;
+    machine->l2_bytes = detect_l2_bytes();
+    if (machine->l2_bytes == 0) machine->l2_bytes = default_l2_bytes;
+}
+
+const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype) {
+    static const fa_cpu_kernels reference = {.fwd = fa_reference_fwd, .bwd = fa_reference_bwd}, none;
+    if (isa == FA_ISA_REFERENCE) return &reference;
+    if (dtype == FA_F64) return &none;
+    if (isa == FA_ISA_SCALAR) return &fa_kernels_scalar;
+#if FA_X86
+    if (isa == FA_ISA_AVX2) return &fa_kernels_avx2;
+    if (isa == FA_ISA_AVX512) return &fa_kernels_avx512;
+    if (isa == FA_ISA_AVX512BF16 && dtype == FA_BF16) return &fa_kernels_avx512bf16;
+#endif
+    return &none;
+}
+
+void fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, problem->dtype);
+    fa_problem p = *problem;
+    if (p.pass == FA_BWD) {
+        kernels->bwd(&p, plan, workspace, pool);
+        return;
+    }
+    if (p.k_new.data || p.rotary_cos) {
+        fa_cpu_append(problem, workspace, pool);
+        if (p.rotary_cos) /* the plan put the rotated queries in front */
+            p.q = (fa_view){workspace, p.len_q * p.h * p.d, p.h * p.d, p.d};
+    }
+    kernels->fwd(&p, plan, (char *)workspace + fa_rotated_q_bytes(problem), pool);
+    if (p.s_dmask) fa_reference_s_dmask(&p, pool);
+}

@@ -1,0 +1,133 @@
+/* What happens to a tile of scores between the two products, lane by lane: S^T [keys][lanes], one query in each lane,
+ * so that maxima, sums and masks are plain vector instructions and no option needs a kernel of its own.
+ *
+ *   scores_adjust    softcap -> ALiBi -> mask, in this order; folds the maxima
+ *   softmax_step     p = exp2(s - max), row sums, dropout, P as words
+ *
+ * Scores are in units of log2: the scale of the product carries log2(e). */
+#ifndef FA_ELEMENTWISE_H
+#define FA_ELEMENTWISE_H
+
+#include "dropout.h"
+#include "product.h"
+
+#define LOG2_E 1.44269504088896341
+#define LN_2   0.693147180559945309
+
+/* tanh: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would lose digits; 3e-7 relative. */
+INLINE vec vec_tanh(vec a) {
+    vec x = vec_max(vec_set(-10.0f), vec_min(vec_set(10.0f), a)), square = vec_mul(a, a);
+    vec e = vec_exp2(vec_mul(x, vec_set((float)(2 * LOG2_E)))), one = vec_set(1.0f);
+    vec far = vec_sub(one, vec_div(vec_set(2.0f), vec_add(e, one)));
+    vec p = vec_fma(vec_set(-0.00551515818f), square, vec_set(0.0204694141f));
+    p = vec_fma(p, square, vec_set(-0.0536880232f));
+    p = vec_fma(p, square, vec_set(0.133308306f));
+    p = vec_fma(p, square, vec_set(-0.333332598f));
+    vec near = vec_fma(vec_mul(p, square), a, a);
+    return vec_select(vec_lt(square, vec_set(0.4225f)), near, far); /* |a| < 0.65 */
+}
+
+/* Options of one tile against one block of keys. Keys count from the start of the block; a lane sees keys
+ * [first, end) of it, whole numbers kept as floats. */
+typedef struct {
+    float softcap;         /* times log2(e); 0: off. Then scores come in as scale / softcap q.k */
+    const float *slope;    /* [lanes] ALiBi slope times log2(e); NULL: off */
+    const float *diagonal; /* [lanes] the key without bias */
+    const float *first, *end;
+    bool masked; /* some lane does not see every key of the range */
+} score_options;
+
+INLINE vec_mask keys_visible(vec first, vec end, int64_t key) {
+    vec j = vec_set((float)key);
+    return mask_and(vec_le(first, j), vec_lt(j, end));
+}
+
+static inline void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
+                                 float *lane_max) {
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        vec high = vec_load(lane_max + lane), lane_first = vec_set(0.0f), lane_end = lane_first, slope = lane_first,
+            diagonal = lane_first;
+        if (o->masked) lane_first = vec_load(o->first + lane), lane_end = vec_load(o->end + lane);
+        if (o->slope) slope = vec_load(o->slope + lane), diagonal = vec_load(o->diagonal + lane);
+        for (int64_t key = begin; key < end; key++) {
+            vec s = vec_load(scores + key * lanes + lane);
+            if (o->softcap > 0.0f) s = vec_mul(vec_tanh(s), vec_set(o->softcap));
+            if (o->slope) {
+                vec distance = vec_sub(diagonal, vec_set((float)key));
+                distance = vec_max(distance, vec_sub(vec_set(0.0f), distance));
+                s = vec_sub(s, vec_mul(slope, distance));
+            }
+            if (o->masked) s = vec_select(keys_visible(lane_first, lane_end, key), s, vec_set(-INFINITY));
+            high = vec_max(s, high);
+            vec_store(scores + key * lanes + lane, s);
+        }
+        vec_store(lane_max + lane, high);
+    }
+}
+
+/* One row of P; where bytes of the generator are given, the elements that lose are zero in P but stay in the sum. */
+INLINE vec softmax_row(const float *scores, vec reference, vec *sum, const uint8_t *bytes, uint8_t keep_max) {
+    vec p = vec_exp2(vec_sub(vec_load(scores), reference));
+    *sum = vec_add(*sum, p);
+    return bytes ? vec_select(mask_bytes_le(bytes, keep_max), p, vec_set(0.0f)) : p;
+}
+
+/* Scores of keys [begin, end) become P: words in row key / WORD_ELEMS of the same buffer; begin is a multiple of
+ * WORD_ELEMS. row_max goes from the old maximum to new_max, row_sum to the sum over all keys so far, and alpha is the
+ * factor that the old accumulators need: 0 where there was no key yet, for exp2(-inf) = 0. */
+INLINE void softmax_step_of(float *scores, int64_t lanes, int64_t begin, int64_t end, const float *new_max,
+                            float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        vec m = vec_load(new_max + lane), lowest = vec_set(-INFINITY), zero = vec_set(0.0f);
+        vec reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
+        vec rescale = vec_exp2(vec_sub(vec_load(row_max + lane), reference));
+        vec sum_even = zero, sum_odd = zero;
+        int64_t key = begin;
+        for (; key + 2 <= end; key += 2) {
+            const float *s = scores + key * lanes + lane;
+            const uint8_t *byte = bytes ? bytes + key * lanes + lane : NULL;
+            vec even = softmax_row(s, reference, &sum_even, byte, keep_max);
+            vec odd = softmax_row(s + lanes, reference, &sum_odd, byte ? byte + lanes : NULL, keep_max);
+#if WORD_ELEMS == 2
+            vec_store(scores + key / 2 * lanes + lane, vec_pack_words(even, odd));
+#else
+            vec_store(scores + key * lanes + lane, even);
+            vec_store(scores + (key + 1) * lanes + lane, odd);
+#endif
+        }
+        if (key < end) {
+            const uint8_t *byte = bytes ? bytes + key * lanes + lane : NULL;
+            vec even = softmax_row(scores + key * lanes + lane, reference, &sum_even, byte, keep_max);
+#if WORD_ELEMS == 2
+            even = vec_pack_words(even, zero);
+#endif
+            vec_store(scores + key / WORD_ELEMS * lanes + lane, even);
+        }
+        vec_store(alpha + lane, rescale);
+        vec_store(row_max + lane, m);
+        vec_store(row_sum + lane, vec_fma(vec_load(row_sum + lane), rescale, vec_add(sum_even, sum_odd)));
+    }
+}
+
+static inline void softmax_step(float *scores, int64_t lanes, int64_t begin, int64_t end, const float *new_max,
+                                float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
+    if (bytes)
+        softmax_step_of(scores, lanes, begin, end, new_max, row_max, row_sum, alpha, bytes, keep_max);
+    else
+        softmax_step_of(scores, lanes, begin, end, new_max, row_max, row_sum, alpha, NULL, 0);
+}
+
+/* Bytes of the generator for keys [begin, end) of a block, [key][lanes]: lanes are rows row ... row + lanes - 1 of one
+ * head, row and lanes multiples of 16; the block starts at key first_key, a multiple of 32. */
+static inline void dropout_bytes(uint8_t *bytes, int64_t lanes, int64_t begin, int64_t end, uint64_t seed,
+                                 uint64_t stream, int64_t row, int64_t first_key) {
+    for (int64_t key = begin / FA_PATCH_COLS * FA_PATCH_COLS; key < end; key += FA_PATCH_COLS) {
+        for (int64_t lane = 0; lane < lanes; lane += FA_PATCH_ROWS) {
+            uint8_t patch[FA_PATCH_COLS][FA_PATCH_ROWS];
+            fa_dropout_patch(seed, stream, (row + lane) / FA_PATCH_ROWS, (first_key + key) / FA_PATCH_COLS, patch);
+            for (int c = 0; c < FA_PATCH_COLS; c++) memcpy(bytes + (key + c) * lanes + lane, patch[c], FA_PATCH_ROWS);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,68 @@
+/* The bytes of the forward: plan_fwd.c counts them, attn_fwd.h fills them. Everything is aligned to 64 bytes.
+ *
+ *   workspace   tasks | workers | one scratch for each worker
+ *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | row addresses | tiles */
+#ifndef FA_FWD_LAYOUT_H
+#define FA_FWD_LAYOUT_H
+
+#include "partition.h"
+
+#define FA_MAX_BLOCK_Q 64
+
+/* One tile: what its lanes are and where its softmax stands. Keys count from key 0 of the sequence. */
+typedef struct {
+    float row_max[FA_MAX_BLOCK_Q], row_sum[FA_MAX_BLOCK_Q], slope[FA_MAX_BLOCK_Q];
+    int64_t first[FA_MAX_BLOCK_Q], end[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q]; /* of a lane's row */
+    int64_t row[FA_MAX_BLOCK_Q], head[FA_MAX_BLOCK_Q];
+    int64_t first_key, end_key;       /* some lane sees these keys */
+    int64_t common_first, common_end; /* every lane sees these; empty when some lane sees nothing */
+    int lanes, valid_lanes; /* lanes: a multiple of the vector; those past valid_lanes repeat the last valid one */
+} fa_fwd_tile;
+
+typedef struct {
+    int64_t words;    /* of a packed row of Q or K, padded with zeros */
+    int64_t columns;  /* d padded to whole transposes: rows of V^T and O^T */
+    int64_t v_stride; /* words of a row of V^T */
+    int block_q, block_kv, tiles;
+    size_t q_t, o_t, k, v_t, scores, bytes, k_rows, v_rows, tile; /* offsets in a scratch */
+    size_t scratch_bytes;
+} fa_fwd_layout;
+
+static inline size_t fa_take(size_t *at, int64_t bytes) {
+    size_t offset = *at;
+    *at += ((size_t)bytes + 63) / 64 * 64;
+    return offset;
+}
+
+static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv,
+                                             int tiles) {
+    int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
+    fa_fwd_layout l = {.words = words,
+                       .columns = columns,
+                       .v_stride = block_kv / word_elems,
+                       .block_q = block_q,
+                       .block_kv = block_kv,
+                       .tiles = tiles};
+    size_t at = 0;
+    l.q_t = fa_take(&at, tiles * words * block_q * 4);
+    l.o_t = fa_take(&at, tiles * columns * block_q * 4);
+    l.k = fa_take(&at, block_kv * words * 4);
+    l.v_t = fa_take(&at, columns * l.v_stride * 4);
+    l.scores = fa_take(&at, (int64_t)block_kv * block_q * 4);
+    l.bytes = fa_take(&at, p->dropout_p > 0 ? (int64_t)block_kv * block_q : 0);
+    l.k_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
+    l.v_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
+    l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_fwd_tile));
+    l.scratch_bytes = at;
+    return l;
+}
+
+/* Bytes before the first scratch. */
+static inline size_t fa_fwd_lists_bytes(int64_t num_tasks, int num_workers, size_t *workers) {
+    size_t at = 0;
+    fa_take(&at, num_tasks * (int64_t)sizeof(fa_task));
+    *workers = fa_take(&at, num_workers * (int64_t)sizeof(fa_worker));
+    return at;
+}
+
+#endif

@@ -1,0 +1,152 @@
+/* Copies between the caller's rows (any dtype, any stride, any page) and the words that products read.
+ *
+ *   pack_rows      rows [n][d]  ->  words [n][d / WORD_ELEMS]       K; V and others in the backward
+ *   pack_lanes     rows [m][d]  ->  words [d / WORD_ELEMS][m]       Q^T, dO^T: a row becomes a lane
+ *   pack_columns   rows [n][d]  ->  words [d][n / WORD_ELEMS]       V^T, K^T: words run along the rows
+ *   unpack_lanes   floats [d][m] times a factor per lane  ->  rows  O, dQ
+ *
+ * Copying is not waste: rows of the caller lie h d apart, often a power of two, and would fall into a few cache sets.
+ * Transposes are LANES x LANES words in registers. A row pointer NULL reads as zeros; nothing past element d is read or
+ * written in the caller's memory, and the packed words there are zero. */
+#ifndef FA_PACK_H
+#define FA_PACK_H
+
+#include "product.h"
+
+/* Calls fn(arguments..., dtype as a constant). */
+#if WORD_ELEMS == 2
+#define WITH_DTYPE(dtype, fn, ...) ((void)(dtype), fn(__VA_ARGS__, FA_BF16))
+#else
+#define WITH_DTYPE(dtype, fn, ...)                 \
+    ((dtype) == FA_F32   ? fn(__VA_ARGS__, FA_F32) \
+     : (dtype) == FA_F16 ? fn(__VA_ARGS__, FA_F16) \
+                         : fn(__VA_ARGS__, FA_BF16))
+#endif
+
+INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+INLINE vec load_elems(const void *p, fa_dtype DTYPE) {
+    return DTYPE == FA_F32 ? vec_load(p) : DTYPE == FA_F16 ? vec_load_f16(p) : vec_load_bf16(p);
+}
+INLINE void store_elems(void *p, vec a, fa_dtype DTYPE) {
+    if (DTYPE == FA_F32)
+        vec_store(p, a);
+    else if (DTYPE == FA_F16)
+        vec_store_f16(p, a);
+    else
+        vec_store_bf16(p, a);
+}
+
+#define DTYPE_BYTES(DTYPE) ((DTYPE) == FA_F32 ? 4 : 2)
+
+/* Where `count` elements of a row can be read from element elem on: the row itself, or a copy padded with zeros. */
+INLINE const void *readable(const char *row, int64_t elem, int64_t d, int count, char padded[4 * LANES],
+                            fa_dtype DTYPE) {
+    if (row && elem + count <= d) return row + elem * DTYPE_BYTES(DTYPE);
+    memset(padded, 0, 4 * LANES);
+    if (row && elem < d) memcpy(padded, row + elem * DTYPE_BYTES(DTYPE), (size_t)(d - elem) * DTYPE_BYTES(DTYPE));
+    return padded;
+}
+
+/* LANES words of a row, from element elem on. */
+INLINE vec load_row_words(const char *row, int64_t elem, int64_t d, fa_dtype DTYPE) {
+    char padded[4 * LANES];
+    const void *p = readable(row, elem, d, LANES * WORD_ELEMS, padded, DTYPE);
+    return WORD_ELEMS == 2 ? vec_load(p) : load_elems(p, DTYPE);
+}
+
+/* LANES elements of WORD_ELEMS neighbouring rows, as words. */
+INLINE vec load_column_words(const char *const *row, int64_t elem, int64_t d, fa_dtype DTYPE) {
+#if WORD_ELEMS == 2
+    char padded[2][4 * LANES];
+    return vec_join_rows(readable(row[0], elem, d, LANES, padded[0], DTYPE),
+                         readable(row[1], elem, d, LANES, padded[1], DTYPE));
+#else
+    return load_row_words(row[0], elem, d, DTYPE);
+#endif
+}
+
+INLINE void pack_rows_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                         fa_dtype DTYPE) {
+    for (int64_t r = 0; r < num_rows; r++) {
+        for (int64_t elem = 0; elem < d; elem += LANES * WORD_ELEMS)
+            vec_store(dst + r * stride + elem / WORD_ELEMS, load_row_words(rows[r], elem, d, DTYPE));
+    }
+}
+
+/* num_rows is a multiple of LANES. */
+INLINE void pack_lanes_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                          fa_dtype DTYPE) {
+    for (int64_t r = 0; r < num_rows; r += LANES) {
+        for (int64_t elem = 0; elem < d; elem += LANES * WORD_ELEMS) {
+            vec t[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) t[i] = load_row_words(rows[r + i], elem, d, DTYPE);
+            vec_transpose(t);
+            UNROLL for (int i = 0; i < LANES; i++) vec_store(dst + (elem / WORD_ELEMS + i) * stride + r, t[i]);
+        }
+    }
+}
+
+/* num_rows is a multiple of LANES WORD_ELEMS. Returns whether every element is finite: 0 x is NaN for NaN and inf. */
+INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                            fa_dtype DTYPE) {
+    vec poison = vec_set(0.0f);
+    for (int64_t r = 0; r < num_rows; r += LANES * WORD_ELEMS) {
+        for (int64_t elem = 0; elem < d; elem += LANES) {
+            vec t[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) {
+                t[i] = load_column_words(rows + r + i * WORD_ELEMS, elem, d, DTYPE);
+                poison = vec_dot(poison, t[i], vec_set(0.0f));
+            }
+            vec_transpose(t);
+            UNROLL for (int i = 0; i < LANES; i++) vec_store(dst + (elem + i) * stride + r / WORD_ELEMS, t[i]);
+        }
+    }
+    float lane[LANES];
+    bool finite = true;
+    vec_store(lane, poison);
+    for (int i = 0; i < LANES; i++) finite &= lane[i] == 0.0f;
+    return finite;
+}
+
+/* Rows of num_lanes lanes; num_lanes need not be a multiple of LANES, src has room for it. */
+INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, const float *src, int64_t stride,
+                            const float *factor, fa_dtype DTYPE) {
+    for (int64_t lane = 0; lane < num_lanes; lane += LANES) {
+        vec scale = vec_load(factor + lane);
+        int count = num_lanes - lane < LANES ? (int)(num_lanes - lane) : LANES;
+        for (int64_t elem = 0; elem < d; elem += LANES) {
+            vec t[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) t[i] = vec_mul(vec_load(src + (elem + i) * stride + lane), scale);
+            vec_transpose(t);
+            if (elem + LANES <= d) {
+                for (int i = 0; i < count; i++) store_elems(rows[lane + i] + elem * DTYPE_BYTES(DTYPE), t[i], DTYPE);
+            } else {
+                for (int i = 0; i < count; i++) {
+                    char padded[4 * LANES];
+                    store_elems(padded, t[i], DTYPE);
+                    memcpy(rows[lane + i] + elem * DTYPE_BYTES(DTYPE), padded, (size_t)(d - elem) * DTYPE_BYTES(DTYPE));
+                }
+            }
+        }
+    }
+}
+
+static inline void pack_rows(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                             fa_dtype dtype) {
+    WITH_DTYPE(dtype, pack_rows_of, dst, stride, rows, num_rows, d);
+}
+static inline void pack_lanes(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                              fa_dtype dtype) {
+    WITH_DTYPE(dtype, pack_lanes_of, dst, stride, rows, num_rows, d);
+}
+static inline bool pack_columns(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                                fa_dtype dtype) {
+    return WITH_DTYPE(dtype, pack_columns_of, dst, stride, rows, num_rows, d);
+}
+static inline void unpack_lanes(char *const *rows, int64_t num_lanes, int64_t d, const float *src, int64_t stride,
+                                const float *factor, fa_dtype dtype) {
+    WITH_DTYPE(dtype, unpack_lanes_of, rows, num_lanes, d, src, stride, factor);
+}
+
+#endif

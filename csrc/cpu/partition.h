@@ -1,0 +1,58 @@
+/* Who does what: tasks in descending order of their cost, each to the worker with the least work so far. Costs are
+ * exact (visible keys), so this beats stealing, and it is the same in every run. A task's result never depends on who
+ * computes it: the bits of an output are the same for any number of threads. */
+#ifndef FA_PARTITION_H
+#define FA_PARTITION_H
+
+#include "../sequence.h"
+
+typedef struct {
+    int64_t cost;
+    int64_t begin, end; /* tiles of the forward, keys of the backward */
+    int32_t b_idx, head_kv;
+    int64_t next; /* the same worker's next task; -1: none */
+} fa_task;
+
+typedef struct {
+    int64_t load;
+    int64_t first, last; /* its tasks; -1: none */
+} fa_worker;
+
+/* Sorts the tasks and threads each one onto a worker's list. */
+void fa_assign_tasks(fa_task *tasks, int64_t num_tasks, fa_worker *workers, int num_workers);
+
+/* ---- tiles of the forward ----
+ *
+ * A tile is block_q lanes of one (sequence, key/value head). Lanes are (row, head of the group) pairs, heads running
+ * faster: so one query row of a group of 8 heads fills 8 lanes, and a tile of a causal mask covers few rows. With
+ * dropout a tile is rows of one head, because the generator serves patches of 16 rows. */
+
+static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0; }
+
+static inline int64_t fa_num_tiles(const fa_problem *p, const fa_sequence *s, int block_q) {
+    int64_t g = p->h / p->h_kv;
+    return fa_stacks_heads(p) ? (g * s->len_q + block_q - 1) / block_q : g * ((s->len_q + block_q - 1) / block_q);
+}
+
+/* The rows [first, end) that tiles [begin, end) touch. */
+static inline void fa_tile_rows(const fa_problem *p, const fa_sequence *s, int block_q, int64_t begin, int64_t end,
+                                int64_t *row_first, int64_t *row_end) {
+    int64_t g = p->h / p->h_kv;
+    *row_first = fa_stacks_heads(p) ? begin * block_q / g : begin / g * block_q;
+    *row_end = fa_stacks_heads(p) ? (end * block_q + g - 1) / g : ((end - 1) / g + 1) * block_q;
+    if (*row_end > s->len_q) *row_end = s->len_q;
+}
+
+/* The keys that some row of [row_first, row_end) sees: both bounds of a row grow with the row. */
+static inline void fa_rows_keys(const fa_problem *p, const fa_sequence *s, int64_t row_first, int64_t row_end,
+                                int64_t *first, int64_t *end) {
+    int64_t ignored;
+    fa_visible_keys(p, s, row_first, first, &ignored);
+    fa_visible_keys(p, s, row_end - 1, &ignored, end);
+    if (*end < *first) *end = *first;
+}
+
+/* Writes the tasks of the forward, tiles_per_task tiles each; tasks NULL: only counts them. */
+int64_t fa_fwd_tasks(const fa_problem *problem, int block_q, int tiles_per_task, fa_task *tasks);
+
+#endif

@@ -1,0 +1,25 @@
+/* The few functions of the contract itself: names, sizes, messages. */
+#include "flash_attn.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+const char *fa_isa_name(fa_isa isa) {
+    static const char *const names[FA_NUM_ISAS] = {"reference", "scalar", "avx2", "avx512", "avx512bf16"};
+    return names[isa];
+}
+
+const char *fa_dtype_name(fa_dtype dtype) {
+    static const char *const names[] = {[FA_F16] = "fp16", [FA_BF16] = "bf16", [FA_F32] = "fp32", [FA_F64] = "fp64"};
+    return names[dtype];
+}
+
+size_t fa_dtype_bytes(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
+
+fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(err->text, sizeof err->text, format, args);
+    va_end(args);
+    return status;
+}
