@@ -3,7 +3,7 @@
     E(x) = max |x - ref|,  ref in float64;   pass iff E(ours) <= m E(plain) + a
 
 a is no slack but what the number format itself costs: half a unit in the last place of the largest value in 16 bit,
-1e-6 of the largest value in fp32 (1e-12 in fp64, where lse, kept in fp32, bounds the gradients to 1e-6).
+1e-6 of the largest value in fp32, 1e-12 in fp64.
 """
 
 import torch

@@ -1,12 +1,18 @@
-"""Every test that takes the fixture `isa` runs once with the kernels of each instruction set of this machine."""
+"""Every test that takes the fixture `isa` runs once with the kernels of each instruction set of this machine.
 
-import flash_attn_2_cuda  # after torch, whose library it looks up
+Tests run side by side in processes of one thread each: two OpenMP teams on two cores spin against each other and take
+a hundred times as long. Several threads are the subject of test_memory.py.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import flash_attn_2_cuda
 import pytest
 import torch
 
-
-def pytest_configure(config):
-    torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 @pytest.fixture(params=flash_attn_2_cuda.cpu_isas())

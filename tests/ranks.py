@@ -1,0 +1,17 @@
+"""Run one function on several ranks of a gloo group, each a process of its own."""
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(function, tmp_path, world_size=2):
+    """``function(rank, group)`` on every rank; an exception on any of them fails the test. It must be importable."""
+    mp.spawn(_rank, args=(function, world_size, str(tmp_path / "rendezvous")), nprocs=world_size)
+
+
+def _rank(rank, function, world_size, file):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
+    try:
+        function(rank, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""Random problems (hypothesis) on every kernel. A failure prints one line that replays it:
+
+python tests/test_fuzz.py "Case(len_q=65, len_kv=1, causal=True)"
+"""
+
+import os
+import sys
+
+import flash_attn_2_cuda
+import torch
+from cases import HEAD_DIMS, TILE_EDGES, Case
+from harness import ISAS, verify
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from test_kvcache import Cache
+from test_kvcache import run as run_cache
+
+# `make test` is the same every time; FUZZ=1000 looks for more, elsewhere.
+EXAMPLES = int(os.environ.get("FUZZ", "0"))
+SETTINGS = settings(
+    max_examples=EXAMPLES or 60,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+length = st.one_of(st.sampled_from((0, *TILE_EDGES)), st.integers(0, 200))
+bound = st.one_of(st.just(-1), st.integers(0, 5), st.integers(0, 210))
+window = st.tuples(bound, bound)
+head_dim = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, 256))
+dtype = st.sampled_from(("fp32", "bf16", "fp16"))
+softcap = st.sampled_from((0.0, 0.0, 3.0, 30.0))
+alibi = st.sampled_from(("", "", "h", "bh"))
+DENSE_LAYOUTS = (
+    "plain",
+    "padded",
+    "gaps",
+    "odd_base",
+    "heads_first",
+    "rows_first",
+    "interleaved",
+    "same_batch",
+    "same_head",
+)
+PACKED_LAYOUTS = ("plain", "padded", "gaps", "odd_base", "heads_first", "interleaved", "same_head")
+
+
+@st.composite
+def problems(draw):
+    h_kv = draw(st.integers(1, 3))
+    common = {
+        "h_kv": h_kv,
+        "h": h_kv * draw(st.integers(1, 4)),
+        "d": draw(head_dim),
+        "dtype": draw(dtype),
+        "scale": draw(st.sampled_from((None, None, 0.3, -0.1))),
+        "causal": draw(st.booleans()),
+        "window": draw(window),
+        "softcap": draw(softcap),
+        "alibi": draw(alibi),
+        "dropout": draw(st.sampled_from((0.0, 0.0, 0.17, 0.6))),
+        "values": draw(st.sampled_from(("normal", "normal", "equal", "zero", "wide", "sparse"))),
+        "seed": draw(st.integers(0, 1000)),
+    }
+    if draw(st.booleans()):
+        return Case(
+            draw(length), draw(length), b=draw(st.integers(0, 3)), layout=draw(st.sampled_from(DENSE_LAYOUTS)), **common
+        )
+    lengths = draw(st.lists(st.tuples(length, length), max_size=5))
+    return Case(
+        tuple(q for q, _ in lengths),
+        tuple(kv for _, kv in lengths),
+        layout=draw(st.sampled_from(PACKED_LAYOUTS)),
+        **common,
+    )
+
+
+@st.composite
+def caches(draw):
+    len_q, len_new, capacity = draw(st.integers(0, 20)), draw(st.integers(0, 9)), draw(st.integers(0, 150))
+    capacity = max(capacity, len_new)
+    b, h_kv = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    seqlens = tuple(draw(st.integers(0, capacity - len_new)) for _ in range(b))
+    d = draw(head_dim)
+    return Cache(
+        len_q=len_q,
+        seqlens=draw(st.sampled_from((seqlens, seqlens[0]))),
+        capacity=capacity,
+        len_new=len_new,
+        h_kv=h_kv,
+        h=h_kv * draw(st.integers(1, 4)),
+        d=d,
+        dtype=draw(dtype),
+        page=draw(st.sampled_from((0, 0, 1, 3, 16, 256))),
+        rotary=draw(st.sampled_from((0.0, 0.5, 1.0))) if d >= 32 and len_new else 0.0,
+        interleaved=draw(st.booleans()),
+        leftpad=draw(st.booleans()),
+        batch_idx=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        window=draw(window),
+        softcap=draw(softcap),
+        alibi=draw(alibi),
+        num_splits=draw(st.sampled_from((0, 1, 3))),
+        b=b,
+    )
+
+
+def replay(case):
+    """One case on every instruction set."""
+    for isa in ISAS:
+        flash_attn_2_cuda.set_cpu_isa(isa)
+        try:
+            if isinstance(case, Cache):
+                run_cache(case)
+            else:
+                verify(case, backward=True)
+        except Exception as error:
+            note(f'replay: python tests/test_fuzz.py "{case}"   # {isa}: {error}')
+            raise
+        finally:
+            flash_attn_2_cuda.set_cpu_isa(None)
+
+
+@SETTINGS
+@given(problems())
+def test_attention(case):
+    replay(case)
+
+
+@SETTINGS
+@given(caches())
+def test_kvcache(case):
+    replay(case)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    for text in sys.argv[1:]:
+        replay(eval(text))
+        print("passed:", text)
