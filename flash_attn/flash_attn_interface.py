@@ -16,6 +16,7 @@ into the same views of one packed gradient; the classes say only what comes pack
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from flash_attn._ops import check_layout, empty_like, flash_attn_2_cuda, round_multiple
 
@@ -83,6 +84,14 @@ def _split(tensors):
     return (*given, *(None if packed is None else packed.select(-3, i) for i in range(parts)))
 
 
+def _pack(tensors, num):
+    """The inverse of ``_split``: q, k, v as num tensors."""
+    if num == 3:
+        return tensors
+    given, parts = tensors[: num - 1], tensors[num - 1 :]
+    return [*given, None if parts[0] is None else torch.stack(parts, -3)]
+
+
 def _check_packed(tensors, varlen):
     *given, packed = tensors
     rows = ("total",) if varlen else ("batch_size", "seqlen")
@@ -90,6 +99,20 @@ def _check_packed(tensors, varlen):
         check_layout("qkv", packed, *rows, 3, "num_heads", "head_size")
     elif len(given) == 1:
         check_layout("kv", packed, *rows, 2, "num_heads_k", "head_size")
+
+
+def _distinct(*arguments):
+    """The arguments; while compiling, a tensor that comes twice comes as a view the second time.
+
+    torch.compile refuses an autograd.Function that is given one tensor as two arguments: cu_seqlens of self attention.
+    """
+    if not torch.compiler.is_compiling():
+        return arguments
+    distinct = []
+    for x in arguments:
+        repeated = isinstance(x, torch.Tensor) and any(x is y for y in distinct)
+        distinct.append(x.view_as(x) if repeated else x)
+    return distinct
 
 
 # ---- one forward and one backward ----------------------------------------------------------------------------------
@@ -129,20 +152,27 @@ def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, opti
 
 
 def _gradients(ctx, dout):
-    """Gradients of the tensors that were given, packed as they came; None for one that needs none."""
+    """Gradients of the tensors that were given, packed as they came; None for one that needs none.
+
+    NOTE: compiled code writes dq, dk, dv apart and packs them afterwards. Inductor with dynamic shapes loses the offset
+    of a view that an op writes into (pytorch issue 198068).
+    """
     *tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens) if ctx.max_seqlens else ()
     backward = _wrapped_flash_attn_varlen_backward if lengths else _wrapped_flash_attn_backward
-    grads = [empty_like(x) if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
+    wanted = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
+    compiling = torch.compiler.is_compiling()
+    grads = [None if x is None else empty_like(x) for x in (_split(wanted) if compiling else wanted)]
     backward(
         maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, *ctx.options,
         alibi_slopes, ctx.deterministic, rng_state,
     )  # fmt: skip
-    return grads
+    return _pack(grads, len(tensors)) if compiling else grads
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, *_):
         """Only ``out`` carries a gradient; those of softmax_lse and S_dmask are dropped."""
         if ctx.paged:
@@ -235,7 +265,7 @@ def flash_attn_func(
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
     return FlashAttnFunc.apply(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        *_distinct(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
 
@@ -309,8 +339,8 @@ def flash_attn_varlen_func(
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
     return FlashAttnVarlenFunc.apply(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs, block_table, torch.is_grad_enabled(),
+        *_distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table, torch.is_grad_enabled(),
     )  # fmt: skip
 
 
@@ -328,8 +358,8 @@ def flash_attn_varlen_kvpacked_func(
     Gradients for q and kv.
     """
     return FlashAttnVarlenKVPackedFunc.apply(
-        q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs, torch.is_grad_enabled(),
+        *_distinct(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
 
 
