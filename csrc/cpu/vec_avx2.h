@@ -18,6 +18,10 @@ typedef __m256 vec_mask;
 /* ---- moving ---- */
 INLINE vec vec_load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void vec_store(float *p, vec a) { _mm256_storeu_ps(p, a); }
+INLINE vec vec_load_first(const float *p, int64_t n) {
+    const __m256i lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), lane));
+}
 INLINE vec vec_set(float x) { return _mm256_set1_ps(x); }
 INLINE vec vec_broadcast(const float *word) { return _mm256_set1_ps(*word); }
 INLINE void vec_pin(vec *a) { __asm__("" : "+x"(*a)); }
@@ -73,6 +77,31 @@ INLINE void vec_store_bf16(void *p, vec a) {
     bits = _mm256_srli_epi32(bits, 16);
     bits = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
     _mm_storeu_si128(p, _mm256_castsi256_si128(bits));
+}
+
+INLINE vec vec_load_f16_first(const void *p, int64_t n) {
+    uint16_t half[LANES] = {0};
+    memcpy(half, p, (size_t)n * sizeof *half);
+    return vec_load_f16(half);
+}
+INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
+    uint16_t half[LANES] = {0};
+    memcpy(half, p, (size_t)n * sizeof *half);
+    return vec_load_bf16(half);
+}
+
+/* A tree: every round adds two halves and puts two vectors into one. */
+INLINE vec vec_sums(const vec a[LANES]) {
+    vec pair[4], four[2];
+    UNROLL for (int i = 0; i < 4; i++) {
+        pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m256d x = _mm256_castps_pd(pair[2 * i]), y = _mm256_castps_pd(pair[2 * i + 1]);
+        four[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+    }
+    return _mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x20),
+                         _mm256_permute2f128_ps(four[0], four[1], 0x31));
 }
 
 /* 8 x 8 words: two rounds inside 128-bit halves, one round of halves. */

@@ -22,6 +22,7 @@ typedef __mmask16 vec_mask;
 /* ---- moving ---- */
 INLINE vec vec_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void vec_store(float *p, vec a) { _mm512_storeu_ps(p, a); }
+INLINE vec vec_load_first(const float *p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p); }
 INLINE vec vec_set(float x) { return _mm512_set1_ps(x); }
 INLINE vec vec_broadcast(const float *word) { return _mm512_set1_ps(*word); }
 INLINE void vec_pin(vec *a) { __asm__("" : "+v"(*a)); }
@@ -60,6 +61,19 @@ INLINE vec vec_join_rows(const void *even, const void *odd) {
     __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even));
     __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd));
     return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+INLINE vec vec_load_words_first(const void *p, int64_t n) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((1u << n) - 1, p));
+}
+INLINE void vec_interleave(vec *a, vec *b) { /* inside 128-bit quarters */
+    __m512i x = _mm512_castps_si512(*a), y = _mm512_castps_si512(*b);
+    *a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y)); /* quarter i: columns 8 i ... 8 i + 3 */
+    *b = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y)); /* 8 i + 4 ... 8 i + 7 */
+}
+INLINE void vec_in_order(vec *a, vec *b) {
+    vec first = _mm512_shuffle_f32x4(*a, *b, 0x44), second = _mm512_shuffle_f32x4(*a, *b, 0xee);
+    *a = _mm512_shuffle_f32x4(first, first, 0xd8);
+    *b = _mm512_shuffle_f32x4(second, second, 0xd8);
 }
 
 #else
@@ -104,6 +118,32 @@ INLINE void vec_store_bf16(void *p, vec a) {
     bits = _mm512_mask_mov_epi32(bits, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), quiet); /* NaN must not round to inf */
     _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
 #endif
+}
+
+INLINE vec vec_load_f16_first(const void *p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));
+}
+INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
+    __m256i half = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* A tree: every round adds two halves and puts two vectors into one. */
+INLINE vec vec_sums(const vec a[LANES]) {
+    vec pair[8], four[4], eight[2];
+    UNROLL for (int i = 0; i < 8; i++) {
+        pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(pair[2 * i]), y = _mm512_castps_pd(pair[2 * i + 1]);
+        four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88),
+                                 _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd));
+    }
+    return _mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88),
+                         _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
 }
 
 /* 16 x 16 words: two rounds inside 128-bit quarters, two rounds of quarters. */

@@ -38,6 +38,12 @@ INLINE vec vec_load(const float *p) {
     return r;
 }
 INLINE void vec_store(float *p, vec a) { memcpy(p, &a, sizeof a); }
+/* The first n < LANES floats; nothing behind them is touched, the other lanes are 0. */
+INLINE vec vec_load_first(const float *p, int64_t n) {
+    vec r = {{0}};
+    memcpy(&r, p, (size_t)n * sizeof *p);
+    return r;
+}
 INLINE vec vec_set(float x) {
     vec r;
     EACH_LANE r.lane[i] = x;
@@ -154,6 +160,28 @@ INLINE void vec_store_bf16(void *p, vec a) {
     memcpy(p, half, sizeof half);
 }
 
+/* vec_load_first for the other types */
+INLINE vec vec_load_f16_first(const void *p, int64_t n) {
+    uint16_t half[LANES] = {0};
+    memcpy(half, p, (size_t)n * sizeof *half);
+    return vec_load_f16(half);
+}
+INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
+    uint16_t half[LANES] = {0};
+    memcpy(half, p, (size_t)n * sizeof *half);
+    return vec_load_bf16(half);
+}
+
+/* lane i: the sum of the lanes of a[i] */
+INLINE vec vec_sums(const vec a[LANES]) {
+    vec r;
+    EACH_LANE {
+        r.lane[i] = 0.0f;
+        for (int j = 0; j < LANES; j++) r.lane[i] += a[i].lane[j];
+    }
+    return r;
+}
+
 /* row[i] lane j <-> row[j] lane i, for floats and words alike */
 INLINE void vec_transpose(vec row[LANES]) {
     EACH_LANE for (int j = 0; j < i; j++) {
@@ -165,7 +193,11 @@ INLINE void vec_transpose(vec row[LANES]) {
 
 /* Where WORD_ELEMS is 2, also:
  *   vec vec_pack_words(vec even, vec odd)                   two vectors of floats, rounded to bf16, as words
- *   vec vec_join_rows(const void *even, const void *odd)    LANES bf16 of two rows as words */
+ *   vec vec_join_rows(const void *even, const void *odd)    LANES bf16 of two rows as words
+ *   vec vec_load_words_first(const void *p, int64_t n)      the first n < 2 LANES bf16 as words, zeros behind them
+ *   void vec_interleave(vec *a, vec *b)                     rows a, b of 2 LANES bf16 become words (a[c], b[c]), columns
+ *                                                           in an order that suits the instruction set
+ *   void vec_in_order(vec *a, vec *b)                       2 LANES floats in that order: their natural order */
 
 /* ---- denormals ---- */
 typedef int vec_mode;
