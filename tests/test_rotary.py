@@ -116,6 +116,9 @@ def test_definition_and_gradients(interleaved):
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(dx, dx_expected, rtol=1e-12, atol=1e-12)
 
+    plain = lambda x, cos, sin: apply_rotary(x, cos, sin, 2, interleaved=interleaved)  # noqa: E731
+    assert torch.autograd.gradcheck(plain, (x, cos.requires_grad_(), sin.requires_grad_()))
+
     packed = x.detach().flatten(0, 1).requires_grad_()
     cu_seqlens, offsets = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([3, 0])
     turn = lambda p: apply_rotary_emb(p, cos, sin, interleaved, False, offsets, cu_seqlens, 5)  # noqa: E731

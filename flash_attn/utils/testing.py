@@ -126,7 +126,7 @@ def _pack(x, mask):
     if mask is not None:
         tokens, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, mask)
         return tokens, cu_seqlens, max_seqlen, lambda y: pad_input(y, indices, batch, seqlen)
-    cu_seqlens = torch.arange(0, (batch + 1) * seqlen, max(1, seqlen), dtype=torch.int32, device=x.device)
+    cu_seqlens = seqlen * torch.arange(batch + 1, dtype=torch.int32, device=x.device)
     return x.flatten(0, 1), cu_seqlens, seqlen, lambda y: y.unflatten(0, (batch, seqlen))
 
 

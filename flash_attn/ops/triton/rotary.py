@@ -14,7 +14,7 @@ __all__ = ["apply_rotary", "rotary_kernel"]
 def apply_rotary(
     x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
 ):
-    """Rotate ``x`` by its positions; not recorded by autograd, ``layers.rotary.apply_rotary_emb`` is.
+    """Rotate ``x`` by its positions.
 
     Args:
         x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` and ``max_seqlen``; d <= 256.
@@ -27,6 +27,7 @@ def apply_rotary(
         Shape, dtype and layout of ``x``.
     Raises:
         AssertionError: a shape or dtype that does not fit.
+    Gradients for x, cos and sin; nothing is recorded in place, ``layers.rotary.apply_rotary_emb`` is for that.
     """
     assert cos.dim() == 2 and sin.shape == cos.shape, f"cos {cos.shape} and sin {sin.shape} must be [s_ro, r / 2]"
     rotary_dim = 2 * cos.shape[1]
@@ -46,7 +47,7 @@ def apply_rotary(
         last = seqlen + seqlen_offsets
     assert cos.shape[0] >= last, f"cos and sin have {cos.shape[0]} rows, {last} positions are needed"
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
         cos, sin = _rows_of_tokens(x, cos, sin, seqlen_offsets, cu_seqlens)
         return _rotate(x, cos, -sin if conjugate else sin, interleaved, x if inplace else torch.empty_like(x))
 
@@ -75,21 +76,18 @@ def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
 
 
 def _rotate(x, cos, sin, interleaved, out):
-    """The formula; ``out`` may be ``x``. Both halves are computed before either is written."""
-    rotary_dim = 2 * cos.shape[-1]
-    x0, x1 = (half.to(cos.dtype) for half in _halves(x[..., :rotary_dim], interleaved))
+    """The formula; ``out`` may be ``x``, so both members of the pairs are computed before either is written."""
+    half = cos.shape[-1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    x0, x1 = x[..., first].to(cos.dtype), x[..., second].to(cos.dtype)
     y0, y1 = x0 * cos - x1 * sin, x0 * sin + x1 * cos
-    out0, out1 = _halves(out[..., :rotary_dim], interleaved)
-    out0.copy_(y0)
-    out1.copy_(y1)
+    out[..., first] = y0
+    out[..., second] = y1
     if out is not x:
-        out[..., rotary_dim:] = x[..., rotary_dim:]
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out
-
-
-def _halves(x, interleaved):
-    """Views of the first and the second members of all pairs."""
-    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.tensor_split(2, dim=-1)
 
 
 class _NotATritonKernel:
