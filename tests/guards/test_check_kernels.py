@@ -1,4 +1,4 @@
-"""Runs the C test program tests/c/check_kernels.c: every CPU kernel against the reference, plain and under sanitizers."""
+"""Runs the C test program tests/c/check_kernels.c: each CPU kernel against the reference, plain and sanitized."""
 
 import os
 from pathlib import Path
