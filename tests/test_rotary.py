@@ -281,3 +281,18 @@ def test_rotary_kernel_refuses():
         rotary_kernel[(1,)]
     with pytest.raises(NotImplementedError, match="apply_rotary"):
         rotary_kernel(1, 2)
+
+
+def test_in_place_on_views_of_one_projection():
+    """q and k rotated one after the other where they lie, made by unbind or by slices; gradients reach the base."""
+    cos, sin = tables(5, 8)
+    dout = torch.randn(2, 5, 3, 8)
+    for views in (lambda t: t.unbind(2), lambda t: (t[:, :, 0], t[:, :, 1], t[:, :, 2])):
+        x = torch.randn(2, 5, 3, 1, 8, requires_grad=True)
+        q, k, v = views(x * 1)
+        q, k = apply_rotary_emb(q, cos, sin, inplace=True), apply_rotary_emb(k, cos, sin, inplace=True)
+        torch.cat([q, k, v], 2).backward(dout)
+        positions = torch.arange(5).expand(2, 5)
+        close(x.grad[:, :, 0], reference(dout[:, :, :1], cos, sin, positions, False, True))
+        close(x.grad[:, :, 1], reference(dout[:, :, 1:2], cos, sin, positions, False, True))
+        assert x.grad[:, :, 2].equal(dout[:, :, 2:])

@@ -41,8 +41,9 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
     return torch.cat((turned, kept), dim=-1)
 
 
-# NOTE: the in-place functions return their input without mark_dirty. Autograd then gives the returned tensor the
-# right history and accepts a leaf that requires grad, which mark_dirty refuses. Use the returned tensor.
+# NOTE: the in-place functions return their input without mark_dirty, which refuses a leaf that requires grad and views
+# made by unbind or split. Only the returned tensor has the right history. As with any write that autograd does not
+# see, do not rotate a tensor that an earlier operation has saved for its backward.
 
 
 class ApplyRotaryEmb(torch.autograd.Function):

@@ -31,7 +31,8 @@ def all_gather_raw(input_, process_group, async_op=False):
     """The ranks' ``[n, ...]`` one after the other, ``[w n, ...]``."""
     world_size = dist.get_world_size(process_group)
     output = input_.new_empty(world_size * input_.shape[0], *input_.shape[1:])
-    return output, dist.all_gather_into_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+    gather = _first_of("all_gather_single", "all_gather_into_tensor")
+    return output, gather(output, input_.contiguous(), group=process_group, async_op=async_op)
 
 
 def reduce_scatter_raw(input_, process_group, async_op=False):
@@ -39,7 +40,8 @@ def reduce_scatter_raw(input_, process_group, async_op=False):
     world_size = dist.get_world_size(process_group)
     assert input_.shape[0] % world_size == 0, f"{input_.shape[0]} rows do not divide over {world_size} ranks"
     output = input_.new_empty(input_.shape[0] // world_size, *input_.shape[1:])
-    return output, dist.reduce_scatter_tensor(output, input_.contiguous(), group=process_group, async_op=async_op)
+    scatter = _first_of("reduce_scatter_single", "reduce_scatter_tensor")
+    return output, scatter(output, input_.contiguous(), group=process_group, async_op=async_op)
 
 
 def all_reduce_raw(input_, process_group, async_op=False):
@@ -128,6 +130,11 @@ def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):
     """How many of ``dim`` a rank owns when multiples of ``multiple_of`` are dealt out, the first ranks one more."""
     units = dim // multiple_of
     return multiple_of * (units // world_size + (local_rank < units % world_size))
+
+
+def _first_of(*names):
+    """The collective under its newest name that this torch has; 2.13 renamed two of them."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
 def _marked(model, flag):

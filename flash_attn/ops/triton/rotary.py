@@ -47,9 +47,16 @@ def apply_rotary(
         last = seqlen + seqlen_offsets
     assert cos.shape[0] >= last, f"cos and sin have {cos.shape[0]} rows, {last} positions are needed"
 
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
-        cos, sin = _rows_of_tokens(x, cos, sin, seqlen_offsets, cu_seqlens)
-        return _rotate(x, cos, -sin if conjugate else sin, interleaved, x if inplace else torch.empty_like(x))
+    cos, sin = _rows_of_tokens(x, cos, sin, seqlen_offsets, cu_seqlens)
+    sin = -sin if conjugate else sin
+    if not inplace:
+        return _rotate(x, cos, sin, interleaved, torch.empty_like(x))
+    # NOTE: autograd does not see this write, as it would not see a kernel's. It would refuse a leaf that requires grad,
+    # and, of two views of one projection, the second one that is rotated.
+    with torch.no_grad():
+        unseen = x.data
+        _rotate(unseen, cos, sin, interleaved, unseen)
+    return x
 
 
 def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
@@ -76,7 +83,7 @@ def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
 
 
 def _rotate(x, cos, sin, interleaved, out):
-    """The formula; ``out`` may be ``x``, so both members of the pairs are computed before either is written."""
+    """The formula; ``out`` may be ``x`` itself, so both members of a pair are computed before either is written."""
     half = cos.shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
