@@ -55,7 +55,7 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
                  fa_dtype_name(p->dtype), (int)p->d);
         return FA_OK;
     }
-    fa_cpu_plan_fwd(p, machine, plan);
+    (p->pass == FA_FWD ? fa_cpu_plan_fwd : fa_cpu_plan_bwd)(p, machine, plan);
     snprintf(plan->kernel, sizeof plan->kernel, "attn_%s_%s_%s_d%d_q%dkv%d", pass_name(p->pass), fa_isa_name(plan->isa),
              fa_dtype_name(p->dtype), (int)p->d, plan->block_q, plan->block_kv);
     return FA_OK;

@@ -2,6 +2,7 @@
 #include "kernels.h"
 #include "vec_scalar.h"
 
+#include "attn_bwd.h"
 #include "attn_fwd.h"
 
-const fa_cpu_kernels fa_kernels_scalar = {.fwd = attn_fwd, .block_q = BLOCK_Q};
+const fa_cpu_kernels fa_kernels_scalar = {.fwd = attn_fwd, .bwd = attn_bwd, .block_q = BLOCK_Q};

@@ -24,8 +24,9 @@ typedef struct {
 } fa_cpu_kernels;
 const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype);
 
-/* plan_fwd.c: tiles, workers and workspace of plan->isa, which is not the reference. */
+/* plan_fwd.c, plan_bwd.c: tiles, workers and workspace of plan->isa, which is not the reference. */
 void fa_cpu_plan_fwd(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
+void fa_cpu_plan_bwd(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 
 /* The first bytes of a forward's workspace: the rotated queries, if there is rotary. */
 static inline size_t fa_rotated_q_bytes(const fa_problem *p) {

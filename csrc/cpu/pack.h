@@ -1,9 +1,11 @@
 /* Copies between the caller's rows (any dtype, any stride, any page) and the words that products read.
  *
- *   pack_rows      rows [n][d]  ->  words [n][d / WORD_ELEMS]       K; V and others in the backward
+ *   pack_rows      rows [n][d]  ->  words [n][d / WORD_ELEMS]       K; in the backward V too
  *   pack_lanes     rows [m][d]  ->  words [d / WORD_ELEMS][m]       Q^T, dO^T: a row becomes a lane
  *   pack_columns   rows [n][d]  ->  words [d][n / WORD_ELEMS]       V^T, K^T: words run along the rows
+ *   pack_pairs     rows [m][d]  ->  words [m / WORD_ELEMS][d]       Q, dO in the backward: words join neighbouring rows
  *   unpack_lanes   floats [d][m] times a factor per lane  ->  rows  O, dQ
+ *   unpack_row     floats [d] times a factor  ->  row               dK, dV
  *
  * Copying is not waste: rows of the caller lie h d apart, often a power of two, and would fall into a few cache sets.
  * Transposes are LANES x LANES words in registers. A row pointer NULL reads as zeros; nothing past element d is read or
@@ -109,6 +111,33 @@ INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows,
     return finite;
 }
 
+/* num_rows is a multiple of WORD_ELEMS. */
+INLINE void pack_pairs_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                          fa_dtype DTYPE) {
+    for (int64_t r = 0; r < num_rows; r += WORD_ELEMS) {
+        for (int64_t elem = 0; elem < d; elem += LANES)
+            vec_store(dst + r / WORD_ELEMS * stride + elem, load_column_words(rows + r, elem, d, DTYPE));
+    }
+}
+
+/* count <= LANES elements of a row, from element elem on. */
+INLINE void store_row_elems(char *row, int64_t elem, int64_t count, vec a, fa_dtype DTYPE) {
+    char padded[4 * LANES];
+    if (count == LANES) {
+        store_elems(row + elem * DTYPE_BYTES(DTYPE), a, DTYPE);
+    } else {
+        store_elems(padded, a, DTYPE);
+        memcpy(row + elem * DTYPE_BYTES(DTYPE), padded, (size_t)count * DTYPE_BYTES(DTYPE));
+    }
+}
+
+INLINE void unpack_row_of(char *row, int64_t d, const float *src, float factor, fa_dtype DTYPE) {
+    for (int64_t elem = 0; elem < d; elem += LANES) {
+        vec scaled = vec_mul(vec_load(src + elem), vec_set(factor));
+        store_row_elems(row, elem, d - elem < LANES ? d - elem : LANES, scaled, DTYPE);
+    }
+}
+
 /* Rows of num_lanes lanes; num_lanes need not be a multiple of LANES, src has room for it. */
 INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, const float *src, int64_t stride,
                             const float *factor, fa_dtype DTYPE) {
@@ -119,15 +148,8 @@ INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, con
             vec t[LANES];
             UNROLL for (int i = 0; i < LANES; i++) t[i] = vec_mul(vec_load(src + (elem + i) * stride + lane), scale);
             vec_transpose(t);
-            if (elem + LANES <= d) {
-                for (int i = 0; i < count; i++) store_elems(rows[lane + i] + elem * DTYPE_BYTES(DTYPE), t[i], DTYPE);
-            } else {
-                for (int i = 0; i < count; i++) {
-                    char padded[4 * LANES];
-                    store_elems(padded, t[i], DTYPE);
-                    memcpy(rows[lane + i] + elem * DTYPE_BYTES(DTYPE), padded, (size_t)(d - elem) * DTYPE_BYTES(DTYPE));
-                }
-            }
+            int64_t elems = d - elem < LANES ? d - elem : LANES;
+            for (int i = 0; i < count; i++) store_row_elems(rows[lane + i], elem, elems, t[i], DTYPE);
         }
     }
 }
@@ -143,6 +165,13 @@ static inline void pack_lanes(float *dst, int64_t stride, const char *const *row
 static inline bool pack_columns(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                                 fa_dtype dtype) {
     return WITH_DTYPE(dtype, pack_columns_of, dst, stride, rows, num_rows, d);
+}
+static inline void pack_pairs(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+                              fa_dtype dtype) {
+    WITH_DTYPE(dtype, pack_pairs_of, dst, stride, rows, num_rows, d);
+}
+static inline void unpack_row(char *row, int64_t d, const float *src, float factor, fa_dtype dtype) {
+    WITH_DTYPE(dtype, unpack_row_of, row, d, src, factor);
 }
 static inline void unpack_lanes(char *const *rows, int64_t num_lanes, int64_t d, const float *src, int64_t stride,
                                 const float *factor, fa_dtype dtype) {

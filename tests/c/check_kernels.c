@@ -7,7 +7,7 @@
  *
  * The tolerance: with E(x) = max |x - reference in fp64 on the same inputs|, a kernel passes when
  *     E(kernel) <= m E(naive) + a max |reference|,   m = 2 forward, 3 backward,   a = half a unit in the last place
- * (fp32: 1e-6). Naive rounds every intermediate tensor to the dtype, as a tensor library would (naive.h).
+ * (fp32: 1e-6, and in the backward at least of the terms that cancel). Naive rounds every intermediate tensor to the dtype, as a tensor library would (naive.h).
  *
  * Build: make -C tests/c (CC, CFLAGS as usual). */
 #define _GNU_SOURCE
@@ -19,6 +19,8 @@
 #include "cases.h"
 #include "naive.h"
 #include "pool.h"
+#include "cpu/vec_scalar.h"
+#include "cpu/elementwise.h"
 #include <time.h>
 
 static fa_machine machine;
@@ -57,7 +59,7 @@ static void run_forward_reference(const fa_problem *p) {
 /* ---- comparing ----------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    double error, largest; /* max |x - reference|, max |reference| */
+    double error, largest; /* max |x - reference|; max |reference| */
 } deviation;
 
 /* All rows of one output that belong to a sequence. A NaN on one side only is an infinite error. */
@@ -135,9 +137,12 @@ static bool check_outputs(const test_case *c, fa_isa isa, output *outputs, int n
         output *o = &outputs[i];
         deviation ours = compare(p, &o->ours->view, p->dtype, &o->exact, o->is_key);
         deviation naive = compare(p, &o->naive, FA_F64, &o->exact, o->is_key);
-        double allowed = (p->pass == FA_FWD ? 2 : 3) * naive.error + tolerance_of_dtype(p->dtype) * ours.largest;
+        /* dp - delta may cancel to nothing; its rounding errors, summed over rows or keys, do not */
+        double num_terms = (double)(p->len_q * p->h / p->h_kv + p->len_kv), scale = ours.largest;
+        if (p->pass == FA_BWD && p->dtype == FA_F32) scale = fmax(scale, c->amplitude * sqrt(num_terms));
+        double allowed = (p->pass == FA_FWD ? 2 : 3) * naive.error + tolerance_of_dtype(p->dtype) * scale;
         bool clean = is_clean_outside(p, o->ours, o->is_key), close = ours.error <= allowed;
-        if (p->dtype == FA_F32 && naive.error > 1e-4 * ours.largest + 1e-6) close = false; /* the reference errs */
+        if (p->dtype == FA_F32 && naive.error > 1e-4 * scale) close = false; /* the reference errs */
         if (verbose || !close || !clean)
             printf("  %-10s %-3s error %.3g of %.3g, naive %.3g%s%s\n", fa_isa_name(isa), o->name, ours.error,
                    ours.largest, naive.error, close ? "" : "  TOO FAR", clean ? "" : "  WROTE OUTSIDE");
@@ -146,56 +151,83 @@ static bool check_outputs(const test_case *c, fa_isa isa, output *outputs, int n
     return good;
 }
 
+/* softmax_d against its definition on the output that the kernel was given. */
+static double delta_error(const fa_problem *p) {
+    double worst = 0;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        for (int64_t head = 0; head < p->h; head++)
+            for (int64_t i = 0; i < s.len_q; i++) {
+                double delta = 0;
+                int64_t o = fa_query_offset(&p->o, &s, i, head), dout = fa_query_offset(&p->dout, &s, i, head);
+                for (int64_t t = 0; t < p->d && isfinite(*fa_row_stat(&p->lse, &s, i, head)); t++)
+                    delta +=
+                        fa_load_element(p->o.data, o + t, p->dtype) * fa_load_element(p->dout.data, dout + t, p->dtype);
+                double error = fabs(*fa_row_stat(&p->softmax_d, &s, i, head) - delta) / (1 + fabs(delta));
+                if (!(error <= worst)) worst = isnan(error) ? INFINITY : error;
+            }
+    }
+    return worst;
+}
+
+static bool check_isa(const test_case *c, fa_isa isa, output *outputs, const fa_row_stats *exact_lse, bool verbose) {
+    const bool backward = c->p.pass == FA_BWD;
+    const int threads = 1 + (int)(c->seed % 3);
+    unsigned before = control_state();
+    fa_problem run = c->p;
+    for (int i = 0; i < (backward ? 4 : 1); i++) wipe(outputs[i].ours, run.dtype);
+    alloc_row_stats(&run, &run.lse, run.cu_seqlens_q ? run.total_q : run.len_q, c->at_end);
+    run.pass = FA_FWD;
+    run_on(isa, threads, &run, c->at_end);
+    run.pass = c->p.pass;
+    if (backward) run_on(isa, threads, &run, c->at_end);
+
+    bool good = backward ? check_outputs(c, isa, outputs + 1, 3, verbose) : check_outputs(c, isa, outputs, 1, verbose);
+    double error = backward ? delta_error(&run) : compare_row_stats(&run, &run.lse, exact_lse);
+    if (error > 2e-5) {
+        printf("  %s: %s off by %g\n", fa_isa_name(isa), backward ? "softmax_d" : "lse", error);
+        good = false;
+    }
+    if (control_state() != before) {
+        printf("  %s changed the caller's floating-point control state\n", fa_isa_name(isa));
+        good = false;
+    }
+    return good;
+}
+
+/* The gradients that are judged follow from the kernel's own forward, as a user's do. */
 static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose) {
     test_case c = case_make(seed, pass, dtype);
-    fa_problem *p = &c.p;
-    bool good = true;
+    fa_problem *p = &c.p, exact = *p;
+    const int num_tensors = pass == FA_BWD ? 4 : 1;
     if (verbose) case_print(&c);
-    if (pass == FA_BWD) run_forward_reference(p);
 
     /* the same problem in fp64, and the naive results beside it */
-    fa_problem exact = *p;
     exact.dtype = FA_F64;
-    tensor *inputs[] = {&c.q, &c.k, &c.v, &c.o, &c.dout};
-    fa_view *wide_inputs[] = {&exact.q, &exact.k, &exact.v, &exact.o, &exact.dout};
-    for (int i = 0; i < (pass == FA_BWD ? 5 : 4); i++) *wide_inputs[i] = tensor_widened(p, inputs[i], c.at_end).view;
-    int64_t rows = p->cu_seqlens_q ? p->total_q : p->len_q;
-    if (pass == FA_FWD) alloc_row_stats(p, &exact.lse, rows, c.at_end);
-    if (pass == FA_BWD) alloc_row_stats(p, &exact.softmax_d, rows, c.at_end);
+    exact.q = tensor_widened(p, &c.q, c.at_end).view;
+    exact.k = tensor_widened(p, &c.k, c.at_end).view;
+    exact.v = tensor_widened(p, &c.v, c.at_end).view;
+    exact.dout = tensor_widened(p, &c.dout, c.at_end).view;
+    naive_results naive = {.o = {0}};
     output outputs[] = {{"o", &c.o, .is_key = false},
                         {"dq", &c.dq, .is_key = false},
                         {"dk", &c.dk, .is_key = true},
                         {"dv", &c.dv, .is_key = true}};
-    fa_view *wide_outputs[] = {&exact.o, &exact.dq, &exact.dk, &exact.dv};
-    naive_results naive = {.o = {0}};
-    fa_view *naive_outputs[] = {&naive.o, &naive.dq, &naive.dk, &naive.dv};
-    int first = pass == FA_FWD ? 0 : 1, num_outputs = pass == FA_FWD ? 1 : 3;
-    for (int i = first; i < first + num_outputs; i++) {
-        if (pass == FA_BWD) *wide_outputs[i] = tensor_widened(p, outputs[i].ours, c.at_end).view;
-        outputs[i].exact = *wide_outputs[i];
-        outputs[i].naive = *naive_outputs[i] = tensor_widened(p, outputs[i].ours, c.at_end).view;
+    fa_view *exact_views[] = {&exact.o, &exact.dq, &exact.dk, &exact.dv};
+    fa_view *naive_views[] = {&naive.o, &naive.dq, &naive.dk, &naive.dv};
+    for (int i = 0; i < num_tensors; i++) {
+        outputs[i].exact = *exact_views[i] = tensor_widened(p, outputs[i].ours, c.at_end).view;
+        outputs[i].naive = *naive_views[i] = tensor_widened(p, outputs[i].ours, c.at_end).view;
     }
-    run_reference(&exact);
+    alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+    run_forward_reference(&exact);
+    if (pass == FA_BWD) run_reference(&exact);
     naive_attention(p, &naive);
 
+    bool good = true;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
-        if (!machine.isa_legal[isa] || (isa == FA_ISA_REFERENCE && seed > 10)) continue;
-        unsigned before = control_state();
-        for (int i = first; i < first + num_outputs; i++) wipe(outputs[i].ours, dtype);
-        fa_problem run = *p;
-        fa_row_stats *stats = pass == FA_FWD ? &run.lse : &run.softmax_d;
-        alloc_row_stats(p, stats, rows, c.at_end);
-        run_on((fa_isa)isa, 1 + (int)(seed % 3), &run, c.at_end);
-        good = check_outputs(&c, (fa_isa)isa, outputs + first, num_outputs, verbose) && good;
-        double stat_error = compare_row_stats(p, stats, pass == FA_FWD ? &exact.lse : &exact.softmax_d);
-        if (stat_error > 2e-5) {
-            printf("  %s: %s off by %g\n", fa_isa_name((fa_isa)isa), pass == FA_FWD ? "lse" : "softmax_d", stat_error);
-            good = false;
-        }
-        if (control_state() != before) {
-            printf("  %s changed the caller's floating-point control state\n", fa_isa_name((fa_isa)isa));
-            good = false;
-        }
+        if (!machine.isa_legal[isa] || (isa == FA_ISA_REFERENCE && seed % 8)) continue;
+        good = check_isa(&c, (fa_isa)isa, outputs, &exact.lse, verbose) && good;
     }
     if (!good) case_print(&c);
     guarded_free_all();
@@ -208,13 +240,13 @@ static void check_seeds(fa_pass pass, fa_dtype dtype, uint64_t num_seeds) {
     assert_true(good);
 }
 
-static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_FWD, FA_F32, 130); }
-static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_FWD, FA_BF16, 130); }
-static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_FWD, FA_F16, 65); }
+static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_FWD, FA_F32, 78); }
+static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_FWD, FA_BF16, 78); }
+static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_FWD, FA_F16, 39); }
 static void test_fwd_f64(void **state) { (void)state, check_seeds(FA_FWD, FA_F64, 13); }
-static void test_bwd_f32(void **state) { (void)state, check_seeds(FA_BWD, FA_F32, 104); }
-static void test_bwd_bf16(void **state) { (void)state, check_seeds(FA_BWD, FA_BF16, 104); }
-static void test_bwd_f16(void **state) { (void)state, check_seeds(FA_BWD, FA_F16, 52); }
+static void test_bwd_f32(void **state) { (void)state, check_seeds(FA_BWD, FA_F32, 78); }
+static void test_bwd_bf16(void **state) { (void)state, check_seeds(FA_BWD, FA_BF16, 65); }
+static void test_bwd_f16(void **state) { (void)state, check_seeds(FA_BWD, FA_F16, 39); }
 static void test_bwd_f64(void **state) { (void)state, check_seeds(FA_BWD, FA_F64, 13); }
 
 /* ---- the same bits for any number of threads ----------------------------------------------------------------- */
@@ -422,7 +454,7 @@ static void test_dropout_patch(void **state) {
                  stream = n % 2 ? random_bits(&r) : 0xffffffffu - (uint64_t)random_below(&r, 40);
         int64_t row_patch = random_below(&r, 1000), col_patch = random_below(&r, 1000);
         uint8_t bytes[FA_PATCH_COLS][FA_PATCH_ROWS];
-        fa_dropout_patch(seed, stream, row_patch, col_patch, bytes);
+        dropout_patch(seed, stream, row_patch, col_patch, bytes);
         for (int col = 0; col < FA_PATCH_COLS; col++)
             for (int row = 0; row < FA_PATCH_ROWS; row++)
                 assert_int_equal(bytes[col][row], fa_dropout_byte(seed, stream, row_patch * FA_PATCH_ROWS + row,

@@ -1,0 +1,457 @@
+/* Attention backward on vectors, P computed again from lse:
+ *
+ *   P = exp(scale Q K^T + bias - lse)      delta = rowsum(dO * O)      dS = P * (dO V^T - delta)
+ *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K
+ *
+ *   q, o, dout, dq [b, len_q, h, d]    k, v, dk, dv [b, len_kv, h_kv, d]    lse, softmax_d [b, h, len_q] float
+ *
+ * Queries live in lanes as in the forward (attn_fwd.h), and all five products are the one of product.h.
+ *
+ *   softmax_d = delta, for every row
+ *   a task is a range of keys of one (sequence, key/value head), with dK = dV = 0 [keys][d] in fp32:
+ *     for each pass of a few tiles of rows and heads that see the range:
+ *       pack Q^T, dO^T [d][lanes] and Q, dO [lanes][d];  dQ^T [d][lanes] = 0
+ *       for each block of the range: pack K, V [keys][d], K^T [d][keys]
+ *         for each tile: S^T = K Q^T · dP^T = V dO^T · P, dS · dV += P^T dO · dK += dS^T Q · dQ^T += K^T dS^T
+ *       one range: write dQ;  several: dQ^T stays in the slab of the range
+ *     write dK, dV
+ *   several ranges: dQ = sum of the slabs, in the order of the ranges
+ *
+ * dK and dV belong to one task and sum over all heads of the group. Tasks and slabs follow from the shapes, so the bits
+ * depend on no thread. A row or key that no visible pair touches is packed as zeros: NaN there goes nowhere.
+ * Specification: reference.c. Measurements: README.md. */
+#ifndef FA_ATTN_BWD_H
+#define FA_ATTN_BWD_H
+
+#include "bwd_layout.h"
+#include "elementwise_bwd.h"
+#include "pack.h"
+
+typedef struct {
+    const fa_problem *p;
+    fa_bwd_layout layout;
+    const fa_task *tasks;
+    const fa_worker *workers;
+    int threads;
+    char *scratch;        /* of worker 0 */
+    float *slabs;         /* [ranges][h_kv][slab_tiles][tile_floats] */
+    float scale, softcap; /* of the product, and of what softcap multiplies, in units of log2 */
+    float kept;           /* 1 / (1 - dropout_p) */
+    bool drops;           /* dropout is on and can drop something */
+} bwd_job;
+
+/* One task at work: the layout's offsets as pointers, its keys, and the block of keys that is packed now. */
+typedef struct {
+    const bwd_job *job;
+    const fa_problem *p;
+    fa_sequence s;
+    int64_t head_kv, range_begin, range_end, seen_first, seen_end; /* some row sees keys [seen_first, seen_end) */
+    float *q_t, *dout_t, *q, *dout, *dq_t, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
+    uint8_t *bytes;
+    const char **k_rows, **v_rows;
+    fa_bwd_tile *tiles;
+    int64_t block; /* first key of the block */
+} bwd_task;
+
+static inline char *bwd_query_row(const fa_problem *p, const fa_sequence *s, const fa_view *view, int64_t row,
+                                  int64_t head) {
+    return (char *)view->data + fa_query_offset(view, s, row, head) * DTYPE_BYTES(p->dtype);
+}
+
+static inline char *bwd_key_row(const bwd_task *t, const fa_view *view, int64_t key) {
+    return (char *)view->data + fa_key_offset(t->p, view, &t->s, key, t->head_kv) * DTYPE_BYTES(t->p->dtype);
+}
+
+static float *bwd_slab(const bwd_job *job, const fa_sequence *s, int64_t range, int64_t head_kv, int64_t tile) {
+    const fa_bwd_layout *l = &job->layout;
+    int64_t row = job->p->cu_seqlens_q ? s->q_row : s->b_idx * s->len_q;
+    int64_t at = fa_bwd_slab_tile(job->p, s->b_idx, row, l->block_q) + tile;
+    return job->slabs + ((range * job->p->h_kv + head_kv) * l->slab_tiles + at) * l->tile_floats;
+}
+
+/* ---- delta ---- */
+
+INLINE float dot_rows_of(const char *x, const char *y, int64_t d, fa_dtype DTYPE) {
+    vec sum = vec_set(0.0f);
+    float lane[LANES], total = 0.0f;
+    for (int64_t elem = 0; elem < d; elem += LANES) {
+        char x_padded[4 * LANES], y_padded[4 * LANES];
+        vec x_vec = load_elems(readable(x, elem, d, LANES, x_padded, DTYPE), DTYPE);
+        sum = vec_fma(x_vec, load_elems(readable(y, elem, d, LANES, y_padded, DTYPE), DTYPE), sum);
+    }
+    vec_store(lane, sum);
+    for (int i = 0; i < LANES; i++) total += lane[i];
+    return total;
+}
+static float dot_rows(const char *x, const char *y, int64_t d, fa_dtype dtype) {
+    return WITH_DTYPE(dtype, dot_rows_of, x, y, d);
+}
+
+/* A row that sees no key contributes nothing, and its dout may be anything. */
+static bool contributes(const fa_problem *p, const fa_sequence *s, int64_t row, int64_t head, int64_t *first,
+                        int64_t *end) {
+    fa_visible_keys(p, s, row, first, end);
+    return *first < *end && !isinf(*fa_row_stat(&p->lse, s, row, head));
+}
+
+/* Every worker takes its share of the rows of every head. */
+static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
+    const bwd_job *job = ctx;
+    const fa_problem *p = job->p;
+    vec_mode mode = vec_enter();
+    for (int64_t w = begin; w < worker_end; w++) {
+        for (int64_t task = 0; task < p->b * p->h; task++) {
+            fa_sequence s = fa_sequence_at(p, task / p->h);
+            int64_t head = task % p->h, first, end;
+            for (int64_t row = s.len_q * w / job->threads; row < s.len_q * (w + 1) / job->threads; row++) {
+                const char *dout = bwd_query_row(p, &s, &p->dout, row, head),
+                           *o = bwd_query_row(p, &s, &p->o, row, head);
+                *fa_row_stat(&p->softmax_d, &s, row, head) =
+                    contributes(p, &s, row, head, &first, &end) ? dot_rows(dout, o, p->d, p->dtype) : 0.0f;
+            }
+        }
+    }
+    vec_leave(mode);
+}
+
+/* ---- open a tile ---- */
+
+/* Which row and head lanes of tile idx are; lanes follow each other as in the forward. */
+static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t head_kv, int block_q, int64_t idx,
+                            fa_bwd_tile *tile) {
+    const int64_t g = p->h / p->h_kv;
+    const bool stacks = fa_stacks_heads(p);
+    const int64_t remaining = stacks ? g * s->len_q - idx * block_q : s->len_q - idx / g * block_q;
+    tile->valid_lanes = (int)(remaining < block_q ? remaining : block_q);
+    tile->lanes = (int)round_up(tile->valid_lanes, FA_PATCH_ROWS);
+    for (int lane = 0; lane < tile->valid_lanes; lane++) {
+        int64_t at = idx * block_q + lane;
+        tile->row[lane] = stacks ? at / g : idx / g * block_q + lane;
+        tile->head[lane] = head_kv * g + (stacks ? at % g : idx % g);
+    }
+}
+
+/* What the lanes see, their lse and delta. Lanes of padding see no key and have lse +inf. */
+static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_tile *tile) {
+    tile->first_key = tile->common_end = INT64_MAX;
+    tile->end_key = tile->common_first = 0;
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        bool valid = lane < tile->valid_lanes;
+        int64_t row = tile->row[lane], head = tile->head[lane], *first = &tile->first[lane], *end = &tile->end[lane];
+        tile->slope[lane] = 0.0f;
+        tile->diagonal[lane] = 0;
+        if (!valid || !contributes(p, s, row, head, first, end)) {
+            *first = *end = 0;
+            tile->lse[lane] = INFINITY;
+            tile->delta[lane] = 0.0f;
+            if (valid) tile->common_end = 0;
+            continue;
+        }
+        tile->lse[lane] = (float)(*fa_row_stat(&p->lse, s, row, head) * LOG2_E);
+        tile->delta[lane] = *fa_row_stat(&p->softmax_d, s, row, head);
+        tile->diagonal[lane] = row + s->len_kv - s->len_q;
+        if (p->alibi_slopes) tile->slope[lane] = (float)(p->alibi_slopes[s->b_idx * p->alibi_stride_b + head] * LOG2_E);
+        if (*first < tile->first_key) tile->first_key = *first;
+        if (*end > tile->end_key) tile->end_key = *end;
+        if (*first > tile->common_first) tile->common_first = *first;
+        if (*end < tile->common_end) tile->common_end = *end;
+    }
+}
+
+static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    return tile->first_key < end && begin < tile->end_key;
+}
+
+static void bwd_open_tile(const bwd_task *t, int i, int64_t idx, int64_t range) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const fa_problem *p = t->p;
+    fa_bwd_tile *tile = &t->tiles[i];
+    bwd_place_lanes(p, &t->s, t->head_kv, l->block_q, idx, tile);
+    bwd_measure_lanes(p, &t->s, tile);
+    float *dq_t = l->ranges > 1 ? bwd_slab(t->job, &t->s, range, t->head_kv, idx) : t->dq_t + i * l->tile_floats;
+    const bool sees = bwd_sees(tile, t->range_begin, t->range_end);
+    if (p->dq.data && (sees || l->ranges == 1)) memset(dq_t, 0, (size_t)l->tile_floats * sizeof(float));
+    if (!sees) return;
+
+    const char *q_rows[FA_MAX_BLOCK_Q], *dout_rows[FA_MAX_BLOCK_Q];
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        const bool is_empty = tile->first[lane] >= tile->end[lane];
+        q_rows[lane] = is_empty ? NULL : bwd_query_row(p, &t->s, &p->q, tile->row[lane], tile->head[lane]);
+        dout_rows[lane] = is_empty ? NULL : bwd_query_row(p, &t->s, &p->dout, tile->row[lane], tile->head[lane]);
+    }
+    const int64_t at = i * l->tile_floats;
+    pack_lanes(t->q_t + at, tile->lanes, q_rows, tile->lanes, p->d, p->dtype);
+    pack_lanes(t->dout_t + at, tile->lanes, dout_rows, tile->lanes, p->d, p->dtype);
+    pack_pairs(t->q + at, l->columns, q_rows, tile->lanes, p->d, p->dtype);
+    pack_pairs(t->dout + at, l->columns, dout_rows, tile->lanes, p->d, p->dtype);
+}
+
+/* ---- pack a block of keys ---- */
+
+static void bwd_pack_block(bwd_task *t, int64_t block) {
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &t->job->layout;
+    t->block = block;
+    for (int64_t j = 0; j < l->block_kv; j++) {
+        const int64_t key = block + j;
+        const bool is_seen = t->seen_first <= key && key < t->seen_end;
+        t->k_rows[j] = is_seen ? bwd_key_row(t, &p->k, key) : NULL;
+        t->v_rows[j] = is_seen ? bwd_key_row(t, &p->v, key) : NULL;
+    }
+    pack_rows(t->k, l->words, t->k_rows, l->block_kv, p->d, p->dtype);
+    pack_rows(t->v, l->words, t->v_rows, l->block_kv, p->d, p->dtype);
+    if (p->dq.data) pack_columns(t->k_t, l->k_t_stride, t->k_rows, l->block_kv, p->d, p->dtype);
+}
+
+/* ---- a tile meets a block ---- */
+
+/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Strips of keys start at the first
+ * lane that sees them and stop at the last: on the diagonal half of the lanes see nothing. */
+static void bwd_add_keys(const bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
+                         const float *rows, int64_t begin, int64_t end) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t strip = masked ? 16 : end - begin, key_0 = t->block - t->range_begin;
+    for (int64_t key = begin; key < end; key += strip) {
+        const int64_t stop = key + strip < end ? key + strip : end;
+        int64_t lane = 0, lane_end = tile->lanes;
+        if (masked) {
+            while (lane < lane_end && (tile->first[lane] >= t->block + stop || tile->end[lane] <= t->block + key))
+                lane++;
+            while (lane < lane_end &&
+                   (tile->first[lane_end - 1] >= t->block + stop || tile->end[lane_end - 1] <= t->block + key))
+                lane_end--;
+        }
+        if (lane == lane_end) continue;
+        const int64_t word = lane / WORD_ELEMS, word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
+        product_add(&(product_args){.a = words + key * tile->lanes + word,
+                                    .a_stride = tile->lanes,
+                                    .b = rows + word * l->columns,
+                                    .b_stride = l->columns,
+                                    .c = grad + (key_0 + key) * l->columns,
+                                    .c_stride = l->columns,
+                                    .rows = stop - key,
+                                    .num_words = word_end - word,
+                                    .num_vecs = (int)((t->p->d + LANES - 1) / LANES)});
+    }
+}
+
+static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) {
+    const bwd_job *job = t->job;
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &job->layout;
+    const fa_bwd_tile *tile = &t->tiles[i];
+    const int64_t lanes = tile->lanes, at = i * l->tile_floats;
+    int64_t begin = tile->first_key > t->block ? tile->first_key - t->block : 0;
+    int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
+    if (begin >= end) return;
+    begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last are zeros */
+
+    /* S^T = K Q^T, dP^T = V dO^T */
+    product_args scores = {.a = t->k + begin * l->words,
+                           .a_stride = l->words,
+                           .b = t->q_t + at,
+                           .b_stride = lanes,
+                           .c = t->scores + begin * lanes,
+                           .c_stride = lanes,
+                           .rows = end - begin,
+                           .num_words = (p->d + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_vecs = (int)(lanes / LANES),
+                           .scale = job->scale};
+    product_args dprob = scores;
+    dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + begin * lanes;
+    dprob.scale = job->kept;
+    product_scores(&scores);
+    product_scores(&dprob);
+
+    /* P, dS */
+    float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+    for (int lane = 0; lane < lanes; lane++) {
+        int64_t low = tile->first[lane] - t->block, high = tile->end[lane] - t->block;
+        first[lane] = (float)(low < 0 ? 0 : low < l->block_kv ? low : l->block_kv);
+        stop[lane] = (float)(high < 0 ? 0 : high < l->block_kv ? high : l->block_kv);
+        diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
+    }
+    const bool masked = tile->common_first > t->block + begin || tile->common_end < t->block + end;
+    if (job->drops)
+        dropout_bytes(t->bytes, lanes, begin, end, p->seed,
+                      fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
+    gradient_step(&(gradient_args){.scores = t->scores,
+                                   .dprob = t->dprob,
+                                   .ds_words = t->ds_words,
+                                   .lanes = lanes,
+                                   .begin = begin,
+                                   .end = end,
+                                   .lse = tile->lse,
+                                   .delta = tile->delta,
+                                   .bytes = job->drops ? t->bytes : NULL,
+                                   .keep_max = p->keep_max,
+                                   .options = {.softcap = job->softcap,
+                                               .slope = p->alibi_slopes ? tile->slope : NULL,
+                                               .diagonal = diagonal,
+                                               .first = first,
+                                               .end = stop,
+                                               .masked = masked}});
+
+    /* dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T */
+    if (p->dv.data) bwd_add_keys(t, tile, masked, t->dv, t->scores, t->dout + at, begin, end);
+    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, t->dprob, t->q + at, begin, end);
+    if (!p->dq.data) return;
+    const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : t->dprob;
+    product_add(&(product_args){.a = t->k_t + begin / WORD_ELEMS,
+                                .a_stride = l->k_t_stride,
+                                .b = ds_words + begin / WORD_ELEMS * lanes,
+                                .b_stride = lanes,
+                                .c = l->ranges > 1 ? bwd_slab(job, &t->s, range, t->head_kv, idx) : t->dq_t + at,
+                                .c_stride = lanes,
+                                .rows = round_up(p->d, 8), /* rows of padding in K^T are zero */
+                                .num_words = (end - begin) / WORD_ELEMS,
+                                .num_vecs = (int)(lanes / LANES)});
+}
+
+/* ---- write gradients ---- */
+
+static void bwd_write_queries(const fa_problem *p, const fa_sequence *s, const fa_bwd_tile *tile, const float *dq_t) {
+    char *rows[FA_MAX_BLOCK_Q];
+    float factor[FA_MAX_BLOCK_Q];
+    for (int lane = 0; lane < tile->lanes; lane++) factor[lane] = (float)p->scale;
+    for (int lane = 0; lane < tile->valid_lanes; lane++)
+        rows[lane] = bwd_query_row(p, s, &p->dq, tile->row[lane], tile->head[lane]);
+    unpack_lanes(rows, tile->valid_lanes, p->d, dq_t, tile->lanes, factor, p->dtype);
+}
+
+static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *grad, float factor) {
+    for (int64_t key = t->range_begin; key < t->range_end; key++)
+        unpack_row(bwd_key_row(t, view, key), t->p->d, grad + (key - t->range_begin) * t->job->layout.columns, factor,
+                   t->p->dtype);
+}
+
+/* ---- tasks and workers ---- */
+
+static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch) {
+    const fa_bwd_layout *l = &job->layout;
+    const fa_problem *p = job->p;
+    bwd_task t = {.job = job,
+                  .p = p,
+                  .s = fa_sequence_at(p, task->b_idx),
+                  .head_kv = task->head_kv,
+                  .q_t = (float *)(scratch + l->q_t),
+                  .dout_t = (float *)(scratch + l->dout_t),
+                  .q = (float *)(scratch + l->q),
+                  .dout = (float *)(scratch + l->dout),
+                  .dq_t = (float *)(scratch + l->dq_t),
+                  .k = (float *)(scratch + l->k),
+                  .v = (float *)(scratch + l->v),
+                  .k_t = (float *)(scratch + l->k_t),
+                  .scores = (float *)(scratch + l->scores),
+                  .dprob = (float *)(scratch + l->dprob),
+                  .ds_words = (float *)(scratch + l->ds_words),
+                  .dk = (float *)(scratch + l->dk),
+                  .dv = (float *)(scratch + l->dv),
+                  .bytes = (uint8_t *)(scratch + l->bytes),
+                  .k_rows = (const char **)(scratch + l->k_rows),
+                  .v_rows = (const char **)(scratch + l->v_rows),
+                  .tiles = (fa_bwd_tile *)(scratch + l->tile)};
+    const int64_t range = task->begin, num_tiles = fa_num_tiles(p, &t.s, l->block_q);
+    fa_bwd_range(&t.s, l->block_kv, l->ranges, (int)range, &t.range_begin, &t.range_end);
+    if (t.s.len_q > 0) fa_rows_keys(p, &t.s, 0, t.s.len_q, &t.seen_first, &t.seen_end);
+    const size_t grad_bytes = (size_t)((t.range_end - t.range_begin) * l->columns) * sizeof(float);
+    memset(t.dk, 0, grad_bytes);
+    memset(t.dv, 0, grad_bytes);
+
+    for (int64_t tile = 0; tile < num_tiles; tile += l->tiles) {
+        const int count = (int)(num_tiles - tile < l->tiles ? num_tiles - tile : l->tiles);
+        int64_t first_key = INT64_MAX, end_key = 0;
+        for (int i = 0; i < count; i++) {
+            bwd_open_tile(&t, i, tile + i, range);
+            if (t.tiles[i].first_key < first_key) first_key = t.tiles[i].first_key;
+            if (t.tiles[i].end_key > end_key) end_key = t.tiles[i].end_key;
+        }
+        for (int64_t block = t.range_begin; block < t.range_end; block += l->block_kv) {
+            if (first_key >= block + l->block_kv || end_key <= block) continue;
+            bwd_pack_block(&t, block);
+            for (int i = 0; i < count; i++) bwd_step_tile(&t, i, tile + i, range);
+        }
+        for (int i = 0; i < count && p->dq.data && l->ranges == 1; i++)
+            bwd_write_queries(p, &t.s, &t.tiles[i], t.dq_t + i * l->tile_floats);
+    }
+    if (p->dk.data) bwd_write_keys(&t, &p->dk, t.dk, (float)p->scale);
+    if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, job->kept);
+}
+
+static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
+    const bwd_job *job = ctx;
+    vec_mode mode = vec_enter();
+    for (int64_t w = begin; w < end; w++) {
+        for (int64_t task = job->workers[w].first; task >= 0; task = job->tasks[task].next)
+            bwd_run_task(job, &job->tasks[task], job->scratch + (size_t)w * job->layout.scratch_bytes);
+    }
+    vec_leave(mode);
+}
+
+/* dQ of one tile: the slabs of the ranges that it sees, in their order, summed into the first of them. */
+static void bwd_sum_tile(const bwd_job *job, const fa_sequence *s, int64_t head_kv, int64_t idx, const float *zeros) {
+    const fa_bwd_layout *l = &job->layout;
+    fa_bwd_tile tile;
+    float *sum = NULL;
+    bwd_place_lanes(job->p, s, head_kv, l->block_q, idx, &tile);
+    bwd_measure_lanes(job->p, s, &tile);
+    for (int r = 0; r < l->ranges; r++) {
+        int64_t begin, end;
+        fa_bwd_range(s, l->block_kv, l->ranges, r, &begin, &end);
+        if (!bwd_sees(&tile, begin, end)) continue;
+        float *slab = bwd_slab(job, s, r, head_kv, idx);
+        for (int64_t i = 0; sum && i < l->columns * tile.lanes; i += LANES)
+            vec_store(sum + i, vec_add(vec_load(sum + i), vec_load(slab + i)));
+        if (!sum) sum = slab;
+    }
+    bwd_write_queries(job->p, s, &tile, sum ? sum : zeros);
+}
+
+static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
+    const bwd_job *job = ctx;
+    const fa_problem *p = job->p;
+    vec_mode mode = vec_enter();
+    for (int64_t w = begin; w < end; w++) {
+        float *zeros = (float *)(job->scratch + (size_t)w * job->layout.scratch_bytes + job->layout.q_t);
+        int64_t turn = 0;
+        memset(zeros, 0, (size_t)job->layout.tile_floats * sizeof(float));
+        for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+            fa_sequence s = fa_sequence_at(p, b_idx);
+            int64_t num_tiles = fa_num_tiles(p, &s, job->layout.block_q);
+            for (int64_t i = 0; i < p->h_kv * num_tiles; i++)
+                if (turn++ % job->threads == w) bwd_sum_tile(job, &s, i / num_tiles, i % num_tiles, zeros);
+        }
+    }
+    vec_leave(mode);
+}
+
+static void attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+    fa_task *tasks = workspace;
+    int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, tasks);
+    size_t workers_at, lists_bytes = fa_fwd_lists_bytes(num_tasks, plan->threads, &workers_at);
+    fa_worker *workers = (fa_worker *)((char *)workspace + workers_at);
+    fa_assign_tasks(tasks, num_tasks, workers, plan->threads);
+
+    bwd_job job = {.p = p,
+                   .layout = fa_bwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task,
+                                              plan->num_splits),
+                   .tasks = tasks,
+                   .workers = workers,
+                   .threads = plan->threads,
+                   .scratch = (char *)workspace + lists_bytes,
+                   .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
+                   .softcap = (float)(p->softcap * LOG2_E),
+                   .kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f,
+                   .drops = p->dropout_p > 0 && p->keep_max < 255};
+    job.slabs = (float *)(job.scratch + (size_t)plan->threads * job.layout.scratch_bytes);
+    void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
+                                                       p->dq.data && plan->num_splits > 1 ? bwd_sum_slabs : NULL};
+    for (int i = 0; i < 3 && steps[i]; i++) {
+        if (plan->threads == 1)
+            steps[i](0, 1, &job); /* too little to wake anybody */
+        else
+            pool->parallel_for(plan->threads, steps[i], &job);
+    }
+}
+
+#endif

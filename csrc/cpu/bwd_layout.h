@@ -1,0 +1,96 @@
+/* The bytes of the backward: plan_bwd.c counts them, attn_bwd.h fills them. Everything is aligned to 64 bytes.
+ *
+ *   workspace   tasks | workers | one scratch for each worker | slabs of dQ
+ *   scratch     Q^T, dO^T, Q, dO, dQ^T of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
+ *               dK, dV of the task's keys | row addresses | tiles
+ *   slab        dQ^T of every tile, for one range of keys; only if there are several ranges
+ *
+ * With one range a task holds all keys of its rows, and its dQ is final. */
+#ifndef FA_BWD_LAYOUT_H
+#define FA_BWD_LAYOUT_H
+
+#include "fwd_layout.h"
+
+/* One tile: what its lanes are. Keys count from key 0 of the sequence; a lane that contributes nothing sees no key. */
+typedef struct {
+    float lse[FA_MAX_BLOCK_Q]; /* times log2(e); +inf: p is 0 whatever the score */
+    float delta[FA_MAX_BLOCK_Q], slope[FA_MAX_BLOCK_Q];
+    int64_t first[FA_MAX_BLOCK_Q], end[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+    int64_t row[FA_MAX_BLOCK_Q], head[FA_MAX_BLOCK_Q];
+    int64_t first_key, end_key;       /* some lane sees these keys */
+    int64_t common_first, common_end; /* every valid lane sees these */
+    int lanes, valid_lanes;           /* lanes: a multiple of the vector and of a dropout patch */
+} fa_bwd_tile;
+
+typedef struct {
+    int64_t words;       /* of a packed row of Q, K, V, dO, padded with zeros */
+    int64_t columns;     /* d padded to whole transposes */
+    int64_t k_t_stride;  /* words of a row of K^T */
+    int64_t range_keys;  /* at most so many keys in a task */
+    int64_t tile_floats; /* of Q^T, of dO^T and so on: from one tile to the next */
+    int block_q, block_kv, tiles, ranges;
+    size_t q_t, dout_t, q, dout, dq_t, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, k_rows, v_rows, tile;
+    size_t scratch_bytes;
+    int64_t slab_tiles; /* of one (range, key/value head) */
+    size_t slabs_bytes;
+} fa_bwd_layout;
+
+/* The keys [begin, end) of range r of a sequence: whole blocks, equal shares. */
+static inline void fa_bwd_range(const fa_sequence *s, int block_kv, int ranges, int r, int64_t *begin, int64_t *end) {
+    int64_t blocks = (s->len_kv + block_kv - 1) / block_kv;
+    *begin = blocks * r / ranges * block_kv;
+    *end = blocks * (r + 1) / ranges * block_kv;
+    if (*end > s->len_kv) *end = s->len_kv;
+}
+
+/* Where the tiles of a sequence start in a slab: sequences never overlap, for a + b rows need at most one tile more
+ * than a rows and b rows do. */
+static inline int64_t fa_bwd_slab_tile(const fa_problem *p, int64_t b_idx, int64_t row, int block_q) {
+    int64_t g = p->h / p->h_kv;
+    return fa_stacks_heads(p) ? g * row / block_q + b_idx : g * (row / block_q + b_idx);
+}
+
+static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
+                                             int ranges) {
+    const int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
+    const int64_t blocks = (p->len_kv + block_kv - 1) / block_kv;
+    fa_bwd_layout l = {.words = words,
+                       .columns = columns,
+                       .k_t_stride = block_kv / word_elems,
+                       .range_keys = (blocks + ranges - 1) / ranges * block_kv,
+                       .tile_floats = (words > columns ? words : columns) * block_q,
+                       .block_q = block_q,
+                       .block_kv = block_kv,
+                       .tiles = tiles,
+                       .ranges = ranges};
+    const int64_t tile_bytes = tiles * l.tile_floats * 4, pairs = (int64_t)block_kv * block_q;
+    size_t at = 0;
+    l.q_t = fa_take(&at, tile_bytes);
+    l.dout_t = fa_take(&at, tile_bytes);
+    l.q = fa_take(&at, tile_bytes);
+    l.dout = fa_take(&at, tile_bytes);
+    l.dq_t = fa_take(&at, ranges == 1 ? tile_bytes : 0);
+    l.k = fa_take(&at, block_kv * words * 4);
+    l.v = fa_take(&at, block_kv * words * 4);
+    l.k_t = fa_take(&at, columns * l.k_t_stride * 4);
+    l.scores = fa_take(&at, pairs * 4);
+    l.dprob = fa_take(&at, pairs * 4);
+    l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 ? pairs : 0);
+    l.dk = fa_take(&at, l.range_keys * columns * 4);
+    l.dv = fa_take(&at, l.range_keys * columns * 4);
+    l.k_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
+    l.v_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
+    l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_bwd_tile));
+    l.scratch_bytes = at;
+    if (ranges > 1) {
+        l.slab_tiles = fa_bwd_slab_tile(p, p->b, p->total_q, block_q);
+        l.slabs_bytes = (size_t)(ranges * p->h_kv * l.slab_tiles * l.tile_floats * 4);
+    }
+    return l;
+}
+
+/* Writes the tasks: begin is the range, cost the pairs of tiles and keys; tasks NULL: only counts them. */
+int64_t fa_bwd_tasks(const fa_problem *problem, int block_q, int block_kv, int ranges, fa_task *tasks);
+
+#endif

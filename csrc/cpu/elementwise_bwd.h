@@ -1,0 +1,99 @@
+/* What happens to a tile of scores in the backward, lane by lane: S^T and dP^T [keys][lanes] become P and dS.
+ *
+ *   p = exp2(s - lse)      ds = p (dp - delta)      softcap: ds (1 - tanh^2)      dropout: P and dp only where kept
+ *
+ * Everything is done in place. The products want P and dS as rows of words along the lanes (dV, dK) and dS as words
+ * along the keys (dQ): for fp32 the same buffer, for bf16 a converted copy of each. */
+#ifndef FA_ELEMENTWISE_BWD_H
+#define FA_ELEMENTWISE_BWD_H
+
+#include "elementwise.h"
+
+typedef struct {
+    float *scores, *dprob;     /* [keys][lanes], rows of words afterwards: P and dS */
+    float *ds_words;           /* [keys / 2][lanes]: dS as words along the keys; WORD_ELEMS 1: not used */
+    int64_t lanes, begin, end; /* keys [begin, end), both even */
+    const float *lse, *delta;  /* [lanes] */
+    const uint8_t *bytes;      /* of the dropout generator, [keys][lanes]; NULL: nothing is dropped */
+    uint8_t keep_max;
+    score_options options;
+} gradient_args;
+
+typedef struct {
+    vec lse, delta, slope, diagonal, first, end;
+} gradient_lanes;
+
+typedef struct {
+    vec p, ds;
+} gradient_pair;
+
+/* Masks select, they do not multiply: a masked score may be NaN. */
+INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASED, bool DROPS, const gradient_lanes *x,
+                                 int64_t key, int64_t lane) {
+    const vec zero = vec_set(0.0f);
+    vec s = vec_load(a->scores + key * a->lanes + lane), dp = vec_load(a->dprob + key * a->lanes + lane), slope = zero;
+    const bool caps = BIASED && a->options.softcap > 0.0f;
+    if (caps) {
+        vec t = vec_tanh(s);
+        slope = vec_sub(vec_set(1.0f), vec_mul(t, t));
+        s = vec_mul(t, vec_set(a->options.softcap));
+    }
+    if (BIASED && a->options.slope) {
+        vec distance = vec_sub(x->diagonal, vec_set((float)key));
+        s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
+    }
+    vec p = vec_exp2(vec_sub(s, x->lse)), kept = p;
+    if (DROPS) {
+        vec_mask keep = mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max);
+        dp = vec_select(keep, dp, zero);
+        kept = vec_select(keep, p, zero);
+    }
+    vec ds = vec_mul(p, vec_sub(dp, x->delta));
+    if (caps) ds = vec_mul(ds, slope);
+    if (MASKED) {
+        vec_mask visible = keys_visible(x->first, x->end, key);
+        kept = vec_select(visible, kept, zero);
+        ds = vec_select(visible, ds, zero);
+    }
+    return (gradient_pair){kept, ds};
+}
+
+INLINE void gradient_step_of(const gradient_args *a, bool MASKED, bool BIASED, bool DROPS) {
+    for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
+        gradient_lanes x = {.lse = vec_load(a->lse + lane), .delta = vec_load(a->delta + lane)};
+        if (MASKED) x.first = vec_load(a->options.first + lane), x.end = vec_load(a->options.end + lane);
+        if (BIASED && a->options.slope)
+            x.slope = vec_load(a->options.slope + lane), x.diagonal = vec_load(a->options.diagonal + lane);
+        for (int64_t key = a->begin; key < a->end; key += 2) {
+            gradient_pair even = gradient_at(a, MASKED, BIASED, DROPS, &x, key, lane);
+            gradient_pair odd = gradient_at(a, MASKED, BIASED, DROPS, &x, key + 1, lane);
+            float *p = a->scores + key * a->lanes, *ds = a->dprob + key * a->lanes;
+#if WORD_ELEMS == 2 /* row "lane" of bf16 lies over floats that were read already */
+            vec_store_bf16((uint16_t *)p + lane, even.p);
+            vec_store_bf16((uint16_t *)(p + a->lanes) + lane, odd.p);
+            vec_store_bf16((uint16_t *)ds + lane, even.ds);
+            vec_store_bf16((uint16_t *)(ds + a->lanes) + lane, odd.ds);
+            vec_store(a->ds_words + key / 2 * a->lanes + lane, vec_pack_words(even.ds, odd.ds));
+#else
+            vec_store(p + lane, even.p);
+            vec_store(p + a->lanes + lane, odd.p);
+            vec_store(ds + lane, even.ds);
+            vec_store(ds + a->lanes + lane, odd.ds);
+#endif
+        }
+    }
+}
+
+static inline void gradient_step(const gradient_args *a) {
+    const bool biased = a->options.softcap > 0.0f || a->options.slope;
+    if (!biased && !a->bytes && !a->options.masked)
+        gradient_step_of(a, false, false, false);
+    else if (!biased && !a->bytes)
+        gradient_step_of(a, true, false, false);
+    else if (!a->bytes)
+        gradient_step_of(a, true, true, false);
+    else
+        gradient_step_of(a, true, true, true);
+}
+
+#endif

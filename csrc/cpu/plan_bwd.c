@@ -1,0 +1,66 @@
+/* Sizes of the tiled backward, and its tasks. Ranges of keys follow from the shapes alone, never from the threads: dQ
+ * is a sum over ranges, and its bits shall not depend on who computes them. */
+#include "bwd_layout.h"
+#include "cpu.h"
+
+/* Below this a second thread costs more than it brings: 10 us of work against a few us to wake it. */
+static const double inline_flops = 2e6;
+
+static int64_t overlap(int64_t begin, int64_t end, int64_t first, int64_t last) {
+    int64_t low = begin > first ? begin : first, high = end < last ? end : last;
+    return high > low ? high - low : 0;
+}
+
+int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges, fa_task *tasks) {
+    if (!tasks) return p->b * p->h_kv * ranges;
+    int64_t count = 0;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        int64_t num_tiles = fa_num_tiles(p, &s, block_q);
+        for (int r = 0; r < ranges; r++) {
+            int64_t begin, end, cost = 0;
+            fa_bwd_range(&s, block_kv, ranges, r, &begin, &end);
+            for (int64_t tile = 0; tile < num_tiles; tile++) {
+                int64_t row_first, row_end, first_key, end_key;
+                fa_tile_rows(p, &s, block_q, tile, tile + 1, &row_first, &row_end);
+                fa_rows_keys(p, &s, row_first, row_end, &first_key, &end_key);
+                cost += overlap(begin, end, first_key, end_key);
+            }
+            for (int64_t head_kv = 0; head_kv < p->h_kv; head_kv++)
+                tasks[count++] = (fa_task){
+                    .cost = cost, .begin = r, .end = r + 1, .b_idx = (int32_t)b_idx, .head_kv = (int32_t)head_kv};
+        }
+    }
+    return count;
+}
+
+/* Enough tasks for a few threads when there are few heads; each range costs a slab of dQ and packs Q once more. */
+static int choose_ranges(const fa_problem *p) {
+    const int64_t wanted_tasks = 16, most_ranges = 8, least_keys = 512;
+    int64_t heads = p->b * p->h_kv > 0 ? p->b * p->h_kv : 1, ranges = (wanted_tasks + heads - 1) / heads;
+    if (ranges > p->len_kv / least_keys) ranges = p->len_kv / least_keys;
+    if (ranges > most_ranges) ranges = most_ranges;
+    return ranges < 1 ? 1 : (int)ranges;
+}
+
+void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const int word_elems = plan->isa == FA_ISA_AVX512BF16 && p->dtype == FA_BF16 ? 2 : 1;
+    const int block_q = fa_cpu_kernels_of(plan->isa, p->dtype)->block_q;
+    const int block_kv = p->d > 128 ? 96 : 192; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
+    const int ranges = choose_ranges(p), tiles = 16;
+
+    double flops = 10.0 * (double)(p->h * p->d) * (double)p->total_q * (double)p->len_kv;
+    int64_t num_tasks = fa_bwd_tasks(p, block_q, block_kv, ranges, NULL);
+    int threads = flops < inline_flops || machine->threads < 1 ? 1 : machine->threads;
+    if (threads > num_tasks) threads = num_tasks > 0 ? (int)num_tasks : 1;
+
+    size_t ignored;
+    fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, tiles, ranges);
+    plan->block_q = block_q;
+    plan->block_kv = block_kv;
+    plan->tiles_per_task = tiles;
+    plan->threads = threads;
+    plan->num_splits = ranges;
+    plan->workspace_bytes =
+        fa_fwd_lists_bytes(num_tasks, threads, &ignored) + (size_t)threads * layout.scratch_bytes + layout.slabs_bytes;
+}
