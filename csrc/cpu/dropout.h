@@ -44,36 +44,4 @@ static inline uint8_t fa_dropout_byte(uint64_t seed, uint64_t stream, int64_t ro
     return (uint8_t)(out[c / 8] >> 8 * (2 * (r / 8) + c % 2));
 }
 
-/* One patch: bytes[c][r], a key's rows side by side as the tiled kernels' lanes are. The 32 calls run abreast, which
- * compilers turn into vector code. */
-static inline void fa_dropout_patch(uint64_t seed, uint64_t stream, int64_t row_patch, int64_t col_patch,
-                                    uint8_t bytes[FA_PATCH_COLS][FA_PATCH_ROWS]) {
-    uint32_t x[FA_PHILOX_LANES], y[FA_PHILOX_LANES], z[FA_PHILOX_LANES], w[FA_PHILOX_LANES];
-    for (int lane = 0; lane < FA_PHILOX_LANES; lane++) {
-        uint64_t low = stream + (uint64_t)lane;
-        x[lane] = (uint32_t)low;
-        y[lane] = (uint32_t)(low >> 32);
-        z[lane] = (uint32_t)row_patch;
-        w[lane] = (uint32_t)col_patch;
-    }
-    uint32_t key_0 = (uint32_t)seed, key_1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < FA_PHILOX_ROUNDS; round++) {
-        for (int lane = 0; lane < FA_PHILOX_LANES; lane++) {
-            uint64_t product_x = (uint64_t)0xD2511F53u * x[lane], product_z = (uint64_t)0xCD9E8D57u * z[lane];
-            x[lane] = (uint32_t)(product_z >> 32) ^ y[lane] ^ key_0;
-            z[lane] = (uint32_t)(product_x >> 32) ^ w[lane] ^ key_1;
-            y[lane] = (uint32_t)product_z;
-            w[lane] = (uint32_t)product_x;
-        }
-        key_0 += 0x9E3779B9u;
-        key_1 += 0xBB67AE85u;
-    }
-    for (int lane = 0; lane < FA_PHILOX_LANES; lane++) {
-        uint32_t words[4] = {x[lane], y[lane], z[lane], w[lane]};
-        for (int byte = 0; byte < 16; byte++)
-            bytes[8 * (byte / 4) + 2 * (lane % 4) + byte % 2][8 * (byte / 2 % 2) + lane / 4] =
-                (uint8_t)(words[byte / 4] >> 8 * (byte % 4));
-    }
-}
-
 #endif

@@ -46,6 +46,22 @@ INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
 }
 INLINE vec vec_select(vec_mask m, vec yes, vec no) { return _mm256_blendv_ps(no, yes, m); }
 
+/* ---- bits ---- */
+INLINE vec vec_set_bits(uint32_t bits) { return _mm256_castsi256_ps(_mm256_set1_epi32((int)bits)); }
+INLINE vec vec_xor(vec a, vec b) { return _mm256_xor_ps(a, b); }
+INLINE vec vec_multiply_bits(vec a, uint32_t factor, vec *low) {
+    __m256i bits = _mm256_castps_si256(a), m = _mm256_set1_epi32((int)factor);
+    __m256i even = _mm256_mul_epu32(bits, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(bits, 32), m);
+    *low = _mm256_castsi256_ps(_mm256_blend_epi32(even, _mm256_shuffle_epi32(odd, 0xa0), 0xaa));
+    return _mm256_castsi256_ps(_mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xf5), odd, 0xaa));
+}
+INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
+    __m256i bits = _mm256_srl_epi32(_mm256_castps_si256(a), _mm_cvtsi32_si128(shift));
+    bits = _mm256_and_si256(bits, _mm256_set1_epi32(0xff));
+    __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(pairs, pairs));
+}
+
 /* As in vec_scalar.h: the magic number finds the nearest integer and its place in the exponent. */
 INLINE vec vec_exp2(vec a) {
     const vec lowest = vec_set(-126.0f), magic = vec_set(0x1.8p23f);

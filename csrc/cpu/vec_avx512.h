@@ -45,6 +45,20 @@ INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
 }
 INLINE vec vec_select(vec_mask m, vec yes, vec no) { return _mm512_mask_blend_ps(m, no, yes); }
 
+/* ---- bits ---- */
+INLINE vec vec_set_bits(uint32_t bits) { return _mm512_castsi512_ps(_mm512_set1_epi32((int)bits)); }
+INLINE vec vec_xor(vec a, vec b) { return _mm512_xor_ps(a, b); }
+INLINE vec vec_multiply_bits(vec a, uint32_t factor, vec *low) {
+    __m512i bits = _mm512_castps_si512(a), m = _mm512_set1_epi32((int)factor);
+    __m512i even = _mm512_mul_epu32(bits, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(bits, 32), m);
+    *low = _mm512_castsi512_ps(_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, 0xa0));
+    return _mm512_castsi512_ps(_mm512_mask_shuffle_epi32(odd, 0x5555, even, 0xf5));
+}
+INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
+    __m512i bits = _mm512_srl_epi32(_mm512_castps_si512(a), _mm_cvtsi32_si128(shift));
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(bits));
+}
+
 /* ---- words ---- */
 #ifdef VEC_BF16_WORDS
 

@@ -114,6 +114,27 @@ INLINE vec vec_select(vec_mask m, vec yes, vec no) {
     return no;
 }
 
+/* ---- bits: the lanes as unsigned 32-bit integers ---- */
+INLINE vec vec_set_bits(uint32_t bits) { return vec_set(fa_f32_of_bits(bits)); }
+INLINE vec vec_xor(vec a, vec b) {
+    EACH_LANE a.lane[i] = fa_f32_of_bits(fa_bits_of(a.lane[i]) ^ fa_bits_of(b.lane[i]));
+    return a;
+}
+/* The high halves of the 64-bit products a factor; *low receives the low halves. */
+INLINE vec vec_multiply_bits(vec a, uint32_t factor, vec *low) {
+    vec high;
+    EACH_LANE {
+        uint64_t product = (uint64_t)fa_bits_of(a.lane[i]) * factor;
+        low->lane[i] = fa_f32_of_bits((uint32_t)product);
+        high.lane[i] = fa_f32_of_bits((uint32_t)(product >> 32));
+    }
+    return high;
+}
+/* The byte of each lane that starts at bit `shift`: LANES bytes. */
+INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
+    EACH_LANE p[i] = (uint8_t)(fa_bits_of(a.lane[i]) >> shift);
+}
+
 /* 2^a for a <= 126: a relative error of 1e-7, exactly 1 at 0, exactly 0 below -126, NaN stays NaN. The magic number
  * moves the nearest integer n into the low bits; 2^(a - n) is a polynomial whose constant term is 1. */
 INLINE vec vec_exp2(vec a) {
