@@ -34,7 +34,7 @@ class Plan:
                 f"    tile             {self.block_q} rows x {self.block_kv} keys, {self.tiles_per_task} tiles a task",
                 f"    threads          {self.threads}",
                 f"    key splits       {self.num_splits}",
-                f"    workspace        {self.workspace_bytes} bytes",
+                f"    workspace        {self.workspace_bytes:,} bytes",
             ]
         lines += [f"    ruled out        {kernel}: {reason}" for kernel, reason in self.ruled_out]
         if self.backward is not None:
