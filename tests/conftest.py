@@ -15,7 +15,14 @@ import torch
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=flash_attn_2_cuda.cpu_isas())
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """isa varies fastest: what a case should give is computed once and kept for all instruction sets."""
+    if "isa" in metafunc.fixturenames:
+        metafunc.parametrize("isa", flash_attn_2_cuda.cpu_isas(), indirect=True)
+
+
+@pytest.fixture
 def isa(request):
     flash_attn_2_cuda.set_cpu_isa(request.param)
     yield request.param

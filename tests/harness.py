@@ -134,6 +134,11 @@ def problem(case):
     return p
 
 
+def rows_of(case, x, which):
+    """The sequences of q or its like (which 0), of k or its like (1)."""
+    return slices(case, x, [lengths[which] for lengths in case.lengths])
+
+
 def slices(case, x, lengths):
     """The sequences of a tensor [b, rows, h, d] or [all rows, h, d]."""
     if not case.packed:
@@ -153,10 +158,9 @@ def drawn_seed(case):
 
 def truth(case, p, dtype, backward, seed=0):
     """out, lse and the gradients of every sequence by the oracle, computed in dtype."""
-    lens_q, lens_kv = ([n for n, _ in case.lengths], [n for _, n in case.lengths])
     q, k, v, dout = (
-        [x.detach().to(dtype).requires_grad_(backward) for x in slices(case, whole, lens)]
-        for whole, lens in ((p.q, lens_q), (p.k, lens_kv), (p.v, lens_kv), (p.dout, lens_q))
+        [x.detach().to(dtype).requires_grad_(backward) for x in rows_of(case, whole, which)]
+        for whole, which in ((p.q, 0), (p.k, 1), (p.v, 1), (p.dout, 0))
     )
     result = SimpleNamespace(out=[], lse=[], dq=[], dk=[], dv=[])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -197,42 +201,44 @@ def ours(case, backward, deterministic=False):
     else:
         out, lse, _ = flash_attn_func(q, k, v, *options)
     grads = torch.autograd.grad(out, (q, k, v), p.dout) if backward else (None,) * 3
-    lens_q, lens_kv = ([n for n, _ in case.lengths], [n for _, n in case.lengths])
-    result = SimpleNamespace(whole=(out, lse, *grads), out=slices(case, out.detach(), lens_q))
-    if case.packed:
-        result.lse = list(lse[:, : sum(lens_q)].split(lens_q, dim=1)) if lens_q else []
+    result = SimpleNamespace(whole=(out, lse, *grads), out=rows_of(case, out.detach(), 0))
+    if case.packed and case.len_q:
+        result.lse = list(lse[:, : sum(case.len_q)].split(case.len_q, dim=1))
     else:
-        result.lse = list(lse)
+        result.lse = [] if case.packed else list(lse)
     if backward:
-        for name, grad, lens in zip(("dq", "dk", "dv"), grads, (lens_q, lens_kv, lens_kv)):
-            setattr(result, name, slices(case, grad, lens))
+        for name, grad, which in zip(("dq", "dk", "dv"), grads, (0, 1, 1)):
+            setattr(result, name, rows_of(case, grad, which))
     return result
 
 
 def join(parts):
+    """All numbers of all sequences."""
     return torch.cat([x.reshape(-1) for x in parts]) if parts else torch.empty(0)
 
 
-def verify(case: Case, backward=False, m=None, a=None):
-    """Runs one case on the kernels chosen now and holds every result against the truth."""
+def verify(case: Case, backward=False, m_grad=None, a_grad=None):
+    """Runs one case on the kernels chosen now and holds every result, over all its sequences, against the truth."""
     ref, plain, plain_fp32 = expected(case, backward)
     got = ours(case, backward)
     dtype = DTYPES[case.dtype]
     for n in range(len(case.lengths)):
-        where = f"sequence {n}" if case.packed else f"batch {n}"
-        check_lse(got.lse[n], ref.lse[n], plain_fp32.lse[n], dtype)
-        check(f"out of {where}", got.out[n], ref.out[n], plain.out[n], m=2.0 if m is None else m, a=a)
-    if backward:
-        # A gradient that cancels to nothing is as exact as the numbers that cancelled.
-        scale = largest(*ref.dq, *ref.dk, *ref.dv)
-        a_grad = a
-        if dtype == torch.float64:  # P = exp(s - lse), and lse is kept in fp32
-            seen = [x[x.isfinite()] for x in ref.lse]
-            a_grad = 2.0**-22 * max(1.0, largest(*seen)) * scale
-        m_grad = (2.0 if dtype == torch.float32 else 3.0) if m is None else m
-        for name in ("dq", "dk", "dv"):
-            for n, grad in enumerate(getattr(got, name)):
-                reference, simple = getattr(ref, name)[n], getattr(plain, name)[n]
-                where = f"sequence {n}" if case.packed else f"batch {n}"
-                check(f"{name} of {where}", grad, reference, simple, m=m_grad, a=a_grad, scale=scale)
+        assert got.out[n].shape == ref.out[n].shape and got.lse[n].shape == ref.lse[n].shape
+    check_lse(*(join(x.lse) for x in (got, ref, plain_fp32)), dtype)
+    check("out", *(join(x.out) for x in (got, ref, plain)))
+    if not backward:
+        return got
+    # Gradients that cancel to nothing are as exact as what cancelled: dS = P (dP - delta), dq = scale dS k, dk = ..q.
+    p = problem(case)
+    delta = largest(*((x.double() * o).sum(-1) for x, o in zip(rows_of(case, p.dout, 0), ref.out)))
+    qk = largest(*(x.double() for x in rows_of(case, p.q, 0) + rows_of(case, p.k, 1)))
+    factor = abs(case.d**-0.5 if case.scale is None else case.scale)
+    scale = max(largest(*ref.dq, *ref.dk, *ref.dv), factor * delta * qk)
+    if dtype == torch.float64:  # P = exp(s - lse), and lse is kept in fp32
+        seen = [x[x.isfinite()] for x in ref.lse]
+        a_grad = 2.0**-22 * max(1.0, largest(*seen)) * scale
+    if m_grad is None:
+        m_grad = 2.0 if dtype == torch.float32 else 3.0
+    for name in ("dq", "dk", "dv"):
+        check(name, *(join(getattr(x, name)) for x in (got, ref, plain)), m=m_grad, a=a_grad, scale=scale)
     return got

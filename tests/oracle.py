@@ -172,4 +172,6 @@ def kvcache(
         )
         outs.append(out)
         lses.append(lse)
-    return torch.stack(outs), torch.stack(lses), k_cache, v_cache
+    out = torch.stack(outs) if b else q.to(dtype)
+    lse = torch.stack(lses) if b else q.new_zeros(0, h, len_q, dtype=dtype)
+    return out, lse, k_cache, v_cache

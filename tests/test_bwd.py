@@ -4,37 +4,48 @@ import math
 
 import pytest
 import torch
-from cases import BOTH, DIMS, HEADS, LENGTHS, OPTIONS, TINY, VALUES, WINDOWS, ZEROS, Case, each, in_dtypes
+from cases import (
+    BOTH,
+    DIMS,
+    DTYPES,
+    HEADS,
+    LENGTHS,
+    OPTIONS,
+    TINY,
+    VALUES,
+    WINDOWS,
+    ZEROS,
+    Case,
+    each,
+    in_dtypes,
+    in_turns,
+)
 from compare import error
 from harness import ISAS, expected, join, ours, problem, verify
 
 from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
-CASES = LENGTHS[::2] + DIMS + HEADS + WINDOWS[::2] + ZEROS + OPTIONS + [c for c in VALUES if c.values != "huge"]
+CASES = LENGTHS[::2] + DIMS + HEADS + ZEROS + OPTIONS + [c for c in VALUES if c.values != "huge"]
 
 
-@pytest.mark.parametrize("case", in_dtypes(CASES, ("fp32", "bf16", "fp16")), ids=repr)
+@pytest.mark.parametrize("case", in_dtypes(CASES) + in_turns(WINDOWS), ids=repr)
 def test_dense(case, isa):
     verify(case, backward=True)
 
 
-@pytest.mark.parametrize("case", in_dtypes(TINY, ("fp32", "bf16", "fp16")), ids=repr)
+@pytest.mark.parametrize("case", in_dtypes(TINY), ids=repr)
 def test_short_and_large(case, isa):
-    """Upstream's rule for these: five times the error of plain PyTorch, plus 1e-3 in 16 bit."""
-    verify(case, backward=True, m=5.0, a=None if case.dtype == "fp32" else 1e-3)
+    """Upstream's rule for these: five times the error of plain PyTorch, plus 1e-3 (fp32: 2e-4)."""
+    verify(case, backward=True, m_grad=5.0, a_grad=2e-4 if case.dtype == "fp32" else 1e-3)
 
 
-@pytest.mark.parametrize(
-    "case", in_dtypes([c for c in VALUES if c.values == "huge"], ("fp32", "bf16", "fp16")), ids=repr
-)
+@pytest.mark.parametrize("case", in_dtypes([c for c in VALUES if c.values == "huge"]), ids=repr)
 def test_huge_scores_give_finite_gradients(case, isa):
-    verify(case, backward=True, m=5.0)
+    verify(case, backward=True, m_grad=5.0)
 
 
-@pytest.mark.parametrize(
-    "case", each(Case(300, 517, b=1, h=3, h_kv=1, d=64), dtype=("fp32", "bf16", "fp16"), causal=BOTH), ids=repr
-)
+@pytest.mark.parametrize("case", each(Case(300, 517, b=1, h=3, h_kv=1, d=64), dtype=DTYPES, causal=BOTH), ids=repr)
 def test_many_tiles(case, isa):
     verify(case, backward=True)
 

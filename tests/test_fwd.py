@@ -4,21 +4,19 @@ import math
 
 import pytest
 import torch
-from cases import BOTH, DENSE, TINY, Case, each, in_dtypes
+from cases import BOTH, DENSE, DTYPES, TINY, WINDOWS, Case, each, in_dtypes, in_turns
 from harness import ISAS, verify
 from oracle import attention
 
 from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 
-@pytest.mark.parametrize("case", in_dtypes(DENSE + TINY, ("fp32", "bf16", "fp16")), ids=repr)
+@pytest.mark.parametrize("case", in_dtypes(DENSE) + in_turns(WINDOWS + TINY), ids=repr)
 def test_dense(case, isa):
     verify(case)
 
 
-@pytest.mark.parametrize(
-    "case", each(Case(300, 517, b=1, h=3, h_kv=1, d=64), dtype=("fp32", "bf16", "fp16"), causal=BOTH), ids=repr
-)
+@pytest.mark.parametrize("case", each(Case(300, 517, b=1, h=3, h_kv=1, d=64), dtype=DTYPES, causal=BOTH), ids=repr)
 def test_many_tiles(case, isa):
     """Several query tiles times several key blocks, none of them full at the end."""
     verify(case)

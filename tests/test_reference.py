@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DENSE, PACKED, TINY, Case, each, in_dtypes
+from cases import DENSE, PACKED, TINY, WINDOWS, Case, each, in_dtypes
 from harness import offsets, verify
 from oracle import attention, dropout_keep, philox4x32, rotate, visible
 
@@ -72,7 +72,7 @@ def test_oracle_rotation_by_hand():
     assert rotate(x, cos, sin, torch.tensor([2]), True).flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("case", in_dtypes(DENSE + TINY, ("fp64",)), ids=repr)
+@pytest.mark.parametrize("case", in_dtypes(DENSE + WINDOWS + TINY, ("fp64",)), ids=repr)
 def test_dense(case):
     verify(case, backward=case.values not in ("huge", "sentinel"))
 
