@@ -4,18 +4,16 @@ transformers asks two questions: is the package there, and is there a GPU. The f
 here; the second, and nothing else, is answered by the fixture.
 """
 
+import importlib
 import importlib.metadata
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.utils import import_utils
 
-transformers = pytest.importorskip("transformers")
-
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel  # noqa: E402
-from transformers import modeling_flash_attention_utils as flash_utils  # noqa: E402
-from transformers.utils import import_utils  # noqa: E402
-
-import flash_attn  # noqa: E402
+import flash_attn
 
 SMALL = {
     "vocab_size": 97,

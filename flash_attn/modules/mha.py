@@ -45,9 +45,9 @@ class LinearResidual(nn.Linear):
 
 
 class _Attention(nn.Module):
-    """Everything between the projections, shared by both classes below. Expects ``num_heads`` and ``head_dim``."""
+    """Everything between the projections, shared by both classes below."""
 
-    def _init_attention(
+    def __init__(
         self,
         alibi_slopes,
         dropout,
@@ -63,6 +63,7 @@ class _Attention(nn.Module):
         checkpointing,
         device,
     ):
+        super().__init__()
         assert use_flash_attn or alibi_slopes is None, "use_alibi needs use_flash_attn"
         assert use_flash_attn or tuple(window_size) == (-1, -1), "window_size needs use_flash_attn"
         self.causal, self.layer_idx, self.rotary_emb_dim = causal, layer_idx, rotary_emb_dim
@@ -195,17 +196,8 @@ class MHA(_Attention):
         device=None,
         dtype=None,
     ):
-        super().__init__()
-        self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        assert num_heads % self.num_heads_kv == 0, f"{num_heads} heads are no multiple of {self.num_heads_kv} of k"
-        assert embed_dim % num_heads == 0, f"embed_dim {embed_dim} is not a multiple of {num_heads} heads"
-        assert not (cross_attn and rotary_emb_dim > 0), "rotary embedding is for self attention"
-        self.head_dim = embed_dim // num_heads
-        self.cross_attn, self.dwconv, self.return_residual = cross_attn, dwconv, return_residual
-        layout = {"device": device, "dtype": dtype}
         slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
-        self._init_attention(
+        super().__init__(
             slopes,
             dropout,
             softmax_scale,
@@ -220,6 +212,14 @@ class MHA(_Attention):
             checkpointing,
             device,
         )
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        assert num_heads % self.num_heads_kv == 0, f"{num_heads} heads are no multiple of {self.num_heads_kv} of k"
+        assert embed_dim % num_heads == 0, f"embed_dim {embed_dim} is not a multiple of {num_heads} heads"
+        assert not (cross_attn and rotary_emb_dim > 0), "rotary embedding is for self attention"
+        self.head_dim = embed_dim // num_heads
+        self.cross_attn, self.dwconv, self.return_residual = cross_attn, dwconv, return_residual
+        layout = {"device": device, "dtype": dtype}
 
         kv_dim = 2 * self.head_dim * self.num_heads_kv
         if cross_attn:
@@ -327,21 +327,17 @@ class ParallelMHA(_Attention):
         device=None,
         dtype=None,
     ):
-        super().__init__()
-        self.embed_dim, self.num_heads, self.process_group = embed_dim, num_heads, process_group
-        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        assert num_heads % self.num_heads_kv == 0, f"{num_heads} heads are no multiple of {self.num_heads_kv} of k"
+        num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        assert num_heads % num_heads_kv == 0, f"{num_heads} heads are no multiple of {num_heads_kv} of k"
         assert embed_dim % num_heads == 0, f"embed_dim {embed_dim} is not a multiple of {num_heads} heads"
-        self.head_dim = embed_dim // num_heads
         world_size, rank = torch.distributed.get_world_size(process_group), torch.distributed.get_rank(process_group)
-        group = num_heads // self.num_heads_kv
-        heads_kv = [get_dim_for_local_rank(self.num_heads_kv, world_size, r) for r in range(world_size)]
-        self.num_heads_kv_per_rank, self.num_heads_per_rank = heads_kv[rank], heads_kv[rank] * group
+        group = num_heads // num_heads_kv
+        heads_kv = [get_dim_for_local_rank(num_heads_kv, world_size, r) for r in range(world_size)]
         slopes = None
         if use_alibi:
-            first = sum(heads_kv[:rank]) * group
-            slopes = torch.tensor(get_alibi_slopes(num_heads)[first : first + self.num_heads_per_rank], device=device)
-        self._init_attention(
+            first, last = sum(heads_kv[:rank]) * group, sum(heads_kv[: rank + 1]) * group
+            slopes = torch.tensor(get_alibi_slopes(num_heads)[first:last], device=device)
+        super().__init__(
             slopes,
             dropout,
             softmax_scale,
@@ -356,8 +352,11 @@ class ParallelMHA(_Attention):
             checkpointing,
             device,
         )
+        self.embed_dim, self.num_heads, self.num_heads_kv = embed_dim, num_heads, num_heads_kv
+        self.head_dim, self.process_group = embed_dim // num_heads, process_group
+        self.num_heads_kv_per_rank, self.num_heads_per_rank = heads_kv[rank], heads_kv[rank] * group
         parallel = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        qkv_dim = self.head_dim * (num_heads + 2 * self.num_heads_kv)
+        qkv_dim = self.head_dim * (num_heads + 2 * num_heads_kv)
         unit = self.head_dim * group
         self.Wqkv = ColumnParallelLinear(
             embed_dim, qkv_dim, process_group, bias=qkv_proj_bias, multiple_of=unit + 2 * self.head_dim, **parallel

@@ -65,7 +65,7 @@ def construct_local_mask(
     if key_leftpad is not None:
         pad = key_leftpad[:, None, None, None]
         key = torch.where(key >= pad, key - pad, 2**32)
-        len_k = len_k - pad
+        len_k = len_k - pad if key_padding_mask is None else len_k  # the mask excludes left padding
     diagonal = row + len_k - len_q
     outside = key > diagonal + right if right >= 0 else key >= len_k
     return outside | (key < diagonal - left) if left >= 0 else outside
