@@ -25,12 +25,17 @@ except ModuleNotFoundError as error:
         "`pip install -e .` in the source tree"
     ) from error
 
-__all__ = ["check_layout", "empty_like", "flash_attn_2_cuda", "round_multiple"]
+__all__ = ["check_layout", "check_tensor", "empty_like", "flash_attn_2_cuda", "round_multiple"]
 
 
 def round_multiple(x, m):
     """``x`` rounded up to a multiple of ``m``."""
     return (x + m - 1) // m * m
+
+
+def check_tensor(name, x):
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor; it is of type {type(x).__name__}")
 
 
 def check_layout(name, x, *layout):

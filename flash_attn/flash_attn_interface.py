@@ -18,7 +18,7 @@ into the same views of one packed gradient; the classes say only what comes pack
 import torch
 from torch.autograd.function import once_differentiable
 
-from flash_attn._ops import check_layout, empty_like, flash_attn_2_cuda, round_multiple
+from flash_attn._ops import check_layout, check_tensor, empty_like, flash_attn_2_cuda, round_multiple
 
 __all__ = [
     "flash_attn_func",
@@ -55,17 +55,22 @@ def _get_block_size_n(device, head_dim, is_dropout, is_causal):
     return 1 << 30
 
 
-def _as_int(x):
+def _as_int(x, name):
     """A Python integer; a tensor of one element gives its value (a CUDA tensor waits for the device)."""
-    return x.item() if isinstance(x, torch.Tensor) else x
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.numel() != 1:
+        raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
+    return x.item()
 
 
 def _as_window(window_size):
     """``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
-    if len(window_size) != 2:
-        raise ValueError(f"window_size must be (left, right), two integers; it has {len(window_size)}")
-    left, right = window_size
-    return _as_int(left), _as_int(right)
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be (left, right), two integers; it is {window_size!r}") from None
+    return _as_int(left, "window_size"), _as_int(right, "window_size")
 
 
 def _as_scale(softmax_scale, q):
@@ -92,13 +97,16 @@ def _pack(tensors, num):
     return [*given, None if parts[0] is None else torch.stack(parts, -3)]
 
 
-def _check_packed(tensors, varlen):
-    *given, packed = tensors
+def _check_given(tensors, varlen):
+    """What must hold before q, k and v can be told apart; the rest is for the op to check."""
+    names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
+    for name, x in zip(names, tensors):
+        check_tensor(name, x)
     rows = ("total",) if varlen else ("batch_size", "seqlen")
-    if len(given) == 0:
-        check_layout("qkv", packed, *rows, 3, "num_heads", "head_size")
-    elif len(given) == 1:
-        check_layout("kv", packed, *rows, 2, "num_heads_k", "head_size")
+    if len(tensors) == 1:
+        check_layout("qkv", tensors[0], *rows, 3, "num_heads", "head_size")
+    elif len(tensors) == 2:
+        check_layout("kv", tensors[1], *rows, 2, "num_heads_k", "head_size")
 
 
 def _distinct(*arguments):
@@ -127,10 +135,10 @@ def _attend(
     ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k).
     """
-    _check_packed(tensors, varlen=bool(lengths))
+    _check_given(tensors, varlen=bool(lengths))
     is_grad = is_grad_enabled and any(x.requires_grad for x in tensors)
     tensors = [maybe_contiguous(x) for x in tensors]
-    lengths = (*lengths[:2], *(_as_int(x) for x in lengths[2:]))
+    lengths = (*lengths[:2], *(_as_int(x, "max_seqlen") for x in lengths[2:]))
     options = (dropout_p, _as_scale(softmax_scale, tensors[0]), causal, *_as_window(window_size), softcap)
     forward = _wrapped_flash_attn_varlen_forward if lengths else _wrapped_flash_attn_forward
     paged = () if block_table is None else (block_table,)
@@ -422,13 +430,17 @@ def flash_attn_with_kvcache(
     No gradients.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
+    check_tensor("q", q)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, cache)
         if cache.dim() > 0 and cache.shape[-1] > 1 and cache.stride(-1) != 1:
             raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
     with torch.no_grad():
         q, k, v = (maybe_contiguous(x) for x in (q, k, v))
         if isinstance(cache_seqlens, (int, torch.SymInt)):
             cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+        elif cache_seqlens is not None:
+            check_tensor("cache_seqlens", cache_seqlens)
         indices = (maybe_contiguous(x) for x in (cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad))
         out = empty_like(q)
         softmax_lse = torch.ops.flash_attn.fwd_kvcache(
@@ -451,8 +463,8 @@ def _flash_attn_forward(
     rng_state, int64 ``[2]``, makes the backward draw the same dropout mask; zeros without dropout.
     """
     return _wrapped_flash_attn_forward(
-        *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, _as_int(window_size_left),
-        _as_int(window_size_right), softcap, alibi_slopes, return_softmax,
+        *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, return_softmax,
     )  # fmt: skip
 
 
@@ -470,9 +482,9 @@ def _flash_attn_varlen_forward(
         num_splits: 0: as the plan decides; 1: results that do not depend on the batch; more: refused with block_table.
     """
     return _wrapped_flash_attn_varlen_forward(
-        *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, _as_int(max_seqlen_q),
-        _as_int(max_seqlen_k), dropout_p, softmax_scale, causal, _as_int(window_size_left), _as_int(window_size_right),
-        softcap, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
+        *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
     )  # fmt: skip
 
 
@@ -487,7 +499,7 @@ def _flash_attn_backward(
     """
     return _wrapped_flash_attn_backward(
         *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
-        causal, _as_int(window_size_left), _as_int(window_size_right), softcap, alibi_slopes, deterministic, rng_state,
+        causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
     )  # fmt: skip
 
 
@@ -503,8 +515,8 @@ def _flash_attn_varlen_backward(
     """
     return _wrapped_flash_attn_varlen_backward(
         *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        _as_int(max_seqlen_q), _as_int(max_seqlen_k), dropout_p, softmax_scale, causal, _as_int(window_size_left),
-        _as_int(window_size_right), softcap, alibi_slopes, deterministic, rng_state, zero_tensors,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, deterministic, rng_state, zero_tensors,
     )  # fmt: skip
 
 

@@ -198,11 +198,11 @@ def test_window_size_of_any_kind(window):
     assert torch.equal(flash_attn_with_kvcache(q, q, q, window_size=window), want[0][0])
 
 
-@pytest.mark.parametrize("window", [(1,), (1, 2, 3), []])
-def test_window_size_of_another_length(window):
+@pytest.mark.parametrize("window", [(1,), (1, 2, 3), [], 4, None, torch.tensor(1)])
+def test_window_size_that_is_no_pair(window):
     q = randn(1, 4, 2, 16)
     for call in (flash_attn_func, flash_attn_with_kvcache):
-        with pytest.raises(ValueError, match=rf"window_size must be \(left, right\).*it has {len(window)}"):
+        with pytest.raises(ValueError, match=r"window_size must be \(left, right\), two integers; it is"):
             call(q, q, q, window_size=window)
 
 
@@ -461,7 +461,7 @@ def test_selective_checkpoint_can_name_the_op():
     assert ops.names().count("_flash_attn_forward") == 1 and ops.names().count("sin") == 2
 
 
-# ---- wrong ranks and packings, at every level ------------------------------------------------------------------------
+# ---- what comes before the checks of an op ------------------------------------------------------------------------
 
 TAIL = (0.0, None, False, (-1, -1), 0.0, None, False, False, True)
 
@@ -486,3 +486,29 @@ TAIL = (0.0, None, False, (-1, -1), 0.0, None, False, False, True)
 def test_wrong_ranks(call, words):
     with pytest.raises(RuntimeError, match=words):
         call(randn(2, 4, 3, 16))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: flash_attn_func(None, x, x), "q"),
+        (lambda x: flash_attn_func(x, x.tolist(), x), "k"),
+        (lambda x: flash_attn_func(x, x, None), "v"),
+        (lambda x: flash_attn_kvpacked_func(x, None), "kv"),
+        (lambda x: flash_attn_qkvpacked_func(None), "qkv"),
+        (lambda x: flash_attn_varlen_qkvpacked_func(None, CU_Q, 7), "qkv"),
+        (lambda x: flash_attn_with_kvcache(None, x, x), "q"),
+        (lambda x: flash_attn_with_kvcache(x, None, x), "k_cache"),
+        (lambda x: flash_attn_with_kvcache(x, x, None), "v_cache"),
+        (lambda x: flash_attn_with_kvcache(x, x, x, cache_seqlens=[1, 1]), "cache_seqlens"),
+    ],
+)
+def test_what_is_no_tensor(call, name):
+    with pytest.raises(TypeError, match=f"^{name} must be a tensor; it is of type (NoneType|list)"):
+        call(randn(2, 4, 3, 16))
+
+
+def test_max_seqlen_that_is_many():
+    qkv = randn(12, 3, 2, 16)
+    with pytest.raises(RuntimeError, match=r"max_seqlen must be one integer; it is a tensor of shape \(3,\)"):
+        flash_attn_varlen_qkvpacked_func(qkv, CU_Q, torch.tensor([5, 0, 7]))
