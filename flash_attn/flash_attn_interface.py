@@ -81,7 +81,7 @@ def _as_scale(softmax_scale, q):
 
 
 def _split(tensors):
-    """(q, k, v), (q, kv) or (qkv,) as q, k, v: views, nothing is copied. A packed None is three Nones."""
+    """(q, k, v), (q, kv) or (qkv,) as q, k, v: views, nothing is copied. A packed None gives Nones."""
     if len(tensors) == 3:
         return tensors
     *given, packed = tensors
