@@ -131,6 +131,10 @@ static void pack_block(fwd_task *t, int64_t block, int64_t begin, int64_t end) {
         if (!exists) continue;
         t->k_rows[j] = (const char *)p->k.data + fa_key_offset(p, &p->k, &t->s, block + j, t->head_kv) * bytes;
         t->v_rows[j] = (const char *)p->v.data + fa_key_offset(p, &p->v, &t->s, block + j, t->head_kv) * bytes;
+        for (int64_t at = 0; at < p->d * bytes; at += 64) { /* rows lie further apart than the hardware looks ahead */
+            PREFETCH(t->k_rows[j] + at);
+            PREFETCH(t->v_rows[j] + at);
+        }
     }
     const int64_t even = begin / WORD_ELEMS * WORD_ELEMS;
     pack_rows(t->k + even * l->words, l->words, t->k_rows + even, end - even, p->d, p->dtype);

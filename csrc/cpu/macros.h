@@ -11,7 +11,14 @@
 #define FA_X86 0
 #endif
 
-/* INLINE: part of the caller whatever its size; constant arguments select variants. UNROLL: a loop over registers. */
+/* PREFETCH: a hint to fetch a line of memory; any address will do.
+ * INLINE: part of the caller whatever its size; constant arguments select variants. UNROLL: a loop over registers. */
+#if defined(__GNUC__) || defined(__clang__)
+#define PREFETCH(p) __builtin_prefetch(p)
+#else
+#define PREFETCH(p) ((void)(p))
+#endif
+
 #if defined(__clang__)
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("clang loop unroll(full)")
