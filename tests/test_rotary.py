@@ -262,6 +262,7 @@ def test_compiles():
         ({"cos": torch.zeros(8, 12), "sin": torch.zeros(8, 12)}, "rotary dim 24"),
         ({"cos": torch.zeros(3, 4), "sin": torch.zeros(3, 4)}, "3 rows, 4 positions"),
         ({"seqlen_offsets": 5}, "8 rows, 9 positions"),
+        ({"seqlen_offsets": -1}, "seqlen_offsets is -1"),
         ({"seqlen_offsets": torch.zeros(3, dtype=torch.int32)}, "seqlen_offsets must be \\(2,\\)"),
         ({"seqlen_offsets": torch.zeros(2)}, "int32 or int64"),
         ({"x": torch.zeros(8, 1, 16)}, "\\[b, s, h, d\\]"),
@@ -281,6 +282,8 @@ def test_rotary_kernel_refuses():
         rotary_kernel[(1,)]
     with pytest.raises(NotImplementedError, match="apply_rotary"):
         rotary_kernel(1, 2)
+    with pytest.raises(AttributeError, match="apply_rotary instead .no attribute 'cache'"):
+        rotary_kernel.cache  # noqa: B018
 
 
 def test_in_place_on_views_of_one_projection():

@@ -8,7 +8,7 @@
 import torch
 import torch.nn as nn
 
-from flash_attn.ops.triton.layer_norm import layer_norm_fn
+from flash_attn.ops.triton.layer_norm import dropout_and_mask, layer_norm_fn
 
 __all__ = ["DropoutAddNorm", "dropout_add_norm", "dropout_add_norm_parallel_residual", "dropout_add_norm_subset"]
 
@@ -83,7 +83,7 @@ def dropout_add_norm_subset(
         out_subset: ``[...]`` integers, per row: 0 where it is not wanted, else 1 + its row in y ``[out_numrows, n]``.
         rowscale_const: factor of x0.
     """
-    x, mask = _dropout(_scale_columns(x0, layerscale) * rowscale_const, dropout_p)
+    x, mask = dropout_and_mask(_scale_columns(x0, layerscale) * rowscale_const, dropout_p)
     if x0_subset is not None:
         rows = x.flatten(0, -2)[x0_subset.long() - 1]  # a missing row reads the last one and is cleared
         x = torch.where(x0_subset.unsqueeze(-1) > 0, rows, 0.0)
@@ -173,13 +173,6 @@ def _scale_columns(x0, layerscale):
     """x0 * layerscale, in fp32 at least."""
     x = x0.to(torch.promote_types(x0.dtype, torch.float32))
     return x if layerscale is None else x * layerscale
-
-
-def _dropout(x, p):
-    if p == 0.0:
-        return x, None
-    mask = torch.rand_like(x) >= p
-    return torch.where(mask, x / (1.0 - p), 0.0), mask
 
 
 def _residual_dtype(x0, residual, residual_in_fp32):

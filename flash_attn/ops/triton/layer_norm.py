@@ -64,10 +64,12 @@ def layer_norm_fn(
     for name, other in (("residual", residual), ("x1", x1)):
         assert other is None or other.shape == x.shape, f"{name} is {tuple(other.shape)}, x is {tuple(x.shape)}"
     dtype = torch.promote_types(x.dtype, torch.float32)
-    r, mask = _dropout(x.to(dtype) if rowscale is None else x.to(dtype) * rowscale[..., None].to(dtype), dropout_p)
+    r, mask = dropout_and_mask(
+        x.to(dtype) if rowscale is None else x.to(dtype) * rowscale[..., None].to(dtype), dropout_p
+    )
     mask1 = None
     if x1 is not None:
-        dropped, mask1 = _dropout(x1.to(dtype), dropout_p)
+        dropped, mask1 = dropout_and_mask(x1.to(dtype), dropout_p)
         r = r + dropped
     if residual is not None:
         r = r + residual
@@ -296,8 +298,8 @@ def _normalize(r, weight, bias, eps, zero_centered, is_rms_norm):
     return y if bias is None else y + bias
 
 
-def _dropout(x, p):
-    """(x with dropout, mask of what is kept or None)."""
+def dropout_and_mask(x, p):
+    """(x with dropout, mask of what is kept or None where p is 0)."""
     if p == 0.0:
         return x, None
     mask = torch.rand_like(x) >= p

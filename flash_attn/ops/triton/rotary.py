@@ -19,7 +19,7 @@ def apply_rotary(
     Args:
         x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` and ``max_seqlen``; d <= 256.
         cos, sin: ``[s_ro, r / 2]``, r <= d and s_ro >= s.
-        seqlen_offsets: position of the first token, an int or int32/int64 ``[b]``.
+        seqlen_offsets: position of the first token, an int >= 0 or int32/int64 ``[b]``.
         cu_seqlens: ``[b + 1]`` starts of the packed sequences; tokens after the last one are left as they are.
         inplace: write into ``x`` and return it.
         conjugate: rotate backwards.
@@ -44,6 +44,7 @@ def apply_rotary(
         assert seqlen_offsets.dtype in (torch.int32, torch.int64), "seqlen_offsets must be int32 or int64"
         last = seqlen
     else:
+        assert seqlen_offsets >= 0, f"seqlen_offsets is {seqlen_offsets}, it must not be negative"
         last = seqlen + seqlen_offsets
     assert cos.shape[0] >= last, f"cos and sin have {cos.shape[0]} rows, {last} positions are needed"
 
@@ -100,13 +101,16 @@ def _rotate(x, cos, sin, interleaved, out):
 class _NotATritonKernel:
     """Stands where clients expect a Triton kernel; any use says what to call instead."""
 
-    def _refuse(self, *args, **kwargs):
-        raise NotImplementedError("rotary_kernel is not a Triton kernel in this package; call apply_rotary instead")
+    _words = "rotary_kernel is not a Triton kernel in this package; call apply_rotary instead"
 
-    __call__ = __getitem__ = run = warmup = _refuse
+    def __getitem__(self, grid):
+        raise NotImplementedError(self._words)
 
-    def __repr__(self):
-        return "<rotary_kernel: not a Triton kernel, call apply_rotary>"
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(self._words)
+
+    def __getattr__(self, name):
+        raise AttributeError(f"{self._words} (no attribute {name!r})")
 
 
 rotary_kernel = _NotATritonKernel()
