@@ -124,8 +124,9 @@ LAYOUTS = [
     Case(17, 17, d=1, layout="gaps"),
 ]
 
-# Short sequences with large values: gradients that nearly cancel.
-TINY = each(Case(b=2, h=8, values="large"), len_q=(1, 2, 5, 17), len_kv=(1, 2, 5, 17), d=(16, 64))
+# Short sequences with large values: gradients that nearly cancel. The square ones are upstream's.
+SQUARE = [Case(n, n, b=5, h=8, d=d, values="large") for n in (1, 2, 5, 17, 128) for d in (16, 32, 64)]
+TINY = SQUARE + each(Case(b=2, h=8, values="large"), len_q=(1, 2, 17), len_kv=(1, 5, 17), d=(16, 40))
 
 DENSE = LENGTHS + DIMS + HEADS + ZEROS + VALUES + OPTIONS + LAYOUTS
 

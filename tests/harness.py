@@ -228,9 +228,10 @@ def verify(case: Case, backward=False, m_grad=None, a_grad=None):
     check("out", *(join(x.out) for x in (got, ref, plain)))
     if not backward:
         return got
-    # Gradients that cancel to nothing are as exact as what cancelled: dS = P (dP - delta), dq = scale dS k, dk = ..q.
+    # Gradients that cancel to nothing are as exact as what cancelled: dS = P (dP - delta), delta = rowsum(dout * out)
+    # with an error of |dout * out| units, dq = scale dS k, dk = scale dS q.
     p = problem(case)
-    delta = largest(*((x.double() * o).sum(-1) for x, o in zip(rows_of(case, p.dout, 0), ref.out)))
+    delta = largest(*((x.double() * o).norm(dim=-1) for x, o in zip(rows_of(case, p.dout, 0), ref.out)))
     qk = largest(*(x.double() for x in rows_of(case, p.q, 0) + rows_of(case, p.k, 1)))
     factor = abs(case.d**-0.5 if case.scale is None else case.scale)
     scale = max(largest(*ref.dq, *ref.dk, *ref.dv), factor * delta * qk)
