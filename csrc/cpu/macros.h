@@ -12,7 +12,8 @@
 #endif
 
 /* PREFETCH: a hint to fetch a line of memory; any address will do.
- * INLINE: part of the caller whatever its size; constant arguments select variants. UNROLL: a loop over registers. */
+ * INLINE: part of the caller whatever its size; constant arguments select variants. OUTLINE: never part of it: loops that
+ * want all registers for themselves. UNROLL: a loop over registers. */
 #if defined(__GNUC__) || defined(__clang__)
 #define PREFETCH(p) __builtin_prefetch(p)
 #else
@@ -21,12 +22,15 @@
 
 #if defined(__clang__)
 #define INLINE static inline __attribute__((always_inline))
+#define OUTLINE static __attribute__((noinline, unused))
 #define UNROLL _Pragma("clang loop unroll(full)")
 #elif defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
+#define OUTLINE static __attribute__((noinline, unused))
 #define UNROLL _Pragma("GCC unroll 16")
 #else
 #define INLINE static inline
+#define OUTLINE static
 #define UNROLL
 #endif
 

@@ -96,9 +96,9 @@ INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, 8, 1, p, u * LANES);
 }
 
-static inline void product_scores(const product_args *p) { product(PRODUCT_STORE, p); }
-static inline void product_scores_max(const product_args *p) { product(PRODUCT_STORE_MAX, p); }
-static inline void product_add(const product_args *p) { product(PRODUCT_ADD, p); }
-static inline void product_rescale(const product_args *p) { product(PRODUCT_RESCALE, p); }
+OUTLINE void product_scores(const product_args *p) { product(PRODUCT_STORE, p); }
+OUTLINE void product_scores_max(const product_args *p) { product(PRODUCT_STORE_MAX, p); }
+OUTLINE void product_add(const product_args *p) { product(PRODUCT_ADD, p); }
+OUTLINE void product_rescale(const product_args *p) { product(PRODUCT_RESCALE, p); }
 
 #endif
