@@ -159,12 +159,12 @@ def compare(dtype, causal, length=1024, heads=8, d=64):
         pairs = zip(*(results if isinstance(results, tuple) else [results] for results in (f() for f in functions)))
         largest = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
         milliseconds = [f"{1e3 * median(seconds):.1f}" for seconds in times]
-        return [f"{DTYPES[dtype]}{' causal' if causal else ''} {name}", *milliseconds, f"{speedup(*times):.2f}x",
+        return [f"{DTYPES[dtype]}{' causal' if causal else ''}, {name}", *milliseconds, f"{speedup(*times):.2f}x",
                 f"{largest:.1e}"]  # fmt: skip
 
     with torch.no_grad():
-        forward = row("forward", [sdpa, flash], rounds=9)
-    return [forward, row("forward + backward", [partial(gradients, sdpa), partial(gradients, flash)], rounds=5)]
+        forward = row("fwd", [sdpa, flash], rounds=9)
+    return [forward, row("fwd + bwd", [partial(gradients, sdpa), partial(gradients, flash)], rounds=5)]
 
 
 def main():

@@ -6,8 +6,8 @@
 
 #include "torch_abi.h"
 
-#define SAME_TYPE(symbol, since, need, result, parameters)                                                             \
-    static_assert(std::is_same<decltype(fa_torch_abi::symbol), decltype(&::symbol)>::value,                            \
+#define SAME_TYPE(symbol, since, need, result, parameters)                                  \
+    static_assert(std::is_same<decltype(fa_torch_abi::symbol), decltype(&::symbol)>::value, \
                   #symbol ": csrc/torch_abi.h and the installed torch disagree");
 FA_TORCH_SYMBOLS(SAME_TYPE)
 
