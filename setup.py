@@ -63,6 +63,9 @@ extension = Extension(
     py_limited_api=True,
 )
 
+# GPU kernels are installed as text, beside the Python files: they are compiled when they are first used.
+gpu_kernels = ["flash_attn.cuda"] if glob("csrc/cuda/*.cu") else []
+
 setup(
     name="flash_attn",
     version=version(),
@@ -74,7 +77,9 @@ setup(
     # Without bounds, as upstream: pip then never replaces the torch that is installed. `import flash_attn` itself
     # says what is missing when that torch is older than 2.10.
     install_requires=["torch", "einops"],
-    packages=find_packages(include=["flash_attn", "flash_attn.*"]),
+    packages=find_packages(include=["flash_attn", "flash_attn.*"]) + gpu_kernels,
+    package_dir={"flash_attn.cuda": "csrc/cuda"},
+    package_data={"flash_attn.cuda": ["*.cu", "*.cuh", "*.h", "*.def"]},
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExt},
     options={"bdist_wheel": {"py_limited_api": "cp39"}},
