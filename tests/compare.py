@@ -20,6 +20,13 @@ def error(x, ref):
     return largest(x.double() - ref.double())
 
 
+def size_of_values(*v):
+    """The mean |v|: out = sum of P v may cancel, and is then as exact as what cancelled."""
+    v = torch.cat([x.reshape(-1) for x in v]) if v else torch.empty(0)
+    v = v[v.isfinite()].double()
+    return v.abs().mean().item() if v.numel() else 0.0
+
+
 def check(name, ours, ref, plain, m=2.0, a=None, scale=None):
     """ours and plain against ref; scale: the largest value that the rounding allowance refers to (default: of ref)."""
     assert ours.shape == ref.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(ref.shape)}"
