@@ -135,12 +135,13 @@ def _attend(
     ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k).
     """
-    _check_given(tensors, varlen=bool(lengths))
+    varlen = len(lengths) > 0
+    _check_given(tensors, varlen)
     is_grad = is_grad_enabled and any(x.requires_grad for x in tensors)
     tensors = [maybe_contiguous(x) for x in tensors]
     lengths = (*lengths[:2], *(_as_int(x, "max_seqlen") for x in lengths[2:]))
     options = (dropout_p, _as_scale(softmax_scale, tensors[0]), causal, *_as_window(window_size), softcap)
-    forward = _wrapped_flash_attn_varlen_forward if lengths else _wrapped_flash_attn_forward
+    forward = _wrapped_flash_attn_varlen_forward if varlen else _wrapped_flash_attn_forward
     paged = () if block_table is None else (block_table,)
     out, softmax_lse, s_dmask, rng_state = forward(
         *_split(tensors), *lengths, *options, alibi_slopes, return_softmax and dropout_p > 0, *paged
@@ -153,8 +154,9 @@ def _attend(
 
 def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, options, deterministic):
     """Keeps for ``_gradients`` what it needs. All memory linear in the lengths; no scores."""
-    cu_seqlens, ctx.max_seqlens = lengths[:2] or (None, None), lengths[2:]
-    ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, *cu_seqlens)
+    ctx.varlen = len(lengths) > 0
+    cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens = lengths if ctx.varlen else (None, None)
+    ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     ctx.options = options
     ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
 
@@ -166,8 +168,8 @@ def _gradients(ctx, dout):
     of a view that an op writes into (pytorch issue 198068).
     """
     *tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens) if ctx.max_seqlens else ()
-    backward = _wrapped_flash_attn_varlen_backward if lengths else _wrapped_flash_attn_backward
+    lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens) if ctx.varlen else ()
+    backward = _wrapped_flash_attn_varlen_backward if ctx.varlen else _wrapped_flash_attn_backward
     wanted = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
     compiling = torch.compiler.is_compiling()
     grads = [None if x is None else empty_like(x) for x in (_split(wanted) if compiling else wanted)]
