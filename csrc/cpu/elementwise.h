@@ -43,7 +43,7 @@ INLINE vec_mask keys_visible(vec first, vec end, int64_t key) {
 }
 
 OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
-                                 float *lane_max) {
+                           float *lane_max) {
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
         vec high = vec_load(lane_max + lane), lane_first = vec_set(0.0f), lane_end = lane_first, slope = lane_first,
             diagonal = lane_first;
@@ -110,7 +110,7 @@ INLINE void softmax_step_of(float *scores, int64_t lanes, int64_t begin, int64_t
 }
 
 OUTLINE void softmax_step(float *scores, int64_t lanes, int64_t begin, int64_t end, const float *new_max,
-                                float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
+                          float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
     if (bytes)
         softmax_step_of(scores, lanes, begin, end, new_max, row_max, row_sum, alpha, bytes, keep_max);
     else
@@ -157,8 +157,8 @@ static inline void dropout_patch(uint64_t seed, uint64_t stream, int64_t row_pat
 
 /* Bytes of the generator for keys [begin, end) of a block, [key][lanes]: lanes are rows row ... row + lanes - 1 of one
  * head, row and lanes multiples of 16; the block starts at key first_key, a multiple of 32. */
-OUTLINE void dropout_bytes(uint8_t *bytes, int64_t lanes, int64_t begin, int64_t end, uint64_t seed,
-                                 uint64_t stream, int64_t row, int64_t first_key) {
+OUTLINE void dropout_bytes(uint8_t *bytes, int64_t lanes, int64_t begin, int64_t end, uint64_t seed, uint64_t stream,
+                           int64_t row, int64_t first_key) {
     for (int64_t key = begin / FA_PATCH_COLS * FA_PATCH_COLS; key < end; key += FA_PATCH_COLS) {
         for (int64_t lane = 0; lane < lanes; lane += FA_PATCH_ROWS) {
             uint8_t patch[FA_PATCH_COLS][FA_PATCH_ROWS];
