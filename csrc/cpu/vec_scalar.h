@@ -19,7 +19,7 @@
 #define LANES       8
 #define WORD_ELEMS  1
 #define UNROLL_VECS 1
-#define UNROLL_ROWS 2
+#define UNROLL_ROWS 4
 #define BLOCK_Q     32
 
 typedef struct {
