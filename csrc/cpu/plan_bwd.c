@@ -6,6 +6,9 @@
 /* Below this a second thread costs more than it brings: 10 us of work against a few us to wake it. */
 static const double inline_flops = 2e6;
 
+/* Tiles that share a packed block of keys. More would cost less packing, and more cache. */
+static const int64_t most_tiles = 16;
+
 static int64_t overlap(int64_t begin, int64_t end, int64_t first, int64_t last) {
     int64_t low = begin > first ? begin : first, high = end < last ? end : last;
     return high > low ? high - low : 0;
@@ -46,8 +49,12 @@ static int choose_ranges(const fa_problem *p) {
 void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const int word_elems = plan->isa == FA_ISA_AVX512BF16 && p->dtype == FA_BF16 ? 2 : 1;
     const int block_q = fa_cpu_kernels_of(plan->isa, p->dtype)->block_q;
-    const int block_kv = p->d > 128 ? 96 : 192; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
-    const int ranges = choose_ranges(p), tiles = 16;
+    const int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
+    const int ranges = choose_ranges(p);
+    const fa_sequence longest = {.len_q = p->len_q};
+    int64_t tiles = fa_num_tiles(p, &longest, block_q);
+    if (tiles > most_tiles) tiles = most_tiles;
+    if (tiles < 1) tiles = 1;
 
     double flops = 10.0 * (double)(p->h * p->d) * (double)p->total_q * (double)p->len_kv;
     int64_t num_tasks = fa_bwd_tasks(p, block_q, block_kv, ranges, NULL);
@@ -55,10 +62,10 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     if (threads > num_tasks) threads = num_tasks > 0 ? (int)num_tasks : 1;
 
     size_t ignored;
-    fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, tiles, ranges);
+    fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, ranges);
     plan->block_q = block_q;
     plan->block_kv = block_kv;
-    plan->tiles_per_task = tiles;
+    plan->tiles_per_task = (int)tiles;
     plan->threads = threads;
     plan->num_splits = ranges;
     plan->workspace_bytes =

@@ -81,6 +81,8 @@ static const int64_t head_dims[] = {1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 2
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 
+static const int64_t most_work = 8000000; /* pairs times head_dim: the reference takes its time */
+
 static int64_t random_length(random_source *r) {
     return random_chance(r, 20) ? 130 + random_below(r, 300) : lengths[random_below(r, COUNT(lengths))];
 }
@@ -227,6 +229,9 @@ static test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     p->d = head_dims[seed % (uint64_t)COUNT(head_dims)];
     p->len_q = random_length(r);
     p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
+    if (p->d <= 33 && random_chance(r, 20))
+        p->len_kv = 1024 + random_below(r, 400); /* several ranges of keys in the backward */
+    while (p->b * p->h * p->len_q * p->len_kv * p->d > most_work) p->len_q = p->len_q * 2 / 3;
     draw_placement(&c, r);
     draw_masks(&c, r);
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;

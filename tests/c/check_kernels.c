@@ -3,7 +3,7 @@
  *
  *   check_kernels                 all tests
  *   check_kernels --seed N        one random case in both passes and all dtypes, with its errors
- *   check_kernels --time [isa]    GFLOPS of one thread, every dtype and pass
+ *   check_kernels --time [part]   GFLOPS of one thread, every kernel with that part in its name
  *
  * The tolerance: with E(x) = max |x - reference in fp64 on the same inputs|, a kernel passes when
  *     E(kernel) <= m E(naive) + a max |reference|,   m = 2 forward, 3 backward,   a = half a unit in the last place
@@ -240,11 +240,11 @@ static void check_seeds(fa_pass pass, fa_dtype dtype, uint64_t num_seeds) {
     assert_true(good);
 }
 
-static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_FWD, FA_F32, 78); }
-static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_FWD, FA_BF16, 78); }
+static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_FWD, FA_F32, 65); }
+static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_FWD, FA_BF16, 65); }
 static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_FWD, FA_F16, 39); }
 static void test_fwd_f64(void **state) { (void)state, check_seeds(FA_FWD, FA_F64, 13); }
-static void test_bwd_f32(void **state) { (void)state, check_seeds(FA_BWD, FA_F32, 78); }
+static void test_bwd_f32(void **state) { (void)state, check_seeds(FA_BWD, FA_F32, 65); }
 static void test_bwd_bf16(void **state) { (void)state, check_seeds(FA_BWD, FA_BF16, 65); }
 static void test_bwd_f16(void **state) { (void)state, check_seeds(FA_BWD, FA_F16, 39); }
 static void test_bwd_f64(void **state) { (void)state, check_seeds(FA_BWD, FA_F64, 13); }
@@ -254,7 +254,7 @@ static void test_bwd_f64(void **state) { (void)state, check_seeds(FA_BWD, FA_F64
 static void check_thread_counts(fa_pass pass, fa_dtype dtype, uint64_t seed) {
     static const int counts[] = {1, 2, 3, 7};
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
-        if (!machine.isa_legal[isa]) continue;
+        if (!machine.isa_legal[isa] || (isa == FA_ISA_REFERENCE && seed % 4)) continue;
         test_case c = case_make(seed, pass, dtype);
         fa_problem *p = &c.p;
         if (pass == FA_BWD) run_forward_reference(p);
@@ -590,7 +590,7 @@ static double thread_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, bool causal) {
+static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, bool causal, const char *part) {
     enum { HEADS = 2, LEN = 2048 };
     fa_problem p = {.pass = pass,
                     .device = FA_CPU,
@@ -605,6 +605,12 @@ static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, boo
                     .total_kv = LEN,
                     .window_left = -1,
                     .window_right = causal ? 0 : -1};
+    fa_machine lowered = machine;
+    lowered.isa = isa, lowered.threads = pool_threads = 1;
+    fa_plan plan;
+    fa_error err;
+    if (fa_plan_make(&p, &lowered, &plan, &err)) abort();
+    if (plan.isa != isa || !strstr(plan.kernel, part)) return;
     p.scale = 1 / sqrt((double)d);
     fa_view *views[] = {&p.q, &p.k, &p.v, &p.dout, &p.o, &p.dq, &p.dk, &p.dv};
     random_source r = {1};
@@ -616,11 +622,6 @@ static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, boo
     alloc_row_stats(&p, &p.lse, LEN, false);
     alloc_row_stats(&p, &p.softmax_d, LEN, false);
     for (int64_t i = 0; i < HEADS * LEN; i++) p.lse.data[i] = 8;
-    fa_machine lowered = machine;
-    lowered.isa = isa, lowered.threads = pool_threads = 1;
-    fa_plan plan;
-    fa_error err;
-    if (fa_plan_make(&p, &lowered, &plan, &err)) abort();
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, false);
     double best = INFINITY, start = thread_seconds();
     for (int n = 0; n < 12 && thread_seconds() - start < 2; n++) {
@@ -634,15 +635,15 @@ static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, boo
     guarded_free_all();
 }
 
-static void time_kernels(const char *only) {
+static void time_kernels(const char *part) {
     static const fa_dtype dtypes[] = {FA_F32, FA_BF16, FA_F16};
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
-        if (!machine.isa_legal[isa] || (only && strcmp(only, fa_isa_name((fa_isa)isa)))) continue;
+        if (!machine.isa_legal[isa]) continue;
         for (int i = 0; i < 3; i++)
             for (int pass = FA_FWD; pass <= FA_BWD; pass++)
                 for (int64_t d = 64; d <= 128; d *= 2)
                     for (int causal = 0; causal < 2; causal++)
-                        time_kernel((fa_isa)isa, (fa_pass)pass, dtypes[i], d, causal);
+                        time_kernel((fa_isa)isa, (fa_pass)pass, dtypes[i], d, causal, part);
     }
 }
 
@@ -659,7 +660,7 @@ static int replay(uint64_t seed) {
 int main(int argc, char **argv) {
     fa_cpu_detect(&machine);
     if (argc > 2 && !strcmp(argv[1], "--seed")) return replay(strtoull(argv[2], NULL, 10));
-    if (argc > 1 && !strcmp(argv[1], "--time")) return time_kernels(argc > 2 ? argv[2] : NULL), 0;
+    if (argc > 1 && !strcmp(argv[1], "--time")) return time_kernels(argc > 2 ? argv[2] : ""), 0;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_philox_known_answers),
         cmocka_unit_test(test_dropout_patch),
