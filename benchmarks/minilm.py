@@ -201,7 +201,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--per-chapter", type=int, default=32, help="sentences of each of the twelve chapters")
     parser.add_argument("--batch-size", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each way, taken in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each way, taken in turn")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--picture", type=Path, default=ROOT / "demo" / "minilm.png")
     parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "minilm.csv")
