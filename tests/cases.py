@@ -68,6 +68,13 @@ LENGTHS = [
     )
 ]
 
+# Around multiples of the tiles that kernels have: 16, 32, 48, 64 rows, several a task, and 64 or 128 keys.
+TILES = [
+    Case(len_q, len_kv, b=1, h=2, h_kv=1, d=24, causal=(len_q + len_kv) % 4 == 0)
+    for len_q in (31, 33, 47, 49, 97, 191, 193, 257, 385)
+    for len_kv in (95, 97, 191, 193, 255, 257, 385)
+]
+
 DIMS = [Case(70, 90, b=1, h=2, h_kv=1, d=d, causal=d % 3 == 0) for d in HEAD_DIMS]
 
 HEADS = each(Case(33, 50, causal=True), h=(6,), h_kv=(6, 3, 2, 1)) + [Case(1, 90, b=3, h=8, h_kv=2), Case(17, 65, h=5)]
@@ -151,6 +158,7 @@ PACKED = [
     Case((1, 0, 1, 1), (30, 4, 0, 129), h=8, h_kv=2),
     *each(Case((33, 17), (33, 17), h=4, h_kv=4, d=24), layout=("heads_first", "interleaved", "same_head", "gaps")),
     Case((300, 2, 259), (2, 300, 259), d=80, causal=True),
+    Case(tuple(i * 7 % 23 for i in range(60)), tuple(i * 5 % 31 for i in range(60)), h=3, d=20, causal=True),
 ]
 
 DTYPES = ("fp32", "bf16", "fp16")

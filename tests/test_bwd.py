@@ -12,6 +12,7 @@ from cases import (
     LENGTHS,
     OPTIONS,
     SQUARE,
+    TILES,
     TINY,
     VALUES,
     WINDOWS,
@@ -30,7 +31,7 @@ from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_fo
 CASES = LENGTHS[::2] + DIMS + HEADS + ZEROS + OPTIONS + [c for c in VALUES if c.values != "huge"]
 
 
-@pytest.mark.parametrize("case", in_dtypes(CASES) + in_turns(WINDOWS), ids=repr)
+@pytest.mark.parametrize("case", in_dtypes(CASES) + in_turns(TILES + WINDOWS), ids=repr)
 def test_dense(case, isa):
     verify(case, backward=True)
 

@@ -25,7 +25,7 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-length = st.one_of(st.sampled_from((0, *TILE_EDGES)), st.integers(0, 200))
+length = st.one_of(st.sampled_from((0, *TILE_EDGES)), st.integers(0, 80), st.integers(0, 400))
 bound = st.one_of(st.just(-1), st.integers(0, 5), st.integers(0, 210))
 window = st.tuples(bound, bound)
 head_dim = st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, 256))

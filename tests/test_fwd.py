@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from cases import BOTH, DENSE, DTYPES, TINY, WINDOWS, Case, each, in_dtypes, in_turns
+from cases import BOTH, DENSE, DTYPES, TILES, TINY, WINDOWS, Case, each, in_dtypes, in_turns
 from harness import ISAS, verify
 from oracle import attention
 
 from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 
-@pytest.mark.parametrize("case", in_dtypes(DENSE) + in_turns(WINDOWS + TINY), ids=repr)
+@pytest.mark.parametrize("case", in_dtypes(DENSE) + in_turns(TILES + WINDOWS + TINY), ids=repr)
 def test_dense(case, isa):
     verify(case)
 

@@ -207,6 +207,13 @@ def test_inputs_are_not_written(isa):
     assert all(torch.equal(x, y) for x, y in zip((q, k, v, dout), before))
 
 
+def test_denormals_of_the_caller_survive(isa):
+    """Kernels flush denormal numbers to zero in their workers, and put the processor back as it was."""
+    ours(Case(33, 49), True)
+    tiny = torch.full((64,), 1e-39)
+    assert (tiny * 1.0 != 0).all() and (tiny.double().float() * 2 != 0).all()
+
+
 def test_instruction_sets():
     assert ISAS[0] == "reference" and len(set(ISAS)) == len(ISAS)
     assert set(ISAS) <= {"reference", "scalar", "avx2", "avx512", "avx512bf16"}

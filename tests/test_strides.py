@@ -1,12 +1,14 @@
 """Memory layouts: what a view looks like changes no bit of the result, results are laid out as promised."""
 
+import mmap
+
 import pytest
 import torch
 from cases import LAYOUTS, in_dtypes
 from harness import lay, verify
 
-from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
-from flash_attn.flash_attn_interface import _flash_attn_forward
+from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
 
 @pytest.mark.parametrize("case", in_dtypes(LAYOUTS), ids=repr)
@@ -99,3 +101,40 @@ def test_packed_slice_of_a_batch():
     out = flash_attn_varlen_func(*qkv.unbind(1), cu, cu, 17, 17, causal=True)
     want = flash_attn_qkvpacked_func(qkv.view(2, 17, 3, 4, 16), causal=True)
     assert torch.equal(out, want.reshape(34, 4, 16))
+
+
+def far_apart(x, dim, stride=2**30):
+    """x with 2^30 elements from one index of dim to the next; only the pages in use exist."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, (x.shape[dim] * stride) * x.element_size(), flags)
+    strides = list(x.contiguous().stride())
+    strides[dim] = stride
+    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize("dim", (0, 1, 2))
+def test_offsets_beyond_32_bits(dim, isa):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(3, 3, 3, 16).half() for _ in range(4))
+    far = [far_apart(x, dim) for x in (q, k, v)]
+    results = []
+    for tensors in ((q, k, v), far):
+        out, lse, _, rng = _flash_attn_forward(*tensors, 0.0, 0.25, True, -1, -1, 0.0, None, False)
+        grads = [far_apart(x, dim) if tensors is far else torch.empty_like(x) for x in tensors]
+        _flash_attn_backward(
+            dout, *tensors, out, lse, *grads, 0.0, 0.25, True, -1, -1, 0.0, None, False, rng
+        )  # fmt: skip
+        results.append((out, lse, *grads))
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+@pytest.mark.parametrize("paged", (False, True))
+def test_cache_beyond_32_bits(paged, isa):
+    torch.manual_seed(0)
+    q, new, cache = torch.randn(3, 1, 2, 16).half(), torch.randn(3, 2, 2, 16).half(), torch.randn(3, 8, 2, 16).half()
+    where = {"cache_seqlens": torch.tensor([1, 6, 3], dtype=torch.int32)}
+    if paged:
+        where["block_table"] = torch.tensor([[2], [1], [0]], dtype=torch.int32)
+    far, near = (far_apart(cache, 0), far_apart(cache, 0)), (cache.clone(), cache.clone())
+    out = [flash_attn_with_kvcache(q, *caches, new, new, **where) for caches in (far, near)]
+    assert torch.equal(*out) and all(torch.equal(x, y) for x, y in zip(far, near))
