@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from test_kvcache import Cache
 from test_kvcache import run as run_cache
+from test_varlen import Parts
+from test_varlen import run as run_parts
 
 # `make test` is the same every time; FUZZ=1000 looks for more, elsewhere.
 EXAMPLES = int(os.environ.get("FUZZ", "0"))
@@ -106,6 +108,28 @@ def caches(draw):
     )
 
 
+@st.composite
+def parts(draw):
+    """Keys [pad, used) of each sequence, packed or in pages."""
+    b, h_kv = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    len_kv = tuple(draw(length) for _ in range(b))
+    used = tuple(draw(st.integers(0, n)) for n in len_kv)
+    return Parts(
+        len_q=tuple(draw(st.integers(0, 40)) for _ in range(b)),
+        len_kv=len_kv,
+        used=used,
+        pad=tuple(draw(st.integers(0, n)) for n in used),
+        page=draw(st.sampled_from((0, 1, 3, 16, 256))),
+        h=h_kv * draw(st.integers(1, 4)),
+        h_kv=h_kv,
+        d=draw(head_dim),
+        dtype=draw(dtype),
+        causal=draw(st.booleans()),
+        window=draw(window),
+        softcap=draw(softcap),
+    )
+
+
 def replay(case):
     """One case on every instruction set."""
     for isa in ISAS:
@@ -113,6 +137,8 @@ def replay(case):
         try:
             if isinstance(case, Cache):
                 run_cache(case)
+            elif isinstance(case, Parts):
+                run_parts(case)
             else:
                 verify(case, backward=True)
         except Exception as error:
@@ -131,6 +157,12 @@ def test_attention(case):
 @SETTINGS
 @given(caches())
 def test_kvcache(case):
+    replay(case)
+
+
+@SETTINGS
+@given(parts())
+def test_parts_of_packed_sequences(case):
     replay(case)
 
 

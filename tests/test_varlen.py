@@ -1,11 +1,14 @@
 """Packed sequences: forward and backward, used and skipped keys, pages of any size, rows that belong to nobody."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from cases import PACKED, Case, each, in_dtypes
-from compare import DTYPES, check, check_lse
+from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import offsets, ours, problem, verify
 from oracle import attention
 
@@ -136,39 +139,62 @@ def test_pages(case, page_size, isa):
     torch.testing.assert_close(lse[:, :rows], want_lse[:, :rows], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("with_pages", (False, True))
-@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
-def test_seqused_and_leftpad(dtype, with_pages, isa):
-    """Of each sequence only the keys [leftpad, seqused) exist; masks align to what is left."""
-    torch.manual_seed(0)
-    dtype = DTYPES[dtype]
-    len_q, len_kv = (33, 5, 0, 20, 7), (70, 33, 5, 40, 9)
-    used, pad = (64, 33, 3, 0, 5), (3, 0, 1, 0, 5)
-    q, dout = (torch.randn(sum(len_q), 4, 24).to(dtype) for _ in range(2))
-    k, v = (torch.randn(sum(len_kv), 2, 24).to(dtype) for _ in range(2))
-    cu_q, cu_k = offsets(len_q), offsets(len_kv)
-    parts = [[x.clone() for x in whole.split(len_kv)] for whole in (k, v)]
-    for part in parts:
-        for x, begin, end in zip(part, pad, used):
+@dataclass(frozen=True)
+class Parts:
+    """Packed queries over the keys [pad, used) of each sequence; page 0: packed keys."""
+
+    len_q: tuple[int, ...] = (33, 5, 0, 20, 7)
+    len_kv: tuple[int, ...] = (70, 33, 5, 40, 9)
+    used: tuple[int, ...] = (64, 33, 3, 0, 5)
+    pad: tuple[int, ...] = (3, 0, 1, 0, 5)
+    page: int = 0
+    h: int = 4
+    h_kv: int = 2
+    d: int = 24
+    dtype: str = "fp32"
+    causal: bool = True
+    window: tuple[int, int] = (40, 0)
+    softcap: float = 0.0
+
+
+def run(case):
+    """Masks align to what is left of each sequence; the rest of it is NaN."""
+    gen = torch.Generator().manual_seed(0)
+    dtype = DTYPES[case.dtype]
+    q = torch.randn(sum(case.len_q), case.h, case.d, generator=gen).to(dtype)
+    parts = []
+    for _ in range(2):
+        parts.append([torch.randn(n, case.h_kv, case.d, generator=gen).to(dtype) for n in case.len_kv])
+        for x, begin, end in zip(parts[-1], case.pad, case.used):
             x[:begin], x[end:] = NAN, NAN
-    if with_pages:
-        k_given, table = paged(parts[0], 16, dtype)
-        v_given, _ = paged(parts[1], 16, dtype)
+    if case.page:
+        k, table = paged(parts[0], case.page, dtype)
+        v, _ = paged(parts[1], case.page, dtype)
     else:
-        k_given, v_given, table = torch.cat(parts[0]), torch.cat(parts[1]), None
-    used_given, pad_given = torch.tensor(used, dtype=torch.int32), torch.tensor(pad, dtype=torch.int32)
+        k, v, table = torch.cat(parts[0]), torch.cat(parts[1]), None
+    cu_q, cu_k = offsets(case.len_q), offsets(case.len_kv)
+    used, pad = torch.tensor(case.used, dtype=torch.int32), torch.tensor(case.pad, dtype=torch.int32)
     out, lse, _, _ = _flash_attn_varlen_forward(
-        q, k_given, v_given, cu_q, cu_k, 33, 70, 0.0, 0.2, True, 40, 0, 0.0, None, False, table, pad_given, used_given
+        q, k, v, cu_q, cu_k, max(case.len_q), max(case.len_kv), 0.0, 0.2, case.causal, *case.window, case.softcap, None,
+        False, table, pad, used,
     )  # fmt: skip
+    options = {"scale": 0.2, "causal": case.causal, "window": case.window, "softcap": case.softcap}
     for n, rows in enumerate(zip(cu_q[:-1], cu_q[1:])):
         rows = slice(*rows)
-        keys = [part[n][pad[n] : max(used[n], pad[n])] for part in parts]
-        options = {"scale": 0.2, "causal": True, "window": (40, 0)}
-        ref, ref_lse = attention(q[rows].double(), *(x.double() for x in keys), **options)
-        plain, _ = attention(q[rows], *keys, **options)
-        _, plain_lse = attention(q[rows].float(), *(x.float() for x in keys), **options)
-        check(f"out of sequence {n}", out[rows], ref, plain)
+        keys, values = (x[n][case.pad[n] : max(case.used[n], case.pad[n])] for x in parts)
+        ref, ref_lse = attention(q[rows].double(), keys.double(), values.double(), **options)
+        plain, _ = attention(q[rows], keys, values, **options)
+        _, plain_lse = attention(q[rows].float(), keys.float(), values.float(), **options)
+        scale = max(largest(ref), size_of_values(values))
+        check(f"out of sequence {n}", out[rows], ref, plain, scale=scale)
         check_lse(lse[:, rows], ref_lse, plain_lse, dtype)
+
+
+@pytest.mark.parametrize("page", (0, 1, 16))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_seqused_and_leftpad(dtype, page, isa):
+    run(Parts(dtype=dtype, page=page))
+    run(Parts(dtype=dtype, page=page, window=(9, 30), causal=False, d=80, softcap=2.0))
 
 
 def test_num_splits_changes_nothing_much():
