@@ -45,7 +45,7 @@ CHAPTERS = {
     "formatstrings": "format strings",
     "comparisons": "comparisons",
     "assignment": "assignment",
-    "naming": "names and scopes",
+    "naming": "scopes",
     "function": "functions",
     "import": "import",
     "debugger": "debugger",
@@ -163,7 +163,7 @@ def draw(path, chapters, embeddings, bars, caption):
     plt.rcParams.update(
         {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
     )
-    figure = plt.figure(figsize=(11.5, 6.2), dpi=130, layout="constrained")
+    figure = plt.figure(figsize=(12, 6.2), dpi=130, layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
     axes = left.subplots()
     image = axes.imshow(similarity, cmap="magma", vmin=0, vmax=0.8, interpolation="nearest")
