@@ -70,7 +70,7 @@ static void empty_like_strides(const fa_tensor *t, int64_t *stride) {
 }
 
 static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
-    int64_t stride[MAX_NDIM];
+    int64_t stride[MAX_NDIM] = {0};
     empty_like_strides(&c->q, stride);
     const int64_t n = c->q.ndim;
     p->o = (fa_view){.stride_b = n == 4 ? stride[0] : 0, .stride_row = stride[n - 3], .stride_h = stride[n - 2]};

@@ -21,15 +21,15 @@
 #endif
 
 #if defined(__clang__)
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE  static inline __attribute__((always_inline))
 #define OUTLINE static __attribute__((noinline, unused))
-#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL  _Pragma("clang loop unroll(full)")
 #elif defined(__GNUC__)
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE  static inline __attribute__((always_inline))
 #define OUTLINE static __attribute__((noinline, unused))
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL  _Pragma("GCC unroll 16")
 #else
-#define INLINE static inline
+#define INLINE  static inline
 #define OUTLINE static
 #define UNROLL
 #endif
