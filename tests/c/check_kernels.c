@@ -338,6 +338,61 @@ static void test_absent_gradients(void **state) {
     }
 }
 
+/* ---- rows that see nothing ----------------------------------------------------------------------------------- */
+
+/* Rows above a causal mask, and rows whose lse says that they saw no key, with either sign: whatever q and dout hold
+ * there, their gradients are zero and nobody else's change by a bit. */
+static void test_silent_rows(void **state) {
+    (void)state;
+    enum { LEN_Q = 90, LEN_KV = 73, NUM_HIDDEN = LEN_Q - LEN_KV };
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
+        for (int dtype = FA_F16; dtype <= FA_F32 && machine.isa_legal[isa]; dtype++) {
+            fa_problem p = {.pass = FA_BWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 1, .h_kv = 1, .d = 24, .scale = 0.2};
+            p.len_q = p.total_q = LEN_Q, p.len_kv = p.total_kv = LEN_KV;
+            p.window_left = -1, p.window_right = 0;
+            tensor all[8];
+            fa_view *views[] = {&p.q, &p.k, &p.v, &p.dout, &p.o, &p.dq, &p.dk, &p.dv};
+            random_source r = {23};
+            for (int i = 0; i < 8; i++) {
+                all[i] = tensor_make(&p, 1, i == 1 || i == 2 || i > 5 ? LEN_KV : LEN_Q, 1, ROWS_THEN_HEADS, true);
+                *views[i] = all[i].view;
+                for (int64_t n = 0; n < all[i].num_elements && i < 4; n++)
+                    fa_store_element(all[i].view.data, n, random_normal(&r), p.dtype);
+            }
+            alloc_row_stats(&p, &p.lse, LEN_Q, true);
+            alloc_row_stats(&p, &p.softmax_d, LEN_Q, true);
+            run_forward_reference(&p);
+            p.lse.data[40] = INFINITY, p.lse.data[61] = -INFINITY;
+
+            void *expected[3];
+            for (int poisoned = 0; poisoned < 2; poisoned++) {
+                for (int row = 0; row < LEN_Q; row++) {
+                    if (row >= NUM_HIDDEN && row != 40 && row != 61) continue;
+                    for (int64_t i = 0; i < p.d; i++) {
+                        fa_store_element(p.q.data, row * p.d + i, poisoned ? NAN : 0, p.dtype);
+                        fa_store_element(p.dout.data, row * p.d + i, poisoned ? NAN : 0, p.dtype);
+                    }
+                }
+                run_on((fa_isa)isa, 1, &p, true);
+                for (int i = 0; i < 3; i++) {
+                    size_t bytes = (size_t)all[5 + i].num_elements * fa_dtype_bytes(p.dtype);
+                    if (!poisoned) memcpy(expected[i] = malloc(bytes), all[5 + i].view.data, bytes);
+                    assert_memory_equal(expected[i], all[5 + i].view.data, bytes);
+                    wipe(&all[5 + i], p.dtype);
+                }
+            }
+            for (int64_t i = 0; i < p.d; i++) {
+                assert_true(fa_load_element(expected[0], 40 * p.d + i, p.dtype) == 0);
+                assert_true(fa_load_element(expected[0], 61 * p.d + i, p.dtype) == 0);
+                assert_true(fa_load_element(expected[0], i, p.dtype) == 0);
+                assert_true(fa_load_element(expected[1], i, p.dtype) != 0);
+            }
+            for (int i = 0; i < 3; i++) free(expected[i]);
+            guarded_free_all();
+        }
+    }
+}
+
 /* ---- the reference itself ------------------------------------------------------------------------------------ */
 
 static double weighted_output(const fa_problem *p, const tensor *o, const tensor *dout) {
@@ -694,6 +749,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_bwd_f64),
         cmocka_unit_test(test_thread_counts),
         cmocka_unit_test(test_absent_gradients),
+        cmocka_unit_test(test_silent_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
