@@ -158,6 +158,25 @@ def test_gradients_of_views_and_none(isa):
         assert torch.equal(grads[i], want[i])
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_masked_keys_and_blind_rows_may_be_anything(dtype, isa):
+    """NaN in keys that no row sees, and in queries and dout of rows that see no key: their gradients are 0."""
+    torch.manual_seed(0)
+    spoiled_tensors = []
+    for len_q, len_kv, window, rows, keys in ((40, 100, (20, 0), [], range(40)), (100, 40, (-1, 0), range(60), [])):
+        q, k, v, dout = (torch.randn(1, n, 2, 24).to(dtype) for n in (len_q, len_kv, len_kv, len_q))
+        results = []
+        for spoil in (False, True):
+            if spoil:
+                q[:, rows], dout[:, rows], k[:, keys], v[:, keys] = math.nan, math.nan, math.nan, math.inf
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            results.append(torch.autograd.grad(flash_attn_func(*leaves, window_size=window), leaves, dout))
+        for name, got, want in zip(("dq", "dk", "dv"), results[1], results[0]):
+            assert torch.equal(got, want), name
+        spoiled_tensors.append(results[1])
+    assert (spoiled_tensors[0][1][:, :40] == 0).all() and (spoiled_tensors[1][0][:, :60] == 0).all()
+
+
 def test_no_gradient_through_lse():
     q = torch.randn(1, 4, 1, 8, requires_grad=True)
     out, lse, _ = flash_attn_func(q, q, q, return_attn_probs=True)

@@ -64,6 +64,20 @@ def test_masked_keys_may_be_anything(dtype, isa):
     assert spoiled[0, 1:].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("bad", (math.inf, -math.inf, math.nan))
+def test_nonfinite_values_reach_the_rows_that_see_them(bad, dtype, isa):
+    """One element of v: its column becomes what it is in every row that sees the key, nothing else changes."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 100, 2, 32).to(dtype) for _ in range(3))
+    want = flash_attn_func(q, k, v, causal=True)
+    v[0, 70, 1, 9] = bad
+    out = flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(out[0, 70:, 1, 9].nan_to_num(nan=7.0), torch.full((30,), bad, dtype=dtype).nan_to_num(nan=7.0))
+    out[0, 70:, 1, 9] = want[0, 70:, 1, 9]
+    assert torch.equal(out, want)
+
+
 def test_key_minus_infinity_scores(isa):
     """A score of -inf that no mask made (an overflowing key) weighs nothing."""
     q, k, v = torch.ones(1, 3, 1, 8), torch.zeros(1, 70, 1, 8), torch.randn(1, 70, 1, 8)

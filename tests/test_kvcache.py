@@ -82,7 +82,8 @@ def run(case):
     cos = sin = None
     if case.rotary:
         half = int(d * case.rotary) // 16 * 16 // 2
-        angle = torch.rand(max(case.capacity, shape[1]) + 70, half, generator=gen) * 2 * math.pi
+        positions = -(-case.capacity // case.page) * case.page if case.page else case.capacity  # not one too many
+        angle = torch.rand(positions, half, generator=gen) * 2 * math.pi
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     slopes = None
     if case.alibi:
@@ -160,7 +161,11 @@ ROTARY = [
     for rotary in (0.5, 1.0)
     for interleaved in (True, False)
     for causal, window in ((False, (-1, -1)), (True, (-1, -1)), (False, (9, 3)), (False, (64, 64)), (False, (63, -1)))
-] + [Cache(len_new=1, rotary=1.0, causal=True, d=16), Cache(len_new=5, len_q=1, rotary=1.0, window=(5, 0), d=80)]
+] + [
+    Cache(len_new=1, rotary=1.0, causal=True, d=16),
+    Cache(len_new=5, len_q=1, rotary=1.0, window=(5, 0), d=80),
+    Cache(len_new=1, len_q=40, rotary=0.5, causal=True, d=64),  # queries past the last row of cos
+]
 WHERE = [
     Cache(leftpad=True, len_q=3, causal=True),
     Cache(leftpad=True, len_new=2, len_q=2, alibi="h", window=(7, 3)),
