@@ -16,6 +16,7 @@ into the same views of one packed gradient; the classes say only what comes pack
 """
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flash_attn._ops import check_layout, check_tensor, empty_like, flash_attn_2_cuda, round_multiple
@@ -165,7 +166,7 @@ def _gradients(ctx, dout):
     """Gradients of the tensors that were given, packed as they came; None for one that needs none.
 
     NOTE: compiled code writes dq, dk, dv apart and packs them afterwards. Inductor with dynamic shapes loses the offset
-    of a view that an op writes into (pytorch issue 198068).
+    of a view that an op writes into (pytorch/pytorch#198068).
     """
     *tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens) if ctx.varlen else ()
@@ -233,6 +234,17 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
         return _attend(ctx, (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
 
 
+def _apply(function, *arguments):
+    """``function.apply(*arguments)``; in eager mode, where nothing can be differentiated, its forward without autograd.
+
+    The last argument is is_grad_enabled; the tensors that may need a gradient come first.
+    """
+    differentiable = arguments[-1] and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments[:3])
+    if differentiable or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return function.apply(*arguments)
+    return function.forward(None, *arguments)
+
+
 # ---- public functions ----------------------------------------------------------------------------------------------
 
 
@@ -274,7 +286,8 @@ def flash_attn_func(
     Gradients for q, k, v, through out only.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
-    return FlashAttnFunc.apply(
+    return _apply(
+        FlashAttnFunc,
         *_distinct(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
@@ -293,7 +306,8 @@ def flash_attn_kvpacked_func(
     Returns, Raises, Source: see ``flash_attn_func``.
     Gradients for q and kv.
     """
-    return FlashAttnKVPackedFunc.apply(
+    return _apply(
+        FlashAttnKVPackedFunc,
         q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
@@ -311,7 +325,8 @@ def flash_attn_qkvpacked_func(
     Returns, Raises, Source: see ``flash_attn_func``; out is ``[b, len, h, d]``.
     Gradients for qkv.
     """
-    return FlashAttnQKVPackedFunc.apply(
+    return _apply(
+        FlashAttnQKVPackedFunc,
         qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
@@ -348,7 +363,8 @@ def flash_attn_varlen_func(
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
-    return FlashAttnVarlenFunc.apply(
+    return _apply(
+        FlashAttnVarlenFunc,
         *_distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table, torch.is_grad_enabled(),
     )  # fmt: skip
@@ -367,7 +383,8 @@ def flash_attn_varlen_kvpacked_func(
     Returns, Raises, Source: see ``flash_attn_varlen_func``.
     Gradients for q and kv.
     """
-    return FlashAttnVarlenKVPackedFunc.apply(
+    return _apply(
+        FlashAttnVarlenKVPackedFunc,
         *_distinct(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
@@ -387,7 +404,8 @@ def flash_attn_varlen_qkvpacked_func(
     Returns, Raises, Source: see ``flash_attn_varlen_func``; out is ``[total, h, d]``.
     Gradients for qkv.
     """
-    return FlashAttnVarlenQKVPackedFunc.apply(
+    return _apply(
+        FlashAttnVarlenQKVPackedFunc,
         qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, torch.is_grad_enabled(),
     )  # fmt: skip
