@@ -1,0 +1,123 @@
+/* The part of the CUDA driver and of NVRTC that we call, as two tables of functions.
+ *
+ * Nothing is linked: the tables are filled at first use, the driver's from libcuda.so.1, NVRTC's from the library that
+ * PyTorch ships. Without a driver or a GPU everything else keeps working, and the status says in one sentence what is
+ * missing. Work runs in the primary context of a device, the one PyTorch uses. */
+#ifndef FA_CUDA_DRIVER_H
+#define FA_CUDA_DRIVER_H
+
+#include "flash_attn.h"
+
+/* ---- the driver --------------------------------------------------------------------------------------------- */
+
+typedef int CUresult; /* 0: success */
+typedef int CUdevice;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUstream_st *CUstream;
+typedef struct CUfunc_st *CUfunction;
+typedef struct CUlib_st *CUlibrary;
+typedef struct CUkern_st *CUkernel; /* of no context: launched as a CUfunction, it runs in the current one */
+
+enum {
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
+    CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
+    CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
+    CU_TENSOR_MAP_SWIZZLE_64B = 2,
+    CU_TENSOR_MAP_SWIZZLE_128B = 3,
+    CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
+};
+
+#define FA_OLDEST_DRIVER      12030 /* CUDA 12.3 */
+#define FA_OLDEST_DRIVER_NAME "12.3"
+
+/* X(symbol, parameters); every function returns a CUresult. */
+#define FA_DRIVER_SYMBOLS(X)                                                                                       \
+    X(cuInit, (unsigned flags))                                                                                    \
+    X(cuDriverGetVersion, (int *version))                                                                          \
+    X(cuGetErrorName, (CUresult error, const char **name))                                                         \
+    X(cuGetErrorString, (CUresult error, const char **text))                                                       \
+    X(cuDeviceGet, (CUdevice * device, int ordinal))                                                               \
+    X(cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                                          \
+    X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                            \
+    X(cuCtxGetCurrent, (CUcontext * context))                                                                      \
+    X(cuCtxPushCurrent_v2, (CUcontext context))                                                                    \
+    X(cuCtxPopCurrent_v2, (CUcontext * context))                                                                   \
+    X(cuLibraryLoadData, (CUlibrary * library, const void *image, int *jit_options, void **jit_values,             \
+                          unsigned num_jit, int *options, void **values, unsigned num))                            \
+    X(cuLibraryUnload, (CUlibrary library))                                                                        \
+    X(cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                                \
+    X(cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                          \
+    X(cuLaunchKernel,                                                                                              \
+      (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
+       unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                 \
+    X(cuStreamIsCapturing, (CUstream stream, int *status))                                                         \
+    X(cuTensorMapEncodeTiled,                                                                                      \
+      (void *map, int data_type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride_bytes,    \
+       const uint32_t *box, const uint32_t *element_stride, int interleave, int swizzle, int l2_promotion, int fill))
+
+typedef struct {
+#define FA_DRIVER_MEMBER(symbol, parameters) CUresult(*symbol) parameters;
+    FA_DRIVER_SYMBOLS(FA_DRIVER_MEMBER)
+#undef FA_DRIVER_MEMBER
+} fa_driver;
+
+/* One GPU, asked once. */
+typedef struct {
+    CUdevice device;
+    CUcontext context; /* the primary one, retained for the life of the process */
+    int capability;    /* 90: compute capability 9.0 */
+    int num_sms;
+} fa_gpu;
+
+#define FA_MAX_GPUS 64
+
+/* The driver, initialised; and a GPU by PyTorch's index. Both stay as they are once found, and may be called by any
+ * thread. */
+fa_status fa_driver_get(const fa_driver **driver, fa_error *err);
+fa_status fa_gpu_get(int device_idx, const fa_gpu **gpu, fa_error *err);
+
+/* FA_OK, or a message: what was attempted, and the driver's name and words for the error. */
+fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err);
+
+/* Makes the GPU's primary context current between the two calls, if it is not. */
+typedef struct {
+    bool pushed;
+} fa_context_guard;
+fa_status fa_context_enter(const fa_gpu *gpu, fa_context_guard *guard, fa_error *err);
+void fa_context_leave(const fa_context_guard *guard);
+
+/* ---- NVRTC ---------------------------------------------------------------------------------------------------- */
+
+typedef struct nvrtcProgram_st *nvrtcProgram;
+typedef int nvrtcResult; /* 0: success */
+
+/* X(symbol, result, parameters) */
+#define FA_NVRTC_SYMBOLS(X)                                                                                       \
+    X(nvrtcVersion, nvrtcResult, (int *major, int *minor))                                                        \
+    X(nvrtcGetErrorString, const char *, (nvrtcResult result))                                                    \
+    X(nvrtcCreateProgram, nvrtcResult,                                                                            \
+      (nvrtcProgram * program, const char *source, const char *name, int num_headers, const char *const *headers, \
+       const char *const *names))                                                                                 \
+    X(nvrtcDestroyProgram, nvrtcResult, (nvrtcProgram * program))                                                 \
+    X(nvrtcCompileProgram, nvrtcResult, (nvrtcProgram program, int num_options, const char *const *options))      \
+    X(nvrtcGetProgramLogSize, nvrtcResult, (nvrtcProgram program, size_t *bytes))                                 \
+    X(nvrtcGetProgramLog, nvrtcResult, (nvrtcProgram program, char *log))                                         \
+    X(nvrtcGetCUBINSize, nvrtcResult, (nvrtcProgram program, size_t *bytes))                                      \
+    X(nvrtcGetCUBIN, nvrtcResult, (nvrtcProgram program, char *cubin))
+
+typedef struct {
+#define FA_NVRTC_MEMBER(symbol, result, parameters) result(*symbol) parameters;
+    FA_NVRTC_SYMBOLS(FA_NVRTC_MEMBER)
+#undef FA_NVRTC_MEMBER
+    int major, minor;
+    char path[512]; /* of the library */
+} fa_nvrtc;
+
+/* Looks, in this order, at FLASH_ATTN_NVRTC (a path), at what is already loaded, at the folders of NVIDIA's packages
+ * beside torch, at what the system finds by name, and at CUDA_HOME. */
+fa_status fa_nvrtc_get(const fa_nvrtc **nvrtc, fa_error *err);
+
+#endif
