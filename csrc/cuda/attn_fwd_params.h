@@ -1,0 +1,41 @@
+/* What the host hands to a forward kernel: filled in C, read in CUDA. Only types that both sides lay out alike. */
+#ifndef FA_ATTN_FWD_PARAMS_H
+#define FA_ATTN_FWD_PARAMS_H
+
+#include "tensor_map.h"
+
+#define FA_TILE_COUNTERS 16384  /* per kernel: launches of a dynamic order that may be in flight at once */
+#define FA_SHARED_BYTES  232448 /* an SM's 227 KiB: one CTA takes them all */
+
+typedef struct {
+    fa_tensor_map q, k, v, o;
+
+    float *lse; /* [b, h, len_q], packed [h, total_q]: natural log of the row sums; +inf for a row that sees no key */
+    long long lse_stride_b, lse_stride_h;
+    void *o_data; /* o again, for kernels that store it without TMA; strides count elements */
+    long long o_stride_b, o_stride_row, o_stride_h;
+
+    int b, h, heads_per_kv, d;
+    int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
+    const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
+    const int *seqused_k;                   /* [b] keys in use, packed only; NULL: all */
+
+    int num_q_tiles;  /* dense: query tiles of one sequence */
+    int num_tiles;    /* dense: num_q_tiles b h */
+    int group_heads;  /* longest-first order: query heads that are walked together, so that their keys stay in L2 */
+    int counter_slot; /* of the kernel's tile counters; -1: static order */
+
+    float scale_log2;              /* scores times this are exponents of 2 */
+    float lazy_margin;             /* the row max may lag by this much, in units of the scores: a factor 2^8 in P */
+    float score_scale;             /* softcap and ALiBi: what S = Q K^T is multiplied by first */
+    float softcap;                 /* 0: off */
+    int window_left, window_right; /* -1: unlimited; causal is right = 0 */
+    const float *alibi_slopes;     /* [h], or [b, h] with alibi_stride_b; NULL: none */
+    long long alibi_stride_b;
+
+    const unsigned long long *rng_state; /* dropout: (seed, offset) in device memory */
+    int keep_max;                        /* a byte of the generator keeps its element iff byte <= keep_max */
+    float keep_scale;                    /* 1 / (1 - p); 1 without dropout */
+} fa_attn_fwd_params;
+
+#endif

@@ -1,0 +1,237 @@
+/* The Hopper instructions that our kernels use: one wrapper each, named after the instruction, operands in PTX order.
+ *
+ * Addresses in shared memory are 32-bit (`smem_address`). What a wrapper needs of its callers stands above it: one
+ * lane, a whole warp, or a whole warpgroup of four warps. Headings in brackets are those of the PTX manual. */
+#ifndef FA_PTX_SM90_CUH
+#define FA_PTX_SM90_CUH
+
+#include "tensor_map.h"
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 smem_address(const void *shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+/* ---- mbarrier [Parallel Synchronization and Communication: mbarrier] ------------------------------------------
+ * 64 bits in shared memory. A phase ends when `count` arrivals and all announced bytes have come. A wait names the
+ * parity of the phase it waits for; a fresh barrier is in phase 0, so waiting for parity 1 returns at once. */
+
+/* One thread; then mbarrier_init_fence and a barrier of the CTA before anyone else touches it. */
+DEVICE void mbarrier_init(u64 *barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
+}
+
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+/* One thread: one arrival. */
+DEVICE void mbarrier_arrive(u64 *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+/* One thread: one arrival, and `bytes` that TMA will deliver before the phase can end. */
+DEVICE void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+/* Any threads. What happened before the phase ended, TMA's writes included, is visible afterwards. */
+DEVICE void mbarrier_wait(u64 *barrier, u32 parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra finished;\n"
+                 "bra again;\n"
+                 "finished:\n"
+                 "}" ::"r"(smem_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* ---- named barriers [bar, barrier] ----------------------------------------------------------------------------
+ * 16 of them, in hardware. Whole warps; `threads` counts those that sync and those that only arrive. */
+
+DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+/* ---- registers [setmaxnreg] -----------------------------------------------------------------------------------
+ * All four warps of a warpgroup, once. ptxas ignores both unless __launch_bounds__ has its second argument. */
+
+template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+/* The same value in every lane, which ptxas then knows to be uniform (a shuffled or loaded one it does not). Whole
+ * warp. [redux.sync] */
+DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
+
+/* ---- TMA [cp.async.bulk.tensor] -------------------------------------------------------------------------------
+ * One lane. A box of a tensor between global and shared memory; coordinates count elements, the fastest first. What
+ * lies outside the tensor reads as zero (and counts as delivered) and is not written. */
+
+enum : u64 { L2_EVICT_FIRST = 0x12F0000000000000ull, L2_EVICT_LAST = 0x14F0000000000000ull };
+
+DEVICE void prefetch_tensormap(const fa_tensor_map *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2, int c3,
+                                      u64 l2_policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(dst)),
+                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(l2_policy)
+                 : "memory");
+}
+
+/* Joins the calling lane's current bulk group. */
+DEVICE void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(smem_address(src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/* All stores of the calling lane have read their shared memory. */
+DEVICE void cp_async_bulk_wait_all_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+/* Between ordinary stores to shared memory and TMA or wgmma reading them: every writing thread, then a barrier. */
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* ---- matrix stores [stmatrix] ---------------------------------------------------------------------------------
+ * Whole warp. Four 8x8 matrices of 16-bit elements in the accumulator's lane order; lane 8 i + r holds the address of
+ * row r of matrix i, 16 bytes. */
+DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
+                 "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+/* ---- arithmetic ----------------------------------------------------------------------------------------------- */
+
+/* 2^x on the special-function unit, 16 lanes a clock per SM: the unit that softmax waits for. */
+DEVICE float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* Two floats, rounded, in one register: low in the low half. */
+template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
+    u32 packed;
+    if constexpr (IS_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+/* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
+ * Whole warpgroup:  fence, products, commit, wait, and only then read D, change A's registers or free the shared
+ * memory. D [64, N] float: register i of lane l in warp w is row 16 w + l / 4 + 8 (i / 2 % 2), column
+ * 8 (i / 4) + 2 (l % 4) + i % 2. */
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+/* Registers written by an asynchronous product: no use of them moves across this point. */
+template <int N> DEVICE void pin(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> DEVICE void pin(u32 (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
+}
+
+/* At most `PENDING` of the youngest groups still run; d belongs to one that has finished. */
+template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+    pin(d);
+}
+
+/* An operand in shared memory is described by 64 bits. The low word (start, leading byte offset) differs from product
+ * to product and is kept as a number to which steps are added; the high word (stride byte offset, swizzle) is constant.
+ *
+ *   swizzled rows of ROW_BYTES (128 or 64), groups of 8 rows back to back:
+ *   contraction along the row ("K-major"):     a step of 16 is 32 bytes; the leading offset is not used
+ *   contraction along the rows ("MN-major"):   a step of 16 is 16 rows; the leading offset leads to the next ROW_BYTES
+ *                                              of columns */
+DEVICE u32 matrix_descriptor(u32 address, u32 leading_bytes) { return address >> 4 | leading_bytes >> 4 << 16; }
+DEVICE constexpr u32 matrix_descriptor_high(int row_bytes) {
+    return (u32)(8 * row_bytes) >> 4 | (row_bytes == 128 ? 1u : 2u) << 30;
+}
+DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
+
+/* Lists of registers for the instruction text (R..) and for the operands (D..). */
+#define R_32                                                                                                     \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+    "%29,%30,%31"
+#define R_40 R_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define R_48 R_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define R_64 R_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R_96                                                                                                         \
+    R_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89," \
+         "%90,%91,%92,%93,%94,%95"
+#define R_128                                                                                                     \
+    R_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116," \
+         "%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define D_8(i)                                                                                                  \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define D_32  D_8(0), D_8(8), D_8(16), D_8(24)
+#define D_40  D_32, D_8(32)
+#define D_48  D_40, D_8(40)
+#define D_64  D_48, D_8(48), D_8(56)
+#define D_96  D_64, D_8(64), D_8(72), D_8(80), D_8(88)
+#define D_128 D_96, D_8(96), D_8(104), D_8(112), D_8(120)
+
+/* wgmma_ss: D = A B + (accumulate ? D : 0), A [64, 16] and B [N, 16] in shared memory, both K-major.
+ * wgmma_rs: D += A B, A [64, 16] in registers, B [16, N] in shared memory, MN-major. A's four registers hold pairs:
+ * row l / 4, columns 2 (l % 4) + {0, 1}; row + 8; columns + 8; both. */
+template <int N, bool IS_BF16> struct wgmma;
+
+#define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5)                                                          \
+    template <> struct wgmma<N, BF> {                                                                             \
+        template <u32 A_HIGH, u32 B_HIGH> static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) { \
+            asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                     \
+                         "setp.ne.b32 acc, %" #R2 ", 0;\n"                                                        \
+                         "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                                     \
+                         "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                                     \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS            \
+                         "}, a, b, acc, 1, 1, 0, 0;}"                                                             \
+                         : D_##REGS                                                                               \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH));                            \
+        }                                                                                                         \
+        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                      \
+            asm volatile("{.reg .b64 b;\n"                                                                        \
+                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                     \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS            \
+                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1, 1;}"                           \
+                         : D_##REGS                                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                      \
+        }                                                                                                         \
+    };
+#define WGMMA_BOTH(N, REGS, ...)              \
+    WGMMA(N, "bf16", true, REGS, __VA_ARGS__) \
+    WGMMA(N, "f16", false, REGS, __VA_ARGS__)
+
+WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45)
+WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53)
+WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101)
+WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133)
+
+#undef WGMMA
+#undef WGMMA_BOTH
+
+#endif
