@@ -128,6 +128,7 @@ typedef struct {
     bool isa_legal[FA_NUM_ISAS]; /* the processor and the operating system support it */
     size_t l2_bytes;             /* per core; a default if the processor does not say */
     int threads;
+    int gpu_capability; /* of the GPU that holds the tensors, 90 for compute capability 9.0; 0: they are on the CPU */
 } fa_machine;
 
 #define FA_MAX_RULED_OUT 8
@@ -146,6 +147,8 @@ typedef struct {
     int threads;           /* workers used, at most the machine's */
     int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
     size_t workspace_bytes;
+    int cuda_tile; /* CUDA: the row of cuda/tiles.def, and what the kernel must be able to do (kernels.h) */
+    unsigned cuda_features;
     int num_ruled_out;
     fa_ruled_out ruled_out[FA_MAX_RULED_OUT];
 } fa_plan;

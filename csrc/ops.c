@@ -5,6 +5,7 @@
  *
  *   unpack -> fa_check_call (args.c) -> fa_plan_make (plan.c) -> fa_make_outputs (outputs.c) -> fa_run (run.c) -> pack */
 #include "call.h"
+#include "cuda_driver.h"
 #include "module.h"
 #include "run.h"
 
@@ -196,6 +197,13 @@ static fa_status run_with_workspace(const fa_call *call, const fa_problem *probl
     return status;
 }
 
+static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_error *err) {
+    const fa_gpu *gpu;
+    fa_status status = fa_gpu_get(problem->device_idx, &gpu, err);
+    if (status == FA_OK) machine->gpu_capability = gpu->capability;
+    return status;
+}
+
 static fa_status execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
     fa_problem problem;
     fa_plan plan;
@@ -205,6 +213,7 @@ static fa_status execute(const fa_call *call, fa_outputs *outputs, fa_error *err
     machine.threads = (int)threads;
 
     fa_status status = fa_check_call(call, &problem, err);
+    if (status == FA_OK && problem.device == FA_CUDA) status = ask_gpu(&problem, &machine, err);
     if (status == FA_OK) status = fa_plan_make(&problem, &machine, &plan, err);
     if (status == FA_OK) fa_note_plan(&plan);
     if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only(), &problem, outputs, err);

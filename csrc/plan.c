@@ -1,6 +1,7 @@
 /* problem -> plan: the strongest instruction set that is legal here and has a kernel for the pass and the dtype, then
  * its tiles. Every stronger one is ruled out with its reason, so that a user can read why a call runs as it does. */
 #include "cpu/cpu.h"
+#include "plan_cuda.h"
 
 #include <stdio.h>
 
@@ -27,11 +28,7 @@ static void rule_out(fa_plan *plan, const fa_problem *p, const fa_machine *machi
 }
 
 fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
-    if (p->device == FA_CUDA)
-        return fa_fail(err, FA_EUNSUPPORTED,
-                       "flash_attn: no CUDA kernel for the %s pass in this version; move the tensors to the CPU, where "
-                       "every function works",
-                       p->pass == FA_FWD ? "forward" : "backward");
+    if (p->device == FA_CUDA) return fa_plan_cuda(p, machine, plan, err);
 
     *plan = (fa_plan){.pass = p->pass,
                       .device = p->device,

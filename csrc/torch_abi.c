@@ -1,18 +1,21 @@
 /* Finds the C shim in the libtorch that `import torch` has loaded. */
 #include "torch_abi.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 #if defined(_WIN32)
 #include <windows.h>
 static void *open_loaded(const char *name) { return (void *)GetModuleHandleA(name); }
 static void *find_symbol(void *library, const char *symbol) { return (void *)GetProcAddress((HMODULE)library, symbol); }
-#define TORCH_CPU_LIBRARY "torch_cpu.dll"
-#define OPERATOR_DELETE   "??3@YAXPEAX@Z"
+#define TORCH_CPU_LIBRARY  "torch_cpu.dll"
+#define TORCH_CUDA_LIBRARY "torch_cuda.dll"
+#define OPERATOR_DELETE    "??3@YAXPEAX@Z"
 #else
 #include <dlfcn.h>
 static void *open_loaded(const char *name) { return dlopen(name, RTLD_LAZY | RTLD_NOLOAD); }
 static void *find_symbol(void *library, const char *symbol) { return dlsym(library, symbol); }
+#define TORCH_CUDA_LIBRARY "libtorch_cuda.so"
 #if defined(__APPLE__)
 #define TORCH_CPU_LIBRARY "libtorch_cpu.dylib"
 #else
@@ -61,4 +64,21 @@ fa_status fa_torch_load(fa_error *err) {
     found.u8 = found.aoti_torch_dtype_uint8();
     fa_torch = found;
     return FA_OK;
+}
+
+fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err) {
+    typedef AOTITorchError stream_fn(int32_t device_idx, void **stream);
+    static stream_fn *_Atomic found;
+    stream_fn *current_stream = atomic_load_explicit(&found, memory_order_relaxed);
+    if (!current_stream) {
+        void *library = open_loaded(TORCH_CUDA_LIBRARY);
+        void *address = library ? find_symbol(library, "aoti_torch_get_current_cuda_stream") : NULL;
+        if (!address)
+            return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: this PyTorch is built without CUDA: it has no streams");
+        memcpy(&current_stream, &address, sizeof address);
+        atomic_store_explicit(&found, current_stream, memory_order_relaxed);
+    }
+    return current_stream(device_idx, stream) == 0
+               ? FA_OK
+               : fa_fail(err, FA_EUNSUPPORTED, "flash_attn: PyTorch has no current stream on cuda:%d", device_idx);
 }

@@ -83,4 +83,7 @@ extern fa_torch_abi fa_torch;
 /* Fills fa_torch. FA_EUNSUPPORTED, with one sentence, if torch is not loaded or too old. */
 fa_status fa_torch_load(fa_error *err);
 
+/* The cudaStream_t that PyTorch queues work on, from the part of libtorch that only CUDA builds have. */
+fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err);
+
 #endif

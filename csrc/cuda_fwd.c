@@ -1,0 +1,179 @@
+/* Forward on CUDA: fills a kernel's parameters and launches it. */
+#include "cuda_fwd.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "cuda/attn_fwd_params.h"
+#include "torch_abi.h"
+
+/* ---- tensor maps (cuda/tensor_map.h) --------------------------------------------------------------------------- */
+
+/* What the maps of one call share. rows: of a sequence, or of the packed tensor. */
+typedef struct {
+    const fa_driver *driver;
+    const fa_problem *p;
+    int chunk_columns; /* of one TMA box: 64, or 32 where 64 does not divide the tile */
+} map_maker;
+
+static fa_status make_map(const map_maker *m, fa_tensor_map *map, const fa_view *t, int64_t rows, int64_t heads,
+                          bool packed, uint32_t box_rows, fa_error *err) {
+    const fa_problem *p = m->p;
+    const uint64_t row_bytes = (uint64_t)t->stride_row * 2, some_rows = rows > 0 ? (uint64_t)rows : 1;
+    uint64_t size[4] = {(uint64_t)p->d, some_rows, (uint64_t)heads, (uint64_t)p->b};
+    uint64_t stride_bytes[3] = {row_bytes, (uint64_t)t->stride_h * 2, (uint64_t)t->stride_b * 2};
+    uint32_t box[4] = {(uint32_t)m->chunk_columns, box_rows, 1, 1}, element_stride[4] = {1, 1, 1, 1};
+    char *base = t->data;
+    if (packed) {
+        base -= some_rows * row_bytes;
+        size[3] = some_rows + 1;
+        stride_bytes[2] = row_bytes;
+    }
+    for (int i = 0; i < 3; i++) /* of one row, head or sequence the stride means nothing and may be anything */
+        if (size[i + 1] == 1) stride_bytes[i] = 16;
+    return fa_driver_check(m->driver->cuTensorMapEncodeTiled(
+                               map,
+                               p->dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                               4, base, size, stride_bytes, box, element_stride, 0,
+                               m->chunk_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                               CU_TENSOR_MAP_L2_PROMOTION_256B, 0),
+                           "describing a tensor to TMA", err);
+}
+
+/* ---- order of tiles -------------------------------------------------------------------------------------------- */
+
+/* Query heads that are walked together: those of up to 16 key heads, as many as have their keys and values in 32 MB of
+ * the L2. Causal on an H100, TFLOPS: head_dim 256 at length 16k 1 head 645, 2 691, 4 694; at 4k 4 heads 599, 8 632,
+ * 16 633; at 1k 16 heads 451, 64 376. */
+static int heads_in_group(const fa_problem *p) {
+    const int64_t kv_bytes = 4 * p->d * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
+    int64_t kv_heads = 1;
+    while (kv_heads < 16 && 2 * kv_heads * kv_bytes <= 32 << 20) kv_heads *= 2;
+    int64_t group = kv_heads * (p->h / p->h_kv);
+    return (int)(group < heads ? group : heads);
+}
+
+enum { STREAM_SLOTS = 1024 };
+static atomic_uintptr_t slot_owner[STREAM_SLOTS]; /* stream + 1, or 0 */
+static atomic_int num_captured_launches;
+
+/* A tile counter for this launch: two launches that may run at the same time must not share one. Launches of one stream
+ * follow each other, so a stream keeps its slot. A captured launch may be replayed beside anything: it gets a slot for
+ * ever. -1: none is left, and the kernel takes its tiles in a fixed order. */
+static int counter_slot(const fa_driver *driver, CUstream stream) {
+    int capturing = 0;
+    if (driver->cuStreamIsCapturing(stream, &capturing) != 0) return -1;
+    if (capturing) {
+        int slot = STREAM_SLOTS + atomic_fetch_add(&num_captured_launches, 1);
+        if (slot < FA_TILE_COUNTERS) return slot;
+        atomic_fetch_sub(&num_captured_launches, 1);
+        return -1;
+    }
+    const uintptr_t owner = (uintptr_t)stream + 1;
+    if (owner == 3) return -1; /* stream 2 is each thread's own: one name for many streams */
+    for (unsigned i = 0, slot = (unsigned)(owner / 16 * 2654435761u % STREAM_SLOTS); i < STREAM_SLOTS; i++) {
+        uintptr_t found = atomic_load(&slot_owner[slot]);
+        if (found == 0 && atomic_compare_exchange_strong(&slot_owner[slot], &found, owner)) found = owner;
+        if (found == owner) return (int)slot;
+        slot = (slot + 1) % STREAM_SLOTS;
+    }
+    return -1;
+}
+
+/* ---- launch ---------------------------------------------------------------------------------------------------- */
+
+static const float LOG2_E = 1.44269504f;
+
+/* A window wider than any sequence, small enough to be added to positions. */
+static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
+
+static void fill_scalars(const fa_problem *p, const fa_tile *tile, unsigned features, fa_attn_fwd_params *a) {
+    const bool packed = features & FA_VARLEN;
+    const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * tile->wgs;
+    a->lse = p->lse.data;
+    a->lse_stride_b = packed ? 0 : p->lse.stride_b;
+    a->lse_stride_h = p->lse.stride_h;
+    a->o_data = p->o.data;
+    a->o_stride_b = packed ? 0 : p->o.stride_b;
+    a->o_stride_row = p->o.stride_row;
+    a->o_stride_h = p->o.stride_h;
+    a->b = (int)p->b, a->h = (int)p->h, a->heads_per_kv = (int)(p->h / p->h_kv), a->d = (int)p->d;
+    a->len_q = (int)(packed ? p->total_q : p->len_q);
+    a->len_kv = (int)(packed ? p->total_kv : p->len_kv);
+    a->cu_seqlens_q = p->cu_seqlens_q;
+    a->cu_seqlens_k = p->cu_seqlens_k;
+    a->seqused_k = p->seqused_k;
+    a->num_q_tiles = (int)((p->len_q + block_q - 1) / block_q);
+    a->num_tiles = a->num_q_tiles * a->b * a->h;
+    a->group_heads = heads_in_group(p);
+
+    const float scale = (float)p->scale;
+    const bool changes_scores = features & FA_SCORE;
+    a->scale_log2 = (changes_scores ? 1 : scale) * LOG2_E;
+    a->lazy_margin = 8 / a->scale_log2;
+    a->score_scale = scale;
+    a->softcap = (float)p->softcap;
+    a->window_left = clamp_window(p->window_left), a->window_right = clamp_window(p->window_right);
+    a->alibi_slopes = p->alibi_slopes;
+    a->alibi_stride_b = p->alibi_stride_b;
+    a->keep_max = p->keep_max;
+    a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
+}
+
+/* CTAs: one per SM, but no more than there can be tiles. */
+static unsigned grid_size(const fa_problem *p, const fa_tile *tile, unsigned features, const fa_gpu *gpu,
+                          const fa_attn_fwd_params *a) {
+    const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * tile->wgs;
+    int64_t tiles = features & FA_VARLEN ? (p->total_q / block_q + p->b) * p->h : a->num_tiles;
+    return (unsigned)(tiles < gpu->num_sms ? tiles : gpu->num_sms);
+}
+
+fa_status fa_cuda_fwd_launch(const fa_problem *p, const fa_tile *tile, unsigned features, const fa_gpu *gpu,
+                             CUkernel kernel, CUstream stream, const uint64_t *rng_state, fa_error *err) {
+    const fa_driver *driver;
+    fa_attn_fwd_params a;
+    const bool packed = features & FA_VARLEN, is_ordered = features & (FA_CAUSAL | FA_LOCAL | FA_VARLEN);
+    const uint32_t block_q = (uint32_t)(FA_ROWS_OF_A_WARPGROUP * tile->wgs);
+    fa_status status = fa_driver_get(&driver, err);
+    if (status != FA_OK) return status;
+
+    fill_scalars(p, tile, features, &a);
+    a.rng_state = (const unsigned long long *)rng_state;
+    const unsigned grid = grid_size(p, tile, features, gpu, &a);
+    if (grid == 0) return FA_OK; /* no query: nothing to write */
+
+    const map_maker maker = {.driver = driver, .p = p, .chunk_columns = tile->d % 64 == 0 ? 64 : 32};
+    const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
+    status = make_map(&maker, &a.q, &p->q, rows_q, p->h, packed, block_q, err);
+    if (status == FA_OK)
+        status = make_map(&maker, &a.k, &p->k, rows_kv, p->h_kv, packed, (uint32_t)tile->block_kv, err);
+    if (status == FA_OK)
+        status = make_map(&maker, &a.v, &p->v, rows_kv, p->h_kv, packed, (uint32_t)tile->block_kv, err);
+    if (status == FA_OK) status = make_map(&maker, &a.o, &p->o, rows_q, p->h, packed, 16, err);
+    if (status != FA_OK) return status;
+
+    a.counter_slot = is_ordered ? counter_slot(driver, stream) : -1;
+    void *arguments[] = {&a};
+    return fa_driver_check(driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, 128 * ((unsigned)tile->wgs + 1), 1, 1,
+                                                  FA_SHARED_BYTES, stream, arguments, NULL),
+                           "launching the forward kernel", err);
+}
+
+fa_status fa_cuda_fwd(const fa_problem *p, const fa_plan *plan, fa_error *err) {
+    const fa_variant variant = {.tile = plan->cuda_tile, .features = plan->cuda_features};
+    const fa_gpu *gpu;
+    fa_context_guard guard;
+    CUkernel kernel;
+    void *stream;
+    fa_status status = fa_torch_current_stream(p->device_idx, &stream, err);
+    if (status == FA_OK) status = fa_gpu_get(p->device_idx, &gpu, err);
+    if (status == FA_OK) status = fa_context_enter(gpu, &guard, err);
+    if (status != FA_OK) return status;
+    status = fa_kernel_get(variant, gpu, &kernel, err);
+    if (status == FA_OK)
+        status = fa_cuda_fwd_launch(p, &fa_fwd_tiles_sm90[variant.tile], variant.features, gpu, kernel,
+                                    (CUstream)stream, NULL, err);
+    fa_context_leave(&guard);
+    return status;
+}

@@ -1,0 +1,71 @@
+/* The CUDA kernels that exist, and how one of them is found: loaded before; among the cubins that ship; in the disk
+ * cache; or compiled from its source, which then fills the cache.
+ *
+ * A variant is a row of cuda/tiles.def with a set of features. It has a name for people, and a key: a hash of its
+ * sources and options, so that a changed source never meets an old binary. */
+#ifndef FA_KERNELS_H
+#define FA_KERNELS_H
+
+#include "cuda_driver.h"
+
+/* What a variant can do beyond plain attention; a kernel without a feature has no trace of it. */
+enum {
+    FA_CAUSAL = 1,   /* right window 0, no left window */
+    FA_LOCAL = 2,    /* any other window */
+    FA_VARLEN = 4,   /* packed sequences */
+    FA_SCORE = 8,    /* softcap, ALiBi, or a scale that is not positive */
+    FA_DROPOUT = 16, /* of p */
+    FA_ALL_FEATURES = 31,
+    FA_IN_BF16 = 32, /* the dtype; fp16 without */
+    FA_NUM_FEATURE_SETS = 64,
+};
+
+/* One row of cuda/tiles.def, which says what the columns mean. */
+typedef struct {
+    int d, block_kv, wgs, stages, q_stages, early, turn, split;
+    unsigned serves;
+    const char *name; /* sm90_d128_wg2_kv128 */
+} fa_tile;
+
+enum { FA_ROWS_OF_A_WARPGROUP = 64 };
+
+extern const fa_tile fa_fwd_tiles_sm90[];
+extern const int fa_num_fwd_tiles_sm90;
+
+typedef struct {
+    int tile; /* row of fa_fwd_tiles_sm90 */
+    unsigned features;
+} fa_variant;
+
+#define FA_VARIANT_NAME_BYTES 96
+void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]);
+
+/* The kernel, ready to launch on the GPU. Any thread; the first call for a variant may take seconds. */
+fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err);
+
+/* ---- between the files of this part --------------------------------------------------------------------------- */
+
+typedef struct {
+    char *data; /* free() it */
+    size_t bytes;
+} fa_blob;
+
+/* kernel_source.c: the text of a variant and how to compile it. */
+#define FA_MAX_OPTIONS 24
+typedef struct {
+    char text[FA_MAX_OPTIONS][40];
+    const char *list[FA_MAX_OPTIONS];
+    int num;
+} fa_compile_options;
+void fa_variant_options(fa_variant variant, fa_compile_options *options);
+fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err);
+fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err);
+/* The folder from which this module was loaded; false: unknown. */
+bool fa_module_folder(char *path, size_t room);
+
+/* kernel_cache.c: cubins on disk. A file that is absent, damaged or another variant's is not found. */
+bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin);
+void fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin);
+uint64_t fa_hash(uint64_t seed, const void *data, size_t bytes);
+
+#endif
