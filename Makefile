@@ -16,7 +16,7 @@ demo: $(VENV)/package
 
 # MALLOC_PERTURB_ fills fresh memory with rubbish, so that a row that nobody wrote shows.
 test: $(VENV)/package $(VENV)/test
-	MALLOC_PERTURB_=181 $(PY) -m pytest $(TESTS)
+	MALLOC_PERTURB_=181 $(PY) -m pytest -n auto --dist worksteal $(TESTS)
 
 bench: $(VENV)/package
 	$(PY) benchmarks/minilm.py
