@@ -1,0 +1,131 @@
+"""The choice of a CUDA kernel, without a GPU: a C program links plan_cuda.c and prints what it chooses."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
+GCC = shutil.which("gcc")
+
+pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
+
+# Each argument sets one number of a problem that otherwise fits: name=value.
+PROGRAM = r"""
+#include "plan_cuda.h"
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(err->text, sizeof err->text, format, values);
+    va_end(values);
+    return status;
+}
+const char *fa_dtype_name(fa_dtype dtype) { return dtype == FA_BF16 ? "bf16" : dtype == FA_F16 ? "fp16" : "fp32"; }
+
+int main(int argc, char **argv) {
+    static char memory[64];
+    static const int32_t offsets[3];
+    static const float slopes[1];
+    int64_t d = 128, stride = 0, offset = 0;
+    fa_machine machine = {.gpu_capability = 90};
+    fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
+                    .scale = 0.1, .window_left = -1, .window_right = -1};
+    for (int i = 1; i < argc; i++) {
+        const char *name = argv[i];
+        double x = atof(strchr(name, '=') + 1);
+#define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
+        SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("softcap", p.softcap)
+        SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
+        SET("stride", stride) SET("offset", offset)
+        if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
+        if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
+        if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
+        if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
+        if (strncmp(name, "pages=", 6) == 0) p.block_table = offsets;
+    }
+    p.d = d;
+    p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
+    void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
+    fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};
+    p.q = p.k = p.v = view;
+    fa_plan plan;
+    fa_error err = {""};
+    if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
+    printf("%s %d %d", plan.kernel, plan.block_q, plan.block_kv);
+    for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
+    return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "main.c").write_text(PROGRAM)
+    sources = ("plan_cuda", "kernels", "kernel_source", "kernel_cache", "cuda_driver", "torch_abi")
+    files = [CSRC / f"{name}.c" for name in sources]
+    command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-ldl", "-lpthread"]
+    subprocess.run([*command, "-o", folder / "plan"], check=True)
+
+    def plan(**numbers):
+        words = [f"{name}={value}" for name, value in numbers.items()]
+        return subprocess.run([folder / "plan", *words], check=True, capture_output=True, text=True).stdout
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"d": 8}, "attn_fwd_sm90_bf16_d64_q192kv128"),
+        ({"d": 64, "right": 0, "len_q": 4096}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
+        ({"d": 64, "right": 0}, "attn_fwd_sm90_bf16_d64_q128kv128_causal"),
+        ({"d": 64, "dropout": 0}, "attn_fwd_sm90_bf16_d64_q192kv128"),
+        ({"d": 72, "dtype": 0}, "attn_fwd_sm90_fp16_d96_q128kv128"),
+        ({"d": 128}, "attn_fwd_sm90_bf16_d128_q128kv128"),
+        ({"d": 128, "packed": 1, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_causal_varlen"),
+        ({"d": 128, "left": 7}, "attn_fwd_sm90_bf16_d128_q128kv128_local"),
+        ({"d": 128, "left": 7, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_local"),
+        ({"d": 128, "softcap": 5}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
+        ({"d": 128, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
+        ({"d": 128, "scale": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
+        ({"d": 128, "scale": -1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
+        ({"d": 160}, "attn_fwd_sm90_bf16_d192_q128kv96"),
+        ({"d": 256}, "attn_fwd_sm90_bf16_d256_q128kv80"),
+    ],
+    ids=str,
+)
+def test_kernel(plan, numbers, kernel):
+    first, *ruled_out = plan(**numbers).splitlines()
+    name, block_q, block_kv = first.split()
+    assert name == kernel
+    assert re.search(rf"_q{block_q}kv{block_kv}", name)
+    assert all(re.fullmatch(r"sm90_d\d+_wg\d_kv\d+: .+", line) for line in ruled_out)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"capability": 75}, "this GPU has compute capability 7.5, and the kernels begin at 8.0; use torch.nn.func"),
+        ({"capability": 80}, "for compute capability 9.0 (Hopper) in this version, and this GPU has 8.0; use torch"),
+        ({"pass": 1}, "there is no CUDA kernel for the backward pass in this version"),
+        ({"dtype": 2}, "take fp16 and bf16; q is fp32"),
+        ({"pages": 1}, "no CUDA kernel for a block_table"),
+        ({"dropout": 0.5}, "no dropout on CUDA"),
+        ({"d": 12}, "must be a multiple of 8 in this version; q has 12"),
+        ({"stride": 4}, "have strides that are multiples of 8 elements"),
+        ({"offset": 2}, "must start at multiples of 16 bytes"),
+        ({"len_q": 2**40}, "more rows or tiles than 2^31"),
+    ],
+    ids=str,
+)
+def test_refusal_names_what_is_missing(plan, numbers, words):
+    assert plan(**numbers).startswith("flash_attn: ")
+    assert words in plan(**numbers)
