@@ -1,0 +1,151 @@
+"""The forward kernels on a GPU: the cases of the CPU kernels, the same oracle, the same tolerances."""
+
+import math
+
+import pytest
+import torch
+from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
+from compare import DTYPES, check, check_lse, largest, size_of_values
+from harness import expected, join, problem, rows_of, slices
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+
+def why_not():
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the CUDA kernels need compute capability 9.0"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+
+HALF = ("bf16", "fp16")
+
+
+def on_gpu(x):
+    """x with its strides, and with the NaN that lies around it."""
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def suits(case):
+    """What the kernels of this version take: whole 16-byte pieces."""
+    return case.d % 8 == 0 and case.layout not in ("gaps", "odd_base") and not case.dropout
+
+
+def run(case):
+    p = problem(case)
+    q, k, v = (on_gpu(x) for x in (p.q, p.k, p.v))
+    slopes = None if p.slopes is None else p.slopes.cuda()
+    options = {
+        "softmax_scale": case.scale, "causal": case.causal, "window_size": case.window, "softcap": case.softcap,
+        "alibi_slopes": slopes, "dropout_p": case.dropout, "return_attn_probs": True,
+    }  # fmt: skip
+    if case.packed:
+        return flash_attn_varlen_func(q, k, v, p.cu_q.cuda(), p.cu_k.cuda(), p.max_q, p.max_k, **options)[:2]
+    return flash_attn_func(q, k, v, **options)[:2]
+
+
+def verify(case):
+    ref, plain, plain_fp32 = expected(case, False)
+    out, lse = (x.cpu() for x in run(case))
+    scale = max(largest(*ref.out), size_of_values(*rows_of(case, problem(case).v, 1)))
+    check("out", *(join(x) for x in (rows_of(case, out, 0), ref.out, plain.out)), scale=scale)
+    if case.packed:
+        lse = [x.transpose(0, 1) for x in slices(case, lse.transpose(0, 1), case.len_q)]
+    check_lse(*(join(list(x)) for x in (lse, ref.lse, plain_fp32.lse)), DTYPES[case.dtype])
+
+
+SUITED = [case for case in in_dtypes(DENSE + PACKED, HALF) + in_turns(WINDOWS, HALF) if suits(case)]
+REFUSED = [case for case in in_turns(DENSE + PACKED, HALF) if not suits(case) and math.prod((case.b, case.h)) > 0]
+
+
+@pytest.mark.parametrize("case", SUITED, ids=repr)
+def test_case(case):
+    verify(case)
+
+
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+def test_tile_borders(d):
+    """Lengths around the tiles of 64, 128 and 192 rows and of 64 .. 128 keys, len_q below, at and above len_kv."""
+    for n, m in ((1, 1), (63, 65), (64, 64), (127, 129), (128, 128), (129, 81), (192, 192), (193, 300), (300, 79)):
+        for causal in BOTH:
+            verify(Case(n, m, b=1, h=2, h_kv=1, d=d, dtype="bf16", causal=causal))
+
+
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("case", each(Case(300, 700, b=1), values=("rising", "falling", "huge", "wide")), ids=repr)
+def test_moving_maximum(case, d):
+    verify(Case(**{**case.__dict__, "d": d, "dtype": "bf16"}))
+
+
+@pytest.mark.parametrize("case", [case for case in in_turns(VALUES, HALF) if suits(case)], ids=repr)
+def test_repeats_are_bitwise_equal(case):
+    out, lse = run(case)
+    for _ in range(100):
+        again, again_lse = run(case)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=repr)
+def test_what_has_no_kernel_is_refused(case):
+    with pytest.raises(RuntimeError, match=r"multiple of 8 in this version|strides|dropout on CUDA"):
+        run(case)
+
+
+@pytest.mark.parametrize("causal", BOTH)
+def test_graph_replay_sees_new_values_and_lengths(causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+
+    def call():
+        return flash_attn_varlen_func(q, k, v, cu, cu, 300, 300, causal=causal)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ([0, 7, 300], [0, 300, 300], [0, 0, 300], [0, 299, 300]):
+        cu.copy_(torch.tensor(lengths, dtype=torch.int32))
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_another_stream_and_many_calls_at_once():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 513, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    expected_out = flash_attn_func(q, k, v, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    outs = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(flash_attn_func(q, k, v, causal=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected_out) for out in outs)
+
+
+def test_bad_offsets_stay_inside_the_tensors():
+    """Whatever cu_seqlens holds, rows outside the tensors are neither read nor written."""
+    q, k, v = (torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for bad in ([0, 1000, -5, 2**31 - 1], [-(2**31), 50, 40, 7], [99, 100, 2**30, 0]):
+        cu = torch.tensor(bad, dtype=torch.int32, device="cuda")
+        flash_attn_varlen_func(q, k, v, cu, cu, 100, 100, causal=True)
+    torch.cuda.synchronize()
+
+
+def test_beyond_2_to_the_31_elements():
+    """The last sequence of a batch whose tensors have more than 2^31 elements."""
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GB of GPU memory")
+    b, n, h, d = 17, 8192, 128, 128
+    q = torch.empty(b, n, h, d, device="cuda", dtype=torch.bfloat16)
+    q[-1].normal_()
+    out = flash_attn_func(q, q[:, :256], q[:, :256])
+    alone = flash_attn_func(q[-1:], q[-1:, :256], q[-1:, :256])
+    assert torch.equal(out[-1:], alone)
