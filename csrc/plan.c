@@ -1,6 +1,7 @@
 /* problem -> plan: the strongest instruction set that is legal here and has a kernel for the pass and the dtype, then
  * its tiles. Every stronger one is ruled out with its reason, so that a user can read why a call runs as it does. */
 #include "cpu/cpu.h"
+#include "cpu/decode_plan.h"
 #include "plan_cuda.h"
 
 #include <stdio.h>
@@ -52,8 +53,13 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
                  fa_dtype_name(p->dtype), (int)p->d);
         return FA_OK;
     }
-    (p->pass == FA_FWD ? fa_cpu_plan_fwd : fa_cpu_plan_bwd)(p, machine, plan);
-    snprintf(plan->kernel, sizeof plan->kernel, "attn_%s_%s_%s_d%d_q%dkv%d", pass_name(p->pass), fa_isa_name(plan->isa),
-             fa_dtype_name(p->dtype), (int)p->d, plan->block_q, plan->block_kv);
+    plan->decodes = fa_decode_fits(p);
+    if (plan->decodes)
+        fa_cpu_plan_decode(p, machine, plan);
+    else
+        (p->pass == FA_FWD ? fa_cpu_plan_fwd : fa_cpu_plan_bwd)(p, machine, plan);
+    snprintf(plan->kernel, sizeof plan->kernel, "attn_%s_%s_%s_d%d_q%dkv%d",
+             plan->decodes ? "decode" : pass_name(p->pass), fa_isa_name(plan->isa), fa_dtype_name(p->dtype), (int)p->d,
+             plan->block_q, plan->block_kv);
     return FA_OK;
 }

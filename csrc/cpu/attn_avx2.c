@@ -5,9 +5,10 @@
 #include "vec_avx2.h"
 
 #include "attn_bwd.h"
+#include "attn_decode.h"
 #include "attn_fwd.h"
 
-const fa_cpu_kernels fa_kernels_avx2 = {.fwd = attn_fwd, .bwd = attn_bwd, .block_q = BLOCK_Q};
+const fa_cpu_kernels fa_kernels_avx2 = {.fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q};
 
 #include "vec_target_end.h"
 #endif

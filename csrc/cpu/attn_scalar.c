@@ -3,6 +3,7 @@
 #include "vec_scalar.h"
 
 #include "attn_bwd.h"
+#include "attn_decode.h"
 #include "attn_fwd.h"
 
-const fa_cpu_kernels fa_kernels_scalar = {.fwd = attn_fwd, .bwd = attn_bwd, .block_q = BLOCK_Q};
+const fa_cpu_kernels fa_kernels_scalar = {.fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q};

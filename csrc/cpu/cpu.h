@@ -19,14 +19,15 @@ void fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
 /* The kernels of one instruction set. A NULL entry does not exist there. Filled in dispatch.c, indexed by fa_isa. */
 typedef void fa_cpu_kernel(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool);
 typedef struct {
-    fa_cpu_kernel *fwd, *bwd;
-    int block_q; /* query lanes of one tile */
+    fa_cpu_kernel *fwd, *bwd, *decode; /* decode: a forward for which fa_decode_fits (decode_plan.h) */
+    int block_q;                       /* query lanes of one tile */
 } fa_cpu_kernels;
 const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype);
 
-/* plan_fwd.c, plan_bwd.c: tiles, workers and workspace of plan->isa, which is not the reference. */
+/* plan_fwd.c, plan_bwd.c, plan_decode.c: tiles, workers and workspace of plan->isa, which is not the reference. */
 void fa_cpu_plan_fwd(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 void fa_cpu_plan_bwd(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
+void fa_cpu_plan_decode(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 
 /* The first bytes of a forward's workspace: the rotated queries, if there is rotary. */
 static inline size_t fa_rotated_q_bytes(const fa_problem *p) {

@@ -218,7 +218,7 @@ static void fill_inputs(test_case *c, random_source *r) {
     }
 }
 
-static test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
+static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     random_source source = {seed * 2 + pass}, *r = &source;
     test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
     fa_problem *p = &c.p;

@@ -1,0 +1,82 @@
+/* Sizes of the decode kernel: how the keys of a sequence are cut into splits, and where the splits' results lie.
+ *
+ * A split's length follows from its own sequence and num_splits alone, so that neither the thread count nor another
+ * sequence of the batch can change a bit. Its result is a partial: O, not yet divided, with the maximum and the sum of
+ * every row. The workspace is
+ *
+ *   first_partial [b + 1]                      sequence i owns partials first_partial[i] ... first_partial[i + 1] - 1
+ *   partials: O [rows][columns], row_max [rows], row_sum [rows]        rows in the order [h_kv][group_rows] */
+#ifndef FA_DECODE_PLAN_H
+#define FA_DECODE_PLAN_H
+
+#include "partition.h"
+
+#define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
+#define FA_DECODE_BLOCK    64 /* keys of one softmax step */
+
+static inline bool fa_decode_fits(const fa_problem *p) {
+    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 &&
+           p->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS;
+}
+
+/* Rows of one key/value head, padded to what the kernel unrolls: 1, 2 or a multiple of 4. */
+static inline int64_t fa_decode_group_rows(const fa_problem *p) {
+    int64_t rows = p->len_q * (p->h / p->h_kv);
+    return rows <= 2 ? (rows > 1 ? rows : 1) : (rows + 3) / 4 * 4;
+}
+
+static inline int64_t fa_decode_columns(const fa_problem *p) { return (p->d + 31) / 32 * 32; }
+
+typedef struct {
+    int64_t first, end; /* the keys that some row of the sequence sees */
+    int64_t length;     /* keys of a split, the last one may be shorter */
+    int64_t num;
+} fa_decode_splits;
+
+/* About 512 keys, all splits of a sequence alike; num_splits, if given, is the most that a sequence is cut into. */
+static inline fa_decode_splits fa_decode_splits_of(const fa_problem *p, const fa_sequence *s) {
+    fa_decode_splits r = {.length = FA_DECODE_BLOCK};
+    if (s->len_q == 0) return r;
+    fa_rows_keys(p, s, 0, s->len_q, &r.first, &r.end);
+    int64_t keys = r.end - r.first, num = (keys + 511) / 512;
+    if (p->num_splits > 0 && num > p->num_splits) num = p->num_splits;
+    if (num == 0) return r;
+    r.length = (keys + num * FA_DECODE_BLOCK - 1) / (num * FA_DECODE_BLOCK) * FA_DECODE_BLOCK;
+    r.num = (keys + r.length - 1) / r.length;
+    return r;
+}
+
+static inline int64_t fa_decode_num_partials(const fa_problem *p) {
+    int64_t num = 0;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        num += fa_decode_splits_of(p, &s).num;
+    }
+    return num;
+}
+
+/* Key/value heads of one task: their O and Q stay in the first-level cache, and every thread has something to do. It
+ * moves no bit: heads do not meet. */
+static inline int64_t fa_decode_heads_per_task(const fa_problem *p, int64_t num_partials, int threads) {
+    int64_t rows = fa_decode_group_rows(p), heads = 16 * 1024 / (rows * fa_decode_columns(p) * 4);
+    if (heads > 64 / rows) heads = 64 / rows;
+    if (heads > p->h_kv) heads = p->h_kv;
+    if (heads < 1) heads = 1;
+    while (heads > 1 && num_partials * ((p->h_kv + heads - 1) / heads) < 2 * threads) heads = (heads + 1) / 2;
+    return heads;
+}
+
+static inline int64_t fa_decode_partial_floats(const fa_problem *p) {
+    int64_t rows = p->h_kv * fa_decode_group_rows(p);
+    return (rows * (fa_decode_columns(p) + 2) + 15) / 16 * 16;
+}
+
+static inline size_t fa_decode_partials_at(const fa_problem *p) {
+    return ((size_t)(p->b + 1) * sizeof(int64_t) + 63) / 64 * 64;
+}
+
+static inline size_t fa_decode_workspace_bytes(const fa_problem *p) {
+    return fa_decode_partials_at(p) + (size_t)(fa_decode_num_partials(p) * fa_decode_partial_floats(p)) * sizeof(float);
+}
+
+#endif

@@ -1,0 +1,258 @@
+/* The decode kernel of every instruction set against csrc/cpu/reference.c: few queries, up to four splits of the keys,
+ * every placement, page size and mask, in guarded memory (cases.h).
+ *
+ *   check_decode                all tests
+ *   check_decode --seed N       one random case in all dtypes, with its errors
+ *
+ * The tolerance is that of check_kernels.c: E(kernel) <= 2 E(naive) + a max |o|. */
+#define _GNU_SOURCE
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include "cases.h"
+#include "naive.h"
+#include "pool.h"
+
+static fa_machine machine;
+
+/* plan.c's other branch, which no problem here takes. */
+fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
+fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
+    (void)p, (void)m, (void)plan;
+    return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
+}
+
+/* ---- cases ----------------------------------------------------------------------------------------------------- */
+
+static test_case decode_case(uint64_t seed, fa_dtype dtype) {
+    random_source source = {seed}, *r = &source;
+    test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
+    fa_problem *p = &c.p;
+    c.amplitude = random_chance(r, 15) ? 12 : 1;
+    *p = (fa_problem){.pass = FA_FWD, .device = FA_CPU, .dtype = dtype, .b = 1 + random_below(r, 3)};
+    int64_t g = random_chance(r, 20) ? 16 : 1 + random_below(r, 8);
+    p->h_kv = random_chance(r, 15) ? 9 : 1 + random_below(r, 3);
+    p->h = p->h_kv * g;
+    p->d = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    p->len_q = random_chance(r, 40) ? 1 : random_below(r, 16 / g + 1);
+    p->len_kv = random_chance(r, 25) ? 700 + random_below(r, 900) : random_length(r);
+    p->num_splits = random_chance(r, 30) ? 1 + random_below(r, 4) : 0;
+    draw_placement(&c, r);
+    draw_masks(&c, r);
+    p->dropout_p = 0;
+    p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
+    alloc_row_stats(p, &p->lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+    fill_inputs(&c, r);
+    return c;
+}
+
+static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
+    fa_machine lowered = machine;
+    fa_plan plan;
+    fa_error err = {""};
+    lowered.isa = isa;
+    lowered.threads = pool_threads = threads;
+    if (fa_plan_make(p, &lowered, &plan, &err)) fail_msg("fa_plan_make: %s", err.text);
+    assert_true(plan.decodes == (isa != FA_ISA_REFERENCE));
+    if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
+    void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
+    fa_cpu_run(p, &plan, workspace, &test_pool);
+}
+
+/* ---- against the reference ------------------------------------------------------------------------------------- */
+
+/* Largest |x - exact| and, in *largest, |exact|, over the rows of the sequences. */
+static double worst_error(const fa_problem *p, const fa_view *x, fa_dtype dtype, const fa_view *exact,
+                          double *largest) {
+    double worst = 0;
+    *largest = 0;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        for (int64_t i = 0; i < s.len_q; i++)
+            for (int64_t head = 0; head < p->h; head++)
+                for (int64_t t = 0; t < p->d; t++) {
+                    int64_t at = fa_query_offset(x, &s, i, head) + t;
+                    double expected = ((const double *)exact->data)[at];
+                    double error = fabs(fa_load_element(x->data, at, dtype) - expected);
+                    if (!(error <= worst)) worst = isnan(error) ? INFINITY : error;
+                    if (fabs(expected) > *largest) *largest = fabs(expected);
+                }
+    }
+    return worst;
+}
+
+static double worst_lse(const fa_problem *p, const fa_row_stats *exact) {
+    double worst = 0;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        for (int64_t i = 0; i < s.len_q * p->h; i++) {
+            double x = *fa_row_stat(&p->lse, &s, i / p->h, i % p->h), y = *fa_row_stat(exact, &s, i / p->h, i % p->h);
+            double error = x == y ? 0 : fabs(x - y) / (1 + fabs(y));
+            if (!(error <= worst)) worst = isnan(error) ? INFINITY : error;
+        }
+    }
+    return worst;
+}
+
+static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
+    static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
+    test_case c = decode_case(seed, dtype);
+    fa_problem *p = &c.p, exact = *p;
+    bool good = true;
+    exact.dtype = FA_F64;
+    exact.q = tensor_widened(p, &c.q, c.at_end).view;
+    exact.k = tensor_widened(p, &c.k, c.at_end).view;
+    exact.v = tensor_widened(p, &c.v, c.at_end).view;
+    exact.o = tensor_widened(p, &c.o, c.at_end).view;
+    naive_results naive = {.o = tensor_widened(p, &c.o, c.at_end).view};
+    alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+    pool_threads = 1;
+    fa_reference_fwd(&exact, NULL, NULL, &test_pool);
+    naive_attention(p, &naive);
+    if (verbose) case_print(&c);
+    for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
+        if (!machine.isa_legal[isa]) continue;
+        memset(c.o.view.data, 0xff, (size_t)c.o.num_elements * fa_dtype_bytes(dtype));
+        run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end);
+        double largest, error = worst_error(p, &p->o, dtype, &exact.o, &largest);
+        double allowed = 2 * worst_error(p, &naive.o, FA_F64, &exact.o, &largest) + half_unit[dtype] * largest;
+        double lse_error = worst_lse(p, &exact.lse);
+        bool close = error <= allowed && lse_error <= 2e-5;
+        if (verbose || !close)
+            printf("  %-10s error %.3g, allowed %.3g of %.3g; lse %.3g%s\n", fa_isa_name((fa_isa)isa), error, allowed,
+                   largest, lse_error, close ? "" : "  TOO FAR");
+        good = good && close;
+    }
+    if (!good) {
+        case_print(&c);
+        printf("  (check_decode, not check_kernels)\n");
+    }
+    guarded_free_all();
+    return good;
+}
+
+static void check_seeds(fa_dtype dtype) {
+    bool good = true;
+    for (uint64_t seed = 0; seed < 260; seed++) good = check_case(seed, dtype, false) && good;
+    assert_true(good);
+}
+
+static void test_f32(void **state) { (void)state, check_seeds(FA_F32); }
+static void test_bf16(void **state) { (void)state, check_seeds(FA_BF16); }
+static void test_f16(void **state) { (void)state, check_seeds(FA_F16); }
+
+/* ---- the same bits --------------------------------------------------------------------------------------------- */
+
+enum { LEN = 2300, HEADS_KV = 3, GROUP = 4, DIM = 72, BATCH = 3 };
+
+typedef struct {
+    fa_problem p;
+    tensor o;
+} bits_case;
+
+static bits_case bits_case_make(fa_dtype dtype, int32_t *lengths_used) {
+    random_source r = {3};
+    bits_case c = {
+        .p = {.pass = FA_FWD, .dtype = dtype, .b = BATCH, .h = HEADS_KV * GROUP, .h_kv = HEADS_KV, .d = DIM}};
+    fa_problem *p = &c.p;
+    p->len_q = 2, p->len_kv = LEN, p->scale = 0.12, p->window_left = -1, p->window_right = 0;
+    p->total_q = BATCH * 2, p->total_kv = BATCH * LEN, p->seqused_k = lengths_used;
+    tensor q = tensor_make(p, BATCH, 2, p->h, ROWS_THEN_HEADS, true), k, v;
+    k = tensor_make(p, BATCH, LEN, HEADS_KV, ROWS_THEN_HEADS, true);
+    v = tensor_make(p, BATCH, LEN, HEADS_KV, ROWS_THEN_HEADS, true);
+    c.o = tensor_make(p, BATCH, 2, p->h, ROWS_THEN_HEADS, true);
+    tensor *inputs[] = {&q, &k, &v};
+    for (int i = 0; i < 3; i++)
+        for (int64_t n = 0; n < inputs[i]->num_elements; n++)
+            fa_store_element(inputs[i]->view.data, n, random_normal(&r), dtype);
+    p->q = q.view, p->k = k.view, p->v = v.view, p->o = c.o.view;
+    alloc_row_stats(p, &p->lse, 2, true);
+    return c;
+}
+
+/* A sequence's output depends neither on the threads nor on the other sequences of the batch nor on the capacity. */
+static void test_same_bits(void **state) {
+    (void)state;
+    static const int counts[] = {1, 2, 3, 7};
+    for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++)
+        for (int dtype = FA_F16; dtype <= FA_F32 && machine.isa_legal[isa]; dtype++) {
+            int32_t used[BATCH] = {LEN, 900, 17};
+            bits_case c = bits_case_make((fa_dtype)dtype, used);
+            size_t bytes = (size_t)c.o.num_elements * fa_dtype_bytes((fa_dtype)dtype), row = bytes / BATCH;
+            char *expected = malloc(bytes);
+            for (int n = 0; n < 4; n++) {
+                run_on((fa_isa)isa, counts[n], &c.p, true);
+                if (n == 0) memcpy(expected, c.o.view.data, bytes);
+                assert_memory_equal(expected, c.o.view.data, bytes);
+            }
+            used[0] = 1, used[2] = LEN;
+            run_on((fa_isa)isa, 2, &c.p, true);
+            assert_memory_equal(expected + row, (char *)c.o.view.data + row, row);
+            fa_problem alone = c.p;
+            alone.b = 1, alone.len_kv = 900, alone.seqused_k = NULL;
+            alone.q.data = (char *)c.p.q.data + row;
+            alone.k.data = (char *)c.p.k.data + (size_t)c.p.k.stride_b * fa_dtype_bytes((fa_dtype)dtype);
+            alone.v.data = (char *)c.p.v.data + (size_t)c.p.v.stride_b * fa_dtype_bytes((fa_dtype)dtype);
+            run_on((fa_isa)isa, 1, &alone, true);
+            assert_memory_equal(expected + row, c.o.view.data, row);
+            free(expected);
+            guarded_free_all();
+        }
+}
+
+/* ---- infinities ------------------------------------------------------------------------------------------------ */
+
+/* An infinite value reaches the rows that see it, as infinity; a NaN that only the last row sees stays there. */
+static void test_nonfinite(void **state) {
+    (void)state;
+    enum { LEN_NAN = 70 };
+    for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++)
+        for (int dtype = FA_F16; dtype <= FA_F32 && machine.isa_legal[isa]; dtype++) {
+            fa_problem p = {.pass = FA_FWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 2, .h_kv = 1, .d = 40, .scale = 0.1};
+            p.len_q = p.total_q = 3, p.len_kv = p.total_kv = LEN_NAN + 1, p.window_left = -1;
+            tensor all[4];
+            fa_view *views[] = {&p.q, &p.k, &p.v, &p.o};
+            random_source r = {9};
+            for (int i = 0; i < 4; i++) {
+                bool is_key = i == 1 || i == 2;
+                all[i] = tensor_make(&p, 1, is_key ? p.len_kv : p.len_q, is_key ? 1 : 2, ROWS_THEN_HEADS, true);
+                *views[i] = all[i].view;
+                for (int64_t n = 0; n < all[i].num_elements; n++)
+                    fa_store_element(all[i].view.data, n, random_normal(&r), p.dtype);
+            }
+            alloc_row_stats(&p, &p.lse, 3, true);
+            fa_store_element(p.v.data, 5 * p.d + 7, INFINITY, p.dtype);
+            fa_store_element(p.v.data, LEN_NAN * p.d + 9, NAN, p.dtype);
+            fa_store_element(p.v.data, (LEN_NAN - 1) * p.d + 8, -INFINITY, p.dtype);
+            run_on((fa_isa)isa, 1, &p, true);
+            for (int64_t i = 0; i < 6; i++) { /* row i / 2 of len_q sees keys up to LEN_NAN - 2 + i / 2 */
+                for (int64_t t = 0; t < p.d; t++) {
+                    double x = fa_load_element(p.o.data, i * p.d + t, p.dtype);
+                    if (t == 7)
+                        assert_true(x == INFINITY);
+                    else if (t == 8 && i / 2 >= 1)
+                        assert_true(x == -INFINITY);
+                    else
+                        assert_true(t == 9 && i / 2 == 2 ? isnan(x) : isfinite(x));
+                }
+            }
+            guarded_free_all();
+        }
+}
+
+int main(int argc, char **argv) {
+    fa_cpu_detect(&machine);
+    if (argc > 2 && !strcmp(argv[1], "--seed")) {
+        bool good = true;
+        for (int dtype = FA_F16; dtype <= FA_F32; dtype++)
+            good = check_case(strtoull(argv[2], NULL, 10), (fa_dtype)dtype, true) && good;
+        return !good;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_f32),       cmocka_unit_test(test_bf16),      cmocka_unit_test(test_f16),
+        cmocka_unit_test(test_same_bits), cmocka_unit_test(test_nonfinite),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
