@@ -23,6 +23,7 @@
 #ifndef FA_ATTN_BWD_H
 #define FA_ATTN_BWD_H
 
+#include "cpu.h"
 #include "bwd_layout.h"
 #include "elementwise_bwd.h"
 #include "pack.h"
