@@ -117,6 +117,7 @@ static void fill_scalars(const fa_problem *p, const fa_tile *tile, unsigned feat
     a->window_left = clamp_window(p->window_left), a->window_right = clamp_window(p->window_right);
     a->alibi_slopes = p->alibi_slopes;
     a->alibi_stride_b = p->alibi_stride_b;
+    a->rng_state = (const unsigned long long *)p->rng_state;
     a->keep_max = p->keep_max;
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
@@ -130,7 +131,7 @@ static unsigned grid_size(const fa_problem *p, const fa_tile *tile, unsigned fea
 }
 
 fa_status fa_cuda_fwd_launch(const fa_problem *p, const fa_tile *tile, unsigned features, const fa_gpu *gpu,
-                             CUkernel kernel, CUstream stream, const uint64_t *rng_state, fa_error *err) {
+                             CUkernel kernel, CUstream stream, fa_error *err) {
     const fa_driver *driver;
     fa_attn_fwd_params a;
     const bool packed = features & FA_VARLEN, is_ordered = features & (FA_CAUSAL | FA_LOCAL | FA_VARLEN);
@@ -139,7 +140,6 @@ fa_status fa_cuda_fwd_launch(const fa_problem *p, const fa_tile *tile, unsigned 
     if (status != FA_OK) return status;
 
     fill_scalars(p, tile, features, &a);
-    a.rng_state = (const unsigned long long *)rng_state;
     const unsigned grid = grid_size(p, tile, features, gpu, &a);
     if (grid == 0) return FA_OK; /* no query: nothing to write */
 
@@ -166,6 +166,9 @@ fa_status fa_cuda_fwd(const fa_problem *p, const fa_plan *plan, fa_error *err) {
     fa_context_guard guard;
     CUkernel kernel;
     void *stream;
+    if (p->s_dmask)
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flash_attn: there is no CUDA kernel that returns the attention probabilities in this version");
     fa_status status = fa_torch_current_stream(p->device_idx, &stream, err);
     if (status == FA_OK) status = fa_gpu_get(p->device_idx, &gpu, err);
     if (status == FA_OK) status = fa_context_enter(gpu, &guard, err);
@@ -173,7 +176,7 @@ fa_status fa_cuda_fwd(const fa_problem *p, const fa_plan *plan, fa_error *err) {
     status = fa_kernel_get(variant, gpu, &kernel, err);
     if (status == FA_OK)
         status = fa_cuda_fwd_launch(p, &fa_fwd_tiles_sm90[variant.tile], variant.features, gpu, kernel,
-                                    (CUstream)stream, NULL, err);
+                                    (CUstream)stream, err);
     fa_context_leave(&guard);
     return status;
 }

@@ -8,8 +8,8 @@
 fa_status fa_cuda_fwd(const fa_problem *problem, const fa_plan *plan, fa_error *err);
 
 /* Launches `kernel`, compiled from `tile` with `features`, on the stream. Allocates nothing, reads nothing from the
- * device, waits for nothing. rng_state: seed and offset of dropout in device memory. */
+ * device, waits for nothing. */
 fa_status fa_cuda_fwd_launch(const fa_problem *problem, const fa_tile *tile, unsigned features, const fa_gpu *gpu,
-                             CUkernel kernel, CUstream stream, const uint64_t *rng_state, fa_error *err);
+                             CUkernel kernel, CUstream stream, fa_error *err);
 
 #endif

@@ -83,6 +83,7 @@ typedef struct {
     double dropout_p; /* 0: off */
     uint8_t keep_max; /* a byte of the generator keeps its element iff byte <= keep_max */
     uint64_t seed, offset;
+    const uint64_t *rng_state; /* CUDA: seed and offset, in device memory only; NULL: no dropout */
     void *s_dmask; /* [b, h, s_dmask_rows, s_dmask_cols] in dtype: +-exp(s - row max), minus where dropped; or NULL */
     int64_t s_dmask_rows, s_dmask_cols;
 

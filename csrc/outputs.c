@@ -103,11 +103,29 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
                            &p->s_dmask, err);
 }
 
+/* Seed and offset of dropout, drawn on the GPU by PyTorch's generator of that GPU: nothing waits for the device, and a
+ * replayed CUDA graph draws anew. */
+static fa_status draw_on_gpu(AtenTensorHandle rng_state, fa_error *err) {
+    AtenTensorHandle same = NULL;
+    if (fa_torch.aoti_torch_new_tensor_handle(rng_state, &same) != 0)
+        return fa_fail(err, FA_ENOMEM, "torch could not share rng_state");
+    StableIValue stack[2] = {(StableIValue)(uintptr_t)same, 0}; /* the call takes the handle, and returns one */
+    if (fa_torch.torch_call_dispatcher("aten::random_", "", stack, FA_TORCH_ABI_VERSION) != 0)
+        return fa_fail(err, FA_EUNSUPPORTED, "torch could not draw the dropout seed on the GPU");
+    fa_torch.aoti_torch_delete_tensor_object((AtenTensorHandle)(uintptr_t)stack[0]);
+    return FA_OK;
+}
+
 static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_outputs *outputs, fa_error *err) {
     void *data = NULL;
     fa_status status = make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, fa_torch.i64, &data, err);
-    if (status == FA_OK && p->dropout_p > 0 && draw) status = fa_draw_seed(&p->seed, err);
-    if (status == FA_OK && p->device == FA_CPU) memcpy(data, (uint64_t[]){p->seed, p->offset}, 2 * sizeof(uint64_t));
+    if (status != FA_OK) return status;
+    if (p->device == FA_CUDA) {
+        if (p->dropout_p > 0) p->rng_state = (const uint64_t *)data;
+        return p->dropout_p > 0 && draw ? draw_on_gpu(outputs->tensor[outputs->num - 1], err) : FA_OK;
+    }
+    if (p->dropout_p > 0 && draw) status = fa_draw_seed(&p->seed, err);
+    if (status == FA_OK) memcpy(data, (uint64_t[]){p->seed, p->offset}, 2 * sizeof(uint64_t));
     return status;
 }
 

@@ -33,7 +33,6 @@ static fa_status check_options(const fa_problem *p, fa_error *err) {
     NEEDS(!p->cache_batch_idx, "there is no CUDA kernel for cache_batch_idx in this version");
     NEEDS(!p->k_new.data && !p->rotary_cos, "there is no CUDA kernel that appends to a KV cache in this version");
     NEEDS(!p->seqused_k || p->cu_seqlens_k, "there is no CUDA kernel for cache_seqlens in this version");
-    NEEDS(p->dropout_p == 0, "there is no dropout on CUDA in this version");
     return FA_OK;
 }
 

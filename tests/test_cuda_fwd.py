@@ -7,8 +7,10 @@ import torch
 from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
 from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import expected, join, problem, rows_of, slices
+from oracle import attention, dropout_keep
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_forward
 
 
 def why_not():
@@ -59,7 +61,11 @@ def verify(case):
 
 
 SUITED = [case for case in in_dtypes(DENSE + PACKED, HALF) + in_turns(WINDOWS, HALF) if suits(case)]
-REFUSED = [case for case in in_turns(DENSE + PACKED, HALF) if not suits(case) and math.prod((case.b, case.h)) > 0]
+REFUSED = [
+    case
+    for case in in_turns(DENSE + PACKED, HALF)
+    if not suits(case) and not case.dropout and math.prod((case.b, case.h)) > 0
+]
 
 
 @pytest.mark.parametrize("case", SUITED, ids=repr)
@@ -91,7 +97,7 @@ def test_repeats_are_bitwise_equal(case):
 
 @pytest.mark.parametrize("case", REFUSED, ids=repr)
 def test_what_has_no_kernel_is_refused(case):
-    with pytest.raises(RuntimeError, match=r"multiple of 8 in this version|strides|dropout on CUDA"):
+    with pytest.raises(RuntimeError, match=r"multiple of 8 in this version|strides"):
         run(case)
 
 
@@ -149,3 +155,48 @@ def test_beyond_2_to_the_31_elements():
     out = flash_attn_func(q, q[:, :256], q[:, :256])
     alone = flash_attn_func(q[-1:], q[-1:, :256], q[-1:, :256])
     assert torch.equal(out[-1:], alone)
+
+
+DROPPED = each(
+    Case(150, 200, h=4, h_kv=2, dtype="bf16"), d=(40, 64, 72, 128, 192, 256), causal=BOTH, dropout=(0.17, 0.6)
+)
+
+
+@pytest.mark.parametrize("case", DROPPED, ids=repr)
+def test_dropout_keeps_what_the_generator_says(case):
+    p = problem(case)
+    q, k, v = (on_gpu(x) for x in (p.q, p.k, p.v))
+    scale = case.d**-0.5
+    out, lse, _, rng = _flash_attn_forward(q, k, v, case.dropout, scale, case.causal, -1, -1, 0.0, None, False)
+    seed, offset = (int(x) for x in rng.tolist())
+    outs, refs, plains = [], [], []
+    for n in range(case.b):
+        keep = dropout_keep(seed, offset, n, case.h, case.len_q, case.len_kv, case.dropout)
+        for dtype, found in ((torch.float64, refs), (torch.bfloat16, plains)):
+            args = (x[n].to(dtype) for x in (p.q, p.k, p.v))
+            found.append(attention(*args, causal=case.causal, keep=keep, dropout_p=case.dropout)[0])
+        outs.append(out[n].cpu())
+    check("out", torch.stack(outs), torch.stack(refs), torch.stack(plains))
+
+
+def test_dropout_draws_anew_in_every_replay_and_follows_the_seed():
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    first = flash_attn_func(q, k, v, 0.5)
+    torch.manual_seed(5)
+    assert [torch.randn(1, 200, 2, 64, device="cuda", dtype=torch.bfloat16).shape for _ in range(3)]
+    assert torch.equal(first, flash_attn_func(q, k, v, 0.5))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(q, k, v, 0.5)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(out.clone())
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+def test_probabilities_are_refused():
+    q = torch.randn(1, 20, 2, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="no CUDA kernel that returns the attention probabilities"):
+        flash_attn_func(q, q, q, 0.5, return_attn_probs=True)
