@@ -76,9 +76,10 @@ struct shared_memory {
     alignas(1024) u16 k[STAGES][BLOCK_KV * HEAD_DIM];
     alignas(1024) u16 v[STAGES][BLOCK_KV * HEAD_DIM];
     alignas(1024) u16 o[O_BY_TMA ? BLOCK_Q * HEAD_DIM : 8]; /* per warp: chunks of 16 rows */
-    u64 q_full[Q_STAGES],
-        q_empty[Q_STAGES];               /* arrivals: 1, and TMA's bytes; every consumer thread, having read tiles[] */
-    u64 k_full[STAGES], k_empty[STAGES]; /* 1, and TMA's bytes; one for each consumer warp */
+    /* Arrivals. full: one, with TMA's bytes. q_empty: every consumer thread, when it has read tiles[] too. k_empty and
+     * v_empty: one for each consumer warp. */
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES];
+    u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[STAGES], v_empty[STAGES];
     tile tiles[Q_STAGES];
 };
@@ -368,6 +369,14 @@ DEVICE float exponentiate(float s, const softmax_rows &rows, int i, float scale_
     return ex2(fmaf(s, scale_log2, -rows.max_log2[row_of(i)]));
 }
 
+/* S becomes P from register `from` on, for the rows asked for. */
+DEVICE void exponentiate_rows(float (&s)[S_REGS], const softmax_rows &rows, float scale_log2, int from, bool first_row,
+                              bool second_row) {
+#pragma unroll
+    for (int i = from; i < S_REGS; i++)
+        if (row_of(i) == 0 ? first_row : second_row) s[i] = exponentiate(s[i], rows, i, scale_log2);
+}
+
 /* The kept elements of P, by the generator of cpu/dropout.h: one call serves the 16 registers of a patch of 16 rows and
  * 32 keys, byte i for register i, because that mapping was drawn for these lanes. */
 DEVICE void drop(float (&s)[S_REGS], u64 seed, u64 stream, u32 row_patch, u32 key_patch, int keep_max) {
@@ -390,7 +399,23 @@ DEVICE void drop(float (&s)[S_REGS], u64 seed, u64 stream, u32 row_patch, u32 ke
     }
 }
 
-/* o / sum in 16 bits, through shared memory: each warp stores its own 16 rows, chunk by chunk, by TMA. */
+/* lse of both rows, and what O is multiplied by; a row that saw no key gets +inf and 0. */
+DEVICE void finish_rows(const softmax_rows &rows, const params &p, const tile &t, int row, float (&factor)[2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = rows.sum[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        factor[r] = sum == 0 ? 0 : __fdividef(p.keep_scale, sum);
+        const int i = row + lane / 4 + 8 * r;
+        if (lane % 4 == 0 && i < t.len_q)
+            p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_row + i] =
+                sum == 0 ? INF : (rows.max_log2[r] + __log2f(sum)) * LN_2;
+    }
+}
+
+/* o times factor in 16 bits, through shared memory: each warp stores its own 16 rows, chunk by chunk, by TMA. */
 DEVICE void store_by_tma(const float (&o)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
                          u16 *o_smem, int row) {
     const int lane = threadIdx.x % 32;
@@ -519,11 +544,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 
 #pragma unroll 1
             for (j--; j >= kv_begin; j--) {
-                /* wait K, turn: S = Q K^T */
+                /* wait K, turn: S = Q K^T.  NOTE: S is a new array in every step. Carried from one to the next, its old
+                 * values stay alive beside `early`, and ptxas runs the products one by one (C7511). */
                 float S[S_REGS];
                 mbarrier_wait(&s.k_full[kr.stage], kr.parity);
                 if (TURN) bar_sync(BAR_TURN + wg, 256);
-                pin(O), pin(P);
+                pin(O), pin(P); /* all writes to them come before the products */
                 issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
                 /* wait V: O += P V of the keys before */
                 mbarrier_wait(&s.v_full[vr.stage], vr.parity);
@@ -548,10 +574,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #pragma unroll
                     for (int i = 0; i < EARLY; i++) early[i] = exponentiate(S[i], rows, i, scale_log2);
                 }
-                /* P of the first row; without SPLIT_WAIT of both */
-#pragma unroll
-                for (int i = EARLY; i < S_REGS; i++)
-                    if (!SPLIT_WAIT || row_of(i) == 0) S[i] = exponentiate(S[i], rows, i, scale_log2);
+                exponentiate_rows(S, rows, scale_log2, EARLY, true, !SPLIT_WAIT);
                 /* O is there: release V, raise O to the new maximum */
                 wgmma_wait_group<0>(O);
                 if (is_leader) mbarrier_arrive(&s.v_empty[vr.stage]);
@@ -559,10 +582,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (is_raised)
 #pragma unroll
                     for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
-                /* P of the second row, sums, P in 16 bits */
-#pragma unroll
-                for (int i = EARLY; i < S_REGS; i++)
-                    if (SPLIT_WAIT && row_of(i) == 1) S[i] = exponentiate(S[i], rows, i, scale_log2);
+                /* The second row's exponentials, while the first row's P is summed and packed */
+                exponentiate_rows(S, rows, scale_log2, EARLY, false, SPLIT_WAIT);
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 2)
                     rows.sum[row_of(i)] += i < EARLY ? early[i] + early[i + 1] : S[i] + S[i + 1];
@@ -584,19 +605,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             mbarrier_arrive(&s.q_empty[qr.stage]);
         }
 
-        /* O / sum and lse; a row that saw no key: 0 and +inf */
         float factor[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float sum = rows.sum[r];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            factor[r] = sum == 0 ? 0 : __fdividef(p.keep_scale, sum);
-            const int i = row + lane / 4 + 8 * r;
-            if (lane % 4 == 0 && i < t.len_q)
-                p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_row + i] =
-                    sum == 0 ? INF : (rows.max_log2[r] + __log2f(sum)) * LN_2;
-        }
+        finish_rows(rows, p, t, row, factor);
         if constexpr (O_BY_TMA)
             store_by_tma(O, factor, p, t, s.o + (4 * wg + warp) * 16 * HEAD_DIM, row);
         else
