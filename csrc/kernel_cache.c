@@ -148,14 +148,18 @@ static bool write_file(const char *folder, const char *name, uint64_t key, const
     return is_good;
 }
 
-void fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin) {
+/* False, and the first time a warning: what was compiled is not kept. */
+bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin) {
     static atomic_flag has_warned = ATOMIC_FLAG_INIT;
     char folder[PATH_BYTES] = "";
-    if (user_folder(folder, sizeof folder) && write_file(folder, name, key, cubin))
+    if (user_folder(folder, sizeof folder) && write_file(folder, name, key, cubin)) {
         drop_oldest(folder);
-    else if (!atomic_flag_test_and_set(&has_warned))
+        return true;
+    }
+    if (!atomic_flag_test_and_set(&has_warned))
         fprintf(stderr,
                 "flash_attn: compiled kernels are not kept: %s%s; set FLASH_ATTN_CACHE_DIR to a folder that can be "
                 "written to\n",
                 folder[0] ? "cannot write to " : "there is no home folder", folder);
+    return false;
 }

@@ -28,6 +28,40 @@ void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]) {
              f & FA_DROPOUT ? "_dropout" : "");
 }
 
+/* ---- building ahead -------------------------------------------------------------------------------------------- */
+
+/* plan_cuda.c takes the first row that fits, and a later one only for short causal problems. */
+bool fa_variant_is_chosen(fa_variant variant) {
+    const unsigned wanted = variant.features & FA_ALL_FEATURES;
+    if (variant.tile < 0 || variant.tile >= NUM_TILES || variant.features >= FA_NUM_FEATURE_SETS) return false;
+    const fa_tile *row = &fa_fwd_tiles_sm90[variant.tile];
+    if ((row->serves & wanted) != wanted || (wanted & FA_CAUSAL && wanted & FA_LOCAL)) return false;
+    for (const fa_tile *t = fa_fwd_tiles_sm90; t < row; t++)
+        if (t->d == row->d && (t->serves & wanted) == wanted && !(t->wgs == 3 && wanted & FA_CAUSAL)) return false;
+    return true;
+}
+
+fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES];
+    fa_blob cubin = {0};
+    uint64_t key;
+    *compiled = false;
+    if (!fa_variant_is_chosen(variant))
+        return fa_fail(err, FA_EINVAL, "there is no CUDA kernel of row %d with features %u", variant.tile,
+                       variant.features);
+    fa_variant_name(variant, name);
+    fa_status status = fa_variant_key(variant, &key, err);
+    if (status != FA_OK) return status;
+    if (!fa_cache_read(name, key, &cubin)) {
+        status = fa_variant_compile(variant, &cubin, err);
+        *compiled = status == FA_OK;
+        if (status == FA_OK && !fa_cache_write(name, key, &cubin))
+            status = fa_fail(err, FA_EINVAL, "the compiled kernel %s could not be stored", name);
+    }
+    free(cubin.data);
+    return status;
+}
+
 /* ---- loaded kernels -------------------------------------------------------------------------------------------- */
 
 /* Written under the lock, kernel before devices; read without it. */

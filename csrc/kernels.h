@@ -40,6 +40,13 @@ typedef struct {
 #define FA_VARIANT_NAME_BYTES 96
 void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]);
 
+/* Does a plan ever choose this variant? False also where the row or the features make no sense. */
+bool fa_variant_is_chosen(fa_variant variant);
+
+/* Puts a variant into the disk cache, if neither it nor the shipped cubins have it; *compiled says whether it had to be
+ * compiled. Needs no GPU. */
+fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err);
+
 /* The kernel, ready to launch on the GPU. Any thread; the first call for a variant may take seconds. */
 fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err);
 
@@ -65,7 +72,7 @@ bool fa_module_folder(char *path, size_t room);
 
 /* kernel_cache.c: cubins on disk. A file that is absent, damaged or another variant's is not found. */
 bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin);
-void fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin);
+bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin);
 uint64_t fa_hash(uint64_t seed, const void *data, size_t bytes);
 
 #endif

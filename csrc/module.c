@@ -1,10 +1,11 @@
 /* The CPython module flash_attn_2_cuda.
  *
  * Importing it finds libtorch, registers the ops of namespace flash_attn and looks at the processor. It holds the five
- * functions of positional.c and diagnostics: plans, instruction sets. */
+ * functions of positional.c, diagnostics (plans, instruction sets), and the compilation of GPU kernels ahead. */
 #include "python_api.h"
 
 #include "call.h"
+#include "kernels.h"
 #include "module.h"
 
 #include <stdio.h>
@@ -149,6 +150,37 @@ static PyObject *set_cpu_isa(PyObject *self, PyObject *name) {
     return PyUnicode_FromString(fa_isa_name((fa_isa)isa));
 }
 
+/* ---- GPU kernels ----------------------------------------------------------------------------------------------------- */
+
+static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    for (int tile = 0; list && tile < fa_num_fwd_tiles_sm90; tile++)
+        for (unsigned features = 0; list && features < FA_NUM_FEATURE_SETS; features++) {
+            const fa_variant variant = {tile, features};
+            char name[FA_VARIANT_NAME_BYTES];
+            if (!fa_variant_is_chosen(variant)) continue;
+            fa_variant_name(variant, name);
+            PyObject *entry = Py_BuildValue("(siI)", name, tile, features);
+            if (!entry || PyList_Append(list, entry) < 0) Py_CLEAR(list);
+            Py_XDECREF(entry);
+        }
+    return list;
+}
+
+static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
+    (void)self;
+    fa_variant variant;
+    fa_error err = {""};
+    bool compiled = false;
+    fa_status status;
+    if (!PyArg_ParseTuple(args, "iI:build_cuda_kernel", &variant.tile, &variant.features)) return NULL;
+    Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
+    Py_END_ALLOW_THREADS if (status != FA_OK) return PyErr_Format(PyExc_RuntimeError, "%s", err.text);
+    return PyBool_FromLong(compiled);
+}
+
 /* ---- the module ------------------------------------------------------------------------------------------------------ */
 
 static PyMethodDef methods[] = {
@@ -159,6 +191,10 @@ static PyMethodDef methods[] = {
     {"plan_only", plan_only, METH_O, "plan_only(on): while on, calls of this thread are planned but not run"},
     {"take_plans", take_plans, METH_NOARGS,
      "take_plans() -> the plans collected on this thread since the last call, as dicts"},
+    {"cuda_kernels", cuda_kernels, METH_NOARGS,
+     "cuda_kernels() -> (name, tile, features) of every GPU kernel that a call can ask for"},
+    {"build_cuda_kernel", build_cuda_kernel, METH_VARARGS,
+     "build_cuda_kernel(tile, features) -> True if the kernel had to be compiled, False if the disk cache has it"},
     {NULL, NULL, 0, NULL},
 };
 

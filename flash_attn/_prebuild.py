@@ -1,0 +1,37 @@
+"""Which GPU kernels there are to compile ahead, and the loop that does it."""
+
+import re
+
+from flash_attn._ops import flash_attn_2_cuda
+
+ARCHS = ("sm_90a",)
+_COMMON = re.compile(r"attn_fwd_\w+?_d\d+_q\d+kv\d+(_causal)?(_varlen)?")
+
+
+def prebuild(archs=ARCHS, all_features=False, progress=None):
+    """Compiles the kernels that the disk cache lacks.
+
+    Args:
+        archs: of ``"sm_90a"``.
+        all_features: also kernels for windows, softcap, ALiBi and dropout.
+        progress: called after each kernel with (number done, number in all, name, whether it was compiled).
+    Returns:
+        The names of the kernels that were compiled.
+    Raises:
+        RuntimeError: no NVRTC, a kernel that does not compile, or nowhere to keep it.
+    """
+    unknown = set(archs) - set(ARCHS)
+    if unknown:
+        raise ValueError(f"there are kernels for {', '.join(ARCHS)}, not for {', '.join(sorted(unknown))}")
+    prefixes = tuple(f"attn_fwd_{arch.rstrip('a').replace('_', '')}_" for arch in archs)
+    kernels = [kernel for kernel in flash_attn_2_cuda.cuda_kernels() if kernel[0].startswith(prefixes)]
+    if not all_features:
+        kernels = [kernel for kernel in kernels if _COMMON.fullmatch(kernel[0])]
+    compiled = []
+    for done, (name, tile, features) in enumerate(kernels, 1):
+        is_new = flash_attn_2_cuda.build_cuda_kernel(tile, features)
+        if is_new:
+            compiled.append(name)
+        if progress:
+            progress(done, len(kernels), name, is_new)
+    return compiled

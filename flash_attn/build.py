@@ -1,0 +1,42 @@
+"""Compiles GPU kernels before their first use: ``python -m flash_attn.build``.
+
+A kernel is compiled once, in one or two seconds, when a call asks for it first, and is then kept on disk. An image
+or a server that must not wait compiles ahead. NVRTC compiles, which comes with PyTorch for CUDA; no GPU is needed.
+
+    python -m flash_attn.build           fp16 and bf16, dense and packed, causal or not, every head dimension
+    python -m flash_attn.build --all     windows, softcap, ALiBi and dropout too
+
+The kernels go to FLASH_ATTN_CACHE_DIR, or to ~/.cache/flash_attn.
+"""
+
+import argparse
+import sys
+
+from flash_attn._prebuild import ARCHS, prebuild
+
+
+def _bar(done, total, name, _is_new):
+    """One line on a terminal; elsewhere a line for each kernel."""
+    if sys.stderr.isatty():
+        filled = 30 * done // total
+        print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {name:<70.70}", end="", file=sys.stderr)
+        if done == total:
+            print(file=sys.stderr)
+    else:
+        print(f"{done}/{total} {name}", file=sys.stderr)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", nargs="+", default=ARCHS, choices=ARCHS)
+    parser.add_argument("--all", action="store_true", help="windows, softcap, ALiBi and dropout too")
+    options = parser.parse_args()
+    try:
+        compiled = prebuild(options.arch, options.all, _bar)
+    except RuntimeError as error:
+        sys.exit(str(error))
+    print(f"{len(compiled)} kernels compiled; the others were there")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Compiling GPU kernels ahead, on a machine that needs no GPU for it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import flash_attn_2_cuda
+import pytest
+
+import flash_attn
+
+NAME = re.compile(
+    r"attn_fwd_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
+)
+
+
+def test_every_kernel_has_a_name_and_a_row():
+    kernels = flash_attn_2_cuda.cuda_kernels()
+    assert all(NAME.fullmatch(name) for name, _, _ in kernels)
+    assert len({(tile, features) for _, tile, features in kernels}) == len(kernels)
+    found = {tuple(NAME.fullmatch(name).groups()) for name, _, _ in kernels}
+    options = [(m, v, s, d) for m in (None, "_causal", "_local") for v in (None, "_varlen") for s in (None, "_score")
+               for d in (None, "_dropout")]  # fmt: skip
+    assert found == {(t, d, *o) for t in ("bf16", "fp16") for d in ("64", "96", "128", "192", "256") for o in options}
+
+
+@pytest.mark.parametrize(("tile", "features"), [(-1, 0), (1000, 0), (0, 3), (0, 64), (0, 16)])
+def test_what_no_call_asks_for_is_refused(tile, features):
+    with pytest.raises(RuntimeError, match=f"no CUDA kernel of row {tile} with features {features}"):
+        flash_attn_2_cuda.build_cuda_kernel(tile, features)
+
+
+def test_unknown_arch():
+    with pytest.raises(ValueError, match="there are kernels for sm_90a, not for sm_42"):
+        flash_attn.prebuild(["sm_42"])
+
+
+def nvrtc_is_here():
+    try:
+        return any("nvrtc" in line for line in open("/proc/self/maps")) or bool(os.environ.get("CUDA_HOME"))
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(nvrtc_is_here(), reason="NVRTC is here")
+def test_without_nvrtc_one_sentence(tmp_path):
+    environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path), "FLASH_ATTN_NVRTC": str(tmp_path / "none.so")}
+    done = subprocess.run([sys.executable, "-m", "flash_attn.build"], capture_output=True, text=True, env=environment)
+    if done.returncode == 0:
+        pytest.skip("the system has an NVRTC")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "install NVIDIA's package nvidia-cuda-nvrtc, or set FLASH_ATTN_NVRTC" in done.stderr
