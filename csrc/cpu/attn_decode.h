@@ -7,15 +7,15 @@
  *
  *   first pass, one task for each (sequence, split of its keys, range of heads):
  *       for each block of 64 keys:
- *           S = Q K^T     LANES / rows rows of K at a time: dot products in registers, all sums by one shuffle tree
+ *           S = Q K^T     tiles of a few tokens of a head: dot products in registers, all sums by one shuffle tree
  *           softmax       S is [keys][rows of all heads], a row in each lane, as in attn_fwd.h
  *           O += P V      a few tokens of one head at a time, accumulators in registers
  *   second pass, one task for each (sequence, head):
  *       O = sum of the splits' O, each times exp2(its maximum - the largest), in the order of the keys
  *
  * All along the stream the rows that come next are prefetched in the order of memory, a fixed distance ahead, over the
- * borders between K and V, blocks and splits: the arithmetic between two loads is too long for the processor to look
- * ahead by itself. Specification: reference.c. Splits and workspace: decode_plan.h. Measurements: README.md. */
+ * borders between K and V, blocks and splits, a line for each line that the arithmetic loads: left to itself the
+ * processor reads half as fast. Specification: reference.c. Splits and workspace: decode_plan.h. Measurements: README.md. */
 #ifndef FA_ATTN_DECODE_H
 #define FA_ATTN_DECODE_H
 
@@ -32,10 +32,10 @@ struct decode_task;
 /* What is compiled for each dtype and number of unrolled rows. */
 typedef struct {
     int unrolled_rows;
-    void (*scores)(const struct decode_task *t, const float *const *q, const char *const *k, float *const *out,
-                   int64_t row);
-    void (*values)(const struct decode_task *t, float *o, const char *const *v, int64_t offset, const float *p_words,
-                   int64_t num_words);
+    void (*scores)(const struct decode_task *t, const char *const *k, const char *ahead, int64_t head, int64_t row,
+                   float *out, const int64_t *out_at);
+    void (*values)(const struct decode_task *t, float *o, const char *const *v, const char *ahead, int64_t offset,
+                   const float *p_words, int64_t num_words);
 } decode_patches;
 
 typedef struct {
@@ -107,68 +107,107 @@ INLINE decode_cursor cursor_at(const decode_task *t, int64_t token) {
     return (decode_cursor){.token = token, .row = t->stream[token]};
 }
 
-INLINE void prefetch_row(const decode_task *t, decode_cursor *c) {
-    const bool is_value = c->token >= t->num_keys && c->token < 2 * t->num_keys;
-    for (int64_t at = 0; at < t->row_bytes; at += 64) PREFETCH(c->row + at);
-    c->row += is_value ? t->v_head_bytes : t->k_head_bytes;
-    if (++c->head == t->num_heads) *c = cursor_at(t, c->token + 1);
+/* The next num_rows rows of the stream. If they lie side by side, their address, for the arithmetic to fetch a line with
+ * each line that it loads. If not they are fetched here and now, and the address is one of the first-level cache. */
+static const char *next_rows(const decode_task *t, decode_cursor *c, int64_t num_rows) {
+    const char *resident = (const char *)t->scores;
+    for (int64_t i = 0; i < num_rows; i++) {
+        const bool is_value = c->token >= t->num_keys && c->token < 2 * t->num_keys;
+        const int64_t head_bytes = is_value ? t->v_head_bytes : t->k_head_bytes;
+        const char *row = c->row;
+        if (i == 0 && head_bytes == t->row_bytes && c->head + num_rows <= t->num_heads) {
+            c->row += num_rows * head_bytes;
+            c->head += num_rows;
+            if (c->head == t->num_heads) *c = cursor_at(t, c->token + 1);
+            return row;
+        }
+        for (int64_t at = 0; at < t->row_bytes; at += 64) PREFETCH(row + at);
+        c->row += head_bytes;
+        if (++c->head == t->num_heads) *c = cursor_at(t, c->token + 1);
+    }
+    return resident;
 }
 
 /* ---- S = Q K^T ---- */
 
-/* ROWS rows of Q against LANES / ROWS rows of K, each with the Q of its own head. One row of K after the other: the
- * chains of sums are short and the processor overlaps them. */
-INLINE void scores_patch(int ROWS, const decode_task *t, const float *const *q, const char *const *k, float *const *out,
-                         int64_t row, fa_dtype DTYPE) {
-    const int KEYS = LANES / ROWS, STEP = LANES * WORD_ELEMS;
-    const int64_t d = t->p->d, q_step = t->rows * LANES;
+#define DECODE_TOKENS(ROWS) (LANES / (ROWS) < 4 ? LANES / (ROWS) : 4)
+#define DECODE_HEADS(ROWS)  (LANES / (ROWS) / DECODE_TOKENS(ROWS))
+
+/* A tile of LANES dot products: ROWS rows of Q, a few tokens, and more heads if that leaves room. A vector of Q serves
+ * all tokens and one of K all rows, so that the multiply-adds bind and not the loads. k: the tokens' rows of head 0; ahead: what to fetch meanwhile. */
+INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, const char *ahead, int64_t head,
+                        int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
+    const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;
+    const int64_t d = t->p->d, q_step = t->rows * LANES, head_words = t->rows * t->columns / WORD_ELEMS;
+    const float *q[LANES];
+    int64_t k_at[LANES];
     vec acc[LANES];
     UNROLL for (int i = 0; i < LANES; i++) acc[i] = vec_set(0.0f);
-    UNROLL for (int j = 0; j < KEYS; j++) {
-        const float *q_vec = q[j] + row * LANES;
-        int64_t elem = 0;
-        for (; elem + STEP <= d; elem += STEP, q_vec += q_step) {
-            vec k_vec = load_words(k[j] + elem * DTYPE_BYTES(DTYPE), DTYPE);
-            if (ROWS > 1) vec_pin(&k_vec);
+    UNROLL for (int h = 0; h < HEADS; h++) {
+        const int64_t existing = head + h < t->num_heads ? head + h : t->num_heads - 1;
+        q[h] = t->q + existing * head_words + row * LANES;
+        k_at[h] = existing * t->k_head_bytes;
+    }
+    int64_t elem = 0, q_at = 0;
+    for (; elem + STEP <= d; elem += STEP, q_at += q_step, ahead += HEADS * TOKENS * STEP * DTYPE_BYTES(DTYPE)) {
+        UNROLL for (int h = 0; h < HEADS; h++) {
+            vec q_vec[4];
             UNROLL for (int r = 0; r < ROWS; r++) {
-                acc[j * ROWS + r] = vec_dot(acc[j * ROWS + r], k_vec, vec_load(q_vec + r * LANES));
+                q_vec[r] = vec_load(q[h] + q_at + r * LANES);
+                vec_pin(&q_vec[r]);
+            }
+            UNROLL for (int i = 0; i < TOKENS; i++) {
+                vec k_vec = load_words(k[i] + k_at[h] + elem * DTYPE_BYTES(DTYPE), DTYPE),
+                    *sum = acc + (i * HEADS + h) * ROWS;
+                if (ROWS > 1) vec_pin(&k_vec);
+                PREFETCH(ahead + (i + h * TOKENS) * STEP * DTYPE_BYTES(DTYPE));
+                UNROLL for (int r = 0; r < ROWS; r++) sum[r] = vec_dot(sum[r], k_vec, q_vec[r]);
             }
         }
-        if (elem < d) {
-            vec k_vec = load_words_first(k[j] + elem * DTYPE_BYTES(DTYPE), d - elem, DTYPE);
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                acc[j * ROWS + r] = vec_dot(acc[j * ROWS + r], k_vec, vec_load(q_vec + r * LANES));
+    }
+    if (elem < d) {
+        UNROLL for (int h = 0; h < HEADS; h++) {
+            UNROLL for (int i = 0; i < TOKENS; i++) {
+                vec k_vec = load_words_first(k[i] + k_at[h] + elem * DTYPE_BYTES(DTYPE), d - elem, DTYPE);
+                vec *sum = acc + (i * HEADS + h) * ROWS;
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    sum[r] = vec_dot(sum[r], k_vec, vec_load(q[h] + q_at + r * LANES));
+                }
             }
         }
     }
     float sums[LANES];
     vec_store(sums, vec_mul(vec_sums(acc), vec_set(t->job->scale)));
-    UNROLL for (int j = 0; j < KEYS; j++) memcpy(out[j] + row, sums + j * ROWS, (size_t)ROWS * sizeof(float));
+    UNROLL for (int i = 0; i < TOKENS; i++) {
+        UNROLL for (int h = 0; h < HEADS; h++) {
+            const int64_t existing = head + h < t->num_heads ? head + h : t->num_heads - 1;
+            memcpy(out + out_at[i] + existing * t->rows + row, sums + (i * HEADS + h) * ROWS,
+                   (size_t)ROWS * sizeof(float));
+        }
+    }
 }
 
-/* Rows of K in the order of memory, whatever token and head; the last patch repeats the last row. */
+/* What does not exist in the last tile of tokens or heads is computed as the last one again. */
 static void scores_of_block(decode_task *t) {
-    const int unrolled_rows = t->job->patches.unrolled_rows, keys = LANES / unrolled_rows;
-    const int64_t num_heads = t->num_heads, rows = t->rows, head_words = rows * t->columns / WORD_ELEMS;
-    const char *k_row = t->stream[0];
-    const float *q_head = t->q;
-    float *out_head = t->scores;
+    const decode_patches *patches = &t->job->patches;
+    const int rows = patches->unrolled_rows, tokens = DECODE_TOKENS(rows), heads = DECODE_HEADS(rows);
     decode_cursor cursor = cursor_at(t, t->ahead);
-    for (int64_t key = 0, head = 0, remaining = t->num_keys * num_heads; remaining > 0;) {
-        const char *k[LANES];
-        const float *q[LANES];
-        float *out[LANES];
-        for (int j = 0; j < keys; j++) {
-            k[j] = k_row, q[j] = q_head, out[j] = out_head;
-            if (remaining > 0) prefetch_row(t, &cursor);
-            if (--remaining <= 0) continue;
-            k_row += t->k_head_bytes, q_head += head_words, out_head += rows;
-            if (++head == num_heads) {
-                head = 0, key++;
-                k_row = t->stream[key], q_head = t->q, out_head = t->scores + key * t->lanes;
-            }
+    for (int64_t key = 0; key < t->num_keys; key += tokens) {
+        const char *k[4];
+        int64_t out_at[4];
+        for (int i = 0; i < tokens; i++) {
+            int64_t existing = key + i < t->num_keys ? key + i : t->num_keys - 1;
+            k[i] = t->stream[existing];
+            out_at[i] = existing * t->lanes;
         }
-        for (int64_t row = 0; row < rows; row += unrolled_rows) t->job->patches.scores(t, q, k, out, row);
+        int64_t remaining = (t->num_keys - key < tokens ? t->num_keys - key : tokens) * t->num_heads;
+        for (int64_t head = 0; head < t->num_heads; head += heads) {
+            const int64_t num_rows = remaining < tokens * heads ? remaining : tokens * heads;
+            const char *ahead = next_rows(t, &cursor, num_rows);
+            remaining -= num_rows;
+            for (int64_t row = 0; row < t->rows; row += rows, ahead = (const char *)t->scores)
+                patches->scores(t, k, ahead, head, row, t->scores, out_at);
+        }
     }
 }
 
@@ -209,21 +248,24 @@ static void rescale_output(const decode_task *t, const float alpha[DECODE_MAX_LA
 
 /* ---- O += P V ---- */
 
-/* ROWS rows of O, CHUNKS LANES WORD_ELEMS of their columns, over num_words words of keys: v is num_words WORD_ELEMS rows. */
+/* ROWS rows of O, CHUNKS LANES WORD_ELEMS of their columns, over num_words words of keys. v: their rows, to which offset
+ * bytes are added; ahead: what to fetch meanwhile. */
 INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *t, float *o, const char *const *v,
-                         int64_t offset, int64_t elem, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
-    const int VECS = CHUNKS * WORD_ELEMS;
+                         const char *ahead, int64_t offset, int64_t elem, const float *p_words, int64_t num_words,
+                         fa_dtype DTYPE) {
+    const int VECS = CHUNKS * WORD_ELEMS, line = LANES * WORD_ELEMS * DTYPE_BYTES(DTYPE);
     const int64_t columns = t->columns, lanes = t->lanes, d = t->p->d;
     vec acc[LANES][8];
     UNROLL for (int r = 0; r < ROWS; r++) {
         UNROLL for (int c = 0; c < VECS; c++) acc[r][c] = vec_load(o + r * columns + elem + c * LANES);
     }
-    for (int64_t w = 0; w < num_words; w++, v += WORD_ELEMS, p_words += lanes) {
+    for (int64_t w = 0; w < num_words; w++, v += WORD_ELEMS, ahead += VECS * line, p_words += lanes) {
         vec v_vec[8];
         UNROLL for (int c = 0; c < CHUNKS; c++) {
             const int64_t at = elem + c * LANES * WORD_ELEMS;
             UNROLL for (int e = 0; e < WORD_ELEMS; e++) {
                 const char *data = v[e] + offset + at * DTYPE_BYTES(DTYPE);
+                PREFETCH(ahead + (c * WORD_ELEMS + e) * line);
                 v_vec[c * WORD_ELEMS + e] = PARTIAL ? load_words_first(data, d - at, DTYPE) : load_words(data, DTYPE);
             }
 #if WORD_ELEMS == 2
@@ -244,26 +286,28 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
 }
 
 /* The same over all columns. */
-INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, int64_t offset,
-                        const float *p_words, int64_t num_words, fa_dtype DTYPE) {
-    const int64_t d = t->p->d, chunk = LANES * WORD_ELEMS;
+INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, const char *ahead,
+                        int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
+    const int64_t d = t->p->d, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
     const int CHUNKS = ROWS == 1 ? 8 / WORD_ELEMS : LANES / (ROWS * WORD_ELEMS);
     int64_t elem = 0;
     for (; elem + CHUNKS * chunk <= d; elem += CHUNKS * chunk)
-        values_patch(ROWS, CHUNKS, false, t, o, v, offset, elem, p_words, num_words, DTYPE);
+        values_patch(ROWS, CHUNKS, false, t, o, v, ahead + elem * column_bytes, offset, elem, p_words, num_words,
+                     DTYPE);
     for (; elem + chunk <= d; elem += chunk)
-        values_patch(ROWS, 1, false, t, o, v, offset, elem, p_words, num_words, DTYPE);
-    if (elem < d) values_patch(ROWS, 1, true, t, o, v, offset, elem, p_words, num_words, DTYPE);
+        values_patch(ROWS, 1, false, t, o, v, ahead + elem * column_bytes, offset, elem, p_words, num_words, DTYPE);
+    if (elem < d)
+        values_patch(ROWS, 1, true, t, o, v, ahead + elem * column_bytes, offset, elem, p_words, num_words, DTYPE);
 }
 
-#define DECODE_PATCHES(ROWS, DTYPE)                                                                           \
-    static void scores_##ROWS##_##DTYPE(const decode_task *t, const float *const *q, const char *const *k,    \
-                                        float *const *out, int64_t row) {                                     \
-        scores_patch(ROWS, t, q, k, out, row, DTYPE);                                                         \
-    }                                                                                                         \
-    static void values_##ROWS##_##DTYPE(const decode_task *t, float *o, const char *const *v, int64_t offset, \
-                                        const float *p_words, int64_t num_words) {                            \
-        values_rows(ROWS, t, o, v, offset, p_words, num_words, DTYPE);                                        \
+#define DECODE_PATCHES(ROWS, DTYPE)                                                                                  \
+    static void scores_##ROWS##_##DTYPE(const decode_task *t, const char *const *k, const char *ahead, int64_t head, \
+                                        int64_t row, float *out, const int64_t *out_at) {                            \
+        scores_tile(ROWS, t, k, ahead, head, row, out, out_at, DTYPE);                                               \
+    }                                                                                                                \
+    static void values_##ROWS##_##DTYPE(const decode_task *t, float *o, const char *const *v, const char *ahead,     \
+                                        int64_t offset, const float *p_words, int64_t num_words) {                   \
+        values_rows(ROWS, t, o, v, ahead, offset, p_words, num_words, DTYPE);                                        \
     }
 #define DECODE_DTYPE(DTYPE) DECODE_PATCHES(1, DTYPE) DECODE_PATCHES(2, DTYPE) DECODE_PATCHES(4, DTYPE)
 #define DECODE_ROWS(DTYPE)                       \
@@ -300,7 +344,8 @@ static void add_value(decode_task *t, int64_t key, const decode_patches *one_row
             int64_t first, end, lane = head * t->rows + r;
             fa_visible_keys(t->p, &t->s, r / (t->p->h / t->p->h_kv), &first, &end);
             if (t->block + key < first || t->block + key >= end) continue;
-            one_row->values(t, t->o + lane * t->columns, v, 0, t->scores + key / WORD_ELEMS * t->lanes + lane, 1);
+            one_row->values(t, t->o + lane * t->columns, v, (const char *)t->scores, 0,
+                            t->scores + key / WORD_ELEMS * t->lanes + lane, 1);
         }
     }
 }
@@ -324,11 +369,11 @@ static void values_of_block(decode_task *t) {
                 v = common;
                 offset = 0;
             }
-            for (int64_t i = 0; i < existing; i++) prefetch_row(t, &cursor);
+            const char *ahead = next_rows(t, &cursor, existing);
             float *o = t->o + head * rows * t->columns;
             const float *p_words = t->scores + key / WORD_ELEMS * t->lanes + head * rows;
-            for (int64_t row = 0; row < rows; row += patches->unrolled_rows)
-                patches->values(t, o + row * t->columns, v, offset, p_words + row, tokens / WORD_ELEMS);
+            for (int64_t row = 0; row < rows; row += patches->unrolled_rows, ahead = (const char *)t->scores)
+                patches->values(t, o + row * t->columns, v, ahead, offset, p_words + row, tokens / WORD_ELEMS);
         }
     }
     for (int64_t key = 0; key < n; key++)
@@ -355,7 +400,7 @@ static void open_task(decode_task *t) {
     t->row_bytes = p->d * bytes;
     t->k_head_bytes = p->k.stride_h * bytes, t->v_head_bytes = p->v.stride_h * bytes;
     t->ahead = DECODE_AHEAD_BYTES / (t->row_bytes * t->num_heads) / 2 * 2;
-    if (t->ahead < 2) t->ahead = 2;
+    if (t->ahead < 4) t->ahead = 4;
     if (t->ahead > DECODE_MAX_AHEAD) t->ahead = DECODE_MAX_AHEAD;
 
     int64_t ignored;
