@@ -175,7 +175,10 @@ static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
     fa_error err = {""};
     bool compiled = false;
     fa_status status;
-    if (!PyArg_ParseTuple(args, "iI:build_cuda_kernel", &variant.tile, &variant.features)) return NULL;
+    if (PyTuple_Size(args) != 2) return PyErr_Format(PyExc_TypeError, "build_cuda_kernel(): takes tile and features");
+    variant.tile = (int)PyLong_AsLong(PyTuple_GetItem(args, 0));
+    variant.features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
     Py_END_ALLOW_THREADS if (status != FA_OK) return PyErr_Format(PyExc_RuntimeError, "%s", err.text);
     return PyBool_FromLong(compiled);
