@@ -5,7 +5,7 @@
 #include <stdio.h>
 
 const char *fa_isa_name(fa_isa isa) {
-    static const char *const names[FA_NUM_ISAS] = {"reference", "scalar", "avx2", "avx512", "avx512bf16"};
+    static const char *const names[FA_NUM_ISAS] = {"reference", "scalar", "avx2", "avx512", "avx512bf16", "amx"};
     return names[isa];
 }
 

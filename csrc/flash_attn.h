@@ -119,7 +119,8 @@ typedef enum {
     FA_ISA_SCALAR,    /* the tiled algorithm in portable C */
     FA_ISA_AVX2,      /* AVX2 + FMA + F16C */
     FA_ISA_AVX512,    /* AVX-512 F, DQ, BW, VL */
-    FA_ISA_AVX512BF16,
+    FA_ISA_AVX512BF16, /* kernels for bf16 only */
+    FA_ISA_AMX,        /* AMX-TILE, AMX-BF16: kernels for bf16 only */
     FA_NUM_ISAS
 } fa_isa;
 

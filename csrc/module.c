@@ -144,7 +144,7 @@ static PyObject *set_cpu_isa(PyObject *self, PyObject *name) {
     if (isa < 0)
         return PyErr_Format(PyExc_ValueError,
                             "set_cpu_isa(): unknown instruction set %R; allowed are reference, scalar, "
-                            "avx2, avx512, avx512bf16",
+                            "avx2, avx512, avx512bf16, amx",
                             name);
     fa_this_machine.isa = (fa_isa)isa;
     return PyUnicode_FromString(fa_isa_name((fa_isa)isa));
@@ -214,7 +214,7 @@ static int exec_module(PyObject *module) {
     int chosen = best_isa_up_to(isa && *isa ? isa : NULL);
     if (chosen < 0) {
         PyErr_Format(PyExc_ImportError,
-                     "FLASH_ATTN_CPU_ISA is '%s'; allowed are reference, scalar, avx2, avx512, avx512bf16", isa);
+                     "FLASH_ATTN_CPU_ISA is '%s'; allowed are reference, scalar, avx2, avx512, avx512bf16, amx", isa);
         return -1;
     }
     fa_this_machine.isa = (fa_isa)chosen;

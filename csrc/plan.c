@@ -22,7 +22,7 @@ static void rule_out(fa_plan *plan, const fa_problem *p, const fa_machine *machi
         snprintf(r->reason, sizeof r->reason, "the choice was lowered to %s", fa_isa_name(machine->isa));
     else if (p->dtype == FA_F64)
         snprintf(r->reason, sizeof r->reason, "fp64 runs on the reference only");
-    else if (isa == FA_ISA_AVX512BF16 && p->dtype != FA_BF16)
+    else if (isa >= FA_ISA_AVX512BF16 && p->dtype != FA_BF16)
         snprintf(r->reason, sizeof r->reason, "it multiplies bf16, the tensors are %s", fa_dtype_name(p->dtype));
     else
         snprintf(r->reason, sizeof r->reason, "it has no kernel for this pass");

@@ -174,7 +174,7 @@ static void bwd_open_tile(const bwd_task *t, int i, int64_t idx, int64_t range) 
     if (p->dq.data && (sees || l->ranges == 1)) memset(dq_t, 0, (size_t)l->tile_floats * sizeof(float));
     if (!sees) return;
 
-    const char *q_rows[FA_MAX_BLOCK_Q], *dout_rows[FA_MAX_BLOCK_Q];
+    const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
     for (int lane = 0; lane < tile->lanes; lane++) {
         const bool is_empty = tile->first[lane] >= tile->end[lane];
         q_rows[lane] = is_empty ? NULL : bwd_query_row(p, &t->s, &p->q, tile->row[lane], tile->head[lane]);
@@ -209,9 +209,9 @@ static void bwd_pack_block(bwd_task *t, int64_t block) {
 /* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Strips of keys start at the first
  * lane that sees them and stop at the last: on the diagonal half of the lanes see nothing. */
 static void bwd_add_keys(const bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
-                         const float *rows, int64_t begin, int64_t end) {
+                         int64_t word_stride, const float *rows, int64_t begin, int64_t end) {
     const fa_bwd_layout *l = &t->job->layout;
-    const int64_t strip = masked ? 16 : end - begin, key_0 = t->block - t->range_begin;
+    const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->range_begin;
     for (int64_t key = begin; key < end; key += strip) {
         const int64_t stop = key + strip < end ? key + strip : end;
         int64_t lane = 0, lane_end = tile->lanes;
@@ -223,9 +223,10 @@ static void bwd_add_keys(const bwd_task *t, const fa_bwd_tile *tile, bool masked
                 lane_end--;
         }
         if (lane == lane_end) continue;
-        const int64_t word = lane / WORD_ELEMS, word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
-        product_add(&(product_args){.a = words + key * tile->lanes + word,
-                                    .a_stride = tile->lanes,
+        const int64_t word = lane / WORD_ELEMS / PRODUCT_STRIP_K * PRODUCT_STRIP_K;
+        const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
+        product_add(&(product_args){.a = words + key * word_stride + word,
+                                    .a_stride = word_stride,
                                     .b = rows + word * l->columns,
                                     .b_stride = l->columns,
                                     .c = grad + (key_0 + key) * l->columns,
@@ -234,6 +235,69 @@ static void bwd_add_keys(const bwd_task *t, const fa_bwd_tile *tile, bool masked
                                     .num_words = word_end - word,
                                     .num_vecs = (int)((t->p->d + LANES - 1) / LANES)});
     }
+}
+
+/* Some lane does not see every key of [begin, end) of the block. */
+static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    return tile->common_first > t->block + begin || tile->common_end < t->block + end;
+}
+
+/* S and dP of keys [begin, end) of the block become P and dS. at: where the tile's operands lie. */
+static void bwd_step_keys(const bwd_task *t, const fa_bwd_tile *tile, int64_t at, int64_t begin, int64_t end,
+                          float *p_rows, float *ds_rows, int64_t row_stride) {
+    const bwd_job *job = t->job;
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &job->layout;
+    const int64_t lanes = tile->lanes, num_keys = end - begin, from = PRODUCT_CACHED ? 0 : begin;
+
+    /* S^T = K Q^T, dP^T = V dO^T */
+    product_args scores = {.a = t->k + begin * l->words,
+                           .a_stride = l->words,
+                           .b = t->q_t + at,
+                           .b_stride = lanes,
+                           .c = t->scores + from * lanes,
+                           .c_stride = lanes,
+                           .rows = num_keys,
+                           .num_words = (p->d + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_vecs = (int)(lanes / LANES),
+                           .scale = job->scale};
+    product_args dprob = scores;
+    dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + from * lanes;
+    dprob.scale = job->kept;
+    product_scores(&scores);
+    product_scores(&dprob);
+
+    /* P, dS */
+    float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
+    const bool masked = bwd_is_masked(t, tile, begin, end);
+    const bool plain = !masked && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* nobody asks for the bounds */
+    const int64_t key_0 = t->block + begin;
+    for (int lane = 0; lane < lanes && !plain; lane++) {
+        int64_t low = tile->first[lane] - key_0, high = tile->end[lane] - key_0;
+        first[lane] = (float)(low < 0 ? 0 : low < num_keys ? low : num_keys);
+        stop[lane] = (float)(high < 0 ? 0 : high < num_keys ? high : num_keys);
+        diagonal[lane] = (float)(tile->diagonal[lane] - key_0);
+    }
+    gradient_step(&(gradient_args){.scores = scores.c,
+                                   .dprob = dprob.c,
+                                   .p_rows = p_rows,
+                                   .ds_rows = ds_rows,
+                                   .row_stride = row_stride,
+                                   .ds_words = t->ds_words + begin / 2 * lanes,
+                                   .lanes = lanes,
+                                   .num_keys = num_keys,
+                                   .lse = tile->lse,
+                                   .delta = tile->delta,
+                                   .bytes = job->drops ? t->bytes + begin * lanes : NULL,
+                                   .keep_max = p->keep_max,
+                                   .scale = job->scale,
+                                   .kept = job->kept,
+                                   .options = {.softcap = job->softcap,
+                                               .slope = p->alibi_slopes ? tile->slope : NULL,
+                                               .diagonal = diagonal,
+                                               .first = first,
+                                               .end = stop,
+                                               .masked = masked}});
 }
 
 static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) {
@@ -247,64 +311,31 @@ static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) 
     if (begin >= end) return;
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last are zeros */
 
-    /* S^T = K Q^T, dP^T = V dO^T */
-    product_args scores = {.a = t->k + begin * l->words,
-                           .a_stride = l->words,
-                           .b = t->q_t + at,
-                           .b_stride = lanes,
-                           .c = t->scores + begin * lanes,
-                           .c_stride = lanes,
-                           .rows = end - begin,
-                           .num_words = (p->d + WORD_ELEMS - 1) / WORD_ELEMS,
-                           .num_vecs = (int)(lanes / LANES),
-                           .scale = job->scale};
-    product_args dprob = scores;
-    dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + begin * lanes;
-    dprob.scale = job->kept;
-    product_scores(&scores);
-    product_scores(&dprob);
-
-    /* P, dS */
-    float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
-    for (int lane = 0; lane < lanes; lane++) {
-        int64_t low = tile->first[lane] - t->block, high = tile->end[lane] - t->block;
-        first[lane] = (float)(low < 0 ? 0 : low < l->block_kv ? low : l->block_kv);
-        stop[lane] = (float)(high < 0 ? 0 : high < l->block_kv ? high : l->block_kv);
-        diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
-    }
-    const bool masked = tile->common_first > t->block + begin || tile->common_end < t->block + end;
+    /* Rows of P and dS, for bf16 half as long: behind the scores where those are kept short, else over them. */
+    const int64_t cached = PRODUCT_CACHED ? PRODUCT_CACHED : l->block_kv;
+    const int64_t row_stride = PRODUCT_CACHED ? lanes / WORD_ELEMS : lanes;
+    float *p_rows = t->scores + PRODUCT_CACHED * lanes, *ds_rows = t->dprob + PRODUCT_CACHED * lanes;
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, p->seed,
                       fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
-    gradient_step(&(gradient_args){.scores = t->scores,
-                                   .dprob = t->dprob,
-                                   .ds_words = t->ds_words,
-                                   .lanes = lanes,
-                                   .begin = begin,
-                                   .end = end,
-                                   .lse = tile->lse,
-                                   .delta = tile->delta,
-                                   .bytes = job->drops ? t->bytes : NULL,
-                                   .keep_max = p->keep_max,
-                                   .options = {.softcap = job->softcap,
-                                               .slope = p->alibi_slopes ? tile->slope : NULL,
-                                               .diagonal = diagonal,
-                                               .first = first,
-                                               .end = stop,
-                                               .masked = masked}});
+    for (int64_t key = begin, stop; key < end; key = stop) {
+        stop = key + cached < end ? key + cached : end;
+        bwd_step_keys(t, tile, at, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride);
+    }
 
     /* dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T */
-    if (p->dv.data) bwd_add_keys(t, tile, masked, t->dv, t->scores, t->dout + at, begin, end);
-    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, t->dprob, t->q + at, begin, end);
+    const bool masked = bwd_is_masked(t, tile, begin, end);
+    if (p->dv.data) bwd_add_keys(t, tile, masked, t->dv, p_rows, row_stride, t->dout + at, begin, end);
+    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, begin, end);
     if (!p->dq.data) return;
-    const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : t->dprob;
+    const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : ds_rows;
     product_add(&(product_args){.a = t->k_t + begin / WORD_ELEMS,
                                 .a_stride = l->k_t_stride,
                                 .b = ds_words + begin / WORD_ELEMS * lanes,
                                 .b_stride = lanes,
                                 .c = l->ranges > 1 ? bwd_slab(job, &t->s, range, t->head_kv, idx) : t->dq_t + at,
                                 .c_stride = lanes,
-                                .rows = round_up(p->d, 8), /* rows of padding in K^T are zero */
+                                .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
                                 .num_words = (end - begin) / WORD_ELEMS,
                                 .num_vecs = (int)(lanes / LANES)});
 }
@@ -312,8 +343,8 @@ static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) 
 /* ---- write gradients ---- */
 
 static void bwd_write_queries(const fa_problem *p, const fa_sequence *s, const fa_bwd_tile *tile, const float *dq_t) {
-    char *rows[FA_MAX_BLOCK_Q];
-    float factor[FA_MAX_BLOCK_Q];
+    char *rows[FA_MAX_BLOCK_Q_BWD];
+    float factor[FA_MAX_BLOCK_Q_BWD];
     for (int lane = 0; lane < tile->lanes; lane++) factor[lane] = (float)p->scale;
     for (int lane = 0; lane < tile->valid_lanes; lane++)
         rows[lane] = bwd_query_row(p, s, &p->dq, tile->row[lane], tile->head[lane]);
@@ -382,10 +413,12 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
 static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
     const bwd_job *job = ctx;
     vec_mode mode = vec_enter();
+    product_enter();
     for (int64_t w = begin; w < end; w++) {
         for (int64_t task = job->workers[w].first; task >= 0; task = job->tasks[task].next)
             bwd_run_task(job, &job->tasks[task], job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
+    product_leave();
     vec_leave(mode);
 }
 

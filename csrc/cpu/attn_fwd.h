@@ -179,9 +179,10 @@ static void step_tile(const fwd_task *t, int i) {
     /* S^T = K Q^T */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
     memcpy(new_max, tile->row_max, (size_t)lanes * sizeof(float));
-    score_options options = {.softcap = job->softcap,
+    score_options options = {.scale = job->scale,
+                             .softcap = job->softcap,
                              .masked = tile->common_first > t->block + begin || tile->common_end < t->block + end};
-    bool adjusts = options.masked || t->p->softcap > 0 || t->p->alibi_slopes;
+    bool adjusts = options.masked || t->p->softcap > 0 || t->p->alibi_slopes || (!PRODUCT_SCALES && !(job->scale > 0));
     product_args scores = {.a = t->k + begin * l->words,
                            .a_stride = l->words,
                            .b = t->q_t + i * l->words * l->block_q,
@@ -212,8 +213,12 @@ static void step_tile(const fwd_task *t, int i) {
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, t->p->seed,
                       fa_dropout_stream(t->p->offset, t->s.b_idx, t->p->h, tile->head[0]), tile->row[0], t->block);
-    softmax_step(t->scores, lanes, begin, end, new_max, tile->row_max, tile->row_sum, alpha,
-                 job->drops ? t->bytes : NULL, t->p->keep_max);
+    const uint8_t *bytes = job->drops ? t->bytes : NULL;
+    if (PRODUCT_SCALES || adjusts)
+        softmax_step(t->scores, lanes, begin, end, new_max, tile->row_max, tile->row_sum, alpha, bytes, t->p->keep_max);
+    else
+        softmax_step_scaling(t->scores, lanes, begin, end, job->scale, new_max, tile->row_max, tile->row_sum, alpha,
+                             bytes, t->p->keep_max);
 
     /* O^T = O^T alpha + V^T P; rows of padding in V^T are zero, so whole groups of rows are multiplied */
     product_args output = {.a = t->v_t + begin / WORD_ELEMS,
@@ -222,7 +227,7 @@ static void step_tile(const fwd_task *t, int i) {
                            .b_stride = lanes,
                            .c = t->o_t + i * l->columns * l->block_q,
                            .c_stride = lanes,
-                           .rows = round_up(t->p->d, 8),
+                           .rows = round_up(t->p->d, PRODUCT_ROWS),
                            .num_words = (end - begin + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
                            .alpha = alpha};
@@ -285,10 +290,12 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
 static void run_workers(int64_t begin, int64_t end, void *ctx) {
     const fwd_job *job = ctx;
     vec_mode mode = vec_enter();
+    product_enter();
     for (int64_t w = begin; w < end; w++) {
         for (int64_t task = job->workers[w].first; task >= 0; task = job->tasks[task].next)
             run_task(job, &job->tasks[task], job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
+    product_leave();
     vec_leave(mode);
 }
 

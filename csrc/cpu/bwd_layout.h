@@ -11,12 +11,14 @@
 
 #include "fwd_layout.h"
 
+#define FA_MAX_BLOCK_Q_BWD 128
+
 /* One tile: what its lanes are. Keys count from key 0 of the sequence; a lane that contributes nothing sees no key. */
 typedef struct {
-    float lse[FA_MAX_BLOCK_Q]; /* times log2(e); +inf: p is 0 whatever the score */
-    float delta[FA_MAX_BLOCK_Q], slope[FA_MAX_BLOCK_Q];
-    int64_t first[FA_MAX_BLOCK_Q], end[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
-    int64_t row[FA_MAX_BLOCK_Q], head[FA_MAX_BLOCK_Q];
+    float lse[FA_MAX_BLOCK_Q_BWD]; /* times log2(e); +inf: p is 0 whatever the score */
+    float delta[FA_MAX_BLOCK_Q_BWD], slope[FA_MAX_BLOCK_Q_BWD];
+    int64_t first[FA_MAX_BLOCK_Q_BWD], end[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
+    int64_t row[FA_MAX_BLOCK_Q_BWD], head[FA_MAX_BLOCK_Q_BWD];
     int64_t first_key, end_key;       /* some lane sees these keys */
     int64_t common_first, common_end; /* every valid lane sees these */
     int lanes, valid_lanes;           /* lanes: a multiple of the vector and of a dropout patch */

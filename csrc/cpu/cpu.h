@@ -21,6 +21,7 @@ typedef void fa_cpu_kernel(const fa_problem *problem, const fa_plan *plan, void 
 typedef struct {
     fa_cpu_kernel *fwd, *bwd, *decode; /* decode: a forward for which fa_decode_fits (decode_plan.h) */
     int block_q;                       /* query lanes of one tile */
+    int block_q_bwd;                   /* of the backward; 0: the same */
 } fa_cpu_kernels;
 const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype);
 

@@ -1,10 +1,15 @@
 /* What this processor offers, which kernels serve it, and the one way into them. */
+#define _DEFAULT_SOURCE /* syscall */
 #include "kernels.h"
 
 #include "../sequence.h"
 
 #if FA_X86
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 static uint64_t read_xcr0(void) {
     uint32_t low, high;
@@ -14,6 +19,17 @@ static uint64_t read_xcr0(void) {
 
 static bool has_bits(uint64_t word, uint64_t bits) { return (word & bits) == bits; }
 #define BIT(n) (UINT64_C(1) << (n))
+
+/* Tiles belong to a process only after it has asked for them. Asking again changes nothing. Where the system does not know
+ * the question, or a sandbox refuses it, there is no AMX. */
+static bool may_use_tiles(void) {
+#if FA_AMX && defined(__linux__) && defined(SYS_arch_prctl)
+    const long request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, bit of XCR0 */
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
 
 /* NOTE: read from cpuid and XCR0 and not from __builtin_cpu_supports, whose compilers know different sets of names. */
 static void detect_isas(bool legal[FA_NUM_ISAS]) {
@@ -25,8 +41,10 @@ static void detect_isas(bool legal[FA_NUM_ISAS]) {
     legal[FA_ISA_AVX2] = fma_f16c_avx && has_bits(ebx, BIT(5)) && has_bits(xcr0, 0x06); /* SSE, AVX state */
     legal[FA_ISA_AVX512] = legal[FA_ISA_AVX2] && has_bits(xcr0, 0xe6) &&                /* masks, 512-bit state */
                            has_bits(ebx, BIT(16) | BIT(17) | BIT(30) | BIT(31));        /* F, DQ, BW, VL */
+    const bool has_tiles = has_bits(edx, BIT(22) | BIT(24)) && has_bits(xcr0, 0x60000); /* AMX-BF16, TILE; tile state */
     if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx))
         legal[FA_ISA_AVX512BF16] = legal[FA_ISA_AVX512] && has_bits(eax, BIT(5));
+    legal[FA_ISA_AMX] = legal[FA_ISA_AVX512BF16] && has_tiles && may_use_tiles();
 }
 
 /* Deterministic cache parameters: leaf 4 (Intel), 0x8000001d (AMD); both describe one cache for each subleaf. */
@@ -66,6 +84,9 @@ const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype) {
     if (isa == FA_ISA_AVX2) return &fa_kernels_avx2;
     if (isa == FA_ISA_AVX512) return &fa_kernels_avx512;
     if (isa == FA_ISA_AVX512BF16 && dtype == FA_BF16) return &fa_kernels_avx512bf16;
+#endif
+#if FA_AMX
+    if (isa == FA_ISA_AMX && dtype == FA_BF16) return &fa_kernels_amx;
 #endif
     return &none;
 }

@@ -4,7 +4,8 @@
  *   scores_adjust    softcap -> ALiBi -> mask, in this order; folds the maxima
  *   softmax_step     p = exp2(s - max), row sums, dropout, P as words
  *
- * Scores are in units of log2: the scale of the product carries log2(e). */
+ * Scores are in units of log2: the scale of the product carries log2(e). Where PRODUCT_SCALES is 0 the scores come
+ * without it, and the first that reads them multiplies. */
 #ifndef FA_ELEMENTWISE_H
 #define FA_ELEMENTWISE_H
 
@@ -30,6 +31,7 @@ INLINE vec vec_tanh(vec a) {
 /* Options of one tile against one block of keys. Keys count from the start of the block; a lane sees keys
  * [first, end) of it, whole numbers kept as floats. */
 typedef struct {
+    float scale;           /* of the scores; 0: it is in them already */
     float softcap;         /* times log2(e); 0: off. Then scores come in as scale / softcap q.k */
     const float *slope;    /* [lanes] ALiBi slope times log2(e); NULL: off */
     const float *diagonal; /* [lanes] the key without bias */
@@ -51,6 +53,7 @@ OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t 
         if (o->slope) slope = vec_load(o->slope + lane), diagonal = vec_load(o->diagonal + lane);
         for (int64_t key = begin; key < end; key++) {
             vec s = vec_load(scores + key * lanes + lane);
+            if (!PRODUCT_SCALES && o->scale != 0.0f) s = vec_mul(s, vec_set(o->scale));
             if (o->softcap > 0.0f) s = vec_mul(vec_tanh(s), vec_set(o->softcap));
             if (o->slope) {
                 vec distance = vec_sub(diagonal, vec_set((float)key));
@@ -65,29 +68,44 @@ OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t 
     }
 }
 
+/* s scale - reference, where the scale is in s already or is not. */
+INLINE vec scores_minus(bool SCALED, vec s, vec scale, vec reference) {
+    return SCALED ? vec_sub(s, reference) : vec_fma(s, scale, vec_sub(vec_set(0.0f), reference));
+}
+
 /* One row of P; where bytes of the generator are given, the elements that lose are zero in P but stay in the sum. */
-INLINE vec softmax_row(const float *scores, vec reference, vec *sum, const uint8_t *bytes, uint8_t keep_max) {
-    vec p = vec_exp2(vec_sub(vec_load(scores), reference));
+INLINE vec softmax_row(bool SCALED, const float *scores, vec scale, vec reference, vec *sum, const uint8_t *bytes,
+                       uint8_t keep_max) {
+    vec p = vec_exp2(scores_minus(SCALED, vec_load(scores), scale, reference));
     *sum = vec_add(*sum, p);
     return bytes ? vec_select(mask_bytes_le(bytes, keep_max), p, vec_set(0.0f)) : p;
 }
 
+/* Where rescaling costs a pass, the maximum of a lane stays what it was until it would grow by a factor of 2^8: P is below 256
+ * instead of 1, and every digit counts as before. Each lane decides for itself: its bits depend on no other. */
+#define LAZY_MAX 8.0f
+
 /* Scores of keys [begin, end) become P: words in row key / WORD_ELEMS of the same buffer; begin is a multiple of
  * WORD_ELEMS. row_max goes from the old maximum to new_max, row_sum to the sum over all keys so far, and alpha is the
  * factor that the old accumulators need: 0 where there was no key yet, for exp2(-inf) = 0. */
-INLINE void softmax_step_of(float *scores, int64_t lanes, int64_t begin, int64_t end, const float *new_max,
-                            float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
+INLINE void softmax_step_of(bool SCALED, float *scores, int64_t lanes, int64_t begin, int64_t end, float scale,
+                            const float *new_max, float *row_max, float *row_sum, float *alpha, const uint8_t *bytes,
+                            uint8_t keep_max) {
+    const vec factor = vec_set(scale);
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
         vec m = vec_load(new_max + lane), lowest = vec_set(-INFINITY), zero = vec_set(0.0f);
+        const vec old = vec_load(row_max + lane);
+        if (!PRODUCT_RESCALES) m = vec_select(vec_lt(vec_add(old, vec_set(LAZY_MAX)), m), m, old);
         vec reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
-        vec rescale = vec_exp2(vec_sub(vec_load(row_max + lane), reference));
+        vec rescale = vec_exp2(vec_sub(old, reference));
+        if (!PRODUCT_RESCALES) rescale = vec_select(vec_le(old, lowest), vec_set(1.0f), rescale); /* of nothing */
         vec sum_even = zero, sum_odd = zero;
         int64_t key = begin;
         for (; key + 2 <= end; key += 2) {
             const float *s = scores + key * lanes + lane;
             const uint8_t *byte = bytes ? bytes + key * lanes + lane : NULL;
-            vec even = softmax_row(s, reference, &sum_even, byte, keep_max);
-            vec odd = softmax_row(s + lanes, reference, &sum_odd, byte ? byte + lanes : NULL, keep_max);
+            vec even = softmax_row(SCALED, s, factor, reference, &sum_even, byte, keep_max);
+            vec odd = softmax_row(SCALED, s + lanes, factor, reference, &sum_odd, byte ? byte + lanes : NULL, keep_max);
 #if WORD_ELEMS == 2
             vec_store(scores + key / 2 * lanes + lane, vec_pack_words(even, odd));
 #else
@@ -97,7 +115,7 @@ INLINE void softmax_step_of(float *scores, int64_t lanes, int64_t begin, int64_t
         }
         if (key < end) {
             const uint8_t *byte = bytes ? bytes + key * lanes + lane : NULL;
-            vec even = softmax_row(scores + key * lanes + lane, reference, &sum_even, byte, keep_max);
+            vec even = softmax_row(SCALED, scores + key * lanes + lane, factor, reference, &sum_even, byte, keep_max);
 #if WORD_ELEMS == 2
             even = vec_pack_words(even, zero);
 #endif
@@ -112,9 +130,19 @@ INLINE void softmax_step_of(float *scores, int64_t lanes, int64_t begin, int64_t
 OUTLINE void softmax_step(float *scores, int64_t lanes, int64_t begin, int64_t end, const float *new_max,
                           float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
     if (bytes)
-        softmax_step_of(scores, lanes, begin, end, new_max, row_max, row_sum, alpha, bytes, keep_max);
+        softmax_step_of(true, scores, lanes, begin, end, 1, new_max, row_max, row_sum, alpha, bytes, keep_max);
     else
-        softmax_step_of(scores, lanes, begin, end, new_max, row_max, row_sum, alpha, NULL, 0);
+        softmax_step_of(true, scores, lanes, begin, end, 1, new_max, row_max, row_sum, alpha, NULL, 0);
+}
+
+/* The same where the scores come without their scale. new_max, row_max and row_sum are of scaled scores. */
+OUTLINE void softmax_step_scaling(float *scores, int64_t lanes, int64_t begin, int64_t end, float scale,
+                                  const float *new_max, float *row_max, float *row_sum, float *alpha,
+                                  const uint8_t *bytes, uint8_t keep_max) {
+    if (bytes)
+        softmax_step_of(false, scores, lanes, begin, end, scale, new_max, row_max, row_sum, alpha, bytes, keep_max);
+    else
+        softmax_step_of(false, scores, lanes, begin, end, scale, new_max, row_max, row_sum, alpha, NULL, 0);
 }
 
 /* The bytes of one patch of 16 rows x 32 keys, bytes[c][r]. All calls of the generator run abreast, ordered so that the

@@ -2,20 +2,23 @@
  *
  *   p = exp2(s - lse)      ds = p (dp - delta)      softcap: ds (1 - tanh^2)      dropout: P and dp only where kept
  *
- * Everything is done in place. The products want P and dS as rows of words along the lanes (dV, dK) and dS as words
- * along the keys (dQ): for fp32 the same buffer, for bf16 a converted copy of each. */
+ * The products want P and dS as rows of words along the lanes (dV, dK) and dS as words along the keys (dQ): for fp32 the
+ * same buffer, for bf16 a converted copy of each. */
 #ifndef FA_ELEMENTWISE_BWD_H
 #define FA_ELEMENTWISE_BWD_H
 
 #include "elementwise.h"
 
 typedef struct {
-    float *scores, *dprob;     /* [keys][lanes], rows of words afterwards: P and dS */
-    float *ds_words;           /* [keys / 2][lanes]: dS as words along the keys; WORD_ELEMS 1: not used */
-    int64_t lanes, begin, end; /* keys [begin, end), both even */
-    const float *lse, *delta;  /* [lanes] */
-    const uint8_t *bytes;      /* of the dropout generator, [keys][lanes]; NULL: nothing is dropped */
+    float *scores, *dprob;    /* [num_keys][lanes] */
+    float *p_rows, *ds_rows;  /* P and dS, words along the lanes; may lie over scores and dprob */
+    int64_t row_stride;       /* of these two */
+    float *ds_words;          /* [num_keys / 2][lanes]: dS as words along the keys; WORD_ELEMS 1: not used */
+    int64_t lanes, num_keys;  /* num_keys is even */
+    const float *lse, *delta; /* [lanes] */
+    const uint8_t *bytes;     /* of the dropout generator, [num_keys][lanes]; NULL: nothing is dropped */
     uint8_t keep_max;
+    float scale, kept; /* of scores and of dprob, where PRODUCT_SCALES is 0 */
     score_options options;
 } gradient_args;
 
@@ -32,6 +35,7 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASE
                                  int64_t key, int64_t lane) {
     const vec zero = vec_set(0.0f);
     vec s = vec_load(a->scores + key * a->lanes + lane), dp = vec_load(a->dprob + key * a->lanes + lane), slope = zero;
+    if (!PRODUCT_SCALES && BIASED) s = vec_mul(s, vec_set(a->scale));
     const bool caps = BIASED && a->options.softcap > 0.0f;
     if (caps) {
         vec t = vec_tanh(s);
@@ -42,13 +46,13 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASE
         vec distance = vec_sub(x->diagonal, vec_set((float)key));
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
-    vec p = vec_exp2(vec_sub(s, x->lse)), kept = p;
+    vec p = vec_exp2(scores_minus(PRODUCT_SCALES || BIASED, s, vec_set(a->scale), x->lse)), kept = p;
     if (DROPS) {
         vec_mask keep = mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max);
         dp = vec_select(keep, dp, zero);
         kept = vec_select(keep, p, zero);
     }
-    vec ds = vec_mul(p, vec_sub(dp, x->delta));
+    vec ds = vec_mul(p, scores_minus(PRODUCT_SCALES, dp, vec_set(a->kept), x->delta));
     if (caps) ds = vec_mul(ds, slope);
     if (MASKED) {
         vec_mask visible = keys_visible(x->first, x->end, key);
@@ -64,21 +68,21 @@ INLINE void gradient_step_of(const gradient_args *a, bool MASKED, bool BIASED, b
         if (MASKED) x.first = vec_load(a->options.first + lane), x.end = vec_load(a->options.end + lane);
         if (BIASED && a->options.slope)
             x.slope = vec_load(a->options.slope + lane), x.diagonal = vec_load(a->options.diagonal + lane);
-        for (int64_t key = a->begin; key < a->end; key += 2) {
+        for (int64_t key = 0; key < a->num_keys; key += 2) {
             gradient_pair even = gradient_at(a, MASKED, BIASED, DROPS, &x, key, lane);
             gradient_pair odd = gradient_at(a, MASKED, BIASED, DROPS, &x, key + 1, lane);
-            float *p = a->scores + key * a->lanes, *ds = a->dprob + key * a->lanes;
+            float *p = a->p_rows + key * a->row_stride, *ds = a->ds_rows + key * a->row_stride;
 #if WORD_ELEMS == 2 /* row "lane" of bf16 lies over floats that were read already */
             vec_store_bf16((uint16_t *)p + lane, even.p);
-            vec_store_bf16((uint16_t *)(p + a->lanes) + lane, odd.p);
+            vec_store_bf16((uint16_t *)(p + a->row_stride) + lane, odd.p);
             vec_store_bf16((uint16_t *)ds + lane, even.ds);
-            vec_store_bf16((uint16_t *)(ds + a->lanes) + lane, odd.ds);
+            vec_store_bf16((uint16_t *)(ds + a->row_stride) + lane, odd.ds);
             vec_store(a->ds_words + key / 2 * a->lanes + lane, vec_pack_words(even.ds, odd.ds));
 #else
             vec_store(p + lane, even.p);
-            vec_store(p + a->lanes + lane, odd.p);
+            vec_store(p + a->row_stride + lane, odd.p);
             vec_store(ds + lane, even.ds);
-            vec_store(ds + a->lanes + lane, odd.ds);
+            vec_store(ds + a->row_stride + lane, odd.ds);
 #endif
         }
     }

@@ -11,6 +11,13 @@
 #define FA_X86 0
 #endif
 
+/* The compiler also knows the tiles of AMX. */
+#if FA_X86 && ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11))
+#define FA_AMX 1
+#else
+#define FA_AMX 0
+#endif
+
 /* PREFETCH: a hint to fetch a line of memory; any address will do.
  * INLINE: part of the caller whatever its size; constant arguments select variants. OUTLINE: never part of it: loops that
  * want all registers for themselves. UNROLL: a loop over registers. */

@@ -47,14 +47,18 @@ static int choose_ranges(const fa_problem *p) {
 }
 
 void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int word_elems = plan->isa == FA_ISA_AVX512BF16 && p->dtype == FA_BF16 ? 2 : 1;
-    const int block_q = fa_cpu_kernels_of(plan->isa, p->dtype)->block_q;
+    const int word_elems = plan->isa >= FA_ISA_AVX512BF16 ? 2 : 1;
+    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, p->dtype);
+    const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
     const int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
     const int ranges = choose_ranges(p);
     const fa_sequence longest = {.len_q = p->len_q};
     int64_t tiles = fa_num_tiles(p, &longest, block_q);
     if (tiles > most_tiles) tiles = most_tiles;
     if (tiles < 1) tiles = 1;
+    /* Tiles multiply faster than the third-level cache reads: operands of a pass take half of the second-level cache. */
+    const int64_t tile_bytes = fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges).tile_floats * 5 * 4;
+    while (plan->isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
 
     double flops = 10.0 * (double)(p->h * p->d) * (double)p->total_q * (double)p->len_kv;
     int64_t num_tasks = fa_bwd_tasks(p, block_q, block_kv, ranges, NULL);

@@ -20,27 +20,22 @@
 #ifndef LANES
 #include "vec_scalar.h"
 #endif
+#include "product_args.h"
 
-typedef enum {
-    PRODUCT_STORE,     /* C = acc scale */
-    PRODUCT_STORE_MAX, /* the same; lane_max = max(lane_max, C) over the rows */
-    PRODUCT_ADD,       /* C += acc */
-    PRODUCT_RESCALE,   /* C = C alpha + acc */
-} product_epilogue;
+#ifdef VEC_TILES
+#include "product_amx.h" /* the same product on the same buffers */
+#else
 
-typedef struct {
-    const float *a; /* [rows][num_words], row stride a_stride */
-    int64_t a_stride;
-    const float *b; /* [num_words][num_vecs LANES], row stride b_stride */
-    int64_t b_stride;
-    float *c; /* [rows][num_vecs LANES], row stride c_stride */
-    int64_t c_stride;
-    int64_t rows, num_words;
-    int num_vecs;
-    float scale;        /* PRODUCT_STORE, PRODUCT_STORE_MAX */
-    float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
-    const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
-} product_args;
+#define PRODUCT_SCALES   1  /* PRODUCT_STORE multiplies by scale */
+#define PRODUCT_RESCALES 1  /* alpha costs nothing */
+#define PRODUCT_ROWS     8  /* rows of C come in multiples of this, where rows of padding in A are zero */
+#define PRODUCT_STRIP_A  16 /* rows of A, and */
+#define PRODUCT_CACHED   0  /* rows of C that stay in the first-level cache until they are read; 0: who cares */
+#define PRODUCT_STRIP_K  1  /* words, that are taken or left as a whole where much of A is zero */
+
+/* What a worker needs around its products. */
+INLINE void product_enter(void) {}
+INLINE void product_leave(void) {}
 
 /* Rows [row, row + ROWS) of lanes [lane, lane + VECS LANES). */
 INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int64_t row, int lane) {
@@ -95,6 +90,8 @@ INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     if (UNROLL_VECS > 2 && p->num_vecs - u == 2) product_lanes(EPILOGUE, UNROLL_ROWS, 2, p, u * LANES);
     if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, 8, 1, p, u * LANES);
 }
+
+#endif
 
 OUTLINE void product_scores(const product_args *p) { product(PRODUCT_STORE, p); }
 OUTLINE void product_scores_max(const product_args *p) { product(PRODUCT_STORE_MAX, p); }

@@ -40,6 +40,7 @@ INLINE vec vec_min(vec a, vec b) { return _mm256_min_ps(a, b); }
 INLINE vec_mask vec_le(vec a, vec b) { return _mm256_cmp_ps(a, b, _CMP_LE_OQ); }
 INLINE vec_mask vec_lt(vec a, vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 INLINE vec_mask mask_and(vec_mask a, vec_mask b) { return _mm256_and_ps(a, b); }
+INLINE bool mask_any(vec_mask m) { return _mm256_movemask_ps(m) != 0; }
 INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
     __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
     return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(limit + 1), wide));

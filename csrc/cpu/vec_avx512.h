@@ -1,10 +1,13 @@
 /* The vector vocabulary (see vec_scalar.h) on AVX-512 F, DQ, BW, VL: 32 registers of 16 lanes.
- * With VEC_BF16_WORDS the words of products are pairs of bf16 and AVX512-BF16 multiplies them. */
+ * With VEC_BF16_WORDS the words of products are pairs of bf16 and AVX512-BF16 multiplies them; with VEC_TILES also, AMX
+ * does (product_amx.h). */
 #ifndef FA_VEC_AVX512_H
 #define FA_VEC_AVX512_H
 
 #include "convert.h"
-#ifdef VEC_BF16_WORDS
+#if defined(VEC_TILES)
+#define VEC_TARGET "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c"
+#elif defined(VEC_BF16_WORDS)
 #define VEC_TARGET "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c"
 #else
 #define VEC_TARGET "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"
@@ -14,7 +17,11 @@
 #define LANES       16
 #define UNROLL_VECS 4
 #define UNROLL_ROWS 4 /* 16 accumulators; other shapes that fill the pipes differ by 1-2% */
-#define BLOCK_Q     64
+#if defined(VEC_TILES)
+#define BLOCK_Q 32 /* the scores of a block of keys stay in the first-level cache */
+#else
+#define BLOCK_Q 64
+#endif
 
 typedef __m512 vec;
 typedef __mmask16 vec_mask;
@@ -40,6 +47,7 @@ INLINE vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec_mask vec_le(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ); }
 INLINE vec_mask vec_lt(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 INLINE vec_mask mask_and(vec_mask a, vec_mask b) { return (vec_mask)(a & b); }
+INLINE bool mask_any(vec_mask m) { return m != 0; }
 INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
     return _mm_cmple_epu8_mask(_mm_loadu_si128((const __m128i *)bytes), _mm_set1_epi8((char)limit));
 }

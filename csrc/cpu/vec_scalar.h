@@ -8,6 +8,8 @@
  *   UNROLL_VECS, UNROLL_ROWS   shape of the product kernel: accumulators that fit the registers, with room for operands
  *   BLOCK_Q                    query lanes of a tile, a multiple of UNROLL_VECS LANES and of 16
  *
+ * With VEC_BF16_WORDS words are pairs of bf16 here too: so the tests run the kernels for such words on any processor.
+ *
  * Pointers need no alignment. A comparison with NaN is false. vec_max and vec_min return their second operand when
  * either is NaN. Arithmetic runs with denormals flushed to zero between vec_enter and vec_leave. */
 #ifndef FA_VEC_SCALAR_H
@@ -16,11 +18,19 @@
 #include "convert.h"
 #include "vec_target.h"
 
+#ifdef VEC_BF16_WORDS
+#define LANES       16
+#define WORD_ELEMS  2
+#define UNROLL_VECS 4
+#define UNROLL_ROWS 4
+#define BLOCK_Q     64
+#else
 #define LANES       8
 #define WORD_ELEMS  1
 #define UNROLL_VECS 1
 #define UNROLL_ROWS 4
 #define BLOCK_Q     32
+#endif
 
 typedef struct {
     float lane[LANES];
@@ -78,7 +88,18 @@ INLINE vec vec_fma(vec a, vec b, vec c) {
     return c;
 }
 /* acc + a b over the elements of a word */
+#if WORD_ELEMS == 2
+INLINE vec vec_dot(vec acc, vec a, vec b) {
+    EACH_LANE {
+        uint32_t x = fa_bits_of(a.lane[i]), y = fa_bits_of(b.lane[i]);
+        acc.lane[i] += fa_f32_of_bits(x << 16) * fa_f32_of_bits(y << 16);
+        acc.lane[i] += fa_f32_of_bits(x & 0xffff0000) * fa_f32_of_bits(y & 0xffff0000);
+    }
+    return acc;
+}
+#else
 INLINE vec vec_dot(vec acc, vec a, vec b) { return vec_fma(a, b, acc); }
+#endif
 INLINE vec vec_max(vec a, vec b) {
     EACH_LANE a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
     return a;
@@ -102,6 +123,11 @@ INLINE vec_mask vec_lt(vec a, vec b) {
 INLINE vec_mask mask_and(vec_mask a, vec_mask b) {
     EACH_LANE a.lane[i] = a.lane[i] && b.lane[i];
     return a;
+}
+INLINE bool mask_any(vec_mask m) {
+    bool any = false;
+    EACH_LANE any |= m.lane[i];
+    return any;
 }
 /* LANES bytes against one limit */
 INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
@@ -212,13 +238,46 @@ INLINE void vec_transpose(vec row[LANES]) {
     }
 }
 
-/* Where WORD_ELEMS is 2, also:
- *   vec vec_pack_words(vec even, vec odd)                   two vectors of floats, rounded to bf16, as words
- *   vec vec_join_rows(const void *even, const void *odd)    LANES bf16 of two rows as words
- *   vec vec_load_words_first(const void *p, int64_t n)      the first n < 2 LANES bf16 as words, zeros behind them
- *   void vec_interleave(vec *a, vec *b)                     rows a, b of 2 LANES bf16 become words (a[c], b[c]), columns
- *                                                           in an order that suits the instruction set
- *   void vec_in_order(vec *a, vec *b)                       2 LANES floats in that order: their natural order */
+/* ---- words of two bf16 ---- */
+#if WORD_ELEMS == 2
+
+INLINE vec vec_join(const uint16_t even[LANES], const uint16_t odd[LANES]) {
+    vec r;
+    EACH_LANE r.lane[i] = fa_f32_of_bits((uint32_t)odd[i] << 16 | even[i]);
+    return r;
+}
+/* Two vectors of floats, rounded to bf16, as words. */
+INLINE vec vec_pack_words(vec even, vec odd) {
+    uint16_t half[2][LANES];
+    vec_store_bf16(half[0], even);
+    vec_store_bf16(half[1], odd);
+    return vec_join(half[0], half[1]);
+}
+/* LANES bf16 of two rows as words. */
+INLINE vec vec_join_rows(const void *even, const void *odd) {
+    uint16_t half[2][LANES];
+    memcpy(half[0], even, sizeof half[0]);
+    memcpy(half[1], odd, sizeof half[1]);
+    return vec_join(half[0], half[1]);
+}
+/* The first n < 2 LANES bf16 as words, zeros behind them. */
+INLINE vec vec_load_words_first(const void *p, int64_t n) {
+    vec r = {{0}};
+    memcpy(&r, p, (size_t)n * sizeof(uint16_t));
+    return r;
+}
+/* Rows a, b of 2 LANES bf16 become words (a[c], b[c]), columns in an order that suits the instruction set. */
+INLINE void vec_interleave(vec *a, vec *b) {
+    uint16_t half[2][2 * LANES];
+    memcpy(half[0], a, sizeof half[0]);
+    memcpy(half[1], b, sizeof half[1]);
+    *a = vec_join(half[0], half[1]);
+    *b = vec_join(half[0] + LANES, half[1] + LANES);
+}
+/* 2 LANES floats in that order: their natural order. */
+INLINE void vec_in_order(vec *a, vec *b) { (void)a, (void)b; }
+
+#endif
 
 /* ---- denormals ---- */
 typedef int vec_mode;

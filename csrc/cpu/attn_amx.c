@@ -1,0 +1,18 @@
+/* Attention on AMX: bf16 words as on AVX512-BF16, multiplied by the tile unit. */
+#include "kernels.h"
+
+#if FA_AMX
+#define VEC_BF16_WORDS
+#define VEC_TILES
+#include "vec_avx512.h"
+
+#include "attn_bwd.h"
+#include "attn_decode.h"
+#include "attn_fwd.h"
+
+/* The backward wants many lanes: they are the words k of dV and dK. */
+const fa_cpu_kernels fa_kernels_amx = {
+    .fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q, .block_q_bwd = FA_MAX_BLOCK_Q_BWD};
+
+#include "vec_target_end.h"
+#endif

@@ -1,0 +1,204 @@
+/* The product of product.h on AMX tiles: C[row][lane] = sum_k A[row][k] . B[k][lane], over words of two bf16.
+ *
+ *   tile of A   [16 rows][16 words]    the words of A as they lie: words run along k
+ *   tile of B   [16 words][16 lanes]   the words of B as they lie: a row of B is word k of all lanes
+ *   tile of C   [16 rows][16 lanes]    fp32
+ *
+ *            B: tile 6  tile 7
+ *   A: tile 4   C: 0      1         a step of 16 words: four products of 16 cycles, four loads of 8
+ *      tile 5      2      3
+ *
+ * Tiles multiply sixteen times as fast as the vectors, so every pass of vectors over C counts. Scores are stored without
+ * their scale: who reads them multiplies, as part of an fma. Sums are added to C inside the tiles; C alpha is computed only
+ * where alpha is not 1, which the softmax makes rare (elementwise.h).
+ *
+ * Left over rows and words come from copies padded with zeros: nothing outside A and B is read, and no NaN behind
+ * their ends is multiplied. */
+#ifndef FA_PRODUCT_AMX_H
+#define FA_PRODUCT_AMX_H
+
+#ifndef LANES
+#define VEC_BF16_WORDS
+#define VEC_TILES
+#include "vec_avx512.h"
+#endif
+#include "product_args.h"
+#include "vec_target.h"
+
+#define PRODUCT_SCALES   0
+#define PRODUCT_RESCALES 0
+#define PRODUCT_ROWS     16
+#define PRODUCT_STRIP_A  32
+#define PRODUCT_CACHED   32
+#define PRODUCT_STRIP_K  16
+
+enum { TILE = 16 }; /* rows, words and lanes of a tile */
+
+_Static_assert(LANES == TILE && WORD_ELEMS == 2, "a vector of words is a row of a tile");
+
+/* Tiles belong to the thread. They are configured on entering a worker and released on leaving it, never held across a
+ * call into other code. NOTE: static, because gcc's intrinsic admits to reading 8 bytes of it only. */
+INLINE void product_enter(void) {
+    static const struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } eight_full_tiles = {
+        .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    _Static_assert(sizeof eight_full_tiles == 64, "the layout of LDTILECFG");
+    _tile_loadconfig(&eight_full_tiles);
+}
+INLINE void product_leave(void) { _tile_release(); }
+
+/* What was stored there must be in memory now: gcc's intrinsics do not say that tiles are loaded from it. */
+INLINE void tiles_read(const float *p) { __asm__ volatile("" ::"r"(p) : "memory"); }
+
+/* Bytes from one row of a tile to the next. */
+INLINE long tile_stride(int64_t floats) { return (long)floats * (long)sizeof(float); }
+
+INLINE void sums_zero(int ROW_TILES, int VECS) {
+    _tile_zero(0);
+    if (VECS > 1) _tile_zero(1);
+    if (ROW_TILES > 1) _tile_zero(2);
+    if (ROW_TILES > 1 && VECS > 1) _tile_zero(3);
+}
+
+INLINE void sums_load(int ROW_TILES, int VECS, const float *c, int64_t stride) {
+    _tile_loadd(0, c, tile_stride(stride));
+    if (VECS > 1) _tile_loadd(1, c + TILE, tile_stride(stride));
+    if (ROW_TILES > 1) _tile_loadd(2, c + TILE * stride, tile_stride(stride));
+    if (ROW_TILES > 1 && VECS > 1) _tile_loadd(3, c + TILE * stride + TILE, tile_stride(stride));
+}
+
+INLINE void sums_store(int ROW_TILES, int VECS, float *c, int64_t stride) {
+    _tile_stored(0, c, tile_stride(stride));
+    if (VECS > 1) _tile_stored(1, c + TILE, tile_stride(stride));
+    if (ROW_TILES > 1) _tile_stored(2, c + TILE * stride, tile_stride(stride));
+    if (ROW_TILES > 1 && VECS > 1) _tile_stored(3, c + TILE * stride + TILE, tile_stride(stride));
+}
+
+/* The operands of one step, 16 words. */
+INLINE void operands_load(int ROW_TILES, int VECS, const float *a, int64_t a_stride, const float *b, int64_t b_stride) {
+    _tile_loadd(6, b, tile_stride(b_stride));
+    _tile_loadd(4, a, tile_stride(a_stride));
+    if (VECS > 1) _tile_loadd(7, b + TILE, tile_stride(b_stride));
+    if (ROW_TILES > 1) _tile_loadd(5, a + TILE * a_stride, tile_stride(a_stride));
+}
+
+INLINE void sums_add(int ROW_TILES, int VECS) {
+    _tile_dpbf16ps(0, 4, 6);
+    if (VECS > 1) _tile_dpbf16ps(1, 4, 7);
+    if (ROW_TILES > 1) _tile_dpbf16ps(2, 5, 6);
+    if (ROW_TILES > 1 && VECS > 1) _tile_dpbf16ps(3, 5, 7);
+}
+
+/* A copy [rows][width TILE] of which `valid` rows and, in each vector, `elems` elements exist; the rest is zero. */
+INLINE void copy_padded(float *dst, int rows, int width, const float *src, int64_t stride, int64_t valid,
+                        int64_t elems) {
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < width; i++) {
+            vec row = r < valid ? vec_load_first(src + r * stride + i * TILE, elems) : vec_set(0.0f);
+            vec_store(dst + (r * width + i) * TILE, row);
+        }
+    tiles_read(dst);
+}
+
+/* A step where words or, in the only tile of A, rows are missing. */
+INLINE void sums_add_padded(int ROW_TILES, int VECS, const float *a, int64_t a_stride, int64_t rows, const float *b,
+                            int64_t b_stride, int64_t words) {
+    _Alignas(64) float a_copy[2 * TILE * TILE], b_copy[TILE * 2 * TILE];
+    copy_padded(a_copy, ROW_TILES * TILE, 1, a, a_stride, rows, words);
+    copy_padded(b_copy, TILE, VECS, b, b_stride, words, TILE);
+    operands_load(ROW_TILES, VECS, a_copy, TILE, b_copy, VECS * TILE);
+    sums_add(ROW_TILES, VECS);
+}
+
+/* A pass of its own when all rows are stored: vectors that read what a tile has just stored wait for it. */
+INLINE void fold_max(const product_args *p, int lane) {
+    const float *c = p->c + lane;
+    vec high[4]; /* chains that hide the latency */
+    UNROLL for (int i = 0; i < 4; i++) high[i] = vec_set(-INFINITY);
+    int64_t row = 0;
+    for (; row + 4 <= p->rows; row += 4) {
+        UNROLL for (int i = 0; i < 4; i++) high[i] = vec_max(vec_load(c + (row + i) * p->c_stride), high[i]);
+    }
+    for (; row < p->rows; row++) high[0] = vec_max(vec_load(c + row * p->c_stride), high[0]);
+    vec highest = vec_max(vec_max(high[0], high[1]), vec_max(high[2], high[3]));
+    highest = vec_mul(highest, vec_set(p->scale));
+    vec_store(p->lane_max + lane, vec_max(highest, vec_load(p->lane_max + lane)));
+}
+
+/* Patches of ROW_TILES TILE rows from `row` on, lanes [lane, lane + VECS TILE); returns the first row that is left. The
+ * operands of the next step are loaded before sums are stored: the tile unit need not wait for the stores. */
+INLINE int64_t product_patches(product_epilogue EPILOGUE, int ROW_TILES, int VECS, const product_args *p, int64_t row,
+                               int lane) {
+    const int64_t rows = ROW_TILES * TILE, full = p->num_words / TILE * TILE, words = p->num_words - full;
+    const int64_t a_stride = p->a_stride, b_stride = p->b_stride;
+    const float *b = p->b + lane, *a = p->a + row * a_stride;
+    float *c = p->c + row * p->c_stride + lane;
+    if (row + rows <= p->rows && full) operands_load(ROW_TILES, VECS, a, a_stride, b, b_stride);
+    for (; row + rows <= p->rows; row += rows, a += rows * a_stride, c += rows * p->c_stride) {
+        if (EPILOGUE == PRODUCT_ADD)
+            sums_load(ROW_TILES, VECS, c, p->c_stride);
+        else
+            sums_zero(ROW_TILES, VECS);
+        for (int64_t k = TILE; k <= full; k += TILE) {
+            sums_add(ROW_TILES, VECS);
+            if (k < full) operands_load(ROW_TILES, VECS, a + k, a_stride, b + k * b_stride, b_stride);
+        }
+        if (words) sums_add_padded(ROW_TILES, VECS, a + full, a_stride, rows, b + full * b_stride, b_stride, words);
+        if (row + 2 * rows <= p->rows && full)
+            operands_load(ROW_TILES, VECS, a + rows * a_stride, a_stride, b, b_stride);
+        sums_store(ROW_TILES, VECS, c, p->c_stride);
+    }
+    return row;
+}
+
+/* The last rows, fewer than a tile has. */
+INLINE void product_last_rows(product_epilogue EPILOGUE, int VECS, const product_args *p, int64_t row, int lane) {
+    _Alignas(64) float sums[TILE * 2 * TILE];
+    const int64_t rows = p->rows - row;
+    sums_zero(1, VECS);
+    for (int64_t k = 0; k < p->num_words; k += TILE)
+        sums_add_padded(1, VECS, p->a + row * p->a_stride + k, p->a_stride, rows, p->b + k * p->b_stride + lane,
+                        p->b_stride, p->num_words - k < TILE ? p->num_words - k : TILE);
+    sums_store(1, VECS, sums, 2 * TILE);
+    for (int64_t r = 0; r < rows; r++)
+        for (int u = 0; u < VECS; u++) {
+            float *c = p->c + (row + r) * p->c_stride + lane + u * TILE;
+            vec sum = vec_load(sums + (2 * r + u) * TILE);
+            vec_store(c, EPILOGUE == PRODUCT_ADD ? vec_add(vec_load(c), sum) : sum);
+        }
+}
+
+/* C *= alpha, for the lanes of one vector. */
+INLINE void rescale_lanes(const product_args *p, int lane) {
+    const vec alpha = vec_load(p->alpha + lane);
+    if (!mask_any(vec_lt(alpha, vec_set(1.0f)))) return;
+    for (int64_t row = 0; row < p->rows; row++) {
+        float *c = p->c + row * p->c_stride + lane;
+        vec_store(c, vec_mul(vec_load(c), alpha));
+    }
+}
+
+INLINE void product(product_epilogue epilogue, const product_args *p) {
+    const product_epilogue EPILOGUE = epilogue == PRODUCT_RESCALE ? PRODUCT_ADD : epilogue;
+    for (int u = 0; u < p->num_vecs && epilogue == PRODUCT_RESCALE; u++) rescale_lanes(p, u * TILE);
+    tiles_read(p->a);
+    tiles_read(p->b);
+    tiles_read(p->c);
+    int lane = 0;
+    for (; lane + 2 * TILE <= p->num_vecs * TILE; lane += 2 * TILE) {
+        int64_t row = product_patches(EPILOGUE, 2, 2, p, 0, lane);
+        row = product_patches(EPILOGUE, 1, 2, p, row, lane);
+        if (row < p->rows) product_last_rows(EPILOGUE, 2, p, row, lane);
+    }
+    if (lane < p->num_vecs * TILE) {
+        int64_t row = product_patches(EPILOGUE, 2, 1, p, 0, lane);
+        row = product_patches(EPILOGUE, 1, 1, p, row, lane);
+        if (row < p->rows) product_last_rows(EPILOGUE, 1, p, row, lane);
+    }
+    for (int u = 0; u < p->num_vecs && EPILOGUE == PRODUCT_STORE_MAX; u++) fold_max(p, u * TILE);
+}
+
+#endif

@@ -1,0 +1,28 @@
+/* What a product is asked for: C[row][lane] = sum_k A[row][k] . B[k][lane] over words, and what becomes of the sums. */
+#ifndef FA_PRODUCT_ARGS_H
+#define FA_PRODUCT_ARGS_H
+
+#include <stdint.h>
+
+typedef enum {
+    PRODUCT_STORE,     /* C = acc scale; where PRODUCT_SCALES is 0, C = acc, and its reader multiplies */
+    PRODUCT_STORE_MAX, /* the same; lane_max = max(lane_max, acc scale) over the rows */
+    PRODUCT_ADD,       /* C += acc */
+    PRODUCT_RESCALE,   /* C = C alpha + acc */
+} product_epilogue;
+
+typedef struct {
+    const float *a; /* [rows][num_words], row stride a_stride */
+    int64_t a_stride;
+    const float *b; /* [num_words][num_vecs LANES], row stride b_stride */
+    int64_t b_stride;
+    float *c; /* [rows][num_vecs LANES], row stride c_stride */
+    int64_t c_stride;
+    int64_t rows, num_words;
+    int num_vecs;
+    float scale;        /* PRODUCT_STORE, PRODUCT_STORE_MAX; above 0 for the latter where PRODUCT_SCALES is 0 */
+    float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
+    const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
+} product_args;
+
+#endif
