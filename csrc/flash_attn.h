@@ -115,10 +115,10 @@ typedef struct {
 /* ---- plan -------------------------------------------------------------------------------------------------- */
 
 typedef enum {
-    FA_ISA_REFERENCE, /* cpu/reference.c: the specification */
-    FA_ISA_SCALAR,    /* the tiled algorithm in portable C */
-    FA_ISA_AVX2,      /* AVX2 + FMA + F16C */
-    FA_ISA_AVX512,    /* AVX-512 F, DQ, BW, VL */
+    FA_ISA_REFERENCE,  /* cpu/reference.c: the specification */
+    FA_ISA_SCALAR,     /* the tiled algorithm in portable C */
+    FA_ISA_AVX2,       /* AVX2 + FMA + F16C */
+    FA_ISA_AVX512,     /* AVX-512 F, DQ, BW, VL */
     FA_ISA_AVX512BF16, /* kernels for bf16 only */
     FA_ISA_AMX,        /* AMX-TILE, AMX-BF16: kernels for bf16 only */
     FA_NUM_ISAS
@@ -135,8 +135,7 @@ typedef struct {
 
 #define FA_MAX_RULED_OUT 8
 typedef struct {
-    char kernel[24];
-    char reason[104];
+    const char *kernel, *reason; /* text that lives as long as the program */
 } fa_ruled_out;
 
 typedef struct {

@@ -4,28 +4,48 @@
 #include "cpu/decode_plan.h"
 #include "plan_cuda.h"
 
-#include <stdio.h>
+#define NAMES(prefix) \
+    {prefix "reference", prefix "scalar", prefix "avx2", prefix "avx512", prefix "avx512bf16", prefix "amx"}
+static const char *const fwd_names[FA_NUM_ISAS] = NAMES("attn_fwd_"),
+                         *const bwd_names[FA_NUM_ISAS] = NAMES("attn_bwd_"),
+                         *const decode_names[FA_NUM_ISAS] = NAMES("attn_decode_");
 
-static const char *pass_name(fa_pass pass) { return pass == FA_FWD ? "fwd" : "bwd"; }
+static const char *const *names_of(const fa_plan *plan) {
+    return plan->pass == FA_BWD ? bwd_names : plan->decodes ? decode_names : fwd_names;
+}
+
+/* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
+static char *append(char *end, const char *text) {
+    while (*text) *end++ = *text++;
+    *end = '\0';
+    return end;
+}
+
+static char *append_number(char *end, const char *text, int number) {
+    char digits[12], *first = digits + sizeof digits - 1;
+    *first = '\0';
+    do *--first = (char)('0' + number % 10);
+    while (number /= 10);
+    return append(append(end, text), first);
+}
+
+static void name_kernel(fa_plan *plan, const fa_problem *p) {
+    char *end = append(append(plan->kernel, names_of(plan)[plan->isa]), "_");
+    end = append_number(append(end, fa_dtype_name(p->dtype)), "_d", (int)p->d);
+    if (plan->isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
+}
 
 static bool has_kernel(const fa_problem *p, fa_isa isa) {
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(isa, p->dtype);
     return p->pass == FA_FWD ? kernels->fwd != NULL : kernels->bwd != NULL;
 }
 
-static void rule_out(fa_plan *plan, const fa_problem *p, const fa_machine *machine, fa_isa isa) {
-    fa_ruled_out *r = &plan->ruled_out[plan->num_ruled_out++];
-    snprintf(r->kernel, sizeof r->kernel, "attn_%s_%s", pass_name(p->pass), fa_isa_name(isa));
-    if (!machine->isa_legal[isa])
-        snprintf(r->reason, sizeof r->reason, "this processor or operating system does not offer it");
-    else if (isa > machine->isa)
-        snprintf(r->reason, sizeof r->reason, "the choice was lowered to %s", fa_isa_name(machine->isa));
-    else if (p->dtype == FA_F64)
-        snprintf(r->reason, sizeof r->reason, "fp64 runs on the reference only");
-    else if (isa >= FA_ISA_AVX512BF16 && p->dtype != FA_BF16)
-        snprintf(r->reason, sizeof r->reason, "it multiplies bf16, the tensors are %s", fa_dtype_name(p->dtype));
-    else
-        snprintf(r->reason, sizeof r->reason, "it has no kernel for this pass");
+static const char *why_not(const fa_problem *p, const fa_machine *machine, fa_isa isa) {
+    if (!machine->isa_legal[isa]) return "this processor or operating system does not offer it";
+    if (isa > machine->isa) return "the choice was lowered: FLASH_ATTN_CPU_ISA or set_cpu_isa()";
+    if (p->dtype == FA_F64) return "fp64 runs on the reference only";
+    if (isa < FA_ISA_AVX512BF16 || p->dtype == FA_BF16) return "it has no kernel for this pass";
+    return p->dtype == FA_F16 ? "it multiplies bf16, the tensors are fp16" : "it multiplies bf16, the tensors are fp32";
 }
 
 fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
@@ -44,13 +64,12 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
             plan->isa = (fa_isa)isa;
             break;
         }
-        rule_out(plan, p, machine, (fa_isa)isa);
+        plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){names_of(plan)[isa], why_not(p, machine, (fa_isa)isa)};
     }
 
     if (plan->isa == FA_ISA_REFERENCE) {
         plan->workspace_bytes = p->pass == FA_FWD ? fa_rotated_q_bytes(p) : 0;
-        snprintf(plan->kernel, sizeof plan->kernel, "attn_%s_reference_%s_d%d", pass_name(p->pass),
-                 fa_dtype_name(p->dtype), (int)p->d);
+        name_kernel(plan, p);
         return FA_OK;
     }
     plan->decodes = fa_decode_fits(p);
@@ -58,8 +77,6 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
         fa_cpu_plan_decode(p, machine, plan);
     else
         (p->pass == FA_FWD ? fa_cpu_plan_fwd : fa_cpu_plan_bwd)(p, machine, plan);
-    snprintf(plan->kernel, sizeof plan->kernel, "attn_%s_%s_%s_d%d_q%dkv%d",
-             plan->decodes ? "decode" : pass_name(p->pass), fa_isa_name(plan->isa), fa_dtype_name(p->dtype), (int)p->d,
-             plan->block_q, plan->block_kv);
+    name_kernel(plan, p);
     return FA_OK;
 }

@@ -66,9 +66,7 @@ static unsigned features_of(const fa_problem *p) {
 
 static void rule_out(fa_plan *plan, const fa_tile *tile, const char *reason) {
     if (plan->num_ruled_out == FA_MAX_RULED_OUT) return;
-    fa_ruled_out *r = &plan->ruled_out[plan->num_ruled_out++];
-    strncpy(r->kernel, tile->name, sizeof r->kernel - 1);
-    strncpy(r->reason, reason, sizeof r->reason - 1);
+    plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){tile->name, reason};
 }
 
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
@@ -82,7 +80,7 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
 
     /* head_dim 64, causal, TFLOPS with 192 and 128 rows: 309 and 352 at length 1k, 466 and 456 at 4k. */
     const bool is_short_diagonal = (wanted & FA_CAUSAL) && p->len_q <= 2048;
-    *plan = (fa_plan){.pass = p->pass, .device = p->device, .threads = 1, .num_splits = 1};
+    *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1};
     for (variant.tile = 0; variant.tile < fa_num_fwd_tiles_sm90; variant.tile++) {
         const fa_tile *t = &fa_fwd_tiles_sm90[variant.tile];
         if (t->d < p->d)

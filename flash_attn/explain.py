@@ -15,11 +15,11 @@ class Plan:
     direction: str  # "forward" or "backward"
     device: str
     kernel: str = ""  # operator, instruction set, dtype, head dimension, tile; "" if nothing here can run the call
-    isa: str = ""  # instruction set
+    isa: str = ""  # instruction set; "" on a GPU, whose kernels name theirs
     block_q: int = 0  # rows of one tile
     block_kv: int = 0  # keys of one tile
     tiles_per_task: int = 0  # query tiles that share one packed block of keys
-    threads: int = 0
+    threads: int = 0  # of the CPU
     num_splits: int = 0  # ranges of keys whose results are summed in order
     workspace_bytes: int = 0
     ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
@@ -29,10 +29,11 @@ class Plan:
     def __str__(self):
         lines = [f"{self.direction} on {self.device}: {self.kernel or self.refusal}"]
         if self.kernel:
+            lines += [f"    instruction set  {self.isa}"] if self.isa else []
+            lines += [f"    tile             {self.block_q} rows x {self.block_kv} keys"]
+            lines[-1] += f", {self.tiles_per_task} tiles a task" if self.tiles_per_task else ""
+            lines += [f"    threads          {self.threads}"] if self.threads else []
             lines += [
-                f"    instruction set  {self.isa}",
-                f"    tile             {self.block_q} rows x {self.block_kv} keys, {self.tiles_per_task} tiles a task",
-                f"    threads          {self.threads}",
                 f"    key splits       {self.num_splits}",
                 f"    workspace        {self.workspace_bytes:,} bytes",
             ]
@@ -47,16 +48,26 @@ def _as_plan(found):
     return Plan(direction, **{name: value for name, value in found.items() if name not in ("pass", "text")})
 
 
-def _collect(function, args, kwargs):
-    """The plans that the call makes, forward first; the ops allocate their results and stop there."""
+def _collect(function, args, kwargs, device):
+    """The plans that the call makes, forward first; the ops allocate their results and stop there.
+
+    On a GPU a refused pass ends the list with its refusal; on the CPU every pass has a kernel, so an error is the call's.
+    """
+    direction = "forward"
     flash_attn_2_cuda.plan_only(True)
     try:
         results = function(*args, **kwargs)
         out = results[0] if isinstance(results, (tuple, list)) else results
         if out.requires_grad:
             # The node of out runs the backward op in this thread; nothing before it in the graph is touched.
+            direction = "backward"
             out.grad_fn.apply(torch.empty_like(out))
         return [_as_plan(found) for found in flash_attn_2_cuda.take_plans()]
+    except RuntimeError as error:
+        if device is None:
+            raise
+        refused = Plan(direction, device, refusal=str(error))
+        return [*(_as_plan(found) for found in flash_attn_2_cuda.take_plans()), refused]
     finally:
         flash_attn_2_cuda.plan_only(False)
 
@@ -71,19 +82,14 @@ def explain(function, *args, **kwargs):
         args, kwargs: its arguments, on the device in question. Nothing is written, not even a KV cache, and no random
             number is drawn.
     Returns:
-        ``Plan`` of the forward; its ``backward`` holds the plan of the backward if an input requires grad. On a device
-        that cannot run the call, a Plan without kernel whose ``refusal`` says why.
+        ``Plan`` of the forward; its ``backward`` holds the plan of the backward if an input requires grad. A pass that
+        a GPU cannot run has a Plan without kernel whose ``refusal`` says why.
     Raises:
         TypeError: the call plans no attention.
         What the call itself would raise on the CPU.
     """
-    devices = [str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_cuda]
-    try:
-        plans = _collect(function, args, kwargs)
-    except RuntimeError as error:
-        if not devices:
-            raise
-        return Plan("forward", devices[0], refusal=str(error))
+    devices = (str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_cuda)
+    plans = _collect(function, args, kwargs, next(devices, None))
     if not plans:
         raise TypeError(f"explain: {getattr(function, '__name__', function)!r} plans no attention")
     plan = plans[0]
