@@ -51,7 +51,9 @@ def facts():
     yield "processor", f"{cpu_name()}, {torch.get_num_threads()} threads"
     yield "kernels", f"{now}  of {', '.join([*others, best])}"
     if torch.cuda.is_available():
-        yield "GPU", f"{torch.cuda.get_device_name()}; this release has no GPU kernels, CUDA tensors raise an error"
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        runs = "the forward runs on it" if hopper else "no kernels for it yet, its tensors raise an error"
+        yield "GPU", f"{torch.cuda.get_device_name()}; {runs}"
     else:
         yield "GPU", "none that torch can use"
 

@@ -51,7 +51,7 @@ def _as_plan(found):
 def _collect(function, args, kwargs, device):
     """The plans that the call makes, forward first; the ops allocate their results and stop there.
 
-    On a GPU a refused pass ends the list with its refusal; on the CPU every pass has a kernel and errors are the call's.
+    On a GPU a refused pass ends the list with its refusal; on the CPU each has a kernel and errors are the call's.
     """
     direction = "forward"
     flash_attn_2_cuda.plan_only(True)
