@@ -147,7 +147,7 @@ typedef struct {
     int tiles_per_task;    /* query tiles that share one packed block of keys */
     int threads;           /* workers used, at most the machine's */
     int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
-    bool decodes;          /* a forward of few queries, bound by memory: cpu/attn_decode.h */
+    int64_t num_decodes;   /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
     size_t workspace_bytes;
     int cuda_tile; /* CUDA: the row of cuda/tiles.def, and what the kernel must be able to do (kernels.h) */
     unsigned cuda_features;

@@ -8,10 +8,13 @@
     {prefix "reference", prefix "scalar", prefix "avx2", prefix "avx512", prefix "avx512bf16", prefix "amx"}
 static const char *const fwd_names[FA_NUM_ISAS] = NAMES("attn_fwd_"),
                          *const bwd_names[FA_NUM_ISAS] = NAMES("attn_bwd_"),
-                         *const decode_names[FA_NUM_ISAS] = NAMES("attn_decode_");
+                         *const decode_names[FA_NUM_ISAS] = NAMES("attn_decode_"),
+                         *const mixed_names[FA_NUM_ISAS] = NAMES("attn_fwd_decode_");
 
-static const char *const *names_of(const fa_plan *plan) {
-    return plan->pass == FA_BWD ? bwd_names : plan->decodes ? decode_names : fwd_names;
+static const char *const *names_of(const fa_plan *plan, const fa_problem *p) {
+    if (plan->pass == FA_BWD) return bwd_names;
+    if (plan->num_decodes == 0) return fwd_names;
+    return plan->num_decodes < p->b ? mixed_names : decode_names;
 }
 
 /* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
@@ -30,7 +33,7 @@ static char *append_number(char *end, const char *text, int number) {
 }
 
 static void name_kernel(fa_plan *plan, const fa_problem *p) {
-    char *end = append(append(plan->kernel, names_of(plan)[plan->isa]), "_");
+    char *end = append(append(plan->kernel, names_of(plan, p)[plan->isa]), "_");
     end = append_number(append(end, fa_dtype_name(p->dtype)), "_d", (int)p->d);
     if (plan->isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
 }
@@ -64,7 +67,8 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
             plan->isa = (fa_isa)isa;
             break;
         }
-        plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){names_of(plan)[isa], why_not(p, machine, (fa_isa)isa)};
+        plan->ruled_out[plan->num_ruled_out++] =
+            (fa_ruled_out){names_of(plan, p)[isa], why_not(p, machine, (fa_isa)isa)};
     }
 
     if (plan->isa == FA_ISA_REFERENCE) {
@@ -72,11 +76,20 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
         name_kernel(plan, p);
         return FA_OK;
     }
-    plan->decodes = fa_decode_fits(p);
-    if (plan->decodes)
-        fa_cpu_plan_decode(p, machine, plan);
-    else
-        (p->pass == FA_FWD ? fa_cpu_plan_fwd : fa_cpu_plan_bwd)(p, machine, plan);
+    if (p->pass == FA_BWD) {
+        fa_cpu_plan_bwd(p, machine, plan);
+    } else {
+        plan->num_decodes = fa_num_decodes(p);
+        if (plan->num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
+        /* The two run one after the other in the same workspace; tiles and threads are the tiled kernel's. */
+        if (plan->num_decodes < p->b) {
+            const size_t bytes = plan->workspace_bytes;
+            const int num_splits = plan->num_splits;
+            fa_cpu_plan_fwd(p, machine, plan);
+            plan->num_splits = num_splits;
+            if (plan->workspace_bytes < bytes) plan->workspace_bytes = bytes;
+        }
+    }
     name_kernel(plan, p);
     return FA_OK;
 }

@@ -511,7 +511,7 @@ static void run_combine_tasks(int64_t begin, int64_t end, void *ctx) {
     vec_mode mode = vec_enter();
     for (int64_t task = begin; task < end; task++) {
         fa_sequence s = fa_sequence_at(job->p, task / job->p->h);
-        for (int64_t i = 0; i < s.len_q; i++) combine_row(job, &s, task % job->p->h, i);
+        for (int64_t i = 0; i < s.len_q && fa_decodes(job->p, &s); i++) combine_row(job, &s, task % job->p->h, i);
     }
     vec_leave(mode);
 }

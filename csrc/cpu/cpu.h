@@ -19,7 +19,7 @@ void fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
 /* The kernels of one instruction set. A NULL entry does not exist there. Filled in dispatch.c, indexed by fa_isa. */
 typedef void fa_cpu_kernel(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool);
 typedef struct {
-    fa_cpu_kernel *fwd, *bwd, *decode; /* decode: a forward for which fa_decode_fits (decode_plan.h) */
+    fa_cpu_kernel *fwd, *bwd, *decode; /* decode: the sequences of a forward that fa_decodes (partition.h) */
     int block_q;                       /* query lanes of one tile */
     int block_q_bwd;                   /* of the backward; 0: the same */
 } fa_cpu_kernels;

@@ -11,17 +11,21 @@
 
 #include "partition.h"
 
-#define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
-#define FA_DECODE_BLOCK    64 /* keys of one softmax step */
+#define FA_DECODE_BLOCK 64 /* keys of one softmax step */
 
-static inline bool fa_decode_fits(const fa_problem *p) {
-    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 &&
-           p->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS;
+static inline int64_t fa_num_decodes(const fa_problem *p) {
+    int64_t num = 0;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        fa_sequence s = fa_sequence_at(p, b_idx);
+        num += fa_decodes(p, &s);
+    }
+    return num;
 }
 
-/* Rows of one key/value head, padded to what the kernel unrolls: 1, 2 or a multiple of 4. */
+/* The most rows of one key/value head, padded to what the kernel unrolls: 1, 2 or a multiple of 4. */
 static inline int64_t fa_decode_group_rows(const fa_problem *p) {
-    int64_t rows = p->len_q * (p->h / p->h_kv);
+    int64_t g = p->h / p->h_kv, rows = p->len_q * g;
+    if (rows > FA_DECODE_MAX_ROWS) rows = FA_DECODE_MAX_ROWS / g * g;
     return rows <= 2 ? (rows > 1 ? rows : 1) : (rows + 3) / 4 * 4;
 }
 
@@ -36,7 +40,7 @@ typedef struct {
 /* About 512 keys, all splits of a sequence alike; num_splits, if given, is the most that a sequence is cut into. */
 static inline fa_decode_splits fa_decode_splits_of(const fa_problem *p, const fa_sequence *s) {
     fa_decode_splits r = {.length = FA_DECODE_BLOCK};
-    if (s->len_q == 0) return r;
+    if (s->len_q == 0 || !fa_decodes(p, s)) return r;
     fa_rows_keys(p, s, 0, s->len_q, &r.first, &r.end);
     int64_t keys = r.end - r.first, num = (keys + 511) / 512;
     if (p->num_splits > 0 && num > p->num_splits) num = p->num_splits;

@@ -27,10 +27,19 @@ void fa_assign_tasks(fa_task *tasks, int64_t num_tasks, fa_worker *workers, int 
  * faster: so one query row of a group of 8 heads fills 8 lanes, and a tile of a causal mask covers few rows. With
  * dropout a tile is rows of one head, because the generator serves patches of 16 rows. */
 
+/* A sequence of few query rows is the decode kernel's. Its own length decides, not the longest of the batch: a sequence
+ * has the same bits beside any neighbours. */
+#define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
+static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
+    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 &&
+           s->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS;
+}
+
 static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0; }
 
 static inline int64_t fa_num_tiles(const fa_problem *p, const fa_sequence *s, int block_q) {
     int64_t g = p->h / p->h_kv;
+    if (fa_decodes(p, s)) return 0;
     return fa_stacks_heads(p) ? (g * s->len_q + block_q - 1) / block_q : g * ((s->len_q + block_q - 1) / block_q);
 }
 
