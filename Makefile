@@ -19,6 +19,8 @@ test: $(VENV)/package $(VENV)/test
 	MALLOC_PERTURB_=181 $(PY) -m pytest -n auto --dist worksteal $(TESTS)
 
 bench: $(VENV)/package
+	$(PY) benchmarks/bench_cpu.py
+	$(PY) benchmarks/bench_decode_cpu.py
 	$(PY) benchmarks/minilm.py
 
 package: $(VENV)/package

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)  # setuptools wants sources relative to the project
 
 LIMITED_API = "0x03090000"
-GNU_FLAGS = ["-std=c11", "-O3", "-g0", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra"]
+GNU_FLAGS = ["-std=c11", "-O2", "-g0", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra"]
 MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 
 

@@ -1,0 +1,54 @@
+/* What one core of this machine can do at best, for the share of it that a kernel reaches. Compiled by bench_cpu.py with
+ * -O3 -march=native.
+ *
+ * Twelve independent accumulators in registers hide the latency of the multiply-add; nothing touches memory. */
+#include <immintrin.h>
+#include <stddef.h>
+
+#if defined(__AVX512F__)
+typedef __m512 vec;
+#define LANES        16
+#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define SET(x)       _mm512_set1_ps(x)
+#else
+typedef __m256 vec;
+#define LANES        8
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define SET(x)       _mm256_set1_ps(x)
+#endif
+
+#define NUM_ACCUMULATORS 12
+#define EACH(X)          X(a0) X(a1) X(a2) X(a3) X(a4) X(a5) X(a6) X(a7) X(a8) X(a9) X(a10) X(a11)
+#define DECLARE(acc)     vec acc = SET(1.0f);
+#define KEEP(acc)        __asm__ volatile("" ::"v"(acc)); /* the compiler must believe that somebody reads it */
+
+/* Floating point operations done. */
+double peak_fma(size_t steps) {
+    const vec factor = SET(0.999f), term = SET(1e-3f);
+    EACH(DECLARE)
+    for (size_t s = 0; s < steps; s++) {
+#define STEP(acc) acc = FMA(acc, factor, term);
+        EACH(STEP)
+#undef STEP
+    }
+    EACH(KEEP)
+    return 2.0 * LANES * NUM_ACCUMULATORS * (double)steps;
+}
+
+/* The same for pairs of bf16; 0 where the processor has no such product. */
+double peak_bf16(size_t steps) {
+#if defined(__AVX512BF16__)
+    const __m512bh x = (__m512bh)_mm512_set1_epi32(0x3c003c00), y = (__m512bh)_mm512_set1_epi32(0x3f003f00);
+    EACH(DECLARE)
+    for (size_t s = 0; s < steps; s++) {
+#define STEP(acc) acc = _mm512_dpbf16_ps(acc, x, y);
+        EACH(STEP)
+#undef STEP
+    }
+    EACH(KEEP)
+    return 4.0 * LANES * NUM_ACCUMULATORS * (double)steps;
+#else
+    (void)steps;
+    return 0;
+#endif
+}
