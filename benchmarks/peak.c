@@ -19,8 +19,11 @@ typedef __m256 vec;
 
 #define NUM_ACCUMULATORS 12
 #define EACH(X)          X(a0) X(a1) X(a2) X(a3) X(a4) X(a5) X(a6) X(a7) X(a8) X(a9) X(a10) X(a11)
-#define DECLARE(acc)     vec acc = SET(1.0f);
-#define KEEP(acc)        __asm__ volatile("" ::"v"(acc)); /* the compiler must believe that somebody reads it */
+/* The compiler must not know that all begin alike, or it computes one for all. */
+#define DECLARE(acc)     \
+    vec acc = SET(1.0f); \
+    __asm__("" : "+v"(acc));
+#define KEEP(acc) __asm__ volatile("" ::"v"(acc)); /* the compiler must believe that somebody reads it */
 
 /* Floating point operations done. */
 double peak_fma(size_t steps) {
