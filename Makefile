@@ -20,7 +20,6 @@ test: $(VENV)/package $(VENV)/test
 
 bench: $(VENV)/package
 	$(PY) benchmarks/bench_cpu.py
-	$(PY) benchmarks/bench_decode_cpu.py
 	$(PY) benchmarks/minilm.py
 
 package: $(VENV)/package

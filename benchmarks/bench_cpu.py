@@ -1,106 +1,323 @@
-"""Attention on the CPU beside PyTorch's scaled_dot_product_attention: GFLOPS, share of the machine's peak, ratio.
+"""Attention on the CPU beside PyTorch's scaled_dot_product_attention and beside what the machine can do.
 
-    python benchmarks/bench_cpu.py                        one thread, then all of them
-    python benchmarks/bench_cpu.py --dtype fp32 --rounds 3
+    python benchmarks/bench_cpu.py                              every case, with one thread and with all: a few minutes
+    python benchmarks/bench_cpu.py --only "plain fp32" --threads 1
+    python benchmarks/bench_cpu.py --list
 
-Per case and round, one after the other: the peak probe (independent multiply-adds, peak.c), our call, PyTorch's. The
-ratio is the median over the rounds of adjacent calls; GFLOPS are the best round's. With one thread the clock is the
-thread's processor time, which other programs on the core hardly lengthen; with more it is the wall's, and PyTorch's
-spinning workers are given a few ms to go to sleep before the next call. Random inputs, b = 1, q, k, v contiguous
-[b, len, h, d]. Operations: 4 b h len^2 d forward, 10 backward, half of that when causal.
+One mechanism, many rows: cases() is the table. Per case and round, one after the other: a probe of the machine, our
+call, and what it is compared with. Then ``ratio``, how many times as fast ours is, is the median over the rounds of
+adjacent calls; rates are the best round's, and ``share`` is ours of the probe's.
 
-Writes benchmarks/results/cpu.csv and cpu.png.
+The probe of what computes is peak.c: independent multiply-adds in registers, of fp32, or of bf16 pairs where our kernel
+multiplies those. The probe of a decode is read.c: one pass over the bytes of the cache. GFLOPS count 4 d operations for
+each visible pair of query and key forward, 10 d backward, a causal square as a half; GB/s count the cache once.
+
+With one thread the clock is the thread's processor time, which other programs on the core hardly lengthen. With more it
+is the wall's, and PyTorch's spinning workers are given a few ms to go to sleep before the next call. Inputs are random.
+
+Writes benchmarks/results/cpu.csv, where a row replaces the older one of the same case, and cpu.png.
 """
 
 import argparse
 import csv
 import ctypes
 import itertools
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Callable, Optional
 
+import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
 
-from flash_attn import flash_attn_func
+from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HEADS = {512: 8, 2048: 2, 8192: 1}  # about the same work each
+
+# ---- the cases -------------------------------------------------------------------------------------------------------
 
 
-def build_probe():
-    """peak.c as a library of this machine."""
-    library = Path(tempfile.mkdtemp()) / "peak.so"
-    source = ROOT / "benchmarks" / "peak.c"
-    subprocess.run(["gcc", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
-    probe = ctypes.CDLL(str(library))
-    for function in (probe.peak_fma, probe.peak_bf16):
-        function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_double
-    return probe
+@dataclass
+class Case:
+    """A row of the table. ``build`` makes its tensors and calls when its turn comes."""
+
+    kind: str
+    build: Callable
+    dtype: str
+    d: int
+    len: int
+    h: int
+    h_kv: Optional[int] = None
+    b: int = 1
+    causal: bool = False
+    isa: Optional[str] = None  # the most that our side may use; None: what the machine has
+    passes: tuple = ("fwd", "bwd")
+
+    def __str__(self):
+        return f"{self.kind} {self.dtype} d{self.d} len{self.len}{' causal' if self.causal else ''}"
 
 
-class Timer:
-    """Seconds of a call: processor time of the only thread, or wall time of several."""
+@dataclass
+class Calls:
+    """What is timed: ``ours`` and ``others`` take no arguments; the backward differentiates them for ``leaves``.
 
-    def __init__(self, threads):
-        self.clock = time.thread_time if threads == 1 else time.perf_counter
-        self.pause = 0.0 if threads == 1 else 0.005
+    ``work`` is a number of visible pairs times heads, or bytes of a cache; ``kernel`` is the call for explain().
+    ``agree`` turns an output of the others into one that must equal ours; without it nothing is compared.
+    """
 
-    def __call__(self, function, *args):
-        time.sleep(self.pause)
-        start = self.clock()
-        result = function(*args)
-        return self.clock() - start, result
+    ours: Callable
+    others: dict
+    leaves: list
+    work: float
+    kernel: tuple
+    agree: Optional[Callable] = None
 
 
-def sdpa(q, k, v, causal):
+def cases(threads):
+    for dtype, n, d, causal in itertools.product(DTYPES, (512, 2048, 8192), (64, 128), (False, True)):
+        h = max(threads, {512: 8, 2048: 2, 8192: 1}[n])  # PyTorch's backward has a thread for each head at most
+        slow = dtype == "fp16" and n == 8192  # PyTorch's backward takes ten seconds
+        yield Case("plain", dense(), dtype, d, n, h, causal=causal, passes=("fwd",) if slow else ("fwd", "bwd"))
+    for dtype, d, causal in itertools.product(DTYPES, (64, 128), (False, True)):
+        if dtype != "fp16":
+            yield Case("avx2", dense(), dtype, d, 2048, 2, causal=causal, isa="avx2")
+    for dtype in ("fp32", "bf16"):
+        yield Case("gqa", dense(), dtype, 128, 1024, 32, h_kv=8, causal=True)
+        yield Case("window 256", dense(window=256), dtype, 64, 1024, 8, causal=True)
+        yield Case("dropout 0.1", dense(dropout_p=0.1), dtype, 64, 1024, 8)
+        yield Case("alibi", dense(alibi=True), dtype, 64, 1024, 8)
+        yield Case("softcap 30", dense(softcap=30.0), dtype, 64, 1024, 8)
+        yield Case("logits spread by 200", unusual(spread=200), dtype, 64, 1024, 8)
+        yield Case("denormal values", unusual(values=1e-39), dtype, 64, 1024, 8)
+        yield Case("256 sequences of 32 to 128", packed, dtype, 64, 128, 12, b=256)
+    for dtype, n in itertools.product(("fp32", "bf16"), (16, 32, 64, 128, 256)):
+        yield Case("batch", dense(), dtype, 64, n, 12, b=16384 // n, passes=("fwd",))
+    for dtype, n in itertools.product(DTYPES, (8192, 16384)):
+        yield Case("decode", decode, dtype, 128, n, 32, h_kv=8, passes=("fwd",))
+
+
+def random(case, *shapes):
+    return [torch.randn(*shape).to(DTYPES[case.dtype]) for shape in shapes]
+
+
+def sdpa(q, k, v, **options):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-def measure(probe, dtype, d, n, causal, rounds, threads):
-    """Rows for the forward and the backward of one case."""
-    timer, h = Timer(threads), HEADS[n]
-    q, k, v = (torch.randn(1, n, h, d).to(DTYPES[dtype]).requires_grad_() for _ in range(3))
-    dout = torch.randn(1, n, h, d).to(DTYPES[dtype])
-    functions = {"ours": lambda: flash_attn_func(q, k, v, causal=causal), "torch": lambda: sdpa(q, k, v, causal)}
-    seconds = {(name, pas): [] for name in functions for pas in ("fwd", "bwd")}
-    peaks = []
-    peak = probe.peak_bf16 if dtype == "bf16" and probe.peak_bf16(1) else probe.peak_fma
-    for i in range(rounds + 1):
-        took, flops = timer(peak, 2_000_000)
-        peaks.append(flops / took / 1e9)
-        for name, function in functions.items():
-            forward, out = timer(function)
-            backward, _ = timer(torch.autograd.grad, out, (q, k, v), dout)
-            if i > 0:  # the first round warms up
-                seconds[name, "fwd"].append(forward)
-                seconds[name, "bwd"].append(backward)
-    for pas, factor in (("fwd", 4), ("bwd", 10)):
-        ours, theirs = seconds["ours", pas], seconds["torch", pas]
-        gflop = factor * h * n * n * d / (2 if causal else 1) / 1e9
-        yield {
-            "dtype": dtype, "pass": pas, "d": d, "len": n, "h": h, "causal": int(causal),
-            "ours_gflops": round(gflop / min(ours), 1), "torch_gflops": round(gflop / min(theirs), 1),
-            "ratio": round(median(b / a for a, b in zip(ours, theirs)), 2),
-            "peak_gflops": round(max(peaks) * threads, 1),
-            "share_of_peak": round(gflop / min(ours) / (max(peaks) * threads), 3),
-        }  # fmt: skip
+def dense(window=None, alibi=False, **options):
+    """flash_attn_func; options are compared with our own plain call and with PyTorch's nearest."""
+
+    def build(case):
+        b, n, h, d, h_kv = case.b, case.len, case.h, case.d, case.h_kv or case.h
+        q, k, v = leaves = random(case, (b, n, h, d), (b, n, h_kv, d), (b, n, h_kv, d))
+        row, key = torch.arange(n)[:, None], torch.arange(n)
+        pairs, kwargs, name, theirs = n * n / (2 if case.causal else 1), {}, "SDPA", {"is_causal": case.causal}
+        if h_kv < h:
+            name, theirs = "SDPA enable_gqa", {"is_causal": case.causal, "enable_gqa": True}
+        if window:
+            kwargs, name = {"window_size": (window - 1, 0)}, "SDPA mask"
+            theirs = {"attn_mask": (row - window < key) & (key <= row)}
+            pairs = theirs["attn_mask"].sum().item()
+        if alibi:
+            slopes = 2 ** (-8 * (1 + torch.arange(h)) / h)
+            kwargs, name = {"alibi_slopes": slopes}, "SDPA bias"
+            theirs = {"attn_mask": (-slopes[:, None, None] * (row - key).abs()).to(q.dtype)}
+        if "dropout_p" in options:
+            name, theirs = "SDPA dropout", dict(options)
+        ours = lambda **kwargs: flash_attn_func(q, k, v, causal=case.causal, **kwargs)  # noqa: E731
+        kwargs.update(options)
+        others = {} if "softcap" in options else {name: lambda: sdpa(q, k, v, **theirs)}
+        if alibi or options:
+            others["ours, plain"] = ours
+        comparable = name in others and "dropout_p" not in options
+        kernel = (flash_attn_func, (q, k, v), {"causal": case.causal, **kwargs})
+        return Calls(
+            lambda: ours(**kwargs), others, leaves, b * h * pairs, kernel, (lambda x: x) if comparable else None
+        )
+
+    return build
+
+
+def unusual(spread=None, values=1.0):
+    """Numbers that could be slow, beside our own time on normal ones."""
+
+    def build(case):
+        shape = (case.b, case.len, case.h, case.d)
+        q, k, v = random(case, shape, shape, shape)
+        # Scores are normal with a deviation of 1: nearly all of 1024 keys lie within 3 of 0.
+        hard = (q * (spread / 6 if spread else 1), k.clone(), v * values)
+        others = {"ours, normal numbers": lambda: flash_attn_func(q, k, v)}
+        pairs = case.b * case.h * case.len**2
+        return Calls(lambda: flash_attn_func(*hard), others, [*hard, q, k, v], pairs, (flash_attn_func, hard, {}))
+
+    return build
+
+
+def packed(case):
+    """Sequences of 32 to case.len tokens, 64 on average, beside SDPA on the padded batch with a mask. Nobody pays for
+    padding or packing."""
+    b, n, h, d = case.b, case.len, case.h, case.d
+    lengths = (32 + (n - 32) * torch.rand(b) ** 2).round().long()
+    total, exists = int(lengths.sum()), torch.arange(n) < lengths[:, None]
+    q, k, v = leaves = random(case, *[(total, h, d)] * 3)
+    padded = [torch.zeros(b, n, h, d, dtype=q.dtype) for _ in range(3)]
+    for full, x in zip(padded, leaves):
+        full[exists] = x
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
+    kernel = (flash_attn_varlen_func, (q, k, v, cu_seqlens, cu_seqlens, n, n), {})
+    others = {"SDPA padded": lambda: sdpa(*padded, attn_mask=exists[:, None, None])}
+    work = h * int((lengths**2).sum())
+    return Calls(lambda: flash_attn_varlen_func(*kernel[1]), others, leaves + padded, work, kernel, lambda x: x[exists])
+
+
+def decode(case):
+    """One query token against a long cache. "Heads as rows" is the best that a user gets by rewriting the call."""
+    b, n, h, h_kv, d = case.b, case.len, case.h, case.h_kv, case.d
+    q, k, v = random(case, (b, 1, h, d), (b, n, h_kv, d), (b, n, h_kv, d))
+    k_heads, v_heads, rows = k.transpose(1, 2), v.transpose(1, 2), q.view(b, h_kv, h // h_kv, d)
+    others = {
+        "SDPA enable_gqa": lambda: sdpa(q, k, v, enable_gqa=True),
+        "SDPA heads as rows": lambda: F.scaled_dot_product_attention(rows, k_heads, v_heads),
+    }
+    kernel = (flash_attn_with_kvcache, (q, k, v), {})
+    work = 2 * k.numel() * k.element_size()
+    return Calls(lambda: flash_attn_with_kvcache(q, k, v), others, [k, v], work, kernel, lambda x: x.reshape(q.shape))
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+class Probes:
+    """peak.c and read.c as libraries of this machine. Compiled once."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        wide, narrow = self.build("peak.c"), self.build("peak.c", "-mno-avx512f")
+        self.peaks = {"fma": wide.peak_fma, "bf16": wide.peak_bf16, "avx2": narrow.peak_fma}
+        for function in self.peaks.values():
+            function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_double
+        self.read_all = self.build("read.c").read_all
+        self.read_all.argtypes, self.read_all.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
+
+    def build(self, source, *flags):
+        library = Path(self.folder.name) / f"{source}{''.join(flags)}.so"
+        command = ["gcc", "-O3", "-march=native", *flags, "-shared", "-fPIC", "-o", library]
+        subprocess.run([*command, ROOT / "benchmarks" / source], check=True)
+        return ctypes.CDLL(str(library))
+
+    def peak(self, isa):
+        """A call that computes for about 2 ms, and what it does, of one thread."""
+        function = self.peaks[isa if isa == "avx2" else "bf16" if isa in ("avx512bf16", "amx") else "fma"]
+        return lambda: function(1_000_000), function(1)  # operations are proportional to the argument
+
+    def read(self, tensors, threads):
+        """A call that reads the tensors, each thread its share."""
+        shares = []
+        for x in tensors:
+            share = x.numel() * x.element_size() // threads // 256 * 256
+            shares += [(x.data_ptr() + i * share, share) for i in range(threads)]
+        if threads == 1:
+            return lambda: [self.read_all(*share) for share in shares]
+        pool = ThreadPoolExecutor(threads)
+        return lambda: list(pool.map(lambda share: self.read_all(*share), shares))
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+def alternate(calls, threads, seconds, least=3, most=25):
+    """Times of each call in each round; a round before them is not measured."""
+    clock, pause = (time.thread_time, 0.0) if threads == 1 else (time.perf_counter, 0.005)
+    times, until = {name: [] for name in calls}, 0.0
+    for i in range(1 + most):
+        for name, call in calls.items():
+            time.sleep(pause)
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+        if i == 0:
+            times, until = {name: [] for name in calls}, time.perf_counter() + seconds
+        elif i >= least and time.perf_counter() > until:
+            break
+    return times
+
+
+def measure(case, probes, threads, seconds):
+    """Rows of the case: one for each pass and each thing that it is compared with."""
+    engine.set_cpu_isa(case.isa)
+    work = case.build(case)
+    if work.agree:
+        limit = 1e-4 if case.dtype == "fp32" else 0.05
+        for name, other in work.others.items():
+            if name.startswith("SDPA"):
+                error = (work.ours().float() - work.agree(other()).float()).abs().max().item()
+                assert error < limit, f"{case}: ours and {name} differ by {error}"
+    if "bwd" in case.passes:
+        for x in work.leaves:
+            x.requires_grad_()
+    plan = explain(work.kernel[0], *work.kernel[1], **work.kernel[2])
+    for direction in case.passes:
+        calls = {"ours": work.ours, **work.others}
+        used = plan if direction == "fwd" else plan.backward
+        if direction == "bwd":
+            calls = {name: backward_of(call, work.leaves) for name, call in calls.items()}
+        if case.kind == "decode":
+            unit, amount, probe, probed = "GB/s", work.work, probes.read(work.leaves, threads), work.work
+        else:
+            probe, one = probes.peak(used.isa)
+            unit, amount, probed = "GFLOPS", (4 if direction == "fwd" else 10) * case.d * work.work, 1e6 * one * threads
+        times = alternate({"probe": probe, **calls}, threads, seconds)
+        roof, ours = probed / min(times["probe"]) / 1e9, amount / min(times["ours"]) / 1e9
+        for name in work.others:
+            yield {
+                **machine(), "isa": used.isa, "threads": threads, "case": case.kind, "dtype": case.dtype,
+                "pass": direction, "d": case.d, "len": case.len, "causal": int(case.causal),
+                "b": case.b, "h": case.h, "h_kv": case.h_kv or case.h, "kernel": used.kernel, "unit": unit,
+                "ours": round(ours, 1), "against": name, "theirs": round(amount / min(times[name]) / 1e9, 2),
+                "ratio": round(median(b / a for a, b in zip(times["ours"], times[name])), 2),
+                "roof": round(roof, 1), "share": round(ours / roof, 3), "rounds": len(times["ours"]),
+                "command": " ".join(["python benchmarks/bench_cpu.py", *sys.argv[1:]]),
+            }  # fmt: skip
+    engine.set_cpu_isa(None)
+
+
+def backward_of(call, leaves):
+    out = call()
+    dout = torch.randn_like(out)
+    # Not every leaf belongs to every call: a padded batch has its own.
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True, allow_unused=True)
+
+
+# ---- the results -----------------------------------------------------------------------------------------------------
+
+KEY = ("cpu", "threads", "case", "dtype", "pass", "d", "len", "causal", "isa", "against")
 
 
 def write_csv(rows, path):
+    """A row replaces the one of the same case; the others stay."""
     path.parent.mkdir(exist_ok=True)
+    known = {}
+    if path.exists():
+        with open(path, newline="", encoding="utf-8") as file:
+            old = csv.DictReader(file)
+            if old.fieldnames == list(rows[0]):
+                known = {tuple(row[name] for name in KEY): row for row in old}
+    known.update({tuple(str(row[name]) for name in KEY): row for row in rows})
     with open(path, "w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(known.values())
 
 
 def draw(rows, path):
@@ -110,51 +327,65 @@ def draw(rows, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in rows if row["threads"] == 1]
+    rows = [row for row in rows if row["threads"] == 1 and row["against"].startswith("SDPA")]
     if not rows:
         return
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.24 * len(rows) / 2 + 1.4), layout="constrained")
+    panels = {pas: [row for row in rows if row["pass"] == pas][::-1] for pas in ("fwd", "bwd")}
+    height = 0.2 * max(map(len, panels.values())) + 1.4
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, height), layout="constrained")
     colours = {"fp32": "tab:blue", "bf16": "tab:orange", "fp16": "tab:green"}
-    for axis, pas in zip(axes, ("fwd", "bwd")):
-        bars = [row for row in rows if row["pass"] == pas][::-1]
-        names = [f"{r['dtype']} d{r['d']} len {r['len']}{' causal' if r['causal'] else ''}" for r in bars]
-        drawn = axis.barh(names, [r["ratio"] for r in bars], color=[colours[r["dtype"]] for r in bars])
-        labels = [f"{r['ratio']:.1f}x, {r['share_of_peak']:.0%} of peak" for r in bars]
-        axis.bar_label(drawn, labels, padding=3, fontsize=7)
+    for axis, (pas, bars) in zip(axes, panels.items()):
+        at = range(len(bars))
+        drawn = axis.barh(at, [r["ratio"] for r in bars], color=[colours[r["dtype"]] for r in bars])
+        axis.set_yticks(at, [bar_name(r) for r in bars], fontsize=7)
+        axis.bar_label(drawn, [f"{r['ratio']:.1f}x, {r['share']:.0%}" for r in bars], padding=3, fontsize=7)
+        axis.set_xscale("log")
+        axis.set_xlim(0.8, 3 * max([r["ratio"] for r in bars], default=1))
+        axis.set_ylim(-0.6, len(bars) - 0.4)
         axis.axvline(1, color="black", linewidth=0.8)
-        axis.set_xlim(0, 1.55 * max(r["ratio"] for r in bars))
         axis.set_title({"fwd": "forward", "bwd": "backward"}[pas])
-        axis.set_xlabel("times as fast as PyTorch's SDPA, one thread")
-        axis.tick_params(labelsize=8)
+        axis.set_xlabel("times as fast as PyTorch's SDPA, one thread; share of the machine's peak, or of its read rate")
+        axis.xaxis.label.set_size(8)
     figure.savefig(path, dpi=110)
+
+
+def bar_name(row):
+    name = f"{row['case']} {row['dtype']} d{row['d']} len {row['len']}{' causal' if row['causal'] else ''}"
+    return f"{name}: {row['against'].removeprefix('SDPA ')}" if row["case"] == "decode" else name
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=list(DTYPES))
-    parser.add_argument("--len", type=int, choices=HEADS, nargs="*", default=[512, 2048])
+    parser.add_argument("--only", metavar="REGEX", default="", help="cases whose line in --list matches")
     parser.add_argument("--threads", type=int, nargs="*", default=sorted({1, torch.get_num_threads()}))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--passes", choices=("fwd", "bwd"), nargs="*", default=["fwd", "bwd"])
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each pass of each case, but 3 rounds at least")
     parser.add_argument("--csv", type=Path, default=RESULTS / "cpu.csv")
     parser.add_argument("--picture", type=Path, default=RESULTS / "cpu.png")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    probe, rows = build_probe(), []
-    command = " ".join(["python benchmarks/bench_cpu.py", *sys.argv[1:]])
-    print("threads dtype pass   d  len causal    ours   torch  ratio  of peak")
-    for threads, *case in itertools.product(options.threads, options.dtype, (64, 128), options.len, (False, True)):
+    chosen = [(threads, case) for threads in options.threads for case in cases(threads)]
+    chosen = [(threads, case) for threads, case in chosen if re.search(options.only, str(case))]
+    if options.list or not chosen:
+        print(*dict.fromkeys(str(case) for _, case in chosen), sep="\n")
+        return
+    probes, rows = Probes(), []
+    print(f"{'threads':7} {'case':50} {'pass':4} {'ours':>7} {'theirs':>7}        {'ratio':>6} {'share':>6}  against")
+    for threads, case in chosen:
         torch.set_num_threads(threads)
-        for row in measure(probe, *case, options.rounds, threads):
-            rows.append({**machine(), **row, "command": command})
+        case.passes = [direction for direction in case.passes if direction in options.passes]
+        for row in measure(case, probes, threads, options.seconds):
+            rows.append(row)
             print(
-                f"{threads:7} {row['dtype']:>5} {row['pass']:>4} {row['d']:3} {row['len']:4} {row['causal']:6}"
-                f" {row['ours_gflops']:7.0f} {row['torch_gflops']:7.0f} {row['ratio']:6.2f}"
-                f" {row['share_of_peak']:8.0%}",
+                f"{threads:7} {case!s:50} {row['pass']:4} {row['ours']:7.1f} {row['theirs']:7.1f} {row['unit']:6}"
+                f" {row['ratio']:6.2f} {row['share']:6.0%}  {row['against']}",
                 flush=True,
             )
-    write_csv(rows, options.csv)
-    draw(rows, options.picture)
+    if rows:
+        write_csv(rows, options.csv)
+        draw(rows, options.picture)
 
 
 if __name__ == "__main__":

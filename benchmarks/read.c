@@ -1,4 +1,4 @@
-/* How fast this machine reads memory: the roof of a decode, which reads its cache once. Compiled by bench_decode_cpu.py
+/* How fast this machine reads memory: the roof of a decode, which reads its cache once. Compiled by bench_cpu.py
  * with -O3 -march=native. One ascending stream and one addition a vector: the processor's own prefetch does the rest. */
 #include <stddef.h>
 #include <stdint.h>
