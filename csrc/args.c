@@ -176,6 +176,7 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(!c->return_softmax || c->dropout_p > 0,
             "return_softmax is only supported when p_dropout > 0.0; dropout_p is %g", c->dropout_p);
     p->dropout_p = c->dropout_p;
+    p->wants_s_dmask = c->return_softmax;
     p->keep_max = (uint8_t)floorf(255.0f * (1.0f - (float)c->dropout_p));
 
     p->window_left = c->window_left < 0 ? -1 : c->window_left;

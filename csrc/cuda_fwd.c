@@ -1,12 +1,11 @@
 /* Forward on CUDA: fills a kernel's parameters and launches it. */
-#include "cuda_fwd.h"
+#include "cuda_run.h"
 
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
 #include "cuda/attn_fwd_params.h"
-#include "torch_abi.h"
 
 /* ---- tensor maps (cuda/tensor_map.h) --------------------------------------------------------------------------- */
 
@@ -88,7 +87,8 @@ static const float LOG2_E = 1.44269504f;
 /* A window wider than any sequence, small enough to be added to positions. */
 static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
 
-static void fill_scalars(const fa_problem *p, const fa_tile *tile, unsigned features, fa_attn_fwd_params *a) {
+static void fill_scalars(const fa_problem *p, const fa_fwd_sm90_columns *tile, unsigned features,
+                         fa_attn_fwd_params *a) {
     const bool packed = features & FA_VARLEN;
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * tile->wgs;
     a->lse = p->lse.data;
@@ -123,27 +123,29 @@ static void fill_scalars(const fa_problem *p, const fa_tile *tile, unsigned feat
 }
 
 /* CTAs: one per SM, but no more than there can be tiles. */
-static unsigned grid_size(const fa_problem *p, const fa_tile *tile, unsigned features, const fa_gpu *gpu,
+static unsigned grid_size(const fa_problem *p, const fa_fwd_sm90_columns *tile, unsigned features, const fa_gpu *gpu,
                           const fa_attn_fwd_params *a) {
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * tile->wgs;
     int64_t tiles = features & FA_VARLEN ? (p->total_q / block_q + p->b) * p->h : a->num_tiles;
     return (unsigned)(tiles < gpu->num_sms ? tiles : gpu->num_sms);
 }
 
-fa_status fa_cuda_fwd_launch(const fa_problem *p, const fa_tile *tile, unsigned features, const fa_gpu *gpu,
-                             CUkernel kernel, CUstream stream, fa_error *err) {
-    const fa_driver *driver;
+fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->cuda_row);
+    const unsigned features = call->plan->cuda_features;
     fa_attn_fwd_params a;
+    CUkernel kernel;
     const bool packed = features & FA_VARLEN, is_ordered = features & (FA_CAUSAL | FA_LOCAL | FA_VARLEN);
     const uint32_t block_q = (uint32_t)(FA_ROWS_OF_A_WARPGROUP * tile->wgs);
-    fa_status status = fa_driver_get(&driver, err);
+    fa_status status = fa_kernel_get(fa_plan_variant(call->plan, call->gpu), call->gpu, &kernel, err);
     if (status != FA_OK) return status;
 
     fill_scalars(p, tile, features, &a);
-    const unsigned grid = grid_size(p, tile, features, gpu, &a);
+    const unsigned grid = grid_size(p, tile, features, call->gpu, &a);
     if (grid == 0) return FA_OK; /* no query: nothing to write */
 
-    const map_maker maker = {.driver = driver, .p = p, .chunk_columns = tile->d % 64 == 0 ? 64 : 32};
+    const map_maker maker = {.driver = call->driver, .p = p, .chunk_columns = tile->d % 64 == 0 ? 64 : 32};
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
     status = make_map(&maker, &a.q, &p->q, rows_q, p->h, packed, block_q, err);
     if (status == FA_OK)
@@ -153,30 +155,9 @@ fa_status fa_cuda_fwd_launch(const fa_problem *p, const fa_tile *tile, unsigned 
     if (status == FA_OK) status = make_map(&maker, &a.o, &p->o, rows_q, p->h, packed, 16, err);
     if (status != FA_OK) return status;
 
-    a.counter_slot = is_ordered ? counter_slot(driver, stream) : -1;
+    a.counter_slot = is_ordered ? counter_slot(call->driver, call->stream) : -1;
     void *arguments[] = {&a};
-    return fa_driver_check(driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, 128 * ((unsigned)tile->wgs + 1), 1, 1,
-                                                  FA_SHARED_BYTES, stream, arguments, NULL),
+    return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, 128 * ((unsigned)tile->wgs + 1),
+                                                        1, 1, FA_SHARED_BYTES, call->stream, arguments, NULL),
                            "launching the forward kernel", err);
-}
-
-fa_status fa_cuda_fwd(const fa_problem *p, const fa_plan *plan, fa_error *err) {
-    const fa_variant variant = {.tile = plan->cuda_tile, .features = plan->cuda_features};
-    const fa_gpu *gpu;
-    fa_context_guard guard;
-    CUkernel kernel;
-    void *stream;
-    if (p->s_dmask)
-        return fa_fail(err, FA_EUNSUPPORTED,
-                       "flash_attn: there is no CUDA kernel that returns the attention probabilities in this version");
-    fa_status status = fa_torch_current_stream(p->device_idx, &stream, err);
-    if (status == FA_OK) status = fa_gpu_get(p->device_idx, &gpu, err);
-    if (status == FA_OK) status = fa_context_enter(gpu, &guard, err);
-    if (status != FA_OK) return status;
-    status = fa_kernel_get(variant, gpu, &kernel, err);
-    if (status == FA_OK)
-        status = fa_cuda_fwd_launch(p, &fa_fwd_tiles_sm90[variant.tile], variant.features, gpu, kernel,
-                                    (CUstream)stream, err);
-    fa_context_leave(&guard);
-    return status;
 }

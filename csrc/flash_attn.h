@@ -84,6 +84,7 @@ typedef struct {
     uint8_t keep_max; /* a byte of the generator keeps its element iff byte <= keep_max */
     uint64_t seed, offset;
     const uint64_t *rng_state; /* CUDA: seed and offset, in device memory only; NULL: no dropout */
+    bool wants_s_dmask;
     void *s_dmask; /* [b, h, s_dmask_rows, s_dmask_cols] in dtype: +-exp(s - row max), minus where dropped; or NULL */
     int64_t s_dmask_rows, s_dmask_cols;
 
@@ -133,7 +134,7 @@ typedef struct {
     int gpu_capability; /* of the GPU that holds the tensors, 90 for compute capability 9.0; 0: they are on the CPU */
 } fa_machine;
 
-#define FA_MAX_RULED_OUT 8
+#define FA_MAX_RULED_OUT 16
 typedef struct {
     const char *kernel, *reason; /* text that lives as long as the program */
 } fa_ruled_out;
@@ -149,8 +150,8 @@ typedef struct {
     int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
     int64_t num_decodes;   /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
     size_t workspace_bytes;
-    int cuda_tile; /* CUDA: the row of cuda/tiles.def, and what the kernel must be able to do (kernels.h) */
-    unsigned cuda_features;
+    int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
+    unsigned cuda_features;    /* and what it must be able to do (kernels.h) */
     int num_ruled_out;
     fa_ruled_out ruled_out[FA_MAX_RULED_OUT];
 } fa_plan;

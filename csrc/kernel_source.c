@@ -15,8 +15,7 @@
 #include <dlfcn.h>
 #endif
 
-static const char *const file_names[] = {"attn_fwd_sm90.cu", "ptx_sm90.cuh", "attn_fwd_params.h", "tensor_map.h"};
-enum { NUM_FILES = sizeof file_names / sizeof *file_names, PATH_BYTES = 1024 };
+enum { PATH_BYTES = 1024 };
 
 bool fa_module_folder(char *path, size_t room) {
     static const char here = 0;
@@ -40,14 +39,14 @@ bool fa_module_folder(char *path, size_t room) {
 
 /* ---- sources --------------------------------------------------------------------------------------------------- */
 
+static char folder[PATH_BYTES]; /* "": not looked for yet */
 static struct {
-    char folder[PATH_BYTES];
-    char *text[NUM_FILES]; /* read once, kept */
-    bool is_read;
-} sources;
+    const char *name;
+    char *text; /* read once, kept */
+} files[FA_NUM_FAMILIES * FA_MAX_FILES];
 static fa_lock lock = FA_LOCK_INIT;
 
-static char *read_text(const char *folder, const char *name) {
+static char *read_text(const char *name) {
     char path[PATH_BYTES + 64];
     char *text = NULL;
     long bytes;
@@ -66,28 +65,46 @@ static char *read_text(const char *folder, const char *name) {
     return text;
 }
 
-static fa_status read_sources_locked(fa_error *err) {
+static fa_status find_folder(fa_error *err) {
     static const char *const places[] = {"flash_attn/cuda", "csrc/cuda"};
     char module[PATH_BYTES - 32] = "";
-    if (sources.is_read) return FA_OK;
+    if (*folder) return FA_OK;
     if (!fa_module_folder(module, sizeof module))
         return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the folder of flash_attn_2_cuda is not known");
-    for (size_t place = 0; place < sizeof places / sizeof *places && !sources.is_read; place++) {
-        snprintf(sources.folder, sizeof sources.folder, "%s/%s", module, places[place]);
-        int num = 0;
-        while (num < NUM_FILES && (sources.text[num] = read_text(sources.folder, file_names[num]))) num++;
-        sources.is_read = num == NUM_FILES;
-        while (!sources.is_read && num > 0) free(sources.text[--num]);
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        snprintf(folder, sizeof folder, "%s/%s", module, places[i]);
+        char *text = read_text(fa_families[0].files[0]);
+        free(text);
+        if (text) return FA_OK;
     }
-    return sources.is_read
-               ? FA_OK
-               : fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the kernels' sources are neither in %s/%s nor in %s/%s",
-                         module, places[0], module, places[1]);
+    *folder = '\0';
+    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the kernels' sources are neither in %s/%s nor in %s/%s", module,
+                   places[0], module, places[1]);
 }
 
-static fa_status read_sources(fa_error *err) {
+static fa_status read_file(const char *name, const char **text, fa_error *err) {
+    int i = 0;
+    while (files[i].name && strcmp(files[i].name, name) != 0) i++;
+    if (!files[i].name) {
+        if (!(files[i].text = read_text(name)))
+            return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: cannot read the kernels' source %s/%s", folder, name);
+        files[i].name = name;
+    }
+    *text = files[i].text;
+    return FA_OK;
+}
+
+/* The texts of a family's files, in their order. */
+typedef struct {
+    const char *texts[FA_MAX_FILES];
+    int num;
+} source;
+
+static fa_status read_source(const fa_family *family, source *s, fa_error *err) {
     fa_lock_acquire(&lock);
-    fa_status status = read_sources_locked(err);
+    fa_status status = find_folder(err);
+    for (s->num = 0; status == FA_OK && s->num < FA_MAX_FILES && family->files[s->num]; s->num++)
+        status = read_file(family->files[s->num], &s->texts[s->num], err);
     fa_lock_release(&lock);
     return status;
 }
@@ -95,8 +112,13 @@ static fa_status read_sources(fa_error *err) {
 /* ---- options --------------------------------------------------------------------------------------------------- */
 
 void fa_variant_options(fa_variant variant, fa_compile_options *options) {
-    const fa_tile *t = &fa_fwd_tiles_sm90[variant.tile];
-    const unsigned f = variant.features;
+    static const struct {
+        unsigned bit;
+        const char *constant;
+    } constants[] = {{FA_IN_BF16, "BF16"}, {FA_IN_F32, "F32"},      {FA_CAUSAL, "CAUSAL"},
+                     {FA_LOCAL, "LOCAL"},  {FA_VARLEN, "VARLEN"},   {FA_SCORE, "SCORE"},
+                     {FA_PAGED, "PAGED"},  {FA_DROPOUT, "DROPOUT"}, {FA_DETERMINISTIC, "DETERMINISTIC"}};
+    const fa_family *family = &fa_families[variant.family];
     options->num = 0;
 #define OPTION(...)                                         \
     do {                                                    \
@@ -104,32 +126,24 @@ void fa_variant_options(fa_variant variant, fa_compile_options *options) {
         snprintf(text, sizeof *options->text, __VA_ARGS__); \
         options->list[options->num++] = text;               \
     } while (0)
-    OPTION("--gpu-architecture=sm_90a");
+    OPTION("--gpu-architecture=sm_%d%s", variant.arch, family->arch ? "a" : "");
     OPTION("--std=c++17");
     OPTION("--use_fast_math");
-    OPTION("-DHEAD_DIM=%d", t->d);
-    OPTION("-DBLOCK_KV=%d", t->block_kv);
-    OPTION("-DWGS=%d", t->wgs);
-    OPTION("-DSTAGES=%d", t->stages);
-    OPTION("-DQ_STAGES=%d", t->q_stages);
-    OPTION("-DEARLY=%d", t->early);
-    OPTION("-DTURN=%d", t->turn);
-    OPTION("-DSPLIT_WAIT=%d", t->split);
-    OPTION("-DBF16=%d", (f & FA_IN_BF16) != 0);
-    OPTION("-DCAUSAL=%d", (f & FA_CAUSAL) != 0);
-    OPTION("-DLOCAL=%d", (f & FA_LOCAL) != 0);
-    OPTION("-DVARLEN=%d", (f & FA_VARLEN) != 0);
-    OPTION("-DSCORE=%d", (f & FA_SCORE) != 0);
-    OPTION("-DDROPOUT=%d", (f & FA_DROPOUT) != 0);
+    for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
+        OPTION("-D%s=%d", family->columns[i], family->rows[variant.row].columns[i]);
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (family->knows & constants[i].bit)
+            OPTION("-D%s=%d", constants[i].constant, (variant.features & constants[i].bit) != 0);
 #undef OPTION
 }
 
 fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
     fa_compile_options options;
-    fa_status status = read_sources(err);
+    source s;
+    fa_status status = read_source(&fa_families[variant.family], &s, err);
     if (status != FA_OK) return status;
     uint64_t hash = 0;
-    for (int i = 0; i < NUM_FILES; i++) hash = fa_hash(hash, sources.text[i], strlen(sources.text[i]) + 1);
+    for (int i = 0; i < s.num; i++) hash = fa_hash(hash, s.texts[i], strlen(s.texts[i]) + 1);
     fa_variant_options(variant, &options);
     for (int i = 0; i < options.num; i++) hash = fa_hash(hash, options.list[i], strlen(options.list[i]) + 1);
     *key = hash;
@@ -167,11 +181,11 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
     if (result != 0) {
         first_error(nvrtc, program, line, sizeof line);
         return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
-                       nvrtc->minor, name, sources.folder, line);
+                       nvrtc->minor, name, folder, line);
     }
     if (nvrtc->nvrtcGetCUBINSize(program, &cubin->bytes) != 0 || cubin->bytes == 0)
-        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: NVRTC %d.%d gives no cubin for sm_90a", nvrtc->major,
-                       nvrtc->minor);
+        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major,
+                       nvrtc->minor, variant.arch);
     cubin->data = malloc(cubin->bytes);
     if (!cubin->data) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a compiled kernel");
     return nvrtc->nvrtcGetCUBIN(program, cubin->data) == 0
@@ -182,12 +196,14 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
 fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {
     const fa_nvrtc *nvrtc;
     nvrtcProgram program = NULL;
+    const fa_family *family = &fa_families[variant.family];
+    source s;
     *cubin = (fa_blob){0};
-    fa_status status = read_sources(err);
+    fa_status status = read_source(family, &s, err);
     if (status == FA_OK) status = fa_nvrtc_get(&nvrtc, err);
     if (status != FA_OK) return status;
-    if (nvrtc->nvrtcCreateProgram(&program, sources.text[0], file_names[0], NUM_FILES - 1,
-                                  (const char *const *)sources.text + 1, file_names + 1) != 0)
+    if (nvrtc->nvrtcCreateProgram(&program, s.texts[0], family->files[0], s.num - 1, s.texts + 1, family->files + 1) !=
+        0)
         return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
     status = compile(nvrtc, program, variant, cubin, err);
     if (status != FA_OK) {

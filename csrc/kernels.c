@@ -6,40 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/attn_fwd_params.h"
 #include "lock.h"
 
-const fa_tile fa_fwd_tiles_sm90[] = {
-#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, early, turn, split, serves) \
-    {d, block_kv, wgs, stages, q_stages, early, turn, split, serves, "sm90_d" #d "_wg" #wgs "_kv" #block_kv},
-#include "cuda/tiles.def"
-#undef FA_FWD_TILE_SM90
-};
-
-enum { NUM_TILES = sizeof fa_fwd_tiles_sm90 / sizeof *fa_fwd_tiles_sm90 };
-const int fa_num_fwd_tiles_sm90 = NUM_TILES;
-
-void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]) {
-    const fa_tile *t = &fa_fwd_tiles_sm90[variant.tile];
-    const unsigned f = variant.features;
-    snprintf(name, FA_VARIANT_NAME_BYTES, "attn_fwd_sm90_%s_d%d_q%dkv%d%s%s%s%s%s", f & FA_IN_BF16 ? "bf16" : "fp16",
-             t->d, FA_ROWS_OF_A_WARPGROUP * t->wgs, t->block_kv, f & FA_CAUSAL ? "_causal" : "",
-             f & FA_LOCAL ? "_local" : "", f & FA_VARLEN ? "_varlen" : "", f & FA_SCORE ? "_score" : "",
-             f & FA_DROPOUT ? "_dropout" : "");
-}
-
 /* ---- building ahead -------------------------------------------------------------------------------------------- */
-
-/* plan_cuda.c takes the first row that fits, and a later one only for short causal problems. */
-bool fa_variant_is_chosen(fa_variant variant) {
-    const unsigned wanted = variant.features & FA_ALL_FEATURES;
-    if (variant.tile < 0 || variant.tile >= NUM_TILES || variant.features >= FA_NUM_FEATURE_SETS) return false;
-    const fa_tile *row = &fa_fwd_tiles_sm90[variant.tile];
-    if ((row->serves & wanted) != wanted || (wanted & FA_CAUSAL && wanted & FA_LOCAL)) return false;
-    for (const fa_tile *t = fa_fwd_tiles_sm90; t < row; t++)
-        if (t->d == row->d && (t->serves & wanted) == wanted && !(t->wgs == 3 && wanted & FA_CAUSAL)) return false;
-    return true;
-}
 
 fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
     char name[FA_VARIANT_NAME_BYTES];
@@ -47,8 +16,8 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
     uint64_t key;
     *compiled = false;
     if (!fa_variant_is_chosen(variant))
-        return fa_fail(err, FA_EINVAL, "there is no CUDA kernel of row %d with features %u", variant.tile,
-                       variant.features);
+        return fa_fail(err, FA_EINVAL, "there is no CUDA kernel of family %d, row %d, with features %u for sm_%d",
+                       (int)variant.family, variant.row, variant.features, variant.arch);
     fa_variant_name(variant, name);
     fa_status status = fa_variant_key(variant, &key, err);
     if (status != FA_OK) return status;
@@ -64,14 +33,31 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
 
 /* ---- loaded kernels -------------------------------------------------------------------------------------------- */
 
-/* Written under the lock, kernel before devices; read without it. */
+/* An open-addressed table. Entries are written under the lock, the variant last of a new one, and read without it. */
 typedef struct {
+    _Atomic uint64_t variant; /* 0: free */
     CUkernel kernel;
-    _Atomic uint64_t devices; /* bit i: the kernel is set up on PyTorch's GPU i */
+    _Atomic uint64_t devices; /* bit i: the kernel is set up on GPU i */
 } loaded;
 
-static loaded table[NUM_TILES][FA_NUM_FEATURE_SETS];
+enum { TABLE_SLOTS = 2048 };
+static loaded table[TABLE_SLOTS];
 static fa_lock lock = FA_LOCK_INIT;
+
+static uint64_t number_of(fa_variant v) {
+    return ((uint64_t)v.arch << 48 | (uint64_t)v.family << 40 | (uint64_t)v.row << 24 | v.features) + 1;
+}
+
+/* The variant's entry, or the free one where it belongs; NULL: the table is full. */
+static loaded *entry_of(fa_variant variant) {
+    const uint64_t number = number_of(variant);
+    for (uint64_t i = 0, slot = number * 0x9e3779b97f4a7c15u >> 40; i < TABLE_SLOTS; i++, slot++) {
+        loaded *entry = &table[slot % TABLE_SLOTS];
+        const uint64_t found = atomic_load_explicit(&entry->variant, memory_order_acquire);
+        if (found == number || found == 0) return entry;
+    }
+    return NULL;
+}
 
 static fa_status load(const fa_driver *driver, const char *name, const fa_blob *cubin, CUkernel *kernel,
                       fa_error *err) {
@@ -105,23 +91,37 @@ static fa_status find(fa_variant variant, const fa_driver *driver, CUkernel *ker
     return status;
 }
 
-fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
-    loaded *entry = &table[variant.tile][variant.features];
-    const uint64_t device = (uint64_t)1 << gpu->device;
+static fa_status set_up(fa_variant variant, const fa_gpu *gpu, loaded **entry, fa_error *err) {
+    const int shared_bytes = fa_families[variant.family].rows[variant.row].shared_bytes;
     const fa_driver *driver;
-    fa_status status = FA_OK;
-    if (!(atomic_load_explicit(&entry->devices, memory_order_acquire) & device)) {
-        status = fa_driver_get(&driver, err);
+    fa_status status = fa_driver_get(&driver, err);
+    if (status != FA_OK) return status;
+    loaded *e = *entry = entry_of(variant); /* again: another thread may have been here */
+    if (!e) return fa_fail(err, FA_ENOMEM, "flash_attn: more than %d CUDA kernels in one process", (int)TABLE_SLOTS);
+    if (!e->kernel) {
+        status = find(variant, driver, &e->kernel, err);
         if (status != FA_OK) return status;
+        atomic_store_explicit(&e->variant, number_of(variant), memory_order_release);
+    }
+    status = fa_driver_check(driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes,
+                                                          e->kernel, gpu->device),
+                             "giving a kernel its shared memory", err);
+    if (status == FA_OK) atomic_fetch_or_explicit(&e->devices, (uint64_t)1 << gpu->device, memory_order_release);
+    return status;
+}
+
+fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    loaded *entry = entry_of(variant);
+    fa_status status = FA_OK;
+    if (!entry || !(atomic_load_explicit(&entry->devices, memory_order_acquire) & (uint64_t)1 << gpu->device)) {
         fa_lock_acquire(&lock);
-        if (!entry->kernel) status = find(variant, driver, &entry->kernel, err);
-        if (status == FA_OK)
-            status = fa_driver_check(driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                                                  FA_SHARED_BYTES, entry->kernel, gpu->device),
-                                     "giving a kernel its shared memory", err);
-        if (status == FA_OK) atomic_fetch_or_explicit(&entry->devices, device, memory_order_release);
+        status = set_up(variant, gpu, &entry, err);
         fa_lock_release(&lock);
     }
-    *kernel = entry->kernel;
+    *kernel = status == FA_OK ? entry->kernel : NULL;
     return status;
+}
+
+fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu) {
+    return (fa_variant){(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, gpu->capability};
 }

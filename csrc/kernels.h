@@ -1,7 +1,7 @@
 /* The CUDA kernels that exist, and how one of them is found: loaded before; among the cubins that ship; in the disk
  * cache; or compiled from its source, which then fills the cache.
  *
- * A variant is a row of cuda/tiles.def with a set of features. It has a name for people, and a key: a hash of its
+ * A variant is a row of cuda/tiles.def with a set of features, for one architecture. It has a name for people, and a key: a hash of its
  * sources and options, so that a changed source never meets an old binary. */
 #ifndef FA_KERNELS_H
 #define FA_KERNELS_H
@@ -16,25 +16,50 @@ enum {
     FA_SCORE = 8,    /* softcap, ALiBi, or a scale that is not positive */
     FA_DROPOUT = 16, /* of p */
     FA_ALL_FEATURES = 31,
-    FA_IN_BF16 = 32, /* the dtype; fp16 without */
-    FA_NUM_FEATURE_SETS = 64,
+    FA_IN_BF16 = 32, /* the dtype; fp16 with neither bit */
+    FA_IN_F32 = 64,
+    FA_PAGED = 128,         /* keys lie in pages of a block table */
+    FA_DETERMINISTIC = 256, /* sums in a fixed order */
 };
 
-/* One row of cuda/tiles.def, which says what the columns mean. */
+/* A family: one kernel text with its rows of cuda/tiles.def, which says what the columns mean. */
+typedef enum { FA_FWD_SM90, FA_NUM_FAMILIES } fa_family_id;
+
+enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 6 };
+
+typedef struct {
+    const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's, then the shape's */
+    int columns[FA_MAX_COLUMNS];
+    unsigned serves;  /* features */
+    int shared_bytes; /* of dynamic shared memory */
+} fa_row;
+
+typedef struct {
+    const char *name;                    /* attn_fwd_sm90 */
+    const char *files[FA_MAX_FILES];     /* in csrc/cuda: the kernel, then what it includes */
+    int arch;                            /* 90: of sm_90a only; 0: compiled for the GPU at hand */
+    const char *columns[FA_MAX_COLUMNS]; /* the constants that a row defines */
+    unsigned knows;                      /* the features that are constants of this text */
+    const fa_row *rows;
+    int num_rows;
+    bool (*chooses)(int row, unsigned features); /* does a plan ever take the row for these? */
+} fa_family;
+
+extern const fa_family fa_families[FA_NUM_FAMILIES];
+
+/* attn_fwd_sm90's columns. */
 typedef struct {
     int d, block_kv, wgs, stages, q_stages, early, turn, split;
-    unsigned serves;
-    const char *name; /* sm90_d128_wg2_kv128 */
-} fa_tile;
+} fa_fwd_sm90_columns;
+const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
 
 enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 
-extern const fa_tile fa_fwd_tiles_sm90[];
-extern const int fa_num_fwd_tiles_sm90;
-
 typedef struct {
-    int tile; /* row of fa_fwd_tiles_sm90 */
+    fa_family_id family;
+    int row;
     unsigned features;
+    int arch; /* 90: compiled for compute capability 9.0 */
 } fa_variant;
 
 #define FA_VARIANT_NAME_BYTES 96
@@ -47,7 +72,9 @@ bool fa_variant_is_chosen(fa_variant variant);
  * compiled. Needs no GPU. */
 fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err);
 
-/* The kernel, ready to launch on the GPU. Any thread; the first call for a variant may take seconds. */
+/* The kernel, ready to launch on the GPU. Any thread; the first call for a variant may take seconds. The variant of a
+ * plan is fa_plan_variant(). */
+fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu);
 fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err);
 
 /* ---- between the files of this part --------------------------------------------------------------------------- */

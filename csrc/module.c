@@ -156,16 +156,18 @@ static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
     (void)self;
     (void)unused;
     PyObject *list = PyList_New(0);
-    for (int tile = 0; list && tile < fa_num_fwd_tiles_sm90; tile++)
-        for (unsigned features = 0; list && features < FA_NUM_FEATURE_SETS; features++) {
-            const fa_variant variant = {tile, features};
-            char name[FA_VARIANT_NAME_BYTES];
-            if (!fa_variant_is_chosen(variant)) continue;
-            fa_variant_name(variant, name);
-            PyObject *entry = Py_BuildValue("(siI)", name, tile, features);
-            if (!entry || PyList_Append(list, entry) < 0) Py_CLEAR(list);
-            Py_XDECREF(entry);
-        }
+    for (int family = 0; family < FA_NUM_FAMILIES; family++)
+        for (int row = 0; row < fa_families[family].num_rows; row++)
+            for (unsigned features = 0; list && features <= fa_families[family].knows; features++) {
+                const int arch = fa_families[family].arch;
+                const fa_variant variant = {(fa_family_id)family, row, features, arch};
+                char name[FA_VARIANT_NAME_BYTES];
+                if (!fa_variant_is_chosen(variant)) continue;
+                fa_variant_name(variant, name);
+                PyObject *entry = Py_BuildValue("(siiIi)", name, family, row, features, arch);
+                if (!entry || PyList_Append(list, entry) < 0) Py_CLEAR(list);
+                Py_XDECREF(entry);
+            }
     return list;
 }
 
@@ -175,9 +177,12 @@ static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
     fa_error err = {""};
     bool compiled = false;
     fa_status status;
-    if (PyTuple_Size(args) != 2) return PyErr_Format(PyExc_TypeError, "build_cuda_kernel(): takes tile and features");
-    variant.tile = (int)PyLong_AsLong(PyTuple_GetItem(args, 0));
-    variant.features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    if (PyTuple_Size(args) != 4)
+        return PyErr_Format(PyExc_TypeError, "build_cuda_kernel(): takes family, row, features and arch");
+    variant.family = (fa_family_id)PyLong_AsLong(PyTuple_GetItem(args, 0));
+    variant.row = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    variant.features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 2));
+    variant.arch = (int)PyLong_AsLong(PyTuple_GetItem(args, 3));
     if (PyErr_Occurred()) return NULL;
     Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
     Py_END_ALLOW_THREADS if (status != FA_OK) return PyErr_Format(PyExc_RuntimeError, "%s", err.text);
@@ -195,9 +200,10 @@ static PyMethodDef methods[] = {
     {"take_plans", take_plans, METH_NOARGS,
      "take_plans() -> the plans collected on this thread since the last call, as dicts"},
     {"cuda_kernels", cuda_kernels, METH_NOARGS,
-     "cuda_kernels() -> (name, tile, features) of every GPU kernel that a call can ask for"},
+     "cuda_kernels() -> (name, family, row, features, arch) of every GPU kernel that a call can ask for; arch 0: any"},
     {"build_cuda_kernel", build_cuda_kernel, METH_VARARGS,
-     "build_cuda_kernel(tile, features) -> True if the kernel had to be compiled, False if the disk cache has it"},
+     "build_cuda_kernel(family, row, features, arch) -> True if the kernel had to be compiled, False if the disk cache "
+     "has it"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,4 +7,19 @@
 /* As fa_plan_make. Of the machine only the GPU's members are read. */
 fa_status fa_plan_cuda(const fa_problem *problem, const fa_machine *machine, fa_plan *plan, fa_error *err);
 
+/* ---- between the files of this part ----------------------------------------------------------------------------- */
+
+/* One kernel's offer: NULL, and the plan says how (family, row, features, block sizes, splits, workspace); or why it
+ * cannot serve the problem, in words that live as long as the program. The plan comes with pass and device set. */
+typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
+fa_cuda_planner fa_plan_fwd_sm90;
+
+/* What of kernels.h' features the problem asks for, its dtype among them. */
+unsigned fa_cuda_features(const fa_problem *problem);
+
+void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
+
+/* Can TMA walk over the tensor? It steps by 16 bytes. num_rows: of all sequences; packed: their rows lie in one row. */
+bool fa_suits_tma(const fa_problem *problem, const fa_view *tensor, int64_t num_rows, int64_t num_heads, bool packed);
+
 #endif

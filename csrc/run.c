@@ -1,7 +1,7 @@
 /* Executes a plan: on the CPU through the engine in cpu/, on a GPU by launching its kernel. */
 #include "run.h"
 
-#include "cuda_fwd.h"
+#include "cuda_run.h"
 
 #include <math.h>
 #include <string.h>
@@ -34,7 +34,7 @@ static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
 
 fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                  const fa_pool *pool, fa_error *err) {
-    if (problem->device == FA_CUDA) return fa_cuda_fwd(problem, plan, err);
+    if (problem->device == FA_CUDA) return fa_cuda_run(problem, plan, workspace, err);
     fill_unowned_rows(problem, zero_tensors);
     fa_cpu_run(problem, plan, workspace, pool);
     return FA_OK;

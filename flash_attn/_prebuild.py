@@ -23,13 +23,16 @@ def prebuild(archs=ARCHS, all_features=False, progress=None):
     unknown = set(archs) - set(ARCHS)
     if unknown:
         raise ValueError(f"there are kernels for {', '.join(ARCHS)}, not for {', '.join(sorted(unknown))}")
-    prefixes = tuple(f"attn_fwd_{arch.rstrip('a').replace('_', '')}_" for arch in archs)
-    kernels = [kernel for kernel in flash_attn_2_cuda.cuda_kernels() if kernel[0].startswith(prefixes)]
-    if not all_features:
-        kernels = [kernel for kernel in kernels if _COMMON.fullmatch(kernel[0])]
+    numbers = {int(arch.removeprefix("sm_").rstrip("a")): arch for arch in archs}
+    kernels = [
+        (name, family, row, features, number)
+        for name, family, row, features, own in flash_attn_2_cuda.cuda_kernels()
+        for number in numbers
+        if own in (0, number) and (all_features or _COMMON.fullmatch(name))
+    ]
     compiled = []
-    for done, (name, tile, features) in enumerate(kernels, 1):
-        is_new = flash_attn_2_cuda.build_cuda_kernel(tile, features)
+    for done, (name, *variant) in enumerate(kernels, 1):
+        is_new = flash_attn_2_cuda.build_cuda_kernel(*variant)
         if is_new:
             compiled.append(name)
         if progress:

@@ -27,7 +27,7 @@ fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
     va_end(values);
     return status;
 }
-const char *fa_dtype_name(fa_dtype dtype) { return dtype == FA_BF16 ? "bf16" : dtype == FA_F16 ? "fp16" : "fp32"; }
+size_t fa_dtype_bytes(fa_dtype dtype) { return dtype == FA_F32 ? 4 : 2; }
 
 int main(int argc, char **argv) {
     static char memory[64];
@@ -69,7 +69,16 @@ int main(int argc, char **argv) {
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
-    sources = ("plan_cuda", "kernels", "kernel_source", "kernel_cache", "cuda_driver", "torch_abi")
+    sources = (
+        "plan_cuda",
+        "plan_cuda_fwd",
+        "kernels",
+        "kernel_table",
+        "kernel_source",
+        "kernel_cache",
+        "cuda_driver",
+        "torch_abi",
+    )
     files = [CSRC / f"{name}.c" for name in sources]
     command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-ldl", "-lpthread"]
     subprocess.run([*command, "-o", folder / "plan"], check=True)
@@ -108,20 +117,20 @@ def test_kernel(plan, numbers, kernel):
     name, block_q, block_kv = first.split()
     assert name == kernel
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
-    assert all(re.fullmatch(r"sm90_d\d+_wg\d_kv\d+: .+", line) for line in ruled_out)
+    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
 
 
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
         ({"capability": 75}, "this GPU has compute capability 7.5, and the kernels begin at 8.0; use torch.nn.func"),
-        ({"capability": 80}, "for compute capability 9.0 (Hopper) in this version, and this GPU has 8.0; use torch"),
+        ({"capability": 80}, "it is for compute capability 9.0 (Hopper), and this GPU has another"),
         ({"pass": 1}, "there is no CUDA kernel for the backward pass in this version"),
-        ({"dtype": 2}, "take fp16 and bf16; q is fp32"),
-        ({"pages": 1}, "no CUDA kernel for a block_table"),
-        ({"d": 12}, "must be a multiple of 8 in this version; q has 12"),
-        ({"stride": 4}, "have strides that are multiples of 8 elements"),
-        ({"offset": 2}, "must start at multiples of 16 bytes"),
+        ({"dtype": 2}, "it takes fp16 and bf16"),
+        ({"pages": 1}, "it reads no block_table"),
+        ({"d": 12}, "a head dimension that is a multiple of 8"),
+        ({"stride": 4}, "with strides that are multiples of 8 elements"),
+        ({"offset": 2}, "to start at multiples of 16 bytes"),
         ({"len_q": 2**40}, "more rows or tiles than 2^31"),
     ],
     ids=str,

@@ -17,18 +17,31 @@ NAME = re.compile(
 
 def test_every_kernel_has_a_name_and_a_row():
     kernels = flash_attn_2_cuda.cuda_kernels()
-    assert all(NAME.fullmatch(name) for name, _, _ in kernels)
-    assert len({(tile, features) for _, tile, features in kernels}) == len(kernels)
-    found = {tuple(NAME.fullmatch(name).groups()) for name, _, _ in kernels}
+    assert all(NAME.fullmatch(name) for name, *_ in kernels)
+    assert len({tuple(variant) for _, *variant in kernels}) == len(kernels)
+    found = {tuple(NAME.fullmatch(name).groups()) for name, *_ in kernels}
     options = [(m, v, s, d) for m in (None, "_causal", "_local") for v in (None, "_varlen") for s in (None, "_score")
                for d in (None, "_dropout")]  # fmt: skip
     assert found == {(t, d, *o) for t in ("bf16", "fp16") for d in ("64", "96", "128", "192", "256") for o in options}
 
 
-@pytest.mark.parametrize(("tile", "features"), [(-1, 0), (1000, 0), (0, 3), (0, 64), (0, 16)])
-def test_what_no_call_asks_for_is_refused(tile, features):
-    with pytest.raises(RuntimeError, match=f"no CUDA kernel of row {tile} with features {features}"):
-        flash_attn_2_cuda.build_cuda_kernel(tile, features)
+@pytest.mark.parametrize(
+    ("family", "row", "features", "arch"),
+    [
+        (-1, 0, 0, 90),
+        (1000, 0, 0, 90),
+        (0, -1, 0, 90),
+        (0, 1000, 0, 90),
+        (0, 0, 3, 90),
+        (0, 0, 4096, 90),
+        (0, 0, 16, 90),
+        (0, 0, 0, 80),
+    ],
+)
+def test_what_no_call_asks_for_is_refused(family, row, features, arch):
+    words = f"no CUDA kernel of family {family}, row {row}, with features {features} for sm_{arch}"
+    with pytest.raises(RuntimeError, match=words):
+        flash_attn_2_cuda.build_cuda_kernel(family, row, features, arch)
 
 
 def test_unknown_arch():

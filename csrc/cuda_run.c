@@ -1,0 +1,23 @@
+/* Executes a plan on a GPU: its context, PyTorch's stream, and the launcher of the plan's family. */
+#include "cuda_run.h"
+
+#include "torch_abi.h"
+
+static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
+    [FA_FWD_SM90] = fa_cuda_fwd_sm90,
+};
+
+fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, void *workspace, fa_error *err) {
+    fa_cuda_call call = {.problem = problem, .plan = plan, .workspace = workspace};
+    fa_context_guard guard;
+    void *stream;
+    fa_status status = fa_torch_current_stream(problem->device_idx, &stream, err);
+    if (status == FA_OK) status = fa_driver_get(&call.driver, err);
+    if (status == FA_OK) status = fa_gpu_get(problem->device_idx, &call.gpu, err);
+    if (status == FA_OK) status = fa_context_enter(call.gpu, &guard, err);
+    if (status != FA_OK) return status;
+    call.stream = (CUstream)stream;
+    status = launchers[plan->cuda_family](&call, err);
+    fa_context_leave(&guard);
+    return status;
+}

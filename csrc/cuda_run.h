@@ -1,0 +1,28 @@
+/* A plan for a GPU -> launches on PyTorch's current stream. */
+#ifndef FA_CUDA_RUN_H
+#define FA_CUDA_RUN_H
+
+#include "kernels.h"
+
+/* workspace: plan->workspace_bytes of the GPU's memory, or NULL where the plan asks for none. Allocates nothing, reads
+ * nothing from the device, waits for nothing. */
+fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, void *workspace, fa_error *err);
+
+/* ---- between the files of this part ----------------------------------------------------------------------------- */
+
+/* What a launch needs. The GPU's context is current. */
+typedef struct {
+    const fa_problem *problem;
+    const fa_plan *plan;
+    void *workspace;
+    const fa_gpu *gpu;
+    const fa_driver *driver;
+    CUstream stream;
+} fa_cuda_call;
+
+/* Fills the kernel's parameters and launches it, with whatever must run before and after. One for each kernel that a
+ * plan can name. */
+typedef fa_status fa_cuda_launcher(const fa_cuda_call *call, fa_error *err);
+fa_cuda_launcher fa_cuda_fwd_sm90;
+
+#endif

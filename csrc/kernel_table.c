@@ -1,0 +1,77 @@
+/* Every family of GPU kernels, its rows out of cuda/tiles.def, and what its variants are called. */
+#include "cuda/attn_fwd_params.h"
+#include "kernels.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define TEXT_OF(x)  #x
+#define TEXT(x)     TEXT_OF(x)
+#define ROWS_OF_1   64
+#define ROWS_OF_2   128
+#define ROWS_OF_3   192
+#define NUM_ROWS(x) (int)(sizeof(x) / sizeof *(x))
+
+/* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
+
+static const fa_row fwd_sm90_rows[] = {
+#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, early, turn, split, serves) \
+    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                       \
+     {d, block_kv, wgs, stages, q_stages, early, turn, split},                           \
+     serves,                                                                             \
+     FA_SHARED_BYTES},
+#include "cuda/tiles.def"
+};
+
+const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
+
+/* plan_cuda_fwd.c takes the first row that fits, and a later one only for short causal problems. */
+static bool fwd_sm90_chooses(int row, unsigned features) {
+    const unsigned wanted = features & FA_ALL_FEATURES;
+    for (int i = 0; i < row; i++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
+        if (t->d == fa_fwd_sm90_row(row)->d && (fwd_sm90_rows[i].serves & wanted) == wanted &&
+            !(t->wgs == 3 && wanted & FA_CAUSAL))
+            return false;
+    }
+    return true;
+}
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+
+const fa_family fa_families[FA_NUM_FAMILIES] = {
+    [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
+                     .files = {"attn_fwd_sm90.cu", "ptx_sm90.cuh", "attn_fwd_params.h", "tensor_map.h"},
+                     .arch = 90,
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "EARLY", "TURN", "SPLIT_WAIT"},
+                     .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                     .rows = fwd_sm90_rows,
+                     .num_rows = NUM_ROWS(fwd_sm90_rows),
+                     .chooses = fwd_sm90_chooses},
+};
+
+bool fa_variant_is_chosen(fa_variant v) {
+    if ((int)v.family < 0 || v.family >= FA_NUM_FAMILIES) return false;
+    const fa_family *family = &fa_families[v.family];
+    const unsigned wanted = v.features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    return 0 <= v.row && v.row < family->num_rows && (v.features & ~family->knows) == 0 &&
+           (family->arch == 0 || family->arch == v.arch) && (family->rows[v.row].serves & wanted) == wanted &&
+           !(wanted & FA_CAUSAL && wanted & FA_LOCAL) && !(v.features & FA_IN_BF16 && v.features & FA_IN_F32) &&
+           family->chooses(v.row, v.features);
+}
+
+/* attn_fwd_sm90_bf16_d128_q128kv128_causal */
+void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
+    static const struct {
+        unsigned bit;
+        const char *word;
+    } words[] = {{FA_CAUSAL, "_causal"}, {FA_LOCAL, "_local"},     {FA_VARLEN, "_varlen"},        {FA_SCORE, "_score"},
+                 {FA_PAGED, "_paged"},   {FA_DROPOUT, "_dropout"}, {FA_DETERMINISTIC, "_ordered"}};
+    const fa_family *family = &fa_families[v.family];
+    const char *dtype = v.features & FA_IN_F32 ? "fp32" : v.features & FA_IN_BF16 ? "bf16" : "fp16";
+    int at = snprintf(name, FA_VARIANT_NAME_BYTES, "%s_%s%s", family->name, dtype,
+                      family->rows[v.row].name + strlen(family->name));
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (v.features & words[i].bit)
+            at += snprintf(name + at, FA_VARIANT_NAME_BYTES - (size_t)at, "%s", words[i].word);
+}

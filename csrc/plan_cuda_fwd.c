@@ -1,0 +1,56 @@
+/* What attn_fwd_sm90 asks for, and the first row of cuda/tiles.def that has room for the head dimension and serves every
+ * feature. */
+#include "kernels.h"
+#include "plan_cuda.h"
+
+#define NEEDS(condition, reason)         \
+    do {                                 \
+        if (!(condition)) return reason; \
+    } while (0)
+
+bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_rows, int64_t num_heads, bool packed) {
+    const int64_t elements = 16 / (int64_t)fa_dtype_bytes(p->dtype);
+    /* A stride of a dimension of one element is never taken. */
+    return (uintptr_t)t->data % 16 == 0 && (num_rows <= 1 || t->stride_row % elements == 0) &&
+           (num_heads <= 1 || t->stride_h % elements == 0) && (packed || p->b <= 1 || t->stride_b % elements == 0);
+}
+
+const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const unsigned features = fa_cuda_features(p), wanted = features & FA_ALL_FEATURES;
+    const bool packed = p->cu_seqlens_q != NULL;
+    NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
+    NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
+    NEEDS(!p->block_table, "it reads no block_table");
+    NEEDS(!p->leftpad_k && !p->cache_batch_idx && !p->k_new.data && !p->rotary_cos && (!p->seqused_k || packed),
+          "it reads no KV cache");
+    NEEDS(!p->wants_s_dmask, "it does not return the attention probabilities");
+    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(fa_suits_tma(p, &p->q, p->total_q, p->h, packed) && fa_suits_tma(p, &p->k, p->total_kv, p->h_kv, packed) &&
+              fa_suits_tma(p, &p->v, p->total_kv, p->h_kv, packed) &&
+              (!p->o.data || fa_suits_tma(p, &p->o, p->total_q, p->h, packed)),
+          "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
+    NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
+          "the problem has more rows or tiles than 2^31");
+
+    /* head_dim 64, causal, TFLOPS with 192 and 128 rows: 309 and 352 at length 1k, 466 and 456 at 4k. */
+    const bool is_short_diagonal = (wanted & FA_CAUSAL) && p->len_q <= 2048;
+    const fa_family *family = &fa_families[FA_FWD_SM90];
+    int row = 0;
+    for (; row < family->num_rows; row++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
+        if (t->d < p->d)
+            fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
+        else if ((family->rows[row].serves & wanted) != wanted)
+            fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
+        else if (t->wgs == 3 && is_short_diagonal)
+            fa_rule_out(plan, family->rows[row].name, "192 rows waste too much of a short diagonal");
+        else
+            break;
+    }
+    plan->cuda_family = FA_FWD_SM90;
+    plan->cuda_row = row;
+    plan->cuda_features = features;
+    plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
+    plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
+    return NULL;
+}
