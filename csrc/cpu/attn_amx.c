@@ -11,8 +11,12 @@
 #include "attn_fwd.h"
 
 /* The backward wants many lanes: they are the words k of dV and dK. */
-const fa_cpu_kernels fa_kernels_amx = {
-    .fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q, .block_q_bwd = FA_MAX_BLOCK_Q_BWD};
+const fa_cpu_kernels fa_kernels_amx = {.fwd = attn_fwd,
+                                       .bwd = attn_bwd,
+                                       .decode = attn_decode,
+                                       .block_q = BLOCK_Q,
+                                       .block_q_bwd = FA_MAX_BLOCK_Q_BWD,
+                                       .score_buffers = SCORE_BUFFERS};
 
 #include "vec_target_end.h"
 #endif

@@ -8,7 +8,8 @@
 #include "attn_decode.h"
 #include "attn_fwd.h"
 
-const fa_cpu_kernels fa_kernels_avx2 = {.fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q};
+const fa_cpu_kernels fa_kernels_avx2 = {
+    .fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q, .score_buffers = SCORE_BUFFERS};
 
 #include "vec_target_end.h"
 #endif

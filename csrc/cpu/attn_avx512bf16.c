@@ -10,7 +10,7 @@
 #include "attn_fwd.h"
 
 const fa_cpu_kernels fa_kernels_avx512bf16 = {
-    .fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q};
+    .fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q, .score_buffers = SCORE_BUFFERS};
 
 #include "vec_target_end.h"
 #endif

@@ -234,7 +234,14 @@ static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
     }
     memcpy(new_max, t->row_max, sizeof new_max);
     scores_adjust(t->scores, t->lanes, 0, n, &options, new_max);
-    softmax_step(t->scores, t->lanes, 0, n, new_max, t->row_max, t->row_sum, alpha, NULL, 0);
+    softmax_step(&(softmax_args){.scores = t->scores,
+                                 .p = t->scores,
+                                 .lanes = t->lanes,
+                                 .end = n,
+                                 .new_max = new_max,
+                                 .row_max = t->row_max,
+                                 .row_sum = t->row_sum,
+                                 .alpha = alpha});
 }
 
 static void rescale_output(const decode_task *t, const float alpha[DECODE_MAX_LANES]) {

@@ -23,6 +23,9 @@
 #include "fwd_layout.h"
 #include "pack.h"
 
+/* Two of scores and two of P, half as large, where the tile unit works on one pair and the vectors on the other. */
+#define SCORE_BUFFERS (PRODUCT_OVERLAPS ? 3 : 1)
+
 typedef struct {
     const fa_problem *p;
     fa_fwd_layout layout;
@@ -45,6 +48,8 @@ typedef struct {
     fa_fwd_tile *tiles;
     int64_t block; /* first key of the block */
     bool finite;   /* all of its V */
+    int turn;      /* which of the two buffers of scores is next */
+    product_queue queue;
 } fwd_task;
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -146,6 +151,15 @@ static void pack_block(fwd_task *t, int64_t block, int64_t begin, int64_t end) {
 
 /* ---- a tile meets a block ---- */
 
+/* One tile on one block: what passes between the two products and the softmax. */
+typedef struct {
+    int tile;
+    int64_t begin, end; /* keys of the block, begin a multiple of WORD_ELEMS */
+    bool masked, adjusts;
+    float *scores, *p; /* S^T, P; the same buffer where nothing overlaps */
+    float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
+} fwd_step;
+
 static float p_element(const float *words, int64_t lanes, int64_t key, int64_t lane) {
     uint32_t bits;
     memcpy(&bits, &words[key / WORD_ELEMS * lanes + lane], sizeof bits);
@@ -154,85 +168,144 @@ static float p_element(const float *words, int64_t lanes, int64_t key, int64_t l
 }
 
 /* What clear_nonfinite took out, for the lanes that see it. */
-static void add_nonfinite(const fwd_task *t, const fa_fwd_tile *tile, float *o_t, int64_t begin, int64_t end) {
-    for (int64_t key = begin; key < end; key++) {
+static void add_nonfinite(const fwd_task *t, const fwd_step *step, float *o_t) {
+    const fa_fwd_tile *tile = &t->tiles[step->tile];
+    for (int64_t key = step->begin; key < step->end; key++) {
         for (int64_t c = 0; t->v_rows[key] && c < t->p->d; c++) {
             float v = (float)fa_load_element(t->v_rows[key], c, t->p->dtype);
             if (v - v == 0.0f) continue;
             for (int lane = 0; lane < tile->lanes; lane++) {
                 bool visible = tile->first[lane] <= t->block + key && t->block + key < tile->end[lane];
-                if (visible) o_t[c * tile->lanes + lane] += p_element(t->scores, tile->lanes, key, lane) * v;
+                if (visible) o_t[c * tile->lanes + lane] += p_element(step->p, tile->lanes, key, lane) * v;
             }
         }
     }
 }
 
-static void step_tile(const fwd_task *t, int i) {
-    const fwd_job *job = t->job;
-    const fa_fwd_layout *l = &job->layout;
-    fa_fwd_tile *tile = &t->tiles[i];
-    const int64_t lanes = tile->lanes, last = t->block + l->block_kv;
-    int64_t begin = max_i64(tile->first_key, t->block) - t->block, end = min_i64(tile->end_key, last) - t->block;
-    if (begin >= end) return;
-    begin = begin / WORD_ELEMS * WORD_ELEMS;
+/* The first tile from `tile` on that sees the block; false when none does. */
+static bool find_step(const fwd_task *t, int tile, int num_tiles, fwd_step *step) {
+    const int64_t last = t->block + t->job->layout.block_kv;
+    for (; tile < num_tiles; tile++) {
+        const fa_fwd_tile *x = &t->tiles[tile];
+        const int64_t begin = max_i64(x->first_key, t->block) - t->block, end = min_i64(x->end_key, last) - t->block;
+        if (begin >= end) continue;
+        step->tile = tile;
+        step->begin = begin / WORD_ELEMS * WORD_ELEMS;
+        step->end = end;
+        step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
+        step->adjusts =
+            step->masked || t->p->softcap > 0 || t->p->alibi_slopes || (!PRODUCT_SCALES && !(t->job->scale > 0));
+        return true;
+    }
+    return false;
+}
 
-    /* S^T = K Q^T */
-    float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
-    memcpy(new_max, tile->row_max, (size_t)lanes * sizeof(float));
-    score_options options = {.scale = job->scale,
-                             .softcap = job->softcap,
-                             .masked = tile->common_first > t->block + begin || tile->common_end < t->block + end};
-    bool adjusts = options.masked || t->p->softcap > 0 || t->p->alibi_slopes || (!PRODUCT_SCALES && !(job->scale > 0));
-    product_args scores = {.a = t->k + begin * l->words,
+/* S^T = K Q^T */
+static void step_scores(fwd_task *t, fwd_step *step) {
+    const fa_fwd_layout *l = &t->job->layout;
+    const fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t lanes = tile->lanes, buffer_floats = (int64_t)l->block_kv * l->block_q;
+    step->scores = t->scores + (PRODUCT_OVERLAPS ? t->turn * buffer_floats : 0);
+    step->p = PRODUCT_OVERLAPS ? t->scores + 2 * buffer_floats + t->turn * buffer_floats / WORD_ELEMS : step->scores;
+    t->turn ^= 1;
+    memcpy(step->new_max, tile->row_max, (size_t)lanes * sizeof(float));
+    product_args scores = {.a = t->k + step->begin * l->words,
                            .a_stride = l->words,
-                           .b = t->q_t + i * l->words * l->block_q,
+                           .b = t->q_t + step->tile * l->words * l->block_q,
                            .b_stride = lanes,
-                           .c = t->scores + begin * lanes,
+                           .c = step->scores + step->begin * lanes,
                            .c_stride = lanes,
-                           .rows = end - begin,
+                           .rows = step->end - step->begin,
                            .num_words = (t->p->d + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
-                           .scale = job->scale,
-                           .lane_max = new_max};
-    if (!adjusts) {
-        product_scores_max(&scores);
-    } else {
+                           .scale = t->job->scale,
+                           .lane_max = step->new_max};
+    product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
+}
+
+/* P = exp2(S - max) */
+static void step_softmax(fwd_task *t, fwd_step *step) {
+    const fwd_job *job = t->job;
+    fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
+    if (step->adjusts) {
+        const int64_t block_kv = job->layout.block_kv;
         float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
-        product_scores(&scores);
         for (int lane = 0; lane < lanes; lane++) {
-            first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), l->block_kv);
-            stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), l->block_kv);
+            first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
+            stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
         }
-        options.first = first, options.end = stop, options.diagonal = diagonal;
-        if (t->p->alibi_slopes) options.slope = tile->slope;
-        scores_adjust(t->scores, lanes, begin, end, &options, new_max);
+        score_options options = {.scale = job->scale,
+                                 .softcap = job->softcap,
+                                 .slope = t->p->alibi_slopes ? tile->slope : NULL,
+                                 .diagonal = diagonal,
+                                 .first = first,
+                                 .end = stop,
+                                 .masked = step->masked};
+        scores_adjust(step->scores, lanes, begin, end, &options, step->new_max);
     }
-
-    /* P = exp2(S - max) */
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, t->p->seed,
                       fa_dropout_stream(t->p->offset, t->s.b_idx, t->p->h, tile->head[0]), tile->row[0], t->block);
-    const uint8_t *bytes = job->drops ? t->bytes : NULL;
-    if (PRODUCT_SCALES || adjusts)
-        softmax_step(t->scores, lanes, begin, end, new_max, tile->row_max, tile->row_sum, alpha, bytes, t->p->keep_max);
+    softmax_args softmax = {.scores = step->scores,
+                            .p = step->p,
+                            .lanes = lanes,
+                            .begin = begin,
+                            .end = end,
+                            .scale = job->scale,
+                            .new_max = step->new_max,
+                            .row_max = tile->row_max,
+                            .row_sum = tile->row_sum,
+                            .alpha = step->alpha,
+                            .bytes = job->drops ? t->bytes : NULL,
+                            .keep_max = t->p->keep_max,
+                            .queue = &t->queue};
+    product_spread(&t->queue, lanes / LANES * ((end - begin + SOFTMAX_KEYS - 1) / SOFTMAX_KEYS));
+    if (PRODUCT_SCALES || step->adjusts)
+        softmax_step(&softmax);
     else
-        softmax_step_scaling(t->scores, lanes, begin, end, job->scale, new_max, tile->row_max, tile->row_sum, alpha,
-                             bytes, t->p->keep_max);
+        softmax_step_scaling(&softmax);
+}
 
-    /* O^T = O^T alpha + V^T P; rows of padding in V^T are zero, so whole groups of rows are multiplied */
-    product_args output = {.a = t->v_t + begin / WORD_ELEMS,
+/* O^T = O^T alpha + V^T P; rows of padding in V^T are zero, so whole groups of rows are multiplied */
+static void step_output(fwd_task *t, const fwd_step *step) {
+    const fa_fwd_layout *l = &t->job->layout;
+    const int64_t lanes = t->tiles[step->tile].lanes;
+    product_args output = {.a = t->v_t + step->begin / WORD_ELEMS,
                            .a_stride = l->v_stride,
-                           .b = t->scores + begin / WORD_ELEMS * lanes,
+                           .b = step->p + step->begin / WORD_ELEMS * lanes,
                            .b_stride = lanes,
-                           .c = t->o_t + i * l->columns * l->block_q,
+                           .c = t->o_t + step->tile * l->columns * l->block_q,
                            .c_stride = lanes,
                            .rows = round_up(t->p->d, PRODUCT_ROWS),
-                           .num_words = (end - begin + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_words = (step->end - step->begin + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
-                           .alpha = alpha};
-    product_rescale(&output);
-    if (!t->finite) add_nonfinite(t, tile, output.c, begin, end);
+                           .alpha = step->alpha};
+    product_later(&t->queue, PRODUCT_RESCALE, &output);
+    if (t->finite) return;
+    product_finish(&t->queue);
+    add_nonfinite(t, step, output.c);
+}
+
+/* Where products overlap the softmax, the scores of the next tile and the output of the last are computed during the
+ * softmax of this one. */
+static void step_tiles(fwd_task *t, int num_tiles) {
+    fwd_step steps[2];
+    int n = 0;
+    bool more = find_step(t, 0, num_tiles, &steps[0]);
+    if (more) step_scores(t, &steps[0]);
+    product_finish(&t->queue);
+    while (more) {
+        fwd_step *step = &steps[n], *next = &steps[n ^= 1];
+        more = find_step(t, step->tile + 1, num_tiles, next);
+        if (more && PRODUCT_OVERLAPS) step_scores(t, next);
+        step_softmax(t, step);
+        product_finish(&t->queue);
+        step_output(t, step);
+        if (more && !PRODUCT_OVERLAPS) step_scores(t, next);
+    }
+    product_finish(&t->queue);
 }
 
 /* ---- close a tile ---- */
@@ -282,7 +355,7 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     for (int i = 0; i < num_tiles; i++) open_tile(&t, i, task->begin + i);
     for (int64_t block = first_key / l->block_kv * l->block_kv; block < end_key; block += l->block_kv) {
         pack_block(&t, block, max_i64(first_key - block, 0), min_i64(end_key - block, l->block_kv));
-        for (int i = 0; i < num_tiles; i++) step_tile(&t, i);
+        step_tiles(&t, num_tiles);
     }
     for (int i = 0; i < num_tiles; i++) close_tile(&t, i);
 }
@@ -306,14 +379,15 @@ static void attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
     fa_worker *workers = (fa_worker *)((char *)workspace + workers_at);
     fa_assign_tasks(tasks, num_tasks, workers, plan->threads);
 
-    fwd_job job = {.p = p,
-                   .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task),
-                   .tasks = tasks,
-                   .workers = workers,
-                   .scratch = (char *)workspace + lists_bytes,
-                   .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
-                   .softcap = (float)(p->softcap * LOG2_E),
-                   .drops = p->dropout_p > 0 && p->keep_max < 255};
+    fwd_job job = {
+        .p = p,
+        .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task, SCORE_BUFFERS),
+        .tasks = tasks,
+        .workers = workers,
+        .scratch = (char *)workspace + lists_bytes,
+        .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
+        .softcap = (float)(p->softcap * LOG2_E),
+        .drops = p->dropout_p > 0 && p->keep_max < 255};
     if (plan->threads == 1)
         run_workers(0, 1, &job); /* too little to wake anybody */
     else

@@ -6,4 +6,5 @@
 #include "attn_decode.h"
 #include "attn_fwd.h"
 
-const fa_cpu_kernels fa_kernels_scalar = {.fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q};
+const fa_cpu_kernels fa_kernels_scalar = {
+    .fwd = attn_fwd, .bwd = attn_bwd, .decode = attn_decode, .block_q = BLOCK_Q, .score_buffers = SCORE_BUFFERS};

@@ -22,6 +22,7 @@ typedef struct {
     fa_cpu_kernel *fwd, *bwd, *decode; /* decode: the sequences of a forward that fa_decodes (partition.h) */
     int block_q;                       /* query lanes of one tile */
     int block_q_bwd;                   /* of the backward; 0: the same */
+    int score_buffers;                 /* of the forward: fwd_layout.h */
 } fa_cpu_kernels;
 const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype);
 

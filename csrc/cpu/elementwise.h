@@ -73,76 +73,126 @@ INLINE vec scores_minus(bool SCALED, vec s, vec scale, vec reference) {
     return SCALED ? vec_sub(s, reference) : vec_fma(s, scale, vec_sub(vec_set(0.0f), reference));
 }
 
-/* One row of P; where bytes of the generator are given, the elements that lose are zero in P but stay in the sum. */
-INLINE vec softmax_row(bool SCALED, const float *scores, vec scale, vec reference, vec *sum, const uint8_t *bytes,
+/* One row of P; what DROPS by the bytes of the generator is zero in P but stays in the sum. */
+INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec reference, vec *sum, const uint8_t *bytes,
                        uint8_t keep_max) {
-    vec p = vec_exp2(scores_minus(SCALED, vec_load(scores), scale, reference));
+    vec p = vec_exp2(scores_minus(SCALED, score, scale, reference));
     *sum = vec_add(*sum, p);
-    return bytes ? vec_select(mask_bytes_le(bytes, keep_max), p, vec_set(0.0f)) : p;
+    return DROPS ? vec_select(mask_bytes_le(bytes, keep_max), p, vec_set(0.0f)) : p;
 }
 
 /* Where rescaling costs a pass, the maximum of a lane stays what it was until it would grow by a factor of 2^8: P is below 256
  * instead of 1, and every digit counts as before. Each lane decides for itself: its bits depend on no other. */
 #define LAZY_MAX 8.0f
 
-/* Scores of keys [begin, end) become P: words in row key / WORD_ELEMS of the same buffer; begin is a multiple of
- * WORD_ELEMS. row_max goes from the old maximum to new_max, row_sum to the sum over all keys so far, and alpha is the
- * factor that the old accumulators need: 0 where there was no key yet, for exp2(-inf) = 0. */
-INLINE void softmax_step_of(bool SCALED, float *scores, int64_t lanes, int64_t begin, int64_t end, float scale,
-                            const float *new_max, float *row_max, float *row_sum, float *alpha, const uint8_t *bytes,
-                            uint8_t keep_max) {
-    const vec factor = vec_set(scale);
-    for (int64_t lane = 0; lane < lanes; lane += LANES) {
-        vec m = vec_load(new_max + lane), lowest = vec_set(-INFINITY), zero = vec_set(0.0f);
-        const vec old = vec_load(row_max + lane);
-        if (!PRODUCT_RESCALES) m = vec_select(vec_lt(vec_add(old, vec_set(LAZY_MAX)), m), m, old);
-        vec reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
+/* Where products run beside vectors: keys between two calls of product_advance. */
+#define SOFTMAX_KEYS 16
+
+typedef struct {
+    const float *scores; /* S^T, keys [begin, end) */
+    float *p;            /* P as words, in row key / WORD_ELEMS; may lie over the scores where the maxima are known */
+    int64_t lanes, begin, end; /* begin is a multiple of WORD_ELEMS */
+    float scale;               /* of the scores, where it is not in them yet */
+    const float *new_max;      /* over all keys so far; not read where the scores come without their scale */
+    float *row_max, *row_sum, *alpha;
+    const uint8_t *bytes; /* of the dropout generator, [key][lanes]; NULL: nothing is dropped */
+    uint8_t keep_max;
+    product_queue *queue; /* what may be computed meanwhile */
+} softmax_args;
+
+typedef struct {
+    vec sum_even, sum_odd, highest;
+} softmax_sums;
+
+/* P of one vector of lanes; the sums, and the highest score as it was stored. */
+INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS, int64_t lane, vec reference) {
+    const vec scale = vec_set(a->scale), zero = vec_set(0.0f);
+    const int64_t lanes = a->lanes, end = a->end;
+    const float *s = a->scores + a->begin * lanes + lane;
+    float *p = a->p + a->begin / WORD_ELEMS * lanes + lane;
+    const uint8_t keep_max = a->keep_max, *byte = DROPS ? a->bytes + a->begin * lanes + lane : (const uint8_t *)s;
+    const int64_t byte_stride = DROPS ? lanes : 0;
+    product_queue *const queue = a->queue;
+    softmax_sums x = {zero, zero, vec_set(-INFINITY)};
+    int64_t key = a->begin;
+    while (key + 2 <= end) {
+        const int64_t stop = PRODUCT_OVERLAPS && key + SOFTMAX_KEYS < end ? key + SOFTMAX_KEYS : end;
+        product_advance(queue);
+        for (; key + 2 <= stop; key += 2, s += 2 * lanes, p += 2 / WORD_ELEMS * lanes, byte += 2 * byte_stride) {
+            const vec s_even = vec_load(s), s_odd = vec_load(s + lanes);
+            if (!SCALED) x.highest = vec_max(vec_max(s_even, s_odd), x.highest);
+            vec even = softmax_row(SCALED, DROPS, s_even, scale, reference, &x.sum_even, byte, keep_max);
+            vec odd = softmax_row(SCALED, DROPS, s_odd, scale, reference, &x.sum_odd, byte + byte_stride, keep_max);
+#if WORD_ELEMS == 2
+            vec_store(p, vec_pack_words(even, odd));
+#else
+            vec_store(p, even);
+            vec_store(p + lanes, odd);
+#endif
+        }
+    }
+    if (key < end) {
+        if (!SCALED) x.highest = vec_max(vec_load(s), x.highest);
+        vec even = softmax_row(SCALED, DROPS, vec_load(s), scale, reference, &x.sum_even, byte, keep_max);
+#if WORD_ELEMS == 2
+        even = vec_pack_words(even, zero);
+#endif
+        vec_store(p, even);
+    }
+    return x;
+}
+
+/* Scores become P. row_max goes from the old maximum to the new one, row_sum to the sum over all keys so far, and alpha
+ * is the factor that the old accumulators need: 0 where there was no key yet, for exp2(-inf) = 0.
+ *
+ * Where the maxima are not known they are found in the same pass, on the guess that none outgrows LAZY_MAX; after the
+ * first block hardly one does, and then the pass is repeated. */
+INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
+    const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), slack = vec_set(LAZY_MAX), scale = vec_set(a->scale);
+    for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
+        const vec old = vec_load(a->row_max + lane);
+        vec m = old, reference;
+        softmax_sums x;
+        if (SCALED) {
+            m = vec_load(a->new_max + lane);
+            if (!PRODUCT_RESCALES) m = vec_select(vec_lt(vec_add(old, slack), m), m, old);
+        } else if (mask_any(vec_le(old, lowest))) { /* no guess yet */
+            vec high = lowest;
+            for (int64_t key = a->begin; key < a->end; key++)
+                high = vec_max(vec_load(a->scores + key * a->lanes + lane), high);
+            m = vec_max(vec_mul(high, scale), old);
+            m = vec_select(vec_lt(vec_add(old, slack), m), m, old);
+        }
+        for (;;) {
+            reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
+            x = softmax_lanes(a, SCALED, DROPS, lane, reference);
+            if (SCALED) break;
+            const vec high = vec_mul(x.highest, scale);
+            const vec_mask grown = vec_lt(vec_add(m, slack), high);
+            if (!mask_any(grown)) break;
+            m = vec_select(grown, high, m);
+        }
         vec rescale = vec_exp2(vec_sub(old, reference));
         if (!PRODUCT_RESCALES) rescale = vec_select(vec_le(old, lowest), vec_set(1.0f), rescale); /* of nothing */
-        vec sum_even = zero, sum_odd = zero;
-        int64_t key = begin;
-        for (; key + 2 <= end; key += 2) {
-            const float *s = scores + key * lanes + lane;
-            const uint8_t *byte = bytes ? bytes + key * lanes + lane : NULL;
-            vec even = softmax_row(SCALED, s, factor, reference, &sum_even, byte, keep_max);
-            vec odd = softmax_row(SCALED, s + lanes, factor, reference, &sum_odd, byte ? byte + lanes : NULL, keep_max);
-#if WORD_ELEMS == 2
-            vec_store(scores + key / 2 * lanes + lane, vec_pack_words(even, odd));
-#else
-            vec_store(scores + key * lanes + lane, even);
-            vec_store(scores + (key + 1) * lanes + lane, odd);
-#endif
-        }
-        if (key < end) {
-            const uint8_t *byte = bytes ? bytes + key * lanes + lane : NULL;
-            vec even = softmax_row(SCALED, scores + key * lanes + lane, factor, reference, &sum_even, byte, keep_max);
-#if WORD_ELEMS == 2
-            even = vec_pack_words(even, zero);
-#endif
-            vec_store(scores + key / WORD_ELEMS * lanes + lane, even);
-        }
-        vec_store(alpha + lane, rescale);
-        vec_store(row_max + lane, m);
-        vec_store(row_sum + lane, vec_fma(vec_load(row_sum + lane), rescale, vec_add(sum_even, sum_odd)));
+        vec_store(a->alpha + lane, rescale);
+        vec_store(a->row_max + lane, m);
+        vec_store(a->row_sum + lane, vec_fma(vec_load(a->row_sum + lane), rescale, vec_add(x.sum_even, x.sum_odd)));
     }
 }
 
-OUTLINE void softmax_step(float *scores, int64_t lanes, int64_t begin, int64_t end, const float *new_max,
-                          float *row_max, float *row_sum, float *alpha, const uint8_t *bytes, uint8_t keep_max) {
-    if (bytes)
-        softmax_step_of(true, scores, lanes, begin, end, 1, new_max, row_max, row_sum, alpha, bytes, keep_max);
+OUTLINE void softmax_step(const softmax_args *a) {
+    if (a->bytes)
+        softmax_step_of(a, true, true);
     else
-        softmax_step_of(true, scores, lanes, begin, end, 1, new_max, row_max, row_sum, alpha, NULL, 0);
+        softmax_step_of(a, true, false);
 }
 
 /* The same where the scores come without their scale. new_max, row_max and row_sum are of scaled scores. */
-OUTLINE void softmax_step_scaling(float *scores, int64_t lanes, int64_t begin, int64_t end, float scale,
-                                  const float *new_max, float *row_max, float *row_sum, float *alpha,
-                                  const uint8_t *bytes, uint8_t keep_max) {
-    if (bytes)
-        softmax_step_of(false, scores, lanes, begin, end, scale, new_max, row_max, row_sum, alpha, bytes, keep_max);
+OUTLINE void softmax_step_scaling(const softmax_args *a) {
+    if (a->bytes)
+        softmax_step_of(a, false, true);
     else
-        softmax_step_of(false, scores, lanes, begin, end, scale, new_max, row_max, row_sum, alpha, NULL, 0);
+        softmax_step_of(a, false, false);
 }
 
 /* The bytes of one patch of 16 rows x 32 keys, bytes[c][r]. All calls of the generator run abreast, ordered so that the

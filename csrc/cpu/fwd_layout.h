@@ -34,8 +34,9 @@ static inline size_t fa_take(size_t *at, int64_t bytes) {
     return offset;
 }
 
-static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv,
-                                             int tiles) {
+/* score_buffers: of S^T and P, each for one tile and one block. */
+static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
+                                             int score_buffers) {
     int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
     fa_fwd_layout l = {.words = words,
                        .columns = columns,
@@ -48,7 +49,7 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     l.o_t = fa_take(&at, tiles * columns * block_q * 4);
     l.k = fa_take(&at, block_kv * words * 4);
     l.v_t = fa_take(&at, columns * l.v_stride * 4);
-    l.scores = fa_take(&at, (int64_t)block_kv * block_q * 4);
+    l.scores = fa_take(&at, (int64_t)score_buffers * block_kv * block_q * 4);
     l.bytes = fa_take(&at, p->dropout_p > 0 ? (int64_t)block_kv * block_q : 0);
     l.k_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
     l.v_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));

@@ -28,6 +28,7 @@
 
 #define PRODUCT_SCALES   1  /* PRODUCT_STORE multiplies by scale */
 #define PRODUCT_RESCALES 1  /* alpha costs nothing */
+#define PRODUCT_OVERLAPS 0  /* products that may wait run beside the vectors that follow */
 #define PRODUCT_ROWS     8  /* rows of C come in multiples of this, where rows of padding in A are zero */
 #define PRODUCT_STRIP_A  16 /* rows of A, and */
 #define PRODUCT_CACHED   0  /* rows of C that stay in the first-level cache until they are read; 0: who cares */
@@ -97,5 +98,22 @@ OUTLINE void product_scores(const product_args *p) { product(PRODUCT_STORE, p); 
 OUTLINE void product_scores_max(const product_args *p) { product(PRODUCT_STORE_MAX, p); }
 OUTLINE void product_add(const product_args *p) { product(PRODUCT_ADD, p); }
 OUTLINE void product_rescale(const product_args *p) { product(PRODUCT_RESCALE, p); }
+
+#ifndef VEC_TILES
+/* One unit computes everything: nothing waits. */
+typedef struct {
+    int unused;
+} product_queue;
+INLINE void product_later(product_queue *q, product_epilogue EPILOGUE, const product_args *p) {
+    (void)q;
+    if (EPILOGUE == PRODUCT_STORE) product_scores(p);
+    if (EPILOGUE == PRODUCT_STORE_MAX) product_scores_max(p);
+    if (EPILOGUE == PRODUCT_ADD) product_add(p);
+    if (EPILOGUE == PRODUCT_RESCALE) product_rescale(p);
+}
+INLINE void product_spread(product_queue *q, int64_t parts) { (void)q, (void)parts; }
+INLINE void product_advance(product_queue *q) { (void)q; }
+INLINE void product_finish(product_queue *q) { (void)q; }
+#endif
 
 #endif

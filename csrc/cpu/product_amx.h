@@ -27,6 +27,7 @@
 
 #define PRODUCT_SCALES   0
 #define PRODUCT_RESCALES 0
+#define PRODUCT_OVERLAPS 1
 #define PRODUCT_ROWS     16
 #define PRODUCT_STRIP_A  32
 #define PRODUCT_CACHED   32
@@ -199,6 +200,95 @@ INLINE void product(product_epilogue epilogue, const product_args *p) {
         if (row < p->rows) product_last_rows(EPILOGUE, 1, p, row, lane);
     }
     for (int u = 0; u < p->num_vecs && EPILOGUE == PRODUCT_STORE_MAX; u++) fold_max(p, u * TILE);
+}
+
+/* ---- products beside vectors ---- */
+
+/* Products that were asked for and are not finished, in this order. The one in front stands at word k of a patch of
+ * 2 x 2 tiles; the sums of a patch are stored when the next one begins, so that nobody waits for them. */
+enum { QUEUED_PRODUCTS = 8 };
+typedef struct {
+    product_args jobs[QUEUED_PRODUCTS];
+    product_epilogue epilogues[QUEUED_PRODUCTS];
+    int first, count;
+    int64_t row, k;
+    int lane;
+    float *sums; /* where the sums of the last patch belong; NULL: they are stored */
+    int64_t sums_stride;
+    int64_t steps, share; /* left of all products, and taken by each product_advance */
+} product_queue;
+
+INLINE void product_store_sums(product_queue *q) {
+    if (!q->sums) return;
+    sums_store(2, 2, q->sums, q->sums_stride);
+    tiles_read(q->sums);
+    q->sums = NULL;
+}
+
+/* Sixteen words of a patch: four loads, four products. */
+INLINE void product_step(product_queue *q) {
+    const product_args *p = &q->jobs[q->first];
+    const float *a = p->a + q->row * p->a_stride + q->k, *b = p->b + q->k * p->b_stride + q->lane;
+    tiles_read(a);
+    if (q->k == 0) {
+        float *c = p->c + q->row * p->c_stride + q->lane;
+        product_store_sums(q);
+        if (q->epilogues[q->first] == PRODUCT_STORE)
+            sums_zero(2, 2);
+        else
+            sums_load(2, 2, c, p->c_stride);
+        q->sums = c;
+        q->sums_stride = p->c_stride;
+    }
+    operands_load(2, 2, a, p->a_stride, b, p->b_stride);
+    sums_add(2, 2);
+    q->k += TILE;
+    if (q->k < p->num_words) return;
+    q->k = 0;
+    q->row += 2 * TILE;
+    if (q->row < p->rows) return;
+    q->row = 0;
+    q->lane += 2 * TILE;
+    if (q->lane < p->num_vecs * TILE) return;
+    q->lane = 0;
+    q->first++;
+}
+
+OUTLINE void product_take(product_queue *q) {
+    int64_t steps = q->share < q->steps ? q->share : q->steps;
+    q->steps -= steps;
+    for (; steps > 0; steps--) product_step(q);
+}
+
+INLINE void product_advance(product_queue *q) {
+    if (q && q->steps) product_take(q);
+}
+
+/* The vector work that follows calls product_advance so many times. */
+INLINE void product_spread(product_queue *q, int64_t parts) { q->share = (q->steps + parts - 1) / parts; }
+
+OUTLINE void product_finish(product_queue *q) {
+    for (; q->steps > 0; q->steps--) product_step(q);
+    product_store_sums(q);
+    q->first = q->count = 0;
+}
+
+/* A product that may be computed until product_finish: A, B and C stay as they are. Whole patches wait, all else is
+ * computed now. */
+OUTLINE void product_later(product_queue *q, product_epilogue epilogue, const product_args *p) {
+    if (epilogue == PRODUCT_RESCALE)
+        for (int u = 0; u < p->num_vecs; u++) rescale_lanes(p, u * TILE);
+    if (epilogue == PRODUCT_RESCALE) epilogue = PRODUCT_ADD;
+    const bool whole = p->rows % (2 * TILE) == 0 && p->num_words % TILE == 0 && p->num_vecs % 2 == 0;
+    if (!whole || q->count == QUEUED_PRODUCTS) {
+        product_finish(q); /* the tiles are in use */
+        product(epilogue, p);
+        return;
+    }
+    tiles_read(p->a);
+    q->epilogues[q->count] = epilogue;
+    q->jobs[q->count++] = *p;
+    q->steps += p->rows / (2 * TILE) * (p->num_vecs / 2) * (p->num_words / TILE);
 }
 
 #endif
