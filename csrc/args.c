@@ -212,7 +212,9 @@ static fa_status check_saved(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(rng->dtype == fa_torch.i64, "rng_state must have dtype int64; it is %s", dtype_words(rng->dtype));
     TRY(SHAPE(rng, "(2)", 2));
     REQUIRE(contiguous(rng), "rng_state must be contiguous; it has stride %" PRId64, rng->stride[0]);
-    if (p->device == FA_CPU) {
+    if (p->device == FA_CUDA) {
+        p->rng_state = (const uint64_t *)rng->data;
+    } else {
         const int64_t *state = (const int64_t *)rng->data;
         p->seed = (uint64_t)state[0];
         p->offset = (uint64_t)state[1];

@@ -5,10 +5,13 @@
 
 static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = fa_cuda_fwd_sm90,
+    [FA_FWD_ANY] = fa_cuda_fwd_any,
+    [FA_BWD_ANY] = fa_cuda_bwd_any,
 };
 
-fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, void *workspace, fa_error *err) {
-    fa_cuda_call call = {.problem = problem, .plan = plan, .workspace = workspace};
+fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
+                      fa_error *err) {
+    fa_cuda_call call = {.problem = problem, .plan = plan, .zero_tensors = zero_tensors, .workspace = workspace};
     fa_context_guard guard;
     void *stream;
     fa_status status = fa_torch_current_stream(problem->device_idx, &stream, err);

@@ -6,7 +6,8 @@
 
 /* workspace: plan->workspace_bytes of the GPU's memory, or NULL where the plan asks for none. Allocates nothing, reads
  * nothing from the device, waits for nothing. */
-fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, void *workspace, fa_error *err);
+fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
+                      fa_error *err);
 
 /* ---- between the files of this part ----------------------------------------------------------------------------- */
 
@@ -14,6 +15,7 @@ fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, void *work
 typedef struct {
     const fa_problem *problem;
     const fa_plan *plan;
+    bool zero_tensors;
     void *workspace;
     const fa_gpu *gpu;
     const fa_driver *driver;
@@ -23,6 +25,10 @@ typedef struct {
 /* Fills the kernel's parameters and launches it, with whatever must run before and after. One for each kernel that a
  * plan can name. */
 typedef fa_status fa_cuda_launcher(const fa_cuda_call *call, fa_error *err);
-fa_cuda_launcher fa_cuda_fwd_sm90;
+fa_cuda_launcher fa_cuda_fwd_sm90, fa_cuda_fwd_any, fa_cuda_bwd_any;
+
+/* cuda_kvcache.c: writes the new keys and values into the cache and, if there is rotary, the turned queries into q_rotated
+ * [b, len_q, h, d] contiguous, fa_rotated_q_bytes of the workspace. Nothing happens where nothing is asked for. */
+fa_status fa_cuda_append(const fa_cuda_call *call, void *q_rotated, fa_error *err);
 
 #endif

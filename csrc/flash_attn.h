@@ -96,6 +96,7 @@ typedef struct {
     const int32_t *block_table;                 /* [rows, block_table_cols] page numbers; NULL: not paged */
     int64_t block_table_stride, block_table_cols;
     int64_t page_size, num_pages;
+    int64_t cache_rows; /* that cache_batch_idx may name: of the cache, or of the block table */
 
     /* Append before attending (kvcache). */
     fa_view k_new, v_new; /* [b, len_new, h_kv, d]; absent: nothing to append */
@@ -132,6 +133,7 @@ typedef struct {
     size_t l2_bytes;             /* per core; a default if the processor does not say */
     int threads;
     int gpu_capability; /* of the GPU that holds the tensors, 90 for compute capability 9.0; 0: they are on the CPU */
+    const char *gpu_kernels; /* only kernels with this in their names, as FLASH_ATTN_CUDA_KERNEL says; NULL: all */
 } fa_machine;
 
 #define FA_MAX_RULED_OUT 16

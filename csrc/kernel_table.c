@@ -37,7 +37,61 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     return true;
 }
 
+/* ---- the generic kernels ----------------------------------------------------------------------------------------- */
+
+#define ROWS_OF_WARPS_2      32
+#define ROWS_OF_WARPS_4      64
+#define PADDED_ROW(d, bytes) ((d) * (bytes) + 16)
+
+static const fa_row fwd_any_rows[] = {
+#define FA_FWD_TILE_ANY(d, block_kv, warps, bytes)                        \
+    {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_WARPS_##warps) "kv" #block_kv, \
+     {d, block_kv, warps, bytes},                                         \
+     0,                                                                   \
+     PADDED_ROW(d, bytes) * (16 * (warps) + 2 * (block_kv))},
+#include "cuda/tiles.def"
+#undef FA_FWD_TILE_ANY
+};
+
+/* Three rows for one of tiles.def: GRAD 0 dQ, 1 dK, 2 dV. */
+static const fa_row bwd_any_rows[] = {
+#define GRADIENT(name, grad, d, walk, warps, bytes)                                                           \
+    {"attn_bwd_any_" name "_d" #d "_q" TEXT(ROWS_OF_WARPS_##warps) "kv" #walk,                                \
+     {d, walk, warps, grad, bytes},                                                                           \
+     0,                                                                                                       \
+     PADDED_ROW(d, bytes) * ((grad) == 2 ? 16 * (warps) : 32 * (warps)) + PADDED_ROW(d, bytes) * 2 * (walk) + \
+         ((grad) == 2 ? 8 * (bytes) : 0)},
+#define FA_BWD_TILE_ANY(d, walk, warps, bytes) \
+    GRADIENT("dq", 0, d, walk, warps, bytes)   \
+    GRADIENT("dk", 1, d, walk, warps, bytes)   \
+    GRADIENT("dv", 2, d, walk, warps, bytes)
+#include "cuda/tiles.def"
+#undef FA_BWD_TILE_ANY
+};
+
+static const fa_row delta_any_rows[] = {{.name = "attn_delta_any"}};
+static const fa_row probs_any_rows[] = {{.name = "attn_probs_any", .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
+static const fa_row kvcache_rows[] = {{.name = "kvcache"}};
+
+const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
+const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
+
+static bool fwd_any_chooses(int row, unsigned features) {
+    return (fa_fwd_any_row(row)->element_bytes == 4) == ((features & FA_IN_F32) != 0);
+}
+
+static bool bwd_any_chooses(int row, unsigned features) {
+    return (fa_bwd_any_row(row)->element_bytes == 4) == ((features & FA_IN_F32) != 0);
+}
+
+static bool always_chooses(int row, unsigned features) {
+    (void)row, (void)features;
+    return true;
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
+
+#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh"
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
@@ -48,6 +102,38 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses},
+    [FA_FWD_ANY] = {.name = "attn_fwd_any",
+                    .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh"},
+                    .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS"},
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = fwd_any_rows,
+                    .num_rows = NUM_ROWS(fwd_any_rows),
+                    .chooses = fwd_any_chooses},
+    [FA_BWD_ANY] = {.name = "attn_bwd_any",
+                    .files = {"attn_bwd_any.cu", ANY_FILES, "tile_any.cuh"},
+                    .columns = {"HEAD_DIM", "WALK", "WARPS", "GRAD"},
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = bwd_any_rows,
+                    .num_rows = NUM_ROWS(bwd_any_rows),
+                    .chooses = bwd_any_chooses},
+    [FA_DELTA_ANY] = {.name = "attn_delta_any",
+                      .files = {"attn_delta_any.cu", ANY_FILES},
+                      .knows = FA_IN_BF16 | FA_IN_F32,
+                      .rows = delta_any_rows,
+                      .num_rows = NUM_ROWS(delta_any_rows),
+                      .chooses = always_chooses},
+    [FA_PROBS_ANY] = {.name = "attn_probs_any",
+                      .files = {"attn_probs_any.cu", ANY_FILES, "tile_any.cuh"},
+                      .knows = FA_IN_BF16 | FA_IN_F32,
+                      .rows = probs_any_rows,
+                      .num_rows = NUM_ROWS(probs_any_rows),
+                      .chooses = always_chooses},
+    [FA_KVCACHE] = {.name = "kvcache",
+                    .files = {"kvcache.cu", ANY_FILES},
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = kvcache_rows,
+                    .num_rows = NUM_ROWS(kvcache_rows),
+                    .chooses = always_chooses},
 };
 
 bool fa_variant_is_chosen(fa_variant v) {

@@ -22,8 +22,20 @@ enum {
     FA_DETERMINISTIC = 256, /* sums in a fixed order */
 };
 
+static inline unsigned fa_dtype_feature(fa_dtype dtype) {
+    return dtype == FA_BF16 ? FA_IN_BF16 : dtype == FA_F32 ? FA_IN_F32 : 0u;
+}
+
 /* A family: one kernel text with its rows of cuda/tiles.def, which says what the columns mean. */
-typedef enum { FA_FWD_SM90, FA_NUM_FAMILIES } fa_family_id;
+typedef enum {
+    FA_FWD_SM90,
+    FA_FWD_ANY,
+    FA_BWD_ANY,
+    FA_DELTA_ANY,
+    FA_PROBS_ANY,
+    FA_KVCACHE,
+    FA_NUM_FAMILIES
+} fa_family_id;
 
 enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 6 };
 
@@ -52,6 +64,16 @@ typedef struct {
     int d, block_kv, wgs, stages, q_stages, early, turn, split;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
+
+/* Those of the generic kernels. A gradient's row: dQ, and behind it dK and dV. */
+typedef struct {
+    int d, block_kv, warps, element_bytes;
+} fa_fwd_any_columns;
+typedef struct {
+    int d, walk, warps, grad, element_bytes;
+} fa_bwd_any_columns;
+const fa_fwd_any_columns *fa_fwd_any_row(int row);
+const fa_bwd_any_columns *fa_bwd_any_row(int row);
 
 enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 

@@ -47,6 +47,7 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
     p->leftpad_k = (const int32_t *)c->leftpad_k.data;
     p->cache_batch_idx = (const int32_t *)c->cache_batch_idx.data;
     TRY(check_block_table(c, p, err));
+    p->cache_rows = p->block_table ? c->block_table.size[0] : c->k.size[0];
     if (c->layout == FA_OP_KVCACHE && p->block_table) p->len_kv = p->block_table_cols * p->page_size;
     return FA_OK;
 }
@@ -77,15 +78,14 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
         TRY(check_cu_seqlens(&c->cu_seqlens_k, p->b, p->block_table ? -1 : p->total_kv, p->seqused_k ? -1 : p->len_kv,
                              "max_seqlen_k", err));
     }
-    const int64_t cache_rows = p->block_table ? c->block_table.size[0] : c->k.size[0];
     const char *cache_name = p->block_table ? "block_table" : c->k.name;
     for (int64_t i = 0; i < p->b; i++) {
         int64_t row = i;
         if (p->cache_batch_idx) {
             row = p->cache_batch_idx[i];
-            REQUIRE(row >= 0 && row < cache_rows,
+            REQUIRE(row >= 0 && row < p->cache_rows,
                     "cache_batch_idx must be within the %" PRId64 " rows of %s; element %" PRId64 " is %" PRId64,
-                    cache_rows, cache_name, i, row);
+                    p->cache_rows, cache_name, i, row);
         }
         /* keys before the append, and how many there may be */
         int64_t room = p->cu_seqlens_k && !p->block_table ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i]

@@ -11,6 +11,7 @@
 
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -201,6 +202,8 @@ static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_erro
     const fa_gpu *gpu;
     fa_status status = fa_gpu_get(problem->device_idx, &gpu, err);
     if (status == FA_OK) machine->gpu_capability = gpu->capability;
+    const char *kernels = getenv("FLASH_ATTN_CUDA_KERNEL");
+    if (kernels && *kernels) machine->gpu_kernels = kernels;
     return status;
 }
 

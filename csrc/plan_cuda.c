@@ -15,6 +15,8 @@ static const struct {
     fa_cuda_planner *plan;
 } planners[] = {
     {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
+    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},
+    {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
 };
 
 unsigned fa_cuda_features(const fa_problem *p) {
@@ -24,10 +26,7 @@ unsigned fa_cuda_features(const fa_problem *p) {
             : windowed ? FA_LOCAL
                        : 0u) |
            (p->cu_seqlens_q ? FA_VARLEN : 0u) | (p->softcap > 0 || p->alibi_slopes || !(p->scale > 0) ? FA_SCORE : 0u) |
-           (p->dropout_p > 0 ? FA_DROPOUT : 0u) |
-           (p->dtype == FA_BF16  ? FA_IN_BF16
-            : p->dtype == FA_F32 ? FA_IN_F32
-                                 : 0u);
+           (p->dropout_p > 0 ? FA_DROPOUT : 0u) | fa_dtype_feature(p->dtype);
 }
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
@@ -49,10 +48,13 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
                        "torch.nn.functional.scaled_dot_product_attention",
                        machine->gpu_capability / 10, machine->gpu_capability % 10);
     *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1};
-    const char *why = "there is no CUDA kernel for the backward pass in this version";
+    const char *why = "";
     for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
         if (planners[i].pass != p->pass) continue;
-        why = planners[i].plan(p, machine, plan);
+        if (machine->gpu_kernels && !strstr(planners[i].name, machine->gpu_kernels))
+            why = "FLASH_ATTN_CUDA_KERNEL rules it out";
+        else
+            why = planners[i].plan(p, machine, plan);
         if (!why) {
             name_kernel(plan, machine->gpu_capability);
             return FA_OK;

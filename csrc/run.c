@@ -34,7 +34,7 @@ static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
 
 fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                  const fa_pool *pool, fa_error *err) {
-    if (problem->device == FA_CUDA) return fa_cuda_run(problem, plan, workspace, err);
+    if (problem->device == FA_CUDA) return fa_cuda_run(problem, plan, zero_tensors, workspace, err);
     fill_unowned_rows(problem, zero_tensors);
     fa_cpu_run(problem, plan, workspace, pool);
     return FA_OK;

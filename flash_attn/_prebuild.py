@@ -4,16 +4,23 @@ import re
 
 from flash_attn._ops import flash_attn_2_cuda
 
-ARCHS = ("sm_90a",)
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121")
 _COMMON = re.compile(r"attn_fwd_\w+?_d\d+_q\d+kv\d+(_causal)?(_varlen)?")
 
 
-def prebuild(archs=ARCHS, all_features=False, progress=None):
+def _is_common(name, own, number):
+    """Of Hopper's own kernels those without options; the generic ones where there are no others."""
+    return bool(_COMMON.fullmatch(name)) if own else number != 90
+
+
+def prebuild(archs=("sm_90a",), all_features=False, progress=None):
     """Compiles the kernels that the disk cache lacks.
 
     Args:
-        archs: of ``"sm_90a"``.
-        all_features: also kernels for windows, softcap, ALiBi and dropout.
+        archs: of ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"``, ``"sm_100"``, ``"sm_103"``, ``"sm_120"``,
+            ``"sm_121"``.
+        all_features: also kernels for windows, softcap, ALiBi and dropout, and for sm_90a the generic ones, which serve
+            what Hopper's own do not.
         progress: called after each kernel with (number done, number in all, name, whether it was compiled).
     Returns:
         The names of the kernels that were compiled.
@@ -28,7 +35,7 @@ def prebuild(archs=ARCHS, all_features=False, progress=None):
         (name, family, row, features, number)
         for name, family, row, features, own in flash_attn_2_cuda.cuda_kernels()
         for number in numbers
-        if own in (0, number) and (all_features or _COMMON.fullmatch(name))
+        if own in (0, number) and (all_features or _is_common(name, own, number))
     ]
     compiled = []
     for done, (name, *variant) in enumerate(kernels, 1):

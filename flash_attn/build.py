@@ -28,7 +28,7 @@ def _bar(done, total, name, _is_new):
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", default=ARCHS, choices=ARCHS)
+    parser.add_argument("--arch", nargs="+", default=["sm_90a"], choices=ARCHS)
     parser.add_argument("--all", action="store_true", help="windows, softcap, ALiBi and dropout too")
     options = parser.parse_args()
     try:

@@ -48,3 +48,32 @@ def test_variant_compiles_clean(numbers, features, tmp_path):
     assert done.returncode == 0, log
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, log
     assert not re.search(r"\(C75\d\d\)|warning", log), log
+
+
+ANY_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def any_variants():
+    """Every generic kernel for the oldest and the newest architecture, those that take most registers for all."""
+    for kind, columns, grads in (("FWD", ("HEAD_DIM", "BLOCK_KV", "WARPS"), (None,)),
+                                 ("BWD", ("HEAD_DIM", "WALK", "WARPS"), (0, 1, 2))):  # fmt: skip
+        for row in re.finditer(rf"^FA_{kind}_TILE_ANY\((.*?)\)", (CUDA / "tiles.def").read_text(), re.MULTILINE):
+            *numbers, element_bytes = (int(x) for x in row[1].split(","))
+            options = [f"-D{name}={value}" for name, value in zip(columns, numbers)]
+            for grad in grads:
+                own = [] if grad is None else [f"-DGRAD={grad}"]
+                for arch in ANY_ARCHS if numbers[0] == 256 else (ANY_ARCHS[0], ANY_ARCHS[-1]):
+                    yield arch, f"attn_{kind.lower()}_any.cu", element_bytes == 4, (*options, *own)
+    for name in ("attn_delta_any.cu", "attn_probs_any.cu", "kvcache.cu"):
+        yield from ((arch, name, is_fp32, ()) for arch in (ANY_ARCHS[0], ANY_ARCHS[-1]) for is_fp32 in (False, True))
+
+
+@pytest.mark.parametrize(("arch", "name", "is_fp32", "options"), any_variants(), ids=str)
+def test_generic_kernel_compiles_clean(arch, name, is_fp32, options, tmp_path):
+    command = [NVCC, "-cubin", f"-arch={arch}", "-std=c++17", "-use_fast_math", "-Xptxas=-v", *options]
+    command += [f"-DF32={int(is_fp32)}", f"-DBF16={int(not is_fp32)}"]
+    done = subprocess.run([*command, CUDA / name, "-o", tmp_path / "kernel.cubin"], capture_output=True, text=True)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, log
+    assert "warning" not in log, log

@@ -34,7 +34,7 @@ int main(int argc, char **argv) {
     static const int32_t offsets[3];
     static const float slopes[1];
     int64_t d = 128, stride = 0, offset = 0;
-    fa_machine machine = {.gpu_capability = 90};
+    fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
                     .scale = 0.1, .window_left = -1, .window_right = -1};
     for (int i = 1; i < argc; i++) {
@@ -43,7 +43,7 @@ int main(int argc, char **argv) {
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
         SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
-        SET("stride", stride) SET("offset", offset)
+        SET("stride", stride) SET("offset", offset) SET("new", p.len_new) SET("rotary", p.rotary_dim)
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
@@ -55,10 +55,12 @@ int main(int argc, char **argv) {
     void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
     fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};
     p.q = p.k = p.v = view;
+    if (p.rotary_dim) p.rotary_cos = p.rotary_sin = memory;
+    if (p.len_new) p.k_new = p.v_new = view;
     fa_plan plan;
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
-    printf("%s %d %d", plan.kernel, plan.block_q, plan.block_kv);
+    printf("%s %d %d %zu", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes);
     for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
     return 0;
 }
@@ -72,6 +74,7 @@ def plan(tmp_path_factory):
     sources = (
         "plan_cuda",
         "plan_cuda_fwd",
+        "plan_cuda_any",
         "kernels",
         "kernel_table",
         "kernel_source",
@@ -114,24 +117,66 @@ def plan(tmp_path_factory):
 )
 def test_kernel(plan, numbers, kernel):
     first, *ruled_out = plan(**numbers).splitlines()
-    name, block_q, block_kv = first.split()
-    assert name == kernel
+    name, block_q, block_kv, workspace = first.split()
+    assert name == kernel and workspace == "0"
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
     assert all(re.fullmatch(r"attn_fwd_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel", "words"),
+    [
+        (
+            {"capability": 80},
+            "attn_fwd_any_bf16_d128_q64kv64",
+            "it is for compute capability 9.0 (Hopper), and this GPU",
+        ),
+        ({"capability": 120, "d": 64}, "attn_fwd_any_bf16_d64_q64kv64", "it is for compute capability 9.0 (Hopper)"),
+        ({"dtype": 2}, "attn_fwd_any_fp32_d128_q64kv32", "it takes fp16 and bf16"),
+        ({"dtype": 2, "d": 129}, "attn_fwd_any_fp32_d256_q64kv16", "it takes fp16 and bf16"),
+        ({"pages": 1, "dtype": 0}, "attn_fwd_any_fp16_d128_q64kv64", "it reads no block_table"),
+        ({"new": 3}, "attn_fwd_any_bf16_d128_q64kv64", "it reads no KV cache"),
+        ({"d": 12}, "attn_fwd_any_bf16_d64_q64kv64", "a head dimension that is a multiple of 8"),
+        ({"d": 255}, "attn_fwd_any_bf16_d256_q64kv32", "a head dimension that is a multiple of 8"),
+        ({"stride": 4}, "attn_fwd_any_bf16_d128_q64kv64", "with strides that are multiples of 8 elements"),
+        ({"offset": 2}, "attn_fwd_any_bf16_d128_q64kv64", "to start at multiples of 16 bytes"),
+    ],
+    ids=str,
+)
+def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
+    first, *ruled_out = plan(**numbers).splitlines()
+    assert first.split()[0] == kernel
+    assert re.search(rf"_q{first.split()[1]}kv{first.split()[2]}", kernel)
+    assert any(line.startswith("attn_fwd_sm90: ") and words in line for line in ruled_out)
+
+
+def test_backward_of_every_dtype(plan):
+    for dtype, name in enumerate(("fp16", "bf16", "fp32")):
+        found = {d: plan(**{"pass": 1}, capability=80, dtype=dtype, d=d).split()[0] for d in (1, 64, 65, 128, 129, 256)}
+        assert all(
+            re.fullmatch(rf"attn_bwd_any_{name}_dq_d(64|128|256)_q\d+kv\d+", kernel) for kernel in found.values()
+        )
+        assert all(int(re.search(r"_d(\d+)", kernel)[1]) >= d for d, kernel in found.items())
+
+
+def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
+    assert plan(new=1, rotary=64, d=64).split()[3] == str(2 * 1024 * 4 * 64 * 2)
+
+
+def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
+    monkeypatch.setenv("KERNELS", "any")
+    first, *ruled_out = plan(d=128).splitlines()
+    assert first.startswith("attn_fwd_any_")
+    assert "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out" in ruled_out
+    monkeypatch.setenv("KERNELS", "none")
+    assert plan(d=128) == "flash_attn: FLASH_ATTN_CUDA_KERNEL rules it out\n"
 
 
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
         ({"capability": 75}, "this GPU has compute capability 7.5, and the kernels begin at 8.0; use torch.nn.func"),
-        ({"capability": 80}, "it is for compute capability 9.0 (Hopper), and this GPU has another"),
-        ({"pass": 1}, "there is no CUDA kernel for the backward pass in this version"),
-        ({"dtype": 2}, "it takes fp16 and bf16"),
-        ({"pages": 1}, "it reads no block_table"),
-        ({"d": 12}, "a head dimension that is a multiple of 8"),
-        ({"stride": 4}, "with strides that are multiples of 8 elements"),
-        ({"offset": 2}, "to start at multiples of 16 bytes"),
-        ({"len_q": 2**40}, "more rows or tiles than 2^31"),
+        ({"len_q": 2**40}, "it counts rows up to 2^30"),
     ],
     ids=str,
 )

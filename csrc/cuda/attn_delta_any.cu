@@ -1,0 +1,45 @@
+/* softmax_d, the first step of the backward:  delta_i = dO_i . O_i, zero for a row that saw nothing; the rows of softmax_d
+ * that only round up become zero. One warp takes one row.
+ *
+ * Specification: ../cpu/reference.c. */
+#include "cuda_problem.h"
+#include "element.cuh"
+#include "sequence.cuh"
+
+#ifndef KERNEL
+#define KERNEL attn_delta_any
+#endif
+
+constexpr int ROWS = 4; /* of a CTA */
+
+DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int head) {
+    const float lse = *row_stat(p.lse, s, i, head);
+    if (first_key(p, s, i) >= end_key(p, s, i) || fabsf(lse) == __int_as_float(0x7f800000)) return 0;
+    const element *o = (const element *)p.o.data + query_offset(p.o, s, i, head);
+    const element *dout = (const element *)p.dout.data + query_offset(p.dout, s, i, head);
+    float sum = 0;
+    for (int c = threadIdx.x % 32; c < p.d; c += 32) sum += to_float(o[c]) * to_float(dout[c]);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return sum;
+}
+
+/* Tasks: ROWS rows of each head of each sequence; then those behind the last sequence, or behind each if they are dense. */
+extern "C" __global__ void __launch_bounds__(32 * ROWS) KERNEL(const fa_cuda_problem p) {
+    const bool is_packed = p.cu_seqlens_q != nullptr, is_first_lane = threadIdx.x % 32 == 0;
+    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;
+    for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {
+        const int head = (int)(task / p.num_tiles % p.h), b_idx = (int)(task / p.num_tiles / p.h);
+        const int first = (int)(task % p.num_tiles) * ROWS + threadIdx.x / 32, step = p.num_tiles * ROWS;
+        if (b_idx == p.b) {
+            const int owned = clamp(p.cu_seqlens_q[p.b], 0, p.total_q);
+            for (int row = owned + first; row < p.softmax_d_rows; row += step)
+                if (is_first_lane) p.softmax_d.data[head * p.softmax_d.stride_h + row] = 0;
+            continue;
+        }
+        const sequence s = sequence_at(p, b_idx);
+        for (int i = first; i < (is_packed ? s.len_q : p.softmax_d_rows); i += step) {
+            const float delta = i < s.len_q ? delta_at(p, s, i, head) : 0;
+            if (is_first_lane) *row_stat(p.softmax_d, s, i, head) = delta;
+        }
+    }
+}

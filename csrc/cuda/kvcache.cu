@@ -1,0 +1,78 @@
+/* What happens to a cache before attention reads it: new keys and values are written in place, rotary embedding turns the
+ * new keys and the queries.
+ *
+ *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
+ *   q [b, len_q, h, d]                  ->  q_rotated, contiguous
+ *
+ * A pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row "position" of cos
+ * and sin, rounded once; everything else is copied bit for bit. One warp takes one row of one head. A position without
+ * room in the cache, or a page that is not there, is not written.
+ *
+ * Specification: ../cpu/kvcache.c. */
+#include "cuda_problem.h"
+#include "element.cuh"
+#include "sequence.cuh"
+
+#ifndef KERNEL
+#define KERNEL kvcache
+#endif
+
+/* The elements of one row, turned. Lanes of one warp share the work. */
+DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *src, int position) {
+    const int lane = threadIdx.x % 32, pairs = p.rotary_dim / 2;
+    const bool turns = p.rotary_cos && position < p.rotary_rows;
+    const int num_pairs = turns ? pairs : 0;
+    for (int i = lane; i < num_pairs; i += 32) {
+        const int idx_0 = p.rotary_interleaved ? 2 * i : i, idx_1 = p.rotary_interleaved ? 2 * i + 1 : i + pairs;
+        const float cos = to_float(((const element *)p.rotary_cos)[(long long)position * pairs + i]);
+        const float sin = to_float(((const element *)p.rotary_sin)[(long long)position * pairs + i]);
+        const float x_0 = to_float(src[idx_0]), x_1 = to_float(src[idx_1]);
+        dst[idx_0] = to_element(x_0 * cos - x_1 * sin);
+        dst[idx_1] = to_element(x_0 * sin + x_1 * cos);
+    }
+    for (int i = 2 * num_pairs + lane; i < p.d; i += 32) dst[i] = src[i];
+}
+
+/* Absolute position of the first appended key: left padding does not move it. */
+DEVICE int append_position(const fa_cuda_problem &p, int b_idx) {
+    return p.seqused_k ? clamp(p.seqused_k[b_idx], 0, 0x40000000) : 0;
+}
+
+DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
+    const sequence s = sequence_at(p, b_idx);
+    const int position = append_position(p, b_idx) + t;
+    if (position >= s.capacity) return;
+    if (s.pages) {
+        const int page = s.pages[position / p.page_size];
+        if (page < 0 || page >= p.num_pages) return;
+    }
+    const long long k_at = cache_offset(p, p.k, s, position, head), v_at = cache_offset(p, p.v, s, position, head);
+    const element *k_new = (const element *)p.k_new.data + query_offset(p.k_new, s, t, head);
+    const element *v_new = (const element *)p.v_new.data + query_offset(p.v_new, s, t, head);
+    copy_turned(p, (element *)p.k.data + k_at, k_new, position);
+    for (int i = threadIdx.x % 32; i < p.d; i += 32) ((element *)p.v.data)[v_at + i] = v_new[i];
+}
+
+DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
+    const sequence s = sequence_at(p, b_idx);
+    const long long at = (((long long)b_idx * p.len_q + t) * p.h + head) * p.d;
+    copy_turned(p, (element *)p.q_rotated + at, (const element *)p.q.data + query_offset(p.q, s, t, head),
+                append_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
+}
+
+/* Tasks: the new tokens of every sequence and head, then the queries of every sequence and head. */
+extern "C" __global__ void KERNEL(const fa_cuda_problem p) {
+    const long long num_appends = (long long)p.b * p.len_new * p.h_kv;
+    const long long num_tasks = num_appends + (p.q_rotated ? (long long)p.b * p.len_q * p.h : 0);
+    const int warps = blockDim.x / 32;
+    for (long long task = (long long)blockIdx.x * warps + threadIdx.x / 32; task < num_tasks;
+         task += (long long)gridDim.x * warps) {
+        if (task < num_appends) {
+            const long long token = task / p.h_kv;
+            append_token(p, (int)(token / p.len_new), (int)(token % p.len_new), (int)(task % p.h_kv));
+        } else {
+            const long long query = (task - num_appends) / p.h;
+            rotate_query(p, (int)(query / p.len_q), (int)(query % p.len_q), (int)((task - num_appends) % p.h));
+        }
+    }
+}

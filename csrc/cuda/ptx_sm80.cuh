@@ -1,0 +1,119 @@
+/* Instructions of every GPU since sm_80 that our kernels use: one wrapper each, named after the instruction, operands in
+ * PTX order. Addresses in shared memory are 32-bit (`smem_address`). */
+#ifndef FA_PTX_SM80_CUH
+#define FA_PTX_SM80_CUH
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
+#endif
+
+DEVICE u32 smem_address(const void *shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+/* ---- asynchronous copies [cp.async] ---------------------------------------------------------------------------
+ * One thread: 16 bytes, aligned, past L1. Where is_present is false nothing is read and zeros arrive. */
+DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(is_present ? 16 : 0)
+                 : "memory");
+}
+DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* At most PENDING of the calling thread's youngest groups are still on their way. */
+template <int PENDING> DEVICE void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/* All of them have come. */
+DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/* ---- matrix loads [ldmatrix] ----------------------------------------------------------------------------------
+ * Whole warp. Four 8x8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i, 16 bytes. Lane
+ * l receives row l / 4, columns 2 (l % 4) + {0, 1} of each; transposed: column l / 4, rows 2 (l % 4) + {0, 1}. */
+DEVICE void ldmatrix_x4(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+DEVICE void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+/* ---- products [mma] -------------------------------------------------------------------------------------------
+ * Whole warp. D += A B, D [16, 8] float: register i of lane l is row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2.
+ * A [16, 16], four registers of pairs: row l / 4, columns 2 (l % 4) + {0, 1}; row + 8; columns + 8; both.
+ * B [16, 8], two: rows 2 (l % 4) + {0, 1}, column l / 4; rows + 8. */
+template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (IS_BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* ---- named barriers [bar] -------------------------------------------------------------------------------------
+ * 16 of them; whole warps, `threads` in all. Number 0 is __syncthreads'. */
+DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+/* ---- arithmetic ----------------------------------------------------------------------------------------------- */
+
+/* 2^x on the special-function unit. */
+DEVICE float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* log2(x): within 1e-7 near 1, 2 units of the last place elsewhere. */
+DEVICE float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+DEVICE float rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* One 16-bit element as a float, and a float rounded to nearest even. */
+template <bool IS_BF16> DEVICE float cvt_f32(u16 x) {
+    float y;
+    if constexpr (IS_BF16)
+        y = __int_as_float((int)x << 16);
+    else
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+template <bool IS_BF16> DEVICE u16 cvt_16(float x) {
+    u16 y;
+    if constexpr (IS_BF16)
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    else
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+/* Two floats, rounded, in one register: low in the low half. */
+template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
+    u32 packed;
+    if constexpr (IS_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+#endif

@@ -1,0 +1,85 @@
+/* ../sequence.h on the GPU: where sequence i of a problem lies. Whatever the index arrays hold, what comes out lies within
+ * the tensors: offsets and lengths are clamped to the rows there are, page numbers to the pages. */
+#ifndef FA_SEQUENCE_CUH
+#define FA_SEQUENCE_CUH
+
+#include "cuda_problem.h"
+
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
+#endif
+
+DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
+
+struct sequence {
+    int b_idx;
+    int q_row;         /* first row of the sequence in q, o, lse (packed), else 0 */
+    int len_q, len_kv; /* visible lengths: after seqused_k, append and left padding */
+    int kv_batch;      /* index times stride_b of k and v; unused when paged */
+    int kv_row;        /* row of key 0 counted from kv_batch's start (paged: from the start of page 0) */
+    int capacity;      /* keys that fit, left padding included */
+    const int *pages;  /* the sequence's row of the block table; NULL: not paged */
+};
+
+DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
+    const int cache_row = p.cache_batch_idx ? clamp(p.cache_batch_idx[b_idx], 0, p.cache_rows - 1) : b_idx;
+    sequence s = {b_idx, 0, p.len_q, p.len_kv, cache_row, 0, p.len_kv, nullptr};
+    if (p.cu_seqlens_q) {
+        s.q_row = clamp(p.cu_seqlens_q[b_idx], 0, p.total_q);
+        s.len_q = clamp(p.cu_seqlens_q[b_idx + 1], s.q_row, p.total_q) - s.q_row;
+    }
+    if (p.cu_seqlens_k) {
+        const int total = p.block_table ? 0x7fffffff : p.total_kv;
+        const int begin = clamp(p.cu_seqlens_k[b_idx], 0, total);
+        s.len_kv = s.capacity = clamp(p.cu_seqlens_k[b_idx + 1], begin, total) - begin;
+        s.kv_row = p.block_table ? 0 : begin;
+        s.kv_batch = 0;
+    }
+    if (p.block_table) {
+        s.pages = p.block_table + cache_row * p.block_table_stride;
+        s.capacity = (int)min((long long)p.block_table_cols * p.page_size, 0x40000000ll);
+    }
+    if (p.seqused_k) s.len_kv = p.seqused_k[b_idx];
+    s.len_kv = clamp(s.len_kv, 0, s.capacity);
+    s.len_kv = min(s.len_kv + p.len_new, s.capacity);
+    if (p.leftpad_k) {
+        const int pad = clamp(p.leftpad_k[b_idx], 0, s.len_kv);
+        s.kv_row += pad;
+        s.len_kv -= pad;
+    }
+    return s;
+}
+
+/* Element offset of row `row`, counted from kv_batch's start or from page 0, of one key/value head. */
+DEVICE long long cache_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, const sequence &s, int row,
+                              int head_kv) {
+    long long batch = s.kv_batch;
+    if (s.pages) {
+        batch = clamp(s.pages[row / p.page_size], 0, p.num_pages - 1);
+        row %= p.page_size;
+    }
+    return batch * kv.stride_b + row * kv.stride_row + head_kv * kv.stride_h;
+}
+
+DEVICE long long key_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, const sequence &s, int j, int head_kv) {
+    return cache_offset(p, kv, s, s.kv_row + j, head_kv);
+}
+
+DEVICE long long query_offset(const fa_cuda_view &q, const sequence &s, int i, int head) {
+    return s.b_idx * q.stride_b + ((long long)s.q_row + i) * q.stride_row + head * q.stride_h;
+}
+
+DEVICE float *row_stat(const fa_cuda_row_stats &t, const sequence &s, int i, int head) {
+    return t.data + s.b_idx * t.stride_b + head * t.stride_h + s.q_row + i;
+}
+
+/* Visible keys of row i: [first, end), empty when end <= first. */
+DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
+    return p.window_left >= 0 ? max(i + s.len_kv - s.len_q - p.window_left, 0) : 0;
+}
+
+DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
+    return p.window_right >= 0 ? min(i + s.len_kv - s.len_q + p.window_right + 1, s.len_kv) : s.len_kv;
+}
+
+#endif
