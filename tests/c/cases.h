@@ -160,6 +160,7 @@ static void draw_placement(test_case *c, random_source *r) {
             p->cache_batch_idx = rows;
         }
     }
+    p->cache_rows = cache_rows;
     tensor_layout kv_layout = (tensor_layout)random_below(r, NUM_LAYOUTS);
     if (kind == 2 || kind == 4) {
         p->page_size = 1 + random_below(r, 40);

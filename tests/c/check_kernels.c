@@ -25,12 +25,23 @@
 
 static fa_machine machine;
 
+/* check_cuda: the generic GPU kernels stand in the place of one instruction set. */
+#if defined(CHECK_CUDA)
+#define IS_CUDA true
+#else
+#define IS_CUDA false
+#endif
+
+#if defined(CHECK_CUDA)
+#include "cuda_device.h"
+#else
 /* plan.c's other branch, which no problem here takes. */
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
     (void)p, (void)m, (void)plan;
     return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
 }
+#endif
 
 static double tolerance_of_dtype(fa_dtype dtype) {
     return dtype == FA_F16 ? 0x1p-11 : dtype == FA_BF16 ? 0x1p-8 : dtype == FA_F32 ? 1e-6 : 1e-14;
@@ -38,6 +49,14 @@ static double tolerance_of_dtype(fa_dtype dtype) {
 
 /* ---- running ------------------------------------------------------------------------------------------------- */
 
+#if defined(CHECK_CUDA)
+static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
+    (void)isa, (void)threads;
+    run_on_cuda(p, at_end);
+}
+#define fa_cpu_append(p, q_rotated, pool) append_on_cuda(p, q_rotated)
+#define fa_reference_s_dmask(p, pool)     s_dmask_on_cuda(p)
+#else
 static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
@@ -50,6 +69,7 @@ static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
     fa_cpu_run(p, &plan, workspace, &test_pool);
 }
+#endif
 
 static void run_reference(const fa_problem *p) {
     pool_threads = 2;
@@ -586,7 +606,7 @@ static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleav
     fa_problem p = {.dtype = dtype, .b = APPEND_B, .h = APPEND_H, .h_kv = APPEND_H_KV, .d = APPEND_D};
     p.len_q = 3, p.len_kv = CACHE_LEN, p.len_new = LEN_NEW;
     int32_t used[] = {29, 0}, leftpad[] = {4, 0}, rows[] = {2, 0}, table[3 * 8];
-    p.seqused_k = used, p.leftpad_k = leftpad, p.cache_batch_idx = rows;
+    p.seqused_k = used, p.leftpad_k = leftpad, p.cache_batch_idx = rows, p.cache_rows = 3;
     tensor q = tensor_make(&p, p.b, p.len_q, p.h, PADDED_ROWS, true),
            q_rotated = tensor_make(&p, p.b, p.len_q, p.h, 0, true);
     tensor k_new = tensor_make(&p, p.b, LEN_NEW, p.h_kv, HEADS_THEN_ROWS, true);
@@ -649,7 +669,7 @@ static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleav
 
 static void test_append(void **state) {
     (void)state;
-    for (int dtype = FA_F16; dtype <= FA_F64; dtype++)
+    for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_F32 : FA_F64); dtype++)
         for (int bits = 0; bits < 16; bits++) check_append((fa_dtype)dtype, bits & 1, bits & 2, bits & 4, bits & 8);
 }
 
@@ -723,7 +743,7 @@ static void time_kernels(const char *part) {
 static int replay(uint64_t seed) {
     bool good = true;
     for (int pass = FA_FWD; pass <= FA_BWD; pass++)
-        for (int dtype = FA_F16; dtype <= FA_F64; dtype++)
+        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_F32 : FA_F64); dtype++)
             good = check_case(seed, (fa_pass)pass, (fa_dtype)dtype, true) && good;
     return !good;
 }
@@ -740,6 +760,7 @@ int main(int argc, char **argv) {
     for (int isa = FA_ISA_REFERENCE + 1; IS_EMULATION && isa < FA_NUM_ISAS; isa++)
         machine.isa_legal[isa] = isa == FA_ISA_AVX512BF16 || isa == FA_ISA_AMX;
     if (IS_EMULATION) machine.isa = FA_ISA_AMX;
+    for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
     if (argc > 2 && !strcmp(argv[1], "--seed")) return replay(strtoull(argv[2], NULL, 10));
     if (argc > 1 && !strcmp(argv[1], "--time")) return time_kernels(argc > 2 ? argv[2] : ""), 0;
     const struct CMUnitTest tests[] = {
@@ -767,6 +788,14 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_thread_counts),
         cmocka_unit_test(test_absent_gradients),
     };
+    const struct CMUnitTest cuda_tests[] = {
+        cmocka_unit_test(test_append),      cmocka_unit_test(test_reference_s_dmask),
+        cmocka_unit_test(test_silent_rows), cmocka_unit_test(test_absent_gradients),
+        cmocka_unit_test(test_fwd_f32),     cmocka_unit_test(test_fwd_bf16),
+        cmocka_unit_test(test_fwd_f16),     cmocka_unit_test(test_bwd_f32),
+        cmocka_unit_test(test_bwd_bf16),    cmocka_unit_test(test_bwd_f16),
+    };
+    if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
     if (IS_EMULATION) return cmocka_run_group_tests(emulated_tests, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

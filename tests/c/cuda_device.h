@@ -1,0 +1,101 @@
+/* The GPU that check_cuda runs on: the real plan and the real launchers, a driver of one function, and kernels that are
+ * compiled for the CPU when they are first asked for (cuda_emulation.h). */
+#ifndef CUDA_DEVICE_H
+#define CUDA_DEVICE_H
+
+#include "cases.h"
+#include "cuda_any.h"
+#include "emulate_cuda.h"
+#include "plan_cuda.h"
+#include <dlfcn.h>
+
+/* ---- in place of kernels.c and cuda_driver.c --------------------------------------------------------------------- */
+
+fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
+    return result == 0 ? FA_OK : fa_fail(err, FA_EUNSUPPORTED, "%s failed with %d", attempt, result);
+}
+
+/* BUILD_FOLDER/<name>.so; compiled by CXX unless it is there. */
+fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    const fa_family *family = &fa_families[variant.family];
+    char name[FA_VARIANT_NAME_BYTES], path[512], command[2048];
+    (void)gpu;
+    fa_variant_name(variant, name);
+    snprintf(path, sizeof path, BUILD_FOLDER "/%s.so", name);
+    if (access(path, R_OK) != 0) {
+        int at = snprintf(command, sizeof command,
+                          CXX " -std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
+                              "-include cuda_emulation.h -I" CSRC_FOLDER " -DSOURCE='\"cuda/%s\"' -DBF16=%d -DF32=%d",
+                          family->files[0], !!(variant.features & FA_IN_BF16), !!(variant.features & FA_IN_F32));
+        for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
+            at += snprintf(command + at, sizeof command - (size_t)at, " -D%s=%d", family->columns[i],
+                           family->rows[variant.row].columns[i]);
+        snprintf(command + at, sizeof command - (size_t)at, " emulated_kernel.cpp -o %s", path);
+        if (system(command) != 0) return fa_fail(err, FA_EUNSUPPORTED, "%s", command);
+    }
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void *function = library ? dlsym(library, "emulated") : NULL;
+    if (!function) return fa_fail(err, FA_EUNSUPPORTED, "%s", dlerror());
+    memcpy(kernel, &function, sizeof function);
+    return FA_OK;
+}
+
+static CUresult launch(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                       unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters,
+                       void **extra) {
+    emulated_kernel *kernel;
+    (void)stream, (void)extra;
+    if (grid_y * grid_z * block_y * block_z != 1) return 1;
+    memcpy(&kernel, &function, sizeof kernel);
+    emulate_launch(kernel, parameters[0], grid_x < 60 ? grid_x : 60, block_x, shared_bytes); /* CTAs take turns */
+    return 0;
+}
+
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    fa_problem problem;
+    fa_plan plan;
+    uint64_t rng_state[2];
+    fa_cuda_call call;
+} cuda_run;
+
+/* The same problem on the emulated GPU; *run must stay where it is. */
+static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
+    static const fa_gpu gpu = {.capability = 80, .num_sms = 1};
+    static const fa_driver driver = {.cuLaunchKernel = launch};
+    static const fa_machine machine = {.gpu_capability = 80};
+    fa_error err = {""};
+    *run = (cuda_run){.problem = *p, .rng_state = {p->seed, p->offset}};
+    run->problem.device = FA_CUDA;
+    run->problem.seed = run->problem.offset = 0;
+    if (p->dropout_p > 0) run->problem.rng_state = run->rng_state;
+    if (fa_plan_cuda(&run->problem, &machine, &run->plan, &err)) fail_msg("fa_plan_cuda: %s", err.text);
+    void *workspace = guarded_alloc(run->plan.workspace_bytes, 64, at_end);
+    run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
+}
+
+static void run_on_cuda(const fa_problem *p, bool at_end) {
+    cuda_run run;
+    fa_error err = {""};
+    cuda_run_make(&run, p, at_end);
+    if ((p->pass == FA_FWD ? fa_cuda_fwd_any : fa_cuda_bwd_any)(&run.call, &err)) fail_msg("%s", err.text);
+}
+
+static void append_on_cuda(const fa_problem *p, void *q_rotated) {
+    cuda_run run;
+    fa_error err = {""};
+    cuda_run_make(&run, p, true);
+    if (fa_cuda_append(&run.call, q_rotated, &err)) fail_msg("%s", err.text);
+}
+
+static void s_dmask_on_cuda(const fa_problem *p) {
+    cuda_run run;
+    fa_error err = {""};
+    cuda_run_make(&run, p, true);
+    const fa_cuda_problem a = fa_cuda_problem_of(&run.call);
+    if (fa_cuda_launch_any(&run.call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, &err))
+        fail_msg("%s", err.text);
+}
+
+#endif

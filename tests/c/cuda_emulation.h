@@ -1,0 +1,126 @@
+/* The CUDA of our generic kernels on a CPU: enough of the language, and of ptx_sm80.cuh's instructions, to run their texts
+ * as C++. A kernel is compiled with `-include cuda_emulation.h` into a shared object; emulate_cuda.c runs its CTAs one
+ * after the other, the threads of a CTA as coroutines that change places at barriers and warp-wide instructions.
+ *
+ * What it finds: wrong numbers; reads and writes outside of guarded memory; shared memory read before it was written, or
+ * before cp.async has been waited for (NaN); barriers that not everyone reaches. Races it finds only by luck. */
+#ifndef CUDA_EMULATION_H
+#define CUDA_EMULATION_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu/convert.h"
+
+/* ---- the engine's side (emulate_cuda.c) ------------------------------------------------------------------------- */
+
+struct emulated_index {
+    unsigned x, y, z;
+};
+extern "C" {
+extern emulated_index emulated_thread, emulated_block, emulated_block_size, emulated_grid_size;
+extern char memory[]; /* what kernels declare as extern __shared__ */
+void emulated_syncthreads(void);
+int emulated_syncthreads_or(int x);
+/* All 32 lanes of a warp: brings `bytes` of each and returns 32 places of 64 bytes, good until the next exchange. */
+const char *emulated_exchange(const void *mine, size_t bytes);
+void emulated_cp_async(void *dst, const void *src, unsigned bytes);
+void emulated_cp_async_wait_all(void);
+}
+
+/* ---- the language ------------------------------------------------------------------------------------------------ */
+
+#define __device__
+#define __global__ __attribute__((visibility("default")))
+#define __shared__
+#define __align__(n)
+#define __forceinline__
+#define __launch_bounds__(...)
+#define DEVICE    inline
+#define threadIdx emulated_thread
+#define blockIdx  emulated_block
+#define blockDim  emulated_block_size
+#define gridDim   emulated_grid_size
+
+struct float4 {
+    float x, y, z, w;
+};
+
+static inline int min(int x, int y) { return x < y ? x : y; }
+static inline int max(int x, int y) { return x > y ? x : y; }
+static inline long long min(long long x, long long y) { return x < y ? x : y; }
+static inline float __int_as_float(int x) { return fa_f32_of_bits((uint32_t)x); }
+static inline void __syncthreads() { emulated_syncthreads(); }
+static inline int __syncthreads_or(int x) { return emulated_syncthreads_or(x); }
+
+static inline float __shfl_sync(unsigned, float x, int from) {
+    float y;
+    memcpy(&y, emulated_exchange(&x, sizeof x) + 64 * from, sizeof y);
+    return y;
+}
+
+static inline float __shfl_xor_sync(unsigned mask, float x, int step) {
+    return __shfl_sync(mask, x, (int)(emulated_thread.x % 32) ^ step);
+}
+
+/* ---- ptx_sm80.cuh ------------------------------------------------------------------------------------------------ */
+
+#define FA_PTX_SM80_CUH
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+/* An address in shared memory: from the start of `memory`. */
+static inline u32 smem_address(const void *shared) { return (u32)((const char *)shared - memory); }
+
+static inline void cp_async_16(u32 dst, const void *src, bool is_present) {
+    emulated_cp_async(memory + dst, src, is_present ? 16 : 0);
+}
+static inline void cp_async_wait_all() { emulated_cp_async_wait_all(); }
+
+static inline void ldmatrix(u32 (&m)[4], u32 row, bool transposed) {
+    const int lane = (int)(emulated_thread.x % 32), across = lane / 4, along = 2 * (lane % 4);
+    if (row % 16) abort();
+    const char *rows = emulated_exchange(&row, sizeof row);
+    for (int i = 0; i < 4; i++) {
+        u16 pair[2];
+        for (int e = 0; e < 2; e++) {
+            u32 from;
+            memcpy(&from, rows + 64 * (8 * i + (transposed ? along + e : across)), sizeof from);
+            memcpy(&pair[e], memory + from + 2 * (transposed ? across : along + e), sizeof pair[e]);
+        }
+        m[i] = pair[0] | (u32)pair[1] << 16;
+    }
+}
+static inline void ldmatrix_x4(u32 (&m)[4], u32 row) { ldmatrix(m, row, false); }
+static inline void ldmatrix_x4_trans(u32 (&m)[4], u32 row) { ldmatrix(m, row, true); }
+
+template <bool IS_BF16> static inline float cvt_f32(u16 x) {
+    return IS_BF16 ? fa_f32_from_bf16(x) : fa_f32_from_f16(x);
+}
+template <bool IS_BF16> static inline u16 cvt_16(float x) { return IS_BF16 ? fa_bf16_from_f32(x) : fa_f16_from_f32(x); }
+template <bool IS_BF16> static inline u32 cvt_x2(float low, float high) {
+    return cvt_16<IS_BF16>(low) | (u32)cvt_16<IS_BF16>(high) << 16;
+}
+
+template <bool IS_BF16> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const int lane = (int)(emulated_thread.x % 32);
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    const char *all = emulated_exchange(mine, sizeof mine);
+    for (int k = 0; k < 16; k++)
+        for (int e = 0; e < 4; e++) {
+            const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
+            u32 x, y;
+            memcpy(&x, all + 64 * (4 * row + k % 8 / 2) + 4 * (e / 2 + 2 * (k / 8)), 4);
+            memcpy(&y, all + 64 * (4 * column + k % 8 / 2) + 4 * (4 + k / 8), 4);
+            d[e] += cvt_f32<IS_BF16>((u16)(x >> 16 * (k % 2))) * cvt_f32<IS_BF16>((u16)(y >> 16 * (k % 2)));
+        }
+}
+
+static inline float ex2(float x) { return exp2f(x); }
+static inline float lg2(float x) { return log2f(x); }
+
+#endif
