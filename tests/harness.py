@@ -156,7 +156,7 @@ def drawn_seed(case):
 # ---- results -------------------------------------------------------------------------------------------------------
 
 
-def truth(case, p, dtype, backward, seed=0):
+def truth(case, p, dtype, backward, seed=0, offset=0):
     """out, lse and the gradients of every sequence by the oracle, computed in dtype."""
     q, k, v, dout = (
         [x.detach().to(dtype).requires_grad_(backward) for x in rows_of(case, whole, which)]
@@ -165,7 +165,7 @@ def truth(case, p, dtype, backward, seed=0):
     result = SimpleNamespace(out=[], lse=[], dq=[], dk=[], dv=[])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for n, (len_q, len_kv) in enumerate(case.lengths):
-        keep = dropout_keep(seed, 0, n, case.h, len_q, len_kv, case.dropout) if case.dropout else None
+        keep = dropout_keep(seed, offset, n, case.h, len_q, len_kv, case.dropout) if case.dropout else None
         slopes = None if p.slopes is None else p.slopes_of[n].to(wide)
         out, lse = attention(
             q[n], k[n], v[n], case.scale, case.causal, case.window, case.softcap, slopes, keep, case.dropout
@@ -227,11 +227,17 @@ def verify(case: Case, backward=False, m_grad=None, a_grad=None):
     check_lse(*(join(x.lse) for x in (got, ref, plain_fp32)), dtype)
     scale = max(largest(*ref.out), size_of_values(*rows_of(case, problem(case).v, 1)))
     check("out", *(join(x.out) for x in (got, ref, plain)), scale=scale)
-    if not backward:
-        return got
-    # Gradients that cancel to nothing are as exact as what cancelled: dS = P (dP - delta), delta = rowsum(dout * out)
-    # with an error of |dout * out| units, dq = scale dS k, dk = scale dS q.
-    p = problem(case)
+    if backward:
+        check_gradients(case, got, ref, plain, m_grad, a_grad)
+    return got
+
+
+def check_gradients(case, got, ref, plain, m_grad=None, a_grad=None):
+    """dq, dk, dv of all sequences. Gradients that cancel to nothing are as exact as what cancelled:
+
+    dS = P (dP - delta), dq = scale dS k, dk = scale dS q; delta = rowsum(dout * out) errs by |dout * out| units.
+    """
+    p, dtype = problem(case), DTYPES[case.dtype]
     delta = largest(*((x.double() * o).norm(dim=-1) for x, o in zip(rows_of(case, p.dout, 0), ref.out)))
     qk = largest(*(x.double() for x in rows_of(case, p.q, 0) + rows_of(case, p.k, 1)))
     factor = abs(case.d**-0.5 if case.scale is None else case.scale)
@@ -243,4 +249,3 @@ def verify(case: Case, backward=False, m_grad=None, a_grad=None):
         m_grad = 2.0 if dtype == torch.float32 else 3.0
     for name in ("dq", "dk", "dv"):
         check(name, *(join(getattr(x, name)) for x in (got, ref, plain)), m=m_grad, a=a_grad, scale=scale)
-    return got

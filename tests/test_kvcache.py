@@ -44,7 +44,7 @@ class Cache:
         return f"Cache({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
 
-def run(case):
+def run(case, device="cpu"):
     gen = torch.Generator().manual_seed(5)
     dtype = DTYPES[case.dtype]
 
@@ -99,8 +99,11 @@ def run(case):
     _, plain_lse, _, _ = kvcache(q, k_cache, v_cache, **known, dtype=torch.float32)
 
     def int32(x):
-        return None if x is None else torch.tensor(x, dtype=torch.int32)
+        return None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
 
+    q, k_cache, v_cache, k, v, cos, sin, table, slopes = (
+        None if x is None else x.to(device) for x in (q, k_cache, v_cache, k, v, cos, sin, table, slopes)
+    )
     q_before = q.clone()
     out, lse = flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cos, sin,
@@ -111,6 +114,7 @@ def run(case):
         return_softmax_lse=True,
     )  # fmt: skip
     assert torch.equal(q, q_before), "q was modified"
+    out, lse, k_cache, v_cache = (x.cpu() for x in (out, lse, k_cache, v_cache))
     same_bits(v_cache, v_after, "v_cache")
     if case.rotary:
         assert torch.equal(k_cache.isnan(), k_after.isnan()), "k_cache: a row outside the append was written"

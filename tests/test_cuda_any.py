@@ -1,0 +1,251 @@
+"""The generic kernels on a GPU: every case of the CPU kernels, the same oracle, the same tolerances."""
+
+from types import SimpleNamespace
+
+import pytest
+import test_kvcache
+import torch
+from cases import BOTH, DENSE, PACKED, SQUARE, TILES, TINY, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
+from compare import DTYPES, check, check_lse, largest, size_of_values
+from harness import check_gradients, expected, join, problem, rows_of, slices, truth
+from oracle import dropout_keep
+from test_cuda_fwd import on_gpu
+
+from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+
+
+def why_not():
+    if not torch.cuda.is_available():
+        return "no GPU"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the CUDA kernels need compute capability 8.0"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+
+
+@pytest.fixture(autouse=True)
+def generic_kernels(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "any")
+
+
+def run(case, backward):
+    """out, lse and gradients, sequence by sequence, .whole the tensors; and dropout's (seed, offset)."""
+    p = problem(case)
+    q, k, v, dout = (on_gpu(x) for x in (p.q, p.k, p.v, p.dout))
+    slopes = None if p.slopes is None else p.slopes.cuda()
+    scale = case.d**-0.5 if case.scale is None else case.scale
+    options = (case.causal, case.window[0], 0 if case.causal else case.window[1], case.softcap, slopes)
+    if case.packed:
+        cu = (p.cu_q.cuda(), p.cu_k.cuda(), p.max_q, p.max_k)
+        out, lse, _, rng = _flash_attn_varlen_forward(q, k, v, *cu, case.dropout, scale, *options)
+    else:
+        out, lse, _, rng = _flash_attn_forward(q, k, v, case.dropout, scale, *options, False)
+    got = SimpleNamespace(whole=[out, lse])
+    got.out = rows_of(case, out.cpu(), 0)
+    packed_lse = [x.transpose(0, 1) for x in slices(case, lse.cpu().transpose(0, 1), case.len_q)] if case.packed else []
+    got.lse = packed_lse if case.packed else list(lse.cpu())
+    if backward:
+        grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+        saved, rest = (dout, q, k, v, out, lse, *grads), (case.dropout, scale, *options, False)
+        if case.packed:
+            _flash_attn_varlen_backward(*saved, *cu, *rest, rng_state=rng)
+        else:
+            _flash_attn_backward(*saved, *rest, rng_state=rng)
+        got.whole += grads
+        for name, grad, which in zip(("dq", "dk", "dv"), grads, (0, 1, 1)):
+            setattr(got, name, rows_of(case, grad.cpu(), which))
+    return got, [int(x) for x in rng.tolist()]
+
+
+def verify(case, backward=False, **tolerance):
+    got, rng = run(case, backward)
+    dtype = DTYPES[case.dtype]
+    if case.dropout:
+        ref, plain, plain_fp32 = (
+            truth(case, problem(case), x, backward, *rng) for x in (torch.float64, dtype, torch.float32)
+        )
+    else:
+        ref, plain, plain_fp32 = expected(case, backward)
+    check_lse(*(join(x.lse) for x in (got, ref, plain_fp32)), dtype)
+    scale = max(largest(*ref.out), size_of_values(*rows_of(case, problem(case).v, 1)))
+    check("out", *(join(x.out) for x in (got, ref, plain)), scale=scale)
+    if backward:
+        check_gradients(case, got, ref, plain, **tolerance)
+
+
+# ---- the cases of the CPU kernels ------------------------------------------------------------------------------------
+
+FORWARD = in_dtypes(DENSE + PACKED) + in_turns(TILES + WINDOWS)
+CALM = [case for case in DENSE + PACKED if case.values != "huge"]
+BACKWARD = in_dtypes(CALM) + in_turns(TILES + WINDOWS)
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=repr)
+def test_forward(case):
+    verify(case)
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=repr)
+def test_backward(case):
+    verify(case, backward=True)
+
+
+@pytest.mark.parametrize("case", in_dtypes(TINY), ids=repr)
+def test_short_and_large(case):
+    verify(case, backward=True, m_grad=5.0, a_grad=2e-4 if case.dtype == "fp32" else None)
+
+
+@pytest.mark.parametrize("case", in_dtypes(SQUARE, ("bf16", "fp16")), ids=repr)
+def test_short_and_large_by_upstreams_rule(case):
+    verify(case, backward=True, m_grad=5.0, a_grad=1e-3)
+
+
+@pytest.mark.parametrize("case", in_dtypes([case for case in VALUES if case.values == "huge"]), ids=repr)
+def test_huge_scores_give_finite_gradients(case):
+    verify(case, backward=True, m_grad=5.0)
+
+
+MANY_TILES = each(Case(300, 517, b=1, h=3, h_kv=1), d=(64, 128, 256), dtype=("fp16", "bf16", "fp32"), causal=BOTH)
+
+
+@pytest.mark.parametrize("case", MANY_TILES, ids=repr)
+def test_many_tiles(case):
+    verify(case, backward=True)
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
+@pytest.mark.parametrize("case", test_kvcache.CASES, ids=repr)
+def test_cache(case, dtype):
+    test_kvcache.run(test_kvcache.replace(case, dtype=dtype), "cuda")
+
+
+# ---- what a GPU adds -------------------------------------------------------------------------------------------------
+
+
+def test_explain_names_the_kernel_and_says_why():
+    q = torch.randn(1, 70, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    plan = explain(flash_attn_func, q, q, q)
+    assert plan.kernel == "attn_fwd_any_bf16_d64_q64kv64" and plan.backward.kernel.startswith("attn_bwd_any_")
+    reasons = dict(plan.ruled_out)
+    assert reasons.get("attn_fwd_sm90") == "FLASH_ATTN_CUDA_KERNEL rules it out"
+
+
+@pytest.mark.parametrize("case", [Case(33, 0, causal=True, dtype="bf16"), PACKED[2], PACKED[3]], ids=repr)
+def test_rows_that_belong_to_nobody(case):
+    """Behind the last sequence: zero, with an lse of -inf."""
+    out, lse = run(case, False)[0].whole
+    if case.packed:
+        owned = sum(case.len_q)
+        assert not out[owned:].any() and (lse[:, owned:] == -torch.inf).all()
+    else:
+        assert not out.any() and (lse == torch.inf).all()
+
+
+@pytest.mark.parametrize("case", in_turns([case for case in VALUES + PACKED if case.values != "huge"]), ids=repr)
+def test_repeats_are_bitwise_equal(case):
+    if case.dropout:
+        pytest.skip("every call draws anew")
+    first = run(case, True)[0]
+    for _ in range(20):
+        again = run(case, True)[0]
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert torch.equal(join(getattr(first, name)), join(getattr(again, name)))
+
+
+@pytest.mark.parametrize("dropout_p", (0.17, 0.9))
+@pytest.mark.parametrize("len_q, len_kv", [(1, 1), (15, 33), (129, 200)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+def test_s_dmask(len_q, len_kv, dropout_p, dtype):
+    """Signs are the mask, bit for bit; magnitudes are exp(s - row max); the rest is zero."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, n, h, 16).to("cuda", dtype) for n, h in ((len_q, 4), (len_kv, 2), (len_kv, 2)))
+    _, _, s_dmask, rng = _flash_attn_forward(q, k, v, dropout_p, 0.25, False, -1, -1, 0.0, None, True)
+    seed, offset = (int(x) for x in rng.tolist())
+    s_dmask, whole = s_dmask[:, :, :len_q, :len_kv].cpu(), s_dmask
+    assert whole.count_nonzero() <= s_dmask.numel()
+    for n in range(2):
+        keep = dropout_keep(seed, offset, n, 4, len_q, len_kv, dropout_p)
+        assert torch.equal(~torch.signbit(s_dmask[n]), keep)
+        kd = k[n].double().repeat_interleave(2, dim=1)
+        s = 0.25 * torch.einsum("ihd,jhd->hij", q[n].double(), kd)
+        want = (s - s.amax(-1, keepdim=True)).exp().cpu()
+        torch.testing.assert_close(
+            s_dmask[n].abs().double(), want, rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_masked_keys_may_hold_nan(dtype):
+    """A key reaches the rows that see it and no others, forward and backward."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 150, 2, 40).to("cuda", dtype) for _ in range(4))
+    results = []
+    for bad in (0.0, float("nan"), float("inf")):
+        k[:, 100], v[:, 100] = bad, bad
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, causal=True)
+        results.append((out.detach()[:, :100], torch.autograd.grad(out, leaves[0], dout)[0][:, :100]))
+        if bad != 0:
+            assert out[:, 100:].isnan().all()
+    for out, dq in results[1:]:
+        torch.testing.assert_close(out, results[0][0], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(dq, results[0][1], rtol=2e-2, atol=2e-2)
+
+
+def test_bad_indices_stay_inside_the_tensors():
+    """Whatever the index tensors hold, nothing outside the tensors is read or written."""
+    q, k, v = (torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    for bad in ([0, 1000, -5, 2**31 - 1], [-(2**31), 50, 40, 7], [99, 100, 2**30, 0]):
+        cu = torch.tensor(bad, dtype=torch.int32, device="cuda")
+        flash_attn_varlen_func(q, k, v, cu, cu, 100, 100, causal=True).sum().backward()
+    q, k_new = torch.randn(3, 2, 4, 64, device="cuda"), torch.randn(3, 2, 2, 64, device="cuda")
+    cos = torch.randn(64, 16, device="cuda")
+    cache = torch.randn(2, 4, 16, 2, 64, device="cuda")
+    for n in (-(2**31), -1, 63, 64, 2**31 - 1):
+        ints = torch.full((3,), n, dtype=torch.int32, device="cuda")
+        table = torch.full((3, 4), n, dtype=torch.int32, device="cuda")
+        options = {"cache_seqlens": ints, "cache_leftpad": ints, "causal": True}
+        flash_attn_with_kvcache(q, *cache, k_new, k_new, cos, cos, block_table=table, **options)
+        flash_attn_with_kvcache(q, *cache, k_new, k_new, cache_batch_idx=ints, **options)
+    torch.cuda.synchronize()
+
+
+def test_graph_replay_of_a_growing_cache():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 1, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    k_cache, v_cache = torch.randn(2, 2, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    used = torch.tensor([5, 9], dtype=torch.int32, device="cuda")
+
+    def call(*caches):
+        return flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=used, causal=True)
+
+    call(k_cache.clone(), v_cache.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(k_cache, v_cache)
+    for lengths in ([5, 9], [6, 10], [0, 63], [30, 1]):
+        used.copy_(torch.tensor(lengths, dtype=torch.int32))
+        k.normal_()
+        want = call(k_cache.clone(), v_cache.clone())
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+def test_beyond_2_to_the_31_elements():
+    """The last sequence of a batch whose tensors have more than 2^31 elements."""
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GB of GPU memory")
+    b, n, h, d = 17, 8192, 128, 128
+    q = torch.empty(b, n, h, d, device="cuda", dtype=torch.bfloat16)
+    q[-1].normal_()
+    out = flash_attn_func(q, q[:, :64], q[:, :64])
+    alone = flash_attn_func(q[-1:], q[-1:, :64], q[-1:, :64])
+    assert torch.equal(out[-1:], alone)
