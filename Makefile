@@ -20,6 +20,7 @@ test: $(VENV)/package $(VENV)/test
 
 bench: $(VENV)/package
 	$(PY) benchmarks/bench_cpu.py
+	$(PY) benchmarks/bench_host.py
 	$(PY) benchmarks/minilm.py
 
 package: $(VENV)/package

@@ -167,7 +167,7 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_alibi(c, p, err));
     REQUIRE(isfinite(c->softmax_scale), "softmax_scale must be finite; it is %g", c->softmax_scale);
     REQUIRE(!isnan(c->softcap) && !isinf(c->softcap), "softcap must be finite; it is %g", c->softcap);
-    p->scale = c->softmax_scale;
+    p->scale = c->default_scale ? pow((double)p->d, -0.5) : c->softmax_scale;
     p->softcap = c->softcap > 0 ? c->softcap : 0;
 
     REQUIRE(c->dropout_p < 1, "Expected p_dropout < 1.f to be true; dropout_p is %g, allowed is 0 <= dropout_p < 1",

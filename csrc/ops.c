@@ -29,10 +29,11 @@ typedef struct {
     argument arguments[MAX_ARGUMENTS]; /* up to the first without schema */
 } op;
 
-#define ARGS_MASK                                                                                   \
-    ARG("float softmax_scale", softmax_scale), ARG("bool causal", causal),                          \
-        ARG("SymInt window_size_left", window_left), ARG("SymInt window_size_right", window_right), \
-        ARG("float softcap", softcap)
+#define ARGS_MASK_BUT_SCALE                                                  \
+    ARG("bool causal", causal), ARG("SymInt window_size_left", window_left), \
+        ARG("SymInt window_size_right", window_right), ARG("float softcap", softcap)
+#define ARGS_MASK               ARG("float softmax_scale", softmax_scale), ARGS_MASK_BUT_SCALE
+#define ARGS_DEFAULT_SCALE_MASK ARG("float? softmax_scale", softmax_scale), ARGS_MASK_BUT_SCALE
 #define ARGS_DENSE_OPTIONS                                                                   \
     ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes), \
         ARG("bool return_softmax", return_softmax)
@@ -54,7 +55,20 @@ typedef struct {
     ARG("float dropout_p", dropout_p), ARGS_MASK, ARG("Tensor? alibi_slopes", alibi_slopes), \
         ARG("bool deterministic", deterministic), ARG("Tensor? rng_state=None", rng_state)
 
-enum { FORWARD, VARLEN_FORWARD, BACKWARD, VARLEN_BACKWARD, FWD_OUT, VARLEN_FWD_OUT, FWD_KVCACHE, NUM_OPS };
+#define ARGS_PLAIN_OPTIONS ARGS_DEFAULT_SCALE_MASK, ARG("Tensor? alibi_slopes", alibi_slopes)
+
+enum {
+    FORWARD,
+    VARLEN_FORWARD,
+    BACKWARD,
+    VARLEN_BACKWARD,
+    FWD_OUT,
+    VARLEN_FWD_OUT,
+    FWD_KVCACHE,
+    PLAIN_FORWARD,
+    PLAIN_VARLEN_FORWARD,
+    NUM_OPS
+};
 
 static const op ops[NUM_OPS] = {
     [FORWARD] = {"_flash_attn_forward",
@@ -96,18 +110,45 @@ static const op ops[NUM_OPS] = {
                       ARG("Tensor? rotary_cos", rotary_cos), ARG("Tensor? rotary_sin", rotary_sin),
                       ARG("Tensor? cache_batch_idx", cache_batch_idx), ARG("Tensor? leftpad_k", leftpad_k),
                       ARG("Tensor? block_table", block_table), ARG("Tensor? alibi_slopes", alibi_slopes),
-                      ARG("Tensor(c!) out", out), ARGS_MASK, ARG("bool rotary_interleaved", rotary_interleaved),
-                      ARG("SymInt num_splits", num_splits)}},
+                      ARG("Tensor(c!) out", out), ARGS_DEFAULT_SCALE_MASK,
+                      ARG("bool rotary_interleaved", rotary_interleaved), ARG("SymInt num_splits", num_splits)}},
+    /* The two forwards without dropout and without what only dropout needs: the road of every public function that
+     * nobody watches. They have no autograd formula; whoever calls them brings his own. */
+    [PLAIN_FORWARD] = {"_forward",
+                       "(Tensor, Tensor)",
+                       FA_OP_DENSE,
+                       FA_FWD,
+                       {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_PLAIN_OPTIONS}},
+    [PLAIN_VARLEN_FORWARD] = {"_varlen_forward",
+                              "(Tensor, Tensor)",
+                              FA_OP_VARLEN,
+                              FA_FWD,
+                              {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_CU_SEQLENS,
+                               ARGS_PLAIN_OPTIONS, ARG("Tensor? block_table", block_table)}},
 };
+
+/* The same table as calls read it, made once when the ops are registered. */
+typedef enum { TENSOR, FLOAT, BOOL, INT } slot_kind;
+typedef struct {
+    slot_kind kind;
+    bool is_optional, is_mutable;
+    size_t place;
+    char name[24]; /* as messages show it: the last word of the schema text, without its default */
+} slot;
+
+static struct {
+    int num_slots;
+    bool has_dropout;
+    slot slots[MAX_ARGUMENTS];
+} calls[NUM_OPS];
 
 fa_machine fa_this_machine;
 
 /* ---- slots of a boxed call ------------------------------------------------------------------------------------- */
 
-static void read_tensor(AtenTensorHandle handle, const char *name, fa_tensor *t) {
+static void read_tensor(AtenTensorHandle handle, fa_tensor *t) {
     int64_t *size = NULL, *stride = NULL;
     t->handle = handle;
-    t->name = name;
     fa_torch.aoti_torch_get_dim(handle, &t->ndim);
     fa_torch.aoti_torch_get_sizes(handle, &size);
     fa_torch.aoti_torch_get_strides(handle, &stride);
@@ -118,57 +159,58 @@ static void read_tensor(AtenTensorHandle handle, const char *name, fa_tensor *t)
     t->stride = stride;
 }
 
-/* The names of arguments as messages show them: the last word of the schema text, without its default. */
-static char argument_names[NUM_OPS][MAX_ARGUMENTS][24];
-
-static bool is_optional(const char *schema) { return strchr(schema, '?') != NULL; }
-static bool is_mutable(const char *schema) { return strchr(schema, '!') != NULL; }
-
-static bool starts_with(const char *text, const char *word) { return strncmp(text, word, strlen(word)) == 0; }
-
-static AtenTensorHandle take_optional(StableIValue slot) {
-    if (slot == 0) return NULL;
-    StableIValue *inner = (StableIValue *)(uintptr_t)slot;
-    AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)*inner;
+static uint64_t take_optional(StableIValue present) {
+    StableIValue *inner = (StableIValue *)(uintptr_t)present;
+    const uint64_t value = *inner;
     if (fa_torch.torch_delete_stable_ivalue)
         fa_torch.torch_delete_stable_ivalue(inner);
     else
         fa_torch.operator_delete(inner);
-    return handle;
+    return value;
 }
 
 static fa_status unpack(int op_idx, const StableIValue *stack, fa_call *call, fa_error *err) {
     fa_status status = FA_OK;
-    *call = (fa_call){.layout = ops[op_idx].layout, .pass = ops[op_idx].pass};
-    for (int i = 0; i < MAX_ARGUMENTS && ops[op_idx].arguments[i].schema; i++) {
-        const argument *a = &ops[op_idx].arguments[i];
-        void *place = (char *)call + a->place;
-        if (starts_with(a->schema, "Tensor")) {
+    memset(call, 0, sizeof *call);
+    call->layout = ops[op_idx].layout;
+    call->pass = ops[op_idx].pass;
+    call->has_dropout = calls[op_idx].has_dropout;
+    for (int i = 0; i < calls[op_idx].num_slots; i++) {
+        const slot *s = &calls[op_idx].slots[i];
+        char *place = (char *)call + s->place;
+        uint64_t value = stack[i];
+        if (s->kind == TENSOR) ((fa_tensor *)place)->name = s->name;
+        if (s->is_optional) {
+            if (value == 0) {
+                if (s->kind == FLOAT) call->default_scale = true; /* softmax_scale is the only optional number */
+                continue;
+            }
+            value = take_optional(value);
+        }
+        switch (s->kind) {
+        case TENSOR: {
             fa_tensor *t = (fa_tensor *)place;
-            AtenTensorHandle handle =
-                is_optional(a->schema) ? take_optional(stack[i]) : (AtenTensorHandle)(uintptr_t)stack[i];
-            t->name = argument_names[op_idx][i];
+            AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
             if (!handle) continue;
-            read_tensor(handle, t->name, t);
-            int failed = is_mutable(a->schema) ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
-                                               : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
+            read_tensor(handle, t);
+            int failed = s->is_mutable ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
+                                       : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
             if (failed) status = fa_fail(err, FA_EINVAL, "%s has no memory to read", t->name);
-        } else if (starts_with(a->schema, "float")) {
-            memcpy(place, &stack[i], sizeof(double));
-        } else if (starts_with(a->schema, "bool")) {
-            *(bool *)place = (stack[i] & 0xff) != 0;
-        } else {
-            memcpy(place, &stack[i], sizeof(int64_t));
+            break;
+        }
+        case BOOL: *(bool *)place = (value & 0xff) != 0; break;
+        case FLOAT:
+        case INT: memcpy(place, &value, sizeof value); break;
         }
     }
     return status;
 }
 
 static void release(int op_idx, const fa_call *call) {
-    for (int i = 0; i < MAX_ARGUMENTS && ops[op_idx].arguments[i].schema; i++) {
-        const argument *a = &ops[op_idx].arguments[i];
-        const fa_tensor *t = (const fa_tensor *)((const char *)call + a->place);
-        if (starts_with(a->schema, "Tensor") && t->handle) fa_torch.aoti_torch_delete_tensor_object(t->handle);
+    for (int i = 0; i < calls[op_idx].num_slots; i++) {
+        const slot *s = &calls[op_idx].slots[i];
+        const fa_tensor *t = (const fa_tensor *)((const char *)call + s->place);
+        if (s->kind == TENSOR && t->handle) fa_torch.aoti_torch_delete_tensor_object(t->handle);
     }
 }
 
@@ -178,12 +220,16 @@ static void torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) { fa_torch
 
 static const fa_pool torch_pool = {torch_parallel_for};
 
+/* A small workspace lies on the stack: torch's allocator would take a tenth of a short call's time. */
+enum { SMALL_WORKSPACE_BYTES = 8192 };
+
 static fa_status run_with_workspace(const fa_call *call, const fa_problem *problem, const fa_plan *plan,
                                     fa_error *err) {
+    _Alignas(64) char small[SMALL_WORKSPACE_BYTES];
     AtenTensorHandle workspace = NULL;
-    void *data = NULL;
+    void *data = small;
     fa_status status = FA_OK;
-    if (plan->workspace_bytes > 0) {
+    if (plan->workspace_bytes > sizeof small || (plan->workspace_bytes > 0 && problem->device != FA_CPU)) {
         const int64_t bytes = (int64_t)plan->workspace_bytes, one = 1;
         if (fa_torch.aoti_torch_empty_strided(1, &bytes, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
                                               &workspace) != 0 ||
@@ -230,8 +276,10 @@ static fa_status execute(const fa_call *call, fa_outputs *outputs, fa_error *err
 /* All handles are released before a failure leaves through aoti_torch_check, which throws. */
 static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     fa_call call;
-    fa_outputs outputs = {0};
-    fa_error err = {""};
+    fa_outputs outputs;
+    fa_error err;
+    outputs.num = 0;
+    err.text[0] = '\0';
     fa_status status = unpack(op_idx, stack, &call, &err);
     if (status == FA_OK) status = execute(&call, &outputs, &err);
     release(op_idx, &call);
@@ -255,21 +303,42 @@ ENTRY(VARLEN_BACKWARD)
 ENTRY(FWD_OUT)
 ENTRY(VARLEN_FWD_OUT)
 ENTRY(FWD_KVCACHE)
+ENTRY(PLAIN_FORWARD)
+ENTRY(PLAIN_VARLEN_FORWARD)
 
 static fa_boxed_op *const entries[NUM_OPS] = {
-    [FORWARD] = entry_FORWARD,         [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
-    [BACKWARD] = entry_BACKWARD,       [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
-    [FWD_OUT] = entry_FWD_OUT,         [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
+    [FORWARD] = entry_FORWARD,
+    [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
+    [BACKWARD] = entry_BACKWARD,
+    [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
+    [FWD_OUT] = entry_FWD_OUT,
+    [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
     [FWD_KVCACHE] = entry_FWD_KVCACHE,
+    [PLAIN_FORWARD] = entry_PLAIN_FORWARD,
+    [PLAIN_VARLEN_FORWARD] = entry_PLAIN_VARLEN_FORWARD,
 };
 
 /* ---- registration ----------------------------------------------------------------------------------------------- */
 
-static void name_arguments(int op_idx) {
-    for (int i = 0; i < MAX_ARGUMENTS && ops[op_idx].arguments[i].schema; i++) {
-        const char *name = strrchr(ops[op_idx].arguments[i].schema, ' ') + 1;
-        snprintf(argument_names[op_idx][i], sizeof argument_names[op_idx][i], "%.*s", (int)strcspn(name, "="), name);
+static bool starts_with(const char *text, const char *word) { return strncmp(text, word, strlen(word)) == 0; }
+
+static void read_schema(int op_idx) {
+    const argument *a = ops[op_idx].arguments;
+    int n = 0;
+    for (; n < MAX_ARGUMENTS && a[n].schema; n++) {
+        slot *s = &calls[op_idx].slots[n];
+        const char *name = strrchr(a[n].schema, ' ') + 1;
+        s->kind = starts_with(a[n].schema, "Tensor")  ? TENSOR
+                  : starts_with(a[n].schema, "float") ? FLOAT
+                  : starts_with(a[n].schema, "bool")  ? BOOL
+                                                      : INT;
+        s->is_optional = strchr(a[n].schema, '?') != NULL;
+        s->is_mutable = strchr(a[n].schema, '!') != NULL;
+        s->place = a[n].place;
+        snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
+        if (strcmp(s->name, "dropout_p") == 0) calls[op_idx].has_dropout = true;
     }
+    calls[op_idx].num_slots = n;
 }
 
 static void write_schema(const op *o, char *text, size_t room) {
@@ -289,7 +358,7 @@ fa_status fa_register_ops(fa_error *err) {
         failed = fa_torch.aoti_torch_library_init_impl("flash_attn", keys[k], __FILE__, __LINE__, &impl[k]);
     for (int i = 0; i < NUM_OPS && !failed; i++) {
         char schema[1024];
-        name_arguments(i);
+        read_schema(i);
         write_schema(&ops[i], schema, sizeof schema);
         failed = fa_torch.aoti_torch_library_def(def, schema);
         for (int k = 0; k < 2 && !failed; k++)

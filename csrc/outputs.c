@@ -152,8 +152,8 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
     } else {
         if (!c->out.handle) status = make_out(c, p, outputs, err);
         if (status == FA_OK) status = make_lse(c, p, outputs, err);
-        if (status == FA_OK && c->layout != FA_OP_KVCACHE) status = make_s_dmask(c, p, outputs, err);
-        if (status == FA_OK && c->layout != FA_OP_KVCACHE) status = make_rng_state(c, p, draw_seed, outputs, err);
+        if (status == FA_OK && c->has_dropout) status = make_s_dmask(c, p, outputs, err);
+        if (status == FA_OK && c->has_dropout) status = make_rng_state(c, p, draw_seed, outputs, err);
     }
     if (status != FA_OK)
         while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);

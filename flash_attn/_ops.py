@@ -8,6 +8,7 @@ tests/test_compile.py holds them together.
     _flash_attn_forward          out, lse [b, h, len_q], s_dmask, rng_state [2]
     _flash_attn_varlen_forward   out, lse [h, total_q], s_dmask, rng_state [2]
     fwd, varlen_fwd              the same without out, which is given and written in place
+    _forward, _varlen_forward    out and lse alone: for calls that nobody traces, so they have no fake
     _flash_attn_backward         softmax_d [b, h, len_q up to 128];  dq, dk, dv are written in place
     _flash_attn_varlen_backward  softmax_d [h, total_q + 128 b];     dq, dk, dv are written in place
     fwd_kvcache                  lse [b, h, len_q];  out and, when keys are appended, the cache are written in place
@@ -51,7 +52,7 @@ def check_layout(name, x, *layout):
 def empty_like(x):
     """``torch.empty_like(x)``, but contiguous where that would tear the last dimension apart."""
     like = torch.empty_like(x)
-    torn = like.dim() > 0 and like.shape[-1] > 1 and like.stride(-1) != 1
+    torn = like.dim() > 0 and like.stride(-1) != 1 and like.shape[-1] > 1
     return torch.empty_like(x, memory_format=torch.contiguous_format) if torn else like
 
 
@@ -137,3 +138,8 @@ for _name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varle
     _op = getattr(torch.ops.flash_attn, _name).default
     _op._tags = [*_op._tags, torch.Tag.nondeterministic_seeded]
     _op._nondeterministic_seeded = True
+
+# Ops without gradients: autograd lets them pass. (Its default would look for gradients, and warn.)
+_library = torch.library.Library("flash_attn", "IMPL")
+for _name in ("_forward", "_varlen_forward", "fwd", "varlen_fwd", "fwd_kvcache"):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -9,6 +9,9 @@
     flash_attn_varlen_qkvpacked_func    FlashAttnVarlenQKVPackedFunc    the same
     flash_attn_with_kvcache             none                            fwd_kvcache
 
+Where nobody watches the ops and there is no dropout, the forwards are _forward and _varlen_forward: the same, below
+autograd and without the results that only dropout needs. A call then costs the host half as much.
+
 A packed tensor is a way to hand over q, k and v as views of one memory: dense or varlen, dimension -3 counts its parts.
 So one function computes every forward (``_attend``) and one every backward (``_gradients``), which lets the op write
 into the same views of one packed gradient; the classes say only what comes packed. The ops check their arguments
@@ -41,6 +44,41 @@ _wrapped_flash_attn_backward = torch.ops.flash_attn._flash_attn_backward
 _wrapped_flash_attn_varlen_backward = torch.ops.flash_attn._flash_attn_varlen_backward
 
 
+_C = torch._C
+_forward = torch.ops.flash_attn._forward.default
+_varlen_forward = torch.ops.flash_attn._varlen_forward.default
+_fwd = torch.ops.flash_attn.fwd.default
+_fwd_kvcache = torch.ops.flash_attn.fwd_kvcache.default
+_varlen_fwd = torch.ops.flash_attn.varlen_fwd.default
+
+
+# ---- the short road ----------------------------------------------------------------------------------------------
+
+
+def _is_watched():
+    """Does anyone look at the ops of this call by name: a tracer, a mode (fakes, checkpoint policies), a profiler?"""
+    return (
+        torch.compiler.is_compiling()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _is_short(q, k, v):
+    """Can an op be called below autograd, and on these tensors as they are?"""
+    if _is_watched() or not (type(q) is type(k) is type(v) is torch.Tensor):
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return (
+        (q.is_contiguous() or q.stride(-1) == 1)
+        and (k.is_contiguous() or k.stride(-1) == 1)
+        and (v.is_contiguous() or v.stride(-1) == 1)
+    )
+
+
 # ---- arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -65,8 +103,15 @@ def _as_int(x, name):
     return x.item()
 
 
+def _is_pair(x):
+    """Is it two Python integers already?"""
+    return type(x) in (tuple, list) and len(x) == 2 and type(x[0]) is type(x[1]) is int
+
+
 def _as_window(window_size):
     """``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
+    if _is_pair(window_size):
+        return window_size
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -100,13 +145,16 @@ def _pack(tensors, num):
 
 def _check_given(tensors, varlen):
     """What must hold before q, k and v can be told apart; the rest is for the op to check."""
-    names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
-    for name, x in zip(names, tensors):
-        check_tensor(name, x)
+    if not all(map(torch.is_tensor, tensors)):
+        names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
+        for name, x in zip(names, tensors):
+            check_tensor(name, x)
+    if len(tensors) == 3:
+        return
     rows = ("total",) if varlen else ("batch_size", "seqlen")
     if len(tensors) == 1:
         check_layout("qkv", tensors[0], *rows, 3, "num_heads", "head_size")
-    elif len(tensors) == 2:
+    else:
         check_layout("kv", tensors[1], *rows, 2, "num_heads_k", "head_size")
 
 
@@ -138,23 +186,33 @@ def _attend(
     """
     varlen = len(lengths) > 0
     _check_given(tensors, varlen)
-    is_grad = is_grad_enabled and any(x.requires_grad for x in tensors)
+    is_grad = is_grad_enabled and ctx is not None and any(ctx.needs_input_grad)
     tensors = [maybe_contiguous(x) for x in tensors]
-    lengths = (*lengths[:2], *(_as_int(x, "max_seqlen") for x in lengths[2:]))
-    options = (dropout_p, _as_scale(softmax_scale, tensors[0]), causal, *_as_window(window_size), softcap)
-    forward = _wrapped_flash_attn_varlen_forward if varlen else _wrapped_flash_attn_forward
+    if varlen:
+        lengths = (*lengths[:2], _as_int(lengths[2], "max_seqlen"), _as_int(lengths[3], "max_seqlen"))
     paged = () if block_table is None else (block_table,)
-    out, softmax_lse, s_dmask, rng_state = forward(
-        *_split(tensors), *lengths, *options, alibi_slopes, return_softmax and dropout_p > 0, *paged
-    )
+    mask = (_as_scale(softmax_scale, tensors[0]), causal, *_as_window(window_size), softcap)
+    if dropout_p or _is_watched():
+        forward = _wrapped_flash_attn_varlen_forward if varlen else _wrapped_flash_attn_forward
+        out, softmax_lse, s_dmask, rng_state = forward(
+            *_split(tensors), *lengths, dropout_p, *mask, alibi_slopes, return_softmax and dropout_p > 0, *paged
+        )
+    else:
+        forward, paged_or_not = (_varlen_forward, (block_table,)) if varlen else (_forward, ())
+        out, softmax_lse = forward(*_split(tensors), *lengths, *mask, alibi_slopes, *paged_or_not)
+        s_dmask, rng_state = out.new_empty((0,)) if return_softmax else None, None
     if is_grad:
-        _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, options, deterministic)
+        _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, (dropout_p, *mask), deterministic)
         ctx.paged = bool(paged)
     return (out, softmax_lse, s_dmask) if return_softmax else out
 
 
 def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, options, deterministic):
-    """Keeps for ``_gradients`` what it needs. All memory linear in the lengths; no scores."""
+    """Keeps for ``_gradients`` what it needs. All memory linear in the lengths; no scores.
+
+    A checkpoint repeats the forward, perhaps watched where the first was not, and must then save the same.
+    """
+    rng_state = rng_state if options[0] else None
     ctx.varlen = len(lengths) > 0
     cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens = lengths if ctx.varlen else (None, None)
     ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
@@ -234,13 +292,23 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
         return _attend(ctx, (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
 
 
+def _any_requires_grad(arguments):
+    for x in arguments:  # a generator in any() takes three times as long
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            return True
+    return False
+
+
 def _apply(function, *arguments):
     """``function.apply(*arguments)``; in eager mode, where nothing can be differentiated, its forward without autograd.
 
     The last argument is is_grad_enabled; the tensors that may need a gradient come first.
     """
-    differentiable = arguments[-1] and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments[:3])
-    if differentiable or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if (
+        (arguments[-1] and _any_requires_grad(arguments[:3]))
+        or torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+    ):
         return function.apply(*arguments)
     return function.forward(None, *arguments)
 
@@ -286,6 +354,8 @@ def flash_attn_func(
     Gradients for q, k, v, through out only.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
+    if not (dropout_p or return_attn_probs) and _is_short(q, k, v) and _is_pair(window_size):
+        return _forward(q, k, v, softmax_scale, causal, *window_size, softcap, alibi_slopes)[0]
     return _apply(
         FlashAttnFunc,
         *_distinct(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -363,6 +433,11 @@ def flash_attn_varlen_func(
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
+    is_plain = not (dropout_p or return_attn_probs) and type(max_seqlen_q) is type(max_seqlen_k) is int
+    if is_plain and _is_short(q, k, v) and _is_pair(window_size):
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        mask = softmax_scale, causal, *window_size, softcap
+        return _varlen_forward(q, k, v, *lengths, *mask, alibi_slopes, block_table)[0]
     return _apply(
         FlashAttnVarlenFunc,
         *_distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
@@ -411,6 +486,13 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+def _check_cache(name, cache):
+    """A cache is written in place: it is never copied to suit the op."""
+    check_tensor(name, cache)
+    if cache.dim() > 0 and cache.stride(-1) != 1 and cache.shape[-1] > 1:
+        raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
+
+
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -451,22 +533,19 @@ def flash_attn_with_kvcache(
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
     check_tensor("q", q)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, cache)
-        if cache.dim() > 0 and cache.shape[-1] > 1 and cache.stride(-1) != 1:
-            raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
-    with torch.no_grad():
-        q, k, v = (maybe_contiguous(x) for x in (q, k, v))
-        if isinstance(cache_seqlens, (int, torch.SymInt)):
-            cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
-        elif cache_seqlens is not None:
-            check_tensor("cache_seqlens", cache_seqlens)
-        indices = (maybe_contiguous(x) for x in (cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad))
-        out = empty_like(q)
-        softmax_lse = torch.ops.flash_attn.fwd_kvcache(
-            q, k_cache, v_cache, k, v, *indices, maybe_contiguous(block_table), alibi_slopes, out,
-            _as_scale(softmax_scale, q), causal, *_as_window(window_size), softcap, rotary_interleaved, num_splits,
-        )  # fmt: skip
+    _check_cache("k_cache", k_cache)
+    _check_cache("v_cache", v_cache)
+    q = maybe_contiguous(q)
+    if isinstance(cache_seqlens, (int, torch.SymInt)):
+        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+    elif cache_seqlens is not None:
+        check_tensor("cache_seqlens", cache_seqlens)
+    new_and_indices = (k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table)
+    out = empty_like(q)
+    softmax_lse = _fwd_kvcache(
+        q, k_cache, v_cache, *[x if x is None else maybe_contiguous(x) for x in new_and_indices], alibi_slopes, out,
+        softmax_scale, causal, *_as_window(window_size), softcap, rotary_interleaved, num_splits,
+    )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
 
 
@@ -482,6 +561,12 @@ def _flash_attn_forward(
     Arguments as in ``flash_attn_func``, softmax_scale a number; return_softmax asks for S_dmask and needs dropout.
     rng_state, int64 ``[2]``, makes the backward draw the same dropout mask; zeros without dropout.
     """
+    if _is_short(q, k, v):
+        out = empty_like(q)
+        return out, *_fwd(
+            q, k, v, out, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            return_softmax,
+        )  # fmt: skip
     return _wrapped_flash_attn_forward(
         *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, return_softmax,
@@ -501,6 +586,13 @@ def _flash_attn_varlen_forward(
         zero_tensors: fill rows that belong to no sequence, out with 0 and softmax_lse with -inf.
         num_splits: 0: as the plan decides; 1: results that do not depend on the batch; more: refused with block_table.
     """
+    if _is_short(q, k, v):
+        out = empty_like(q)
+        return out, *_varlen_fwd(
+            q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k,
+            seqused_k, zero_tensors or not q.is_cuda, num_splits,
+        )  # fmt: skip
     return _wrapped_flash_attn_varlen_forward(
         *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,

@@ -303,6 +303,67 @@ class Ops(TorchDispatchMode):
         return [func.name().split("::")[1].split(".")[0] for func, _ in self.calls]
 
 
+def short_calls():
+    """Calls without dropout or gradients, and the op by whose name watchers know them."""
+    q, k, v, rows = randn(2, 5, 4, 16), randn(2, 6, 2, 16), randn(2, 6, 2, 16), randn(9, 4, 16)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    slopes = torch.rand(4)
+    dense, varlen = "_flash_attn_forward", "_flash_attn_varlen_forward"
+    return [
+        (dense, lambda: flash_attn_func(q, k, v)),
+        (dense, lambda: flash_attn_func(q, k, v, softmax_scale=0.3, window_size=[2, 0], softcap=3.0)),
+        (dense, lambda: flash_attn_func(q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2), causal=True)),
+        (dense, lambda: flash_attn_func(q.mT.contiguous().mT, k, v, alibi_slopes=slopes)),  # copied: the long road
+        (dense, lambda: flash_attn_func(q, k, v, return_attn_probs=True)),
+        (dense, lambda: interface._flash_attn_forward(q, k, v, 0.0, 0.25, True, -1, -1, 0.0, slopes, False)),
+        (varlen, lambda: flash_attn_varlen_func(rows, rows, rows, cu, cu, 5, 5, causal=True)),
+        (varlen, lambda: flash_attn_varlen_func(rows, rows, rows, cu, cu, 5, 5, return_attn_probs=True)),
+        (varlen, lambda: interface._flash_attn_varlen_forward(rows, rows, rows, cu, cu, 5, 5, 0.0, 0.25, False)),
+        (dense, lambda: flash_attn_qkvpacked_func(torch.stack([q, q, q], 2), causal=True)),
+        (dense, lambda: flash_attn_func(negative(q), negative(k), negative(v))),
+    ]
+
+
+def negative(x):
+    """``-x``, of which only a flag says that it is negative."""
+    return torch.complex(torch.zeros_like(x), x).conj().imag
+
+
+@pytest.mark.parametrize("i", range(len(short_calls())))
+def test_watched_calls_are_the_same_calls_by_the_name_of_the_op(i):
+    torch.manual_seed(0)
+    name, call = short_calls()[i]
+    want = call()
+    with Ops() as ops:
+        got = call()
+    assert ops.names().count(name) == 1 and not {"_forward", "_varlen_forward"} & set(ops.names())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        profiled = call()
+    assert [event.name for event in profile.events()].count(f"flash_attn::{name}") == 1
+    for results in (got, profiled):
+        for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (results, want))):
+            assert x.shape == y.shape and x.stride() == y.stride() and torch.equal(x, y)
+
+
+def test_a_checkpoint_may_be_watched_when_it_repeats():
+    qkv = randn(1, 5, 3, 2, 16).requires_grad_()
+    want = run(flash_attn_qkvpacked_func, (qkv,), dout=torch.ones(1, 5, 2, 16))[1][0]
+    out = checkpoint(flash_attn_qkvpacked_func, qkv, use_reentrant=False)
+    with Ops() as ops:
+        (got,) = torch.autograd.grad(out, qkv, torch.ones_like(out))
+    assert torch.equal(got, want) and ops.names().count("_flash_attn_forward") == 1
+
+
+def test_unowned_rows_of_the_private_varlen_forward_are_zero():
+    x = randn(9, 2, 16)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    for watched in (False, True):
+        torch.full_like(x, float("nan"))  # what the allocator hands out next
+        with Ops() if watched else torch.no_grad():
+            out, lse, *_ = interface._flash_attn_varlen_forward(x, x, x, cu, cu, 4, 4, 0.0, 0.25, False)
+        assert torch.all(out[4:] == 0) and torch.all(lse[:, 4:] == float("-inf"))
+
+
 @pytest.mark.parametrize("packed", [flash_attn_qkvpacked_func, flash_attn_kvpacked_func])
 def test_a_packed_gradient_is_written_in_place(packed):
     tensors = [randn(1, 5, 2, 16), randn(1, 5, 2, 2, 16)]
@@ -353,9 +414,11 @@ def test_what_is_saved_for_backward():
     assert saved_by(lambda: flash_attn_func(q, k, v)) == []
     assert saved_by(without_grad) == []
     saved = saved_by(lambda: flash_attn_func(q.requires_grad_(), k, v, causal=True))
-    assert sum(x.numel() for x in saved) == 4 * q.numel() + 2 * 512 + 2  # q, k, v, out; lse; rng_state
+    assert sum(x.numel() for x in saved) == 4 * q.numel() + 2 * 512  # q, k, v, out; lse
     qkv = randn(1, 512, 3, 2, 16).requires_grad_()
-    assert sum(x.numel() for x in saved_by(lambda: flash_attn_qkvpacked_func(qkv))) == qkv.numel() * 4 // 3 + 1024 + 2
+    assert sum(x.numel() for x in saved_by(lambda: flash_attn_qkvpacked_func(qkv))) == qkv.numel() * 4 // 3 + 1024
+    saved = saved_by(lambda: flash_attn_qkvpacked_func(qkv, 0.5))
+    assert sum(x.numel() for x in saved) == qkv.numel() * 4 // 3 + 1024 + 2  # and rng_state
 
 
 # ---- autograd ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,146 @@
+"""What a call costs the host: a problem so small that little else is left, beside PyTorch's own attention.
+
+    python benchmarks/bench_host.py                 the CPU, and a GPU where there is one
+    python benchmarks/bench_host.py --device cuda
+
+Calls, each under no_grad and, where it has gradients, with tensors that need them:
+
+    op                       torch.ops.flash_attn._forward, where flash_attn_func ends
+    flash_attn_func          the public functions
+    ..
+    _flash_attn_forward      the private function that clients call
+    torch.ops.flash_attn._flash_attn_forward
+                             the op of the same name, with its autograd formula
+    sdpa                     torch.nn.functional.scaled_dot_product_attention
+    two allocations          out and softmax_lse, nothing else
+
+One round times a batch of each, one after the other; a figure is the median over the rounds, in microseconds for one
+call. On a GPU the clock stops before the device is waited for. One CPU thread.
+
+Writes benchmarks/results/host.csv, beside the rows of other machines.
+"""
+
+import argparse
+import csv
+import platform
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn._measure import machine
+from flash_attn.flash_attn_interface import _flash_attn_forward
+
+RESULTS = Path(__file__).resolve().parent / "results" / "host.csv"
+SHAPES = {"cpu": (1, 16, 1, 16), "cuda": (1, 64, 1, 64)}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def calls_on(device, needs_grad):
+    shape = SHAPES[device]
+    q, k, v = (torch.randn(shape, device=device, dtype=DTYPES[device], requires_grad=needs_grad) for _ in range(3))
+    q_rows, k_rows, v_rows = (x.detach()[0].requires_grad_(needs_grad) for x in (q, k, v))
+    q_heads, k_heads, v_heads = (x.transpose(1, 2) for x in (q, k, v))
+    one_query = q.detach()[:, :1]
+    n = shape[1]
+    cu = torch.tensor([0, n], dtype=torch.int32, device=device)
+    used = torch.tensor([n], dtype=torch.int32, device=device)
+    scale = shape[-1] ** -0.5
+    raw = (0.0, scale, False, -1, -1, 0.0, None, False)
+    op, raw_op = torch.ops.flash_attn._forward.default, torch.ops.flash_attn._flash_attn_forward.default
+    calls = {
+        "flash_attn_func": lambda: flash_attn_func(q, k, v),
+        "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q_rows, k_rows, v_rows, cu, cu, n, n),
+        "torch.ops.flash_attn._flash_attn_forward": lambda: raw_op(q, k, v, *raw),
+        "sdpa": lambda: F.scaled_dot_product_attention(q_heads, k_heads, v_heads),
+    }
+    if needs_grad:
+        return calls
+    return {
+        "op": lambda: op(q, k, v, None, False, -1, -1, 0.0, None),
+        **calls,
+        "_flash_attn_forward": lambda: _flash_attn_forward(q, k, v, *raw),
+        "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(one_query, k, v, cache_seqlens=used),
+        "two allocations": lambda: (
+            torch.empty_like(q),
+            torch.empty(1, 1, n, device=device, dtype=torch.float32),
+        ),
+    }
+
+
+def that_run(calls):
+    for name, call in list(calls.items()):
+        try:
+            call()
+        except RuntimeError as error:
+            print(f"{name} is left out: {error}")
+            del calls[name]
+    return calls
+
+
+def microseconds(calls, device, rounds, batch):
+    times = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            elapsed = time.perf_counter() - start
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if i > 0:  # the first round warms up
+                times[name].append(elapsed / batch * 1e6)
+    return {name: median(each) for name, each in times.items()}
+
+
+def rows_of(device, options):
+    where = machine()
+    for needs_grad in (False, True):
+        with torch.set_grad_enabled(needs_grad):
+            found = microseconds(that_run(calls_on(device, needs_grad)), device, options.rounds, options.batch)
+        for name, us in found.items():
+            yield {
+                "date": where["date"],
+                "machine": torch.cuda.get_device_name() if device == "cuda" else where["cpu"],
+                "cpu": where["cpu"],
+                "python": platform.python_version(),
+                "torch": where["torch"],
+                "flash_attn": where["flash_attn"],
+                "device": device,
+                "mode": "grad" if needs_grad else "no_grad",
+                "call": name,
+                "us": round(us, 2),
+                "sdpa_us": round(found["sdpa"], 2),
+            }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", nargs="*", choices=SHAPES, default=["cpu", *["cuda"] * torch.cuda.is_available()])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    rows = []
+    for device in options.device:
+        for row in rows_of(device, options):
+            rows.append(row)
+            print(f"{device:5} {row['mode']:8} {row['call']:42} {row['us']:7.2f} us", flush=True)
+    measured = {(row["machine"], row["device"]) for row in rows}
+    if options.csv.exists():
+        with open(options.csv, newline="", encoding="utf-8") as old:
+            rows = [row for row in csv.DictReader(old) if (row["machine"], row["device"]) not in measured] + rows
+    options.csv.parent.mkdir(exist_ok=True)
+    with open(options.csv, "w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
