@@ -317,11 +317,12 @@ static void close_tile(const fwd_task *t, int i) {
     float factor[FA_MAX_BLOCK_Q];
     char *rows[FA_MAX_BLOCK_Q];
     const float kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f;
-    for (int lane = 0; lane < tile->lanes; lane++) {
+    for (int lane = 0; lane < tile->lanes; lane += LANES)
+        vec_store(factor + lane, vec_div(vec_set(kept), vec_load(tile->row_sum + lane)));
+    for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const bool is_empty = tile->first[lane] >= tile->end[lane];
         const float sum = tile->row_sum[lane];
-        factor[lane] = is_empty ? 0.0f : kept / sum;
-        if (lane >= tile->valid_lanes) continue;
+        if (is_empty) factor[lane] = 0.0f;
         rows[lane] = query_row(t, &p->o, tile, lane);
         /* A row whose scores are all -inf has the sum 0: NaN, as 0 / 0 is. */
         float lse = sum == 0.0f ? NAN : (float)(tile->row_max[lane] * LN_2 + log(sum));
@@ -331,6 +332,32 @@ static void close_tile(const fwd_task *t, int i) {
 }
 
 /* ---- tasks and workers ---- */
+
+/* The rows that a task reads first, fetched while the task before computes: short sequences are all beginning. O too
+ * (its lines are read before they are written) is no faster, nor are shares of the rows for each tile of that task. */
+static void prefetch_task(const fwd_job *job, const fa_task *task) {
+    const fa_problem *p = job->p;
+    const fa_sequence s = fa_sequence_at(p, task->b_idx);
+    const int64_t bytes = DTYPE_BYTES(p->dtype), g = p->h / p->h_kv;
+    int64_t row, row_end, key, key_end;
+    fa_tile_rows(p, &s, job->layout.block_q, task->begin, task->begin + 1, &row, &row_end);
+    fa_rows_keys(p, &s, row, row_end, &key, &key_end);
+    key_end = min_i64(key_end, key + job->layout.block_kv);
+    for (; row < row_end; row++) {
+        for (int64_t head = task->head_kv * g; head < (task->head_kv + 1) * g; head++) {
+            const char *q = (const char *)p->q.data + fa_query_offset(&p->q, &s, row, head) * bytes;
+            for (int64_t at = 0; at < p->d * bytes; at += 64) PREFETCH(q + at);
+        }
+    }
+    for (; key < key_end; key++) {
+        const char *k = (const char *)p->k.data + fa_key_offset(p, &p->k, &s, key, task->head_kv) * bytes;
+        const char *v = (const char *)p->v.data + fa_key_offset(p, &p->v, &s, key, task->head_kv) * bytes;
+        for (int64_t at = 0; at < p->d * bytes; at += 64) {
+            PREFETCH(k + at);
+            PREFETCH(v + at);
+        }
+    }
+}
 
 static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     const fa_fwd_layout *l = &job->layout;
@@ -355,6 +382,7 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     for (int i = 0; i < num_tiles; i++) open_tile(&t, i, task->begin + i);
     for (int64_t block = first_key / l->block_kv * l->block_kv; block < end_key; block += l->block_kv) {
         pack_block(&t, block, max_i64(first_key - block, 0), min_i64(end_key - block, l->block_kv));
+        if (task->next >= 0 && block + l->block_kv >= end_key) prefetch_task(job, &job->tasks[task->next]);
         step_tiles(&t, num_tiles);
     }
     for (int i = 0; i < num_tiles; i++) close_tile(&t, i);

@@ -149,6 +149,11 @@ INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, con
             UNROLL for (int i = 0; i < LANES; i++) t[i] = vec_mul(vec_load(src + (elem + i) * stride + lane), scale);
             vec_transpose(t);
             int64_t elems = d - elem < LANES ? d - elem : LANES;
+            if (count == LANES && elems == LANES) { /* straight from the registers */
+                UNROLL for (int i = 0; i < LANES; i++)
+                    store_elems(rows[lane + i] + elem * DTYPE_BYTES(DTYPE), t[i], DTYPE);
+                continue;
+            }
             for (int i = 0; i < count; i++) store_row_elems(rows[lane + i], elem, elems, t[i], DTYPE);
         }
     }
