@@ -31,8 +31,7 @@
 typedef struct {
     const fa_problem *p;
     fa_bwd_layout layout;
-    const fa_task *tasks;
-    const fa_worker *workers;
+    fa_task_list *list;
     int threads;
     char *scratch;        /* of worker 0 */
     float *slabs;         /* [ranges][h_kv][slab_tiles][tile_floats] */
@@ -415,8 +414,8 @@ static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
     vec_mode mode = vec_enter();
     product_enter();
     for (int64_t w = begin; w < end; w++) {
-        for (int64_t task = job->workers[w].first; task >= 0; task = job->tasks[task].next)
-            bwd_run_task(job, &job->tasks[task], job->scratch + (size_t)w * job->layout.scratch_bytes);
+        for (const fa_task *task; (task = fa_take_task(job->list));)
+            bwd_run_task(job, task, job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
     product_leave();
     vec_leave(mode);
@@ -462,17 +461,15 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
 static void attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
     int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, tasks);
-    size_t workers_at, lists_bytes = fa_fwd_lists_bytes(num_tasks, plan->threads, &workers_at);
-    fa_worker *workers = (fa_worker *)((char *)workspace + workers_at);
-    fa_assign_tasks(tasks, num_tasks, workers, plan->threads);
+    fa_task_list list = {tasks, num_tasks, 0};
+    if (plan->threads > 1) fa_sort_tasks(tasks, num_tasks);
 
     bwd_job job = {.p = p,
                    .layout = fa_bwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task,
                                               plan->num_splits),
-                   .tasks = tasks,
-                   .workers = workers,
+                   .list = &list,
                    .threads = plan->threads,
-                   .scratch = (char *)workspace + lists_bytes,
+                   .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
                    .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
                    .softcap = (float)(p->softcap * LOG2_E),
                    .kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f,

@@ -29,8 +29,7 @@
 typedef struct {
     const fa_problem *p;
     fa_fwd_layout layout;
-    const fa_task *tasks;
-    const fa_worker *workers;
+    fa_task_list *list;
     char *scratch;        /* of worker 0 */
     float scale, softcap; /* of the product, and of what softcap multiplies, in units of log2 */
     bool drops;           /* dropout is on and can drop something */
@@ -393,8 +392,8 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
     vec_mode mode = vec_enter();
     product_enter();
     for (int64_t w = begin; w < end; w++) {
-        for (int64_t task = job->workers[w].first; task >= 0; task = job->tasks[task].next)
-            run_task(job, &job->tasks[task], job->scratch + (size_t)w * job->layout.scratch_bytes);
+        for (const fa_task *task; (task = fa_take_task(job->list));)
+            run_task(job, task, job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
     product_leave();
     vec_leave(mode);
@@ -403,16 +402,14 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
 static void attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
     int64_t num_tasks = fa_fwd_tasks(p, plan->block_q, plan->tiles_per_task, tasks);
-    size_t workers_at, lists_bytes = fa_fwd_lists_bytes(num_tasks, plan->threads, &workers_at);
-    fa_worker *workers = (fa_worker *)((char *)workspace + workers_at);
-    fa_assign_tasks(tasks, num_tasks, workers, plan->threads);
+    fa_task_list list = {tasks, num_tasks, 0};
+    if (plan->threads > 1) fa_sort_tasks(tasks, num_tasks);
 
     fwd_job job = {
         .p = p,
         .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task, SCORE_BUFFERS),
-        .tasks = tasks,
-        .workers = workers,
-        .scratch = (char *)workspace + lists_bytes,
+        .list = &list,
+        .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
         .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
         .softcap = (float)(p->softcap * LOG2_E),
         .drops = p->dropout_p > 0 && p->keep_max < 255};

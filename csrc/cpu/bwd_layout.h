@@ -1,6 +1,6 @@
 /* The bytes of the backward: plan_bwd.c counts them, attn_bwd.h fills them. Everything is aligned to 64 bytes.
  *
- *   workspace   tasks | workers | one scratch for each worker | slabs of dQ
+ *   workspace   tasks | one scratch for each worker | slabs of dQ
  *   scratch     Q^T, dO^T, Q, dO, dQ^T of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
  *               dK, dV of the task's keys | row addresses | tiles
  *   slab        dQ^T of every tile, for one range of keys; only if there are several ranges

@@ -1,6 +1,6 @@
 /* The bytes of the forward: plan_fwd.c counts them, attn_fwd.h fills them. Everything is aligned to 64 bytes.
  *
- *   workspace   tasks | workers | one scratch for each worker
+ *   workspace   tasks | one scratch for each worker
  *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | row addresses | tiles */
 #ifndef FA_FWD_LAYOUT_H
 #define FA_FWD_LAYOUT_H
@@ -59,10 +59,9 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
 }
 
 /* Bytes before the first scratch. */
-static inline size_t fa_fwd_lists_bytes(int64_t num_tasks, int num_workers, size_t *workers) {
+static inline size_t fa_tasks_bytes(int64_t num_tasks) {
     size_t at = 0;
     fa_take(&at, num_tasks * (int64_t)sizeof(fa_task));
-    *workers = fa_take(&at, num_workers * (int64_t)sizeof(fa_worker));
     return at;
 }
 

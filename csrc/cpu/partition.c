@@ -2,7 +2,6 @@
 
 #include <stdlib.h>
 
-/* Heaviest first; equal ones in the order of memory. */
 static int compare_tasks(const void *x, const void *y) {
     const fa_task *a = x, *b = y;
     if (a->cost != b->cost) return a->cost > b->cost ? -1 : 1;
@@ -11,33 +10,7 @@ static int compare_tasks(const void *x, const void *y) {
     return a->begin < b->begin ? -1 : a->begin > b->begin;
 }
 
-/* Restores the heap, least load on top, after the top's load has grown. */
-static void sift_down(fa_worker *heap, int n) {
-    fa_worker top = heap[0];
-    int at = 0;
-    for (int child; (child = 2 * at + 1) < n; at = child) {
-        if (child + 1 < n && heap[child + 1].load < heap[child].load) child++;
-        if (heap[child].load >= top.load) break;
-        heap[at] = heap[child];
-    }
-    heap[at] = top;
-}
-
-void fa_assign_tasks(fa_task *tasks, int64_t num_tasks, fa_worker *workers, int num_workers) {
-    for (int w = 0; w < num_workers; w++) workers[w] = (fa_worker){.first = -1, .last = -1};
-    if (num_workers > 1) qsort(tasks, (size_t)num_tasks, sizeof *tasks, compare_tasks);
-    for (int64_t t = 0; t < num_tasks; t++) {
-        fa_worker *w = &workers[0];
-        tasks[t].next = -1;
-        if (w->last < 0)
-            w->first = t;
-        else
-            tasks[w->last].next = t;
-        w->last = t;
-        w->load += tasks[t].cost + 1; /* + 1: tasks without keys still write their rows */
-        sift_down(workers, num_workers);
-    }
-}
+void fa_sort_tasks(fa_task *tasks, int64_t num_tasks) { qsort(tasks, (size_t)num_tasks, sizeof *tasks, compare_tasks); }
 
 static int64_t cost_of_tiles(const fa_problem *p, const fa_sequence *s, int block_q, int64_t begin, int64_t end) {
     int64_t cost = 0;

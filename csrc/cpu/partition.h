@@ -1,25 +1,34 @@
-/* Who does what: tasks in descending order of their cost, each to the worker with the least work so far. Costs are
- * exact (visible keys), so this beats stealing, and it is the same in every run. A task's result never depends on who
+/* Who does what: tasks in descending order of their cost; a worker that is free takes the next. Costs are exact (visible
+ * keys), but cores are not equal: beside a busy neighbour one runs at half speed. A task's result never depends on who
  * computes it: the bits of an output are the same for any number of threads. */
 #ifndef FA_PARTITION_H
 #define FA_PARTITION_H
 
 #include "../sequence.h"
 
+#include <stdatomic.h>
+
 typedef struct {
     int64_t cost;
     int64_t begin, end; /* tiles of the forward, keys of the backward */
     int32_t b_idx, head_kv;
-    int64_t next; /* the same worker's next task; -1: none */
 } fa_task;
 
-typedef struct {
-    int64_t load;
-    int64_t first, last; /* its tasks; -1: none */
-} fa_worker;
+/* Heaviest first; equal ones in the order of memory. */
+void fa_sort_tasks(fa_task *tasks, int64_t num_tasks);
 
-/* Sorts the tasks and threads each one onto a worker's list. */
-void fa_assign_tasks(fa_task *tasks, int64_t num_tasks, fa_worker *workers, int num_workers);
+/* The tasks of a call, and the next that nobody has taken. */
+typedef struct {
+    const fa_task *tasks;
+    int64_t num_tasks;
+    _Atomic int64_t next;
+} fa_task_list;
+
+/* NULL: there are no more. */
+static inline const fa_task *fa_take_task(fa_task_list *list) {
+    int64_t idx = atomic_fetch_add_explicit(&list->next, 1, memory_order_relaxed);
+    return idx < list->num_tasks ? &list->tasks[idx] : NULL;
+}
 
 /* ---- tiles of the forward ----
  *

@@ -65,13 +65,11 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     int threads = flops < inline_flops || machine->threads < 1 ? 1 : machine->threads;
     if (threads > num_tasks) threads = num_tasks > 0 ? (int)num_tasks : 1;
 
-    size_t ignored;
     fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, ranges);
     plan->block_q = block_q;
     plan->block_kv = block_kv;
     plan->tiles_per_task = (int)tiles;
     plan->threads = threads;
     plan->num_splits = ranges;
-    plan->workspace_bytes =
-        fa_fwd_lists_bytes(num_tasks, threads, &ignored) + (size_t)threads * layout.scratch_bytes + layout.slabs_bytes;
+    plan->workspace_bytes = fa_tasks_bytes(num_tasks) + (size_t)threads * layout.scratch_bytes + layout.slabs_bytes;
 }

@@ -49,13 +49,11 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     int64_t num_tasks = fa_fwd_tasks(p, block_q, (int)tiles, NULL);
     if (threads > num_tasks) threads = num_tasks > 0 ? (int)num_tasks : 1;
 
-    size_t ignored;
     fa_fwd_layout layout = fa_fwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, buffers);
     plan->block_q = block_q;
     plan->block_kv = block_kv;
     plan->tiles_per_task = (int)tiles;
     plan->threads = threads;
     plan->num_splits = 1;
-    plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_fwd_lists_bytes(num_tasks, threads, &ignored) +
-                            (size_t)threads * layout.scratch_bytes;
+    plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_tasks_bytes(num_tasks) + (size_t)threads * layout.scratch_bytes;
 }
