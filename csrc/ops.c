@@ -8,6 +8,7 @@
 #include "cuda_driver.h"
 #include "module.h"
 #include "run.h"
+#include "workspace.h"
 
 #include <stddef.h>
 #include <stdio.h>
@@ -220,16 +221,16 @@ static void torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) { fa_torch
 
 static const fa_pool torch_pool = {torch_parallel_for};
 
-/* A small workspace lies on the stack: torch's allocator would take a tenth of a short call's time. */
-enum { SMALL_WORKSPACE_BYTES = 8192 };
-
 static fa_status run_with_workspace(const fa_call *call, const fa_problem *problem, const fa_plan *plan,
                                     fa_error *err) {
-    _Alignas(64) char small[SMALL_WORKSPACE_BYTES];
     AtenTensorHandle workspace = NULL;
-    void *data = small;
+    void *data = NULL;
     fa_status status = FA_OK;
-    if (plan->workspace_bytes > sizeof small || (plan->workspace_bytes > 0 && problem->device != FA_CPU)) {
+    if (plan->workspace_bytes > 0 && problem->device == FA_CPU) {
+        data = fa_workspace_take(plan->workspace_bytes);
+        if (!data)
+            status = fa_fail(err, FA_ENOMEM, "there are no %zu bytes of memory to work in", plan->workspace_bytes);
+    } else if (plan->workspace_bytes > 0) {
         const int64_t bytes = (int64_t)plan->workspace_bytes, one = 1;
         if (fa_torch.aoti_torch_empty_strided(1, &bytes, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
                                               &workspace) != 0 ||
@@ -240,6 +241,7 @@ static fa_status run_with_workspace(const fa_call *call, const fa_problem *probl
         bool fresh_out = call->pass == FA_FWD && !call->out.handle;
         status = fa_run(problem, plan, call->zero_tensors || fresh_out, data, &torch_pool, err);
     }
+    if (problem->device == FA_CPU) fa_workspace_return(data);
     if (workspace) fa_torch.aoti_torch_delete_tensor_object(workspace);
     return status;
 }
