@@ -381,7 +381,8 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     for (int i = 0; i < num_tiles; i++) open_tile(&t, i, task->begin + i);
     for (int64_t block = first_key / l->block_kv * l->block_kv; block < end_key; block += l->block_kv) {
         pack_block(&t, block, max_i64(first_key - block, 0), min_i64(end_key - block, l->block_kv));
-        if (task->next >= 0 && block + l->block_kv >= end_key) prefetch_task(job, &job->tasks[task->next]);
+        const fa_task *next = block + l->block_kv >= end_key ? fa_next_task(job->list) : NULL;
+        if (next) prefetch_task(job, next);
         step_tiles(&t, num_tiles);
     }
     for (int i = 0; i < num_tiles; i++) close_tile(&t, i);

@@ -30,6 +30,12 @@ static inline const fa_task *fa_take_task(fa_task_list *list) {
     return idx < list->num_tasks ? &list->tasks[idx] : NULL;
 }
 
+/* What would be taken now: a guess at what this worker takes next. */
+static inline const fa_task *fa_next_task(const fa_task_list *list) {
+    int64_t idx = atomic_load_explicit(&list->next, memory_order_relaxed);
+    return idx < list->num_tasks ? &list->tasks[idx] : NULL;
+}
+
 /* ---- tiles of the forward ----
  *
  * A tile is block_q lanes of one (sequence, key/value head). Lanes are (row, head of the group) pairs, heads running
