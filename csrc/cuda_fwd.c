@@ -7,39 +7,6 @@
 
 #include "cuda/attn_fwd_params.h"
 
-/* ---- tensor maps (cuda/tensor_map.h) --------------------------------------------------------------------------- */
-
-/* What the maps of one call share. rows: of a sequence, or of the packed tensor. */
-typedef struct {
-    const fa_driver *driver;
-    const fa_problem *p;
-    int chunk_columns; /* of one TMA box: 64, or 32 where 64 does not divide the tile */
-} map_maker;
-
-static fa_status make_map(const map_maker *m, fa_tensor_map *map, const fa_view *t, int64_t rows, int64_t heads,
-                          bool packed, uint32_t box_rows, fa_error *err) {
-    const fa_problem *p = m->p;
-    const uint64_t row_bytes = (uint64_t)t->stride_row * 2, some_rows = rows > 0 ? (uint64_t)rows : 1;
-    uint64_t size[4] = {(uint64_t)p->d, some_rows, (uint64_t)heads, (uint64_t)p->b};
-    uint64_t stride_bytes[3] = {row_bytes, (uint64_t)t->stride_h * 2, (uint64_t)t->stride_b * 2};
-    uint32_t box[4] = {(uint32_t)m->chunk_columns, box_rows, 1, 1}, element_stride[4] = {1, 1, 1, 1};
-    char *base = t->data;
-    if (packed) {
-        base -= some_rows * row_bytes;
-        size[3] = some_rows + 1;
-        stride_bytes[2] = row_bytes;
-    }
-    for (int i = 0; i < 3; i++) /* of one row, head or sequence the stride means nothing and may be anything */
-        if (size[i + 1] == 1) stride_bytes[i] = 16;
-    return fa_driver_check(m->driver->cuTensorMapEncodeTiled(
-                               map,
-                               p->dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                               4, base, size, stride_bytes, box, element_stride, 0,
-                               m->chunk_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                               CU_TENSOR_MAP_L2_PROMOTION_256B, 0),
-                           "describing a tensor to TMA", err);
-}
-
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */
 
 /* Query heads that are walked together: those of up to 16 key heads, as many as have their keys and values in 32 MB of
@@ -137,7 +104,6 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     fa_attn_fwd_params a;
     CUkernel kernel;
     const bool packed = features & FA_VARLEN, is_ordered = features & (FA_CAUSAL | FA_LOCAL | FA_VARLEN);
-    const uint32_t block_q = (uint32_t)(FA_ROWS_OF_A_WARPGROUP * tile->wgs);
     fa_status status = fa_kernel_get(fa_plan_variant(call->plan, call->gpu), call->gpu, &kernel, err);
     if (status != FA_OK) return status;
 
@@ -145,14 +111,14 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const unsigned grid = grid_size(p, tile, features, call->gpu, &a);
     if (grid == 0) return FA_OK; /* no query: nothing to write */
 
-    const map_maker maker = {.driver = call->driver, .p = p, .chunk_columns = tile->d % 64 == 0 ? 64 : 32};
+    const int columns = tile->d % 64 == 0 ? 64 : 32;
+    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed},
+                 box_kv = {tile->block_kv, columns, packed}, box_o = {16, columns, packed};
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
-    status = make_map(&maker, &a.q, &p->q, rows_q, p->h, packed, block_q, err);
-    if (status == FA_OK)
-        status = make_map(&maker, &a.k, &p->k, rows_kv, p->h_kv, packed, (uint32_t)tile->block_kv, err);
-    if (status == FA_OK)
-        status = make_map(&maker, &a.v, &p->v, rows_kv, p->h_kv, packed, (uint32_t)tile->block_kv, err);
-    if (status == FA_OK) status = make_map(&maker, &a.o, &p->o, rows_q, p->h, packed, 16, err);
+    status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a.q, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a.k, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a.v, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
     if (status != FA_OK) return status;
 
     a.counter_slot = is_ordered ? counter_slot(call->driver, call->stream) : -1;

@@ -2,6 +2,7 @@
 #ifndef FA_CUDA_RUN_H
 #define FA_CUDA_RUN_H
 
+#include "cuda/tensor_map.h"
 #include "kernels.h"
 
 /* workspace: plan->workspace_bytes of the GPU's memory, or NULL where the plan asks for none. Allocates nothing, reads
@@ -22,10 +23,19 @@ typedef struct {
     CUstream stream;
 } fa_cuda_call;
 
+/* How TMA sees a tensor of 16-bit elements: boxes of so many rows and columns (64, or 32 where 64 does not divide the
+ * tile). num_rows: of a sequence, or of the packed tensor. */
+typedef struct {
+    int rows, columns;
+    bool packed;
+} fa_box;
+fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *tensor, int64_t num_rows, int64_t num_heads, fa_box box,
+                      fa_tensor_map *map, fa_error *err);
+
 /* Fills the kernel's parameters and launches it, with whatever must run before and after. One for each kernel that a
  * plan can name. */
 typedef fa_status fa_cuda_launcher(const fa_cuda_call *call, fa_error *err);
-fa_cuda_launcher fa_cuda_fwd_sm90, fa_cuda_fwd_any, fa_cuda_bwd_any;
+fa_cuda_launcher fa_cuda_fwd_sm90, fa_cuda_bwd_sm90, fa_cuda_fwd_any, fa_cuda_bwd_any;
 
 /* cuda_kvcache.c: writes the new keys and values into the cache and, if there is rotary, the turned queries into q_rotated
  * [b, len_q, h, d] contiguous, fa_rotated_q_bytes of the workspace. Nothing happens where nothing is asked for. */

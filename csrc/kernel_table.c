@@ -37,6 +37,35 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     return true;
 }
 
+/* ---- attn_bwd_sm90 --------------------------------------------------------------------------------------------- */
+
+static const fa_row bwd_sm90_rows[] = {
+#define FA_BWD_TILE_SM90(d, block_q, block_kv, serves) \
+    {"attn_bwd_sm90_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, serves, FA_SHARED_BYTES},
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_prep_rows[] = {
+#define FA_BWD_TILE_SM90(d, block_q, block_kv, serves) \
+    {"attn_bwd_prep_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, FA_VARLEN | FA_DETERMINISTIC, 0},
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_convert_rows[] = {
+#define FA_BWD_TILE_SM90(d, block_q, block_kv, serves) \
+    {"attn_bwd_convert_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, FA_VARLEN, 0},
+#include "cuda/tiles.def"
+};
+
+const fa_bwd_sm90_columns *fa_bwd_sm90_row(int row) { return (const fa_bwd_sm90_columns *)bwd_sm90_rows[row].columns; }
+
+/* plan_cuda_bwd.c takes the first row that fits. */
+static bool bwd_sm90_chooses(int row, unsigned features) {
+    const unsigned wanted = features & ~(unsigned)FA_IN_BF16;
+    for (int i = 0; i < row; i++)
+        if (fa_bwd_sm90_row(i)->d == fa_bwd_sm90_row(row)->d && (bwd_sm90_rows[i].serves & wanted) == wanted)
+            return false;
+    return true;
+}
+
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */
 
 #define ROWS_OF_WARPS_2      32
@@ -102,6 +131,33 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses},
+    [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
+                     .files = {"attn_bwd_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_slabs.cuh",
+                               "ptx_sm90.cuh", "attn_bwd_params.h", "tensor_map.h"},
+                     .arch = 90,
+                     .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                     .knows = FA_ALL_FEATURES | FA_IN_BF16 | FA_DETERMINISTIC,
+                     .rows = bwd_sm90_rows,
+                     .num_rows = NUM_ROWS(bwd_sm90_rows),
+                     .chooses = bwd_sm90_chooses},
+    [FA_BWD_PREP_SM90] = {.name = "attn_bwd_prep",
+                          .files = {"attn_bwd_prep.cu", "attn_bwd_slabs.cuh", "ptx_sm90.cuh", "attn_bwd_params.h",
+                                    "tensor_map.h"},
+                          .arch = 90,
+                          .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                          .knows = FA_VARLEN | FA_IN_BF16 | FA_DETERMINISTIC,
+                          .rows = bwd_prep_rows,
+                          .num_rows = NUM_ROWS(bwd_prep_rows),
+                          .chooses = always_chooses},
+    [FA_BWD_CONVERT_SM90] = {.name = "attn_bwd_convert",
+                             .files = {"attn_bwd_convert.cu", "attn_bwd_slabs.cuh", "ptx_sm90.cuh", "attn_bwd_params.h",
+                                       "tensor_map.h"},
+                             .arch = 90,
+                             .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                             .knows = FA_VARLEN | FA_IN_BF16,
+                             .rows = bwd_convert_rows,
+                             .num_rows = NUM_ROWS(bwd_convert_rows),
+                             .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
                     .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh"},
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS"},

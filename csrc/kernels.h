@@ -29,6 +29,9 @@ static inline unsigned fa_dtype_feature(fa_dtype dtype) {
 /* A family: one kernel text with its rows of cuda/tiles.def, which says what the columns mean. */
 typedef enum {
     FA_FWD_SM90,
+    FA_BWD_SM90,
+    FA_BWD_PREP_SM90, /* before it and after it: rows as FA_BWD_SM90's */
+    FA_BWD_CONVERT_SM90,
     FA_FWD_ANY,
     FA_BWD_ANY,
     FA_DELTA_ANY,
@@ -37,7 +40,7 @@ typedef enum {
     FA_NUM_FAMILIES
 } fa_family_id;
 
-enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 6 };
+enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 8 };
 
 typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's, then the shape's */
@@ -65,6 +68,11 @@ typedef struct {
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
 
+/* attn_bwd_sm90's columns. */
+typedef struct {
+    int d, block_q, block_kv;
+} fa_bwd_sm90_columns;
+const fa_bwd_sm90_columns *fa_bwd_sm90_row(int row);
 /* Those of the generic kernels. A gradient's row: dQ, and behind it dK and dV. */
 typedef struct {
     int d, block_kv, warps, element_bytes;

@@ -16,6 +16,7 @@ static const struct {
 } planners[] = {
     {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
     {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},
+    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},
     {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
 };
 

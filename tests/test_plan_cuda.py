@@ -47,6 +47,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
+        if (strncmp(name, "ordered=", 8) == 0) p.deterministic = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "pages=", 6) == 0) p.block_table = offsets;
     }
@@ -74,6 +75,7 @@ def plan(tmp_path_factory):
     sources = (
         "plan_cuda",
         "plan_cuda_fwd",
+        "plan_cuda_bwd",
         "plan_cuda_any",
         "kernels",
         "kernel_table",
@@ -120,7 +122,40 @@ def test_kernel(plan, numbers, kernel):
     name, block_q, block_kv, workspace = first.split()
     assert name == kernel and workspace == "0"
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
-    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
+    assert all(re.fullmatch(r"attn_(fwd|bwd)_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"pass": 1, "d": 40}, "attn_bwd_sm90_bf16_d64_q128kv128"),
+        ({"pass": 1, "d": 72, "right": 0, "packed": 1}, "attn_bwd_sm90_bf16_d128_q64kv128_causal_varlen"),
+        ({"pass": 1, "ordered": 1, "dtype": 0}, "attn_bwd_sm90_fp16_d128_q64kv128_ordered"),
+    ],
+    ids=str,
+)
+def test_kernel_of_the_backward(plan, numbers, kernel):
+    name, block_q, block_kv, workspace = plan(**numbers).splitlines()[0].split()
+    assert name == kernel and re.search(rf"_q{block_q}kv{block_kv}", name)
+    d, sums = int(re.search(r"_d(\d+)", name)[1]), 2 * 1024 * 4
+    assert sums * (d + 2) * 4 <= int(workspace) <= 1.2 * sums * (d + 2) * 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"pass": 1, "d": 136}, "it has no tile for this head dimension"),
+        ({"pass": 1, "d": 100}, "a head dimension that is a multiple of 8"),
+        ({"pass": 1, "stride": 4}, "with strides that are multiples of 8 elements"),
+        ({"pass": 1, "dtype": 2}, "it takes fp16 and bf16"),
+        ({"pass": 1, "capability": 80}, "it is for compute capability 9.0 (Hopper)"),
+    ],
+    ids=str,
+)
+def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
+    first, *ruled_out = plan(**numbers).splitlines()
+    assert first.startswith("attn_bwd_any_")
+    assert any(line.startswith("attn_bwd_sm90: ") and words in line for line in ruled_out)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ import pytest
 import flash_attn
 
 NAME = re.compile(
-    r"attn_fwd_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
+    r"attn_(fwd|bwd)_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
+    r"(_ordered)?"
 )
+DTYPES = ("bf16", "fp16")
+HELPER = re.compile(r"attn_bwd_(prep|convert)_(bf16|fp16)_d(64|128)_q\d+kv\d+(_varlen)?(_ordered)?")
 
 
 ANY = re.compile(
@@ -27,11 +30,13 @@ def test_every_kernel_has_a_name_and_a_row():
     any_kernels = [name for name, _, _, _, arch in kernels if arch == 0]
     assert all(ANY.fullmatch(name) for name in any_kernels)
     assert len(set(any_kernels)) == len(any_kernels) == 3 * (3 + 9 + 3)
-    hopper = [name for name, _, _, _, arch in kernels if arch == 90 and name.startswith("attn_fwd_sm90")]
+    hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     found = {tuple(NAME.fullmatch(name).groups()) for name in hopper}
     options = [(m, v, s, d) for m in (None, "_causal", "_local") for v in (None, "_varlen") for s in (None, "_score")
                for d in (None, "_dropout")]  # fmt: skip
-    assert found == {(t, d, *o) for t in ("bf16", "fp16") for d in ("64", "96", "128", "192", "256") for o in options}
+    fwd = {("fwd", t, d, *o, None) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in options}
+    bwd = {("bwd", t, d, *o, r) for t in DTYPES for d in ("64", "128") for o in options for r in (None, "_ordered")}
+    assert found == fwd | bwd
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,33 @@ DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_gr
 /* All stores of the calling lane have read their shared memory. */
 DEVICE void cp_async_bulk_wait_all_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+/* All stores and additions of the calling lane are done and visible to it. */
+DEVICE void cp_async_bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+/* One lane. Consecutive bytes, a multiple of 16 from a multiple of 16. [cp.async.bulk] */
+DEVICE void cp_async_bulk_load(void *dst, const void *src, u32 bytes, u64 *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     smem_address(dst)),
+                 "l"(src), "r"(bytes), "r"(smem_address(barrier))
+                 : "memory");
+}
+
+/* One lane: global += shared, float by float, each addition atomic. [cp.reduce.async.bulk] */
+DEVICE void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+                 "r"(smem_address(src)), "r"(bytes)
+                 : "memory");
+}
+
 /* Between ordinary stores to shared memory and TMA or wgmma reading them: every writing thread, then a barrier. */
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* Four neighbouring floats in global memory, from a multiple of 16 bytes; each addition atomic. [red.vector] */
+DEVICE void red_add_x4(float *dst, float x0, float x1, float x2, float x3) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(x0), "f"(x1), "f"(x2),
+                 "f"(x3)
+                 : "memory");
+}
 
 /* ---- matrix stores [stmatrix] ---------------------------------------------------------------------------------
  * Whole warp. Four 8x8 matrices of 16-bit elements in the accumulator's lane order; lane 8 i + r holds the address of
@@ -106,6 +131,13 @@ DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" 
 DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+/* The same for the transposed matrices: a lane's pair lies in one column, in two rows that follow each other. */
+DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
+                 "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }
 
@@ -132,6 +164,15 @@ template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &high) {
+    if constexpr (IS_BF16)
+        low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000u);
+    else
+        asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}"
+            : "=f"(low), "=f"(high)
+            : "r"(packed));
 }
 
 /* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
@@ -194,31 +235,33 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define D_96  D_64, D_8(64), D_8(72), D_8(80), D_8(88)
 #define D_128 D_96, D_8(96), D_8(104), D_8(112), D_8(120)
 
-/* wgmma_ss: D = A B + (accumulate ? D : 0), A [64, 16] and B [N, 16] in shared memory, both K-major.
+/* wgmma_ss: D = A B + (accumulate ? D : 0), A [64, 16] and B [N, 16] in shared memory, both K-major; with B_ACROSS, B
+ * is [16, N], MN-major.
  * wgmma_rs: D += A B, A [64, 16] in registers, B [16, N] in shared memory, MN-major. A's four registers hold pairs:
  * row l / 4, columns 2 (l % 4) + {0, 1}; row + 8; columns + 8; both. */
 template <int N, bool IS_BF16> struct wgmma;
 
-#define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5)                                                          \
-    template <> struct wgmma<N, BF> {                                                                             \
-        template <u32 A_HIGH, u32 B_HIGH> static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) { \
-            asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                     \
-                         "setp.ne.b32 acc, %" #R2 ", 0;\n"                                                        \
-                         "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                                     \
-                         "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                                     \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS            \
-                         "}, a, b, acc, 1, 1, 0, 0;}"                                                             \
-                         : D_##REGS                                                                               \
-                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH));                            \
-        }                                                                                                         \
-        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                      \
-            asm volatile("{.reg .b64 b;\n"                                                                        \
-                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                     \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS            \
-                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1, 1;}"                           \
-                         : D_##REGS                                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                      \
-        }                                                                                                         \
+#define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5)                                               \
+    template <> struct wgmma<N, BF> {                                                                  \
+        template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0>                                            \
+        static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                        \
+            asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                          \
+                         "setp.ne.b32 acc, %" #R2 ", 0;\n"                                             \
+                         "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                          \
+                         "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS \
+                         "}, a, b, acc, 1, 1, 0, %" #R5 ";}"                                           \
+                         : D_##REGS                                                                    \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS));  \
+        }                                                                                              \
+        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {           \
+            asm volatile("{.reg .b64 b;\n"                                                             \
+                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS \
+                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1, 1;}"                \
+                         : D_##REGS                                                                    \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));           \
+        }                                                                                              \
     };
 #define WGMMA_BOTH(N, REGS, ...)              \
     WGMMA(N, "bf16", true, REGS, __VA_ARGS__) \

@@ -1,0 +1,54 @@
+/* What the host hands to the backward kernels: filled in C, read in CUDA. Only types that both sides lay out alike. */
+#ifndef FA_ATTN_BWD_PARAMS_H
+#define FA_ATTN_BWD_PARAMS_H
+
+#include "tensor_map.h"
+
+/* A tensor [b, row, h, d] without TMA; strides count elements, packed tensors have stride_b 0. */
+typedef struct {
+    void *data;
+    long long stride_b, stride_row, stride_h;
+} fa_bwd_tensor;
+
+/* One float per row. */
+typedef struct {
+    float *data;
+    long long stride_b, stride_h;
+} fa_bwd_row_stats;
+
+typedef struct {
+    fa_tensor_map q, k, v, dout;     /* what the main kernel reads */
+    fa_bwd_tensor o, dout_rows;      /* what attn_bwd_prep reads */
+    fa_bwd_tensor dq, dk, dv;        /* data NULL: not asked for */
+    fa_bwd_row_stats lse, softmax_d; /* natural log of the row sums, an infinity for a row that sees no key; dO . O */
+
+    /* The workspace, by slabs of BLOCK_Q query rows of one head: slab number i of head n is number n num_slabs + i.
+     * Dense: head n of b h, and a sequence's slabs begin at 0. Packed: head n of h; see slab_begin. */
+    float *stats;    /* [slab, 2, BLOCK_Q] log2 of the row sums, then dO . O; 16 rows at a time in lanes' order */
+    float *dq_sums;  /* [slab, warpgroup, register / 4, thread, 4] as the accumulators lie in registers */
+    unsigned *turns; /* [slab, warpgroup] how many key tiles have added to the slab; only in a fixed order */
+    unsigned *tile_counter; /* the next tile of a dynamic order, beyond the first of each CTA */
+    int num_slabs;          /* per head */
+
+    int b, h, h_kv, heads_per_kv, d;
+    int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
+    const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
+
+    int num_kv_tiles; /* dense: key tiles of one sequence */
+    int num_tiles;    /* dense: num_kv_tiles b h_kv */
+    int group_heads;  /* longest-first order: key heads that are walked together, so that their queries stay in L2 */
+
+    float scale_log2;              /* scores times this are exponents of 2 */
+    float score_scale;             /* softcap and ALiBi: what S = K Q^T is multiplied by first */
+    float scale;                   /* of the scores: what dQ and dK are multiplied by at the end */
+    float softcap;                 /* 0: off */
+    int window_left, window_right; /* -1: unlimited; causal is right = 0 */
+    const float *alibi_slopes;     /* [h], or [b, h] with alibi_stride_b; NULL: none */
+    long long alibi_stride_b;
+
+    const unsigned long long *rng_state; /* dropout: (seed, offset) in device memory */
+    int keep_max;                        /* a byte of the generator keeps its element iff byte <= keep_max */
+    float keep_scale;                    /* 1 / (1 - p); 1 without dropout */
+} fa_attn_bwd_params;
+
+#endif

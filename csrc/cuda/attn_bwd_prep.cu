@@ -1,0 +1,80 @@
+/* Before attn_bwd_sm90: what its products need of each query row, and zeros where it adds.
+ *
+ *   D = rowsum(dO O)    lse in powers of 2; +inf, hence P = 0, for rows that see no key or lie beyond the sequence
+ *
+ * One CTA per slab. A row of HEAD_DIM columns is read by LANES lanes, 16 bytes each. Bound by memory: reads O and dO,
+ * writes dq_sums. */
+#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BF16) || !defined(VARLEN) || !defined(DETERMINISTIC)
+#error "HEAD_DIM columns and BLOCK_Q rows of a slab, BF16 or fp16, VARLEN packed sequences, DETERMINISTIC order: 0 or 1"
+#endif
+#ifndef KERNEL
+#define KERNEL attn_bwd_prep
+#endif
+
+#include "attn_bwd_params.h"
+#include "ptx_sm90.cuh"
+#include "attn_bwd_slabs.cuh"
+
+constexpr int THREADS = 256, LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, ROWS = THREADS / LANES;
+#define INF __int_as_float(0x7f800000)
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+DEVICE float dot(const uint4 &x, const uint4 &y) {
+    const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float x0, x1, y0, y1;
+        unpack_x2<BF16>(xs[i], x0, x1), unpack_x2<BF16>(ys[i], y0, y1);
+        sum = fmaf(x0, y0, fmaf(x1, y1, sum));
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ fa_attn_bwd_params p) {
+    const int slab = blockIdx.x, lane = threadIdx.x % LANES, column = 8 * lane;
+    const slab_rows t = slab_at(p, slab);
+    if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
+    if (t.rows <= 0) return;
+
+    const u16 *o = (const u16 *)p.o.data + t.b_idx * p.o.stride_b + t.head * p.o.stride_h;
+    const u16 *dout = (const u16 *)p.dout_rows.data + t.b_idx * p.dout_rows.stride_b + t.head * p.dout_rows.stride_h;
+    uint4 x[BLOCK_Q / ROWS], y[BLOCK_Q / ROWS];
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / ROWS; i++) {
+        const int row = i * ROWS + threadIdx.x / LANES;
+        const long long at = t.begin + t.row + row;
+        x[i] = y[i] = make_uint4(0, 0, 0, 0);
+        if (row < t.rows && column < p.d) {
+            x[i] = *(const uint4 *)(o + at * p.o.stride_row + column);
+            y[i] = *(const uint4 *)(dout + at * p.dout_rows.stride_row + column);
+        }
+    }
+
+    float4 *sums = (float4 *)(p.dq_sums + (long long)slab * (2 * DQ_FLOATS));
+#pragma unroll
+    for (int i = 0; i < 2 * DQ_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    if (DETERMINISTIC && threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
+
+    float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / ROWS; i++) {
+        const int row = i * ROWS + threadIdx.x / LANES;
+        float sum = dot(x[i], y[i]);
+#pragma unroll
+        for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (lane != 0) continue;
+        float lse = INF;
+        if (row < t.rows) {
+            lse = p.lse.data[t.b_idx * p.lse.stride_b + t.head * p.lse.stride_h + t.begin + t.row + row];
+            if (lse == INF || lse == -INF) sum = 0, lse = INF;
+            p.softmax_d.data[t.b_idx * p.softmax_d.stride_b + t.head * p.softmax_d.stride_h + t.begin + t.row + row] =
+                sum;
+        } else {
+            sum = 0;
+        }
+        const int place = row / 16 * 16 + stat_place(row % 16);
+        stats[place] = lse * LOG2_E;
+        stats[BLOCK_Q + place] = sum;
+    }
+}

@@ -1,0 +1,234 @@
+/* The backward's work on a warpgroup's registers: products, masks, P, dS, and what is stored of them. */
+#ifndef FA_ATTN_BWD_SCORES_CUH
+#define FA_ATTN_BWD_SCORES_CUH
+
+#include "attn_bwd_tiles.cuh"
+
+constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers than the P of dV */
+#define INF __int_as_float(0x7f800000)
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+/* Registers of a thread: it holds two keys, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 query rows the
+ * rows 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two and to row row_of(i). */
+constexpr int S_REGS = BLOCK_Q / 2, P_REGS = BLOCK_Q / 4, STAT_REGS = BLOCK_Q / 4, KV_REGS = HEAD_DIM / 2;
+DEVICE constexpr int key_of(int i) { return i / 2 % 2; }
+DEVICE constexpr int row_of(int i) { return 8 * (i / 4) + i % 2; }
+DEVICE constexpr int stat_of(int i) { return i / 8 * 4 + i / 4 % 2 * 2 + i % 2; }
+
+constexpr u32 HIGH = matrix_descriptor_high(ROW_BYTES);
+
+/* One value for each query row that this thread meets. */
+DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats) {
+#pragma unroll
+    for (int i = 0; i < STAT_REGS; i += 4) {
+        const float4 four = *(const float4 *)(stats + 4 * i + 4 * (threadIdx.x % 4));
+        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+}
+
+/* S^T = K Q^T for the 64 keys of this warpgroup; dP^T = V dO^T alike. */
+DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; k++) {
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
+        wgmma<BLOCK_Q, BF16>::ss<HIGH, HIGH>(
+            s, kv_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk),
+            q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk), k > 0);
+    }
+    wgmma_commit_group();
+}
+
+/* dV += P^T dO; dK += dS^T Q alike. */
+DEVICE void issue_update(float (&kv)[KV_REGS], const u32 (&p)[P_REGS], u32 q_desc) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_Q / 16; k++)
+        wgmma<HEAD_DIM, BF16>::rs<HIGH>(kv, p + 4 * k, q_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+    wgmma_commit_group();
+}
+
+/* dQ = dS K, this warpgroup's rows or columns of it. */
+DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_KV / 16; k++) {
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
+        wgmma<DQ_COLUMNS, BF16>::ss<HIGH, HIGH, 1>(
+            dq, ds_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
+            k_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES), k > 0);
+    }
+    wgmma_commit_group();
+}
+
+/* Where a thread's scores lie. Read from shared memory when it is needed: registers are for the sums. */
+struct place {
+    int key; /* this thread's first, in its sequence */
+    int row; /* this thread's first, plus len_kv - len_q */
+    int len_kv;
+};
+DEVICE place place_of(const tile &t, int q_tile) {
+    const int thread = threadIdx.x - 128;
+    return {t.kv_tile * BLOCK_KV + thread % (2 * BLOCK_KV) / 32 * 16 + thread % 32 / 4,
+            q_tile * BLOCK_Q + 2 * (thread % 4) + t.len_kv - t.len_q, t.len_kv};
+}
+
+/* Softcap and ALiBi, in natural units, for 16 rows from `first` on; factor: d S / d (scale q.k).
+ * softcap tanh(x / softcap) = softcap - 2 softcap r with r = 1 / (1 + exp(2 x / softcap)); 1 - tanh^2 = 4 r (1 - r). */
+DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const place &at, int first, float slope) {
+    const float exponent = p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float r = p.softcap > 0 ? rcp(1 + ex2(s[i] * exponent)) : 0;
+        factor[i] = p.softcap > 0 ? 4 * r * (1 - r) : 1;
+        const float x = p.softcap > 0 ? p.softcap - 2 * p.softcap * r : s[i] * p.score_scale;
+        s[i] = x - slope * fabsf((float)(at.row + first + row_of(i) - at.key - 8 * key_of(i)));
+    }
+}
+
+/* Pairs that do not see each other get -inf, in 16 rows from `first` on. */
+DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int key = at.key + 8 * r;
+        int begin = -1, end = 1 << 30; /* rows, from this thread's first */
+        if (CAUSAL || (LOCAL && p.window_right >= 0)) begin = key - (CAUSAL ? 0 : p.window_right) - at.row;
+        if (LOCAL && p.window_left >= 0) end = key + p.window_left - at.row + 1;
+        if (key >= at.len_kv) end = 0, begin = 1 << 30;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (key_of(i) == r && (first + row_of(i) < begin || (LOCAL && first + row_of(i) >= end))) s[i] = -INF;
+    }
+}
+
+/* Which of the 8 registers of 16 rows and 16 keys dropout drops, by the generator of cpu/dropout.h, which was drawn for
+ * lanes that hold rows down and keys across: here a lane needs bytes of two others. */
+DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
+    const int lane = threadIdx.x % 32, half = key / 16 % 2;
+    const u64 seed = p.rng_state[0], low = p.rng_state[1] + stream + lane;
+    u32 x = (u32)low, y = (u32)(low >> 32), z = row_patch, w = key / 32;
+    u32 key_0 = (u32)seed, key_1 = (u32)(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 7; round++) {
+        const u64 xx = 0xD2511F53ull * x, zz = 0xCD9E8D57ull * z;
+        x = (u32)(zz >> 32) ^ y ^ key_0, y = (u32)zz;
+        z = (u32)(xx >> 32) ^ w ^ key_1, w = (u32)xx;
+        key_0 += 0x9E3779B9u, key_1 += 0xBB67AE85u;
+    }
+    const u32 words[2] = {half ? z : x, half ? w : y}; /* keys l / 4 and l / 4 + 8 of this warp's 16 */
+    u32 bits = 0;
+#pragma unroll
+    for (int key = 0; key < 2; key++)
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) { /* row 2 (l % 4) + odd, and + 8 */
+            const u32 word = __shfl_sync(0xffffffffu, words[key], 8 * (lane % 4) + 4 * odd + lane / 8);
+            const int byte = lane / 4 % 2;
+            if ((int)(word >> 8 * byte & 0xff) > p.keep_max) bits |= 1u << (2 * key + odd);
+            if ((int)(word >> 8 * (2 + byte) & 0xff) > p.keep_max) bits |= 1u << (4 + 2 * key + odd);
+        }
+    return bits;
+}
+
+/* P of register i, for dV; and what dS is weighted with, where that is something else: P times softcap's derivative,
+ * its sign bit set where dropout drops the element. */
+DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS],
+                         u32 (&W)[WEIGHTED ? P_REGS : 1], const params &p, const tile &t, int q_tile, int head,
+                         bool is_masked) {
+    if constexpr (!WEIGHTED) {
+        if (is_masked) {
+            const place at = place_of(t, q_tile);
+#pragma unroll
+            for (int g = 0; g < S_REGS / 8; g++) mask_scores(s + 8 * g, p, at, 16 * g);
+        }
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++) s[i] = ex2(fmaf(s[i], p.scale_log2, -lse[stat_of(i)]));
+#pragma unroll
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(s[2 * i], s[2 * i + 1]);
+    } else {
+        const place at = place_of(t, q_tile);
+        float slope = 0;
+        if (SCORE && p.alibi_slopes) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head];
+#pragma unroll
+        for (int g = 0; g < S_REGS / 8; g++) {
+            float factor[8], *x = s + 8 * g;
+            if (SCORE) change_scores(x, factor, p, at, 16 * g, slope);
+            if (is_masked) mask_scores(x, p, at, 16 * g);
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[i] = ex2(fmaf(x[i], p.scale_log2, -lse[stat_of(8 * g + i)]));
+            u32 drop = 0;
+            if (DROPOUT) drop = dropped(p, (u64)(t.b_idx * p.h + head) * 32, at.key, q_tile * (BLOCK_Q / 16) + g);
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                u32 &w = W[4 * g + i / 2];
+                w = SCORE ? cvt_x2<BF16>(x[i] * factor[i], x[i + 1] * factor[i + 1]) : cvt_x2<BF16>(x[i], x[i + 1]);
+                if (drop >> i & 1) x[i] = 0, w |= 0x8000u;
+                if (drop >> (i + 1) & 1) x[i + 1] = 0, w |= 0x80000000u;
+                P[4 * g + i / 2] = cvt_x2<BF16>(x[i], x[i + 1]);
+            }
+        }
+    }
+}
+
+/* dS = P (dP - D), in 16 bits; weights: P or W of above. */
+DEVICE void differentiate(const float (&dp)[S_REGS], const float (&d)[STAT_REGS], const u32 *weights, u32 (&dS)[P_REGS],
+                          float keep_scale) {
+#pragma unroll
+    for (int i = 0; i < P_REGS; i++) {
+        float low, high, x = dp[2 * i], y = dp[2 * i + 1];
+        unpack_x2<BF16>(DROPOUT ? weights[i] & 0x7fff7fffu : weights[i], low, high);
+        if (DROPOUT) x = weights[i] & 0x8000u ? 0 : x * keep_scale, y = weights[i] >> 31 ? 0 : y * keep_scale;
+        dS[i] = cvt_x2<BF16>(low * (x - d[stat_of(2 * i)]), high * (y - d[stat_of(2 * i + 1)]));
+    }
+}
+
+/* dS of this warp's 16 keys, transposed: a row of shared memory is a query row, 64 keys long. */
+DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 chunk) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const u32 row = lane % 8 + lane / 16 * 8, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+#pragma unroll
+    for (int g = 0; g < P_REGS / 4; g++)
+        stmatrix_x4_trans(chunk + (16 * g + row) * ROW_BYTES + piece * 16, dS[4 * g], dS[4 * g + 1], dS[4 * g + 2],
+                          dS[4 * g + 3]);
+}
+
+/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
+DEVICE void transpose_in_quad(u32 (&x)[4]) {
+    const int lane = threadIdx.x;
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if ((i & step) == 0) {
+                const bool upper = lane & step;
+                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
+                if (upper)
+                    x[i] = other;
+                else
+                    x[i + step] = other;
+            }
+}
+
+/* dK or dV of this warp's 16 keys: a quad exchanges its columns so that every lane stores 16 bytes of one key. */
+DEVICE void store(const float (&kv)[KV_REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
+    const int lane = threadIdx.x % 32;
+    if (!out.data) return;
+    u16 *base = (u16 *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int j = key + lane / 4 + 8 * r;
+        u16 *dst = base + j * out.stride_row;
+#pragma unroll
+        for (int g = 0; g < HEAD_DIM / 32; g++) {
+            const float *x = kv + 16 * g + 2 * r;
+            u32 packed[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<BF16>(x[4 * k] * factor, x[4 * k + 1] * factor);
+            transpose_in_quad(packed);
+            const int column = 32 * g + 8 * (lane % 4);
+            if (j < t.len_kv && column < d)
+                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+}
+
+#endif

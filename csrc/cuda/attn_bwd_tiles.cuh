@@ -1,0 +1,227 @@
+/* What the backward kernels on Hopper share of a tile's life: which keys and queries it is, the producer warp that brings
+ * them, and the order in which tiles add to dQ where it is fixed. */
+#ifndef FA_ATTN_BWD_TILES_CUH
+#define FA_ATTN_BWD_TILES_CUH
+
+#include "attn_bwd_params.h"
+#include "ptx_sm90.cuh"
+#include "attn_bwd_slabs.cuh"
+
+typedef fa_attn_bwd_params params;
+
+constexpr int ROW_BYTES = 128, CHUNK = 64, CHUNKS = HEAD_DIM / CHUNK; /* columns come in swizzled rows of 128 bytes */
+constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || VARLEN;
+
+static_assert(HEAD_DIM % CHUNK == 0, "TMA brings whole chunks; columns beyond the heads' are zero");
+
+/* What everybody must know of a tile. */
+struct tile {
+    int kv_tile; /* in its sequence; -1: there are no more tiles */
+    int b_idx, head_kv;
+    int len_q, len_kv;
+    int q_begin, q_end;       /* query tiles that see some key ... */
+    int full_begin, full_end; /* ... and those of them all of whose rows see all BLOCK_KV keys */
+    int kv_begin;             /* where the sequence begins in packed tensors */
+    int slab_head, slab;      /* of the group's first query head and of the sequence's first row */
+    int q_row_0, q_batch;     /* coordinates of the sequence's row 0 in the maps of q and dO, */
+    int kv_row_0, kv_batch;   /* and of k and v */
+};
+
+constexpr u32 SHARED_BASE = 1024;
+
+/* Position in a ring of two; of one barrier used again and again: the parity of number 2 n. */
+struct ring {
+    int stage = 0;
+    u32 parity = 0;
+    DEVICE void next() {
+        stage ^= 1;
+        if (stage == 0) parity ^= 1;
+    }
+};
+
+/* ---- tiles ----------------------------------------------------------------------------------------------------- */
+
+/* Packed: tiles of one head, over all sequences. Whole warp. */
+DEVICE int count_packed_tiles(const params &p) {
+    int tiles = 0;
+    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
+        tiles += ceil_div(span_at(p.cu_seqlens_k, b_idx, p.len_kv).len, BLOCK_KV);
+    return __reduce_add_sync(0xffffffffu, tiles);
+}
+
+/* Packed: the sequence that tile number `idx` of a head falls into; idx becomes the tile's number there. Whole warp:
+ * lane l looks at sequence 32 window + l. */
+DEVICE int find_sequence(const params &p, int &idx) {
+    const int lane = threadIdx.x % 32;
+    for (int first = 0;; first += 32) {
+        int tiles = first + lane < p.b ? ceil_div(span_at(p.cu_seqlens_k, first + lane, p.len_kv).len, BLOCK_KV) : 0;
+        int end = tiles; /* of this lane's tiles, counted from the window's start: an inclusive scan */
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            int before = __shfl_up_sync(0xffffffffu, end, step);
+            if (lane >= step) end += before;
+        }
+        u32 reached = __ballot_sync(0xffffffffu, idx < end);
+        if (reached) {
+            int owner = __ffs(reached) - 1;
+            idx -= __shfl_sync(0xffffffffu, end - tiles, owner);
+            return first + owner;
+        }
+        idx -= __shfl_sync(0xffffffffu, end, 31);
+    }
+}
+
+/* The first key that no row up to `last_row` sees. */
+DEVICE int keys_end(const params &p, int len_kv, int shift, int last_row) {
+    if (CAUSAL || (LOCAL && p.window_right >= 0))
+        return clamp(last_row + shift + (CAUSAL ? 0 : p.window_right) + 1, 0, len_kv);
+    return len_kv;
+}
+
+/* Tile number idx of the launch. Whole warp. In a fixed order of additions, the last key tile of a query tile adds
+ * first: then causal tiles, which begin at their diagonals, find their turn come. Tiles that wait for each other must
+ * start in that order, too. */
+DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
+    tile t;
+    if (VARLEN) {
+        t.head_kv = idx / num_kv_tiles;
+        t.kv_tile = idx % num_kv_tiles;
+        t.b_idx = find_sequence(p, t.kv_tile);
+        const span q = span_at(p.cu_seqlens_q, t.b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, t.b_idx, p.len_kv);
+        t.len_q = q.len, t.len_kv = kv.len, t.kv_begin = kv.begin;
+        t.q_row_0 = p.len_q - q.len, t.q_batch = q.begin + q.len;
+        t.kv_row_0 = p.len_kv - kv.len, t.kv_batch = kv.begin + kv.len;
+        t.slab_head = t.head_kv * p.heads_per_kv, t.slab = slab_begin(p, t.b_idx);
+        if (DETERMINISTIC) t.kv_tile = ceil_div(kv.len, BLOCK_KV) - 1 - t.kv_tile;
+    } else {
+        int head; /* counts over the whole batch */
+        if (LONGEST_FIRST) {
+            const int in_groups = p.group_heads * num_kv_tiles, group = idx / in_groups, in_group = idx % in_groups;
+            const int heads = min(p.group_heads, p.b * p.h_kv - group * p.group_heads);
+            t.kv_tile = in_group / heads;
+            head = group * p.group_heads + in_group % heads;
+        } else {
+            head = idx / num_kv_tiles;
+            t.kv_tile = idx - head * num_kv_tiles;
+        }
+        if (DETERMINISTIC) t.kv_tile = num_kv_tiles - 1 - t.kv_tile;
+        t.b_idx = head / p.h_kv, t.head_kv = head - t.b_idx * p.h_kv;
+        t.len_q = p.len_q, t.len_kv = p.len_kv, t.kv_begin = 0;
+        t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
+        t.slab_head = head * p.heads_per_kv, t.slab = 0;
+    }
+
+    /* Key j is seen from rows [j - shift - window_right, j - shift + window_left]. */
+    const int shift = t.len_kv - t.len_q;
+    const int first_key = t.kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, t.len_kv) - 1;
+    int begin = 0, end = t.len_q, full_begin = 0, full_end = t.len_q; /* rows; full_end exclusive */
+    if (CAUSAL || (LOCAL && p.window_right >= 0)) {
+        const int right = CAUSAL ? 0 : p.window_right;
+        begin = max(first_key - shift - right, 0);
+        full_begin = max(last_key - shift - right, 0);
+    }
+    if (LOCAL && p.window_left >= 0) {
+        end = clamp(last_key - shift + p.window_left + 1, 0, end);
+        full_end = clamp(first_key - shift + p.window_left + 1, 0, full_end);
+    }
+    t.q_begin = begin / BLOCK_Q;
+    t.q_end = begin < end ? ceil_div(end, BLOCK_Q) : t.q_begin;
+    t.full_begin = ceil_div(full_begin, BLOCK_Q);
+    t.full_end = full_end == t.len_q ? ceil_div(full_end, BLOCK_Q) : full_end / BLOCK_Q; /* rows beyond: lse is inf */
+    if (last_key - first_key < BLOCK_KV - 1) t.full_end = 0;
+    return t;
+}
+
+/* ---- producer -------------------------------------------------------------------------------------------------- */
+
+template <int ROWS>
+DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+        cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
+}
+
+/* One warp; lane 0 does what one thread must do. */
+template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
+    const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
+    constexpr u32 Q_BYTES = BLOCK_Q * HEAD_DIM * 2, KV_BYTES = BLOCK_KV * HEAD_DIM * 2, STAT_BYTES = BLOCK_Q * 4;
+    ring tr, r; /* of tiles, of steps */
+    u32 kv_parity = 0;
+    for (int idx = blockIdx.x; idx < num_tiles; tr.next()) {
+        const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
+        mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
+        {
+            const tile found = tile_at(p, idx, num_kv_tiles);
+            if (is_leader) s.tiles[tr.stage] = found;
+        }
+        if (LONGEST_FIRST) {
+            if (is_leader) idx = gridDim.x + atomicAdd(p.tile_counter, 1);
+            idx = __shfl_sync(0xffffffffu, idx, 0);
+        } else {
+            idx += gridDim.x;
+        }
+        if (is_leader) {
+            mbarrier_arrive(&s.tile_full[tr.stage]);
+            if (t.q_begin < t.q_end) {
+                const int key_row = t.kv_row_0 + t.kv_tile * BLOCK_KV;
+                mbarrier_wait(&s.k_empty, kv_parity ^ 1);
+                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
+                load<BLOCK_KV>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                bool is_first = true;
+#pragma unroll 1
+                for (int g = 0; g < p.heads_per_kv; g++) {
+                    const int head = t.head_kv * p.heads_per_kv + g;
+                    const float *stats =
+                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab) * (2 * BLOCK_Q);
+#pragma unroll 1
+                    for (int i = t.q_begin; i < t.q_end; i++, r.next()) {
+                        const int row = t.q_row_0 + i * BLOCK_Q;
+                        u64 *full = &s.q_full[r.stage];
+                        mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
+                        load<BLOCK_Q>(s.q[r.stage], &p.q, full, row, head, t.q_batch, L2_EVICT_LAST);
+                        cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
+                        if (is_first) {
+                            mbarrier_wait(&s.v_empty, kv_parity ^ 1);
+                            mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
+                            load<BLOCK_KV>(s.v, &p.v, &s.v_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                            is_first = false;
+                        }
+                        full = &s.do_full[r.stage];
+                        mbarrier_wait(&s.do_empty[r.stage], r.parity ^ 1);
+                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
+                        load<BLOCK_Q>(s.dout[r.stage], &p.dout, full, row, head, t.q_batch, L2_EVICT_LAST);
+                        cp_async_bulk_load(s.d[r.stage], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
+                    }
+                }
+                kv_parity ^= 1;
+            }
+        }
+        __syncwarp();
+    }
+    if (is_leader) {
+        mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
+        s.tiles[tr.stage].kv_tile = -1;
+        mbarrier_arrive(&s.tile_full[tr.stage]);
+    }
+}
+
+/* ---- a fixed order of additions -------------------------------------------------------------------------------- */
+
+/* The turn of a key tile at query tile i: how many others add before it. */
+DEVICE u32 turn_of(const params &p, const tile &t, int i) {
+    const int end = keys_end(p, t.len_kv, t.len_kv - t.len_q, min((i + 1) * BLOCK_Q, t.len_q) - 1);
+    return ceil_div(end, BLOCK_KV) - 1 - t.kv_tile;
+}
+
+/* One lane: until `rank` key tiles have added to the slab. */
+DEVICE void wait_turn(const u32 *turn, u32 rank) {
+    u32 seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+    while (seen != rank);
+}
+DEVICE void end_turn(u32 *turn) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory"); }
+
+#endif

@@ -1,0 +1,116 @@
+/* Backward on Hopper: attn_bwd_prep, attn_bwd_sm90, attn_bwd_convert, one after the other with the same parameters. */
+#include <math.h>
+
+#include "bwd_workspace.h"
+#include "cuda/attn_bwd_params.h"
+#include "cuda/attn_fwd_params.h"
+#include "cuda_run.h"
+
+enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
+
+static const float LOG2_E = 1.44269504f;
+
+/* Key heads that are walked together: as many as have their queries, dO and sums of dQ in 40 MB of the L2. */
+static int heads_in_group(const fa_problem *p) {
+    const int64_t bytes = 8 * p->d * (p->len_q > 0 ? p->len_q : 1) * (p->h / p->h_kv), heads = p->b * p->h_kv;
+    int64_t group = 1;
+    while (group < heads && 2 * group * bytes <= 40 << 20) group *= 2;
+    return (int)(group < heads ? group : heads);
+}
+
+/* A window wider than any sequence, small enough to be added to positions. */
+static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
+
+static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
+    return (fa_bwd_tensor){t->data, packed ? 0 : t->stride_b, t->stride_row, t->stride_h};
+}
+static fa_bwd_row_stats stats_of(const fa_row_stats *t, bool packed) {
+    return (fa_bwd_row_stats){t->data, packed ? 0 : t->stride_b, t->stride_h};
+}
+
+static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa_attn_bwd_params *a) {
+    const fa_problem *p = call->problem;
+    const unsigned features = call->plan->cuda_features;
+    const bool packed = features & FA_VARLEN;
+    const int64_t block_kv = call->plan->block_kv;
+    char *workspace = call->workspace;
+    a->o = tensor_of(&p->o, packed), a->dout_rows = tensor_of(&p->dout, packed);
+    a->dq = tensor_of(&p->dq, packed), a->dk = tensor_of(&p->dk, packed), a->dv = tensor_of(&p->dv, packed);
+    a->lse = stats_of(&p->lse, packed), a->softmax_d = stats_of(&p->softmax_d, packed);
+    a->stats = (float *)(workspace + w->stats);
+    a->dq_sums = (float *)(workspace + w->dq_sums);
+    a->turns = (unsigned *)(workspace + w->turns);
+    a->tile_counter = (unsigned *)(workspace + w->tile_counter);
+    a->num_slabs = (int)w->num_slabs;
+    a->b = (int)p->b, a->h = (int)p->h, a->h_kv = (int)p->h_kv, a->d = (int)p->d;
+    a->heads_per_kv = (int)(p->h / p->h_kv);
+    a->len_q = (int)(packed ? p->total_q : p->len_q);
+    a->len_kv = (int)(packed ? p->total_kv : p->len_kv);
+    a->cu_seqlens_q = p->cu_seqlens_q;
+    a->cu_seqlens_k = p->cu_seqlens_k;
+    a->num_kv_tiles = (int)((p->len_kv + block_kv - 1) / block_kv);
+    a->num_tiles = (int)(a->num_kv_tiles * p->b * p->h_kv);
+    a->group_heads = heads_in_group(p);
+
+    const float scale = (float)p->scale;
+    a->scale_log2 = (features & FA_SCORE ? 1 : scale) * LOG2_E;
+    a->score_scale = a->scale = scale;
+    a->softcap = (float)p->softcap;
+    a->window_left = clamp_window(p->window_left), a->window_right = clamp_window(p->window_right);
+    a->alibi_slopes = p->alibi_slopes;
+    a->alibi_stride_b = p->alibi_stride_b;
+    a->rng_state = (const unsigned long long *)p->rng_state;
+    a->keep_max = p->keep_max;
+    a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
+}
+
+static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
+    const fa_box box_q = {call->plan->block_q, 64, packed}, box_kv = {call->plan->block_kv, 64, packed};
+    fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_q, &a->dout, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a->k, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a->v, err);
+    return status;
+}
+
+/* One of the three kernels: the plan's row and features, as far as the family knows them. */
+static fa_status launch(const fa_cuda_call *call, fa_family_id family, int64_t grid, unsigned threads,
+                        fa_attn_bwd_params *a, fa_error *err) {
+    fa_variant variant = fa_plan_variant(call->plan, call->gpu);
+    CUkernel kernel;
+    void *arguments[] = {a};
+    variant.family = family;
+    variant.features &= fa_families[family].knows;
+    if (grid == 0) return FA_OK;
+    fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
+    if (status != FA_OK) return status;
+    return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, (unsigned)grid, 1, 1, threads, 1, 1,
+                                                        (unsigned)fa_families[family].rows[variant.row].shared_bytes,
+                                                        call->stream, arguments, NULL),
+                           "launching a backward kernel", err);
+}
+
+fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const fa_bwd_sm90_columns *tile = fa_bwd_sm90_row(call->plan->cuda_row);
+    const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q);
+    fa_attn_bwd_params a;
+    if (p->b == 0 || p->h == 0) return FA_OK;
+    fill_scalars(call, &w, &a);
+    fa_status status = fill_maps(call, &a, err);
+    if (status != FA_OK) return status;
+
+    /* CTAs of the main kernel: one per SM, but no more than there can be tiles. */
+    const int64_t tiles = p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv : a.num_tiles;
+    const int64_t slabs = w.num_slabs * w.num_heads;
+    const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
+    status = launch(call, FA_BWD_PREP_SM90, slabs, HELPER_THREADS, &a, err);
+    if (status == FA_OK && wants_main)
+        status =
+            launch(call, FA_BWD_SM90, tiles < call->gpu->num_sms ? tiles : call->gpu->num_sms, MAIN_THREADS, &a, err);
+    if (status == FA_OK && p->dq.data) status = launch(call, FA_BWD_CONVERT_SM90, slabs, HELPER_THREADS, &a, err);
+    return status;
+}

@@ -1,0 +1,53 @@
+/* What attn_bwd_sm90 asks for, and the first row of cuda/tiles.def that has room for the head dimension and serves every
+ * feature. */
+#include "bwd_workspace.h"
+#include "kernels.h"
+#include "plan_cuda.h"
+
+#define NEEDS(condition, reason)         \
+    do {                                 \
+        if (!(condition)) return reason; \
+    } while (0)
+
+static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
+    return !t->data ||
+           fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
+}
+
+const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const unsigned features = fa_cuda_features(p) | (p->deterministic ? FA_DETERMINISTIC : 0u);
+    const unsigned wanted = features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
+    NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
+    NEEDS(!p->block_table && !p->leftpad_k && !p->cache_batch_idx && !p->seqused_k, "it reads no KV cache");
+    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(suits(p, &p->q, true) && suits(p, &p->k, false) && suits(p, &p->v, false) && suits(p, &p->o, true) &&
+              suits(p, &p->dout, true) && suits(p, &p->dq, true) && suits(p, &p->dk, false) && suits(p, &p->dv, false),
+          "it wants all tensors and gradients to start at multiples of 16 bytes, with strides that are multiples of 8 "
+          "elements");
+
+    const fa_family *family = &fa_families[FA_BWD_SM90];
+    int row = 0;
+    for (; row < family->num_rows; row++) {
+        if (fa_bwd_sm90_row(row)->d < p->d)
+            fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
+        else if ((family->rows[row].serves & wanted) != wanted)
+            fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
+        else
+            break;
+    }
+    NEEDS(row < family->num_rows, "it has no tile for this head dimension");
+    const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(row);
+    const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q);
+    NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && w.num_slabs * w.num_heads < INT32_MAX &&
+              p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
+          "the problem has more rows or tiles than 2^31");
+
+    plan->cuda_family = FA_BWD_SM90;
+    plan->cuda_row = row;
+    plan->cuda_features = features;
+    plan->block_q = t->block_q;
+    plan->block_kv = t->block_kv;
+    plan->workspace_bytes = w.bytes;
+    return NULL;
+}
