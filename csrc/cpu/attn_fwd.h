@@ -10,7 +10,7 @@
  *   open each tile     Q^T [d][lanes] packed, O^T [d][lanes] = 0
  *   for each block of keys that some row sees:
  *       pack K [keys][d] and V^T [d][keys]                      once for all tiles
- *       for each tile: S^T = K Q^T · adjust and mask · max · P = exp2(S - max) · O^T = O^T alpha + V^T P
+ *       for each tile that sees it: S^T = K Q^T · adjust and mask · max · P = exp2(S - max) · O^T = O^T alpha + V^T P
  *   close each tile    O = O^T / row sum, lse
  *
  * A tile adds its keys in ascending blocks that start at multiples of block_kv: the bits of an output depend neither on
@@ -43,11 +43,15 @@ typedef struct {
     int64_t head_kv;
     float *q_t, *o_t, *k, *v_t, *scores;
     uint8_t *bytes;
-    const char **k_rows, **v_rows;
     fa_fwd_tile *tiles;
-    int64_t block; /* first key of the block */
-    bool finite;   /* all of its V */
-    int turn;      /* which of the two buffers of scores is next */
+    int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
+    int64_t block;                      /* first key of the block */
+    const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
+    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
+    const char **pieces;                /* of soon */
+    fetch_queue soon;
+    bool finite; /* all of the block's V */
+    int turn;    /* which of the two buffers of scores is next */
     product_queue queue;
 } fwd_task;
 
@@ -94,13 +98,16 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     }
 }
 
-static void open_tile(const fwd_task *t, int i, int64_t idx) {
+static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
+    for (int lane = 0; lane < tile->lanes; lane++) rows[lane] = query_row(t, view, tile, lane);
+}
+
+static void open_tile(const fwd_task *t, int i) {
     const fa_fwd_layout *l = &t->job->layout;
     fa_fwd_tile *tile = &t->tiles[i];
     const char *rows[FA_MAX_BLOCK_Q];
-    place_lanes(t, tile, idx);
+    list_queries(t, &t->p->q, tile, rows);
     for (int lane = 0; lane < tile->lanes; lane++) {
-        rows[lane] = query_row(t, &t->p->q, tile, lane);
         tile->row_max[lane] = -INFINITY;
         tile->row_sum[lane] = 0.0f;
     }
@@ -122,27 +129,33 @@ static void clear_nonfinite(float *words, int64_t count) {
     }
 }
 
-/* Keys [begin, end), counted from the start of the block, which is key `block` of the sequence. */
-static void pack_block(fwd_task *t, int64_t block, int64_t begin, int64_t end) {
+/* Rows of K, then of V, of keys [begin, end) of a block, which is key `block` of the sequence; NULL for its other keys. */
+static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t end, const char **rows) {
     const fa_problem *p = t->p;
-    const fa_fwd_layout *l = &t->job->layout;
-    const int64_t bytes = DTYPE_BYTES(p->dtype), step = LANES * WORD_ELEMS, from = begin / step * step;
-    const int64_t to = round_up(end, step);
-    t->block = block;
-    for (int64_t j = from; j < to; j++) {
-        bool exists = begin <= j && j < end;
-        t->k_rows[j] = t->v_rows[j] = NULL;
-        if (!exists) continue;
-        t->k_rows[j] = (const char *)p->k.data + fa_key_offset(p, &p->k, &t->s, block + j, t->head_kv) * bytes;
-        t->v_rows[j] = (const char *)p->v.data + fa_key_offset(p, &p->v, &t->s, block + j, t->head_kv) * bytes;
-        for (int64_t at = 0; at < p->d * bytes; at += 64) { /* rows lie further apart than the hardware looks ahead */
-            PREFETCH(t->k_rows[j] + at);
-            PREFETCH(t->v_rows[j] + at);
+    const int64_t bytes = DTYPE_BYTES(p->dtype), block_kv = t->job->layout.block_kv;
+    for (int is_v = 0; is_v < 2; is_v++, rows += block_kv) {
+        const fa_view *view = is_v ? &p->v : &p->k;
+        const char *row = NULL;
+        memset(rows, 0, (size_t)block_kv * sizeof *rows);
+        for (int64_t j = begin; j < end; j++) {
+            if (row && !t->s.pages)
+                row += view->stride_row * bytes;
+            else
+                row = (const char *)view->data + fa_key_offset(p, view, &t->s, block + j, t->head_kv) * bytes;
+            rows[j] = row;
         }
     }
+}
+
+/* Keys [begin, end) of the block. */
+static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
+    const fa_problem *p = t->p;
+    const fa_fwd_layout *l = &t->job->layout;
+    const int64_t step = LANES * WORD_ELEMS, from = begin / step * step, to = round_up(end, step);
     const int64_t even = begin / WORD_ELEMS * WORD_ELEMS;
-    pack_rows(t->k + even * l->words, l->words, t->k_rows + even, end - even, p->d, p->dtype);
-    t->finite = pack_columns(t->v_t + from / WORD_ELEMS, l->v_stride, t->v_rows + from, to - from, p->d, p->dtype);
+    const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
+    pack_rows(t->k + even * l->words, l->words, k_rows + even, end - even, p->d, p->dtype);
+    t->finite = pack_columns(t->v_t + from / WORD_ELEMS, l->v_stride, v_rows + from, to - from, p->d, p->dtype);
     if (t->finite) return;
     for (int64_t c = 0; c < l->columns; c++)
         clear_nonfinite(t->v_t + c * l->v_stride + from / WORD_ELEMS, (to - from) / WORD_ELEMS);
@@ -170,8 +183,9 @@ static float p_element(const float *words, int64_t lanes, int64_t key, int64_t l
 static void add_nonfinite(const fwd_task *t, const fwd_step *step, float *o_t) {
     const fa_fwd_tile *tile = &t->tiles[step->tile];
     for (int64_t key = step->begin; key < step->end; key++) {
-        for (int64_t c = 0; t->v_rows[key] && c < t->p->d; c++) {
-            float v = (float)fa_load_element(t->v_rows[key], c, t->p->dtype);
+        const char *v_row = t->key_rows[t->job->layout.block_kv + key];
+        for (int64_t c = 0; v_row && c < t->p->d; c++) {
+            float v = (float)fa_load_element(v_row, c, t->p->dtype);
             if (v - v == 0.0f) continue;
             for (int lane = 0; lane < tile->lanes; lane++) {
                 bool visible = tile->first[lane] <= t->block + key && t->block + key < tile->end[lane];
@@ -182,9 +196,9 @@ static void add_nonfinite(const fwd_task *t, const fwd_step *step, float *o_t) {
 }
 
 /* The first tile from `tile` on that sees the block; false when none does. */
-static bool find_step(const fwd_task *t, int tile, int num_tiles, fwd_step *step) {
+static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     const int64_t last = t->block + t->job->layout.block_kv;
-    for (; tile < num_tiles; tile++) {
+    for (; tile < t->num_tiles; tile++) {
         const fa_fwd_tile *x = &t->tiles[tile];
         const int64_t begin = max_i64(x->first_key, t->block) - t->block, end = min_i64(x->end_key, last) - t->block;
         if (begin >= end) continue;
@@ -199,10 +213,36 @@ static bool find_step(const fwd_task *t, int tile, int num_tiles, fwd_step *step
     return false;
 }
 
+/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, the queries of the
+ * tile that opens next and, when this is the tile's last block, the rows that it will write. */
+static void fetch_during(fwd_task *t, const fwd_step *step) {
+    const fa_fwd_layout *l = &t->job->layout;
+    const fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - step->tile);
+    const char *rows[FA_MAX_BLOCK_Q];
+    t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
+    fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
+    t->num_fetched += share;
+    if (t->num_open < t->num_tiles) {
+        const fa_fwd_tile *next = &t->tiles[t->num_open];
+        list_queries(t, &t->p->q, next, rows);
+        fetch_later(&t->soon, rows, next->lanes, row_bytes);
+    }
+    if (tile->end_key <= t->block + l->block_kv) {
+        list_queries(t, &t->p->o, tile, rows);
+        fetch_later(&t->soon, rows, tile->lanes, row_bytes);
+    }
+    const int64_t patches = (step->end - step->begin + l->columns) / UNROLL_ROWS + 1;
+    t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
+}
+
 /* S^T = K Q^T */
 static void step_scores(fwd_task *t, fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[step->tile];
+    while (t->num_open <= step->tile) open_tile(t, t->num_open++);
+    fetch_during(t, step);
     const int64_t lanes = tile->lanes, buffer_floats = (int64_t)l->block_kv * l->block_q;
     step->scores = t->scores + (PRODUCT_OVERLAPS ? t->turn * buffer_floats : 0);
     step->p = PRODUCT_OVERLAPS ? t->scores + 2 * buffer_floats + t->turn * buffer_floats / WORD_ELEMS : step->scores;
@@ -218,7 +258,8 @@ static void step_scores(fwd_task *t, fwd_step *step) {
                            .num_words = (t->p->d + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
                            .scale = t->job->scale,
-                           .lane_max = step->new_max};
+                           .lane_max = step->new_max,
+                           .soon = &t->soon};
     product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
 
@@ -280,7 +321,8 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .rows = round_up(t->p->d, PRODUCT_ROWS),
                            .num_words = (step->end - step->begin + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
-                           .alpha = step->alpha};
+                           .alpha = step->alpha,
+                           .soon = &t->soon};
     product_later(&t->queue, PRODUCT_RESCALE, &output);
     if (t->finite) return;
     product_finish(&t->queue);
@@ -289,15 +331,15 @@ static void step_output(fwd_task *t, const fwd_step *step) {
 
 /* Where products overlap the softmax, the scores of the next tile and the output of the last are computed during the
  * softmax of this one. */
-static void step_tiles(fwd_task *t, int num_tiles) {
+static void step_tiles(fwd_task *t) {
     fwd_step steps[2];
     int n = 0;
-    bool more = find_step(t, 0, num_tiles, &steps[0]);
+    bool more = find_step(t, 0, &steps[0]);
     if (more) step_scores(t, &steps[0]);
     product_finish(&t->queue);
     while (more) {
         fwd_step *step = &steps[n], *next = &steps[n ^= 1];
-        more = find_step(t, step->tile + 1, num_tiles, next);
+        more = find_step(t, step->tile + 1, next);
         if (more && PRODUCT_OVERLAPS) step_scores(t, next);
         step_softmax(t, step);
         product_finish(&t->queue);
@@ -358,6 +400,16 @@ static void prefetch_task(const fwd_job *job, const fa_task *task) {
     }
 }
 
+/* The block's keys, and the first tile's queries, for which nobody asked ahead. */
+static void fetch_block(const fwd_task *t) {
+    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const char *rows[FA_MAX_BLOCK_Q];
+    fetch_now(t->key_rows, 2 * t->job->layout.block_kv, row_bytes);
+    if (t->num_open > 0) return;
+    list_queries(t, &t->p->q, &t->tiles[0], rows);
+    fetch_now(rows, t->tiles[0].lanes, row_bytes);
+}
+
 static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     const fa_fwd_layout *l = &job->layout;
     fwd_task t = {.job = job,
@@ -370,22 +422,32 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
                   .v_t = (float *)(scratch + l->v_t),
                   .scores = (float *)(scratch + l->scores),
                   .bytes = (uint8_t *)(scratch + l->bytes),
-                  .k_rows = (const char **)(scratch + l->k_rows),
-                  .v_rows = (const char **)(scratch + l->v_rows),
-                  .tiles = (fa_fwd_tile *)(scratch + l->tile)};
-    const int num_tiles = (int)(task->end - task->begin);
+                  .tiles = (fa_fwd_tile *)(scratch + l->tile),
+                  .num_tiles = (int)(task->end - task->begin),
+                  .key_rows = (const char **)(scratch + l->key_rows),
+                  .next_rows = (const char **)(scratch + l->key_rows) + 2 * l->block_kv,
+                  .pieces = (const char **)(scratch + l->pieces)};
     int64_t row_first, row_end, first_key, end_key;
     fa_tile_rows(t.p, &t.s, l->block_q, task->begin, task->end, &row_first, &row_end);
     fa_rows_keys(t.p, &t.s, row_first, row_end, &first_key, &end_key);
 
-    for (int i = 0; i < num_tiles; i++) open_tile(&t, i, task->begin + i);
-    for (int64_t block = first_key / l->block_kv * l->block_kv; block < end_key; block += l->block_kv) {
-        pack_block(&t, block, max_i64(first_key - block, 0), min_i64(end_key - block, l->block_kv));
-        const fa_task *next = block + l->block_kv >= end_key ? fa_next_task(job->list) : NULL;
-        if (next) prefetch_task(job, next);
-        step_tiles(&t, num_tiles);
+    for (int i = 0; i < t.num_tiles; i++) place_lanes(&t, &t.tiles[i], task->begin + i);
+    for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key; t.block += l->block_kv) {
+        const int64_t begin = max_i64(first_key - t.block, 0), next = t.block + l->block_kv;
+        if (t.num_open == 0) list_keys(&t, t.block, begin, min_i64(end_key, next) - t.block, t.key_rows);
+        if (t.num_open == 0 || PRODUCT_OVERLAPS) fetch_block(&t);
+        pack_block(&t, begin, min_i64(end_key, next) - t.block);
+        t.num_next = next < end_key ? 2 * l->block_kv : 0;
+        t.num_fetched = 0;
+        if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
+        const fa_task *next_task = next >= end_key ? fa_next_task(job->list) : NULL;
+        if (next_task) prefetch_task(job, next_task);
+        step_tiles(&t);
+        const char **rows = t.key_rows;
+        t.key_rows = t.next_rows, t.next_rows = rows;
     }
-    for (int i = 0; i < num_tiles; i++) close_tile(&t, i);
+    while (t.num_open < t.num_tiles) open_tile(&t, t.num_open++); /* they see no key */
+    for (int i = 0; i < t.num_tiles; i++) close_tile(&t, i);
 }
 
 static void run_workers(int64_t begin, int64_t end, void *ctx) {

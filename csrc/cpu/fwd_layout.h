@@ -1,10 +1,12 @@
 /* The bytes of the forward: plan_fwd.c counts them, attn_fwd.h fills them. Everything is aligned to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker
- *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | row addresses | tiles */
+ *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | addresses of the
+ *               rows of K and V of two blocks, and of what is fetched ahead | tiles */
 #ifndef FA_FWD_LAYOUT_H
 #define FA_FWD_LAYOUT_H
 
+#include "fetch.h"
 #include "partition.h"
 
 #define FA_MAX_BLOCK_Q 64
@@ -24,7 +26,7 @@ typedef struct {
     int64_t columns;  /* d padded to whole transposes: rows of V^T and O^T */
     int64_t v_stride; /* words of a row of V^T */
     int block_q, block_kv, tiles;
-    size_t q_t, o_t, k, v_t, scores, bytes, k_rows, v_rows, tile; /* offsets in a scratch */
+    size_t q_t, o_t, k, v_t, scores, bytes, key_rows, pieces, tile; /* offsets in a scratch */
     size_t scratch_bytes;
 } fa_fwd_layout;
 
@@ -51,8 +53,8 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     l.v_t = fa_take(&at, columns * l.v_stride * 4);
     l.scores = fa_take(&at, (int64_t)score_buffers * block_kv * block_q * 4);
     l.bytes = fa_take(&at, p->dropout_p > 0 ? (int64_t)block_kv * block_q : 0);
-    l.k_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
-    l.v_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
+    l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
+    l.pieces = fa_take(&at, 2 * (block_kv + block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_fwd_tile));
     l.scratch_bytes = at;
     return l;

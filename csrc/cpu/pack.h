@@ -92,13 +92,13 @@ INLINE void pack_lanes_of(float *dst, int64_t stride, const char *const *rows, i
 /* num_rows is a multiple of LANES WORD_ELEMS. Returns whether every element is finite: 0 x is NaN for NaN and inf. */
 INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                             fa_dtype DTYPE) {
-    vec poison = vec_set(0.0f);
+    vec poison[2] = {vec_set(0.0f), vec_set(0.0f)}; /* sums that do not wait for each other */
     for (int64_t r = 0; r < num_rows; r += LANES * WORD_ELEMS) {
         for (int64_t elem = 0; elem < d; elem += LANES) {
             vec t[LANES];
             UNROLL for (int i = 0; i < LANES; i++) {
                 t[i] = load_column_words(rows + r + i * WORD_ELEMS, elem, d, DTYPE);
-                poison = vec_dot(poison, t[i], vec_set(0.0f));
+                poison[i % 2] = vec_dot(poison[i % 2], t[i], vec_set(0.0f));
             }
             vec_transpose(t);
             UNROLL for (int i = 0; i < LANES; i++) vec_store(dst + (elem + i) * stride + r / WORD_ELEMS, t[i]);
@@ -106,7 +106,7 @@ INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows,
     }
     float lane[LANES];
     bool finite = true;
-    vec_store(lane, poison);
+    vec_store(lane, vec_add(poison[0], poison[1]));
     for (int i = 0; i < LANES; i++) finite &= lane[i] == 0.0f;
     return finite;
 }

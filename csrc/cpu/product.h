@@ -43,7 +43,8 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
     vec acc[8][4];
     const float *a = p->a + row * p->a_stride, *b = p->b + lane;
     float *c = p->c + row * p->c_stride + lane;
-    const int64_t a_stride = p->a_stride, b_stride = p->b_stride, num_words = p->num_words;
+    if (p->soon) fetch_some(p->soon);
+    const int64_t a_stride = p->a_stride, b_stride = p->b_stride, c_stride = p->c_stride, num_words = p->num_words;
 
     UNROLL for (int r = 0; r < ROWS; r++) { UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_set(0.0f); }
     for (int64_t k = 0; k < num_words; k++, a++, b += b_stride) {
@@ -57,22 +58,28 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
             UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_dot(acc[r][u], a_word, b_vec[u]);
         }
     }
+    vec factor[4], high[4];
     UNROLL for (int u = 0; u < VECS; u++) {
-        vec factor = vec_set(p->scale), high = vec_set(0.0f);
-        if (EPILOGUE == PRODUCT_RESCALE) factor = vec_load(p->alpha + lane + u * LANES);
-        if (EPILOGUE == PRODUCT_STORE_MAX) high = vec_load(p->lane_max + lane + u * LANES);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            float *out = c + r * p->c_stride + u * LANES;
+        factor[u] = EPILOGUE == PRODUCT_RESCALE ? vec_load(p->alpha + lane + u * LANES) : vec_set(p->scale);
+        if (EPILOGUE == PRODUCT_STORE_MAX) high[u] = vec_load(p->lane_max + lane + u * LANES);
+    }
+    float *const lane_max = p->lane_max + lane;
+    UNROLL for (int r = 0; r < ROWS; r++, c += c_stride) {
+        UNROLL for (int u = 0; u < VECS; u++) {
+            float *out = c + u * LANES;
+            vec sum = acc[r][u];
             if (EPILOGUE == PRODUCT_ADD)
-                acc[r][u] = vec_add(vec_load(out), acc[r][u]);
+                sum = vec_add(vec_load(out), sum);
             else if (EPILOGUE == PRODUCT_RESCALE)
-                acc[r][u] = vec_fma(vec_load(out), factor, acc[r][u]);
+                sum = vec_fma(vec_load(out), factor[u], sum);
             else
-                acc[r][u] = vec_mul(acc[r][u], factor);
-            if (EPILOGUE == PRODUCT_STORE_MAX) high = vec_max(acc[r][u], high);
-            vec_store(out, acc[r][u]);
+                sum = vec_mul(sum, factor[u]);
+            if (EPILOGUE == PRODUCT_STORE_MAX) high[u] = vec_max(sum, high[u]);
+            vec_store(out, sum);
         }
-        if (EPILOGUE == PRODUCT_STORE_MAX) vec_store(p->lane_max + lane + u * LANES, high);
+    }
+    if (EPILOGUE == PRODUCT_STORE_MAX) {
+        UNROLL for (int u = 0; u < VECS; u++) vec_store(lane_max + u * LANES, high[u]);
     }
 }
 

@@ -2,7 +2,7 @@
 #ifndef FA_PRODUCT_ARGS_H
 #define FA_PRODUCT_ARGS_H
 
-#include <stdint.h>
+#include "fetch.h"
 
 typedef enum {
     PRODUCT_STORE,     /* C = acc scale; where PRODUCT_SCALES is 0, C = acc, and its reader multiplies */
@@ -23,6 +23,7 @@ typedef struct {
     float scale;        /* PRODUCT_STORE, PRODUCT_STORE_MAX; above 0 for the latter where PRODUCT_SCALES is 0 */
     float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
     const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
+    fetch_queue *soon;  /* what to fetch meanwhile; NULL: nothing. Tiles do not look at it */
 } product_args;
 
 #endif
