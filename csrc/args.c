@@ -4,6 +4,7 @@
  * message names the argument, says what came and what is allowed, and keeps the wording that callers of flash-attn 2
  * match on. Nothing is written before the last check has passed. */
 #include "check.h"
+#include "module.h"
 
 #include <math.h>
 
@@ -187,6 +188,7 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
             "num_splits > 1 is not supported for varlen paged KV; num_splits is %" PRId64, c->num_splits);
     p->num_splits = c->num_splits < 0 ? 0 : c->num_splits;
     p->deterministic = c->deterministic;
+    p->zero_tensors = c->zero_tensors && c->layout == FA_OP_VARLEN;
     return FA_OK;
 }
 
@@ -240,5 +242,6 @@ fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_append(c, p, err));
     TRY(check_options(c, p, err));
     TRY(check_saved(c, p, err));
-    return p->device == FA_CPU ? check_values(c, p, err) : FA_OK;
+    if (p->device == FA_CPU) return check_values(c, p, err);
+    return fa_checks_values_on_gpu ? check_values_on_gpu(c, p, err) : FA_OK;
 }

@@ -49,9 +49,11 @@ fa_view view_of(const fa_tensor *t);
 
 #define K_CACHE "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
 
-/* lengths.c, in this order between shapes and options; check_values reads CPU memory. */
+/* lengths.c, in this order between shapes and options; check_values reads CPU memory, to which check_values_on_gpu
+ * (cuda_check.c) copies first. */
 fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err);
 fa_status check_append(const fa_call *c, fa_problem *p, fa_error *err);
 fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err);
+fa_status check_values_on_gpu(const fa_call *c, const fa_problem *p, fa_error *err);
 
 #endif

@@ -28,6 +28,7 @@ enum {
     CU_TENSOR_MAP_SWIZZLE_64B = 2,
     CU_TENSOR_MAP_SWIZZLE_128B = 3,
     CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2,
 };
 
 #define FA_OLDEST_DRIVER      12030 /* CUDA 12.3 */
@@ -50,10 +51,18 @@ enum {
     X(cuLibraryUnload, (CUlibrary library))                                                                        \
     X(cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                                \
     X(cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                          \
+    X(cuKernelGetFunction, (CUfunction * function, CUkernel kernel))                                               \
     X(cuLaunchKernel,                                                                                              \
       (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
        unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                 \
     X(cuStreamIsCapturing, (CUstream stream, int *status))                                                         \
+    X(cuStreamSynchronize, (CUstream stream))                                                                      \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                              \
+    X(cuMemsetD32Async, (uint64_t to, uint32_t value, size_t num, CUstream stream))                                \
+    X(cuMemsetD2D8Async,                                                                                           \
+      (uint64_t to, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))              \
+    X(cuMemcpyDtoDAsync_v2, (uint64_t to, uint64_t from, size_t bytes, CUstream stream))                           \
+    X(cuMemcpyDtoHAsync_v2, (void *to, uint64_t from, size_t bytes, CUstream stream))                              \
     X(cuTensorMapEncodeTiled,                                                                                      \
       (void *map, int data_type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride_bytes,    \
        const uint32_t *box, const uint32_t *element_stride, int interleave, int swizzle, int l2_promotion, int fill))

@@ -1,6 +1,7 @@
 /* Executes a plan on a GPU: its context, PyTorch's stream, and the launcher of the plan's family. */
 #include "cuda_run.h"
 
+#include "cuda_memory.h"
 #include "torch_abi.h"
 
 static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
@@ -9,6 +10,9 @@ static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
     [FA_FWD_ANY] = fa_cuda_fwd_any,
     [FA_BWD_ANY] = fa_cuda_bwd_any,
 };
+
+/* The kernels for any GPU fill the rows that belong to no sequence themselves. */
+static bool fills_unowned_rows(int family) { return family == FA_FWD_ANY || family == FA_BWD_ANY; }
 
 fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                       fa_error *err) {
@@ -21,7 +25,9 @@ fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_
     if (status == FA_OK) status = fa_context_enter(call.gpu, &guard, err);
     if (status != FA_OK) return status;
     call.stream = (CUstream)stream;
-    status = launchers[plan->cuda_family](&call, err);
+    if (problem->zero_tensors && !fills_unowned_rows(plan->cuda_family))
+        status = fa_cuda_zero_tensors(problem, call.driver, call.stream, err);
+    if (status == FA_OK) status = launchers[plan->cuda_family](&call, err);
     fa_context_leave(&guard);
     return status;
 }

@@ -111,6 +111,8 @@ typedef struct {
     fa_row_stats softmax_d; /* rowsum(dout * o), written by the backward pass */
     bool deterministic;
 
+    bool
+        zero_tensors; /* packed: rows that belong to no sequence become 0, -inf in lse, also where the caller brought them */
     int64_t num_splits; /* of the keys of one row; 0: the plan decides */
 } fa_problem;
 

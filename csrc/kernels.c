@@ -94,6 +94,7 @@ static fa_status find(fa_variant variant, const fa_driver *driver, CUkernel *ker
 static fa_status set_up(fa_variant variant, const fa_gpu *gpu, loaded **entry, fa_error *err) {
     const int shared_bytes = fa_families[variant.family].rows[variant.row].shared_bytes;
     const fa_driver *driver;
+    CUfunction function;
     fa_status status = fa_driver_get(&driver, err);
     if (status != FA_OK) return status;
     loaded *e = *entry = entry_of(variant); /* again: another thread may have been here */
@@ -106,7 +107,23 @@ static fa_status set_up(fa_variant variant, const fa_gpu *gpu, loaded **entry, f
     status = fa_driver_check(driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes,
                                                           e->kernel, gpu->device),
                              "giving a kernel its shared memory", err);
+    if (status == FA_OK) /* else the driver would load it at its first launch */
+        status = fa_driver_check(driver->cuKernelGetFunction(&function, e->kernel), "loading a kernel", err);
     if (status == FA_OK) atomic_fetch_or_explicit(&e->devices, (uint64_t)1 << gpu->device, memory_order_release);
+    return status;
+}
+
+/* While a stream of this thread records a CUDA graph, the driver refuses what it might have to wait for, and loading is
+ * such. Relaxed, it only refuses that to the stream itself. */
+static fa_status set_up_at_any_time(fa_variant variant, const fa_gpu *gpu, loaded **entry, fa_error *err) {
+    const fa_driver *driver;
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    fa_status status = fa_driver_get(&driver, err);
+    if (status == FA_OK)
+        status = fa_driver_check(driver->cuThreadExchangeStreamCaptureMode(&mode), "preparing to load a kernel", err);
+    if (status != FA_OK) return status;
+    status = set_up(variant, gpu, entry, err);
+    driver->cuThreadExchangeStreamCaptureMode(&mode);
     return status;
 }
 
@@ -115,7 +132,7 @@ fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel,
     fa_status status = FA_OK;
     if (!entry || !(atomic_load_explicit(&entry->devices, memory_order_acquire) & (uint64_t)1 << gpu->device)) {
         fa_lock_acquire(&lock);
-        status = set_up(variant, gpu, &entry, err);
+        status = set_up_at_any_time(variant, gpu, &entry, err);
         fa_lock_release(&lock);
     }
     *kernel = status == FA_OK ? entry->kernel : NULL;

@@ -53,9 +53,8 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
 }
 
 /* The values of cu_seqlens: from 0, never falling, within the tensor (total < 0: no bound) and under max_seqlen. */
-static fa_status check_cu_seqlens(const fa_tensor *t, int64_t b, int64_t total, int64_t max_len, const char *max_name,
-                                  fa_error *err) {
-    const int32_t *cu = (const int32_t *)t->data;
+static fa_status check_cu_seqlens(const fa_tensor *t, const int32_t *cu, int64_t b, int64_t total, int64_t max_len,
+                                  const char *max_name, fa_error *err) {
     REQUIRE(cu[0] == 0, "%s must start at 0; it starts at %d", t->name, cu[0]);
     for (int64_t i = 0; i < b; i++) {
         REQUIRE(cu[i + 1] >= cu[i], "%s must not decrease; element %" PRId64 " is %d after %d", t->name, i + 1,
@@ -69,14 +68,14 @@ static fa_status check_cu_seqlens(const fa_tensor *t, int64_t b, int64_t total, 
     return FA_OK;
 }
 
-/* Values inside index tensors, CPU only: afterwards every row that sequence.h can name lies within its tensor. */
+/* Values inside index tensors, in the host's memory: afterwards every row that sequence.h can name lies within its tensor. */
 fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
     const bool kvcache = c->layout == FA_OP_KVCACHE;
     const char *used_name = kvcache ? "cache_seqlens" : "seqused_k";
     if (p->cu_seqlens_q) {
-        TRY(check_cu_seqlens(&c->cu_seqlens_q, p->b, p->total_q, p->len_q, "max_seqlen_q", err));
-        TRY(check_cu_seqlens(&c->cu_seqlens_k, p->b, p->block_table ? -1 : p->total_kv, p->seqused_k ? -1 : p->len_kv,
-                             "max_seqlen_k", err));
+        TRY(check_cu_seqlens(&c->cu_seqlens_q, p->cu_seqlens_q, p->b, p->total_q, p->len_q, "max_seqlen_q", err));
+        TRY(check_cu_seqlens(&c->cu_seqlens_k, p->cu_seqlens_k, p->b, p->block_table ? -1 : p->total_kv,
+                             p->seqused_k ? -1 : p->len_kv, "max_seqlen_k", err));
     }
     const char *cache_name = p->block_table ? "block_table" : c->k.name;
     for (int64_t i = 0; i < p->b; i++) {

@@ -23,28 +23,82 @@ PyObject *fa_torch_module, *fa_tensor_type;
 /* ---- dropout seed ---------------------------------------------------------------------------------------------------- */
 
 /* Ops run without the interpreter lock; drawing is Python's business because generators have no C interface. */
-fa_status fa_draw_seed(uint64_t *seed, fa_error *err) {
-    PyGILState_STATE state = PyGILState_Ensure();
-    fa_status status = FA_OK;
-    PyObject *randint = PyObject_GetAttrString(fa_torch_module, "randint"), *drawn = NULL, *number = NULL;
+
+/* torch.randint(0, 2^63 - 1, ..) of num integers, or of one where num is 0. */
+static PyObject *randint(const char *device, int num) {
+    PyObject *function = PyObject_GetAttrString(fa_torch_module, "randint"), *drawn = NULL;
     PyObject *int64 = PyObject_GetAttrString(fa_torch_module, "int64");
-    PyObject *args = Py_BuildValue("(LL())", 0LL, 0x7fffffffffffffffLL);
-    PyObject *options = int64 ? Py_BuildValue("{s:O,s:s}", "dtype", int64, "device", "cpu") : NULL;
-    if (randint && args && options) drawn = PyObject_Call(randint, args, options);
-    if (drawn) number = PyObject_CallMethod(drawn, "item", NULL);
-    if (number) *seed = (uint64_t)PyLong_AsLongLong(number);
-    if (PyErr_Occurred()) {
-        PyErr_Clear();
-        status = fa_fail(err, FA_EPYTHON, "torch.randint could not draw the dropout seed");
-    }
-    Py_XDECREF(randint);
-    Py_XDECREF(drawn);
-    Py_XDECREF(number);
+    PyObject *shape = num > 0 ? Py_BuildValue("(i)", num) : PyTuple_New(0);
+    PyObject *args = shape ? Py_BuildValue("(LLO)", 0LL, 0x7fffffffffffffffLL, shape) : NULL;
+    PyObject *options = int64 ? Py_BuildValue("{s:O,s:s}", "dtype", int64, "device", device) : NULL;
+    if (function && args && options) drawn = PyObject_Call(function, args, options);
+    Py_XDECREF(function);
     Py_XDECREF(int64);
+    Py_XDECREF(shape);
     Py_XDECREF(args);
     Py_XDECREF(options);
+    return drawn;
+}
+
+static uint64_t as_number(PyObject *number) {
+    const uint64_t value = number ? PyLong_AsUnsignedLongLongMask(number) : 0;
+    Py_XDECREF(number);
+    return value;
+}
+
+static fa_status drawn_or_not(const char *what, fa_error *err) {
+    if (!PyErr_Occurred()) return FA_OK;
+    PyErr_Clear();
+    return fa_fail(err, FA_EPYTHON, "%s could not draw the dropout seed", what);
+}
+
+fa_status fa_draw_seed(uint64_t *seed, fa_error *err) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *drawn = randint("cpu", 0);
+    if (drawn) *seed = as_number(PyObject_CallMethod(drawn, "item", NULL));
+    Py_XDECREF(drawn);
+    fa_status status = drawn_or_not("torch.randint", err);
     PyGILState_Release(state);
     return status;
+}
+
+fa_status fa_advance_gpu_generator(int device_idx, uint64_t steps, uint64_t state[2], fa_error *err) {
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *cuda = PyObject_GetAttrString(fa_torch_module, "cuda"), *generator = NULL, *done = NULL;
+    PyObject *generators = cuda ? PyObject_GetAttrString(cuda, "default_generators") : NULL;
+    if (generators) generator = PySequence_GetItem(generators, device_idx);
+    if (generator) {
+        state[0] = as_number(PyObject_CallMethod(generator, "initial_seed", NULL));
+        state[1] = as_number(PyObject_CallMethod(generator, "get_offset", NULL));
+        if (!PyErr_Occurred())
+            done = PyObject_CallMethod(generator, "set_offset", "K", (unsigned long long)(state[1] + steps));
+    }
+    Py_XDECREF(cuda);
+    Py_XDECREF(generators);
+    Py_XDECREF(generator);
+    Py_XDECREF(done);
+    fa_status status = drawn_or_not("torch.cuda's generator", err);
+    PyGILState_Release(gil);
+    return status;
+}
+
+fa_status fa_draw_on_gpu(int device_idx, uint64_t *address, void **owner, fa_error *err) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    char device[24];
+    snprintf(device, sizeof device, "cuda:%d", device_idx);
+    PyObject *drawn = randint(device, 2);
+    if (drawn) *address = as_number(PyObject_CallMethod(drawn, "data_ptr", NULL));
+    fa_status status = drawn_or_not("torch.randint", err);
+    if (status != FA_OK) Py_CLEAR(drawn);
+    *owner = drawn;
+    PyGILState_Release(state);
+    return status;
+}
+
+void fa_release_drawn(void *owner) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    Py_XDECREF((PyObject *)owner);
+    PyGILState_Release(state);
 }
 
 /* ---- plans ----------------------------------------------------------------------------------------------------------- */
@@ -57,6 +111,7 @@ static THREAD_LOCAL struct {
 } collected;
 
 static bool log_plans;
+bool fa_checks_values_on_gpu;
 
 bool fa_plan_only(void) { return collected.only; }
 
@@ -216,7 +271,9 @@ static int exec_module(PyObject *module) {
         return -1;
     }
     const char *log = getenv("FLASH_ATTN_LOG"), *isa = getenv("FLASH_ATTN_CPU_ISA");
+    const char *check = getenv("FLASH_ATTN_CHECK");
     log_plans = log && strcmp(log, "plan") == 0;
+    fa_checks_values_on_gpu = check && *check && strcmp(check, "0") != 0;
     int chosen = best_isa_up_to(isa && *isa ? isa : NULL);
     if (chosen < 0) {
         PyErr_Format(PyExc_ImportError,

@@ -13,6 +13,9 @@ extern fa_machine fa_this_machine;
 /* module.c: is this thread only collecting plans (nothing may run, no seed may be drawn)? */
 bool fa_plan_only(void);
 
+/* module.c: FLASH_ATTN_CHECK=1. */
+extern bool fa_checks_values_on_gpu;
+
 /* module.c: keeps a plan for take_plans() while collecting, prints it if FLASH_ATTN_LOG=plan. */
 void fa_note_plan(const fa_plan *plan);
 

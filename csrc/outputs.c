@@ -1,5 +1,6 @@
 /* The tensors that an op returns. Shapes, dtypes and strides are those that the fakes in flash_attn/ promise. */
 #include "call.h"
+#include "cuda_memory.h"
 
 #include <string.h>
 
@@ -103,17 +104,27 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
                            &p->s_dmask, err);
 }
 
-/* Seed and offset of dropout, drawn on the GPU by PyTorch's generator of that GPU: nothing waits for the device, and a
- * replayed CUDA graph draws anew. */
-static fa_status draw_on_gpu(AtenTensorHandle rng_state, fa_error *err) {
-    AtenTensorHandle same = NULL;
-    if (fa_torch.aoti_torch_new_tensor_handle(rng_state, &same) != 0)
-        return fa_fail(err, FA_ENOMEM, "torch could not share rng_state");
-    StableIValue stack[2] = {(StableIValue)(uintptr_t)same, 0}; /* the call takes the handle, and returns one */
-    if (fa_torch.torch_call_dispatcher("aten::random_", "", stack, FA_TORCH_ABI_VERSION) != 0)
-        return fa_fail(err, FA_EUNSUPPORTED, "torch could not draw the dropout seed on the GPU");
-    fa_torch.aoti_torch_delete_tensor_object((AtenTensorHandle)(uintptr_t)stack[0]);
-    return FA_OK;
+/* Seed and offset of dropout in the GPU's memory, as upstream takes them from PyTorch's generator of that GPU; zeros
+ * without dropout. Nothing waits for the device. */
+static fa_status fill_on_gpu(const fa_problem *p, void *rng_state, fa_error *err) {
+    uint64_t state[2] = {0, 0}, drawn;
+    void *owner;
+    fa_cuda_place place;
+    fa_status status = fa_cuda_enter(p->device_idx, &place, err);
+    if (status != FA_OK) return status;
+    if (p->dropout_p > 0 && fa_cuda_is_capturing(&place)) {
+        status = fa_draw_on_gpu(p->device_idx, &drawn, &owner, err);
+        if (status == FA_OK) {
+            status = fa_cuda_copy(&place, rng_state, drawn, sizeof state, err);
+            fa_release_drawn(owner);
+        }
+    } else {
+        if (p->dropout_p > 0)
+            status = fa_advance_gpu_generator(p->device_idx, 32 * (uint64_t)(p->b * p->h), state, err);
+        if (status == FA_OK) status = fa_cuda_write(&place, rng_state, state, 2, err);
+    }
+    fa_cuda_leave(&place);
+    return status;
 }
 
 static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_outputs *outputs, fa_error *err) {
@@ -122,7 +133,7 @@ static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_o
     if (status != FA_OK) return status;
     if (p->device == FA_CUDA) {
         if (p->dropout_p > 0) p->rng_state = (const uint64_t *)data;
-        return p->dropout_p > 0 && draw ? draw_on_gpu(outputs->tensor[outputs->num - 1], err) : FA_OK;
+        return draw ? fill_on_gpu(p, data, err) : FA_OK;
     }
     if (p->dropout_p > 0 && draw) status = fa_draw_seed(&p->seed, err);
     if (status == FA_OK) memcpy(data, (uint64_t[]){p->seed, p->offset}, 2 * sizeof(uint64_t));

@@ -20,14 +20,14 @@ SYMBOLS = {
     (2, 4): """
         aoti_torch_get_dim aoti_torch_get_sizes aoti_torch_get_strides aoti_torch_get_dtype
         aoti_torch_get_device_type aoti_torch_get_device_index aoti_torch_empty_strided
-        aoti_torch_new_tensor_handle aoti_torch_delete_tensor_object aoti_torch_check
+        aoti_torch_delete_tensor_object aoti_torch_check
         aoti_torch_device_type_cpu aoti_torch_device_type_cuda
         aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
         aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
     """,
     (2, 7): "aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def",
     (2, 10): """
-        torch_library_impl torch_call_dispatcher torch_parallel_for torch_get_num_threads
+        torch_library_impl torch_parallel_for torch_get_num_threads
         torch_get_mutable_data_ptr torch_get_const_data_ptr
     """,
     (2, 13): "torch_delete_stable_ivalue",

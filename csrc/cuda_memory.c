@@ -1,0 +1,81 @@
+/* Fills and copies on PyTorch's stream. */
+#include "cuda_memory.h"
+
+#include "torch_abi.h"
+
+fa_status fa_cuda_enter(int device_idx, fa_cuda_place *place, fa_error *err) {
+    void *stream;
+    fa_status status = fa_torch_current_stream(device_idx, &stream, err);
+    if (status == FA_OK) status = fa_driver_get(&place->driver, err);
+    if (status == FA_OK) status = fa_gpu_get(device_idx, &place->gpu, err);
+    if (status == FA_OK) status = fa_context_enter(place->gpu, &place->guard, err);
+    if (status == FA_OK) place->stream = (CUstream)stream;
+    return status;
+}
+
+void fa_cuda_leave(const fa_cuda_place *place) { fa_context_leave(&place->guard); }
+
+bool fa_cuda_is_capturing(const fa_cuda_place *place) {
+    int capturing = 0;
+    return place->driver->cuStreamIsCapturing(place->stream, &capturing) == 0 && capturing != 0;
+}
+
+static uint64_t address(const void *p) { return (uint64_t)(uintptr_t)p; }
+
+/* Fills do not wait. A copy from the host's memory would: the driver waits for the stream before it reads it. */
+fa_status fa_cuda_write(const fa_cuda_place *place, void *to, const uint64_t *numbers, int num, fa_error *err) {
+    CUresult result = 0;
+    for (int i = 0; i < num && result == 0; i++) {
+        const uint32_t low = (uint32_t)numbers[i], high = (uint32_t)(numbers[i] >> 32);
+        const uint64_t at = address((const uint64_t *)to + i);
+        result = place->driver->cuMemsetD32Async(at, low, low == high ? 2 : 1, place->stream);
+        if (result == 0 && low != high) result = place->driver->cuMemsetD32Async(at + 4, high, 1, place->stream);
+    }
+    return fa_driver_check(result, "writing to the GPU's memory", err);
+}
+
+fa_status fa_cuda_copy(const fa_cuda_place *place, void *to, uint64_t from, size_t bytes, fa_error *err) {
+    return fa_driver_check(place->driver->cuMemcpyDtoDAsync_v2(address(to), from, bytes, place->stream),
+                           "copying the GPU's memory", err);
+}
+
+fa_status fa_cuda_read(const fa_cuda_place *place, void *to, const void *from, size_t bytes, fa_error *err) {
+    return fa_driver_check(place->driver->cuMemcpyDtoHAsync_v2(to, address(from), bytes, place->stream),
+                           "reading the GPU's memory", err);
+}
+
+fa_status fa_cuda_wait(const fa_cuda_place *place, fa_error *err) {
+    return fa_driver_check(place->driver->cuStreamSynchronize(place->stream), "waiting for the GPU", err);
+}
+
+/* Rows [0, rows) of a packed tensor [row, h, d]: each row at once where its heads lie side by side, otherwise each head. */
+static CUresult zero_rows(const fa_problem *p, const fa_view *t, int64_t rows, int64_t heads, const fa_driver *driver,
+                          CUstream stream) {
+    const size_t bytes = fa_dtype_bytes(p->dtype), head_bytes = (size_t)p->d * bytes;
+    const size_t pitch = (size_t)t->stride_row * bytes;
+    if (!t->data || rows == 0 || heads == 0) return 0;
+    const bool side_by_side = heads == 1 || t->stride_h == p->d;
+    const size_t width = side_by_side ? head_bytes * (size_t)heads : head_bytes;
+    CUresult result = 0;
+    for (int64_t head = 0; head < (side_by_side ? 1 : heads) && result == 0; head++) {
+        const uint64_t to = address(t->data) + (uint64_t)head * (uint64_t)t->stride_h * bytes;
+        result = driver->cuMemsetD2D8Async(to, rows == 1 ? width : pitch, 0, width, (size_t)rows, stream);
+    }
+    return result;
+}
+
+fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUstream stream, fa_error *err) {
+    const uint32_t minus_infinity = 0xff800000u;
+    CUresult result = 0;
+    if (p->pass == FA_FWD) {
+        result = zero_rows(p, &p->o, p->total_q, p->h, driver, stream);
+        if (result == 0 && p->h * p->total_q > 0)
+            result =
+                driver->cuMemsetD32Async(address(p->lse.data), minus_infinity, (size_t)(p->h * p->total_q), stream);
+    } else {
+        result = zero_rows(p, &p->dq, p->total_q, p->h, driver, stream);
+        if (result == 0) result = zero_rows(p, &p->dk, p->total_kv, p->h_kv, driver, stream);
+        if (result == 0) result = zero_rows(p, &p->dv, p->total_kv, p->h_kv, driver, stream);
+    }
+    return fa_driver_check(result, "filling the GPU's memory", err);
+}

@@ -1,0 +1,194 @@
+"""What the host does around the kernels on a GPU: seeds, CUDA graphs, FLASH_ATTN_CHECK, rows that nobody owns."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from test_cuda_fwd import why_not
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn import flash_attn_interface as interface
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+
+
+def randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to("cuda", torch.bfloat16)
+
+
+def run(program, **environment):
+    """The program in a process of its own; what it printed to stderr."""
+    program = "import torch\nfrom flash_attn import *\nfrom flash_attn import flash_attn_interface as interface\n" + (
+        textwrap.dedent(program)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+# ---- dropout's seed ------------------------------------------------------------------------------------------------
+
+
+def forward(q, dropout_p):
+    return interface._flash_attn_forward(q, q, q, dropout_p, 0.125, False, -1, -1, 0.0, None, False)
+
+
+def test_the_seed_is_the_generators_and_the_offset_advances():
+    q, generator = randn(2, 70, 3, 64), torch.cuda.default_generators[torch.cuda.current_device()]
+    torch.manual_seed(11)
+    generator.set_offset(8)
+    first, second = forward(q, 0.3), forward(q, 0.3)
+    assert first[3].tolist() == [11, 8] and second[3].tolist() == [11, 8 + 32 * 2 * 3]
+    assert not torch.equal(first[0], second[0])
+    assert forward(q, 0.0)[3].tolist() == [0, 0] and generator.get_offset() == 8 + 2 * 32 * 2 * 3
+    torch.manual_seed(-5)  # as 64 bits without sign
+    assert forward(q, 0.3)[3].tolist() == [-5, 0]
+    torch.manual_seed(11)
+    generator.set_offset(8)
+    assert torch.equal(forward(q, 0.3)[0], first[0])
+    with torch.random.fork_rng():
+        inside = forward(q, 0.3)
+    assert torch.equal(forward(q, 0.3)[3], inside[3])
+
+
+def test_every_replay_of_a_graph_draws_anew():
+    q = randn(2, 70, 3, 64)
+    forward(q, 0.3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _, _, rng_state = forward(q, 0.3)
+    seen = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        for _ in range(2):
+            graph.replay()
+            seen.append((tuple(rng_state.tolist()), out.clone()))
+    states, outs = zip(*seen)
+    assert states[:2] == states[2:4] and len(set(states)) == 4
+    assert torch.equal(outs[0], outs[2]) and not torch.equal(outs[0], outs[1])
+
+
+# ---- CUDA graphs ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_of_all_may_be_recorded(tmp_path):
+    """The kernel is compiled and loaded while the stream is recording."""
+    program = """
+        q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = flash_attn_func(q, q, q)
+        q.normal_()
+        graph.replay()
+        assert torch.equal(out, flash_attn_func(q, q, q))
+    """
+    run(program, FLASH_ATTN_CACHE_DIR=str(tmp_path))
+    run(program, FLASH_ATTN_CACHE_DIR=str(tmp_path))  # loaded from the disk
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_compiled_into_cuda_graphs(dropout_p):
+    torch._dynamo.reset()
+    q = randn(1, 100, 2, 64)
+    compiled = torch.compile(lambda q: flash_attn_func(q + 1, q, q, dropout_p), backend="cudagraphs", fullgraph=True)
+    outs = [compiled(q).clone() for _ in range(4)]
+    if dropout_p == 0:
+        assert all(torch.equal(out, flash_attn_func(q + 1, q, q)) for out in outs)
+    else:
+        assert not torch.equal(outs[2], outs[3])
+
+
+# ---- FLASH_ATTN_CHECK ----------------------------------------------------------------------------------------------
+
+CHECKED = """
+def refuse(words, call):
+    try:
+        call()
+    except RuntimeError as error:
+        assert words in str(error), (words, error)
+    else:
+        raise AssertionError(words)
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+x = torch.randn(20, 2, 64, device="cuda", dtype=torch.bfloat16)
+good = ints(0, 8, 20)
+
+def varlen(cu_q, cu_k, max_q=20, max_k=20, **options):
+    return flash_attn_varlen_func(x, x, x, cu_q, cu_k, max_q, max_k, **options)
+
+def used(seqused_k, leftpad_k=None):
+    return interface._flash_attn_varlen_forward(
+        x, x, x, good, good, 12, 12, 0.0, 0.125, False, leftpad_k=leftpad_k, seqused_k=seqused_k
+    )
+
+varlen(good, good)
+refuse("cu_seqlens_q must start at 0", lambda: varlen(ints(1, 8, 20), good))
+refuse("cu_seqlens_k must not decrease", lambda: varlen(good, ints(0, 9, 8)))
+refuse("cu_seqlens_q must end at or before the 20 rows", lambda: varlen(ints(0, 8, 21), good))
+refuse("max_seqlen_q is 11", lambda: varlen(good, good, max_q=11))
+refuse("seqused_k must be at most the 8 keys", lambda: used(ints(9, 1)))
+refuse("seqused_k must be at least 0", lambda: used(ints(-1, 1)))
+refuse("leftpad_k must be within", lambda: used(ints(4, 4), ints(0, 5)))
+pages = torch.randn(4, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+refuse("block_table must name pages below 4", lambda: flash_attn_varlen_func(
+    x, pages, pages, good, good, 12, 12, block_table=ints(0, 1, 4, 2).view(2, 2)))
+q, cache = torch.randn(2, 1, 2, 64, device="cuda").bfloat16(), torch.randn(2, 16, 2, 64, device="cuda").bfloat16()
+refuse("cache_seqlens must be at most the 16 keys",
+       lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints(3, 17)))
+refuse("cache_batch_idx must be within the 2 rows",
+       lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints(3, 4), cache_batch_idx=ints(0, 2)))
+kept = cache.clone()
+refuse("cache_seqlens leaves no room to append",
+       lambda: flash_attn_with_kvcache(q, cache, cache, k=q, v=q, cache_seqlens=ints(3, 16)))
+assert torch.equal(cache, kept)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = varlen(good, good)
+graph.replay()
+assert torch.equal(out, varlen(good, good))
+"""
+
+
+def test_contents_are_checked_on_demand():
+    assert "FLASH_ATTN_CHECK=1 does not check calls that a CUDA graph records" in run(CHECKED, FLASH_ATTN_CHECK="1")
+
+
+# ---- rows that nobody owns -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_zero_tensors(heads_first, dtype):
+    x = randn(50, 3, 64).to(dtype)
+    if heads_first:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    cu = torch.tensor([0, 7, 30], dtype=torch.int32, device="cuda")
+    want = flash_attn_varlen_func(x, x, x, cu, cu, 23, 23)[:30]
+    poison = [torch.full((50, 3, 64), float("nan"), device="cuda", dtype=dtype) for _ in range(4)]
+    del poison
+    out, lse, *_ = interface._flash_attn_varlen_forward(x, x, x, cu, cu, 23, 23, 0.0, 0.125, False, zero_tensors=True)
+    assert out.stride() == x.stride() and torch.equal(out[:30], want)
+    assert torch.all(out[30:] == 0) and torch.all(lse[:, 30:] == float("-inf"))
+
+
+# ---- the short road ------------------------------------------------------------------------------------------------
+
+
+def test_watched_calls_give_the_same():
+    q, rows = randn(2, 70, 4, 64), randn(90, 4, 64)
+    cu = torch.tensor([0, 40, 90], dtype=torch.int32, device="cuda")
+    for call in (
+        lambda: flash_attn_func(q, q, q, causal=True),
+        lambda: flash_attn_varlen_func(rows, rows, rows, cu, cu, 50, 50),
+    ):
+        want = call()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert torch.equal(call(), want)
+        assert any("_forward" in event.name and "flash_attn::_flash" in event.name for event in profile.events())
