@@ -2,7 +2,6 @@
 #include "cuda_run.h"
 
 #include <math.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #include "cuda/attn_fwd_params.h"
@@ -18,33 +17,6 @@ static int heads_in_group(const fa_problem *p) {
     while (kv_heads < 16 && 2 * kv_heads * kv_bytes <= 32 << 20) kv_heads *= 2;
     int64_t group = kv_heads * (p->h / p->h_kv);
     return (int)(group < heads ? group : heads);
-}
-
-enum { STREAM_SLOTS = 1024 };
-static atomic_uintptr_t slot_owner[STREAM_SLOTS]; /* stream + 1, or 0 */
-static atomic_int num_captured_launches;
-
-/* A tile counter for this launch: two launches that may run at the same time must not share one. Launches of one stream
- * follow each other, so a stream keeps its slot. A captured launch may be replayed beside anything: it gets a slot for
- * ever. -1: none is left, and the kernel takes its tiles in a fixed order. */
-static int counter_slot(const fa_driver *driver, CUstream stream) {
-    int capturing = 0;
-    if (driver->cuStreamIsCapturing(stream, &capturing) != 0) return -1;
-    if (capturing) {
-        int slot = STREAM_SLOTS + atomic_fetch_add(&num_captured_launches, 1);
-        if (slot < FA_TILE_COUNTERS) return slot;
-        atomic_fetch_sub(&num_captured_launches, 1);
-        return -1;
-    }
-    const uintptr_t owner = (uintptr_t)stream + 1;
-    if (owner == 3) return -1; /* stream 2 is each thread's own: one name for many streams */
-    for (unsigned i = 0, slot = (unsigned)(owner / 16 * 2654435761u % STREAM_SLOTS); i < STREAM_SLOTS; i++) {
-        uintptr_t found = atomic_load(&slot_owner[slot]);
-        if (found == 0 && atomic_compare_exchange_strong(&slot_owner[slot], &found, owner)) found = owner;
-        if (found == owner) return (int)slot;
-        slot = (slot + 1) % STREAM_SLOTS;
-    }
-    return -1;
 }
 
 /* ---- launch ---------------------------------------------------------------------------------------------------- */
@@ -121,7 +93,7 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
     if (status != FA_OK) return status;
 
-    a.counter_slot = is_ordered ? counter_slot(call->driver, call->stream) : -1;
+    a.counter_slot = is_ordered ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
     void *arguments[] = {&a};
     return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, 128 * ((unsigned)tile->wgs + 1),
                                                         1, 1, FA_SHARED_BYTES, call->stream, arguments, NULL),

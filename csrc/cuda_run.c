@@ -5,14 +5,14 @@
 #include "torch_abi.h"
 
 static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
-    [FA_FWD_SM90] = fa_cuda_fwd_sm90,
-    [FA_BWD_SM90] = fa_cuda_bwd_sm90,
-    [FA_FWD_ANY] = fa_cuda_fwd_any,
-    [FA_BWD_ANY] = fa_cuda_bwd_any,
+    [FA_FWD_SM90] = fa_cuda_fwd_sm90, [FA_BWD_SM90] = fa_cuda_bwd_sm90,       [FA_FWD_ANY] = fa_cuda_fwd_any,
+    [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode_sm90,
 };
 
-/* The kernels for any GPU fill the rows that belong to no sequence themselves. */
-static bool fills_unowned_rows(int family) { return family == FA_FWD_ANY || family == FA_BWD_ANY; }
+/* These fill the rows that belong to no sequence themselves. */
+static bool fills_unowned_rows(int family) {
+    return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90;
+}
 
 fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                       fa_error *err) {

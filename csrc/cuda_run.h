@@ -35,10 +35,15 @@ fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *tensor, int64_t n
 /* Fills the kernel's parameters and launches it, with whatever must run before and after. One for each kernel that a
  * plan can name. */
 typedef fa_status fa_cuda_launcher(const fa_cuda_call *call, fa_error *err);
-fa_cuda_launcher fa_cuda_fwd_sm90, fa_cuda_bwd_sm90, fa_cuda_fwd_any, fa_cuda_bwd_any;
+fa_cuda_launcher fa_cuda_fwd_sm90, fa_cuda_decode_sm90, fa_cuda_bwd_sm90, fa_cuda_fwd_any, fa_cuda_bwd_any;
 
 /* cuda_kvcache.c: writes the new keys and values into the cache and, if there is rotary, the turned queries into q_rotated
  * [b, len_q, h, d] contiguous, fa_rotated_q_bytes of the workspace. Nothing happens where nothing is asked for. */
 fa_status fa_cuda_append(const fa_cuda_call *call, void *q_rotated, fa_error *err);
+
+/* cuda_slots.c: a slot of the kernel's own counters for this launch. Two launches that may run at the same time must not
+ * share one. Launches of one stream follow each other, so a stream keeps its slot. A captured launch may be replayed
+ * beside anything: it gets a slot for ever. -1: none is left. */
+int fa_cuda_slot(const fa_cuda_call *call, int num_slots);
 
 #endif

@@ -1,16 +1,20 @@
 /* Every family of GPU kernels, its rows out of cuda/tiles.def, and what its variants are called. */
+#include "cuda/attn_decode_params.h"
 #include "cuda/attn_fwd_params.h"
 #include "kernels.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#define TEXT_OF(x)  #x
-#define TEXT(x)     TEXT_OF(x)
-#define ROWS_OF_1   64
-#define ROWS_OF_2   128
-#define ROWS_OF_3   192
-#define NUM_ROWS(x) (int)(sizeof(x) / sizeof *(x))
+#define TEXT_OF(x)       #x
+#define TEXT(x)          TEXT_OF(x)
+#define ROWS_OF_1        64
+#define DECODE_ROWS_OF_1 16
+#define DECODE_ROWS_OF_2 32
+#define DECODE_ROWS_OF_4 64
+#define ROWS_OF_2        128
+#define ROWS_OF_3        192
+#define NUM_ROWS(x)      (int)(sizeof(x) / sizeof *(x))
 
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
@@ -118,6 +122,21 @@ static bool always_chooses(int row, unsigned features) {
     return true;
 }
 
+/* ---- attn_decode_sm90 ------------------------------------------------------------------------------------------ */
+
+static const fa_row decode_sm90_rows[] = {
+#define FA_DECODE_TILE_SM90(d, warps_q, teams, slots, ctas)       \
+    {"attn_decode_sm90_d" #d "_q" TEXT(DECODE_ROWS_OF_##warps_q), \
+     {d, warps_q, teams, slots, ctas},                            \
+     0, /* options are looked at when the kernel runs */          \
+     FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
+#include "cuda/tiles.def"
+};
+
+const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
+    return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 #define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh"
@@ -190,6 +209,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .rows = kvcache_rows,
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = always_chooses},
+    [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
+                        .files = {"attn_decode_sm90.cu", "ptx_sm80.cuh", "attn_decode_params.h"},
+                        .arch = 90,
+                        .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
+                        .knows = FA_IN_BF16,
+                        .rows = decode_sm90_rows,
+                        .num_rows = NUM_ROWS(decode_sm90_rows),
+                        .chooses = always_chooses},
 };
 
 bool fa_variant_is_chosen(fa_variant v) {

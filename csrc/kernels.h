@@ -29,6 +29,7 @@ static inline unsigned fa_dtype_feature(fa_dtype dtype) {
 /* A family: one kernel text with its rows of cuda/tiles.def, which says what the columns mean. */
 typedef enum {
     FA_FWD_SM90,
+    FA_DECODE_SM90,
     FA_BWD_SM90,
     FA_BWD_PREP_SM90, /* before it and after it: rows as FA_BWD_SM90's */
     FA_BWD_CONVERT_SM90,
@@ -82,6 +83,12 @@ typedef struct {
 } fa_bwd_any_columns;
 const fa_fwd_any_columns *fa_fwd_any_row(int row);
 const fa_bwd_any_columns *fa_bwd_any_row(int row);
+
+/* attn_decode_sm90's columns. */
+typedef struct {
+    int d, warps_q, teams, slots, ctas;
+} fa_decode_sm90_columns;
+const fa_decode_sm90_columns *fa_decode_sm90_row(int row);
 
 enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 

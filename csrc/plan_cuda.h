@@ -12,7 +12,7 @@ fa_status fa_plan_cuda(const fa_problem *problem, const fa_machine *machine, fa_
 /* One kernel's offer: NULL, and the plan says how (family, row, features, block sizes, splits, workspace); or why it
  * cannot serve the problem, in words that live as long as the program. The plan comes with pass and device set. */
 typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
-fa_cuda_planner fa_plan_fwd_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any, fa_plan_bwd_any;
+fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any, fa_plan_bwd_any;
 
 /* What of kernels.h' features the problem asks for, its dtype among them. */
 unsigned fa_cuda_features(const fa_problem *problem);

@@ -50,6 +50,26 @@ def test_variant_compiles_clean(numbers, features, tmp_path):
     assert not re.search(r"\(C75\d\d\)|warning", log), log
 
 
+def decode_rows():
+    for row in re.finditer(r"^FA_DECODE_TILE_SM90\((.*?)\)", (CUDA / "tiles.def").read_text(), re.MULTILINE):
+        yield tuple(int(x) for x in row[1].split(","))
+
+
+@pytest.mark.parametrize("numbers", decode_rows(), ids=words)
+def test_decode_compiles_clean(numbers, tmp_path):
+    columns = ("HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS")
+    options = [f"-D{name}={value}" for name, value in zip(columns, numbers)]
+    command = [NVCC, "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-use_fast_math", "-Xptxas=-v"]
+    done = subprocess.run(
+        [*command, *options, "-DBF16=1", CUDA / "attn_decode_sm90.cu", "-o", tmp_path / "kernel.cubin"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, log
+    assert "warning" not in log, log
+
+
 ANY_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 

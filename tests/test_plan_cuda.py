@@ -76,6 +76,7 @@ def plan(tmp_path_factory):
         "plan_cuda",
         "plan_cuda_fwd",
         "plan_cuda_bwd",
+        "plan_cuda_decode",
         "plan_cuda_any",
         "kernels",
         "kernel_table",
@@ -122,7 +123,9 @@ def test_kernel(plan, numbers, kernel):
     name, block_q, block_kv, workspace = first.split()
     assert name == kernel and workspace == "0"
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
-    assert all(re.fullmatch(r"attn_(fwd|bwd)_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
+    why_not_decode = "it has no dropout" if "dropout" in numbers else "it is for few queries over many keys"
+    assert ruled_out.pop(0) == f"attn_decode_sm90: {why_not_decode}"
+    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,33 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 
 
 @pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
+        ({"len_q": 8, "d": 64, "dtype": 0}, "attn_decode_sm90_fp16_d64_q16"),
+        ({"len_q": 9, "d": 72}, "attn_decode_sm90_bf16_d96_q32"),
+        ({"len_q": 32, "d": 136, "softcap": 5}, "attn_decode_sm90_bf16_d192_q64"),
+        ({"len_q": 33}, "attn_fwd_sm90_bf16_d128_q128kv128"),
+        ({"len_q": 32, "d": 256, "left": 5}, "attn_decode_sm90_bf16_d256_q32"),
+        ({"pages": 1}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"new": 3, "right": 0}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
+        ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
+        ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q64kv64"),
+        ({"len_q": 1, "capability": 80}, "attn_fwd_any_bf16_d128_q64kv64"),
+    ],
+    ids=str,
+)
+def test_few_queries_and_caches(plan, numbers, kernel):
+    first, *_ = plan(**numbers).splitlines()
+    name, block_q, block_kv, workspace = first.split()
+    assert name == kernel
+    if "decode" in name:
+        assert name.endswith(f"_q{block_q}") and block_kv == ("32" if "d192_q64" in name else "64")
+        assert 0 < int(workspace) < 64 << 20
+
+
+@pytest.mark.parametrize(
     ("numbers", "kernel", "words"),
     [
         (
@@ -169,8 +199,8 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
         ({"capability": 120, "d": 64}, "attn_fwd_any_bf16_d64_q64kv64", "it is for compute capability 9.0 (Hopper)"),
         ({"dtype": 2}, "attn_fwd_any_fp32_d128_q64kv32", "it takes fp16 and bf16"),
         ({"dtype": 2, "d": 129}, "attn_fwd_any_fp32_d256_q64kv16", "it takes fp16 and bf16"),
-        ({"pages": 1, "dtype": 0}, "attn_fwd_any_fp16_d128_q64kv64", "it reads no block_table"),
-        ({"new": 3}, "attn_fwd_any_bf16_d128_q64kv64", "it reads no KV cache"),
+        ({"pages": 1, "dtype": 2}, "attn_fwd_any_fp32_d128_q64kv32", "it takes fp16 and bf16"),
+        ({"new": 3, "d": 12}, "attn_fwd_any_bf16_d64_q64kv64", "it reads no KV cache"),
         ({"d": 12}, "attn_fwd_any_bf16_d64_q64kv64", "a head dimension that is a multiple of 8"),
         ({"d": 255}, "attn_fwd_any_bf16_d256_q64kv32", "a head dimension that is a multiple of 8"),
         ({"stride": 4}, "attn_fwd_any_bf16_d128_q64kv64", "with strides that are multiples of 8 elements"),
@@ -195,7 +225,7 @@ def test_backward_of_every_dtype(plan):
 
 
 def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
-    assert plan(new=1, rotary=64, d=64).split()[3] == str(2 * 1024 * 4 * 64 * 2)
+    assert plan(new=1, rotary=64, d=64, capability=80).split()[3] == str(2 * 1024 * 4 * 64 * 2)
 
 
 def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):

@@ -1,0 +1,67 @@
+/* What the host hands to the decode kernel: filled in C, read in CUDA. Only types that both sides lay out alike. */
+#ifndef FA_ATTN_DECODE_PARAMS_H
+#define FA_ATTN_DECODE_PARAMS_H
+
+#define FA_DECODE_MAX_CTAS      288  /* of one launch */
+#define FA_DECODE_COUNTER_SLOTS 8192 /* per kernel: launches that may be in flight at once */
+
+/* Keys of one slot that one warp loads: fewer where the scores of 64 rows leave no registers. */
+#define FA_DECODE_WARP_KEYS(d, warps_q) ((warps_q) == 4 && (d) > 128 ? 8 : 16)
+
+/* Shared memory of one CTA: rings or, between pieces, results; queries; a few words. */
+#define FA_DECODE_MAX(x, y) ((x) > (y) ? (x) : (y))
+#define FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)                                                              \
+    ((FA_DECODE_MAX(2 * (slots) * FA_DECODE_WARP_KEYS(d, warps_q) * (d), 16 * (4 * (d) + 40)) * (warps_q) * (teams) + \
+      32 * (warps_q) * (d) + 512) /                                                                                   \
+     128 * 128)
+
+/* A view of keys or values; strides count pieces of 16 bytes, modulo 2^32. */
+typedef struct {
+    const void *data;
+    unsigned stride_b, stride_row, stride_h; /* stride_b: from page to page where there are pages */
+} fa_decode_cache;
+
+typedef struct {
+    const void *q;
+    void *o;
+    long long q_stride_b, q_stride_row, q_stride_h; /* in elements, as those of o */
+    long long o_stride_b, o_stride_row, o_stride_h;
+    float *lse; /* [b, h, len_q], packed [h, total_q]: natural log of the row sums; +inf for a row that sees no key */
+    long long lse_stride_b, lse_stride_h;
+    fa_decode_cache k, v;
+
+    int b, h, h_kv, heads_per_kv, d;
+    int len_q, total_q;         /* of one sequence; packed: total_q bounds every offset */
+    int capacity;               /* keys that one sequence can have at most; packed keys: rows of the tensor */
+    int len_new;                /* keys that were appended: they count on top of seqused_k */
+    int num_caches;             /* rows of the cache (of the block table where there is one) */
+    const int *cu_seqlens_q;    /* [b + 1]; NULL: dense queries */
+    const int *cu_seqlens_k;    /* [b + 1]; NULL: every sequence has a cache of its own */
+    const int *seqused_k;       /* [b] keys before the append; NULL: all */
+    const int *leftpad_k;       /* [b] leading keys to skip; NULL: none */
+    const int *cache_batch_idx; /* [b] row of the cache; NULL: identity */
+    const int *block_table;     /* [num_caches, table_cols] page numbers; NULL: not paged */
+    long long table_stride;
+    int page_size, num_pages;
+
+    int lanes;            /* CTAs that walk side by side over the same keys, each in a head of its own: divides h_kv */
+    int groups;           /* of `lanes` CTAs */
+    int num_splits;       /* 0: every group takes an equal share of all keys; n: every head's keys are cut into n */
+    int max_q_tiles;      /* of one sequence */
+    int partial_rows;     /* of one piece in partial_o: at most the tile's rows */
+    float *partial_o;     /* [pieces, partial_rows, HEAD_DIM] not yet divided by the row sums */
+    float *partial_stats; /* [pieces, partial_rows, 2] m in exponents of 2, l */
+    unsigned *counters; /* zero: [groups, lanes], with num_splits > 1 [b, h_kv, max_q_tiles]; NULL: the kernel's own */
+    int counter_slot;
+
+    float scale_log2;              /* scores times this are exponents of 2 */
+    float lazy_margin;             /* the row max may lag by this much, in units of the scores: a factor 2^8 in P */
+    int changes_scores;            /* softcap, ALiBi, or a scale that is not positive: score_scale comes first */
+    float score_scale, softcap;    /* softcap 0: off */
+    int window_left, window_right; /* -1: unlimited; causal is right = 0 */
+    const float *alibi_slopes;     /* [h], or [b, h] with alibi_stride_b; NULL: none */
+    long long alibi_stride_b;
+    int zero_tensors; /* packed rows of o that belong to no sequence become zero */
+} fa_attn_decode_params;
+
+#endif

@@ -1,0 +1,20 @@
+/* What plan_cuda_decode.c and cuda_decode.c share. */
+#ifndef FA_CUDA_DECODE_H
+#define FA_CUDA_DECODE_H
+
+#include "flash_attn.h"
+
+/* Where things lie in the workspace of attn_decode_sm90, in bytes. */
+typedef struct {
+    size_t q_rotated; /* the queries after rotary */
+    size_t partial_o, partial_stats, counters;
+    size_t bytes;     /* in all */
+    int partial_rows; /* of one part */
+    int64_t num_counters;
+    int max_q_tiles; /* of one sequence; packed queries: unknown, 0 */
+} fa_decode_layout;
+
+/* By the plan's row and num_splits. */
+fa_decode_layout fa_decode_lay_out(const fa_problem *problem, const fa_plan *plan);
+
+#endif

@@ -1,0 +1,221 @@
+"""flash_attn_with_kvcache on a GPU: the cases of the CPU, what splits and lanes can get wrong, graphs, bad indices."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from compare import check, check_lse, largest, size_of_values
+from oracle import attention
+from test_cuda_fwd import why_not
+from test_kvcache import CASES, Cache
+from test_kvcache import run as run_on
+
+from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+
+HALF = ("bf16", "fp16")
+KERNEL = "attn_decode_sm90"
+
+
+def run(case):
+    run_on(case, "cuda")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_cache(case, dtype):
+    run(replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("d", (8, 64, 72, 96, 128, 192, 256))
+@pytest.mark.parametrize("page", (0, 1, 7, 64))
+def test_head_dims_and_rows(d, page):
+    """1 row of a key head up to more than a tile, lengths around the tiles of 64 keys."""
+    for len_q, h, h_kv in ((1, 2, 2), (1, 8, 1), (1, 16, 1), (1, 24, 1), (2, 32, 1), (5, 16, 1), (70, 2, 1)):
+        case = Cache(len_q, (129, 64, 0), 130, h=h, h_kv=h_kv, d=d, page=page, causal=len_q % 2 == 0, window=(100, -1))
+        run(replace(case, dtype="bf16"))
+
+
+SPLITS = [
+    Cache(1, (5000, 1, 3333), 5001, h=8, h_kv=2, d=128),
+    Cache(1, (20000,), 20000, h=16, h_kv=1, d=64, b=1, page=16),
+    Cache(3, (700, 64, 65, 0, 2000), 2001, b=5, d=128, len_new=1, causal=True, page=1),
+    Cache(2, (900,) * 40, 1000, b=40, h=4, h_kv=4, d=64, window=(300, 0)),
+    Cache(9, (1500, 0, 77), 1600, h=16, h_kv=2, d=256, causal=True, softcap=9.0, alibi="bh"),
+    Cache(1, (3000, 1000, 10), 3000, h=12, h_kv=12, d=96, leftpad=True, batch_idx=True),
+]
+
+
+@pytest.mark.parametrize("num_splits", (0, 1, 3, 128))
+@pytest.mark.parametrize("case", SPLITS, ids=repr)
+def test_num_splits(case, num_splits):
+    run(replace(case, num_splits=num_splits, dtype="bf16"))
+
+
+def decode_problem(lengths, capacity, h, h_kv, d, page=0, dtype=torch.bfloat16):
+    """q, caches (NaN beyond the lengths), cache_seqlens, block_table of a step with one query."""
+    b = len(lengths)
+    gen = torch.Generator(device="cuda").manual_seed(1)
+    q = torch.randn(b, 1, h, d, device="cuda", dtype=dtype, generator=gen)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    if not page:
+        caches = [torch.randn(b, capacity, h_kv, d, device="cuda", dtype=dtype, generator=gen) for _ in range(2)]
+        for n, length in enumerate(lengths):
+            for cache in caches:
+                cache[n, length:] = math.nan
+        return q, *caches, seqlens, None
+    columns = -(-capacity // page)
+    table = torch.randperm(b * columns, device="cuda", generator=gen).view(b, columns).to(torch.int32)
+    caches = [torch.randn(b * columns, page, h_kv, d, device="cuda", dtype=dtype, generator=gen) for _ in range(2)]
+    return q, *caches, seqlens, table
+
+
+@pytest.mark.parametrize("num_splits", (1, 4))
+@pytest.mark.parametrize("page", (0, 16))
+def test_fixed_splits_do_not_depend_on_the_batch(num_splits, page):
+    q, k, v, seqlens, table = decode_problem((3000, 1, 0, 777, 64, 2999), 3000, 8, 2, 128, page)
+
+    def call(n, m):
+        rows = slice(n, m)
+        caches = (k, v) if page else (k[rows], v[rows])
+        return flash_attn_with_kvcache(
+            q[rows], *caches, cache_seqlens=seqlens[rows], block_table=table[rows] if page else None,
+            num_splits=num_splits, return_softmax_lse=True,
+        )  # fmt: skip
+
+    out, lse = call(0, 6)
+    for n in range(6):
+        alone, alone_lse = call(n, n + 1)
+        assert torch.equal(alone[0], out[n]) and torch.equal(alone_lse[0], lse[n])
+
+
+@pytest.mark.parametrize("num_splits", (0, 5))
+def test_repeats_are_bitwise_equal(num_splits):
+    q, k, v, seqlens, table = decode_problem((3000, 10, 0, 777, 1500, 2999), 3000, 16, 4, 128, 16)
+    options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits, "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(q, k, v, **options)
+    for _ in range(200):
+        again, again_lse = flash_attn_with_kvcache(q, k, v, **options)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+@pytest.mark.parametrize("page", (0, 1, 16, 256))
+@pytest.mark.parametrize("num_splits", (0, 1, 3))
+def test_graph_replay_while_lengths_grow(page, num_splits):
+    """Captured once, replayed while cache_seqlens, the table and the values change in place: as eager calls."""
+    q, k, v, seqlens, table = decode_problem((0, 0, 0, 0), 2048, 8, 2, 64, page)
+    k.normal_(), v.normal_()
+    k_new, v_new = (torch.randn(4, 1, 2, 64, device="cuda", dtype=q.dtype) for _ in range(2))
+    options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits, "return_softmax_lse": True}
+
+    def call():
+        return flash_attn_with_kvcache(q, k, v, k_new, v_new, **options)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for lengths in ((0, 0, 0, 0), (1, 2, 3, 4), (63, 64, 65, 0), (2047, 0, 1, 1000), (2047, 2047, 2047, 2047)):
+        seqlens.copy_(torch.tensor(lengths))
+        q.normal_(), k_new.normal_(), v_new.normal_()
+        if page:
+            table.copy_(torch.randperm(table.numel(), device="cuda").view(table.shape))
+        before = k.clone(), v.clone()
+        graph.replay()
+        got = out.clone(), lse.clone(), k.clone(), v.clone()
+        k.copy_(before[0]), v.copy_(before[1])
+        want = (*call(), k, v)
+        assert all(torch.equal(x, y) for x, y in zip(got, want)), lengths
+
+
+def test_many_streams_at_once():
+    problems = [decode_problem((2000 - 400 * i, 5 + i), 2000, 8, 2, 128) for i in range(4)]
+    want = [flash_attn_with_kvcache(q, k, v, cache_seqlens=n) for q, k, v, n, _ in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(30):
+        for i, (q, k, v, n, _) in enumerate(problems):
+            with torch.cuda.stream(streams[i]):
+                outs.append((i, flash_attn_with_kvcache(q, k, v, cache_seqlens=n)))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want[i]) for i, out in outs)
+
+
+BAD = (-(2**31), -1, 10**6, 2**31 - 1)
+
+
+@pytest.mark.parametrize("num_splits", (0, 1, 2))
+@pytest.mark.parametrize("page", (0, 4))
+def test_bad_indices_stay_inside_the_tensors(num_splits, page):
+    """Lengths, tables, paddings and rows out of range count as the nearest ones in range, a bad page as the last."""
+    bad = torch.tensor(BAD, dtype=torch.int32, device="cuda")
+    q, k, v, seqlens, table = decode_problem((30, 31, 32, 33), 40, 4, 2, 64, page)
+    k.normal_(), v.normal_()
+    changed = [
+        ("cache_seqlens", bad, bad.clamp(0, 40)),
+        ("cache_leftpad", bad, torch.minimum(bad.clamp(min=0), seqlens)),
+        ("cache_batch_idx", bad, bad.clamp(0, 3)),
+    ]
+    if page:
+        bad_table = table.clone()
+        bad_table[:, ::3] = bad[:, None]
+        known = bad_table.where((bad_table >= 0) & (bad_table < len(k)), torch.full_like(table, len(k) - 1))
+        changed.append(("block_table", bad_table, known))
+    k_new = torch.randn(4, 3, 2, 64, device="cuda", dtype=q.dtype)
+    for name, found, meant in changed:
+        options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits}
+        out = flash_attn_with_kvcache(q, k, v, **{**options, name: found})
+        assert torch.equal(out, flash_attn_with_kvcache(q, k, v, **{**options, name: meant})), name
+        flash_attn_with_kvcache(q, k.clone(), v.clone(), k_new, k_new, causal=True, **{**options, name: found})
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("page", (1, 5, 16, 256))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("len_q", ((1, 1, 1), (3, 0, 40), (100, 1, 17)), ids=str)
+def test_packed_queries_over_pages(len_q, causal, page):
+    torch.manual_seed(0)
+    len_kv, h, h_kv, d = (300, 64, 129), 8, 2, 64
+    columns = -(-max(len_kv) // page)
+    table = torch.randperm(3 * columns).view(3, columns).to(torch.int32)
+    pool = [torch.randn(3 * columns, page, h_kv, d).to(torch.bfloat16) for _ in range(2)]
+    q = torch.randn(sum(len_q), h, d).to(torch.bfloat16)
+    cu_q, cu_k = (torch.tensor((0, *torch.tensor(x).cumsum(0)), dtype=torch.int32) for x in (len_q, len_kv))
+    out, lse, _ = flash_attn_varlen_func(
+        q.cuda(), *(x.cuda() for x in pool), cu_q.cuda(), cu_k.cuda(), max(len_q), max(len_kv), causal=causal,
+        block_table=table.cuda(), return_attn_probs=True,
+    )  # fmt: skip
+    for n, (rows, keys) in enumerate(zip(len_q, len_kv)):
+        at = slice(int(cu_q[n]), int(cu_q[n + 1]))
+        k, v = (x[table[n].long()].flatten(0, 1)[:keys] for x in pool)
+        ref, ref_lse = attention(*(x.double() for x in (q[at], k, v)), causal=causal)
+        plain, _ = attention(q[at], k, v, causal=causal)
+        _, plain_lse = attention(*(x.float() for x in (q[at], k, v)), causal=causal)
+        if rows:
+            check("out", out[at].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)))
+            check_lse(lse[:, at].cpu(), ref_lse, plain_lse, torch.bfloat16)
+
+
+def test_few_queries_over_many_keys_are_split():
+    """flash_attn_func with one query reads the keys on all SMs, too."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 20000, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert explain(flash_attn_func, q, k, v).kernel.startswith(KERNEL)
+    out = flash_attn_func(q, k, v)
+    ref, _ = attention(*(x[0].double().cpu() for x in (q, k, v)))
+    plain, _ = attention(*(x[0].cpu() for x in (q, k, v)))
+    check("out", out[0].cpu(), ref, plain, scale=size_of_values(v.cpu()))
+
+
+def test_the_plan_names_the_tile():
+    q, k, v, seqlens, table = decode_problem((30, 40), 64, 32, 2, 128, 16)
+    plan = explain(flash_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, block_table=table)
+    assert plan.kernel == "attn_decode_sm90_bf16_d128_q16" and plan.num_splits == 0
+    q = torch.randn(2, 3, 32, 128, device="cuda", dtype=torch.float16)
+    k, v = k.half(), v.half()
+    plan = explain(flash_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, block_table=table, num_splits=2)
+    assert plan.kernel == "attn_decode_sm90_fp16_d128_q64" and plan.num_splits == 1  # one tile of keys
