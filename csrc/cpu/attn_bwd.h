@@ -45,12 +45,18 @@ typedef struct {
     const bwd_job *job;
     const fa_problem *p;
     fa_sequence s;
-    int64_t head_kv, range_begin, range_end, seen_first, seen_end; /* some row sees keys [seen_first, seen_end) */
+    int64_t head_kv, range, range_begin, range_end, seen_first,
+        seen_end;       /* some row sees keys [seen_first, seen_end) */
+    int64_t first_tile; /* of the pass */
     float *q_t, *dout_t, *q, *dout, *dq_t, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
     uint8_t *bytes;
-    const char **k_rows, **v_rows;
     fa_bwd_tile *tiles;
-    int64_t block; /* first key of the block */
+    int num_tiles, num_open;            /* tiles of the pass, and how many of them are open */
+    int64_t block;                      /* first key of the block */
+    const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
+    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
+    const char **pieces;                /* of soon */
+    fetch_queue soon;
 } bwd_task;
 
 static inline char *bwd_query_row(const fa_problem *p, const fa_sequence *s, const fa_view *view, int64_t row,
@@ -103,7 +109,12 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
         for (int64_t task = 0; task < p->b * p->h; task++) {
             fa_sequence s = fa_sequence_at(p, task / p->h);
             int64_t head = task % p->h, first, end;
-            for (int64_t row = s.len_q * w / job->threads; row < s.len_q * (w + 1) / job->threads; row++) {
+            const int64_t rows_end = s.len_q * (w + 1) / job->threads, ahead = 8;
+            for (int64_t row = s.len_q * w / job->threads; row < rows_end; row++) {
+                const int64_t later = row + ahead < rows_end ? row + ahead : row;
+                const char *soon[] = {bwd_query_row(p, &s, &p->dout, later, head),
+                                      bwd_query_row(p, &s, &p->o, later, head)};
+                fetch_now(soon, 2, p->d * DTYPE_BYTES(p->dtype));
                 const char *dout = bwd_query_row(p, &s, &p->dout, row, head),
                            *o = bwd_query_row(p, &s, &p->o, row, head);
                 *fa_row_stat(&p->softmax_d, &s, row, head) =
@@ -162,52 +173,70 @@ static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
     return tile->first_key < end && begin < tile->end_key;
 }
 
-static void bwd_open_tile(const bwd_task *t, int i, int64_t idx, int64_t range) {
+static float *bwd_dq_of(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
-    const fa_problem *p = t->p;
-    fa_bwd_tile *tile = &t->tiles[i];
-    bwd_place_lanes(p, &t->s, t->head_kv, l->block_q, idx, tile);
-    bwd_measure_lanes(p, &t->s, tile);
-    float *dq_t = l->ranges > 1 ? bwd_slab(t->job, &t->s, range, t->head_kv, idx) : t->dq_t + i * l->tile_floats;
-    const bool sees = bwd_sees(tile, t->range_begin, t->range_end);
-    if (p->dq.data && (sees || l->ranges == 1)) memset(dq_t, 0, (size_t)l->tile_floats * sizeof(float));
-    if (!sees) return;
+    if (l->ranges == 1) return t->dq_t + i * l->tile_floats;
+    return bwd_slab(t->job, &t->s, t->range, t->head_kv, t->first_tile + i);
+}
 
-    const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
+static void bwd_prepare_tile(const bwd_task *t, int i) {
+    const fa_bwd_layout *l = &t->job->layout;
+    fa_bwd_tile *tile = &t->tiles[i];
+    bwd_place_lanes(t->p, &t->s, t->head_kv, l->block_q, t->first_tile + i, tile);
+    bwd_measure_lanes(t->p, &t->s, tile);
+    if (t->p->dq.data && l->ranges == 1) memset(bwd_dq_of(t, i), 0, (size_t)l->tile_floats * sizeof(float));
+}
+
+/* NULL for lanes that see no key. */
+static void bwd_list_queries(const bwd_task *t, const fa_view *view, const fa_bwd_tile *tile, const char **rows) {
     for (int lane = 0; lane < tile->lanes; lane++) {
         const bool is_empty = tile->first[lane] >= tile->end[lane];
-        q_rows[lane] = is_empty ? NULL : bwd_query_row(p, &t->s, &p->q, tile->row[lane], tile->head[lane]);
-        dout_rows[lane] = is_empty ? NULL : bwd_query_row(p, &t->s, &p->dout, tile->row[lane], tile->head[lane]);
+        rows[lane] = is_empty ? NULL : bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]);
     }
+}
+
+static void bwd_open_tile(const bwd_task *t, int i) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const fa_problem *p = t->p;
+    const fa_bwd_tile *tile = &t->tiles[i];
+    if (!bwd_sees(tile, t->range_begin, t->range_end)) return;
+    if (p->dq.data && l->ranges > 1) memset(bwd_dq_of(t, i), 0, (size_t)l->tile_floats * sizeof(float));
+    const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
+    bwd_list_queries(t, &p->q, tile, q_rows);
+    bwd_list_queries(t, &p->dout, tile, dout_rows);
     const int64_t at = i * l->tile_floats;
     pack_lanes(t->q_t + at, tile->lanes, q_rows, tile->lanes, p->d, p->dtype);
-    pack_lanes(t->dout_t + at, tile->lanes, dout_rows, tile->lanes, p->d, p->dtype);
     pack_pairs(t->q + at, l->columns, q_rows, tile->lanes, p->d, p->dtype);
+    pack_lanes(t->dout_t + at, tile->lanes, dout_rows, tile->lanes, p->d, p->dtype);
     pack_pairs(t->dout + at, l->columns, dout_rows, tile->lanes, p->d, p->dtype);
 }
 
 /* ---- pack a block of keys ---- */
 
-static void bwd_pack_block(bwd_task *t, int64_t block) {
+/* Rows of K, then of V, of the block that begins with key `block`; NULL for keys that nobody sees. */
+static void bwd_list_keys(const bwd_task *t, int64_t block, const char **rows) {
+    const int64_t block_kv = t->job->layout.block_kv;
+    for (int64_t j = 0; j < block_kv; j++) {
+        const bool is_seen = t->seen_first <= block + j && block + j < t->seen_end;
+        rows[j] = is_seen ? bwd_key_row(t, &t->p->k, block + j) : NULL;
+        rows[block_kv + j] = is_seen ? bwd_key_row(t, &t->p->v, block + j) : NULL;
+    }
+}
+
+static void bwd_pack_block(const bwd_task *t) {
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &t->job->layout;
-    t->block = block;
-    for (int64_t j = 0; j < l->block_kv; j++) {
-        const int64_t key = block + j;
-        const bool is_seen = t->seen_first <= key && key < t->seen_end;
-        t->k_rows[j] = is_seen ? bwd_key_row(t, &p->k, key) : NULL;
-        t->v_rows[j] = is_seen ? bwd_key_row(t, &p->v, key) : NULL;
-    }
-    pack_rows(t->k, l->words, t->k_rows, l->block_kv, p->d, p->dtype);
-    pack_rows(t->v, l->words, t->v_rows, l->block_kv, p->d, p->dtype);
-    if (p->dq.data) pack_columns(t->k_t, l->k_t_stride, t->k_rows, l->block_kv, p->d, p->dtype);
+    const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
+    pack_rows(t->k, l->words, k_rows, l->block_kv, p->d, p->dtype);
+    pack_rows(t->v, l->words, v_rows, l->block_kv, p->d, p->dtype);
+    if (p->dq.data) pack_columns(t->k_t, l->k_t_stride, k_rows, l->block_kv, p->d, p->dtype);
 }
 
 /* ---- a tile meets a block ---- */
 
 /* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Strips of keys start at the first
  * lane that sees them and stop at the last: on the diagonal half of the lanes see nothing. */
-static void bwd_add_keys(const bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
+static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
                          int64_t word_stride, const float *rows, int64_t begin, int64_t end) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->range_begin;
@@ -232,7 +261,8 @@ static void bwd_add_keys(const bwd_task *t, const fa_bwd_tile *tile, bool masked
                                     .c_stride = l->columns,
                                     .rows = stop - key,
                                     .num_words = word_end - word,
-                                    .num_vecs = (int)((t->p->d + LANES - 1) / LANES)});
+                                    .num_vecs = (int)((t->p->d + LANES - 1) / LANES),
+                                    .soon = &t->soon});
     }
 }
 
@@ -242,8 +272,8 @@ static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t be
 }
 
 /* S and dP of keys [begin, end) of the block become P and dS. at: where the tile's operands lie. */
-static void bwd_step_keys(const bwd_task *t, const fa_bwd_tile *tile, int64_t at, int64_t begin, int64_t end,
-                          float *p_rows, float *ds_rows, int64_t row_stride) {
+static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int64_t begin, int64_t end, float *p_rows,
+                          float *ds_rows, int64_t row_stride) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
@@ -259,7 +289,8 @@ static void bwd_step_keys(const bwd_task *t, const fa_bwd_tile *tile, int64_t at
                            .rows = num_keys,
                            .num_words = (p->d + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
-                           .scale = job->scale};
+                           .scale = job->scale,
+                           .soon = &t->soon};
     product_args dprob = scores;
     dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + from * lanes;
     dprob.scale = job->kept;
@@ -299,7 +330,27 @@ static void bwd_step_keys(const bwd_task *t, const fa_bwd_tile *tile, int64_t at
                                                .masked = masked}});
 }
 
-static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) {
+/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys and, for the tile that
+ * opens next, its rows of Q and dO. */
+static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - i);
+    const char *rows[FA_MAX_BLOCK_Q_BWD];
+    t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
+    fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
+    t->num_fetched += share;
+    int next = t->num_open;
+    while (next < t->num_tiles && !bwd_sees(&t->tiles[next], t->range_begin, t->range_end)) next++;
+    for (int is_dout = 0; is_dout < 2 && next < t->num_tiles; is_dout++) {
+        bwd_list_queries(t, is_dout ? &t->p->dout : &t->p->q, &t->tiles[next], rows);
+        fetch_later(&t->soon, rows, t->tiles[next].lanes, row_bytes);
+    }
+    const int64_t patches = (4 * num_keys + l->columns) / UNROLL_ROWS + 1;
+    t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
+}
+
+static void bwd_step_tile(bwd_task *t, int i) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
@@ -309,6 +360,8 @@ static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) 
     int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
     if (begin >= end) return;
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last are zeros */
+    while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
+    bwd_fetch_during(t, i, end - begin);
 
     /* Rows of P and dS, for bf16 half as long: behind the scores where those are kept short, else over them. */
     const int64_t cached = PRODUCT_CACHED ? PRODUCT_CACHED : l->block_kv;
@@ -332,11 +385,12 @@ static void bwd_step_tile(const bwd_task *t, int i, int64_t idx, int64_t range) 
                                 .a_stride = l->k_t_stride,
                                 .b = ds_words + begin / WORD_ELEMS * lanes,
                                 .b_stride = lanes,
-                                .c = l->ranges > 1 ? bwd_slab(job, &t->s, range, t->head_kv, idx) : t->dq_t + at,
+                                .c = bwd_dq_of(t, i),
                                 .c_stride = lanes,
                                 .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
                                 .num_words = (end - begin) / WORD_ELEMS,
-                                .num_vecs = (int)(lanes / LANES)});
+                                .num_vecs = (int)(lanes / LANES),
+                                .soon = &t->soon});
 }
 
 /* ---- write gradients ---- */
@@ -351,9 +405,13 @@ static void bwd_write_queries(const fa_problem *p, const fa_sequence *s, const f
 }
 
 static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *grad, float factor) {
-    for (int64_t key = t->range_begin; key < t->range_end; key++)
+    const int64_t ahead = 8, row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    for (int64_t key = t->range_begin; key < t->range_end; key++) {
+        const char *soon = key + ahead < t->range_end ? bwd_key_row(t, view, key + ahead) : NULL;
+        fetch_now(&soon, 1, row_bytes);
         unpack_row(bwd_key_row(t, view, key), t->p->d, grad + (key - t->range_begin) * t->job->layout.columns, factor,
                    t->p->dtype);
+    }
 }
 
 /* ---- tasks and workers ---- */
@@ -379,30 +437,43 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
                   .dk = (float *)(scratch + l->dk),
                   .dv = (float *)(scratch + l->dv),
                   .bytes = (uint8_t *)(scratch + l->bytes),
-                  .k_rows = (const char **)(scratch + l->k_rows),
-                  .v_rows = (const char **)(scratch + l->v_rows),
-                  .tiles = (fa_bwd_tile *)(scratch + l->tile)};
-    const int64_t range = task->begin, num_tiles = fa_num_tiles(p, &t.s, l->block_q);
-    fa_bwd_range(&t.s, l->block_kv, l->ranges, (int)range, &t.range_begin, &t.range_end);
+                  .tiles = (fa_bwd_tile *)(scratch + l->tile),
+                  .range = task->begin,
+                  .key_rows = (const char **)(scratch + l->key_rows),
+                  .next_rows = (const char **)(scratch + l->key_rows) + 2 * l->block_kv,
+                  .pieces = (const char **)(scratch + l->pieces)};
+    const int64_t num_tiles = fa_num_tiles(p, &t.s, l->block_q);
+    fa_bwd_range(&t.s, l->block_kv, l->ranges, (int)t.range, &t.range_begin, &t.range_end);
     if (t.s.len_q > 0) fa_rows_keys(p, &t.s, 0, t.s.len_q, &t.seen_first, &t.seen_end);
     const size_t grad_bytes = (size_t)((t.range_end - t.range_begin) * l->columns) * sizeof(float);
     memset(t.dk, 0, grad_bytes);
     memset(t.dv, 0, grad_bytes);
 
-    for (int64_t tile = 0; tile < num_tiles; tile += l->tiles) {
-        const int count = (int)(num_tiles - tile < l->tiles ? num_tiles - tile : l->tiles);
+    for (; t.first_tile < num_tiles; t.first_tile += l->tiles) {
+        t.num_tiles = (int)(num_tiles - t.first_tile < l->tiles ? num_tiles - t.first_tile : l->tiles);
+        t.num_open = 0;
         int64_t first_key = INT64_MAX, end_key = 0;
-        for (int i = 0; i < count; i++) {
-            bwd_open_tile(&t, i, tile + i, range);
+        for (int i = 0; i < t.num_tiles; i++) {
+            bwd_prepare_tile(&t, i);
             if (t.tiles[i].first_key < first_key) first_key = t.tiles[i].first_key;
             if (t.tiles[i].end_key > end_key) end_key = t.tiles[i].end_key;
         }
-        for (int64_t block = t.range_begin; block < t.range_end; block += l->block_kv) {
-            if (first_key >= block + l->block_kv || end_key <= block) continue;
-            bwd_pack_block(&t, block);
-            for (int i = 0; i < count; i++) bwd_step_tile(&t, i, tile + i, range);
+        if (first_key < t.range_begin) first_key = t.range_begin;
+        if (end_key > t.range_end) end_key = t.range_end;
+        t.block = t.range_begin + (first_key - t.range_begin) / l->block_kv * l->block_kv;
+        for (bool is_first = true; t.block < end_key; t.block += l->block_kv, is_first = false) {
+            const int64_t next = t.block + l->block_kv;
+            if (is_first) bwd_list_keys(&t, t.block, t.key_rows);
+            if (is_first || !PRODUCT_FETCHES) fetch_now(t.key_rows, 2 * l->block_kv, p->d * DTYPE_BYTES(p->dtype));
+            bwd_pack_block(&t);
+            t.num_next = next < end_key ? 2 * l->block_kv : 0;
+            t.num_fetched = 0;
+            if (t.num_next > 0) bwd_list_keys(&t, next, t.next_rows);
+            for (int i = 0; i < t.num_tiles; i++) bwd_step_tile(&t, i);
+            const char **rows = t.key_rows;
+            t.key_rows = t.next_rows, t.next_rows = rows;
         }
-        for (int i = 0; i < count && p->dq.data && l->ranges == 1; i++)
+        for (int i = 0; i < t.num_tiles && p->dq.data && l->ranges == 1; i++)
             bwd_write_queries(p, &t.s, &t.tiles[i], t.dq_t + i * l->tile_floats);
     }
     if (p->dk.data) bwd_write_keys(&t, &p->dk, t.dk, (float)p->scale);
@@ -425,19 +496,21 @@ static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
 static void bwd_sum_tile(const bwd_job *job, const fa_sequence *s, int64_t head_kv, int64_t idx, const float *zeros) {
     const fa_bwd_layout *l = &job->layout;
     fa_bwd_tile tile;
-    float *sum = NULL;
+    float *slabs[FA_MAX_RANGES];
+    int num_slabs = 0;
     bwd_place_lanes(job->p, s, head_kv, l->block_q, idx, &tile);
     bwd_measure_lanes(job->p, s, &tile);
     for (int r = 0; r < l->ranges; r++) {
         int64_t begin, end;
         fa_bwd_range(s, l->block_kv, l->ranges, r, &begin, &end);
-        if (!bwd_sees(&tile, begin, end)) continue;
-        float *slab = bwd_slab(job, s, r, head_kv, idx);
-        for (int64_t i = 0; sum && i < l->columns * tile.lanes; i += LANES)
-            vec_store(sum + i, vec_add(vec_load(sum + i), vec_load(slab + i)));
-        if (!sum) sum = slab;
+        if (bwd_sees(&tile, begin, end)) slabs[num_slabs++] = bwd_slab(job, s, r, head_kv, idx);
     }
-    bwd_write_queries(job->p, s, &tile, sum ? sum : zeros);
+    for (int64_t i = 0; num_slabs > 1 && i < l->columns * tile.lanes; i += LANES) {
+        vec sum = vec_load(slabs[0] + i);
+        for (int r = 1; r < num_slabs; r++) sum = vec_add(sum, vec_load(slabs[r] + i));
+        vec_store(slabs[0] + i, sum);
+    }
+    bwd_write_queries(job->p, s, &tile, num_slabs > 0 ? slabs[0] : zeros);
 }
 
 static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {

@@ -435,7 +435,7 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key; t.block += l->block_kv) {
         const int64_t begin = max_i64(first_key - t.block, 0), next = t.block + l->block_kv;
         if (t.num_open == 0) list_keys(&t, t.block, begin, min_i64(end_key, next) - t.block, t.key_rows);
-        if (t.num_open == 0 || PRODUCT_OVERLAPS) fetch_block(&t);
+        if (t.num_open == 0 || !PRODUCT_FETCHES) fetch_block(&t);
         pack_block(&t, begin, min_i64(end_key, next) - t.block);
         t.num_next = next < end_key ? 2 * l->block_kv : 0;
         t.num_fetched = 0;

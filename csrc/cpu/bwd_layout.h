@@ -2,7 +2,7 @@
  *
  *   workspace   tasks | one scratch for each worker | slabs of dQ
  *   scratch     Q^T, dO^T, Q, dO, dQ^T of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
- *               dK, dV of the task's keys | row addresses | tiles
+ *               dK, dV of the task's keys | addresses of the rows of K and V of two blocks, and of what is fetched ahead | tiles
  *   slab        dQ^T of every tile, for one range of keys; only if there are several ranges
  *
  * With one range a task holds all keys of its rows, and its dQ is final. */
@@ -12,6 +12,7 @@
 #include "fwd_layout.h"
 
 #define FA_MAX_BLOCK_Q_BWD 128
+#define FA_MAX_RANGES      8
 
 /* One tile: what its lanes are. Keys count from key 0 of the sequence; a lane that contributes nothing sees no key. */
 typedef struct {
@@ -31,7 +32,7 @@ typedef struct {
     int64_t range_keys;  /* at most so many keys in a task */
     int64_t tile_floats; /* of Q^T, of dO^T and so on: from one tile to the next */
     int block_q, block_kv, tiles, ranges;
-    size_t q_t, dout_t, q, dout, dq_t, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, k_rows, v_rows, tile;
+    size_t q_t, dout_t, q, dout, dq_t, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, key_rows, pieces, tile;
     size_t scratch_bytes;
     int64_t slab_tiles; /* of one (range, key/value head) */
     size_t slabs_bytes;
@@ -81,8 +82,8 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.bytes = fa_take(&at, p->dropout_p > 0 ? pairs : 0);
     l.dk = fa_take(&at, l.range_keys * columns * 4);
     l.dv = fa_take(&at, l.range_keys * columns * 4);
-    l.k_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
-    l.v_rows = fa_take(&at, block_kv * (int64_t)sizeof(void *));
+    l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
+    l.pieces = fa_take(&at, (2 * block_kv + 3 * block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_bwd_tile));
     l.scratch_bytes = at;
     if (ranges > 1) {

@@ -7,7 +7,7 @@
 static const double inline_flops = 2e6;
 
 /* Tiles that share a packed block of keys. More would cost less packing, and more cache. */
-static const int64_t most_tiles = 16;
+static const int64_t most_tiles = 8;
 
 static int64_t overlap(int64_t begin, int64_t end, int64_t first, int64_t last) {
     int64_t low = begin > first ? begin : first, high = end < last ? end : last;
@@ -39,7 +39,7 @@ int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges,
 
 /* Enough tasks for a few threads when there are few heads; each range costs a slab of dQ and packs Q once more. */
 static int choose_ranges(const fa_problem *p) {
-    const int64_t wanted_tasks = 16, most_ranges = 8, least_keys = 512;
+    const int64_t wanted_tasks = 16, most_ranges = FA_MAX_RANGES, least_keys = 512;
     int64_t heads = p->b * p->h_kv > 0 ? p->b * p->h_kv : 1, ranges = (wanted_tasks + heads - 1) / heads;
     if (ranges > p->len_kv / least_keys) ranges = p->len_kv / least_keys;
     if (ranges > most_ranges) ranges = most_ranges;

@@ -29,6 +29,7 @@
 #define PRODUCT_SCALES   1  /* PRODUCT_STORE multiplies by scale */
 #define PRODUCT_RESCALES 1  /* alpha costs nothing */
 #define PRODUCT_OVERLAPS 0  /* products that may wait run beside the vectors that follow */
+#define PRODUCT_FETCHES  1  /* product_args.soon is fetched */
 #define PRODUCT_ROWS     8  /* rows of C come in multiples of this, where rows of padding in A are zero */
 #define PRODUCT_STRIP_A  16 /* rows of A, and */
 #define PRODUCT_CACHED   0  /* rows of C that stay in the first-level cache until they are read; 0: who cares */

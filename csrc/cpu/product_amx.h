@@ -28,6 +28,7 @@
 #define PRODUCT_SCALES   0
 #define PRODUCT_RESCALES 0
 #define PRODUCT_OVERLAPS 1
+#define PRODUCT_FETCHES  0 /* products are too short to hide it */
 #define PRODUCT_ROWS     16
 #define PRODUCT_STRIP_A  32
 #define PRODUCT_CACHED   32

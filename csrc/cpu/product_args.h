@@ -23,7 +23,7 @@ typedef struct {
     float scale;        /* PRODUCT_STORE, PRODUCT_STORE_MAX; above 0 for the latter where PRODUCT_SCALES is 0 */
     float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
     const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
-    fetch_queue *soon;  /* what to fetch meanwhile; NULL: nothing. Tiles do not look at it */
+    fetch_queue *soon;  /* what to fetch meanwhile; NULL: nothing. Where PRODUCT_FETCHES is 0 nobody looks */
 } product_args;
 
 #endif
