@@ -37,9 +37,9 @@ int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges,
     return count;
 }
 
-/* Enough tasks for a few threads when there are few heads; each range costs a slab of dQ and packs Q once more. */
+/* Enough tasks for free threads to take when there are few heads; each range costs a slab of dQ and packs Q once more. */
 static int choose_ranges(const fa_problem *p) {
-    const int64_t wanted_tasks = 16, most_ranges = FA_MAX_RANGES, least_keys = 512;
+    const int64_t wanted_tasks = 64, most_ranges = FA_MAX_RANGES, least_keys = 512;
     int64_t heads = p->b * p->h_kv > 0 ? p->b * p->h_kv : 1, ranges = (wanted_tasks + heads - 1) / heads;
     if (ranges > p->len_kv / least_keys) ranges = p->len_kv / least_keys;
     if (ranges > most_ranges) ranges = most_ranges;
