@@ -5,7 +5,7 @@
 
 Calls, each under no_grad and, where it has gradients, with tensors that need them:
 
-    op                       torch.ops.flash_attn._forward, where flash_attn_func ends
+    op                       torch.ops.flash_attn._attention, where flash_attn_func ends
     flash_attn_func          the public functions
     ..
     _flash_attn_forward      the private function that clients call
@@ -50,7 +50,7 @@ def calls_on(device, needs_grad):
     used = torch.tensor([n], dtype=torch.int32, device=device)
     scale = shape[-1] ** -0.5
     raw = (0.0, scale, False, -1, -1, 0.0, None, False)
-    op, raw_op = torch.ops.flash_attn._forward.default, torch.ops.flash_attn._flash_attn_forward.default
+    op, raw_op = torch.ops.flash_attn._attention.default, torch.ops.flash_attn._flash_attn_forward.default
     calls = {
         "flash_attn_func": lambda: flash_attn_func(q, k, v),
         "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q_rows, k_rows, v_rows, cu, cu, n, n),

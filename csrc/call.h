@@ -31,6 +31,7 @@ typedef struct {
     int64_t window_left, window_right, max_seqlen_q, max_seqlen_k, num_splits;
     bool causal, return_softmax, deterministic, zero_tensors, rotary_interleaved;
     bool default_scale; /* no softmax_scale was given, and the op has a default */
+    bool only_out;      /* the op returns out alone */
     bool has_dropout;   /* the op can drop, so a forward returns s_dmask and rng_state */
 } fa_call;
 

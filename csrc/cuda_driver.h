@@ -58,6 +58,7 @@ enum {
     X(cuStreamIsCapturing, (CUstream stream, int *status))                                                         \
     X(cuStreamSynchronize, (CUstream stream))                                                                      \
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                              \
+    X(cuMemAlloc_v2, (uint64_t *address, size_t bytes))                                                            \
     X(cuMemsetD32Async, (uint64_t to, uint32_t value, size_t num, CUstream stream))                                \
     X(cuMemsetD2D8Async,                                                                                           \
       (uint64_t to, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))              \

@@ -1,6 +1,10 @@
 /* Fills and copies on PyTorch's stream. */
 #include "cuda_memory.h"
 
+#include <stdatomic.h>
+
+#include "kernels.h"
+#include "lock.h"
 #include "torch_abi.h"
 
 fa_status fa_cuda_enter(int device_idx, fa_cuda_place *place, fa_error *err) {
@@ -78,4 +82,37 @@ fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUs
         if (result == 0) result = zero_rows(p, &p->dv, p->total_kv, p->h_kv, driver, stream);
     }
     return fa_driver_check(result, "filling the GPU's memory", err);
+}
+
+enum { SPARE_ROWS = 1 << 16 };
+static _Atomic(float *) spare[FA_MAX_GPUS];
+static fa_lock lock = FA_LOCK_INIT;
+
+/* It stays for the life of the process: a CUDA graph may have recorded where it lies. */
+static fa_status allocate_spare(int device_idx, fa_error *err) {
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    uint64_t rows = 0;
+    fa_cuda_place place;
+    fa_status status = fa_cuda_enter(device_idx, &place, err);
+    if (status != FA_OK) return status;
+    place.driver->cuThreadExchangeStreamCaptureMode(&mode);
+    status = fa_driver_check(place.driver->cuMemAlloc_v2(&rows, SPARE_ROWS * sizeof(float)), "allocating memory", err);
+    place.driver->cuThreadExchangeStreamCaptureMode(&mode);
+    if (status == FA_OK) atomic_store_explicit(&spare[device_idx], (float *)(uintptr_t)rows, memory_order_release);
+    fa_cuda_leave(&place);
+    return status;
+}
+
+fa_status fa_cuda_spare_lse(fa_problem *p, const fa_plan *plan, fa_error *err) {
+    fa_status status = FA_OK;
+    if (plan->cuda_family != FA_FWD_SM90 || (p->cu_seqlens_q ? p->total_q : p->len_q) > SPARE_ROWS) return FA_OK;
+    if (!atomic_load_explicit(&spare[p->device_idx], memory_order_acquire)) {
+        fa_lock_acquire(&lock);
+        if (!atomic_load_explicit(&spare[p->device_idx], memory_order_acquire))
+            status = allocate_spare(p->device_idx, err);
+        fa_lock_release(&lock);
+    }
+    if (status == FA_OK)
+        p->lse = (fa_row_stats){.data = atomic_load_explicit(&spare[p->device_idx], memory_order_acquire)};
+    return status;
 }

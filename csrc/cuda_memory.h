@@ -29,4 +29,8 @@ fa_status fa_cuda_wait(const fa_cuda_place *place, fa_error *err);
  * gradients become 0 and lse becomes -inf, all of them, since the host does not know where the last sequence ends. */
 fa_status fa_cuda_zero_tensors(const fa_problem *problem, const fa_driver *driver, CUstream stream, fa_error *err);
 
+/* Gives a problem whose lse nobody wants one row of the GPU's memory, which all its heads write over each other and nobody
+ * reads. Leaves lse as it is where the plan's kernel might read it or the row would be too short. */
+fa_status fa_cuda_spare_lse(fa_problem *problem, const fa_plan *plan, fa_error *err);
+
 #endif

@@ -5,7 +5,7 @@
  *
  *   unpack -> fa_check_call (args.c) -> fa_plan_make (plan.c) -> fa_make_outputs (outputs.c) -> fa_run (run.c) -> pack */
 #include "call.h"
-#include "cuda_driver.h"
+#include "cuda_memory.h"
 #include "module.h"
 #include "run.h"
 #include "workspace.h"
@@ -28,6 +28,7 @@ typedef struct {
     fa_layout layout;
     fa_pass pass;
     argument arguments[MAX_ARGUMENTS]; /* up to the first without schema */
+    bool only_out;                     /* a forward that keeps lse to itself */
 } op;
 
 #define ARGS_MASK_BUT_SCALE                                                  \
@@ -57,6 +58,10 @@ typedef struct {
         ARG("bool deterministic", deterministic), ARG("Tensor? rng_state=None", rng_state)
 
 #define ARGS_PLAIN_OPTIONS ARGS_DEFAULT_SCALE_MASK, ARG("Tensor? alibi_slopes", alibi_slopes)
+#define ARGS_PLAIN         ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_PLAIN_OPTIONS
+#define ARGS_PLAIN_VARLEN                                                                            \
+    ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_CU_SEQLENS, ARGS_PLAIN_OPTIONS, \
+        ARG("Tensor? block_table", block_table)
 
 enum {
     FORWARD,
@@ -68,6 +73,8 @@ enum {
     FWD_KVCACHE,
     PLAIN_FORWARD,
     PLAIN_VARLEN_FORWARD,
+    ATTENTION,
+    VARLEN_ATTENTION,
     NUM_OPS
 };
 
@@ -115,17 +122,11 @@ static const op ops[NUM_OPS] = {
                       ARG("bool rotary_interleaved", rotary_interleaved), ARG("SymInt num_splits", num_splits)}},
     /* The two forwards without dropout and without what only dropout needs: the road of every public function that
      * nobody watches. They have no autograd formula; whoever calls them brings his own. */
-    [PLAIN_FORWARD] = {"_forward",
-                       "(Tensor, Tensor)",
-                       FA_OP_DENSE,
-                       FA_FWD,
-                       {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_PLAIN_OPTIONS}},
-    [PLAIN_VARLEN_FORWARD] = {"_varlen_forward",
-                              "(Tensor, Tensor)",
-                              FA_OP_VARLEN,
-                              FA_FWD,
-                              {ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_CU_SEQLENS,
-                               ARGS_PLAIN_OPTIONS, ARG("Tensor? block_table", block_table)}},
+    [PLAIN_FORWARD] = {"_forward", "(Tensor, Tensor)", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
+    [PLAIN_VARLEN_FORWARD] = {"_varlen_forward", "(Tensor, Tensor)", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
+    /* And without lse, for calls that will not be differentiated: an allocation less, a quarter of a small call on a GPU. */
+    [ATTENTION] = {"_attention", "Tensor", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}, .only_out = true},
+    [VARLEN_ATTENTION] = {"_varlen_attention", "Tensor", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}, .only_out = true},
 };
 
 /* The same table as calls read it, made once when the ops are registered. */
@@ -175,6 +176,7 @@ static fa_status unpack(int op_idx, const StableIValue *stack, fa_call *call, fa
     memset(call, 0, sizeof *call);
     call->layout = ops[op_idx].layout;
     call->pass = ops[op_idx].pass;
+    call->only_out = ops[op_idx].only_out;
     call->has_dropout = calls[op_idx].has_dropout;
     for (int i = 0; i < calls[op_idx].num_slots; i++) {
         const slot *s = &calls[op_idx].slots[i];
@@ -221,24 +223,35 @@ static void torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) { fa_torch
 
 static const fa_pool torch_pool = {torch_parallel_for};
 
-static fa_status run_with_workspace(const fa_call *call, const fa_problem *problem, const fa_plan *plan,
-                                    fa_error *err) {
+/* Where lse goes that nobody gets: behind the plan's workspace, or on a GPU where it does no harm. */
+static fa_status place_unwanted_lse(fa_problem *problem, const fa_plan *plan, size_t *bytes, fa_error *err) {
+    fa_status status = FA_OK;
+    if (problem->device == FA_CUDA) status = fa_cuda_spare_lse(problem, plan, err);
+    if (status == FA_OK && !problem->lse.data)
+        *bytes = (*bytes + 255) / 256 * 256 + sizeof(float) * (size_t)(problem->h * problem->total_q);
+    return status;
+}
+
+static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {
     AtenTensorHandle workspace = NULL;
     void *data = NULL;
-    fa_status status = FA_OK;
-    if (plan->workspace_bytes > 0 && problem->device == FA_CPU) {
-        data = fa_workspace_take(plan->workspace_bytes);
-        if (!data)
-            status = fa_fail(err, FA_ENOMEM, "there are no %zu bytes of memory to work in", plan->workspace_bytes);
-    } else if (plan->workspace_bytes > 0) {
-        const int64_t bytes = (int64_t)plan->workspace_bytes, one = 1;
-        if (fa_torch.aoti_torch_empty_strided(1, &bytes, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
+    size_t bytes = plan->workspace_bytes;
+    fa_status status = call->only_out ? place_unwanted_lse(problem, plan, &bytes, err) : FA_OK;
+    if (status != FA_OK) return status;
+    if (bytes > 0 && problem->device == FA_CPU) {
+        data = fa_workspace_take(bytes);
+        if (!data) status = fa_fail(err, FA_ENOMEM, "there are no %zu bytes of memory to work in", bytes);
+    } else if (bytes > 0) {
+        const int64_t size = (int64_t)bytes, one = 1;
+        if (fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
                                               &workspace) != 0 ||
             fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
-            status = fa_fail(err, FA_ENOMEM, "torch could not allocate %zu bytes of workspace", plan->workspace_bytes);
+            status = fa_fail(err, FA_ENOMEM, "torch could not allocate %zu bytes of workspace", bytes);
     }
     if (status == FA_OK) {
         bool fresh_out = call->pass == FA_FWD && !call->out.handle;
+        if (call->only_out && !problem->lse.data && data)
+            problem->lse.data = (float *)((char *)data + (plan->workspace_bytes + 255) / 256 * 256);
         status = fa_run(problem, plan, call->zero_tensors || fresh_out, data, &torch_pool, err);
     }
     if (problem->device == FA_CPU) fa_workspace_return(data);
@@ -307,6 +320,8 @@ ENTRY(VARLEN_FWD_OUT)
 ENTRY(FWD_KVCACHE)
 ENTRY(PLAIN_FORWARD)
 ENTRY(PLAIN_VARLEN_FORWARD)
+ENTRY(ATTENTION)
+ENTRY(VARLEN_ATTENTION)
 
 static fa_boxed_op *const entries[NUM_OPS] = {
     [FORWARD] = entry_FORWARD,
@@ -318,6 +333,8 @@ static fa_boxed_op *const entries[NUM_OPS] = {
     [FWD_KVCACHE] = entry_FWD_KVCACHE,
     [PLAIN_FORWARD] = entry_PLAIN_FORWARD,
     [PLAIN_VARLEN_FORWARD] = entry_PLAIN_VARLEN_FORWARD,
+    [ATTENTION] = entry_ATTENTION,
+    [VARLEN_ATTENTION] = entry_VARLEN_ATTENTION,
 };
 
 /* ---- registration ----------------------------------------------------------------------------------------------- */

@@ -105,15 +105,14 @@ static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
 }
 
 static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    const bool packed = c->layout == FA_OP_VARLEN;
+    const int64_t size[3] = {p->b, p->h, p->len_q}, packed_size[2] = {p->h, p->total_q};
     void *data = NULL;
-    fa_status status;
-    if (c->layout == FA_OP_VARLEN) {
-        status = make_contiguous(outputs, &c->q, 2, (int64_t[]){p->h, p->total_q}, fa_torch.f32, &data, err);
-        p->lse = (fa_row_stats){.data = (float *)data, .stride_b = 0, .stride_h = p->total_q};
-    } else {
-        status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, p->len_q}, fa_torch.f32, &data, err);
-        p->lse = (fa_row_stats){.data = (float *)data, .stride_b = p->h * p->len_q, .stride_h = p->len_q};
-    }
+    fa_status status = FA_OK;
+    if (!c->only_out)
+        status = make_contiguous(outputs, &c->q, packed ? 2 : 3, packed ? packed_size : size, fa_torch.f32, &data, err);
+    p->lse = (fa_row_stats){
+        .data = (float *)data, .stride_b = packed ? 0 : p->h * p->len_q, .stride_h = packed ? p->total_q : p->len_q};
     return status;
 }
 

@@ -14,10 +14,8 @@ static const struct {
     const char *name;
     fa_cuda_planner *plan;
 } planners[] = {
-    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90},
-    {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
-    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},
-    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90}, {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
+    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},         {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},
     {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
 };
 
@@ -40,7 +38,8 @@ static void name_kernel(fa_plan *plan, int arch) {
     const fa_variant variant = {(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, arch};
     char name[FA_VARIANT_NAME_BYTES];
     fa_variant_name(variant, name);
-    snprintf(plan->kernel, sizeof plan->kernel, "%.*s", (int)sizeof plan->kernel - 1, name);
+    const size_t length = strlen(name), room = sizeof plan->kernel - 1;
+    memcpy(plan->kernel, name, length < room ? length : room); /* the plan was zero: the text is terminated */
 }
 
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {

@@ -10,7 +10,8 @@
     flash_attn_with_kvcache             none                            fwd_kvcache
 
 Where nobody watches the ops and there is no dropout, the forwards are _forward and _varlen_forward: the same, below
-autograd and without the results that only dropout needs. A call then costs the host half as much.
+autograd and without the results that only dropout needs; and where nothing will be differentiated _attention and
+_varlen_attention, which return out alone. A call then costs the host a third.
 
 A packed tensor is a way to hand over q, k and v as views of one memory: dense or varlen, dimension -3 counts its parts.
 So one function computes every forward (``_attend``) and one every backward (``_gradients``), which lets the op write
@@ -45,6 +46,8 @@ _wrapped_flash_attn_varlen_backward = torch.ops.flash_attn._flash_attn_varlen_ba
 
 
 _C = torch._C
+_attention = torch.ops.flash_attn._attention.default
+_varlen_attention = torch.ops.flash_attn._varlen_attention.default
 _forward = torch.ops.flash_attn._forward.default
 _varlen_forward = torch.ops.flash_attn._varlen_forward.default
 _fwd = torch.ops.flash_attn.fwd.default
@@ -355,7 +358,7 @@ def flash_attn_func(
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
     if not (dropout_p or return_attn_probs) and _is_short(q, k, v) and _is_pair(window_size):
-        return _forward(q, k, v, softmax_scale, causal, *window_size, softcap, alibi_slopes)[0]
+        return _attention(q, k, v, softmax_scale, causal, *window_size, softcap, alibi_slopes)
     return _apply(
         FlashAttnFunc,
         *_distinct(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -437,7 +440,7 @@ def flash_attn_varlen_func(
     if is_plain and _is_short(q, k, v) and _is_pair(window_size):
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         mask = softmax_scale, causal, *window_size, softcap
-        return _varlen_forward(q, k, v, *lengths, *mask, alibi_slopes, block_table)[0]
+        return _varlen_attention(q, k, v, *lengths, *mask, alibi_slopes, block_table)
     return _apply(
         FlashAttnVarlenFunc,
         *_distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,

@@ -178,6 +178,33 @@ def test_zero_tensors(heads_first, dtype):
     assert torch.all(out[30:] == 0) and torch.all(lse[:, 30:] == float("-inf"))
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_zero_tensors_of_gradients(heads_first):
+    x = randn(50, 3, 64)
+    if heads_first:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    cu = torch.tensor([0, 7, 30], dtype=torch.int32, device="cuda")
+    mask = (0.0, 0.125, False, -1, -1, 0.0, None)
+    out, lse, *_ = interface._flash_attn_varlen_forward(x, x, x, cu, cu, 23, 23, *mask[:3], zero_tensors=True)
+    for zero_tensors in (True, False):
+        grads = [torch.full_like(x, 7) for _ in range(3)]
+        interface._flash_attn_varlen_backward(
+            x, x, x, x, out, lse, *grads, cu, cu, 23, 23, *mask, False, None, zero_tensors
+        )
+        assert all(torch.all(grad[30:] == (0 if zero_tensors else 7)) for grad in grads)
+        assert all(torch.all(grad[:30] != 7) for grad in grads)
+
+
+def test_rows_beyond_the_spare_lse():
+    x = randn(70000, 1, 64)
+    cu = torch.tensor([0, 300, 69000, 70000], dtype=torch.int32, device="cuda")
+    args = (x, x, x, cu, cu, 70000, 70000)
+    options = {"window_size": (70, 0)}
+    assert torch.equal(
+        flash_attn_varlen_func(*args, **options), flash_attn_varlen_func(*args, **options, return_attn_probs=True)[0]
+    )
+
+
 # ---- the short road ------------------------------------------------------------------------------------------------
 
 
