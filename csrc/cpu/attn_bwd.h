@@ -26,6 +26,7 @@
 #include "cpu.h"
 #include "bwd_layout.h"
 #include "elementwise_bwd.h"
+#include "lanes.h"
 #include "pack.h"
 
 typedef struct {
@@ -127,19 +128,10 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
 
 /* ---- open a tile ---- */
 
-/* Which row and head lanes of tile idx are; lanes follow each other as in the forward. */
 static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t head_kv, int block_q, int64_t idx,
                             fa_bwd_tile *tile) {
-    const int64_t g = p->h / p->h_kv;
-    const bool stacks = fa_stacks_heads(p);
-    const int64_t remaining = stacks ? g * s->len_q - idx * block_q : s->len_q - idx / g * block_q;
-    tile->valid_lanes = (int)(remaining < block_q ? remaining : block_q);
+    tile->valid_lanes = fa_place_lanes(p, s, head_kv, block_q, idx, tile->row, tile->head);
     tile->lanes = (int)round_up(tile->valid_lanes, FA_PATCH_ROWS);
-    for (int lane = 0; lane < tile->valid_lanes; lane++) {
-        int64_t at = idx * block_q + lane;
-        tile->row[lane] = stacks ? at / g : idx / g * block_q + lane;
-        tile->head[lane] = head_kv * g + (stacks ? at % g : idx % g);
-    }
 }
 
 /* What the lanes see, their lse and delta. Lanes of padding see no key and have lse +inf. */
@@ -243,13 +235,9 @@ static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, floa
     for (int64_t key = begin; key < end; key += strip) {
         const int64_t stop = key + strip < end ? key + strip : end;
         int64_t lane = 0, lane_end = tile->lanes;
-        if (masked) {
-            while (lane < lane_end && (tile->first[lane] >= t->block + stop || tile->end[lane] <= t->block + key))
-                lane++;
-            while (lane < lane_end &&
-                   (tile->first[lane_end - 1] >= t->block + stop || tile->end[lane_end - 1] <= t->block + key))
-                lane_end--;
-        }
+        if (masked)
+            fa_lanes_that_see(tile->first, tile->end, tile->lanes, WORD_ELEMS, t->block + key, t->block + stop, &lane,
+                              &lane_end);
         if (lane == lane_end) continue;
         const int64_t word = lane / WORD_ELEMS / PRODUCT_STRIP_K * PRODUCT_STRIP_K;
         const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
@@ -294,12 +282,17 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
     product_args dprob = scores;
     dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + from * lanes;
     dprob.scale = job->kept;
-    product_scores(&scores);
-    product_scores(&dprob);
+    const bool masked = bwd_is_masked(t, tile, begin, end);
+    if (masked && !PRODUCT_OVERLAPS) {
+        product_scores_seen(&scores, tile->first, tile->end, t->block + begin);
+        product_scores_seen(&dprob, tile->first, tile->end, t->block + begin);
+    } else {
+        product_scores(&scores);
+        product_scores(&dprob);
+    }
 
     /* P, dS */
     float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
-    const bool masked = bwd_is_masked(t, tile, begin, end);
     const bool plain = !masked && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* nobody asks for the bounds */
     const int64_t key_0 = t->block + begin;
     for (int lane = 0; lane < lanes && !plain; lane++) {
@@ -381,16 +374,20 @@ static void bwd_step_tile(bwd_task *t, int i) {
     if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, begin, end);
     if (!p->dq.data) return;
     const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : ds_rows;
-    product_add(&(product_args){.a = t->k_t + begin / WORD_ELEMS,
-                                .a_stride = l->k_t_stride,
-                                .b = ds_words + begin / WORD_ELEMS * lanes,
-                                .b_stride = lanes,
-                                .c = bwd_dq_of(t, i),
-                                .c_stride = lanes,
-                                .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
-                                .num_words = (end - begin) / WORD_ELEMS,
-                                .num_vecs = (int)(lanes / LANES),
-                                .soon = &t->soon});
+    const product_args dq = {.a = t->k_t + begin / WORD_ELEMS,
+                             .a_stride = l->k_t_stride,
+                             .b = ds_words + begin / WORD_ELEMS * lanes,
+                             .b_stride = lanes,
+                             .c = bwd_dq_of(t, i),
+                             .c_stride = lanes,
+                             .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
+                             .num_words = (end - begin) / WORD_ELEMS,
+                             .num_vecs = (int)(lanes / LANES),
+                             .soon = &t->soon};
+    if (masked && !PRODUCT_OVERLAPS)
+        product_keys_seen(product_add, &dq, tile->first, tile->end, t->block + begin);
+    else
+        product_add(&dq);
 }
 
 /* ---- write gradients ---- */

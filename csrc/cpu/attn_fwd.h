@@ -21,6 +21,7 @@
 #include "cpu.h"
 #include "elementwise.h"
 #include "fwd_layout.h"
+#include "lanes.h"
 #include "pack.h"
 
 /* Two of scores and two of P, half as large, where the tile unit works on one pair and the vectors on the other. */
@@ -68,20 +69,13 @@ static inline char *query_row(const fwd_task *t, const fa_view *view, const fa_f
 /* Which row and head each lane is, and what it sees. */
 static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     const fa_problem *p = t->p;
-    const int64_t g = p->h / p->h_kv, block_q = t->job->layout.block_q;
-    const bool stacks = fa_stacks_heads(p);
-    int64_t row = stacks ? idx * block_q / g : idx / g * block_q, head = stacks ? idx * block_q % g : idx % g;
-    int64_t remaining = stacks ? g * t->s.len_q - idx * block_q : t->s.len_q - row;
-
-    tile->valid_lanes = (int)min_i64(remaining, block_q);
-    tile->lanes = (int)round_up(tile->valid_lanes, stacks ? LANES : FA_PATCH_ROWS);
+    tile->valid_lanes = fa_place_lanes(p, &t->s, t->head_kv, t->job->layout.block_q, idx, tile->row, tile->head);
+    tile->lanes = (int)round_up(tile->valid_lanes, fa_stacks_heads(p) ? LANES : FA_PATCH_ROWS);
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
     for (int lane = 0; lane < tile->lanes; lane++) {
-        tile->row[lane] = row;
-        tile->head[lane] = t->head_kv * g + head;
-        tile->diagonal[lane] = row + t->s.len_kv - t->s.len_q;
-        fa_visible_keys(p, &t->s, row, &tile->first[lane], &tile->end[lane]);
+        tile->diagonal[lane] = tile->row[lane] + t->s.len_kv - t->s.len_q;
+        fa_visible_keys(p, &t->s, tile->row[lane], &tile->first[lane], &tile->end[lane]);
         tile->common_first = max_i64(tile->common_first, tile->first[lane]);
         tile->common_end = min_i64(tile->common_end, tile->end[lane]);
         if (tile->first[lane] < tile->end[lane]) {
@@ -90,11 +84,6 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
         }
         if (p->alibi_slopes)
             tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
-        if (lane + 1 >= tile->valid_lanes) continue;
-        if (!stacks || ++head == g) {
-            row++;
-            if (stacks) head = 0;
-        }
     }
 }
 
@@ -260,7 +249,10 @@ static void step_scores(fwd_task *t, fwd_step *step) {
                            .scale = t->job->scale,
                            .lane_max = step->new_max,
                            .soon = &t->soon};
-    product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
+    if (step->masked && !PRODUCT_OVERLAPS)
+        product_scores_seen(&scores, tile->first, tile->end, t->block + step->begin);
+    else
+        product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
 
 /* P = exp2(S - max) */
@@ -323,7 +315,11 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .num_vecs = (int)(lanes / LANES),
                            .alpha = step->alpha,
                            .soon = &t->soon};
-    product_later(&t->queue, PRODUCT_RESCALE, &output);
+    if (step->masked && !PRODUCT_OVERLAPS)
+        product_keys_seen(product_rescale, &output, t->tiles[step->tile].first, t->tiles[step->tile].end,
+                          t->block + step->begin);
+    else
+        product_later(&t->queue, PRODUCT_RESCALE, &output);
     if (t->finite) return;
     product_finish(&t->queue);
     add_nonfinite(t, step, output.c);

@@ -96,7 +96,8 @@ INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     for (; u + UNROLL_VECS <= p->num_vecs; u += UNROLL_VECS)
         product_lanes(EPILOGUE, UNROLL_ROWS, UNROLL_VECS, p, u * LANES);
     if (UNROLL_VECS > 3 && p->num_vecs - u == 3) product_lanes(EPILOGUE, UNROLL_ROWS, 3, p, u * LANES);
-    if (UNROLL_VECS > 2 && p->num_vecs - u == 2) product_lanes(EPILOGUE, UNROLL_ROWS, 2, p, u * LANES);
+    if (UNROLL_VECS > 2 && p->num_vecs - u == 2)
+        product_lanes(EPILOGUE, UNROLL_VECS > 3 ? 8 : UNROLL_ROWS, 2, p, u * LANES);
     if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, 8, 1, p, u * LANES);
 }
 

@@ -1,0 +1,94 @@
+/* The lanes of a tile: which row and head each one is, which of them see a key, and products for those alone. On the
+ * diagonal half of the pairs see nothing: 3% of a causal forward over 2048 keys, 12% over 512. */
+#ifndef FA_LANES_H
+#define FA_LANES_H
+
+#include "dropout.h"
+#include "partition.h"
+#include "product.h"
+
+/* Lanes of tile idx, (row, head of the group) pairs as partition.h says. Returns how many there are; those that fill the
+ * last FA_PATCH_ROWS repeat the last one. */
+static inline int fa_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t head_kv, int64_t block_q,
+                                 int64_t idx, int64_t *row, int64_t *head) {
+    const int64_t g = p->h / p->h_kv;
+    const bool stacks = fa_stacks_heads(p);
+    const int64_t remaining = stacks ? g * s->len_q - idx * block_q : s->len_q - idx / g * block_q;
+    const int valid = (int)(remaining < block_q ? remaining : block_q);
+    int64_t i = stacks ? idx * block_q / g : idx / g * block_q, k = stacks ? idx * block_q % g : idx % g;
+    for (int lane = 0; lane < (valid + FA_PATCH_ROWS - 1) / FA_PATCH_ROWS * FA_PATCH_ROWS; lane++) {
+        row[lane] = i;
+        head[lane] = head_kv * g + k;
+        if (lane + 1 >= valid) continue;
+        if (!stacks) {
+            i++;
+        } else if (++k == g) {
+            k = 0;
+            i++;
+        }
+    }
+    return valid;
+}
+
+/* Outside of lanes [*lane, *lane_end), whole vectors of `width` lanes, nobody sees a key of [key, stop). */
+static inline void fa_lanes_that_see(const int64_t *first, const int64_t *end, int64_t lanes, int64_t width,
+                                     int64_t key, int64_t stop, int64_t *lane, int64_t *lane_end) {
+    int64_t low = 0, high = lanes;
+    while (low < high && (first[low] >= stop || end[low] <= key)) low++;
+    while (low < high && (first[high - 1] >= stop || end[high - 1] <= key)) high--;
+    *lane = low / width * width;
+    *lane_end = low < high ? (high + width - 1) / width * width : *lane;
+}
+
+/* Scores of keys [key_0, key_0 + rows), strip by strip, for the lanes that see some key of the strip. Scores of others are
+ * not written: the mask takes their place. */
+static inline void product_scores_seen(const product_args *p, const int64_t *first, const int64_t *end, int64_t key_0) {
+    const int64_t lanes = p->num_vecs * LANES;
+    for (int64_t row = 0, stop; row < p->rows; row = stop) {
+        int64_t lane, lane_end, next_lane, next_end;
+        stop = row + PRODUCT_STRIP_A;
+        fa_lanes_that_see(first, end, lanes, LANES, key_0 + row, key_0 + stop, &lane, &lane_end);
+        for (; stop < p->rows; stop += PRODUCT_STRIP_A) { /* strips for the same lanes */
+            fa_lanes_that_see(first, end, lanes, LANES, key_0 + stop, key_0 + stop + PRODUCT_STRIP_A, &next_lane,
+                              &next_end);
+            if (next_lane != lane || next_end != lane_end) break;
+        }
+        if (stop > p->rows) stop = p->rows;
+        if (lane == lane_end) continue;
+        product_args part = *p;
+        part.a += row * p->a_stride;
+        part.b += lane;
+        part.c += row * p->c_stride + lane;
+        part.rows = stop - row;
+        part.num_vecs = (int)((lane_end - lane) / LANES);
+        product_scores(&part);
+    }
+}
+
+/* A product over the words of keys from key_0 on, a few vectors of lanes at a time, for the keys that these see. */
+static inline void product_keys_seen(void (*product_fn)(const product_args *), const product_args *p,
+                                     const int64_t *first, const int64_t *end, int64_t key_0) {
+    const int64_t lanes = p->num_vecs * LANES, step = (UNROLL_VECS > 3 ? 2 : UNROLL_VECS) * LANES;
+    for (int64_t lane = 0; lane < lanes; lane += step) {
+        const int64_t lane_end = lane + step < lanes ? lane + step : lanes, most = p->num_words * WORD_ELEMS;
+        int64_t key = most, stop = 0;
+        for (int64_t i = lane; i < lane_end; i++) {
+            if (first[i] >= end[i]) continue;
+            if (first[i] - key_0 < key) key = first[i] - key_0;
+            if (end[i] - key_0 > stop) stop = end[i] - key_0;
+        }
+        const int64_t word = key > 0 ? key / WORD_ELEMS : 0;
+        const int64_t word_end = stop < most ? (stop + WORD_ELEMS - 1) / WORD_ELEMS : p->num_words;
+        if (word >= word_end) continue;
+        product_args part = *p;
+        part.a += word;
+        part.b += word * p->b_stride + lane;
+        part.c += lane;
+        if (p->alpha) part.alpha += lane;
+        part.num_words = word_end - word;
+        part.num_vecs = (int)((lane_end - lane) / LANES);
+        product_fn(&part);
+    }
+}
+
+#endif
