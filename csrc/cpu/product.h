@@ -56,6 +56,7 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
         }
         UNROLL for (int r = 0; r < ROWS; r++) {
             vec a_word = vec_broadcast(a + r * a_stride);
+            if (VECS > 1) vec_pin(&a_word);
             UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_dot(acc[r][u], a_word, b_vec[u]);
         }
     }

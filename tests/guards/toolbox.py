@@ -22,6 +22,7 @@ DEBIAN_PACKAGE = {
     "clang": "clang libclang-rt-14-dev",
     "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu",
     "nm": "binutils",
+    "objdump": "binutils",
     "make": "make",
     "readelf": "binutils",
     "git": "git",

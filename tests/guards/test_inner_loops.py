@@ -1,0 +1,78 @@
+"""The machine code of the CPU engine's inner loops: a kernel that spills accumulators runs at half speed, and one whose
+compiler folds a shared load into every multiply-add at three quarters, with nothing to see in the source."""
+
+import re
+
+import pytest
+from toolbox import C_FLAGS, CSRC, run, tool
+
+MULTIPLY_ADD = re.compile(r"vfn?m(add|sub)\d+ps|vdpbf16ps")
+PRODUCTS = ["product_scores", "product_scores_max", "product_add", "product_rescale"]
+# instruction set: multiply-adds in a step of the widest patch, rows x vectors, and its loads, rows + vectors
+PATCH = {"avx2": (12, 7), "avx512": (16, 8), "avx512bf16": (16, 8)}
+
+
+def functions(text):
+    """The instructions of every function, as (address, mnemonic, operands)."""
+    found, body = {}, None
+    for line in text.splitlines():
+        header = re.match(r"[0-9a-f]+ <(\S+)>:", line)
+        instruction = re.match(r"\s+([0-9a-f]+):\s+(\S+)\s*(.*)", line)
+        if header:
+            body = found.setdefault(header[1].split(".")[0], [])
+        elif instruction and body is not None:
+            body.append((int(instruction[1], 16), instruction[2], instruction[3]))
+    return found
+
+
+def innermost_loops(body):
+    """From the target of a jump backward to the jump, where no other such jump lies between."""
+    addresses = {address: n for n, (address, _, _) in enumerate(body)}
+    spans = []
+    for n, (address, mnemonic, operands) in enumerate(body):
+        target = re.match(r"([0-9a-f]+)\b", operands)
+        if mnemonic.startswith("j") and target and int(target[1], 16) <= address and int(target[1], 16) in addresses:
+            spans.append((addresses[int(target[1], 16)], n))
+    inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
+    return [body[a : b + 1] for a, b in inner]
+
+
+def multiply_adds(loop):
+    return [operands for _, mnemonic, operands in loop if MULTIPLY_ADD.fullmatch(mnemonic)]
+
+
+def broadcasts(loop):
+    """Words are broadcast over k, and nowhere else: rows that are rescaled have loops and multiply-adds, too."""
+    return any("broadcast" in mnemonic or "{1to" in operands for _, mnemonic, operands in loop)
+
+
+def spills(loop):
+    """Vectors that are stored, or come from the stack: a loop of products needs neither."""
+    vectors = [operands for _, _, operands in loop if re.search(r"%[xyz]mm", operands)]
+    return [operands for operands in vectors if re.search(r"%[xyz]mm\d+,.*\(", operands) or "(%rsp" in operands]
+
+
+def folded(loop):
+    """Vectors loaded inside of multiply-adds, where every row of the patch needs them."""
+    return [operands for operands in multiply_adds(loop) if "(" in operands and "{1to" not in operands]
+
+
+def loads(loop):
+    return [operands for _, _, operands in loop if "(" in operands and re.search(r"%[xyz]mm", operands)]
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize("unit", PATCH)
+def test_products_keep_their_registers(unit, compiler, tmp_path):
+    object_file = tmp_path / "out.o"
+    run(tool(compiler), *C_FLAGS, "-O2", "-g0", "-fPIC", "-c", CSRC / "cpu" / f"attn_{unit}.c", "-o", object_file)
+    code = functions(run(tool("objdump"), "-d", "--no-show-raw-insn", object_file))
+    for name in PRODUCTS:
+        loops = [loop for loop in innermost_loops(code[name]) if broadcasts(loop) and len(multiply_adds(loop)) >= 4]
+        steps, step_loads = PATCH[unit]
+        assert any(len(multiply_adds(loop)) * step_loads == len(loads(loop)) * steps for loop in loops), (
+            f"{name}: no loop has the {steps} multiply-adds of the widest patch for {step_loads} loads"
+        )
+        for loop in loops:
+            assert spills(loop) == [], f"{name}: registers went to memory in a loop"
+            assert folded(loop) == [], f"{name}: a load is repeated inside of multiply-adds"
