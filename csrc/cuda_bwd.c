@@ -1,4 +1,5 @@
-/* Backward on Hopper: attn_bwd_prep, attn_bwd_sm90, attn_bwd_convert, one after the other with the same parameters. */
+/* Backward on Hopper: attn_bwd_prep, attn_bwd_sm90 or attn_bwd_wide_sm90, and attn_bwd_convert, one after the other with
+ * the same parameters. */
 #include <math.h>
 
 #include "bwd_workspace.h"
@@ -76,27 +77,30 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     return status;
 }
 
-/* One of the three kernels: the plan's row and features, as far as the family knows them. */
-static fa_status launch(const fa_cuda_call *call, fa_family_id family, int64_t grid, unsigned threads,
+/* One of the kernels, with the plan's features as far as its family knows them. */
+static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, int64_t grid, unsigned threads,
                         fa_attn_bwd_params *a, fa_error *err) {
     fa_variant variant = fa_plan_variant(call->plan, call->gpu);
     CUkernel kernel;
     void *arguments[] = {a};
-    variant.family = family;
+    variant.family = family, variant.row = row;
     variant.features &= fa_families[family].knows;
     if (grid == 0) return FA_OK;
     fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
     if (status != FA_OK) return status;
     return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, (unsigned)grid, 1, 1, threads, 1, 1,
-                                                        (unsigned)fa_families[family].rows[variant.row].shared_bytes,
+                                                        (unsigned)fa_families[family].rows[row].shared_bytes,
                                                         call->stream, arguments, NULL),
                            "launching a backward kernel", err);
 }
 
 fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const fa_bwd_sm90_columns *tile = fa_bwd_sm90_row(call->plan->cuda_row);
+    const fa_family_id family = (fa_family_id)call->plan->cuda_family;
+    const int row = call->plan->cuda_row;
+    const fa_bwd_sm90_columns *tile = fa_bwd_sm90_row(family, row);
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q);
+    const bool is_wide = family == FA_BWD_WIDE_SM90;
     fa_attn_bwd_params a;
     if (p->b == 0 || p->h == 0) return FA_OK;
     fill_scalars(call, &w, &a);
@@ -105,12 +109,13 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
 
     /* CTAs of the main kernel: one per SM, but no more than there can be tiles. */
     const int64_t tiles = p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv : a.num_tiles;
-    const int64_t slabs = w.num_slabs * w.num_heads;
+    const int64_t slabs = w.num_slabs * w.num_heads, sms = call->gpu->num_sms;
+    const int helper_row = is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
-    status = launch(call, FA_BWD_PREP_SM90, slabs, HELPER_THREADS, &a, err);
+    status = launch(call, FA_BWD_PREP_SM90, helper_row, slabs, HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)
-        status =
-            launch(call, FA_BWD_SM90, tiles < call->gpu->num_sms ? tiles : call->gpu->num_sms, MAIN_THREADS, &a, err);
-    if (status == FA_OK && p->dq.data) status = launch(call, FA_BWD_CONVERT_SM90, slabs, HELPER_THREADS, &a, err);
+        status = launch(call, family, row, tiles < sms ? tiles : sms, MAIN_THREADS, &a, err);
+    if (status == FA_OK && p->dq.data)
+        status = launch(call, FA_BWD_CONVERT_SM90, helper_row, slabs, HELPER_THREADS, &a, err);
     return status;
 }

@@ -5,8 +5,8 @@
 #include "torch_abi.h"
 
 static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
-    [FA_FWD_SM90] = fa_cuda_fwd_sm90, [FA_BWD_SM90] = fa_cuda_bwd_sm90,       [FA_FWD_ANY] = fa_cuda_fwd_any,
-    [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode_sm90,
+    [FA_FWD_SM90] = fa_cuda_fwd_sm90, [FA_BWD_SM90] = fa_cuda_bwd_sm90, [FA_BWD_WIDE_SM90] = fa_cuda_bwd_sm90,
+    [FA_FWD_ANY] = fa_cuda_fwd_any,   [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode_sm90,
 };
 
 /* These fill the rows that belong to no sequence themselves. */

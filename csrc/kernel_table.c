@@ -41,32 +41,37 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     return true;
 }
 
-/* ---- attn_bwd_sm90 --------------------------------------------------------------------------------------------- */
+/* ---- attn_bwd_sm90, attn_bwd_wide_sm90 ----------------------------------------------------------------------------- */
+
+#define BWD_ROW(name, d, block_q, block_kv, serves, shared_bytes) \
+    {name "_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, serves, shared_bytes},
 
 static const fa_row bwd_sm90_rows[] = {
-#define FA_BWD_TILE_SM90(d, block_q, block_kv, serves) \
-    {"attn_bwd_sm90_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, serves, FA_SHARED_BYTES},
+#define FA_BWD_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_sm90", d, q, kv, serves, FA_SHARED_BYTES)
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_wide_sm90_rows[] = {
+#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_wide_sm90", d, q, kv, serves, FA_SHARED_BYTES)
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_prep_rows[] = {
-#define FA_BWD_TILE_SM90(d, block_q, block_kv, serves) \
-    {"attn_bwd_prep_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, FA_VARLEN | FA_DETERMINISTIC, 0},
+#define FA_BWD_TILE_SM90(d, q, kv, serves)      BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
+#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_convert_rows[] = {
-#define FA_BWD_TILE_SM90(d, block_q, block_kv, serves) \
-    {"attn_bwd_convert_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, FA_VARLEN, 0},
+#define FA_BWD_TILE_SM90(d, q, kv, serves)      BWD_ROW("attn_bwd_convert", d, q, kv, FA_VARLEN, 0)
+#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_convert", d, q, kv, FA_VARLEN, 0)
 #include "cuda/tiles.def"
 };
 
-const fa_bwd_sm90_columns *fa_bwd_sm90_row(int row) { return (const fa_bwd_sm90_columns *)bwd_sm90_rows[row].columns; }
+const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
+    return (const fa_bwd_sm90_columns *)fa_families[family].rows[row].columns;
+}
 
-/* plan_cuda_bwd.c takes the first row that fits. */
+/* plan_cuda_bwd.c takes the first row that fits: of one head dimension there is one for each set of features. */
 static bool bwd_sm90_chooses(int row, unsigned features) {
-    const unsigned wanted = features & ~(unsigned)FA_IN_BF16;
-    for (int i = 0; i < row; i++)
-        if (fa_bwd_sm90_row(i)->d == fa_bwd_sm90_row(row)->d && (bwd_sm90_rows[i].serves & wanted) == wanted)
-            return false;
+    (void)row, (void)features;
     return true;
 }
 
@@ -136,6 +141,7 @@ static const fa_row decode_sm90_rows[] = {
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
+#define BWD_FILES "attn_bwd_slabs.cuh", "ptx_sm90.cuh", "attn_bwd_params.h", "tensor_map.h"
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -151,26 +157,31 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
-                     .files = {"attn_bwd_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_slabs.cuh",
-                               "ptx_sm90.cuh", "attn_bwd_params.h", "tensor_map.h"},
+                     .files = {"attn_bwd_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", BWD_FILES},
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16 | FA_DETERMINISTIC,
                      .rows = bwd_sm90_rows,
                      .num_rows = NUM_ROWS(bwd_sm90_rows),
                      .chooses = bwd_sm90_chooses},
-    [FA_BWD_PREP_SM90] = {.name = "attn_bwd_prep",
-                          .files = {"attn_bwd_prep.cu", "attn_bwd_slabs.cuh", "ptx_sm90.cuh", "attn_bwd_params.h",
-                                    "tensor_map.h"},
+    [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
+                          .files = {"attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", BWD_FILES},
                           .arch = 90,
                           .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
-                          .knows = FA_VARLEN | FA_IN_BF16 | FA_DETERMINISTIC,
+                          .knows = FA_ALL_FEATURES | FA_IN_BF16 | FA_DETERMINISTIC,
+                          .rows = bwd_wide_sm90_rows,
+                          .num_rows = NUM_ROWS(bwd_wide_sm90_rows),
+                          .chooses = bwd_sm90_chooses},
+    [FA_BWD_PREP_SM90] = {.name = "attn_bwd_prep",
+                          .files = {"attn_bwd_prep.cu", BWD_FILES},
+                          .arch = 90,
+                          .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                          .knows = FA_VARLEN | FA_IN_BF16,
                           .rows = bwd_prep_rows,
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_BWD_CONVERT_SM90] = {.name = "attn_bwd_convert",
-                             .files = {"attn_bwd_convert.cu", "attn_bwd_slabs.cuh", "ptx_sm90.cuh", "attn_bwd_params.h",
-                                       "tensor_map.h"},
+                             .files = {"attn_bwd_convert.cu", BWD_FILES},
                              .arch = 90,
                              .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                              .knows = FA_VARLEN | FA_IN_BF16,

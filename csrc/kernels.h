@@ -31,7 +31,8 @@ typedef enum {
     FA_FWD_SM90,
     FA_DECODE_SM90,
     FA_BWD_SM90,
-    FA_BWD_PREP_SM90, /* before it and after it: rows as FA_BWD_SM90's */
+    FA_BWD_WIDE_SM90,
+    FA_BWD_PREP_SM90, /* before both and after both: FA_BWD_SM90's rows, then FA_BWD_WIDE_SM90's */
     FA_BWD_CONVERT_SM90,
     FA_FWD_ANY,
     FA_BWD_ANY,
@@ -69,11 +70,11 @@ typedef struct {
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
 
-/* attn_bwd_sm90's columns. */
+/* Those of attn_bwd_sm90, attn_bwd_wide_sm90 and their helpers. */
 typedef struct {
     int d, block_q, block_kv;
 } fa_bwd_sm90_columns;
-const fa_bwd_sm90_columns *fa_bwd_sm90_row(int row);
+const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 /* Those of the generic kernels. A gradient's row: dQ, and behind it dK and dV. */
 typedef struct {
     int d, block_kv, warps, element_bytes;

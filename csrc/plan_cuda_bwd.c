@@ -1,4 +1,4 @@
-/* What attn_bwd_sm90 asks for, and the first row of cuda/tiles.def that has room for the head dimension and serves every
+/* What attn_bwd_sm90 and attn_bwd_wide_sm90 ask for, and the first row of cuda/tiles.def that has room for the head dimension and serves every
  * feature. */
 #include "bwd_workspace.h"
 #include "kernels.h"
@@ -14,6 +14,20 @@ static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
            fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
 }
 
+/* The first row that has room for the head dimension and serves every feature; -1: none. */
+static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
+    const fa_family *family = &fa_families[id];
+    for (int row = 0; row < family->num_rows; row++) {
+        if (fa_bwd_sm90_row(id, row)->d < p->d)
+            fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
+        else if ((family->rows[row].serves & wanted) != wanted)
+            fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
+        else
+            return row;
+    }
+    return -1;
+}
+
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const unsigned features = fa_cuda_features(p) | (p->deterministic ? FA_DETERMINISTIC : 0u);
     const unsigned wanted = features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
@@ -26,24 +40,17 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
           "it wants all tensors and gradients to start at multiples of 16 bytes, with strides that are multiples of 8 "
           "elements");
 
-    const fa_family *family = &fa_families[FA_BWD_SM90];
-    int row = 0;
-    for (; row < family->num_rows; row++) {
-        if (fa_bwd_sm90_row(row)->d < p->d)
-            fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
-        else if ((family->rows[row].serves & wanted) != wanted)
-            fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
-        else
-            break;
-    }
-    NEEDS(row < family->num_rows, "it has no tile for this head dimension");
-    const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(row);
+    fa_family_id id = FA_BWD_SM90;
+    int row = first_row(p, id, wanted, plan);
+    if (row < 0) row = first_row(p, id = FA_BWD_WIDE_SM90, wanted, plan);
+    NEEDS(row >= 0, "it has no tile for this head dimension");
+    const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q);
     NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && w.num_slabs * w.num_heads < INT32_MAX &&
               p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
           "the problem has more rows or tiles than 2^31");
 
-    plan->cuda_family = FA_BWD_SM90;
+    plan->cuda_family = id;
     plan->cuda_row = row;
     plan->cuda_features = features;
     plan->block_q = t->block_q;

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is h
 
 
 def suits(case):
-    """What the kernels of this version take: whole 16-byte pieces of up to 128 columns."""
-    return case.d % 8 == 0 and case.d <= 128 and case.layout not in ("gaps", "odd_base")
+    """What these kernels take: whole 16-byte pieces."""
+    return case.d % 8 == 0 and case.layout not in ("gaps", "odd_base")
 
 
 def run(case, deterministic=False, repeats=0):
@@ -96,7 +96,7 @@ def test_huge_scores_give_finite_gradients(case):
     verify(case, m_grad=5.0)
 
 
-@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_tile_borders(d, deterministic):
     """Lengths around the tiles of 64 and 128 rows and of 128 keys, len_q below, at and above len_kv."""
@@ -120,18 +120,18 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(
-    "case", [replace(c, d=d, dtype=t) for c in FLAGS for d in (40, 64, 128) for t in HALF], ids=repr
+    "case", [replace(c, d=d, dtype=t) for c in FLAGS for d in (40, 64, 128, 256) for t in HALF], ids=repr
 )
 def test_several_tiles(case):
     verify(case)
 
 
-@pytest.mark.parametrize("case", [replace(c, d=d, dtype="bf16") for c in FLAGS for d in (64, 128)], ids=repr)
+@pytest.mark.parametrize("case", [replace(c, d=d, dtype="bf16") for c in FLAGS for d in (64, 128, 200)], ids=repr)
 def test_a_fixed_order_repeats_bitwise(case):
     verify(case, deterministic=True, repeats=30)
 
 
-@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("causal", BOTH)
 def test_a_fixed_order_of_many_tiles(d, causal):
     """More tiles than SMs, so that tiles wait for tiles that other CTAs have yet to begin."""
@@ -274,5 +274,5 @@ def test_beyond_2_to_the_31_elements():
 
 
 def test_dropout_keeps_what_the_forward_kept():
-    for case in each(Case(150, 200, h=4, h_kv=2), d=(40, 64, 128), causal=BOTH, dropout=(0.17, 0.6), dtype=HALF):
+    for case in each(Case(150, 200, h=4, h_kv=2), d=(40, 64, 128, 192), causal=BOTH, dropout=(0.17, 0.6), dtype=HALF):
         verify(case)

@@ -133,6 +133,7 @@ def test_kernel(plan, numbers, kernel):
     [
         ({"pass": 1, "d": 40}, "attn_bwd_sm90_bf16_d64_q128kv128"),
         ({"pass": 1, "d": 72, "right": 0, "packed": 1}, "attn_bwd_sm90_bf16_d128_q64kv128_causal_varlen"),
+        ({"pass": 1, "d": 136, "left": 5}, "attn_bwd_wide_sm90_bf16_d256_q64kv64_local"),
         ({"pass": 1, "ordered": 1, "dtype": 0}, "attn_bwd_sm90_fp16_d128_q64kv128_ordered"),
     ],
     ids=str,
@@ -147,7 +148,6 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"pass": 1, "d": 136}, "it has no tile for this head dimension"),
         ({"pass": 1, "d": 100}, "a head dimension that is a multiple of 8"),
         ({"pass": 1, "stride": 4}, "with strides that are multiples of 8 elements"),
         ({"pass": 1, "dtype": 2}, "it takes fp16 and bf16"),

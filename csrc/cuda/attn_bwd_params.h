@@ -27,7 +27,7 @@ typedef struct {
     float *stats;    /* [slab, 2, BLOCK_Q] log2 of the row sums, then dO . O; 16 rows at a time in lanes' order */
     float *dq_sums;  /* [slab, warpgroup, register / 4, thread, 4] as the accumulators lie in registers */
     unsigned *turns; /* [slab, warpgroup] how many key tiles have added to the slab; only in a fixed order */
-    unsigned *tile_counter; /* the next tile of a dynamic order, beyond the first of each CTA */
+    unsigned *tile_counter; /* the next tile that nobody has taken */
     int num_slabs;          /* per head */
 
     int b, h, h_kv, heads_per_kv, d;

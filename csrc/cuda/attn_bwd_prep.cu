@@ -4,8 +4,8 @@
  *
  * One CTA per slab. A row of HEAD_DIM columns is read by LANES lanes, 16 bytes each. Bound by memory: reads O and dO,
  * writes dq_sums. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BF16) || !defined(VARLEN) || !defined(DETERMINISTIC)
-#error "HEAD_DIM columns and BLOCK_Q rows of a slab, BF16 or fp16, VARLEN packed sequences, DETERMINISTIC order: 0 or 1"
+#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
+#error "HEAD_DIM columns and BLOCK_Q rows of a slab, BLOCK_KV keys of a tile, BF16 or fp16, VARLEN: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_prep
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     float4 *sums = (float4 *)(p.dq_sums + (long long)slab * (2 * DQ_FLOATS));
 #pragma unroll
     for (int i = 0; i < 2 * DQ_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
-    if (DETERMINISTIC && threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
+    if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
 
     float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);
 #pragma unroll

@@ -191,23 +191,6 @@ DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 chunk) {
                           dS[4 * g + 3]);
 }
 
-/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
-DEVICE void transpose_in_quad(u32 (&x)[4]) {
-    const int lane = threadIdx.x;
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if ((i & step) == 0) {
-                const bool upper = lane & step;
-                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
-                if (upper)
-                    x[i] = other;
-                else
-                    x[i + step] = other;
-            }
-}
-
 /* dK or dV of this warp's 16 keys: a quad exchanges its columns so that every lane stores 16 bytes of one key. */
 DEVICE void store(const float (&kv)[KV_REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
     const int lane = threadIdx.x % 32;

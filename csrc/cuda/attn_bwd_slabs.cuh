@@ -63,4 +63,46 @@ DEVICE slab_rows slab_at(const fa_attn_bwd_params &p, int slab) {
     return t;
 }
 
+/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
+DEVICE void transpose_in_quad(u32 (&x)[4]) {
+    const int lane = threadIdx.x;
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if ((i & step) == 0) {
+                const bool upper = lane & step;
+                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
+                if (upper)
+                    x[i] = other;
+                else
+                    x[i + step] = other;
+            }
+}
+
+/* dQ = scale times the sums, in 16 bits: what lay in the registers of `thread`, one of a warpgroup's 128. When the four
+ * lanes of a quad have exchanged their columns, each has 16 bytes of a row. Whole warp. */
+DEVICE void convert_dq(const fa_attn_bwd_params &p, const slab_rows &t, const float *sums, int wg, int thread) {
+    const int lane = thread % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = dq_row(wg) + 16 * (thread / 32) + lane / 4 + 8 * r;
+        u16 *dst = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h +
+                   (long long)(t.begin + t.row + row) * p.dq.stride_row;
+#pragma unroll
+        for (int g = 0; g < DQ_COLUMNS / 32; g++) {
+            const int column = dq_column(wg) + 32 * g + 8 * (lane % 4);
+            u32 packed[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 x = *(const float2 *)(sums + ((4 * g + k) * 128 + thread) * 4 + 2 * r);
+                packed[k] = cvt_x2<BF16>(x.x * p.scale, x.y * p.scale);
+            }
+            transpose_in_quad(packed);
+            if (row < t.rows && column < p.d)
+                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+}
+
 #endif

@@ -1,9 +1,9 @@
 /* Attention backward on Hopper, between attn_bwd_prep and attn_bwd_convert:
  *
  *   P = exp(scale Q K^T + mask - lse)    dP = dO V^T    dS = P (dP - D)    D = rowsum(dO O), from attn_bwd_prep
- *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K, whose shares the key tiles add up in fp32
+ *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K, which the key tiles add up in fp32
  *
- *   q, dO [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    dQ: dq_sums, for attn_bwd_convert
+ *   q, dO [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    sums of dQ: dq_sums, for attn_bwd_convert
  *
  * One CTA per SM stays for the whole launch. It takes tiles of BLOCK_KV keys of one key head, one after the other, and
  * walks over the query tiles that see them, through all query heads of the group: dK and dV stay in registers. Two
@@ -84,11 +84,12 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int wg) {
 #pragma unroll 1
                 for (int i = t.q_begin; i < t.q_end; i++) {
                     u32 *turn = p.turns + (slab + i) * 2 + wg;
+                    float *sums = p.dq_sums + ((slab + i) * 2 + wg) * DQ_FLOATS;
+                    if (DETERMINISTIC) wait_turn(turn, turn_of(p, t, i));
                     mbarrier_wait(&s.dq_full[wg], parity);
                     parity ^= 1;
-                    if (DETERMINISTIC) wait_turn(turn, turn_of(p, t, i));
                     fence_proxy_async(); /* for the warpgroup's stores: there it would stand in the way, 2% */
-                    cp_reduce_async_bulk_add(p.dq_sums + ((slab + i) * 2 + wg) * DQ_FLOATS, s.dq[wg], DQ_FLOATS * 4);
+                    cp_reduce_async_bulk_add(sums, s.dq[wg], DQ_FLOATS * 4);
                     cp_async_bulk_commit_group();
                     cp_async_bulk_wait_all_read();
                     mbarrier_arrive(&s.dq_empty[wg]);

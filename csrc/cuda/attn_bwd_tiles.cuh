@@ -10,7 +10,7 @@
 typedef fa_attn_bwd_params params;
 
 constexpr int ROW_BYTES = 128, CHUNK = 64, CHUNKS = HEAD_DIM / CHUNK; /* columns come in swizzled rows of 128 bytes */
-constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || VARLEN;
+constexpr bool DYNAMIC = CAUSAL || LOCAL || VARLEN || DETERMINISTIC;  /* tiles are taken from a counter */
 
 static_assert(HEAD_DIM % CHUNK == 0, "TMA brings whole chunks; columns beyond the heads' are zero");
 
@@ -79,13 +79,13 @@ DEVICE int keys_end(const params &p, int len_kv, int shift, int last_row) {
 }
 
 /* Tile number idx of the launch. Whole warp. In a fixed order of additions, the last key tile of a query tile adds
- * first: then causal tiles, which begin at their diagonals, find their turn come. Tiles that wait for each other must
- * start in that order, too. */
+ * first: then causal tiles, which begin at their diagonals, find their turn come. A tile waits only for tiles with lower
+ * numbers, which somebody has begun. Heads run fastest, so that those that wait for each other begin apart. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
     if (VARLEN) {
-        t.head_kv = idx / num_kv_tiles;
-        t.kv_tile = idx % num_kv_tiles;
+        t.head_kv = DETERMINISTIC ? idx % p.h_kv : idx / num_kv_tiles;
+        t.kv_tile = DETERMINISTIC ? idx / p.h_kv : idx % num_kv_tiles;
         t.b_idx = find_sequence(p, t.kv_tile);
         const span q = span_at(p.cu_seqlens_q, t.b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, t.b_idx, p.len_kv);
         t.len_q = q.len, t.len_kv = kv.len, t.kv_begin = kv.begin;
@@ -95,7 +95,7 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         if (DETERMINISTIC) t.kv_tile = ceil_div(kv.len, BLOCK_KV) - 1 - t.kv_tile;
     } else {
         int head; /* counts over the whole batch */
-        if (LONGEST_FIRST) {
+        if (DYNAMIC) {
             const int in_groups = p.group_heads * num_kv_tiles, group = idx / in_groups, in_group = idx % in_groups;
             const int heads = min(p.group_heads, p.b * p.h_kv - group * p.group_heads);
             t.kv_tile = in_group / heads;
@@ -141,6 +141,13 @@ DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int hea
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
+/* The next tile that nobody has taken. Whole warp. */
+DEVICE int take_tile(const params &p) {
+    int idx = 0;
+    if (threadIdx.x % 32 == 0) idx = atomicAdd(p.tile_counter, 1);
+    return __shfl_sync(0xffffffffu, idx, 0);
+}
+
 /* One warp; lane 0 does what one thread must do. */
 template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
@@ -149,18 +156,12 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     constexpr u32 Q_BYTES = BLOCK_Q * HEAD_DIM * 2, KV_BYTES = BLOCK_KV * HEAD_DIM * 2, STAT_BYTES = BLOCK_Q * 4;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0;
-    for (int idx = blockIdx.x; idx < num_tiles; tr.next()) {
+    for (int idx = DYNAMIC ? take_tile(p) : blockIdx.x; idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
         {
             const tile found = tile_at(p, idx, num_kv_tiles);
             if (is_leader) s.tiles[tr.stage] = found;
-        }
-        if (LONGEST_FIRST) {
-            if (is_leader) idx = gridDim.x + atomicAdd(p.tile_counter, 1);
-            idx = __shfl_sync(0xffffffffu, idx, 0);
-        } else {
-            idx += gridDim.x;
         }
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
@@ -199,7 +200,8 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 kv_parity ^= 1;
             }
         }
-        __syncwarp();
+        /* Not sooner: who takes a tile must begin it soon, or others wait for it, or end late. */
+        idx = DYNAMIC ? take_tile(p) : idx + gridDim.x;
     }
     if (is_leader) {
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
@@ -208,7 +210,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     }
 }
 
-/* ---- a fixed order of additions -------------------------------------------------------------------------------- */
+/* ---- who has added to dQ -------------------------------------------------------------------------------- */
 
 /* The turn of a key tile at query tile i: how many others add before it. */
 DEVICE u32 turn_of(const params &p, const tile &t, int i) {
@@ -216,10 +218,11 @@ DEVICE u32 turn_of(const params &p, const tile &t, int i) {
     return ceil_div(end, BLOCK_KV) - 1 - t.kv_tile;
 }
 
-/* One lane: until `rank` key tiles have added to the slab. */
+/* One lane: until `rank` key tiles have added to the slab. Not an acquire: what follows is an addition, which cannot begin
+ * before the wait is over and happens in the L2. */
 DEVICE void wait_turn(const u32 *turn, u32 rank) {
     u32 seen;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+    do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
     while (seen != rank);
 }
 DEVICE void end_turn(u32 *turn) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory"); }
