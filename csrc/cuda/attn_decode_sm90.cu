@@ -169,10 +169,10 @@ struct shared_memory {
         } warp;
     };
     alignas(128) u16 q[BLOCK_Q * HEAD_DIM];
-    share w;         /* of this CTA's group */
-    item t;          /* at hand. NOTE: here and not in registers, of which attend() has none to spare */
-    int scan[WARPS]; /* key tiles that each warp has counted */
-    int is_last;     /* this CTA brought an item's last part */
+    share w; /* of this CTA's group */
+    item t;  /* at hand. NOTE: here and not in registers, of which attend() has none to spare */
+    int tiles[WARPS], items[WARPS], most_tiles[WARPS]; /* that each warp has counted */
+    int is_last;                                       /* this CTA brought an item's last part */
 };
 static_assert(sizeof(shared_memory) <= FA_DECODE_SHARED_BYTES(HEAD_DIM, WARPS_Q, TEAMS, SLOTS),
               "what the host asks for");
@@ -210,45 +210,64 @@ DEVICE void step_item(const params &p, shared_memory &s) {
     __syncthreads();
 }
 
+/* How many groups share the positions: all of them; where all items are alike, a number that divides each item evenly, or
+ * the items among the groups, if that leaves at most a tenth of them idle. Then no group has the ends of two items, which
+ * costs more than what the others could read meanwhile. */
+DEVICE int choose_groups(const params &p, int total, int items, int most_tiles) {
+    const int groups = min(p.groups, total);
+    if (total == 0 || (long long)items * most_tiles != total) return groups;
+    const int even = items <= groups ? groups / items * items : items / ceil_div(items, groups);
+    return (items <= groups || items % even == 0) && even * 10 >= groups * 9 ? even : groups;
+}
+
 /* Counts the positions of a lane, and finds the group's share of them, empty for a group without work, and the item at
  * its beginning. Whole CTA. */
 DEVICE void find_share(const params &p, shared_memory &s, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head_blocks = p.h_kv / p.lanes;
     const int each = ceil_div(p.b, THREADS), first_b = min((int)threadIdx.x * each, p.b);
     const int last_b = min(first_b + each, p.b);
-    int tiles = 0;
-    for (int b_idx = first_b; b_idx < last_b; b_idx++) tiles += tiles_of_head(p, sequence_at(p, b_idx)) * head_blocks;
+    int tiles = 0, items = 0, most_tiles = 0; /* most_tiles: of one item, or more where windows make them unlike */
+    for (int b_idx = first_b; b_idx < last_b; b_idx++) {
+        const sequence x = sequence_at(p, b_idx);
+        const int head_tiles = tiles_of_head(p, x);
+        tiles += head_tiles * head_blocks;
+        items += x.q_tiles * head_blocks;
+        const bool are_alike = x.q_tiles <= 1 || (p.window_left < 0 && p.window_right < 0);
+        most_tiles = max(most_tiles, are_alike ? head_tiles / max(x.q_tiles, 1) : head_tiles);
+    }
     int end = tiles; /* an inclusive scan over the warp */
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const int before = __shfl_up_sync(0xffffffffu, end, step);
         if (lane >= step) end += before;
     }
-    if (lane == 31) s.scan[warp] = end;
+    items = __reduce_add_sync(0xffffffffu, items), most_tiles = __reduce_max_sync(0xffffffffu, most_tiles);
+    if (lane == 31) s.tiles[warp] = end, s.items[warp] = items, s.most_tiles[warp] = most_tiles;
     __syncthreads();
     share w = {0, 0, 0, group, 0};
+    items = most_tiles = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
-        if (i < warp) end += s.scan[i];
-        w.total += s.scan[i];
+        if (i < warp) end += s.tiles[i];
+        w.total += s.tiles[i], items += s.items[i], most_tiles = max(most_tiles, s.most_tiles[i]);
     }
-    w.groups = min(p.groups, w.total);
+    w.groups = choose_groups(p, w.total, items, most_tiles);
     if (group < w.groups) {
         w.first = times_over(w.total, group, 0, w.groups);
         w.last = times_over(w.total, group + 1, 0, w.groups);
     }
 
     if (w.first < w.last && end - tiles <= w.first && w.first < end) {
-        int begin = end - tiles, b_idx = first_b;
-        for (;; b_idx++) {
-            const int here = tiles_of_head(p, sequence_at(p, b_idx)) * head_blocks;
-            if (w.first < begin + here) break;
-            begin += here;
-        }
         item t;
-        t.b_idx = b_idx, t.begin = begin, t.s = sequence_at(p, b_idx);
-        const int head_tiles = tiles_of_head(p, t.s);
-        t.head_block = (w.first - begin) / head_tiles;
+        int head_tiles;
+        t.b_idx = first_b, t.begin = end - tiles;
+        for (;; t.b_idx++) {
+            t.s = sequence_at(p, t.b_idx);
+            head_tiles = tiles_of_head(p, t.s);
+            if (w.first < t.begin + head_tiles * head_blocks) break;
+            t.begin += head_tiles * head_blocks;
+        }
+        t.head_block = (w.first - t.begin) / head_tiles;
         t.begin += t.head_block * head_tiles;
         t.q_tile = 0;
         describe(p, t);
@@ -676,43 +695,65 @@ DEVICE bool is_last_part(const params &p, shared_memory &s, const item &t, const
     return s.is_last;
 }
 
-/* The parts of an item, in their order, whoever came last. Whole CTA. Latency is all that counts here, and memory is busy:
- * PARTS_AT_ONCE parts are asked for together, m and l with o, and join the sum as a softmax over parts. */
-DEVICE void merge_parts(const params &p, const item &t, const piece &x, int head) {
-    constexpr int VECTORS = HEAD_DIM / 4, PARTS_AT_ONCE = 8;
-    const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
+/* Four columns of VECTORS rows out of all parts, PARTS of them asked for at once, m and l with o: they join the sum as a
+ * softmax over parts. idx: of the first vector, the next ones lie THREADS further; beyond `num` nothing is written. */
+template <int VECTORS, int PARTS>
+DEVICE void merge_vectors(const params &p, const item &t, const piece &x, int head, int idx, int num) {
     const int place_0 = part_place(p, t, x, head, 0), place_1 = part_place(p, t, x, head, 1);
     const int place_step = p.num_splits == 0 ? 2 * p.lanes : 1;
-    for (int idx = threadIdx.x; idx < num_rows * VECTORS; idx += THREADS) {
-        const int row = idx / VECTORS, column = idx % VECTORS * 4;
-        float o[4] = {0, 0, 0, 0}, max = -INF, sum = 0;
-        for (int first = 0; first < x.parts; first += PARTS_AT_ONCE) {
-            float4 part[PARTS_AT_ONCE];
-            float2 stats[PARTS_AT_ONCE];
+    int row[VECTORS], column[VECTORS];
+    float o[VECTORS][4] = {}, max[VECTORS], sum[VECTORS] = {};
 #pragma unroll
-            for (int k = 0; k < PARTS_AT_ONCE; k++) {
-                const int i = min(first + k, x.parts - 1);
-                const long long at =
-                    (long long)(i == 0 ? place_0 : place_1 + (i - 1) * place_step) * p.partial_rows + row;
-                stats[k] = __ldcg((const float2 *)p.partial_stats + at);
-                part[k] = __ldcg((const float4 *)(p.partial_o + at * HEAD_DIM + column));
+    for (int n = 0; n < VECTORS; n++) {
+        const int at = min(idx + n * THREADS, num - 1);
+        row[n] = at / (HEAD_DIM / 4), column[n] = at % (HEAD_DIM / 4) * 4, max[n] = -INF;
+    }
+    for (int first = 0; first < x.parts; first += PARTS) {
+        float4 part[VECTORS][PARTS];
+        float2 stats[VECTORS][PARTS];
+#pragma unroll
+        for (int k = 0; k < PARTS; k++) {
+            const int i = min(first + k, x.parts - 1);
+            const int place = i == 0 ? place_0 : place_1 + (i - 1) * place_step;
+#pragma unroll
+            for (int n = 0; n < VECTORS; n++) {
+                const long long at = (long long)place * p.partial_rows + row[n];
+                stats[n][k] = __ldcg((const float2 *)p.partial_stats + at);
+                part[n][k] = __ldcg((const float4 *)(p.partial_o + at * HEAD_DIM + column[n]));
             }
-            float next = max;
+        }
 #pragma unroll
-            for (int k = 0; k < PARTS_AT_ONCE; k++) next = fmaxf(next, stats[k].x);
-            const float keep = weight(max, next);
-            sum *= keep, o[0] *= keep, o[1] *= keep, o[2] *= keep, o[3] *= keep;
-            max = next;
+        for (int n = 0; n < VECTORS; n++) {
+            float next = max[n];
 #pragma unroll
-            for (int k = 0; k < PARTS_AT_ONCE; k++)
+            for (int k = 0; k < PARTS; k++) next = fmaxf(next, stats[n][k].x);
+            const float keep = weight(max[n], next);
+            max[n] = next, sum[n] *= keep;
+            o[n][0] *= keep, o[n][1] *= keep, o[n][2] *= keep, o[n][3] *= keep;
+#pragma unroll
+            for (int k = 0; k < PARTS; k++)
                 if (first + k < x.parts) {
-                    const float w = weight(stats[k].x, max);
-                    sum += w * stats[k].y;
-                    o[0] += w * part[k].x, o[1] += w * part[k].y, o[2] += w * part[k].z, o[3] += w * part[k].w;
+                    const float w = weight(stats[n][k].x, next);
+                    const float4 y = part[n][k];
+                    sum[n] += w * stats[n][k].y;
+                    o[n][0] += w * y.x, o[n][1] += w * y.y, o[n][2] += w * y.z, o[n][3] += w * y.w;
                 }
         }
-        write_output(p, t, head, row, column, o, max, sum);
     }
+#pragma unroll
+    for (int n = 0; n < VECTORS; n++)
+        if (idx + n * THREADS < num) write_output(p, t, head, row[n], column[n], o[n], max[n], sum[n]);
+}
+
+/* The parts of an item, in their order, whoever came last. Whole CTA. Latency is all that counts here, and the memory is
+ * busy: what fits into the registers is asked for at once. The order of the sum does not depend on the way taken. */
+DEVICE void merge_parts(const params &p, const item &t, const piece &x, int head) {
+    const int num = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q) * (HEAD_DIM / 4);
+    for (int idx = threadIdx.x; idx < num; idx += 4 * THREADS)
+        if (num <= THREADS)
+            merge_vectors<1, 16>(p, t, x, head, idx, num);
+        else
+            merge_vectors<4, 4>(p, t, x, head, idx, num);
 }
 
 /* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
