@@ -146,6 +146,26 @@ def host_us():
     return median(times)
 
 
+def table(rows):
+    """The README's: TB/s of cache, and microseconds."""
+    columns = [(DENSE, "ours"), *((f"pages of {page}", "ours") for page in PAGES)]
+    columns += [(DENSE, "SDPA cuDNN"), (DENSE, "SDPA FA2")]
+    print("| batch x cache, heads, head_dim | dense | pages of 1 | 16 | 64 | 256 | SDPA, cuDNN | SDPA, FA2 |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in dict.fromkeys(tuple(row[x] for x in ("b", "cache", "h", "h_kv", "d")) for row in rows):
+        cells = []
+        for layout, kernel in columns:
+            found = [
+                row
+                for row in rows
+                if (row["b"], row["cache"], row["h"], row["h_kv"], row["d"]) == case
+                and (row["layout"], row["kernel"]) == (layout, kernel)
+            ]
+            cells.append(f"{float(found[0]['tb_s']):.2f} ({float(found[0]['us']):.1f} us)" if found else "")
+        b, cache, h, h_kv, d = case
+        print(f"| {b} x {cache}, {h}/{h_kv}, {d} | {' | '.join(cells)} |")
+
+
 def plot(rows, path):
     try:
         import matplotlib.pyplot as plt
@@ -177,7 +197,12 @@ def main():
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of the cases")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--csv", type=Path, help="where the results go; the plot goes beside them")
+    parser.add_argument("--table", type=Path, help="print the README's table of these results, and measure nothing")
     options = parser.parse_args()
+    if options.table:
+        with open(options.table, newline="") as file:
+            table(list(csv.DictReader(file)))
+        return
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
