@@ -52,7 +52,7 @@ static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 /* (x y + add) / z of positions and groups. A division of 64 bits takes 100 instructions, and few problems need one. */
-DEVICE int times_over(int x, int y, int add, int z) {
+__device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
@@ -120,6 +120,7 @@ DEVICE int tiles_of(const key_range &r) { return max(ceil_div(r.end, BLOCK_KV) -
 DEVICE int tiles_of_head(const params &p, const sequence &s) {
     if (p.window_left < 0 && p.window_right < 0) return s.q_tiles * max(ceil_div(s.len_kv, BLOCK_KV), 1);
     int tiles = 0;
+#pragma unroll 1
     for (int i = 0; i < s.q_tiles; i++) tiles += tiles_of(keys_of(p, s, i));
     return tiles;
 }
@@ -227,6 +228,7 @@ DEVICE void find_share(const params &p, shared_memory &s, int group) {
     const int each = ceil_div(p.b, THREADS), first_b = min((int)threadIdx.x * each, p.b);
     const int last_b = min(first_b + each, p.b);
     int tiles = 0, items = 0, most_tiles = 0; /* most_tiles: of one item, or more where windows make them unlike */
+#pragma unroll 1
     for (int b_idx = first_b; b_idx < last_b; b_idx++) {
         const sequence x = sequence_at(p, b_idx);
         const int head_tiles = tiles_of_head(p, x);
@@ -261,6 +263,7 @@ DEVICE void find_share(const params &p, shared_memory &s, int group) {
         item t;
         int head_tiles;
         t.b_idx = first_b, t.begin = end - tiles;
+#pragma unroll 1
         for (;; t.b_idx++) {
             t.s = sequence_at(p, t.b_idx);
             head_tiles = tiles_of_head(p, t.s);
@@ -271,7 +274,11 @@ DEVICE void find_share(const params &p, shared_memory &s, int group) {
         t.begin += t.head_block * head_tiles;
         t.q_tile = 0;
         describe(p, t);
-        while (w.first >= t.begin + t.tiles) next_item(p, t);
+#pragma unroll 1
+        while (w.first >= t.begin + t.tiles) {
+            t.begin += t.tiles, t.q_tile++;
+            describe(p, t);
+        }
         s.t = t;
     }
     if (threadIdx.x == 0) s.w = w;
@@ -451,6 +458,7 @@ DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softm
 /* Q of the item, rows beyond its end and columns beyond d as zeros. Whole CTA. */
 DEVICE void load_queries(const params &p, shared_memory &s, const item &t, int head) {
     const int num_rows = t.s.len_q * p.heads_per_kv;
+#pragma unroll 1
     for (int idx = threadIdx.x; idx < BLOCK_Q * PIECES; idx += THREADS) {
         const int row = idx / PIECES, piece = idx % PIECES, at = t.q_tile * BLOCK_Q + row;
         const int i = at / p.heads_per_kv, h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
@@ -683,13 +691,13 @@ __device__ u32 own_counters[FA_DECODE_COUNTER_SLOTS][FA_DECODE_MAX_CTAS];
 DEVICE bool is_last_part(const params &p, shared_memory &s, const item &t, const piece &x, int head) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence(); /* of the whole CTA's writes, which the barrier has handed to this thread */
+        fence_acq_rel(); /* of the whole CTA's writes, which the barrier has handed to this thread */
         /* With equal shares at most one item begins in a share and goes on beyond it. */
         const int idx = p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x % p.lanes
                                           : (t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile;
         u32 *counter = (p.counters ? p.counters : own_counters[p.counter_slot]) + idx;
         s.is_last = atomicInc(counter, x.parts - 1) == (u32)x.parts - 1;
-        __threadfence();
+        fence_acq_rel();
     }
     __syncthreads();
     return s.is_last;
@@ -749,16 +757,17 @@ DEVICE void merge_vectors(const params &p, const item &t, const piece &x, int he
  * busy: what fits into the registers is asked for at once. The order of the sum does not depend on the way taken. */
 DEVICE void merge_parts(const params &p, const item &t, const piece &x, int head) {
     const int num = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q) * (HEAD_DIM / 4);
-    for (int idx = threadIdx.x; idx < num; idx += 4 * THREADS)
+    for (int idx = threadIdx.x; idx < num; idx += 2 * THREADS)
         if (num <= THREADS)
-            merge_vectors<1, 16>(p, t, x, head, idx, num);
+            merge_vectors<1, 8>(p, t, x, head, idx, num);
         else
-            merge_vectors<4, 4>(p, t, x, head, idx, num);
+            merge_vectors<2, 4>(p, t, x, head, idx, num);
 }
 
 /* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
 DEVICE void fill_unowned_rows(const params &p) {
     const int begin = clamp(p.cu_seqlens_q[p.b], 0, p.total_q);
+#pragma unroll 1
     for (int row = begin + blockIdx.x; row < p.total_q; row += gridDim.x)
         for (int h_idx = 0; h_idx < p.h; h_idx++) {
             u16 *o = (u16 *)p.o + row * p.o_stride_row + h_idx * p.o_stride_h;
@@ -776,6 +785,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     if (p.cu_seqlens_q) fill_unowned_rows(p);
     find_share(p, s, group);
 
+#pragma unroll 1
     for (int position = s.w.first; position < s.w.last;) {
         piece x;
         if (piece_at(p, s.w, s.t, position, x)) {

@@ -66,6 +66,10 @@ template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
  * 16 of them; whole warps, `threads` in all. Number 0 is __syncthreads'. */
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+/* One thread: writes before it, the CTA's that a barrier has shown to this thread among them, are seen before writes after
+ * it by whoever reads those. [fence] */
+DEVICE void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
 
 /* 2^x on the special-function unit. */
