@@ -139,6 +139,7 @@ struct item {
 /* The positions [first, last) of one group out of all. */
 struct share {
     int first, last, total, group, groups;
+    bool is_stream; /* all the keys and values of the launch together do not stay in L2 */
 };
 
 /* Key tiles [first, last) of an item; part number `idx` of `parts`. */
@@ -246,7 +247,7 @@ DEVICE void find_share(const params &p, shared_memory &s, int group) {
     items = __reduce_add_sync(0xffffffffu, items), most_tiles = __reduce_max_sync(0xffffffffu, most_tiles);
     if (lane == 31) s.tiles[warp] = end, s.items[warp] = items, s.most_tiles[warp] = most_tiles;
     __syncthreads();
-    share w = {0, 0, 0, group, 0};
+    share w = {0, 0, 0, group, 0, false};
     items = most_tiles = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
@@ -254,6 +255,7 @@ DEVICE void find_share(const params &p, shared_memory &s, int group) {
         w.total += s.tiles[i], items += s.items[i], most_tiles = max(most_tiles, s.most_tiles[i]);
     }
     w.groups = choose_groups(p, w.total, items, most_tiles);
+    w.is_stream = (u64)w.total * p.lanes * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20;
     if (group < w.groups) {
         w.first = times_over(w.total, group, 0, w.groups);
         w.last = times_over(w.total, group + 1, 0, w.groups);
@@ -348,7 +350,7 @@ DEVICE void look_up(const params &p, const walk &c, int key, loader &l) {
     }
 }
 
-DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset, u32 slot_rows, int d) {
+DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset, u32 slot_rows, int d, u64 l2_policy) {
     const int lane = threadIdx.x % 32;
     const u32 mine = l.page * cache.stride_b + l.row * cache.stride_row + head_offset;
 #pragma unroll
@@ -357,7 +359,7 @@ DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset,
         const u32 offset = __shfl_sync(0xffffffffu, mine, row);
         const bool is_present = (l.present >> row & 1) && (int)(8 * piece) < d;
         cp_async_16(piece_address(slot_rows, row, piece),
-                    (const char *)cache.data + (u64)(offset + (is_present ? piece : 0)) * 16, is_present);
+                    (const char *)cache.data + (u64)(offset + (is_present ? piece : 0)) * 16, is_present, l2_policy);
     }
 }
 
@@ -482,6 +484,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         c.pages = p.block_table + c.cache_row * p.table_stride;
     else if (p.cu_seqlens_k)
         c.cache_row = 0;
+    /* What is read once and will not be there next time leaves L2 first. */
+    const u64 l2_policy = s.w.is_stream && t.s.q_tiles == 1 ? l2_evict_first() : l2_evict_normal();
     const int full_begin = t.keys.full_begin, full_end = t.keys.full_end;
 
     /* Loads run SLOTS - 1 slots ahead: K and V in turns, `load_step` counts pairs. */
@@ -495,7 +499,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         if (load_step < steps) {
             now = next;
             if (c.pages) now.page = min(now.page, (u32)p.num_pages - 1); /* whatever the table holds */
-            load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d);
+            load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
             look_up(p, c, first_key + (load_step + 1) * BLOCK_KV + WARP_KEYS * warp_q, next);
         }
         cp_async_commit_group();
@@ -503,7 +507,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
     };
     auto load_v = [&]() {
         if (load_step < steps)
-            load(p.v, now, v_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d);
+            load(p.v, now, v_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
         cp_async_commit_group();
         load_step++;
         load_slot = load_slot + 1 == SLOTS ? 0 : load_slot + 1;

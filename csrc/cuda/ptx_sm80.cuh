@@ -19,6 +19,23 @@ DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(is_present ? 16 : 0)
                  : "memory");
 }
+/* The same; l2_policy says how long L2 keeps what it reads. [createpolicy] */
+DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+                 "r"(is_present ? 16 : 0), "l"(l2_policy)
+                 : "memory");
+}
+DEVICE u64 l2_evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE u64 l2_evict_normal() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* At most PENDING of the calling thread's youngest groups are still on their way. */
