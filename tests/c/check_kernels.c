@@ -360,6 +360,44 @@ static void test_absent_gradients(void **state) {
 
 /* ---- rows that see nothing ----------------------------------------------------------------------------------- */
 
+/* Vector kernels count denormal numbers as zero (elsewhere than here they cost a hundred times as much as others), whichever
+ * thread they are on, and leave the thread as they found it: pool.h watches the pool's threads, this test the caller. */
+static void test_denormals(void **state) {
+    (void)state;
+    static const struct {
+        fa_pass pass;
+        int64_t len_q;
+    } kernels[] = {{FA_FWD, 1}, {FA_FWD, 150}, {FA_BWD, 150}}; /* decode, tiles */
+    for (int isa = FA_ISA_AVX2; isa < FA_NUM_ISAS; isa++) {
+        for (int n = 0; n < 6 && machine.isa_legal[isa] && control_state() != 0; n++) {
+            fa_problem p = {
+                .pass = kernels[n / 2].pass, .dtype = FA_F32, .b = 2, .h = 2, .h_kv = 2, .d = 24, .scale = 0.2};
+            p.len_q = kernels[n / 2].len_q, p.len_kv = 1100, p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
+            p.window_left = p.window_right = -1;
+            tensor all[8];
+            fa_view *views[] = {&p.q, &p.dout, &p.o, &p.dq, &p.k, &p.v, &p.dk, &p.dv};
+            random_source r = {29};
+            for (int i = 0; i < 8; i++) {
+                all[i] = tensor_make(&p, 2, i < 4 ? p.len_q : p.len_kv, 2, ROWS_THEN_HEADS, true);
+                *views[i] = all[i].view;
+                const double size = i == (p.pass == FA_FWD ? 5 : 1) ? 1e-39 : 1; /* v or dout */
+                for (int64_t e = 0; e < all[i].num_elements; e++)
+                    fa_store_element(all[i].view.data, e, size * (1.5 + sin(random_normal(&r))), p.dtype);
+            }
+            alloc_row_stats(&p, &p.lse, p.len_q, true);
+            alloc_row_stats(&p, &p.softmax_d, p.len_q, true);
+            if (p.pass == FA_BWD) run_forward_reference(&p);
+            const unsigned before = control_state();
+            run_on((fa_isa)isa, n % 2 ? 3 : 1, &p, true);
+            assert_int_equal(control_state(), before);
+            const tensor *zero = &all[p.pass == FA_FWD ? 2 : 7];
+            for (int64_t e = 0; e < zero->num_elements; e++)
+                assert_true(fa_load_element(zero->view.data, e, p.dtype) == 0);
+            guarded_free_all();
+        }
+    }
+}
+
 /* Rows above a causal mask, and rows whose lse says that they saw no key, with either sign: whatever q and dout hold
  * there, their gradients are zero and nobody else's change by a bit. */
 static void test_silent_rows(void **state) {
@@ -781,6 +819,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_thread_counts),
         cmocka_unit_test(test_absent_gradients),
         cmocka_unit_test(test_silent_rows),
+        cmocka_unit_test(test_denormals),
     };
     const struct CMUnitTest emulated_tests[] = {
         cmocka_unit_test(test_fwd_bf16),
