@@ -138,15 +138,17 @@ def test_explain_names_the_kernel_and_says_why():
     assert reasons.get("attn_fwd_sm90") == "FLASH_ATTN_CUDA_KERNEL rules it out"
 
 
-@pytest.mark.parametrize("case", [Case(33, 0, causal=True, dtype="bf16"), PACKED[2], PACKED[3]], ids=repr)
-def test_rows_that_belong_to_nobody(case):
-    """Behind the last sequence: zero, with an lse of -inf."""
-    out, lse = run(case, False)[0].whole
-    if case.packed:
-        owned = sum(case.len_q)
-        assert not out[owned:].any() and (lse[:, owned:] == -torch.inf).all()
-    else:
-        assert not out.any() and (lse == torch.inf).all()
+@pytest.mark.parametrize("causal", BOTH)
+def test_rows_that_belong_to_nobody(causal):
+    """Behind the last sequence: zero, with an lse of -inf. Without keys: zero, with an lse of +inf."""
+    q = torch.full((70, 2, 40), float("nan"), device="cuda")
+    k = torch.randn(90, 2, 40, device="cuda")
+    q[:50] = torch.randn(50, 2, 40)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 20, 30, 50], [0, 40, 40, 80]))
+    out, lse, _ = flash_attn_varlen_func(q, k, k, cu_q, cu_k, 20, 40, causal=causal, return_attn_probs=True)
+    assert not out[50:].any() and (lse[:, 50:] == -torch.inf).all()
+    assert not out[20:30].any() and (lse[:, 20:30] == torch.inf).all()
+    assert out[:20].isfinite().all() and out[30:50].isfinite().all() and out[:20].any()
 
 
 @pytest.mark.parametrize("case", in_turns([case for case in VALUES + PACKED if case.values != "huge"]), ids=repr)

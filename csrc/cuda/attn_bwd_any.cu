@@ -44,10 +44,6 @@ static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9
 /* A row without finite lse gives and gets nothing; one with a NaN gives NaN. */
 DEVICE bool saw_nothing(float lse) { return fabsf(lse) == INF; }
 
-DEVICE bool sees(const fa_cuda_problem &p, const sequence &s, int i, int j) {
-    return i < s.len_q && j >= first_key(p, s, i) && j < end_key(p, s, i);
-}
-
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
 
 /* The rows of the other side that some of the own rows [first, last] meets, and those that all of them meet. */
@@ -81,31 +77,74 @@ struct row_finder {
 
 /* ---- one tile -------------------------------------------------------------------------------------------------- */
 
-/* W [16, WALK] from S and dP: own rows from `own` on, walked rows from `walk` on. */
-DEVICE void make_weights(const fa_cuda_problem &p, const sequence &s, int head, int own, int walk, float (&w)[N][4],
-                         const float (&dp)[N][4]) {
-    const scorer score(p, s, head);
-    const dropout drop(p, s.b_idx, head);
-    u32 kept = 0xffffffffu;
-    if (drop.is_on) kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own, walk) : drop.kept_rows_are_queries<N>(own, walk);
+/* A query as its pairs need it: the keys it sees, none if it saw nothing. */
+struct query {
+    int i, first, end;
+    float lse, delta;
+};
+
+DEVICE query query_at(const fa_cuda_problem &p, const sequence &s, int i, int head) {
+    const float lse = i < s.len_q ? *row_stat(p.lse, s, i, head) : INF;
+    if (saw_nothing(lse)) return {i, 0, 0, 0, 0};
+    return {i, first_key(p, s, i), end_key(p, s, i), lse, GRAD == 2 ? 0 : *row_stat(p.softmax_d, s, i, head)};
+}
+
+/* W [16, WALK] from S and dP where every query sees every key, and scores are plain. */
+DEVICE void make_plain_weights(const fa_cuda_problem &p, const sequence &s, int head, int own, int walk,
+                               float (&w)[N][4], const float (&dp)[N][4]) {
+    const int row = own + lane() / 4, column = walk + 2 * (lane() % 4);
+    float lse[2], delta[2];
 #pragma unroll
-    for (int n = 0; n < N; n++)
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+            if (!OWNS_KEYS && n > 0) continue; /* of the two rows, or of two columns */
+            const int i = OWNS_KEYS ? column + 8 * n + x : row + 8 * x;
+            lse[x] = i < s.len_q ? *row_stat(p.lse, s, i, head) : INF;
+            if (saw_nothing(lse[x])) lse[x] = INF; /* p is zero */
+            if (GRAD != 2) delta[x] = i < s.len_q ? *row_stat(p.softmax_d, s, i, head) : 0;
+        }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int row = own + lane() / 4 + e / 2 * 8, column = walk + 8 * n + 2 * (lane() % 4) + e % 2;
-            const int i = OWNS_KEYS ? column : row, j = OWNS_KEYS ? row : column;
-            const float lse = sees(p, s, i, j) ? *row_stat(p.lse, s, i, head) : INF;
+            const int x = OWNS_KEYS ? e % 2 : e / 2;
+            const float prob = ex2(fmaf(w[n][e], p.scale, -lse[x]) * LOG2_E);
+            w[n][e] = GRAD == 2 ? prob : prob * (dp[n][e] - delta[x]);
+        }
+    }
+}
+
+/* W [16, WALK] from S and dP: own rows from `own` on, walked rows from `walk` on. Bit 4 n + e of the result: the query of
+ * element e of fragment n sees the key. */
+DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, int own, int walk, float (&w)[N][4],
+                        const float (&dp)[N][4]) {
+    const scorer score(p, s, head);
+    const dropout drop(p, s.b_idx, head);
+    const int row = own + lane() / 4, column = walk + 2 * (lane() % 4);
+    u32 kept = 0xffffffffu, seen = 0;
+    if (drop.is_on) kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own, walk) : drop.kept_rows_are_queries<N>(own, walk);
+    query queries[2]; /* of the two rows, or of two columns */
+    if (!OWNS_KEYS) queries[0] = query_at(p, s, row, head), queries[1] = query_at(p, s, row + 8, head);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        if (OWNS_KEYS) {
+            queries[0] = query_at(p, s, column + 8 * n, head);
+            queries[1] = query_at(p, s, column + 8 * n + 1, head);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const query &q = queries[OWNS_KEYS ? e % 2 : e / 2];
+            const int j = OWNS_KEYS ? row + e / 2 * 8 : column + 8 * n + e % 2;
             float weight = 0, capped;
-            if (!saw_nothing(lse)) {
-                const float prob = ex2((score(w[n][e], i, j, capped) - lse) * LOG2_E);
+            seen |= (u32)(j >= q.first && j < q.end) << (4 * n + e);
+            if (j >= q.first && j < q.end) {
+                const float prob = ex2((score(w[n][e], q.i, j, capped) - q.lse) * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
-                if (GRAD == 2)
-                    weight = prob * z;
-                else
-                    weight = prob * (z * dp[n][e] - *row_stat(p.softmax_d, s, i, head)) * (1 - capped * capped);
+                weight = GRAD == 2 ? prob * z : prob * (z * dp[n][e] - q.delta) * (1 - capped * capped);
             }
             w[n][e] = weight;
         }
+    }
+    return seen;
 }
 
 /* Adds to o what the walked rows of one query head contribute to the own rows from `own` on. */
@@ -114,6 +153,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + 16 * warp();
     const span met = walked_rows(p, s, own, min(own + OWN, num_own) - 1);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
+    const bool is_plain = HEAD_DIM < 256 && p.softcap == 0 && !p.alibi_slopes && !p.rng_state; /* registers */
 #pragma unroll 1
     for (int first = met.begin / WALK * WALK; first < met.end; first += WALK) {
         float w[N][4], dp[N][4];
@@ -125,15 +165,16 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         wait_for_tiles();
         multiply_rows(w, shared.own_s + 16 * warp() * PITCH, shared.walk_s);
         if (GRAD != 2) multiply_rows(dp, shared.own_dp + 16 * warp() * PITCH, shared.walk_dp);
-        make_weights(p, s, head, warp_own, first, w, dp);
 
         const element *added = GRAD == 2 ? shared.walk_dp : shared.walk_s;
         const bool is_whole = first >= met.whole_begin && first + WALK <= met.whole_end;
+        u32 seen = 0xffffffffu;
+        if (is_whole && is_plain)
+            make_plain_weights(p, s, head, warp_own, first, w, dp);
+        else
+            seen = make_weights(p, s, head, warp_own, first, w, dp);
         if (!is_whole && has_nan_or_inf<WALK>(added))
-            accumulate_exactly(o, w, added, [&](int half, int column) {
-                const int row = warp_own + lane() / 4 + 8 * half;
-                return OWNS_KEYS ? sees(p, s, first + column, row) : sees(p, s, row, first + column);
-            });
+            accumulate_exactly(o, w, added, seen);
         else
             accumulate(o, w, added);
     }

@@ -35,7 +35,7 @@ struct shared_memory {
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
-/* The two rows of a thread: what they see, their largest score so far, the sum of their exponentials. */
+/* One of the two rows of a thread: what it sees, its largest score so far, the sum of its exponentials. */
 struct row_state {
     int first, end; /* visible keys */
     float max, sum;
@@ -51,8 +51,9 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
 }
 
-/* S becomes P = exp(S - max) and O follows the maximum. fmaxf passes over NaN: it comes out through the sum. */
-DEVICE void softmax_step(float (&s)[N][4], float (&o)[COLUMNS][4], row_state (&rows)[2]) {
+/* S becomes P = 2^(factor S - base), base = factor max, and O follows the maximum. base is rounded: the same for all of a
+ * row, so it cancels in the quotient; lse adds what was rounded away. fmaxf passes over NaN: it comes out through the sum. */
+DEVICE void softmax_step(float (&s)[N][4], float (&o)[COLUMNS][4], row_state (&rows)[2], float factor) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         row_state &row = rows[half];
@@ -60,14 +61,14 @@ DEVICE void softmax_step(float (&s)[N][4], float (&o)[COLUMNS][4], row_state (&r
 #pragma unroll
         for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
         largest = quad_max(largest);
-        const float base = largest == -INF ? 0 : largest; /* nothing seen yet, or only scores of -inf */
-        const float rescale = ex2((row.max - base) * LOG2_E);
+        const float base = largest == -INF ? 0 : largest * factor;    /* nothing seen yet, or only scores of -inf */
+        const float rescale = ex2(__fmul_rn(row.max, factor) - base); /* rounded as base was, not fused */
         row.max = largest;
         float sum = 0;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) sum += s[n][2 * half + e] = ex2((s[n][2 * half + e] - base) * LOG2_E);
+            for (int e = 0; e < 2; e++) sum += s[n][2 * half + e] = ex2(fmaf(s[n][2 * half + e], factor, -base));
         row.sum = row.sum * rescale + sum;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) o[c][2 * half] *= rescale, o[c][2 * half + 1] *= rescale;
@@ -80,6 +81,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     const int warp_row = first_row + 16 * warp();
     const scorer score(p, s, head);
     const dropout drop(p, s.b_idx, head);
+    const float unit = score.is_plain ? score.scale : 1; /* plain scores are scaled with the exponent */
     const int begin = first_key(p, s, first_row), end = end_key(p, s, last_row);             /* some row sees */
     const int whole_begin = first_key(p, s, last_row), whole_end = end_key(p, s, first_row); /* every row sees */
     row_state rows[2];
@@ -114,16 +116,28 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         if (first + BLOCK_KV < end) load_tile<BLOCK_KV>(shared.k, p.k.data, p, key_row(p.k, first + BLOCK_KV));
 
         const bool is_whole = first >= whole_begin && first + BLOCK_KV <= whole_end;
-        float unused;
+        u32 seen = 0;
+        if (!score.is_plain) {
+            float unused;
 #pragma unroll
-        for (int n = 0; n < N; n++)
+            for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int i = warp_row + lane() / 4 + e / 2 * 8, j = first + 8 * n + 2 * (lane() % 4) + e % 2;
-                const bool sees = is_whole || (j >= rows[e / 2].first && j < rows[e / 2].end);
-                scores[n][e] = sees ? score(scores[n][e], i, j, unused) : -INF;
-            }
-        softmax_step(scores, o, rows);
+                for (int e = 0; e < 4; e++)
+                    scores[n][e] = score(scores[n][e], warp_row + lane() / 4 + e / 2 * 8,
+                                         first + 8 * n + 2 * (lane() % 4) + e % 2, unused);
+        }
+        if (!is_whole) {
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int j = first + 8 * n + 2 * (lane() % 4) + e % 2;
+                    const bool sees = j >= rows[e / 2].first && j < rows[e / 2].end;
+                    seen |= (u32)sees << (4 * n + e);
+                    if (!sees) scores[n][e] = -INF;
+                }
+        }
+        softmax_step(scores, o, rows, unit * LOG2_E);
         if (drop.is_on) { /* after the sum: dropout comes after the normalisation */
             const u32 kept = drop.kept_rows_are_queries<N>(warp_row, first);
 #pragma unroll
@@ -133,9 +147,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                     if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
         }
         if (!is_whole && has_nan_or_inf<BLOCK_KV>(shared.v))
-            accumulate_exactly(o, scores, shared.v, [&](int half, int column) {
-                return first + column >= rows[half].first && first + column < rows[half].end;
-            });
+            accumulate_exactly(o, scores, shared.v, seen);
         else
             accumulate(o, scores, shared.v);
     }
@@ -151,7 +163,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         factor[half] = p.keep_scale / sum;
         o_rows[half] = i < s.len_q ? (element *)p.o.data + query_offset(p.o, s, i, head) : nullptr;
         /* a sum of zero: every score is -inf */
-        const float lse = sum == 0 ? sum / sum : rows[half].max + lg2(sum) * LN_2;
+        const float max = rows[half].max, rest = fmaf(max, unit * LOG2_E, -__fmul_rn(max, unit * LOG2_E));
+        const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest) * LN_2;
         if (i < s.len_q && lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty[half] ? INF : lse;
     }
     store_rows(p, o, o_rows, factor, is_empty);

@@ -5,13 +5,12 @@
 #include "cuda_problem.h"
 
 #define HEAD_DIM 256
+#define WARPS    4
 #ifndef KERNEL
 #define KERNEL attn_probs_any
 #endif
 
 #include "tile_any.cuh"
-
-constexpr int THREADS = 128;
 
 struct shared_memory {
     float q[HEAD_DIM];

@@ -17,6 +17,12 @@
 #define KERNEL kvcache
 #endif
 
+#if F32
+typedef double wide; /* a product of two elements is exact in it */
+#else
+typedef float wide;
+#endif
+
 /* The elements of one row, turned. Lanes of one warp share the work. */
 DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *src, int position) {
     const int lane = threadIdx.x % 32, pairs = p.rotary_dim / 2;
@@ -24,11 +30,11 @@ DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *s
     const int num_pairs = turns ? pairs : 0;
     for (int i = lane; i < num_pairs; i += 32) {
         const int idx_0 = p.rotary_interleaved ? 2 * i : i, idx_1 = p.rotary_interleaved ? 2 * i + 1 : i + pairs;
-        const float cos = to_float(((const element *)p.rotary_cos)[(long long)position * pairs + i]);
-        const float sin = to_float(((const element *)p.rotary_sin)[(long long)position * pairs + i]);
-        const float x_0 = to_float(src[idx_0]), x_1 = to_float(src[idx_1]);
-        dst[idx_0] = to_element(x_0 * cos - x_1 * sin);
-        dst[idx_1] = to_element(x_0 * sin + x_1 * cos);
+        const wide cos = to_float(((const element *)p.rotary_cos)[(long long)position * pairs + i]);
+        const wide sin = to_float(((const element *)p.rotary_sin)[(long long)position * pairs + i]);
+        const wide x_0 = to_float(src[idx_0]), x_1 = to_float(src[idx_1]);
+        dst[idx_0] = to_element((float)(x_0 * cos - x_1 * sin));
+        dst[idx_1] = to_element((float)(x_0 * sin + x_1 * cos));
     }
     for (int i = 2 * num_pairs + lane; i < p.d; i += 32) dst[i] = src[i];
 }

@@ -16,6 +16,8 @@ constexpr u32 WHOLE_WARP = 0xffffffffu;
 /* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements: eight rows then begin in different
  * groups of four banks, which is what ldmatrix and the loads of fp32 ask for. */
 constexpr int PIECE = 16 / sizeof(element), PITCH = HEAD_DIM + PIECE;
+constexpr int THREADS = 32 * WARPS;
+constexpr int LOADS_AT_ONCE = HEAD_DIM == 256 ? 1 : 4; /* of a thread: addresses take registers */
 
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
@@ -29,14 +31,18 @@ template <int ROWS, class Offset>
 DEVICE void load_tile(element *tile, const void *data, const fa_cuda_problem &p, Offset offset) {
     const element *source = (const element *)data;
     if (p.is_aligned) {
-        constexpr int PIECES = HEAD_DIM / PIECE;
-        for (int i = threadIdx.x; i < ROWS * PIECES; i += blockDim.x) {
-            const int row = i / PIECES, column = i % PIECES * PIECE;
-            const long long at = column < p.d ? offset(row) : -1;
-            cp_async_16(smem_address(tile + row * PITCH + column), at >= 0 ? source + at + column : source, at >= 0);
+        constexpr int PIECES = HEAD_DIM / PIECE, STEP = THREADS / PIECES;
+        static_assert(THREADS % PIECES == 0 && ROWS % STEP == 0, "a thread keeps its columns");
+        const int column = threadIdx.x % PIECES * PIECE, first = threadIdx.x / PIECES;
+        const u32 dst = smem_address(tile + first * PITCH + column);
+#pragma unroll LOADS_AT_ONCE
+        for (int i = 0; i < ROWS / STEP; i++) {
+            const long long at = column < p.d ? offset(first + i * STEP) : -1;
+            cp_async_16(dst + i * STEP * PITCH * (int)sizeof(element), at >= 0 ? source + at + column : source,
+                        at >= 0);
         }
     } else {
-        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += blockDim.x) {
+        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int row = i / HEAD_DIM, column = i % HEAD_DIM;
             const long long at = column < p.d ? offset(row) : -1;
             tile[row * PITCH + column] = at >= 0 ? source[at + column] : (element)0;
@@ -52,7 +58,7 @@ DEVICE void wait_for_tiles() {
 /* Does some element of the tile lack a finite value? All threads get the answer. */
 template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
     bool found = false;
-    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += blockDim.x) {
+    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
         const float x = to_float(tile[i / HEAD_DIM * PITCH + i % HEAD_DIM]);
         found |= !(fabsf(x) < INF);
     }
@@ -101,27 +107,29 @@ template <int N> DEVICE void multiply_rows(float (&s)[N][4], const element *a, c
 
 constexpr int COLUMNS = HEAD_DIM / 8; /* fragments of a row of HEAD_DIM */
 
-/* O [16, HEAD_DIM] += W [16, 8 N] B by FMAs: B 8 N rows in shared memory. touches(half, column): the pair counts; where
- * it does not, B may hold anything. W travels from the lane that holds it to the other three of its rows. */
-template <int N, class Touches>
-DEVICE void accumulate_exactly(float (&o)[COLUMNS][4], const float (&w)[N][4], const element *b, Touches touches) {
-    const int t = lane() % 4;
+/* O [16, HEAD_DIM] += W [16, 8 N] B by FMAs: B 8 N rows in shared memory. Bit 4 n + e of `counts`: the pair of element e of
+ * fragment n counts; where it does not, B may hold anything. W travels from the lane that holds it to the other three of
+ * its rows. */
+template <int N>
+DEVICE void accumulate_exactly(float (&o)[COLUMNS][4], const float (&w)[N][4], const element *b, u32 counts) {
+    const element *b_row = b + 2 * (lane() % 4);
 #pragma unroll 1
     for (int owner = 0; owner < 4; owner++) {
+        const int from = lane() / 4 * 4 + owner;
+        const u32 bits = __shfl_sync(WHOLE_WARP, counts, from);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int column = 8 * n + 2 * owner + e;
-                const float w_0 = __shfl_sync(WHOLE_WARP, w[n][e], lane() / 4 * 4 + owner);
-                const float w_1 = __shfl_sync(WHOLE_WARP, w[n][2 + e], lane() / 4 * 4 + owner);
-                const bool touches_0 = touches(0, column), touches_1 = touches(1, column);
-                const element *row = b + column * PITCH + 2 * t;
+                const float w_0 = __shfl_sync(WHOLE_WARP, w[n][e], from);
+                const float w_1 = __shfl_sync(WHOLE_WARP, w[n][2 + e], from);
+                const bool counts_0 = bits >> (4 * n + e) & 1, counts_1 = bits >> (4 * n + 2 + e) & 1;
+                const element *row = b_row + (8 * n + 2 * owner + e) * PITCH;
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++) {
                     const float b_0 = to_float(row[8 * c]), b_1 = to_float(row[8 * c + 1]);
-                    if (touches_0) o[c][0] += w_0 * b_0, o[c][1] += w_0 * b_1;
-                    if (touches_1) o[c][2] += w_1 * b_0, o[c][3] += w_1 * b_1;
+                    if (counts_0) o[c][0] += w_0 * b_0, o[c][1] += w_0 * b_1;
+                    if (counts_1) o[c][2] += w_1 * b_0, o[c][3] += w_1 * b_1;
                 }
             }
     }
@@ -130,7 +138,7 @@ DEVICE void accumulate_exactly(float (&o)[COLUMNS][4], const float (&w)[N][4], c
 /* The same on tensor cores for 16 bits, W rounded: for tiles in which every number is finite or every pair counts. */
 template <int N> DEVICE void accumulate(float (&o)[COLUMNS][4], const float (&w)[N][4], const element *b) {
 #if F32
-    accumulate_exactly(o, w, b, [](int, int) { return true; });
+    accumulate_exactly(o, w, b, 0xffffffffu);
 #else
     constexpr int BYTES = sizeof(element);
     const u32 b_row = smem_address(b + lane() % 16 * PITCH + lane() / 16 * 8);
@@ -188,11 +196,13 @@ DEVICE float tanh_exactly(float x) {
 
 struct scorer {
     float scale, softcap, slope;
-    int shift; /* len_kv - len_q */
+    int shift;     /* len_kv - len_q */
+    bool is_plain; /* the score is scale q.k, and a larger q.k is a larger score */
 
     DEVICE scorer(const fa_cuda_problem &p, const sequence &s, int head) {
         scale = p.scale, softcap = p.softcap, shift = s.len_kv - s.len_q;
         slope = p.alibi_slopes ? p.alibi_slopes[s.b_idx * p.alibi_stride_b + head] : 0;
+        is_plain = scale > 0 && scale < 1e30f && softcap == 0 && slope == 0;
     }
 
     /* The score of row i and key j from q.k; capped becomes tanh(s / softcap), 0 without a softcap. */

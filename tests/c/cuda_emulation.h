@@ -53,11 +53,12 @@ static inline int min(int x, int y) { return x < y ? x : y; }
 static inline int max(int x, int y) { return x > y ? x : y; }
 static inline long long min(long long x, long long y) { return x < y ? x : y; }
 static inline float __int_as_float(int x) { return fa_f32_of_bits((uint32_t)x); }
+static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline void __syncthreads() { emulated_syncthreads(); }
 static inline int __syncthreads_or(int x) { return emulated_syncthreads_or(x); }
 
-static inline float __shfl_sync(unsigned, float x, int from) {
-    float y;
+template <class T> static inline T __shfl_sync(unsigned, T x, int from) {
+    T y;
     memcpy(&y, emulated_exchange(&x, sizeof x) + 64 * from, sizeof y);
     return y;
 }
