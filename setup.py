@@ -1,8 +1,8 @@
 """Builds flash_attn: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.10 at once.
 
 The extension is plain C on CPython's limited API and finds libtorch's C functions when it is imported. So building
-needs a C compiler and setuptools, and nothing else: no torch, no C++, no CUDA. docs/install.md lists the environment
-variables.
+needs a C compiler and setuptools, and nothing else: no torch, no C++, no CUDA. ship_cubins.py adds compiled GPU kernels
+where that is asked for. docs/install.md lists the environment variables.
 """
 
 import os
@@ -16,6 +16,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)  # setuptools wants sources relative to the project
+sys.path.insert(0, str(ROOT))  # which an isolated build lacks
+
+from ship_cubins import ship, wanted_archs  # noqa: E402
 
 LIMITED_API = "0x03090000"
 GNU_FLAGS = ["-std=c11", "-O2", "-g0", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -49,6 +52,7 @@ class BuildExt(build_ext):
 
             self.compiler.compile = compile_in_parallel
             super().build_extensions()
+        ship(self.get_ext_fullpath("flash_attn_2_cuda"), wanted_archs(os.environ), max_jobs())
 
 
 c_files = sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c"))

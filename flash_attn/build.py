@@ -12,7 +12,8 @@ The kernels go to FLASH_ATTN_CACHE_DIR, or to ~/.cache/flash_attn.
 import argparse
 import sys
 
-from flash_attn._prebuild import ARCHS, prebuild
+from flash_attn._prebuild import prebuild
+from flash_attn._variants import ARCHS
 
 
 def _bar(done, total, name, _is_new):
