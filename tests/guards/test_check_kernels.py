@@ -21,3 +21,12 @@ def test_kernels_meet_the_reference(compiler, flags, tmp_path):
     printed = run(*command, f"CFLAGS={flags}", f"BUILD={tmp_path}", "check")
     assert "[  PASSED  ]" in printed, printed
     assert "[  SKIPPED ]" not in printed, printed
+
+
+def test_generic_gpu_kernels_meet_the_reference(tmp_path):
+    """Their texts, compiled for the CPU (tests/c/cuda_emulation.h)."""
+    if not list(Path("/usr/include").glob("**/cmocka.h")):
+        lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
+    command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", f"CC={tool('gcc')}"]
+    printed = run(*command, f"CXX={tool('g++')}", f"BUILD={tmp_path}", "check_cuda")
+    assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
