@@ -51,8 +51,10 @@ def facts():
     yield "processor", f"{cpu_name()}, {torch.get_num_threads()} threads"
     yield "kernels", f"{now}  of {', '.join([*others, best])}"
     if torch.cuda.is_available():
-        hopper = torch.cuda.get_device_capability() == (9, 0)
-        runs = "the forward runs on it" if hopper else "no kernels for it yet, its tensors raise an error"
+        capability = torch.cuda.get_device_capability()
+        runs = "kernels of its own" if capability == (9, 0) else "generic kernels"
+        if capability < (8, 0):
+            runs = "too old for the kernels, its tensors raise an error"
         yield "GPU", f"{torch.cuda.get_device_name()}; {runs}"
     else:
         yield "GPU", "none that torch can use"
