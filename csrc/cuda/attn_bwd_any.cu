@@ -137,7 +137,9 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, i
             float weight = 0, capped;
             seen |= (u32)(j >= q.first && j < q.end) << (4 * n + e);
             if (j >= q.first && j < q.end) {
-                const float prob = ex2((score(w[n][e], q.i, j, capped) - q.lse) * LOG2_E);
+                float x = score(w[n][e], q.i, j, capped) - q.lse;
+                if (score.is_plain) x = fmaf(w[n][e], score.scale, -q.lse); /* as the forward: not rounded before */
+                const float prob = ex2(x * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
                 weight = GRAD == 2 ? prob * z : prob * (z * dp[n][e] - q.delta) * (1 - capped * capped);
             }
@@ -153,7 +155,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + 16 * warp();
     const span met = walked_rows(p, s, own, min(own + OWN, num_own) - 1);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
-    const bool is_plain = HEAD_DIM < 256 && p.softcap == 0 && !p.alibi_slopes && !p.rng_state; /* registers */
+    const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain; /* 256: registers */
 #pragma unroll 1
     for (int first = met.begin / WALK * WALK; first < met.end; first += WALK) {
         float w[N][4], dp[N][4];

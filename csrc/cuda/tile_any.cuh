@@ -207,7 +207,7 @@ struct scorer {
 
     /* The score of row i and key j from q.k; capped becomes tanh(s / softcap), 0 without a softcap. */
     DEVICE float operator()(float qk, int i, int j, float &capped) const {
-        float x = qk * scale;
+        float x = __fmul_rn(qk, scale); /* rounded, not fused: the same in both passes */
         capped = 0;
         if (softcap > 0) {
             capped = tanh_exactly(x / softcap);
