@@ -52,7 +52,7 @@ static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 /* (x y + add) / z of positions and groups. A division of 64 bits takes 100 instructions, and few problems need one. */
-DEVICE int times_over(int x, int y, int add, int z) {
+__device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
@@ -120,6 +120,7 @@ DEVICE int tiles_of(const key_range &r) { return max(ceil_div(r.end, BLOCK_KV) -
 DEVICE int tiles_of_head(const params &p, const sequence &s) {
     if (p.window_left < 0 && p.window_right < 0) return s.q_tiles * max(ceil_div(s.len_kv, BLOCK_KV), 1);
     int tiles = 0;
+#pragma unroll 1
     for (int i = 0; i < s.q_tiles; i++) tiles += tiles_of(keys_of(p, s, i));
     return tiles;
 }
@@ -138,6 +139,7 @@ struct item {
 /* The positions [first, last) of one group out of all. */
 struct share {
     int first, last, total, group, groups;
+    bool is_stream; /* all the keys and values of the launch together do not stay in L2 */
 };
 
 /* Key tiles [first, last) of an item; part number `idx` of `parts`. */
@@ -169,10 +171,10 @@ struct shared_memory {
         } warp;
     };
     alignas(128) u16 q[BLOCK_Q * HEAD_DIM];
-    share w;         /* of this CTA's group */
-    item t;          /* at hand. NOTE: here and not in registers, of which attend() has none to spare */
-    int scan[WARPS]; /* key tiles that each warp has counted */
-    int is_last;     /* this CTA brought an item's last part */
+    share w; /* of this CTA's group */
+    item t;  /* at hand. NOTE: here and not in registers, of which attend() has none to spare */
+    int tiles[WARPS], items[WARPS], most_tiles[WARPS]; /* that each warp has counted */
+    int is_last;                                       /* this CTA brought an item's last part */
 };
 static_assert(sizeof(shared_memory) <= FA_DECODE_SHARED_BYTES(HEAD_DIM, WARPS_Q, TEAMS, SLOTS),
               "what the host asks for");
@@ -210,49 +212,75 @@ DEVICE void step_item(const params &p, shared_memory &s) {
     __syncthreads();
 }
 
+/* How many groups share the positions: all of them; where all items are alike, a number that divides each item evenly, or
+ * the items among the groups, if that leaves at most a tenth of them idle. Then no group has the ends of two items, which
+ * costs more than what the others could read meanwhile. */
+DEVICE int choose_groups(const params &p, int total, int items, int most_tiles) {
+    const int groups = min(p.groups, total);
+    if (total == 0 || (long long)items * most_tiles != total) return groups;
+    const int even = items <= groups ? groups / items * items : items / ceil_div(items, groups);
+    return (items <= groups || items % even == 0) && even * 10 >= groups * 9 ? even : groups;
+}
+
 /* Counts the positions of a lane, and finds the group's share of them, empty for a group without work, and the item at
  * its beginning. Whole CTA. */
 DEVICE void find_share(const params &p, shared_memory &s, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head_blocks = p.h_kv / p.lanes;
     const int each = ceil_div(p.b, THREADS), first_b = min((int)threadIdx.x * each, p.b);
     const int last_b = min(first_b + each, p.b);
-    int tiles = 0;
-    for (int b_idx = first_b; b_idx < last_b; b_idx++) tiles += tiles_of_head(p, sequence_at(p, b_idx)) * head_blocks;
+    int tiles = 0, items = 0, most_tiles = 0; /* most_tiles: of one item, or more where windows make them unlike */
+#pragma unroll 1
+    for (int b_idx = first_b; b_idx < last_b; b_idx++) {
+        const sequence x = sequence_at(p, b_idx);
+        const int head_tiles = tiles_of_head(p, x);
+        tiles += head_tiles * head_blocks;
+        items += x.q_tiles * head_blocks;
+        const bool are_alike = x.q_tiles <= 1 || (p.window_left < 0 && p.window_right < 0);
+        most_tiles = max(most_tiles, are_alike ? head_tiles / max(x.q_tiles, 1) : head_tiles);
+    }
     int end = tiles; /* an inclusive scan over the warp */
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const int before = __shfl_up_sync(0xffffffffu, end, step);
         if (lane >= step) end += before;
     }
-    if (lane == 31) s.scan[warp] = end;
+    items = __reduce_add_sync(0xffffffffu, items), most_tiles = __reduce_max_sync(0xffffffffu, most_tiles);
+    if (lane == 31) s.tiles[warp] = end, s.items[warp] = items, s.most_tiles[warp] = most_tiles;
     __syncthreads();
-    share w = {0, 0, 0, group, 0};
+    share w = {0, 0, 0, group, 0, false};
+    items = most_tiles = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
-        if (i < warp) end += s.scan[i];
-        w.total += s.scan[i];
+        if (i < warp) end += s.tiles[i];
+        w.total += s.tiles[i], items += s.items[i], most_tiles = max(most_tiles, s.most_tiles[i]);
     }
-    w.groups = min(p.groups, w.total);
+    w.groups = choose_groups(p, w.total, items, most_tiles);
+    w.is_stream = (u64)w.total * p.lanes * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20;
     if (group < w.groups) {
         w.first = times_over(w.total, group, 0, w.groups);
         w.last = times_over(w.total, group + 1, 0, w.groups);
     }
 
     if (w.first < w.last && end - tiles <= w.first && w.first < end) {
-        int begin = end - tiles, b_idx = first_b;
-        for (;; b_idx++) {
-            const int here = tiles_of_head(p, sequence_at(p, b_idx)) * head_blocks;
-            if (w.first < begin + here) break;
-            begin += here;
-        }
         item t;
-        t.b_idx = b_idx, t.begin = begin, t.s = sequence_at(p, b_idx);
-        const int head_tiles = tiles_of_head(p, t.s);
-        t.head_block = (w.first - begin) / head_tiles;
+        int head_tiles;
+        t.b_idx = first_b, t.begin = end - tiles;
+#pragma unroll 1
+        for (;; t.b_idx++) {
+            t.s = sequence_at(p, t.b_idx);
+            head_tiles = tiles_of_head(p, t.s);
+            if (w.first < t.begin + head_tiles * head_blocks) break;
+            t.begin += head_tiles * head_blocks;
+        }
+        t.head_block = (w.first - t.begin) / head_tiles;
         t.begin += t.head_block * head_tiles;
         t.q_tile = 0;
         describe(p, t);
-        while (w.first >= t.begin + t.tiles) next_item(p, t);
+#pragma unroll 1
+        while (w.first >= t.begin + t.tiles) {
+            t.begin += t.tiles, t.q_tile++;
+            describe(p, t);
+        }
         s.t = t;
     }
     if (threadIdx.x == 0) s.w = w;
@@ -322,7 +350,7 @@ DEVICE void look_up(const params &p, const walk &c, int key, loader &l) {
     }
 }
 
-DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset, u32 slot_rows, int d) {
+DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset, u32 slot_rows, int d, u64 l2_policy) {
     const int lane = threadIdx.x % 32;
     const u32 mine = l.page * cache.stride_b + l.row * cache.stride_row + head_offset;
 #pragma unroll
@@ -331,7 +359,7 @@ DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset,
         const u32 offset = __shfl_sync(0xffffffffu, mine, row);
         const bool is_present = (l.present >> row & 1) && (int)(8 * piece) < d;
         cp_async_16(piece_address(slot_rows, row, piece),
-                    (const char *)cache.data + (u64)(offset + (is_present ? piece : 0)) * 16, is_present);
+                    (const char *)cache.data + (u64)(offset + (is_present ? piece : 0)) * 16, is_present, l2_policy);
     }
 }
 
@@ -432,6 +460,7 @@ DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softm
 /* Q of the item, rows beyond its end and columns beyond d as zeros. Whole CTA. */
 DEVICE void load_queries(const params &p, shared_memory &s, const item &t, int head) {
     const int num_rows = t.s.len_q * p.heads_per_kv;
+#pragma unroll 1
     for (int idx = threadIdx.x; idx < BLOCK_Q * PIECES; idx += THREADS) {
         const int row = idx / PIECES, piece = idx % PIECES, at = t.q_tile * BLOCK_Q + row;
         const int i = at / p.heads_per_kv, h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
@@ -455,6 +484,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         c.pages = p.block_table + c.cache_row * p.table_stride;
     else if (p.cu_seqlens_k)
         c.cache_row = 0;
+    /* What is read once and will not be there next time leaves L2 first. */
+    const u64 l2_policy = s.w.is_stream && t.s.q_tiles == 1 ? l2_evict_first() : l2_evict_normal();
     const int full_begin = t.keys.full_begin, full_end = t.keys.full_end;
 
     /* Loads run SLOTS - 1 slots ahead: K and V in turns, `load_step` counts pairs. */
@@ -468,7 +499,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         if (load_step < steps) {
             now = next;
             if (c.pages) now.page = min(now.page, (u32)p.num_pages - 1); /* whatever the table holds */
-            load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d);
+            load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
             look_up(p, c, first_key + (load_step + 1) * BLOCK_KV + WARP_KEYS * warp_q, next);
         }
         cp_async_commit_group();
@@ -476,7 +507,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
     };
     auto load_v = [&]() {
         if (load_step < steps)
-            load(p.v, now, v_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d);
+            load(p.v, now, v_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
         cp_async_commit_group();
         load_step++;
         load_slot = load_slot + 1 == SLOTS ? 0 : load_slot + 1;
@@ -664,60 +695,83 @@ __device__ u32 own_counters[FA_DECODE_COUNTER_SLOTS][FA_DECODE_MAX_CTAS];
 DEVICE bool is_last_part(const params &p, shared_memory &s, const item &t, const piece &x, int head) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence(); /* of the whole CTA's writes, which the barrier has handed to this thread */
+        fence_acq_rel(); /* of the whole CTA's writes, which the barrier has handed to this thread */
         /* With equal shares at most one item begins in a share and goes on beyond it. */
         const int idx = p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x % p.lanes
                                           : (t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile;
         u32 *counter = (p.counters ? p.counters : own_counters[p.counter_slot]) + idx;
         s.is_last = atomicInc(counter, x.parts - 1) == (u32)x.parts - 1;
-        __threadfence();
+        fence_acq_rel();
     }
     __syncthreads();
     return s.is_last;
 }
 
-/* The parts of an item, in their order, whoever came last. Whole CTA. Latency is all that counts here, and memory is busy:
- * PARTS_AT_ONCE parts are asked for together, m and l with o, and join the sum as a softmax over parts. */
-DEVICE void merge_parts(const params &p, const item &t, const piece &x, int head) {
-    constexpr int VECTORS = HEAD_DIM / 4, PARTS_AT_ONCE = 8;
-    const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
+/* Four columns of VECTORS rows out of all parts, PARTS of them asked for at once, m and l with o: they join the sum as a
+ * softmax over parts. idx: of the first vector, the next ones lie THREADS further; beyond `num` nothing is written. */
+template <int VECTORS, int PARTS>
+DEVICE void merge_vectors(const params &p, const item &t, const piece &x, int head, int idx, int num) {
     const int place_0 = part_place(p, t, x, head, 0), place_1 = part_place(p, t, x, head, 1);
     const int place_step = p.num_splits == 0 ? 2 * p.lanes : 1;
-    for (int idx = threadIdx.x; idx < num_rows * VECTORS; idx += THREADS) {
-        const int row = idx / VECTORS, column = idx % VECTORS * 4;
-        float o[4] = {0, 0, 0, 0}, max = -INF, sum = 0;
-        for (int first = 0; first < x.parts; first += PARTS_AT_ONCE) {
-            float4 part[PARTS_AT_ONCE];
-            float2 stats[PARTS_AT_ONCE];
+    int row[VECTORS], column[VECTORS];
+    float o[VECTORS][4] = {}, max[VECTORS], sum[VECTORS] = {};
 #pragma unroll
-            for (int k = 0; k < PARTS_AT_ONCE; k++) {
-                const int i = min(first + k, x.parts - 1);
-                const long long at =
-                    (long long)(i == 0 ? place_0 : place_1 + (i - 1) * place_step) * p.partial_rows + row;
-                stats[k] = __ldcg((const float2 *)p.partial_stats + at);
-                part[k] = __ldcg((const float4 *)(p.partial_o + at * HEAD_DIM + column));
+    for (int n = 0; n < VECTORS; n++) {
+        const int at = min(idx + n * THREADS, num - 1);
+        row[n] = at / (HEAD_DIM / 4), column[n] = at % (HEAD_DIM / 4) * 4, max[n] = -INF;
+    }
+    for (int first = 0; first < x.parts; first += PARTS) {
+        float4 part[VECTORS][PARTS];
+        float2 stats[VECTORS][PARTS];
+#pragma unroll
+        for (int k = 0; k < PARTS; k++) {
+            const int i = min(first + k, x.parts - 1);
+            const int place = i == 0 ? place_0 : place_1 + (i - 1) * place_step;
+#pragma unroll
+            for (int n = 0; n < VECTORS; n++) {
+                const long long at = (long long)place * p.partial_rows + row[n];
+                stats[n][k] = __ldcg((const float2 *)p.partial_stats + at);
+                part[n][k] = __ldcg((const float4 *)(p.partial_o + at * HEAD_DIM + column[n]));
             }
-            float next = max;
+        }
 #pragma unroll
-            for (int k = 0; k < PARTS_AT_ONCE; k++) next = fmaxf(next, stats[k].x);
-            const float keep = weight(max, next);
-            sum *= keep, o[0] *= keep, o[1] *= keep, o[2] *= keep, o[3] *= keep;
-            max = next;
+        for (int n = 0; n < VECTORS; n++) {
+            float next = max[n];
 #pragma unroll
-            for (int k = 0; k < PARTS_AT_ONCE; k++)
+            for (int k = 0; k < PARTS; k++) next = fmaxf(next, stats[n][k].x);
+            const float keep = weight(max[n], next);
+            max[n] = next, sum[n] *= keep;
+            o[n][0] *= keep, o[n][1] *= keep, o[n][2] *= keep, o[n][3] *= keep;
+#pragma unroll
+            for (int k = 0; k < PARTS; k++)
                 if (first + k < x.parts) {
-                    const float w = weight(stats[k].x, max);
-                    sum += w * stats[k].y;
-                    o[0] += w * part[k].x, o[1] += w * part[k].y, o[2] += w * part[k].z, o[3] += w * part[k].w;
+                    const float w = weight(stats[n][k].x, next);
+                    const float4 y = part[n][k];
+                    sum[n] += w * stats[n][k].y;
+                    o[n][0] += w * y.x, o[n][1] += w * y.y, o[n][2] += w * y.z, o[n][3] += w * y.w;
                 }
         }
-        write_output(p, t, head, row, column, o, max, sum);
     }
+#pragma unroll
+    for (int n = 0; n < VECTORS; n++)
+        if (idx + n * THREADS < num) write_output(p, t, head, row[n], column[n], o[n], max[n], sum[n]);
+}
+
+/* The parts of an item, in their order, whoever came last. Whole CTA. Latency is all that counts here, and the memory is
+ * busy: what fits into the registers is asked for at once. The order of the sum does not depend on the way taken. */
+DEVICE void merge_parts(const params &p, const item &t, const piece &x, int head) {
+    const int num = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q) * (HEAD_DIM / 4);
+    for (int idx = threadIdx.x; idx < num; idx += 2 * THREADS)
+        if (num <= THREADS)
+            merge_vectors<1, 8>(p, t, x, head, idx, num);
+        else
+            merge_vectors<2, 4>(p, t, x, head, idx, num);
 }
 
 /* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
 DEVICE void fill_unowned_rows(const params &p) {
     const int begin = clamp(p.cu_seqlens_q[p.b], 0, p.total_q);
+#pragma unroll 1
     for (int row = begin + blockIdx.x; row < p.total_q; row += gridDim.x)
         for (int h_idx = 0; h_idx < p.h; h_idx++) {
             u16 *o = (u16 *)p.o + row * p.o_stride_row + h_idx * p.o_stride_h;
@@ -735,6 +789,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     if (p.cu_seqlens_q) fill_unowned_rows(p);
     find_share(p, s, group);
 
+#pragma unroll 1
     for (int position = s.w.first; position < s.w.last;) {
         piece x;
         if (piece_at(p, s.w, s.t, position, x)) {

@@ -19,6 +19,23 @@ DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(is_present ? 16 : 0)
                  : "memory");
 }
+/* The same; l2_policy says how long L2 keeps what it reads. [createpolicy] */
+DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+                 "r"(is_present ? 16 : 0), "l"(l2_policy)
+                 : "memory");
+}
+DEVICE u64 l2_evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE u64 l2_evict_normal() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /* At most PENDING of the calling thread's youngest groups are still on their way. */
@@ -65,6 +82,10 @@ template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
 /* ---- named barriers [bar] -------------------------------------------------------------------------------------
  * 16 of them; whole warps, `threads` in all. Number 0 is __syncthreads'. */
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+/* One thread: writes before it, the CTA's that a barrier has shown to this thread among them, are seen before writes after
+ * it by whoever reads those. [fence] */
+DEVICE void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
 
