@@ -1,10 +1,35 @@
 /* The tensors that an op returns. Shapes, dtypes and strides are those that the fakes in flash_attn/ promise. */
+#define _DEFAULT_SOURCE /* madvise */
 #include "call.h"
 #include "cuda_memory.h"
 
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #define MAX_NDIM 4
+
+/* Large results come in pages that nobody has touched, and the system clears each at its first write: pages
+ * of 2 MiB make that 6 times as fast. Only whole ones inside the memory are asked for, and a system that has none refuses. */
+static void ask_for_huge_pages(void *data, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 2 << 20, begin = ((uintptr_t)data + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
+    if (bytes >= 2 * page) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride, int32_t dtype) {
+    int64_t elements = 1;
+    for (int64_t i = 0; i < ndim; i++) {
+        if (size[i] == 0) return 0;
+        elements += (size[i] - 1) * stride[i];
+    }
+    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* or more, which is as well */
+}
 
 static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
                       const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
@@ -12,9 +37,10 @@ static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, 
     if (fa_torch.aoti_torch_empty_strided(ndim, size, stride, dtype, like->device_type, like->device_idx, &t) != 0)
         return fa_fail(err, FA_ENOMEM, "torch could not allocate an output of the call");
     outputs->tensor[outputs->num++] = t;
-    return fa_torch.torch_get_mutable_data_ptr(t, data) == 0
-               ? FA_OK
-               : fa_fail(err, FA_ENOMEM, "an output of the call has no memory");
+    if (fa_torch.torch_get_mutable_data_ptr(t, data) != 0)
+        return fa_fail(err, FA_ENOMEM, "an output of the call has no memory");
+    if (like->device_type == fa_torch.cpu) ask_for_huge_pages(*data, bytes_of(ndim, size, stride, dtype));
+    return FA_OK;
 }
 
 static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,

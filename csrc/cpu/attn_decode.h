@@ -468,7 +468,8 @@ static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
         const int64_t partial = task % job->num_partials, range = task / job->num_partials;
         if (job->first_partial[b_idx] > partial) b_idx = 0;
         while (job->first_partial[b_idx + 1] <= partial) b_idx++;
-        decode_task t = {.job = job, .p = p, .s = fa_sequence_at(p, b_idx), .rows = job->rows, .columns = job->columns};
+        decode_task t; /* 38 KB, and nobody reads what open_task and run_split leave alone */
+        t.job = job, t.p = p, t.s = fa_sequence_at(p, b_idx), t.rows = job->rows, t.columns = job->columns;
         t.head_kv = range * job->heads_per_task;
         t.num_heads = p->h_kv - t.head_kv < job->heads_per_task ? p->h_kv - t.head_kv : job->heads_per_task;
         float *out = job->partials + partial * job->partial_floats, *stats = out + p->h_kv * t.rows * t.columns;

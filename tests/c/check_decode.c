@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 #include "cases.h"
+#include "cpu/decode_plan.h"
 #include "naive.h"
 #include "pool.h"
 
@@ -55,7 +56,7 @@ static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     lowered.isa = isa;
     lowered.threads = pool_threads = threads;
     if (fa_plan_make(p, &lowered, &plan, &err)) fail_msg("fa_plan_make: %s", err.text);
-    assert_true(plan.num_decodes == (isa == FA_ISA_REFERENCE ? 0 : p->b));
+    assert_true(plan.num_decodes == (isa == FA_ISA_REFERENCE ? 0 : fa_num_decodes(p)));
     if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
     fa_cpu_run(p, &plan, workspace, &test_pool);
