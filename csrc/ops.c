@@ -28,7 +28,6 @@ typedef struct {
     fa_layout layout;
     fa_pass pass;
     argument arguments[MAX_ARGUMENTS]; /* up to the first without schema */
-    bool only_out;                     /* a forward that keeps lse to itself */
 } op;
 
 #define ARGS_MASK_BUT_SCALE                                                  \
@@ -125,8 +124,8 @@ static const op ops[NUM_OPS] = {
     [PLAIN_FORWARD] = {"_forward", "(Tensor, Tensor)", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
     [PLAIN_VARLEN_FORWARD] = {"_varlen_forward", "(Tensor, Tensor)", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
     /* And without lse, for calls that will not be differentiated: an allocation less, a quarter of a small call on a GPU. */
-    [ATTENTION] = {"_attention", "Tensor", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}, .only_out = true},
-    [VARLEN_ATTENTION] = {"_varlen_attention", "Tensor", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}, .only_out = true},
+    [ATTENTION] = {"_attention", "Tensor", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
+    [VARLEN_ATTENTION] = {"_varlen_attention", "Tensor", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
 };
 
 /* The same table as calls read it, made once when the ops are registered. */
@@ -176,7 +175,7 @@ static fa_status unpack(int op_idx, const StableIValue *stack, fa_call *call, fa
     memset(call, 0, sizeof *call);
     call->layout = ops[op_idx].layout;
     call->pass = ops[op_idx].pass;
-    call->only_out = ops[op_idx].only_out;
+    call->only_out = op_idx == ATTENTION || op_idx == VARLEN_ATTENTION;
     call->has_dropout = calls[op_idx].has_dropout;
     for (int i = 0; i < calls[op_idx].num_slots; i++) {
         const slot *s = &calls[op_idx].slots[i];
