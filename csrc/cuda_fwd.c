@@ -75,7 +75,7 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const unsigned features = call->plan->cuda_features;
     fa_attn_fwd_params a;
     CUkernel kernel;
-    const bool packed = features & FA_VARLEN, is_ordered = features & (FA_CAUSAL | FA_LOCAL | FA_VARLEN);
+    const bool packed = features & FA_VARLEN;
     fa_status status = fa_kernel_get(fa_plan_variant(call->plan, call->gpu), call->gpu, &kernel, err);
     if (status != FA_OK) return status;
 
@@ -93,7 +93,7 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
     if (status != FA_OK) return status;
 
-    a.counter_slot = is_ordered ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
+    a.counter_slot = fa_cuda_slot(call, FA_TILE_COUNTERS);
     void *arguments[] = {&a};
     return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, 128 * ((unsigned)tile->wgs + 1),
                                                         1, 1, FA_SHARED_BYTES, call->stream, arguments, NULL),

@@ -19,24 +19,22 @@
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
 static const fa_row fwd_sm90_rows[] = {
-#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, early, turn, split, serves) \
-    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                       \
-     {d, block_kv, wgs, stages, q_stages, early, turn, split},                           \
-     serves,                                                                             \
+#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, serves) \
+    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                 \
+     {d, block_kv, wgs, stages, q_stages, turn, o_wait},                           \
+     serves,                                                                       \
      FA_SHARED_BYTES},
 #include "cuda/tiles.def"
 };
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
 
-/* plan_cuda_fwd.c takes the first row that fits, and a later one only for short causal problems. */
+/* plan_cuda_fwd.c takes the first row that fits. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
-        if (t->d == fa_fwd_sm90_row(row)->d && (fwd_sm90_rows[i].serves & wanted) == wanted &&
-            !(t->wgs == 3 && wanted & FA_CAUSAL))
-            return false;
+        if (t->d == fa_fwd_sm90_row(row)->d && (fwd_sm90_rows[i].serves & wanted) == wanted) return false;
     }
     return true;
 }
@@ -151,7 +149,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
                      .files = {"attn_fwd_sm90.cu", "ptx_sm90.cuh", "attn_fwd_params.h", "tensor_map.h"},
                      .arch = 90,
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "EARLY", "TURN", "SPLIT_WAIT"},
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),

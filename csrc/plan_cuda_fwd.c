@@ -32,8 +32,6 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
           "the problem has more rows or tiles than 2^31");
 
-    /* head_dim 64, causal, TFLOPS with 192 and 128 rows: 309 and 352 at length 1k, 466 and 456 at 4k. */
-    const bool is_short_diagonal = (wanted & FA_CAUSAL) && p->len_q <= 2048;
     const fa_family *family = &fa_families[FA_FWD_SM90];
     int row = 0;
     for (; row < family->num_rows; row++) {
@@ -42,8 +40,6 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
         else if ((family->rows[row].serves & wanted) != wanted)
             fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
-        else if (t->wgs == 3 && is_short_diagonal)
-            fa_rule_out(plan, family->rows[row].name, "192 rows waste too much of a short diagonal");
         else
             break;
     }

@@ -10,7 +10,7 @@ import pytest
 CUDA = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 NVCC = shutil.which("nvcc")
 FEATURES = ("CAUSAL", "LOCAL", "VARLEN", "SCORE", "DROPOUT")
-COLUMNS = ("HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "EARLY", "TURN", "SPLIT_WAIT")
+COLUMNS = ("HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT")
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 

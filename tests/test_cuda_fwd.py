@@ -1,5 +1,7 @@
 """The forward kernels on a GPU: the cases of the CPU kernels, the same oracle, the same tolerances."""
 
+import math
+
 import pytest
 import torch
 from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
@@ -78,6 +80,27 @@ def test_tile_borders(d):
 @pytest.mark.parametrize("case", each(Case(300, 700, b=1), values=("rising", "falling", "huge", "wide")), ids=repr)
 def test_moving_maximum(case, d):
     verify(Case(**{**case.__dict__, "d": d, "dtype": "bf16"}))
+
+
+@pytest.mark.parametrize("causal", BOTH)
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_tiles_that_overflow_are_done_again(d, causal):
+    """Keys are walked from the last to the first. Those of every third head grow towards the first, by more than floats
+    can hold, so that the maximum of the first keys walked over is of no use. More tiles than SMs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 900, 60, d) for _ in range(3))
+    grows = (torch.arange(60) % 3 == 0)[:, None]
+    q = torch.where(grows, q.abs(), q)
+    k = torch.where(grows, k.abs() * torch.linspace(30, 0.1, 900)[:, None, None], k)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    out, lse, _ = flash_attn_func(q.cuda(), k.cuda(), v.cuda(), causal=causal, return_attn_probs=True)
+    found = []
+    for dtype in (torch.float64, torch.bfloat16, torch.float32):
+        found.append(attention(*(x[0].to(dtype) for x in (q, k, v)), causal=causal))
+    ref, plain, plain_fp32 = found
+    assert ref[1].max() > 96 * math.log(2)
+    check("out", out[0].cpu(), ref[0], plain[0])
+    check_lse(lse[0].cpu(), ref[1], plain_fp32[1], DTYPES["bf16"])
 
 
 @pytest.mark.parametrize("case", [case for case in in_turns(VALUES, HALF) if suits(case)], ids=repr)

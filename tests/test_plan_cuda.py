@@ -101,7 +101,7 @@ def plan(tmp_path_factory):
     [
         ({"d": 8}, "attn_fwd_sm90_bf16_d64_q192kv128"),
         ({"d": 64, "right": 0, "len_q": 4096}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
-        ({"d": 64, "right": 0}, "attn_fwd_sm90_bf16_d64_q128kv128_causal"),
+        ({"d": 64, "right": 0}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
         ({"d": 64, "dropout": 0.5}, "attn_fwd_sm90_bf16_d64_q128kv128_dropout"),
         ({"d": 256, "dropout": 0.5, "right": 0}, "attn_fwd_sm90_bf16_d256_q128kv64_causal_dropout"),
         ({"d": 72, "dtype": 0}, "attn_fwd_sm90_fp16_d96_q128kv128"),

@@ -9,15 +9,18 @@
  *                 --k_full[s]--> warpgroups: S = Q K^T             --k_empty[s]-->
  *                 --v_full[s]--> warpgroups: O += P V              --v_empty[s]-->
  *
- * The rings run on across tiles: while one tile ends, the next one's Q and keys arrive. Tensor cores work while exp2
- * runs, in two ways: a warpgroup issues S of the next keys together with P V of the last ones before its softmax, and
- * the warpgroups take turns in issuing, so that their softmaxes fall into different halves of the period:
+ * The rings run on across tiles: while one tile ends, the next one's Q and keys arrive, and it is stored while the next
+ * one's first scores are computed. Tensor cores work while exp2 runs, in two ways: a warpgroup issues S of the next keys
+ * together with P V of the last ones before its softmax, and the warpgroups take turns in issuing, so that their
+ * softmaxes fall into different parts of the period:
  *
  *   warpgroup 0   | S1 P0V | softmax 1      | S2 P1V | softmax 2      |
  *   warpgroup 1            | S1 P0V | softmax 1      | S2 P1V | softmax 2
  *
- * The row maximum is lazy: P = 2^(c S - c m) is exact for any m that does not overflow, so m is raised only when a
- * score exceeds it by more than a factor 2^8 in P. Asking costs one integer maximum and one vote; raising is rare.
+ * The row maximum is anchored: P = 2^(c S - c m) gives the same quotient for every m that does not overflow. In bf16,
+ * which has the range of float, m is the maximum of the first keys that a row sees and then stays. What overflows remains
+ * inf or NaN: a tile is checked when it ends, and one that failed is done again with the maximum of every step. In fp16
+ * m may lag by a factor 2^8 in P: asking costs one integer maximum and one vote, raising is rare.
  *
  * Specification: cpu/reference.c. Limits and measurements: README.md. */
 #include "attn_fwd_params.h"
@@ -28,8 +31,8 @@
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WGS) || !defined(STAGES) || !defined(Q_STAGES)
 #error "tiles: HEAD_DIM columns, BLOCK_KV keys, WGS warpgroups of 64 rows, STAGES of K and V, Q_STAGES of Q"
 #endif
-#if !defined(EARLY) || !defined(TURN) || !defined(SPLIT_WAIT)
-#error "schedule: EARLY scores exponentiated before the vote, TURN 0 none 1 issue 2 until S is there, SPLIT_WAIT 0 1"
+#if !defined(TURN) || !defined(O_WAIT)
+#error "schedule: TURN 0 none 1 issue 2 until S is there, O_WAIT 0 after, 1 amid, 2 before the exponentials"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
@@ -42,31 +45,48 @@ typedef fa_attn_fwd_params params;
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-constexpr int PRODUCER_REGS = WGS == 3 ? 32 : 24, CONSUMER_REGS = WGS == 3 ? 160 : 240;
+constexpr int PRODUCER_REGS = WGS == 3 ? 32 : 40, CONSUMER_REGS = WGS == 3 ? 160 : 232;
 constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* one row of a swizzled chunk */
 constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
 constexpr bool O_BY_TMA = HEAD_DIM <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || VARLEN;
+constexpr bool IS_ANCHORED = BF16; /* fp16 has no room for P beyond 2^16 */
+constexpr bool PV_FIRST = O_WAIT == 2;
+constexpr int TILES = Q_STAGES + 2; /* known to consumers: a tile is stored while the next but one may be announced */
+constexpr int FAILED = 8;           /* of each warp, not yet repeated: more than the tiles that can be on their way */
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(WGS <= 3, "64 K registers: 3 warpgroups of 160 and a producer of 32 take them all");
-static_assert(EARLY % 4 == 0 && EARLY <= BLOCK_KV / 2, "early scores come in whole groups of columns");
-static_assert(!DROPOUT || (BLOCK_KV % 32 == 0 && EARLY == 0), "dropout: patches of 32 keys, all of them in S");
+static_assert(BLOCK_Q - 64 <= BLOCK_KV, "a warpgroup passes over one tile of keys at most while it holds a V");
+static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout: patches of 32 keys");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
+/* In place of a tile: say when all before it is done, for some may have to be repeated; or leave. */
+enum { REPORT = -1, END = -2 };
+
 /* What the consumers must know of a tile. It lies beside Q and becomes visible with it. */
 struct tile {
-    int row; /* first row in its sequence; -1: there are no more tiles */
+    int idx; /* its number in the launch */
+    int row; /* first row in its sequence, or REPORT, or END */
     int b_idx, head;
     int len_q, len_kv;
-    int kv_begin, kv_end;     /* key tiles that some row sees ... */
-    int full_begin, full_end; /* ... and those of them that every row sees whole */
-    int row_0, batch;         /* coordinates of the sequence's row 0 in the map of o */
-    int lse_row;              /* where the sequence starts in lse */
+    int kv_begin, kv_end;   /* key tiles that some row sees */
+    int row_0, batch;       /* coordinates of the sequence's row 0 in the maps of q and o ... */
+    int kv_row_0, kv_batch; /* ... and in those of k and v */
+    int lse_row;            /* where the sequence starts in lse */
+    int is_repeat;          /* it overflowed: every step with the exact maximum */
+};
+
+/* Packed sequences are looked at 32 at a time. Among them the longest comes first, so that a launch ends with short
+ * tiles. */
+struct window {
+    int num_tiles;                      /* of all sequences and heads */
+    int first, begin, end;              /* first sequence; tiles of the launch, of all heads: [begin, end) */
+    int lane_begin[32], lane_tiles[32]; /* tiles of sequence first + lane */
 };
 
 /* Operands are stored as TMA writes them and wgmma reads them: chunks of CHUNK columns, rows of ROW_BYTES, the 16-byte
@@ -76,12 +96,16 @@ struct shared_memory {
     alignas(1024) u16 k[STAGES][BLOCK_KV * HEAD_DIM];
     alignas(1024) u16 v[STAGES][BLOCK_KV * HEAD_DIM];
     alignas(1024) u16 o[O_BY_TMA ? BLOCK_Q * HEAD_DIM : 8]; /* per warp: chunks of 16 rows */
-    /* Arrivals. full: one, with TMA's bytes. q_empty: every consumer thread, when it has read tiles[] too. k_empty and
-     * v_empty: one for each consumer warp. */
+    /* Arrivals. full: one, with TMA's bytes. empty: one for each consumer warp. all_done: one for each consumer warp,
+     * when it is told to REPORT. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[STAGES], v_empty[STAGES];
-    tile tiles[Q_STAGES];
+    u64 all_done;
+    tile tiles[TILES];
+    window packed; /* the producer's */
+    /* Tiles that overflowed, as each consumer warp found them; how many of them the producer has seen. */
+    int failed[4 * WGS][FAILED], num_failed[4 * WGS], num_seen[4 * WGS];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES, "an SM has 227 KiB for one CTA");
 
@@ -104,6 +128,15 @@ __device__ u32 tile_counters[FA_TILE_COUNTERS];
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
+/* A row sees keys [keys_begin, keys_end). diagonal: the row plus len_kv - len_q, its last key if it is causal. */
+DEVICE int keys_begin(const params &p, int diagonal) {
+    return LOCAL && p.window_left >= 0 ? max(diagonal - p.window_left, 0) : 0;
+}
+DEVICE int keys_end(const params &p, int diagonal, int len_kv) {
+    if (CAUSAL) return clamp(diagonal + 1, 0, len_kv);
+    return LOCAL && p.window_right >= 0 ? clamp(diagonal + p.window_right + 1, 0, len_kv) : len_kv;
+}
+
 /* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
 struct span {
     int begin, len;
@@ -121,81 +154,73 @@ DEVICE int count_packed_tiles(const params &p) {
     return __reduce_add_sync(0xffffffffu, tiles);
 }
 
-/* Packed: the sequence that tile number `idx` of a head falls into; idx becomes the tile's number there. Whole warp:
- * lane l looks at sequence 32 window + l. */
-DEVICE int find_sequence(const params &p, int &idx) {
+/* Packed: moves the window of 32 sequences to the one that tile idx falls into. Whole warp. */
+DEVICE void move_window(const params &p, window &w, int idx) {
     const int lane = threadIdx.x % 32;
-    for (int first = 0;; first += 32) {
-        int tiles = first + lane < p.b ? ceil_div(span_at(p.cu_seqlens_q, first + lane, p.len_q).len, BLOCK_Q) : 0;
-        int end = tiles; /* of this lane's tiles, counted from the window's start: an inclusive scan */
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            int before = __shfl_up_sync(0xffffffffu, end, step);
-            if (lane >= step) end += before;
+    int first = w.first, begin = w.begin, end = w.end;
+    if (begin <= idx && idx < end) return;
+    if (idx < begin) first = -32, end = 0;
+    while (idx >= end) {
+        first += 32, begin = end;
+        const int b_idx = first + lane;
+        int len = -1, my_begin = begin, my_tiles = 0;
+        if (b_idx < p.b) {
+            len = span_at(p.cu_seqlens_k, b_idx, p.len_kv).len;
+            my_tiles = p.h * ceil_div(span_at(p.cu_seqlens_q, b_idx, p.len_q).len, BLOCK_Q);
         }
-        u32 reached = __ballot_sync(0xffffffffu, idx < end);
-        if (reached) {
-            int owner = __ffs(reached) - 1;
-            idx -= __shfl_sync(0xffffffffu, end - tiles, owner);
-            return first + owner;
+#pragma unroll 1
+        for (int i = 0; i < 32; i++) {
+            const int other = __shfl_sync(0xffffffffu, len, i), tiles = __shfl_sync(0xffffffffu, my_tiles, i);
+            if (other > len || (other == len && i < lane)) my_begin += tiles;
+            end += tiles;
         }
-        idx -= __shfl_sync(0xffffffffu, end, 31);
+        w.lane_begin[lane] = my_begin, w.lane_tiles[lane] = my_tiles;
     }
+    __syncwarp();
+    if (lane == 0) w.first = first, w.begin = begin, w.end = end;
+    __syncwarp();
 }
 
-/* The coordinates of a sequence's keys, for the producer alone. */
-struct key_position {
-    int row_0, batch;
-};
-
-/* Tile number idx of the launch. Whole warp. */
-DEVICE tile tile_at(const params &p, int idx, int num_q_tiles, key_position &keys) {
-    tile t;
+/* Tile number idx of the launch. Whole warp; one lane writes. */
+DEVICE void find_tile(const params &p, window &w, int idx, tile &t) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h; /* of one order of row tiles and heads */
+    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv;
     if (VARLEN) {
-        t.head = idx / num_q_tiles;
-        int q_tile = idx % num_q_tiles;
-        t.b_idx = find_sequence(p, q_tile);
-        span q = span_at(p.cu_seqlens_q, t.b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, t.b_idx, p.len_kv);
-        int len_kv = p.seqused_k ? clamp(p.seqused_k[t.b_idx], 0, kv.len) : kv.len;
-        t.len_q = q.len, t.len_kv = len_kv;
-        t.row_0 = p.len_q - q.len, t.batch = q.begin + q.len, t.lse_row = q.begin;
-        keys = {p.len_kv - len_kv, kv.begin + len_kv};
-        t.row = (ceil_div(q.len, BLOCK_Q) - 1 - q_tile) * BLOCK_Q;
-    } else {
-        int q_tile, head; /* head counts over the whole batch */
-        if (LONGEST_FIRST) {
-            int group = idx / (p.group_heads * num_q_tiles), in_group = idx - group * p.group_heads * num_q_tiles;
-            int heads = min(p.group_heads, p.b * p.h - group * p.group_heads);
-            q_tile = num_q_tiles - 1 - in_group / heads;
-            head = group * p.group_heads + in_group % heads;
-        } else {
-            head = idx / num_q_tiles;
-            q_tile = idx - head * num_q_tiles;
+        move_window(p, w, idx);
+        const int begin = w.lane_begin[threadIdx.x % 32], tiles = w.lane_tiles[threadIdx.x % 32];
+        const int owner = __ffs(__ballot_sync(0xffffffffu, (u32)(idx - begin) < (u32)tiles)) - 1;
+        b_idx = w.first + owner;
+        in_order -= __shfl_sync(0xffffffffu, begin, owner);
+        const span q = span_at(p.cu_seqlens_q, b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
+        len_q = q.len, len_kv = p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len;
+        q_tiles = ceil_div(len_q, BLOCK_Q), heads = p.h;
+        if (is_leader) {
+            t.row_0 = p.len_q - len_q, t.batch = q.begin + len_q, t.lse_row = q.begin;
+            t.kv_row_0 = p.len_kv - len_kv, t.kv_batch = kv.begin + len_kv;
         }
-        t.b_idx = head / p.h, t.head = head - t.b_idx * p.h;
-        t.len_q = p.len_q, t.len_kv = p.len_kv;
-        t.row_0 = 0, t.batch = t.b_idx, t.lse_row = 0;
-        keys = {0, t.b_idx};
-        t.row = q_tile * BLOCK_Q;
     }
-
-    /* Row i sees keys [i + shift - window_left, i + shift + window_right]. */
-    const int shift = t.len_kv - t.len_q, last_row = min(t.row + BLOCK_Q, t.len_q) - 1;
-    int begin = 0, end = t.len_kv, full_begin = 0, full_end = t.len_kv; /* keys; full_end exclusive */
-    if (CAUSAL || (LOCAL && p.window_right >= 0)) {
-        int right = CAUSAL ? 0 : p.window_right;
-        end = clamp(last_row + shift + right + 1, 0, end);
-        full_end = clamp(t.row + shift + right + 1, 0, full_end);
+    int q_tile, head;
+    if (LONGEST_FIRST) {
+        const int group = in_order / (p.group_heads * q_tiles), in_group = in_order - group * p.group_heads * q_tiles;
+        const int group_heads = min(p.group_heads, heads - group * p.group_heads);
+        q_tile = q_tiles - 1 - in_group / group_heads;
+        head = group * p.group_heads + in_group % group_heads;
+    } else {
+        head = in_order / q_tiles;
+        q_tile = in_order - head * q_tiles;
     }
-    if (LOCAL && p.window_left >= 0) {
-        begin = max(t.row + shift - p.window_left, 0);
-        full_begin = max(last_row + shift - p.window_left, 0);
+    if (!VARLEN) { /* head counts over the whole batch */
+        b_idx = head / p.h, head -= b_idx * p.h;
+        if (is_leader) t.row_0 = t.lse_row = t.kv_row_0 = 0, t.batch = t.kv_batch = b_idx;
     }
-    t.kv_begin = begin / BLOCK_KV;
-    t.kv_end = begin < end ? ceil_div(end, BLOCK_KV) : t.kv_begin;
-    t.full_begin = ceil_div(full_begin, BLOCK_KV);
-    t.full_end = full_end / BLOCK_KV;
-    return t;
+    if (is_leader) {
+        const int row = q_tile * BLOCK_Q, shift = len_kv - len_q, last_row = min(row + BLOCK_Q, len_q) - 1;
+        const int begin = keys_begin(p, row + shift), end = keys_end(p, last_row + shift, len_kv);
+        t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.len_q = len_q, t.len_kv = len_kv;
+        t.kv_begin = begin / BLOCK_KV;
+        t.kv_end = begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV;
+    }
 }
 
 /* ---- producer -------------------------------------------------------------------------------------------------- */
@@ -208,55 +233,98 @@ DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int hea
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
+struct producer {
+    ring<Q_STAGES> q;
+    ring<STAGES> k, v;
+    ring<TILES> tiles;
+};
+
+/* Of the launch. Packed, the producer has counted them. */
+DEVICE int num_tiles_of(const params &p, const shared_memory &s) { return VARLEN ? s.packed.num_tiles : p.num_tiles; }
+
+/* The next tile of a dynamic order. Every CTA is refused once and all tiles beyond the first of each CTA are given out
+ * once: that many fetches are made in all, and the last one brings the counter back to zero. */
+DEVICE int fetch_tile(const params &p, const shared_memory &s) {
+    return gridDim.x + atomicInc(&tile_counters[p.counter_slot], max(num_tiles_of(p, s), (int)gridDim.x) - 1);
+}
+
+/* One lane: a tile with all its keys. The next tile is taken two key tiles before the last: about four steps before the
+ * consumers end this one. Taken when this one begins, while others are still to choose, it spoils the order (10% at
+ * head_dim 256, causal); taken later, its keys come late (5% at head_dim 128 and length 1k). */
+DEVICE void feed(const params &p, shared_memory &s, producer &r, int &next, bool takes_next) {
+    const tile &t = s.tiles[r.tiles.stage];
+    const int head = t.head / p.heads_per_kv, kv_row_0 = t.kv_row_0, kv_batch = t.kv_batch;
+    const int kv_begin = t.kv_begin, kv_end = t.kv_end;
+    mbarrier_wait(&s.q_empty[r.q.stage], r.q.parity ^ 1);
+    load<BLOCK_Q>(s.q[r.q.stage], &p.q, &s.q_full[r.q.stage], t.row_0 + t.row, t.head, t.batch, L2_EVICT_FIRST);
+    r.q.next();
+    /* K is needed one step before V of the same keys. */
+    for (int j = kv_end - 1; j >= kv_begin - 1; j--) {
+        if (takes_next && j == min(kv_begin + 1, kv_end - 1)) next = fetch_tile(p, s);
+        if (j >= kv_begin) {
+            mbarrier_wait(&s.k_empty[r.k.stage], r.k.parity ^ 1);
+            load<BLOCK_KV>(s.k[r.k.stage], &p.k, &s.k_full[r.k.stage], kv_row_0 + j * BLOCK_KV, head, kv_batch,
+                           L2_EVICT_LAST);
+            r.k.next();
+        }
+        if (j + 1 < kv_end) {
+            mbarrier_wait(&s.v_empty[r.v.stage], r.v.parity ^ 1);
+            load<BLOCK_KV>(s.v[r.v.stage], &p.v, &s.v_full[r.v.stage], kv_row_0 + (j + 1) * BLOCK_KV, head, kv_batch,
+                           L2_EVICT_LAST);
+            r.v.next();
+        }
+    }
+}
+
+/* One lane. */
+DEVICE void feed_order(shared_memory &s, producer &r, int order) {
+    mbarrier_wait(&s.q_empty[r.q.stage], r.q.parity ^ 1);
+    s.tiles[r.tiles.stage].row = order;
+    mbarrier_arrive(&s.q_full[r.q.stage]);
+    r.q.next(), r.tiles.next();
+}
+
+/* A tile that a consumer warp has found to overflow, or -1. Whole warp: lane l looks at consumer warp l. */
+DEVICE int failed_tile(shared_memory &s) {
+    const int lane = threadIdx.x % 32;
+    const bool is_new = lane < 4 * WGS && *(volatile int *)&s.num_failed[lane] != s.num_seen[lane];
+    const u32 found = __ballot_sync(0xffffffffu, is_new);
+    if (!found) return -1;
+    const int mine = is_new ? *(volatile int *)&s.failed[lane][s.num_seen[lane] % FAILED] : -1;
+    const int idx = __shfl_sync(0xffffffffu, mine, __ffs(found) - 1);
+    if (mine == idx) s.num_seen[lane]++;
+    return idx;
+}
+
 /* One warp; lane 0 does what one thread must do. */
 DEVICE void produce(const params &p, shared_memory &s) {
-    const bool is_leader = threadIdx.x % 32 == 0;
-    const int num_q_tiles = VARLEN ? count_packed_tiles(p) : p.num_q_tiles;
-    const int num_tiles = VARLEN ? num_q_tiles * p.h : p.num_tiles;
-    ring<Q_STAGES> qr;
-    ring<STAGES> kr, vr;
-    int idx = blockIdx.x;
-    for (; idx < num_tiles; qr.next()) {
-        key_position keys;
-        const tile t = tile_at(p, idx, num_q_tiles, keys);
-        int next = idx + gridDim.x;
-        if (LONGEST_FIRST && p.counter_slot >= 0) {
-            /* Every CTA is refused once and all tiles beyond the first of each CTA are given out once: that many
-             * fetches are made in all, and the last one brings the counter back to zero. */
-            const u32 fetches = max(num_tiles, (int)gridDim.x);
-            if (is_leader) next = gridDim.x + atomicInc(&tile_counters[p.counter_slot], fetches - 1);
-            next = __shfl_sync(0xffffffffu, next, 0);
-        }
-        if (is_leader) {
-            mbarrier_wait(&s.q_empty[qr.stage], qr.parity ^ 1);
-            s.tiles[qr.stage] = t;
-            load<BLOCK_Q>(s.q[qr.stage], &p.q, &s.q_full[qr.stage], t.row_0 + t.row, t.head, t.batch, L2_EVICT_FIRST);
-            /* K is needed one step before V of the same keys. */
-            const int head = t.head / p.heads_per_kv;
-            for (int j = t.kv_end - 1; j >= t.kv_begin - 1; j--) {
-                if (j >= t.kv_begin) {
-                    mbarrier_wait(&s.k_empty[kr.stage], kr.parity ^ 1);
-                    load<BLOCK_KV>(s.k[kr.stage], &p.k, &s.k_full[kr.stage], keys.row_0 + j * BLOCK_KV, head,
-                                   keys.batch, L2_EVICT_LAST);
-                    kr.next();
-                }
-                if (j + 1 < t.kv_end) {
-                    mbarrier_wait(&s.v_empty[vr.stage], vr.parity ^ 1);
-                    load<BLOCK_KV>(s.v[vr.stage], &p.v, &s.v_full[vr.stage], keys.row_0 + (j + 1) * BLOCK_KV, head,
-                                   keys.batch, L2_EVICT_LAST);
-                    vr.next();
-                }
-            }
-        }
+    const bool is_leader = threadIdx.x % 32 == 0, is_dynamic = p.counter_slot >= 0;
+    if (VARLEN) {
+        const int num_tiles = count_packed_tiles(p) * p.h;
+        if (is_leader) s.packed.num_tiles = num_tiles;
         __syncwarp();
-        idx = next;
     }
-    if (VARLEN && LONGEST_FIRST && p.counter_slot >= 0 && (int)blockIdx.x >= num_tiles && is_leader)
-        atomicInc(&tile_counters[p.counter_slot], max(num_tiles, (int)gridDim.x) - 1); /* the refusal of an idle CTA */
-    if (is_leader) {
-        mbarrier_wait(&s.q_empty[qr.stage], qr.parity ^ 1);
-        s.tiles[qr.stage].row = -1;
-        mbarrier_arrive(&s.q_full[qr.stage]);
+    producer r;
+    int next = blockIdx.x;
+    if (VARLEN && is_dynamic && next >= s.packed.num_tiles && is_leader) fetch_tile(p, s);
+    for (bool has_reported = false;;) {
+        const int failed = IS_ANCHORED ? failed_tile(s) : -1, idx = failed >= 0 ? failed : next;
+        if (idx >= num_tiles_of(p, s)) {
+            const bool is_last = !IS_ANCHORED || has_reported;
+            if (is_leader) feed_order(s, r, is_last ? END : REPORT);
+            if (is_last) break;
+            mbarrier_wait(&s.all_done, 0);
+            has_reported = true;
+            continue;
+        }
+        tile &t = s.tiles[r.tiles.stage]; /* nobody reads what was there: all have left the tile after it */
+        find_tile(p, s.packed, idx, t);
+        if (is_leader) {
+            t.is_repeat = failed >= 0;
+            feed(p, s, r, next, is_dynamic && failed < 0);
+        }
+        r.tiles.next();
+        next = is_dynamic ? __shfl_sync(0xffffffffu, next, 0) : failed < 0 ? next + gridDim.x : next;
     }
 }
 
@@ -270,7 +338,7 @@ DEVICE constexpr int column_of(int i) { return 8 * (i / 4) + i % 2; }
 
 /* The running softmax of two rows. */
 struct softmax_rows {
-    float max[2];      /* m: at most lazy_margin below the largest score so far; -inf: no key yet */
+    float max[2];      /* m: at most the largest score so far, in fp16 at most lazy_margin below it; -inf: no key yet */
     float max_log2[2]; /* c m, what exponents are measured from; 0 while m is -inf */
     float sum[2];      /* of this thread's columns */
     int threshold[2];  /* the bits of m + lazy_margin as an integer: a score at or above it raises m */
@@ -317,11 +385,8 @@ DEVICE void change_scores(float (&s)[S_REGS], const params &p, float slope, int 
 DEVICE void mask_scores(float (&s)[S_REGS], const params &p, int len_kv, int first_key, int diagonal) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int end = len_kv, begin = 0;
-        if (CAUSAL) end = min(end, diagonal + 8 * r + 1);
-        if (LOCAL && p.window_right >= 0) end = min(end, diagonal + 8 * r + p.window_right + 1);
-        if (LOCAL && p.window_left >= 0) begin = diagonal + 8 * r - p.window_left;
-        end -= first_key, begin -= first_key;
+        const int begin = keys_begin(p, diagonal + 8 * r) - first_key;
+        const int end = keys_end(p, diagonal + 8 * r, len_kv) - first_key;
 #pragma unroll
         for (int i = 0; i < S_REGS; i++)
             if (row_of(i) == r && (column_of(i) >= end || (LOCAL && column_of(i) < begin))) s[i] = -INF;
@@ -364,17 +429,12 @@ DEVICE void raise_max(const float (&s)[S_REGS], softmax_rows &rows, float (&alph
     }
 }
 
-/* P of register i. */
-DEVICE float exponentiate(float s, const softmax_rows &rows, int i, float scale_log2) {
-    return ex2(fmaf(s, scale_log2, -rows.max_log2[row_of(i)]));
-}
-
-/* S becomes P from register `from` on, for the rows asked for. */
-DEVICE void exponentiate_rows(float (&s)[S_REGS], const softmax_rows &rows, float scale_log2, int from, bool first_row,
+/* S becomes P, for the rows asked for. */
+DEVICE void exponentiate_rows(float (&s)[S_REGS], const softmax_rows &rows, float scale_log2, bool first_row,
                               bool second_row) {
 #pragma unroll
-    for (int i = from; i < S_REGS; i++)
-        if (row_of(i) == 0 ? first_row : second_row) s[i] = exponentiate(s[i], rows, i, scale_log2);
+    for (int i = 0; i < S_REGS; i++)
+        if (row_of(i) == 0 ? first_row : second_row) s[i] = ex2(fmaf(s[i], scale_log2, -rows.max_log2[row_of(i)]));
 }
 
 /* The kept elements of P, by the generator of cpu/dropout.h: one call serves the 16 registers of a patch of 16 rows and
@@ -483,134 +543,217 @@ DEVICE void store_directly(const float (&o)[O_REGS], const float (&factor)[2], c
     }
 }
 
-/* One warpgroup. */
+/* Rows that see no key. Whole warp: 16 rows from `row` on. */
+DEVICE void store_zeros(const params &p, const tile &t, int row) {
+    const int lane = threadIdx.x % 32, pieces = p.d / 8, rows = min(t.len_q - row, 16);
+    u16 *o = (u16 *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + (t.lse_row + row) * p.o_stride_row;
+    for (int i = lane; i < rows * pieces; i += 32)
+        *(uint4 *)(o + i / pieces * p.o_stride_row + i % pieces * 8) = make_uint4(0, 0, 0, 0);
+    if (lane < rows) p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_row + row + lane] = INF;
+}
+
+/* Did P, its sum or O leave the range of floats? Then O or the sum stayed inf or NaN, or the sum is huge. An m that is the
+ * maximum of some keys is never too large: the sum is at least 1. Whole warp. */
+DEVICE bool has_overflowed(const float (&o)[O_REGS], const softmax_rows &rows) {
+    float zero = 0;
+#pragma unroll
+    for (int i = 0; i < O_REGS; i++) zero = fmaf(o[i], 0, zero);
+    const float limit = __int_as_float((127 + 96) << 23); /* 2^96 */
+    return __any_sync(0xffffffffu, !(zero == 0 && rows.sum[0] < limit && rows.sum[1] < limit));
+}
+
+/* One warpgroup: 64 rows of each tile. It passes over keys that only other rows of the tile see. */
 DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, next_wg = wg + 1 == WGS ? 0 : wg + 1;
     const bool is_leader = lane == 0;
-    const u32 q_desc_0 = matrix_descriptor(smem_address(s.q) + wg * 64 * ROW_BYTES, 0);
+    const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 k_desc_0 = matrix_descriptor(smem_address(s.k), 0);
     const u32 v_desc_0 = matrix_descriptor(smem_address(s.v), BLOCK_KV * ROW_BYTES);
     constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
+    constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
     constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
     const float scale_log2 = p.scale_log2, margin = p.lazy_margin;
-    u64 seed = 0, offset = 0;
+    u16 *o_smem = s.o + (O_BY_TMA ? (4 * wg + warp) * 16 * HEAD_DIM : 0);
+    u64 seed = 0, offset = 0, stream = 0;
+    u32 patch_row = 0;
     if (DROPOUT) seed = p.rng_state[0], offset = p.rng_state[1];
+    float slope = 0;
 
     float O[O_REGS];
     u32 P[P_REGS];
+    softmax_rows rows;
     ring<Q_STAGES> qr;
     ring<STAGES> kr, vr;
+    ring<TILES> tr;
+    int tile_now = 0, block = wg; /* which of s.tiles; which 64 rows of it */
+    int diagonal = 0;             /* the last key that this thread's first row would see, if causal */
+    int j = -1, kv_begin = 0;     /* this step's key tile; the last one to visit */
+    int exact_end = 0, full_begin = 0, full_end = 0;
+    int len_kv = 0, num_passed = 0;
+    u32 q_desc = 0;
+    bool has_o = false; /* a tile has begun and is not stored yet */
+    int num_failed = 0;
+    const int column = 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < O_REGS; i++) O[i] = 0;
+#pragma unroll
+    for (int i = 0; i < P_REGS; i++) P[i] = 0;
     if (TURN && wg == WGS - 1) bar_arrive(BAR_TURN, 256); /* warpgroup 0 begins */
 
-    for (;; qr.next()) {
+    const auto release_v = [&] {
+        if (is_leader) mbarrier_arrive(&s.v_empty[vr.stage]);
+        vr.next();
+    };
+    const auto release_k = [&] {
+        if (is_leader) mbarrier_arrive(&s.k_empty[kr.stage]);
+        kr.next();
+    };
+    const auto release_q = [&] {
+        if (is_leader) mbarrier_arrive(&s.q_empty[qr.stage]);
+        qr.next();
+    };
+    /* Keys that other warpgroups see. */
+    const auto pass_k = [&] {
+        mbarrier_wait(&s.k_full[kr.stage], kr.parity);
+        if (TURN) bar_sync(BAR_TURN + wg, 256), bar_arrive(BAR_TURN + next_wg, 256);
+        release_k();
+    };
+    const auto pass_v = [&] {
+        mbarrier_wait(&s.v_full[vr.stage], vr.parity);
+        release_v();
+    };
+    /* O of a tile, of which these are rows 64 block_then .. */
+    const auto finish = [&](const tile &t, int block_then) {
+        const int first_row = t.row + 64 * block_then + 16 * warp;
+        if (IS_ANCHORED && !uniform(t.is_repeat) && uniform(has_overflowed(O, rows))) {
+            if (is_leader) {
+                s.failed[4 * wg + warp][num_failed % FAILED] = t.idx;
+                __threadfence_block();
+                *(volatile int *)&s.num_failed[4 * wg + warp] = ++num_failed;
+            }
+        } else {
+            float factor[2];
+            finish_rows(rows, p, t, first_row, factor);
+            if constexpr (O_BY_TMA)
+                store_by_tma(O, factor, p, t, o_smem, first_row);
+            else
+                store_directly(O, factor, p, t, first_row);
+        }
+    };
+
+    const auto wait_v = [&] { mbarrier_wait(&s.v_full[vr.stage], vr.parity); };
+    const auto issue_pv = [&] { issue_output(O, P, v_desc_0 + vr.stage * KV_STAGE); };
+    const auto raise_o = [&](const float (&alpha)[2]) {
+#pragma unroll
+        for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
+    };
+    /* One step. The first of a tile has no P V; it stores the tile before instead. */
+    const auto step = [&](const bool starts, int tile_before) __attribute__((always_inline)) {
+        /* wait K, V, turn: S = Q K^T, O += P V of the keys before.  NOTE: S is a new array in every step. Carried
+         * from one to the next, its old values stay alive, and ptxas runs the products one by one (C7511). */
+        float S[S_REGS], alpha[2];
+        if (!starts && PV_FIRST) wait_v();
+        mbarrier_wait(&s.k_full[kr.stage], kr.parity);
+        if (TURN) bar_sync(BAR_TURN + wg, 256);
+        if (!starts) pin(O), pin(P); /* all writes to them come before the products */
+        if (!starts && PV_FIRST) issue_pv();
+        issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
+        if (!starts && !PV_FIRST) wait_v(), issue_pv();
+        if (TURN == 1 || (TURN && starts)) bar_arrive(BAR_TURN + next_wg, 256);
+        if (starts) {
+            if (has_o) finish(s.tiles[tile_before], block == 0 ? WGS - 1 : block - 1);
+            for (; num_passed > 0; num_passed--) pass_v();
+            has_o = true;
+#pragma unroll
+            for (int i = 0; i < O_REGS; i++) O[i] = 0;
+            rows = {{-INF, -INF}, {0, 0}, {0, 0}, {(int)0x80000000, (int)0x80000000}};
+        }
+        /* S is there: release K, and Q if it was the last */
+        if (starts || PV_FIRST)
+            wgmma_wait_group<0>(S);
+        else
+            wgmma_wait_group<1>(S);
+        if (TURN == 2 && !starts) bar_arrive(BAR_TURN + next_wg, 256);
+        release_k();
+        if (!starts && PV_FIRST) pin(O), release_v();
+        if (j == kv_begin) release_q();
+
+        if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
+        const bool is_exact = starts || j >= exact_end || (LOCAL && j < full_begin);
+        const bool is_raised = starts || (IS_ANCHORED ? is_exact : exceeds_max(S, rows) || is_exact);
+        if (is_raised) {
+            if (j >= full_end || (LOCAL && j < full_begin)) mask_scores(S, p, len_kv, j * BLOCK_KV + column, diagonal);
+            raise_max(S, rows, alpha, scale_log2, margin);
+            if (!starts && PV_FIRST) raise_o(alpha);
+        }
+        exponentiate_rows(S, rows, scale_log2, true, O_WAIT != 1 || starts);
+        if (!starts && !PV_FIRST) {
+            /* O is there: release V, raise O to the new maximum */
+            wgmma_wait_group<0>(O);
+            release_v();
+            if (is_raised) raise_o(alpha);
+        }
+        /* The second row's exponentials, while the first row's P is summed and packed */
+        if (!starts) exponentiate_rows(S, rows, scale_log2, false, O_WAIT == 1);
+#pragma unroll
+        for (int i = 0; i < S_REGS; i += 2) rows.sum[row_of(i)] += S[i] + S[i + 1];
+        if (DROPOUT) drop(S, seed, stream, patch_row, j * (BLOCK_KV / 32), p.keep_max);
+#pragma unroll
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+    };
+
+    for (;;) {
+        /* The last P V of the tile before, while the next tile comes. Without one, of garbage that nobody looks at. */
+        if (has_o) wait_v();
+        pin(O), pin(P);
+        issue_pv();
+        const int tile_before = tile_now;
         mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-        const tile t = s.tiles[qr.stage];
-        if (uniform(t.row) < 0) break;
-        const int kv_begin = uniform(t.kv_begin), kv_end = uniform(t.kv_end);
-        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
-        const int row = t.row + 64 * wg + 16 * warp; /* the warp's first */
-        const int diagonal = row + lane / 4 + t.len_kv - t.len_q, column = 2 * (lane % 4);
-        const u32 q_desc = q_desc_0 + qr.stage * Q_STAGE;
-        float slope = 0;
+        tile_now = tr.stage;
+        tr.next();
+        block = block + 1 == WGS ? 0 : block + 1; /* later rows may see more keys, or none be left: take turns */
+        const tile &t = s.tiles[tile_now];
+        const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * block;
+        const int last_row = min(first_row + 64, t.len_q) - 1;
+        const int end = keys_end(p, last_row + shift, t.len_kv);
+        const int order = uniform(min(t.row, 0));
+        const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
+        const int last = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
+        j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
+        const int row = first_row + 16 * warp; /* the warp's first */
+        wgmma_wait_group<0>(O);
+        if (has_o) release_v();
+        if (order < 0 || last < 0) {
+            if (has_o) finish(s.tiles[tile_before], block == 0 ? WGS - 1 : block - 1);
+            has_o = false;
+            if (order == END) break;
+            if (order == REPORT) {
+                if (is_leader) mbarrier_arrive(&s.all_done);
+            } else {
+                for (; j >= kv_begin; j--) pass_k(), pass_v();
+                if (row < t.len_q) store_zeros(p, t, row);
+            }
+            __syncwarp();
+            release_q();
+            continue;
+        }
+        /* Every row of the warp has seen a key before exact_end - 1, and sees all of full_begin .. full_end - 1. */
+        const int row_end = keys_end(p, row + shift, t.len_kv);
+        exact_end = uniform(t.is_repeat ? 0 : min(last, max(row_end - 1, 0) / BLOCK_KV));
+        full_end = uniform(row_end / BLOCK_KV);
+        if (LOCAL) full_begin = uniform(ceil_div(keys_begin(p, row + 15 + shift), BLOCK_KV));
+        len_kv = t.len_kv;
+        diagonal = row + lane / 4 + shift;
+        q_desc = q_desc_0 + qr.stage * Q_STAGE + block * Q_BLOCK;
         if (SCORE && p.alibi_slopes) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
-        u64 stream = 0;
+        if (DROPOUT) patch_row = row / 16;
         if (DROPOUT) stream = offset + (u64)(t.b_idx * p.h + t.head) * 32;
 
-        softmax_rows rows = {{-INF, -INF}, {0, 0}, {0, 0}, {(int)0x80000000, (int)0x80000000}};
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] = 0;
-
         /* The last keys first: they hold the diagonal and the end of the sequence, where masks apply. */
-        if (kv_begin < kv_end) {
-            int j = kv_end - 1;
-            float S[S_REGS], alpha[2];
-            mbarrier_wait(&s.k_full[kr.stage], kr.parity);
-            issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
-            wgmma_wait_group<0>(S);
-            if (is_leader) mbarrier_arrive(&s.k_empty[kr.stage]);
-            kr.next();
-            if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
-            if (j >= full_end || (LOCAL && j < full_begin))
-                mask_scores(S, p, t.len_kv, j * BLOCK_KV + column, diagonal);
-            raise_max(S, rows, alpha, scale_log2, margin);
-#pragma unroll
-            for (int i = 0; i < S_REGS; i++) {
-                S[i] = exponentiate(S[i], rows, i, scale_log2);
-                rows.sum[row_of(i)] += S[i];
-            }
-            if (DROPOUT) drop(S, seed, stream, row / 16, j * (BLOCK_KV / 32), p.keep_max);
-#pragma unroll
-            for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
-
+        for (num_passed = 0; j > last; j--, num_passed++) pass_k();
+        step(true, tile_before);
 #pragma unroll 1
-            for (j--; j >= kv_begin; j--) {
-                /* wait K, turn: S = Q K^T.  NOTE: S is a new array in every step. Carried from one to the next, its old
-                 * values stay alive beside `early`, and ptxas runs the products one by one (C7511). */
-                float S[S_REGS];
-                mbarrier_wait(&s.k_full[kr.stage], kr.parity);
-                if (TURN) bar_sync(BAR_TURN + wg, 256);
-                pin(O), pin(P); /* all writes to them come before the products */
-                issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
-                /* wait V: O += P V of the keys before */
-                mbarrier_wait(&s.v_full[vr.stage], vr.parity);
-                issue_output(O, P, v_desc_0 + vr.stage * KV_STAGE);
-                if (TURN == 1) bar_arrive(BAR_TURN + next_wg, 256);
-                /* S is there: release K */
-                wgmma_wait_group<1>(S);
-                if (TURN == 2) bar_arrive(BAR_TURN + next_wg, 256);
-                if (is_leader) mbarrier_arrive(&s.k_empty[kr.stage]);
-                kr.next();
-
-                if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
-                /* The first exponentials start under the old maximum, while the vote is on its way. */
-                float early[EARLY ? EARLY : 1];
-#pragma unroll
-                for (int i = 0; i < EARLY; i++) early[i] = exponentiate(S[i], rows, i, scale_log2);
-                const bool is_masked = j >= full_end || (LOCAL && j < full_begin);
-                const bool is_raised = exceeds_max(S, rows) || is_masked;
-                if (is_raised) {
-                    if (is_masked) mask_scores(S, p, t.len_kv, j * BLOCK_KV + column, diagonal);
-                    raise_max(S, rows, alpha, scale_log2, margin);
-#pragma unroll
-                    for (int i = 0; i < EARLY; i++) early[i] = exponentiate(S[i], rows, i, scale_log2);
-                }
-                exponentiate_rows(S, rows, scale_log2, EARLY, true, !SPLIT_WAIT);
-                /* O is there: release V, raise O to the new maximum */
-                wgmma_wait_group<0>(O);
-                if (is_leader) mbarrier_arrive(&s.v_empty[vr.stage]);
-                vr.next();
-                if (is_raised)
-#pragma unroll
-                    for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
-                /* The second row's exponentials, while the first row's P is summed and packed */
-                exponentiate_rows(S, rows, scale_log2, EARLY, false, SPLIT_WAIT);
-#pragma unroll
-                for (int i = 0; i < S_REGS; i += 2)
-                    rows.sum[row_of(i)] += i < EARLY ? early[i] + early[i + 1] : S[i] + S[i + 1];
-                if (DROPOUT) drop(S, seed, stream, row / 16, j * (BLOCK_KV / 32), p.keep_max);
-#pragma unroll
-                for (int i = 0; i < S_REGS; i += 2)
-                    P[i / 2] = i < EARLY ? cvt_x2<BF16>(early[i], early[i + 1]) : cvt_x2<BF16>(S[i], S[i + 1]);
-            }
-
-            /* The last P V: Q and the tile are no longer read. */
-            mbarrier_arrive(&s.q_empty[qr.stage]);
-            mbarrier_wait(&s.v_full[vr.stage], vr.parity);
-            pin(O), pin(P);
-            issue_output(O, P, v_desc_0 + vr.stage * KV_STAGE);
-            wgmma_wait_group<0>(O);
-            if (is_leader) mbarrier_arrive(&s.v_empty[vr.stage]);
-            vr.next();
-        } else {
-            mbarrier_arrive(&s.q_empty[qr.stage]);
-        }
-
-        float factor[2];
-        finish_rows(rows, p, t, row, factor);
-        if constexpr (O_BY_TMA)
-            store_by_tma(O, factor, p, t, s.o + (4 * wg + warp) * 16 * HEAD_DIM, row);
-        else
-            store_directly(O, factor, p, t, row);
+        for (j--; j >= kv_begin; j--) step(false, 0);
     }
     if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* shared memory outlives its readers */
 }
@@ -626,11 +769,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v);
         if (O_BY_TMA) prefetch_tensormap(&p.o);
-        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 128 * WGS);
+        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * WGS);
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * WGS);
             mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * WGS);
         }
+        mbarrier_init(&s.all_done, 4 * WGS);
+        for (int i = 0; i < 4 * WGS; i++) s.num_failed[i] = s.num_seen[i] = 0;
+        s.packed.first = -32, s.packed.begin = s.packed.end = 0;
         mbarrier_init_fence();
     }
     __syncthreads();
