@@ -250,7 +250,7 @@ DEVICE int fetch_tile(const params &p, const shared_memory &s) {
 
 /* One lane: a tile with all its keys. The next tile is taken two key tiles before the last: about four steps before the
  * consumers end this one. Taken when this one begins, while others are still to choose, it spoils the order (10% at
- * head_dim 256, causal); taken later, its keys come late (5% at head_dim 128 and length 1k). */
+ * head_dim 256, causal); taken two steps before the end, its keys may come late. */
 DEVICE void feed(const params &p, shared_memory &s, producer &r, int &next, bool takes_next) {
     const tile &t = s.tiles[r.tiles.stage];
     const int head = t.head / p.heads_per_kv, kv_row_0 = t.kv_row_0, kv_batch = t.kv_batch;
