@@ -226,22 +226,45 @@ static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
     return list;
 }
 
+/* False, and an exception: not four numbers. */
+static bool read_variant(PyObject *args, const char *function, fa_variant *variant) {
+    if (PyTuple_Size(args) != 4) {
+        PyErr_Format(PyExc_TypeError, "%s(): takes family, row, features and arch", function);
+        return false;
+    }
+    variant->family = (fa_family_id)PyLong_AsLong(PyTuple_GetItem(args, 0));
+    variant->row = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    variant->features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 2));
+    variant->arch = (int)PyLong_AsLong(PyTuple_GetItem(args, 3));
+    return !PyErr_Occurred();
+}
+
 static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
     (void)self;
     fa_variant variant;
     fa_error err = {""};
     bool compiled = false;
     fa_status status;
-    if (PyTuple_Size(args) != 4)
-        return PyErr_Format(PyExc_TypeError, "build_cuda_kernel(): takes family, row, features and arch");
-    variant.family = (fa_family_id)PyLong_AsLong(PyTuple_GetItem(args, 0));
-    variant.row = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
-    variant.features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 2));
-    variant.arch = (int)PyLong_AsLong(PyTuple_GetItem(args, 3));
-    if (PyErr_Occurred()) return NULL;
+    if (!read_variant(args, "build_cuda_kernel", &variant)) return NULL;
     Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
     Py_END_ALLOW_THREADS if (status != FA_OK) return PyErr_Format(PyExc_RuntimeError, "%s", err.text);
     return PyBool_FromLong(compiled);
+}
+
+static PyObject *cuda_kernel_source(PyObject *self, PyObject *args) {
+    (void)self;
+    fa_variant variant;
+    fa_compile_options options;
+    if (!read_variant(args, "cuda_kernel_source", &variant)) return NULL;
+    if (!fa_variant_is_chosen(variant)) return PyErr_Format(PyExc_ValueError, "there is no such CUDA kernel");
+    fa_variant_options(variant, &options);
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < options.num; i++) {
+        PyObject *option = PyUnicode_FromString(options.list[i]);
+        if (!option || PyList_Append(list, option) < 0) Py_CLEAR(list);
+        Py_XDECREF(option);
+    }
+    return list ? Py_BuildValue("(sN)", fa_families[variant.family].files[0], list) : NULL;
 }
 
 /* ---- the module ------------------------------------------------------------------------------------------------------ */
@@ -259,6 +282,8 @@ static PyMethodDef methods[] = {
     {"build_cuda_kernel", build_cuda_kernel, METH_VARARGS,
      "build_cuda_kernel(family, row, features, arch) -> True if the kernel had to be compiled, False if the disk cache "
      "has it"},
+    {"cuda_kernel_source", cuda_kernel_source, METH_VARARGS,
+     "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
     {NULL, NULL, 0, NULL},
 };
 
