@@ -328,7 +328,7 @@ KEY = ("cpu", "threads", "case", "dtype", "pass", "d", "len", "causal", "isa", "
 
 
 def write_csv(rows, path):
-    """A row replaces the one of the same case; the others stay."""
+    """A row replaces the one of the same case; the others stay. Returns them all, as text."""
     path.parent.mkdir(exist_ok=True)
     known = {}
     if path.exists():
@@ -341,16 +341,21 @@ def write_csv(rows, path):
         writer = csv.DictWriter(out, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(known.values())
+    return [{name: str(value) for name, value in row.items()} for row in known.values()]
 
 
 def draw(rows, path):
-    """Ratio to PyTorch, one panel a pass, one bar a case of one thread."""
+    """Ratio to PyTorch, one panel a pass, one bar a case of one thread. Rows as the file has them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in rows if row["threads"] == 1 and row["against"].startswith("SDPA")]
+    rows = [
+        {**row, "ratio": float(row["ratio"]), "share": float(row["share"])}
+        for row in rows
+        if row["threads"] == "1" and row["against"].startswith("SDPA")
+    ]
     if not rows:
         return
     panels = {pas: [row for row in rows if row["pass"] == pas][::-1] for pas in ("fwd", "bwd")}
@@ -367,13 +372,14 @@ def draw(rows, path):
         axis.set_ylim(-0.6, len(bars) - 0.4)
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_title({"fwd": "forward", "bwd": "backward"}[pas])
-        axis.set_xlabel("times as fast as PyTorch's SDPA, one thread; share of the machine's peak, or of its read rate")
-        axis.xaxis.label.set_size(8)
+    figure.supxlabel(
+        "times as fast as PyTorch's SDPA, one thread; share of the machine's peak, or of its read rate", fontsize=8
+    )
     figure.savefig(path, dpi=110)
 
 
 def bar_name(row):
-    name = f"{row['case']} {row['dtype']} d{row['d']} len {row['len']}{' causal' if row['causal'] else ''}"
+    name = f"{row['case']} {row['dtype']} d{row['d']} len {row['len']}{' causal' if row['causal'] == '1' else ''}"
     return f"{name}: {row['against'].removeprefix('SDPA ')}" if row["case"].startswith("decode") else name
 
 
@@ -407,8 +413,7 @@ def main():
                 flush=True,
             )
     if rows:
-        write_csv(rows, options.csv)
-        draw(rows, options.picture)
+        draw(write_csv(rows, options.csv), options.picture)
 
 
 if __name__ == "__main__":

@@ -28,5 +28,5 @@ def test_fp32_follows_the_same_curve(device):
 def test_bf16_learns_as_much():
     ours = train_gpt.train(train_gpt.our_attention, "cuda", 300, bf16=True)
     math = train_gpt.train(train_gpt.math_attention, "cuda", 300)
-    assert sum(math[-50:]) / 50 < 2.2
+    assert sum(math[-50:]) / 50 < 2.4
     assert abs(sum(ours[-50:]) - sum(math[-50:])) / 50 < 0.03

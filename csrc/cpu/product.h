@@ -65,7 +65,7 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
         factor[u] = EPILOGUE == PRODUCT_RESCALE ? vec_load(p->alpha + lane + u * LANES) : vec_set(p->scale);
         if (EPILOGUE == PRODUCT_STORE_MAX) high[u] = vec_load(p->lane_max + lane + u * LANES);
     }
-    float *const lane_max = p->lane_max + lane;
+    float *const lane_max = EPILOGUE == PRODUCT_STORE_MAX ? p->lane_max + lane : NULL;
     UNROLL for (int r = 0; r < ROWS; r++, c += c_stride) {
         UNROLL for (int u = 0; u < VECS; u++) {
             float *out = c + u * LANES;
