@@ -368,7 +368,7 @@ def draw(rows, path):
         axis.set_yticks(at, [bar_name(r) for r in bars], fontsize=7)
         axis.bar_label(drawn, [f"{r['ratio']:.1f}x, {r['share']:.0%}" for r in bars], padding=3, fontsize=7)
         axis.set_xscale("log")
-        axis.set_xlim(0.8, 3 * max([r["ratio"] for r in bars], default=1))
+        axis.set_xlim(0.6, 3 * max([r["ratio"] for r in bars], default=1))
         axis.set_ylim(-0.6, len(bars) - 0.4)
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_title({"fwd": "forward", "bwd": "backward"}[pas])
