@@ -1,7 +1,7 @@
 """The kernels' sources compile without spills that cost anything, and with wgmma left asynchronous. Needs nvcc, no GPU.
 
 Every row of tiles.def is compiled once, with a set of features that changes from row to row; with
-FLASH_ATTN_TEST_ALL_KERNELS=1 every kernel for every architecture, which takes hours on two cores.
+FLASH_ATTN_TEST_ALL_KERNELS=1 every kernel for every architecture, hundreds of them.
 """
 
 import os
