@@ -32,7 +32,7 @@
 #error "tiles: HEAD_DIM columns, BLOCK_KV keys, WGS warpgroups of 64 rows, STAGES of K and V, Q_STAGES of Q"
 #endif
 #if !defined(TURN) || !defined(O_WAIT)
-#error "schedule: TURN 0 none 1 issue 2 until S is there, O_WAIT 0 after, 1 amid, 2 before the exponentials"
+#error "schedule: TURN 0 never, 1 while issuing, 2 until S is there, O_WAIT 0 after, 1 amid, 2 before the exponentials"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
