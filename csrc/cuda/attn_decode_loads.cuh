@@ -1,0 +1,78 @@
+/* The stream of bytes of attn_decode_sm90.cu: rows of keys, values and queries from anywhere in memory into swizzled rows
+ * of shared memory, 16 bytes a lane. */
+#ifndef FA_ATTN_DECODE_LOADS_CUH
+#define FA_ATTN_DECODE_LOADS_CUH
+
+#include "attn_decode_schedule.cuh"
+
+/* Rows of HEAD_DIM elements, their 16-byte pieces permuted so that 8 rows of one column fall into 8 different banks:
+ * where a row is a multiple of 128 bytes by its number mod 8, else (96 columns, 192 bytes) by half its number mod 4. */
+DEVICE u32 swizzle(u32 row) { return HEAD_DIM % 64 == 0 ? row % 8 : row / 2 % 4; }
+DEVICE u32 piece_address(u32 base, u32 row, u32 piece) { return base + (row * PIECES + (piece ^ swizzle(row))) * 16; }
+
+/* The same where many pieces of one row are read, two after an even `piece` known to the compiler: row_base is the row's
+ * address, low the swizzle of the row ^ 0 or 1. */
+constexpr u32 PERIOD = HEAD_DIM % 64 == 0 ? 8 : 4;
+DEVICE u32 even_piece_address(u32 row_base, u32 low, u32 piece) {
+    return row_base + (piece % PERIOD ^ low) * 16 + piece / PERIOD * PERIOD * 16;
+}
+
+/* The loading half of a warp's walk: WARP_KEYS keys of each slot. Lane l looks after key l % WARP_KEYS. */
+struct loader {
+    u32 page, row; /* of this lane's key; the page as the block table has it */
+    u32 present;   /* bit i: key i is there */
+};
+
+/* Where a sequence's keys lie, and which of them [begin, end) are to be read. */
+struct walk {
+    const int *pages; /* NULL: not paged */
+    u32 cache_row, kv_row;
+    int begin, end;
+};
+
+/* Where this lane's key of the step at `key` lies; `key` is the warp's first. Asked one step ahead: the page
+ * number is on its way meanwhile. */
+DEVICE void look_up(const params &p, const walk &c, int key, loader &l) {
+    const int mine = key + (int)threadIdx.x % WARP_KEYS;
+    const bool is_present = c.begin <= mine && mine < c.end;
+    l.present = __ballot_sync(0xffffffffu, is_present);
+    const u32 row = is_present ? (u32)(c.kv_row + mine) : 0;
+    if (c.pages) {
+        const u32 idx = row / (u32)p.page_size;
+        l.row = row - idx * (u32)p.page_size;
+        l.page = is_present ? c.pages[idx] : 0;
+    } else {
+        l.row = row;
+        l.page = c.cache_row;
+    }
+}
+
+DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset, u32 slot_rows, int d, u64 l2_policy) {
+    const int lane = threadIdx.x % 32;
+    const u32 mine = l.page * cache.stride_b + l.row * cache.stride_row + head_offset;
+#pragma unroll
+    for (int i = 0; i < WARP_KEYS * PIECES / 32; i++) {
+        const u32 idx = 32 * i + lane, row = idx / PIECES, piece = idx % PIECES;
+        const u32 offset = __shfl_sync(0xffffffffu, mine, row);
+        const bool is_present = (l.present >> row & 1) && (int)(8 * piece) < d;
+        cp_async_16(piece_address(slot_rows, row, piece),
+                    (const char *)cache.data + (u64)(offset + (is_present ? piece : 0)) * 16, is_present, l2_policy);
+    }
+}
+
+/* Q of the item, rows beyond its end and columns beyond d as zeros. Whole CTA. */
+DEVICE void load_queries(const params &p, u32 q_smem, const item &t, int head) {
+    const int num_rows = t.s.len_q * p.heads_per_kv;
+#pragma unroll 1
+    for (int idx = threadIdx.x; idx < BLOCK_Q * PIECES; idx += THREADS) {
+        const int row = idx / PIECES, piece = idx % PIECES, at = t.q_tile * BLOCK_Q + row;
+        const int i = at / p.heads_per_kv, h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
+        const bool is_present = at < num_rows && 8 * piece < p.d;
+        const u16 *src = (const u16 *)p.q;
+        if (is_present)
+            src += t.b_idx * p.q_stride_b + (t.s.q_row + i) * p.q_stride_row + h_idx * p.q_stride_h + 8 * piece;
+        cp_async_16(piece_address(q_smem, row, piece), src, is_present);
+    }
+}
+
+#endif

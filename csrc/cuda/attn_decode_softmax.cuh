@@ -1,0 +1,88 @@
+/* The softmax of attn_decode_sm90.cu, in registers: scores of 16 rows and TEAM_KEYS keys as mma leaves them. */
+#ifndef FA_ATTN_DECODE_SOFTMAX_CUH
+#define FA_ATTN_DECODE_SOFTMAX_CUH
+
+#include "attn_decode_schedule.cuh"
+
+/* Registers of a thread: it holds two rows, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 columns the
+ * columns 2 (l % 4) + {0, 1}: register i of a group belongs to row i / 2, column i % 2. */
+struct softmax_rows {
+    float max[2];      /* m: at most lazy_margin below the largest score so far; -inf: no key yet */
+    float max_log2[2]; /* c m, what exponents are measured from; 0 while m is -inf */
+    float limit[2];    /* m + lazy_margin: a score above it raises m */
+    float sum[2];      /* of this thread's columns */
+};
+
+/* One of a thread's two rows: what it sees, and how its scores change. Found anew where it is needed, which is seldom. */
+struct query_row {
+    int begin, end; /* keys */
+    int diagonal;   /* its own position among the keys */
+    float slope;
+};
+
+DEVICE query_row row_at(const params &p, const item &t, int head, int row) {
+    const int at = min(t.q_tile * BLOCK_Q + row, t.s.len_q * p.heads_per_kv - 1), i = at / p.heads_per_kv;
+    query_row x = {0, t.s.len_kv, i + t.s.len_kv - t.s.len_q, 0};
+    if (p.window_left >= 0) x.begin = x.diagonal - p.window_left;
+    if (p.window_right >= 0) x.end = min(x.diagonal + p.window_right + 1, t.s.len_kv);
+    if (p.alibi_slopes)
+        x.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head * p.heads_per_kv + at - i * p.heads_per_kv];
+    return x;
+}
+
+constexpr int GROUPS_S = TEAM_KEYS / 8, GROUPS_O = HEAD_DIM / 8;
+
+/* Softcap and ALiBi, in natural units; key: this thread's first. The hardware's tanh is right to 2^-11 only. */
+DEVICE void change_scores(float (&s)[GROUPS_S][4], const params &p, const query_row (&rows)[2], int key) {
+    const float exponent = p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0;
+#pragma unroll
+    for (int n = 0; n < GROUPS_S; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float x =
+                p.softcap > 0 ? p.softcap - 2 * p.softcap * rcp(1 + ex2(s[n][i] * exponent)) : s[n][i] * p.score_scale;
+            s[n][i] = x - rows[i / 2].slope * fabsf((float)(rows[i / 2].diagonal - (key + 8 * n + i % 2)));
+        }
+}
+
+DEVICE void mask_scores(float (&s)[GROUPS_S][4], const query_row (&rows)[2], int key) {
+#pragma unroll
+    for (int n = 0; n < GROUPS_S; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = key + 8 * n + i % 2;
+            if (at < rows[i / 2].begin || at >= rows[i / 2].end) s[n][i] = -INF;
+        }
+}
+
+/* S becomes P. Where a score exceeds what m allows, m is raised to the largest, and O and l follow. */
+DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softmax_rows &rows, const params &p) {
+    float largest[2] = {-INF, -INF};
+#pragma unroll
+    for (int n = 0; n < GROUPS_S; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) largest[i / 2] = fmaxf(largest[i / 2], s[n][i]);
+    if (__any_sync(0xffffffffu, largest[0] > rows.limit[0] || largest[1] > rows.limit[1])) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float x = fmaxf(largest[r], rows.max[r]);
+            x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+            const float max_log2 = x == -INF ? 0 : x * p.scale_log2;
+            const float alpha = rows.max[r] == -INF ? 0 : ex2(rows.max_log2[r] - max_log2);
+            rows.max[r] = x, rows.max_log2[r] = max_log2, rows.limit[r] = x + p.lazy_margin;
+            rows.sum[r] *= alpha;
+#pragma unroll
+            for (int n = 0; n < GROUPS_O; n++) o[n][2 * r] *= alpha, o[n][2 * r + 1] *= alpha;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < GROUPS_S; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            s[n][i] = ex2(fmaf(s[n][i], p.scale_log2, -rows.max_log2[i / 2]));
+            rows.sum[i / 2] += s[n][i];
+        }
+}
+
+#endif
