@@ -177,6 +177,34 @@ def test_masked_keys_and_blind_rows_may_be_anything(dtype, isa):
     assert (spoiled_tensors[0][1][:, :40] == 0).all() and (spoiled_tensors[1][0][:, :60] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_nan_reaches_what_sees_it(dtype, isa):
+    """Under a causal mask NaN of row or key 45 leaves every row before and every key behind as it was, bit for bit."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 90, 2, 24).to(dtype) for _ in range(4)]
+
+    def gradients(q, k, v, dout):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
+
+    clean = gradients(*inputs)
+    for i, name in enumerate(("q", "k", "v", "dout")):
+        spoiled = [x.clone() for x in inputs]
+        spoiled[i][:, 45, 1, 7] = math.nan
+        is_key = name in ("k", "v")
+        for got, want, grad in zip(gradients(*spoiled), clean, ("dq", "dk", "dv")):
+            if grad == "dq":
+                reached = slice(45, 90) if is_key else slice(45, 46)
+            elif (name, grad) == ("v", "dv"):
+                reached = slice(0, 0)
+            else:
+                reached = slice(0, 90) if is_key else slice(0, 46)  # through the rows that see the key
+            assert got[:, reached, 1].isnan().any(-1).all(), (name, grad)
+            kept = torch.ones(90, 2, dtype=torch.bool)
+            kept[reached, 1] = False
+            assert torch.equal(got[:, kept], want[:, kept]), (name, grad)
+
+
 def test_no_gradient_through_lse():
     q = torch.randn(1, 4, 1, 8, requires_grad=True)
     out, lse, _ = flash_attn_func(q, q, q, return_attn_probs=True)

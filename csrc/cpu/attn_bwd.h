@@ -18,7 +18,8 @@
  *   several ranges: dQ = sum of the slabs, in the order of the ranges
  *
  * dK and dV belong to one task and sum over all heads of the group. Tasks and slabs follow from the shapes, so the bits
- * depend on no thread. A row or key that no visible pair touches is packed as zeros: NaN there goes nowhere.
+ * depend on no thread. A row or key that no visible pair touches is packed as zeros, and NaN reaches what sees it alone
+ * (nonfinite.h).
  * Specification: reference.c. Measurements: README.md. */
 #ifndef FA_ATTN_BWD_H
 #define FA_ATTN_BWD_H
@@ -27,6 +28,7 @@
 #include "bwd_layout.h"
 #include "elementwise_bwd.h"
 #include "lanes.h"
+#include "nonfinite.h"
 #include "pack.h"
 
 typedef struct {
@@ -52,6 +54,7 @@ typedef struct {
     float *q_t, *dout_t, *q, *dout, *dq_t, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
     uint8_t *bytes;
     fa_bwd_tile *tiles;
+    bool k_finite;                      /* all of the block's K, where K^T is packed */
     int num_tiles, num_open;            /* tiles of the pass, and how many of them are open */
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
@@ -190,7 +193,7 @@ static void bwd_list_queries(const bwd_task *t, const fa_view *view, const fa_bw
 static void bwd_open_tile(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
     const fa_problem *p = t->p;
-    const fa_bwd_tile *tile = &t->tiles[i];
+    fa_bwd_tile *tile = &t->tiles[i];
     if (!bwd_sees(tile, t->range_begin, t->range_end)) return;
     if (p->dq.data && l->ranges > 1) memset(bwd_dq_of(t, i), 0, (size_t)l->tile_floats * sizeof(float));
     const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
@@ -198,9 +201,12 @@ static void bwd_open_tile(const bwd_task *t, int i) {
     bwd_list_queries(t, &p->dout, tile, dout_rows);
     const int64_t at = i * l->tile_floats;
     pack_lanes(t->q_t + at, tile->lanes, q_rows, tile->lanes, p->d, p->dtype);
-    pack_pairs(t->q + at, l->columns, q_rows, tile->lanes, p->d, p->dtype);
+    tile->q_finite = pack_pairs(t->q + at, l->columns, q_rows, tile->lanes, p->d, p->dtype);
     pack_lanes(t->dout_t + at, tile->lanes, dout_rows, tile->lanes, p->d, p->dtype);
-    pack_pairs(t->dout + at, l->columns, dout_rows, tile->lanes, p->d, p->dtype);
+    tile->dout_finite = pack_pairs(t->dout + at, l->columns, dout_rows, tile->lanes, p->d, p->dtype);
+    const int64_t num_words = tile->lanes / WORD_ELEMS * l->columns;
+    if (!tile->q_finite) clear_nonfinite(t->q + at, num_words);
+    if (!tile->dout_finite) clear_nonfinite(t->dout + at, num_words);
 }
 
 /* ---- pack a block of keys ---- */
@@ -215,13 +221,15 @@ static void bwd_list_keys(const bwd_task *t, int64_t block, const char **rows) {
     }
 }
 
-static void bwd_pack_block(const bwd_task *t) {
+static void bwd_pack_block(bwd_task *t) {
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &t->job->layout;
     const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
     pack_rows(t->k, l->words, k_rows, l->block_kv, p->d, p->dtype);
     pack_rows(t->v, l->words, v_rows, l->block_kv, p->d, p->dtype);
-    if (p->dq.data) pack_columns(t->k_t, l->k_t_stride, k_rows, l->block_kv, p->d, p->dtype);
+    if (!p->dq.data) return;
+    t->k_finite = pack_columns(t->k_t, l->k_t_stride, k_rows, l->block_kv, p->d, p->dtype);
+    if (!t->k_finite) clear_nonfinite(t->k_t, l->columns * l->k_t_stride);
 }
 
 /* ---- a tile meets a block ---- */
@@ -254,7 +262,19 @@ static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, floa
     }
 }
 
-/* Some lane does not see every key of [begin, end) of the block. */
+/* The same for elements of the rows that are not finite and were cleared (view: of dO or Q). */
+static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, const fa_view *view, float *grad,
+                                   const float *words, int64_t word_stride, int64_t begin, int64_t end) {
+    const int64_t columns = t->job->layout.columns;
+    for (int lane = 0; lane < tile->valid_lanes; lane++) {
+        const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
+        add_lane_nonfinite(grad + (t->block - t->range_begin) * columns, columns, words, word_stride, lane,
+                           first > begin ? first : begin, stop < end ? stop : end,
+                           bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), t->p->d, t->p->dtype);
+    }
+}
+
+/* Some lane, other than those of padding, does not see every key of [begin, end) of the block. */
 static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
     return tile->common_first > t->block + begin || tile->common_end < t->block + end;
 }
@@ -293,7 +313,8 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
 
     /* P, dS */
     float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
-    const bool plain = !masked && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* nobody asks for the bounds */
+    const bool hides = masked || tile->lanes > tile->valid_lanes; /* zeros of padding may meet infinite keys: NaN */
+    const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* nobody asks for the bounds */
     const int64_t key_0 = t->block + begin;
     for (int lane = 0; lane < lanes && !plain; lane++) {
         int64_t low = tile->first[lane] - key_0, high = tile->end[lane] - key_0;
@@ -320,7 +341,7 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
                                                .diagonal = diagonal,
                                                .first = first,
                                                .end = stop,
-                                               .masked = masked}});
+                                               .masked = hides}});
 }
 
 /* What comes after a step, to be fetched by its products: this tile's share of the next block of keys and, for the tile that
@@ -372,6 +393,9 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const bool masked = bwd_is_masked(t, tile, begin, end);
     if (p->dv.data) bwd_add_keys(t, tile, masked, t->dv, p_rows, row_stride, t->dout + at, begin, end);
     if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, begin, end);
+    if (p->dv.data && !tile->dout_finite)
+        bwd_add_keys_nonfinite(t, tile, &p->dout, t->dv, p_rows, row_stride, begin, end);
+    if (p->dk.data && !tile->q_finite) bwd_add_keys_nonfinite(t, tile, &p->q, t->dk, ds_rows, row_stride, begin, end);
     if (!p->dq.data) return;
     const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : ds_rows;
     const product_args dq = {.a = t->k_t + begin / WORD_ELEMS,
@@ -388,6 +412,10 @@ static void bwd_step_tile(bwd_task *t, int i) {
         product_keys_seen(product_add, &dq, tile->first, tile->end, t->block + begin);
     else
         product_add(&dq);
+    for (int64_t key = begin; key < end && !t->k_finite; key++)
+        if (t->key_rows[key])
+            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, t->key_rows[key], p->d,
+                              p->dtype);
 }
 
 /* ---- write gradients ---- */

@@ -22,6 +22,7 @@
 #include "elementwise.h"
 #include "fwd_layout.h"
 #include "lanes.h"
+#include "nonfinite.h"
 #include "pack.h"
 
 /* Two of scores and two of P, half as large, where the tile unit works on one pair and the vectors on the other. */
@@ -106,18 +107,6 @@ static void open_tile(const fwd_task *t, int i) {
 
 /* ---- pack a block of keys ---- */
 
-/* A product must not meet NaN or inf of V: a lane that does not see the key would add 0 x NaN. */
-static void clear_nonfinite(float *words, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, &words[i], sizeof bits);
-        if (WORD_ELEMS == 1 && (bits & 0x7f800000) == 0x7f800000) bits = 0;
-        if (WORD_ELEMS == 2 && (bits & 0x7f800000) == 0x7f800000) bits &= 0xffff;
-        if (WORD_ELEMS == 2 && (bits & 0x7f80) == 0x7f80) bits &= 0xffff0000;
-        memcpy(&words[i], &bits, sizeof bits);
-    }
-}
-
 /* Rows of K, then of V, of keys [begin, end) of a block, which is key `block` of the sequence; NULL for its other keys. */
 static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t end, const char **rows) {
     const fa_problem *p = t->p;
@@ -160,29 +149,6 @@ typedef struct {
     float *scores, *p; /* S^T, P; the same buffer where nothing overlaps */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
-
-static float p_element(const float *words, int64_t lanes, int64_t key, int64_t lane) {
-    uint32_t bits;
-    memcpy(&bits, &words[key / WORD_ELEMS * lanes + lane], sizeof bits);
-    if (WORD_ELEMS == 2) bits = key % 2 ? bits & 0xffff0000 : bits << 16;
-    return fa_f32_of_bits(bits);
-}
-
-/* What clear_nonfinite took out, for the lanes that see it. */
-static void add_nonfinite(const fwd_task *t, const fwd_step *step, float *o_t) {
-    const fa_fwd_tile *tile = &t->tiles[step->tile];
-    for (int64_t key = step->begin; key < step->end; key++) {
-        const char *v_row = t->key_rows[t->job->layout.block_kv + key];
-        for (int64_t c = 0; v_row && c < t->p->d; c++) {
-            float v = (float)fa_load_element(v_row, c, t->p->dtype);
-            if (v - v == 0.0f) continue;
-            for (int lane = 0; lane < tile->lanes; lane++) {
-                bool visible = tile->first[lane] <= t->block + key && t->block + key < tile->end[lane];
-                if (visible) o_t[c * tile->lanes + lane] += p_element(step->p, tile->lanes, key, lane) * v;
-            }
-        }
-    }
-}
 
 /* The first tile from `tile` on that sees the block; false when none does. */
 static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
@@ -322,7 +288,13 @@ static void step_output(fwd_task *t, const fwd_step *step) {
         product_later(&t->queue, PRODUCT_RESCALE, &output);
     if (t->finite) return;
     product_finish(&t->queue);
-    add_nonfinite(t, step, output.c);
+    const fa_fwd_tile *tile = &t->tiles[step->tile];
+    for (int64_t key = step->begin; key < step->end; key++) {
+        const char *v_row = t->key_rows[l->block_kv + key];
+        if (v_row)
+            add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block, v_row, t->p->d,
+                              t->p->dtype);
+    }
 }
 
 /* Where products overlap the softmax, the scores of the next tile and the output of the last are computed during the

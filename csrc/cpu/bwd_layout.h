@@ -23,6 +23,7 @@ typedef struct {
     int64_t first_key, end_key;       /* some lane sees these keys */
     int64_t common_first, common_end; /* every valid lane sees these */
     int lanes, valid_lanes;           /* lanes: a multiple of the vector and of a dropout patch */
+    bool q_finite, dout_finite;       /* all that is packed of them; known once the tile is open */
 } fa_bwd_tile;
 
 typedef struct {

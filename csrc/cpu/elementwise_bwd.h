@@ -47,10 +47,10 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASE
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
     vec p = vec_exp2(scores_minus(PRODUCT_SCALES || BIASED, s, vec_set(a->scale), x->lse)), kept = p;
-    if (DROPS) {
-        vec_mask keep = mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max);
-        dp = vec_select(keep, dp, zero);
-        kept = vec_select(keep, p, zero);
+    if (DROPS) { /* a product: what is dropped is multiplied by 0, and NaN stays NaN */
+        const vec z = vec_select(mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max), vec_set(1.0f), zero);
+        dp = vec_mul(dp, z);
+        kept = vec_mul(p, z);
     }
     vec ds = vec_mul(p, scores_minus(PRODUCT_SCALES, dp, vec_set(a->kept), x->delta));
     if (caps) ds = vec_mul(ds, slope);

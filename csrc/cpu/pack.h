@@ -89,7 +89,17 @@ INLINE void pack_lanes_of(float *dst, int64_t stride, const char *const *rows, i
     }
 }
 
-/* num_rows is a multiple of LANES WORD_ELEMS. Returns whether every element is finite: 0 x is NaN for NaN and inf. */
+/* Finite elements add nothing to a sum of 0 x; 0 x is NaN for NaN and inf. Rows have sums of their own, so that few
+ * multiply-adds wait for each other. */
+INLINE bool is_zero(vec sum) {
+    float lane[LANES];
+    bool all = true;
+    vec_store(lane, sum);
+    for (int i = 0; i < LANES; i++) all &= lane[i] == 0.0f;
+    return all;
+}
+
+/* num_rows is a multiple of LANES WORD_ELEMS. Returns whether every element is finite. */
 INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                             fa_dtype DTYPE) {
     vec poison[2] = {vec_set(0.0f), vec_set(0.0f)}; /* sums that do not wait for each other */
@@ -104,20 +114,24 @@ INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows,
             UNROLL for (int i = 0; i < LANES; i++) vec_store(dst + (elem + i) * stride + r / WORD_ELEMS, t[i]);
         }
     }
-    float lane[LANES];
-    bool finite = true;
-    vec_store(lane, vec_add(poison[0], poison[1]));
-    for (int i = 0; i < LANES; i++) finite &= lane[i] == 0.0f;
-    return finite;
+    return is_zero(vec_add(poison[0], poison[1]));
 }
 
-/* num_rows is a multiple of WORD_ELEMS. */
-INLINE void pack_pairs_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+/* num_rows is a multiple of WORD_ELEMS. Returns whether every element is finite. */
+INLINE bool pack_pairs_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                           fa_dtype DTYPE) {
+    const vec zero = vec_set(0.0f);
+    vec poison = zero;
     for (int64_t r = 0; r < num_rows; r += WORD_ELEMS) {
-        for (int64_t elem = 0; elem < d; elem += LANES)
-            vec_store(dst + r / WORD_ELEMS * stride + elem, load_column_words(rows + r, elem, d, DTYPE));
+        vec of_rows = zero;
+        for (int64_t elem = 0; elem < d; elem += LANES) {
+            const vec words = load_column_words(rows + r, elem, d, DTYPE);
+            of_rows = vec_dot(of_rows, words, zero);
+            vec_store(dst + r / WORD_ELEMS * stride + elem, words);
+        }
+        poison = vec_add(poison, of_rows);
     }
+    return is_zero(poison);
 }
 
 /* count <= LANES elements of a row, from element elem on. */
@@ -171,9 +185,9 @@ static inline bool pack_columns(float *dst, int64_t stride, const char *const *r
                                 fa_dtype dtype) {
     return WITH_DTYPE(dtype, pack_columns_of, dst, stride, rows, num_rows, d);
 }
-static inline void pack_pairs(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
+static inline bool pack_pairs(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                               fa_dtype dtype) {
-    WITH_DTYPE(dtype, pack_pairs_of, dst, stride, rows, num_rows, d);
+    return WITH_DTYPE(dtype, pack_pairs_of, dst, stride, rows, num_rows, d);
 }
 static inline void unpack_row(char *row, int64_t d, const float *src, float factor, fa_dtype dtype) {
     WITH_DTYPE(dtype, unpack_row_of, row, d, src, factor);

@@ -136,7 +136,7 @@ static double compare_row_stats(const fa_problem *p, const fa_row_stats *x, cons
         for (int64_t head = 0; head < p->h; head++)
             for (int64_t i = 0; i < s.len_q; i++) {
                 double a = *fa_row_stat(x, &s, i, head), b = *fa_row_stat(reference, &s, i, head);
-                if (a == b) continue;
+                if (a == b || (isnan(a) && isnan(b))) continue;
                 double error = fabs(a - b) / (1 + fabs(b));
                 if (!(error <= worst)) worst = isnan(error) ? INFINITY : error;
             }
@@ -450,6 +450,89 @@ static void test_silent_rows(void **state) {
             guarded_free_all();
         }
     }
+}
+
+/* ---- NaN and infinities --------------------------------------------------------------------------------------- */
+
+/* Elements, whole rows among them, become NaN or infinite. Where a bias or large scores let p underflow to 0 in fp32 but
+ * not in the reference, 0 x inf is not what the reference has, and only NaN is planted. */
+static void plant_nonfinite(const test_case *c, random_source *r) {
+    const tensor *inputs[] = {&c->k, &c->v, &c->q, &c->dout};
+    const int num_plants = 1 + (int)random_below(r, 3), num_values = c->p.alibi_slopes || c->amplitude > 1 ? 1 : 3;
+    for (int n = 0; n < num_plants; n++) {
+        const tensor *t = inputs[random_below(r, c->p.pass == FA_BWD ? 4 : 3)];
+        const double values[] = {NAN, INFINITY, -INFINITY}, value = values[random_below(r, num_values)];
+        const int64_t count = random_chance(r, 50) ? c->p.d : 1;
+        if (t->num_elements < count) continue;
+        const int64_t at = random_below(r, t->num_elements - count + 1);
+        for (int64_t i = at; i < at + count; i++) fa_store_element(t->view.data, i, value, c->p.dtype);
+    }
+}
+
+/* NaN in the same places as in the reference, infinities with the same sign, and the rest close. */
+static bool is_same_kind(const void *x, const void *reference, int64_t num_elements, fa_dtype dtype) {
+    double largest = 0, worst = 0;
+    bool same = true;
+    for (int64_t i = 0; i < num_elements; i++) {
+        const double a = fa_load_element(x, i, dtype), b = fa_load_element(reference, i, dtype);
+        if (isfinite(a) && isfinite(b))
+            worst = fmax(worst, fabs(a - b)), largest = fmax(largest, fabs(b));
+        else
+            same = same && (a == b || (isnan(a) && isnan(b)));
+    }
+    return same && worst <= fmax(1e-4, 8 * tolerance_of_dtype(dtype)) * (1 + largest);
+}
+
+static bool check_nonfinite(uint64_t seed, fa_pass pass, fa_dtype dtype) {
+    test_case c = case_make(seed, pass, dtype);
+    fa_problem *p = &c.p;
+    random_source r = {seed};
+    const struct {
+        const char *name;
+        tensor *ours;
+    } outputs[] = {{"o", &c.o}, {"dq", &c.dq}, {"dk", &c.dk}, {"dv", &c.dv}};
+    const int first = pass == FA_BWD ? 1 : 0, end = pass == FA_BWD ? 4 : 1;
+    void *expected[4];
+    bool good = true;
+    plant_nonfinite(&c, &r);
+    run_forward_reference(p);
+    run_reference(p);
+    const fa_row_stats lse = p->lse;
+    for (int i = first; i < end; i++) {
+        const size_t bytes = (size_t)outputs[i].ours->num_elements * fa_dtype_bytes(dtype);
+        memcpy(expected[i] = malloc(bytes + 1), outputs[i].ours->view.data, bytes);
+    }
+    for (int isa = FA_ISA_REFERENCE + 1; isa < FA_NUM_ISAS; isa++) {
+        if (!machine.isa_legal[isa]) continue;
+        if (pass == FA_FWD) alloc_row_stats(p, &p->lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+        for (int i = first; i < end; i++) wipe(outputs[i].ours, dtype);
+        run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end);
+        for (int i = first; i < end; i++) {
+            if (is_same_kind(outputs[i].ours->view.data, expected[i], outputs[i].ours->num_elements, dtype)) continue;
+            printf("  %s: %s is not what the reference has\n", fa_isa_name((fa_isa)isa), outputs[i].name);
+            good = false;
+        }
+        if (compare_row_stats(p, &p->lse, &lse) < 2e-5) continue;
+        printf("  %s: lse is not what the reference has\n", fa_isa_name((fa_isa)isa));
+        good = false;
+    }
+    if (!good) case_print(&c);
+    for (int i = first; i < end; i++) free(expected[i]);
+    guarded_free_all();
+    return good;
+}
+
+/* Masked, padded, windowed or visible: NaN and infinities reach what the reference lets them reach, and nothing else. */
+static void test_nonfinite(void **state) {
+    (void)state;
+    const uint64_t first = 5000, num_seeds = IS_CUDA || SANITIZED ? COUNT(head_dims) : 8 * COUNT(head_dims);
+    bool good = true;
+    for (uint64_t seed = first; seed < first + num_seeds; seed++)
+        for (int dtype = FA_F16; dtype <= FA_F32; dtype++) {
+            good = check_nonfinite(seed, FA_FWD, (fa_dtype)dtype) && good;
+            good = check_nonfinite(seed, FA_BWD, (fa_dtype)dtype) && good;
+        }
+    assert_true(good);
 }
 
 /* ---- the reference itself ------------------------------------------------------------------------------------ */
@@ -821,12 +904,11 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_absent_gradients),
         cmocka_unit_test(test_silent_rows),
         cmocka_unit_test(test_denormals),
+        cmocka_unit_test(test_nonfinite),
     };
     const struct CMUnitTest emulated_tests[] = {
-        cmocka_unit_test(test_fwd_bf16),
-        cmocka_unit_test(test_bwd_bf16),
-        cmocka_unit_test(test_thread_counts),
-        cmocka_unit_test(test_absent_gradients),
+        cmocka_unit_test(test_fwd_bf16),         cmocka_unit_test(test_bwd_bf16),  cmocka_unit_test(test_thread_counts),
+        cmocka_unit_test(test_absent_gradients), cmocka_unit_test(test_nonfinite),
     };
     const struct CMUnitTest cuda_tests[] = {
         cmocka_unit_test(test_append),      cmocka_unit_test(test_reference_s_dmask),
@@ -834,6 +916,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_fwd_f32),     cmocka_unit_test(test_fwd_bf16),
         cmocka_unit_test(test_fwd_f16),     cmocka_unit_test(test_bwd_f32),
         cmocka_unit_test(test_bwd_bf16),    cmocka_unit_test(test_bwd_f16),
+        cmocka_unit_test(test_nonfinite),
     };
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
     if (IS_EMULATION) return cmocka_run_group_tests(emulated_tests, NULL, NULL);

@@ -1,0 +1,77 @@
+/* NaN and infinities next to a mask. A pair that is masked has P = dS = 0 in the products, and 0 x NaN is NaN: it would
+ * reach lanes and keys that never saw it. So packing notices such elements, clear_nonfinite takes them out of the packed
+ * operand, and they are added afterwards for the pairs that see them:
+ *
+ *   O^T += V^T P,   dQ^T += K^T dS      elements of a key, to the lanes that see it
+ *   dV += P^T dO,   dK += dS^T Q        elements of a lane, to the keys that it sees
+ *
+ * The scores and dP need none of this: a masked one is not read. Rows without such elements lose nothing but a multiply-add
+ * for each vector that is packed. */
+#ifndef FA_NONFINITE_H
+#define FA_NONFINITE_H
+
+#include "bwd_layout.h"
+#include "product.h"
+
+OUTLINE void clear_nonfinite(float *words, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = fa_bits_of(words[i]);
+        if (WORD_ELEMS == 1 && (bits & 0x7f800000) == 0x7f800000) bits = 0;
+        if (WORD_ELEMS == 2 && (bits & 0x7f800000) == 0x7f800000) bits &= 0xffff;
+        if (WORD_ELEMS == 2 && (bits & 0x7f80) == 0x7f80) bits &= 0xffff0000;
+        memcpy(&words[i], &bits, sizeof bits);
+    }
+}
+
+/* Element `half` of a word. */
+static inline float word_element(const float *word, int64_t half) {
+    if (WORD_ELEMS == 1) return *word;
+    return fa_f32_of_bits(half ? fa_bits_of(*word) & 0xffff0000 : fa_bits_of(*word) << 16);
+}
+
+/* Loads a row, padded with zeros to whole vectors; false: every element is finite. */
+OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM], const char *data, int64_t d, fa_dtype dtype) {
+    bool found = false;
+    for (int64_t c = 0; c < FA_MAX_HEAD_DIM; c++) {
+        row[c] = c < d ? (float)fa_load_element(data, c, dtype) : 0.0f;
+        found |= row[c] - row[c] != 0.0f;
+    }
+    return found;
+}
+
+/* out[c][lane] += x[key][lane] row[c]: row is that of the key, x are words along the keys. key counts from the block, the
+ * bounds of a lane from the sequence. */
+OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_t key, const int64_t *first,
+                               const int64_t *end, int64_t block, const char *data, int64_t d, fa_dtype dtype) {
+    float row[FA_MAX_HEAD_DIM], weight[FA_MAX_BLOCK_Q_BWD], sees[FA_MAX_BLOCK_Q_BWD];
+    if (!load_nonfinite(row, data, d, dtype)) return;
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        weight[lane] = word_element(x + key / WORD_ELEMS * lanes + lane, key % WORD_ELEMS);
+        sees[lane] = first[lane] <= block + key && block + key < end[lane] ? 1.0f : 0.0f;
+    }
+    for (int64_t c = 0; c < d; c++) {
+        if (row[c] - row[c] == 0.0f) continue;
+        for (int64_t lane = 0; lane < lanes; lane += LANES) {
+            const vec old = vec_load(out + c * lanes + lane);
+            const vec sum = vec_fma(vec_load(weight + lane), vec_set(row[c]), old);
+            vec_store(out + c * lanes + lane, vec_select(vec_le(vec_load(sees + lane), vec_set(0.0f)), old, sum));
+        }
+    }
+}
+
+/* out[key][c] += x[key][lane] row[c], keys [begin, end): row is that of the lane, x are words along the lanes. */
+OUTLINE void add_lane_nonfinite(float *out, int64_t out_stride, const float *x, int64_t x_stride, int64_t lane,
+                                int64_t begin, int64_t end, const char *data, int64_t d, fa_dtype dtype) {
+    float row[FA_MAX_HEAD_DIM];
+    if (begin >= end || !load_nonfinite(row, data, d, dtype)) return;
+    for (int64_t key = begin; key < end; key++) {
+        const vec weight = vec_set(word_element(x + key * x_stride + lane / WORD_ELEMS, lane % WORD_ELEMS));
+        for (int64_t c = 0; c < d; c += LANES) {
+            const vec elems = vec_load(row + c), old = vec_load(out + key * out_stride + c);
+            const vec_mask finite = vec_le(vec_sub(elems, elems), vec_set(0.0f));
+            vec_store(out + key * out_stride + c, vec_select(finite, old, vec_fma(weight, elems, old)));
+        }
+    }
+}
+
+#endif
