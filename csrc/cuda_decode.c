@@ -1,4 +1,4 @@
-/* Attention over a KV cache on Hopper: append and rotary, then cuda/attn_decode_sm90.cu. */
+/* Attention over a KV cache on Hopper: cuda/attn_decode_sm90.cu, append and rotary included where it can. */
 #include "cuda_decode.h"
 
 #include "cuda/attn_decode_params.h"
@@ -68,6 +68,13 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
     return a;
 }
 
+static void add_append(const fa_problem *p, fa_attn_decode_params *a) {
+    a->k_new = cache_of(&p->k_new), a->v_new = cache_of(&p->v_new);
+    a->rotary_cos = p->rotary_cos, a->rotary_sin = p->rotary_sin;
+    a->rotary_rows = (int)p->rotary_rows, a->rotary_dim = (int)p->rotary_dim;
+    a->rotary_interleaved = p->rotary_interleaved, a->rotary_q_by_row = p->rotary_q_by_row;
+}
+
 /* As many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads side by side: as many lanes
  * as leave no CTA over. Batch 64, cache 8192, 8 key heads: 1 lane 3.006 TB/s, 8 lanes 3.046 (H100 SXM, 2026-11-21). */
 static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
@@ -101,11 +108,14 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     char *workspace = call->workspace;
     CUkernel kernel;
     fa_status status = fa_kernel_get(fa_plan_variant(call->plan, call->gpu), call->gpu, &kernel, err);
-    if (status == FA_OK) status = fa_cuda_append(call, workspace, err);
+    const bool appends = fa_decode_appends(p, call->plan);
+    if (status == FA_OK && !appends) status = fa_cuda_append(call, workspace, err);
     if (status != FA_OK || p->total_q == 0 || p->h == 0) return status;
 
     fa_attn_decode_params a = params_of(p);
-    if (p->rotary_cos) {
+    if (appends) {
+        add_append(p, &a);
+    } else if (p->rotary_cos) {
         a.q = workspace;
         a.q_stride_h = p->d, a.q_stride_row = p->h * p->d, a.q_stride_b = p->len_q * p->h * p->d;
     }

@@ -14,6 +14,9 @@ typedef struct {
     int max_q_tiles; /* of one sequence; packed queries: unknown, 0 */
 } fa_decode_layout;
 
+/* attn_decode_sm90 appends the new keys and turns keys and queries; otherwise kvcache.cu does, in front of it. */
+bool fa_decode_appends(const fa_problem *problem, const fa_plan *plan);
+
 /* By the plan's row and num_splits. */
 fa_decode_layout fa_decode_lay_out(const fa_problem *problem, const fa_plan *plan);
 

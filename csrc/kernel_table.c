@@ -221,7 +221,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = {"attn_decode_sm90.cu", "ptx_sm80.cuh", "attn_decode_params.h",
                                   "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                  "attn_decode_merge.cuh"},
+                                  "attn_decode_merge.cuh", "attn_decode_append.cuh"},
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,

@@ -32,6 +32,14 @@ static bool fits_32_bits(const fa_view *t, extent size) {
     return t->stride_b >= 0 && t->stride_row >= 0 && t->stride_h >= 0 && last / 8 < UINT32_MAX;
 }
 
+bool fa_decode_appends(const fa_problem *p, const fa_plan *plan) {
+    const extent fresh = {p->b, p->len_new, p->h_kv};
+    const int64_t rows = p->len_q * (p->h / p->h_kv);
+    if (!p->k_new.data || rows == 0 || rows > plan->block_q || p->len_new > FA_DECODE_MAX_NEW) return false;
+    return is_aligned(&p->k_new, fresh) && is_aligned(&p->v_new, fresh) && fits_32_bits(&p->k_new, fresh) &&
+           fits_32_bits(&p->v_new, fresh) && (uintptr_t)p->rotary_cos % 16 == 0 && (uintptr_t)p->rotary_sin % 16 == 0;
+}
+
 static int64_t round_up_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
@@ -45,7 +53,7 @@ fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
                            .max_q_tiles = (int)q_tiles};
     at.num_counters = plan->num_splits == 1 ? 0 : plan->num_splits == 0 ? FA_DECODE_MAX_CTAS : items;
     const int64_t part_rows = plan->num_splits == 1 ? 0 : parts * at.partial_rows;
-    at.partial_o = (size_t)round_up_256((int64_t)fa_rotated_q_bytes(p));
+    at.partial_o = fa_decode_appends(p, plan) ? 0 : (size_t)round_up_256((int64_t)fa_rotated_q_bytes(p));
     at.partial_stats = at.partial_o + (size_t)round_up_256(part_rows * t->d * 4);
     at.counters = at.partial_stats + (size_t)round_up_256(part_rows * 8);
     at.bytes = at.counters + (size_t)round_up_256(at.num_counters * 4);

@@ -5,6 +5,8 @@
 #define FA_DECODE_MAX_CTAS      288  /* of one launch */
 #define FA_DECODE_COUNTER_SLOTS 8192 /* per kernel: launches that may be in flight at once */
 
+#define FA_DECODE_MAX_NEW 8 /* keys of a sequence that this kernel appends; more are work for kvcache.cu */
+
 /* Keys of one slot that one warp loads: fewer where the scores of 64 rows leave no registers. */
 #define FA_DECODE_WARP_KEYS(d, warps_q) ((warps_q) == 4 && (d) > 128 ? 8 : 16)
 
@@ -29,11 +31,13 @@ typedef struct {
     float *lse; /* [b, h, len_q], packed [h, total_q]: natural log of the row sums; +inf for a row that sees no key */
     long long lse_stride_b, lse_stride_h;
     fa_decode_cache k, v;
+    fa_decode_cache k_new,
+        v_new; /* [b, len_new, h_kv, d], to be appended by this kernel; data NULL: nothing, or it is done */
 
     int b, h, h_kv, heads_per_kv, d;
     int len_q, total_q;         /* of one sequence; packed: total_q bounds every offset */
     int capacity;               /* keys that one sequence can have at most; packed keys: rows of the tensor */
-    int len_new;                /* keys that were appended: they count on top of seqused_k */
+    int len_new;                /* keys that are appended: they count on top of seqused_k */
     int num_caches;             /* rows of the cache (of the block table where there is one) */
     const int *cu_seqlens_q;    /* [b + 1]; NULL: dense queries */
     const int *cu_seqlens_k;    /* [b + 1]; NULL: every sequence has a cache of its own */
@@ -61,6 +65,8 @@ typedef struct {
     int window_left, window_right; /* -1: unlimited; causal is right = 0 */
     const float *alibi_slopes;     /* [h], or [b, h] with alibi_stride_b; NULL: none */
     long long alibi_stride_b;
+    const void *rotary_cos, *rotary_sin; /* [rotary_rows, rotary_dim / 2]; NULL: nothing turns, or q has been turned */
+    int rotary_rows, rotary_dim, rotary_interleaved, rotary_q_by_row; /* as in ../flash_attn.h */
     int zero_tensors; /* packed rows of o that belong to no sequence become zero */
 } fa_attn_decode_params;
 

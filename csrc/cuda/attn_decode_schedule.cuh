@@ -17,11 +17,12 @@ DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 struct sequence {
     int q_row, len_q;   /* its queries: first row if packed, how many */
     int kv_row, len_kv; /* key 0 in its cache, how many */
+    int position;       /* where a new key goes in its cache: behind the seqused_k old ones, whatever the padding */
     int q_tiles;
 };
 
 DEVICE sequence sequence_at(const params &p, int b_idx) {
-    sequence s = {0, p.len_q, 0, p.capacity, 0};
+    sequence s = {0, p.len_q, 0, p.capacity, 0, 0};
     if (p.cu_seqlens_q) {
         s.q_row = clamp(p.cu_seqlens_q[b_idx], 0, p.total_q);
         s.len_q = clamp(p.cu_seqlens_q[b_idx + 1], s.q_row, p.total_q) - s.q_row;
@@ -37,7 +38,10 @@ DEVICE sequence sequence_at(const params &p, int b_idx) {
             capacity = s.len_kv;
         }
     }
-    if (p.seqused_k) s.len_kv = min(max(p.seqused_k[b_idx], 0), capacity);
+    if (p.seqused_k) {
+        s.position = clamp(p.seqused_k[b_idx], 0, 1 << 30);
+        s.len_kv = min(s.position, capacity);
+    }
     s.len_kv = min(s.len_kv + p.len_new, capacity);
     if (p.leftpad_k) {
         const int pad = clamp(p.leftpad_k[b_idx], 0, s.len_kv);

@@ -50,6 +50,7 @@ static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 
 #include "attn_decode_schedule.cuh"
 #include "attn_decode_loads.cuh"
+#include "attn_decode_append.cuh"
 #include "attn_decode_softmax.cuh"
 #include "attn_decode_merge.cuh"
 
@@ -96,8 +97,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
 
     /* Loads run SLOTS - 1 slots ahead: K and V in turns, `load_step` counts pairs. */
     const u32 k_head = head * p.k.stride_h, v_head = head * p.v.stride_h;
-    const int first_key = (t.keys.begin / BLOCK_KV + x.first) * BLOCK_KV + team * TEAM_KEYS;
-    const int steps = x.last - x.first;
+    const int steps = x.last - x.first, begin = (t.keys.begin / BLOCK_KV + x.first) * BLOCK_KV;
+    const int first_key = begin + team * TEAM_KEYS;
     loader now, next;
     int load_step = 0, load_slot = 0;
     look_up(p, c, first_key + WARP_KEYS * warp_q, next);
@@ -118,7 +119,15 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         load_step++;
         load_slot = load_slot + 1 == SLOTS ? 0 : load_slot + 1;
     };
-    load_queries(p, smem_address(s.q), t, head); /* joins the first group */
+
+    /* New keys of this piece are written before they are asked for: behind the first loads, if they are not among those. */
+    const new_keys fresh = new_keys_of(p, t, x, begin, begin + steps * BLOCK_KV);
+    const bool are_asked_for_first = fresh.first < begin + SLOTS / 2 * BLOCK_KV;
+    if (fresh.first < fresh.last && are_asked_for_first) {
+        append(p, c, t, head, fresh);
+        __syncthreads();
+    }
+    if (!p.rotary_cos) load_queries(p, smem_address(s.q), t, head); /* joins the first group */
 #pragma unroll
     for (int i = 0; i < SLOTS - 1; i++) {
         if (i % 2 == 0)
@@ -126,6 +135,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         else
             load_v();
     }
+    if (fresh.first < fresh.last && !are_asked_for_first) append(p, c, t, head, fresh);
+    if (p.rotary_cos) load_turned_queries(p, s.q, t, head);
 
     softmax_rows stats = {{-INF, -INF}, {0, 0}, {-INF, -INF}, {0, 0}};
     float o[GROUPS_O][4];
@@ -142,7 +153,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
     u32 q_regs[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][4];
 
     cp_async_wait_group<SLOTS - 2>();
-    __syncthreads(); /* every thread's part of Q */
+    __syncthreads(); /* every thread's part of Q, and of the new keys */
     if (Q_IN_REGISTERS)
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
@@ -242,8 +253,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ params p) {
-    extern __shared__ __align__(128) unsigned char smem[];
-    shared_memory &s = *reinterpret_cast<shared_memory *>(smem);
+    extern __shared__ __align__(128) char memory[];
+    shared_memory &s = *reinterpret_cast<shared_memory *>(memory);
     const int group = blockIdx.x / p.lanes, lane = blockIdx.x - group * p.lanes;
     if (p.cu_seqlens_q) fill_unowned_rows(p);
     find_share(p, s.work, group);

@@ -40,12 +40,16 @@ typedef struct {
     int64_t num_elements; /* from data to the last element of the last row */
 } tensor;
 
+#ifndef ROW_PADDING
+#define ROW_PADDING 3 /* elements */
+#endif
+
 typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tensor_layout;
 
 static tensor tensor_make(const fa_problem *p, int64_t b, int64_t rows, int64_t h, tensor_layout layout, bool at_end) {
     tensor t = {.view = {.stride_b = rows * h * p->d, .stride_row = h * p->d, .stride_h = p->d}};
     if (layout == HEADS_THEN_ROWS) t.view.stride_row = p->d, t.view.stride_h = rows * p->d;
-    if (layout == PADDED_ROWS) t.view.stride_row += 3, t.view.stride_b += 3 * rows + 5;
+    if (layout == PADDED_ROWS) t.view.stride_row += ROW_PADDING, t.view.stride_b += ROW_PADDING * (rows + 2);
     if (b * rows * h > 0)
         t.num_elements = (b - 1) * t.view.stride_b + (rows - 1) * t.view.stride_row + (h - 1) * t.view.stride_h + p->d;
     size_t element = fa_dtype_bytes(p->dtype);
@@ -77,7 +81,10 @@ typedef struct {
     double amplitude;
 } test_case;
 
-static const int64_t head_dims[] = {1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 255, 256};
+#ifndef HEAD_DIMS
+#define HEAD_DIMS 1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 255, 256
+#endif
+static const int64_t head_dims[] = {HEAD_DIMS};
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 

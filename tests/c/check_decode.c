@@ -1,5 +1,6 @@
 /* The decode kernel of every instruction set against csrc/cpu/reference.c: few queries, up to four splits of the keys,
- * every placement, page size and mask, in guarded memory (cases.h).
+ * every placement, page size and mask, with new keys and rotary, in guarded memory (cases.h). check_cuda_decode: the same
+ * for attn_decode_sm90, compiled for the CPU (cuda_emulation.h).
  *
  *   check_decode                all tests
  *   check_decode --seed N       one random case in all dtypes, with its errors
@@ -11,6 +12,10 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
+#if defined(CHECK_CUDA) /* what attn_decode_sm90 serves; the rest falls to other kernels */
+#define HEAD_DIMS   8, 16, 40, 64, 72, 96, 128, 136, 192, 256
+#define ROW_PADDING 8
+#endif
 #include "cases.h"
 #include "cpu/decode_plan.h"
 #include "naive.h"
@@ -18,14 +23,57 @@
 
 static fa_machine machine;
 
+#if defined(CHECK_CUDA)
+#define IS_CUDA true
+#include "cuda_device.h"
+#else
+#define IS_CUDA false
 /* plan.c's other branch, which no problem here takes. */
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
     (void)p, (void)m, (void)plan;
     return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
 }
+#endif
 
 /* ---- cases ----------------------------------------------------------------------------------------------------- */
+
+/* The last keys of every sequence become new ones, which are not in the cache yet: there is NaN. */
+static void draw_append(test_case *c, random_source *r) {
+    fa_problem *p = &c->p;
+    int64_t most = p->seqused_k && random_chance(r, 70) ? 12 : 0;
+    for (int64_t i = 0; i < p->b && most; i++) most = p->seqused_k[i] < most ? p->seqused_k[i] : most;
+    if (most == 0) return;
+    const int64_t len_new = random_chance(r, 50) ? 1 : 1 + random_below(r, most);
+    int32_t *used = (int32_t *)p->seqused_k;
+    for (int64_t i = 0; i < p->b; i++) used[i] -= (int32_t)len_new;
+    tensor *caches[] = {&c->k, &c->v}, fresh[2];
+    for (int n = 0; n < 2; n++) {
+        fresh[n] = tensor_make(p, p->b, len_new, p->h_kv, (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+        for (int64_t i = 0; i < fresh[n].num_elements; i++)
+            fa_store_element(fresh[n].view.data, i, random_normal(r), p->dtype);
+        for (int64_t i = 0; i < p->b * len_new * p->h_kv; i++) {
+            fa_problem unpadded = *p;
+            unpadded.leftpad_k = NULL;
+            const fa_sequence s = fa_sequence_at(&unpadded, i / p->h_kv / len_new);
+            const int64_t j = used[s.b_idx] + i / p->h_kv % len_new;
+            memset((char *)caches[n]->view.data +
+                       (size_t)fa_key_offset(p, &caches[n]->view, &s, j, i % p->h_kv) * fa_dtype_bytes(p->dtype),
+                   0xff, (size_t)p->d * fa_dtype_bytes(p->dtype));
+        }
+    }
+    p->len_new = len_new, p->k_new = fresh[0].view, p->v_new = fresh[1].view;
+    if (p->d < 16 || random_chance(r, 30)) return;
+    p->rotary_dim = 16 * (1 + random_below(r, p->d / 16)), p->rotary_rows = p->len_kv;
+    p->rotary_interleaved = random_chance(r, 50), p->rotary_q_by_row = random_chance(r, 50);
+    const int64_t num = p->rotary_rows * p->rotary_dim / 2;
+    void *cos_sin[2];
+    for (int n = 0; n < 2; n++) {
+        cos_sin[n] = guarded_alloc((size_t)num * fa_dtype_bytes(p->dtype), 16, c->at_end);
+        for (int64_t i = 0; i < num; i++) fa_store_element(cos_sin[n], i, random_uniform(r), p->dtype);
+    }
+    p->rotary_cos = cos_sin[0], p->rotary_sin = cos_sin[1];
+}
 
 static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     random_source source = {seed}, *r = &source;
@@ -46,10 +94,18 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     alloc_row_stats(p, &p->lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
     fill_inputs(&c, r);
+    draw_append(&c, r);
     return c;
 }
 
-static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
+/* false: another kernel serves it. */
+#if defined(CHECK_CUDA)
+static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
+    (void)isa;
+    return run_decode_on_cuda(p, 1 + 5 * (threads - 1), at_end);
+}
+#else
+static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
     fa_error err = {""};
@@ -60,7 +116,9 @@ static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
     fa_cpu_run(p, &plan, workspace, &test_pool);
+    return true;
 }
+#endif
 
 /* ---- against the reference ------------------------------------------------------------------------------------- */
 
@@ -97,38 +155,86 @@ static double worst_lse(const fa_problem *p, const fa_row_stats *exact) {
     return worst;
 }
 
+/* A problem whose new keys have been appended, and whose queries have been turned: by fa_cpu_append, in memory of its own. */
+typedef struct {
+    fa_problem p;
+    tensor q, k, v;
+} appended;
+
+static tensor tensor_copied(const fa_problem *p, const tensor *t, bool at_end) {
+    const size_t bytes = (size_t)t->num_elements * fa_dtype_bytes(p->dtype);
+    tensor copy = *t;
+    copy.view.data = guarded_alloc(bytes, fa_dtype_bytes(p->dtype), at_end);
+    memcpy(copy.view.data, t->view.data, bytes);
+    return copy;
+}
+
+static appended append_on_cpu(const test_case *c) {
+    appended a = {.p = c->p, .q = c->q};
+    fa_problem *p = &a.p;
+    a.k = tensor_copied(p, &c->k, c->at_end), a.v = tensor_copied(p, &c->v, c->at_end);
+    p->k = a.k.view, p->v = a.v.view;
+    if (!p->k_new.data) return a;
+    if (p->rotary_cos) a.q = tensor_make(p, p->b, p->len_q, p->h, ROWS_THEN_HEADS, c->at_end);
+    fa_cpu_append(p, p->rotary_cos ? a.q.view.data : NULL, &test_pool);
+    int32_t *used = guarded_alloc((size_t)p->b * sizeof *used, sizeof *used, c->at_end);
+    for (int64_t i = 0; i < p->b; i++) used[i] = p->seqused_k[i] + (int32_t)p->len_new;
+    p->seqused_k = used, p->q = a.q.view, p->len_new = 0, p->rotary_cos = p->rotary_sin = NULL;
+    p->k_new = p->v_new = (fa_view){0};
+    return a;
+}
+
+/* Bit for bit, or within a unit in the last place of what was turned. */
+static bool is_same_cache(const fa_problem *p, const tensor *x, const tensor *y, bool is_turned) {
+    static const double unit[] = {[FA_F16] = 0x1p-10, [FA_BF16] = 0x1p-7, [FA_F32] = 0x1p-23};
+    const size_t bytes = (size_t)x->num_elements * fa_dtype_bytes(p->dtype);
+    if (!is_turned) return memcmp(x->view.data, y->view.data, bytes) == 0;
+    for (int64_t i = 0; i < x->num_elements; i++) {
+        const double a = fa_load_element(x->view.data, i, p->dtype), b = fa_load_element(y->view.data, i, p->dtype);
+        if (isnan(a) != isnan(b) || fabs(a - b) > unit[p->dtype] * (fabs(b) + 0.1)) return false;
+    }
+    return true;
+}
+
 static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
     static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
     test_case c = decode_case(seed, dtype);
-    fa_problem *p = &c.p, exact = *p;
+    fa_problem *p = &c.p;
+    pool_threads = 1;
+    appended after = append_on_cpu(&c);
+    const tensor k_before = tensor_copied(p, &c.k, c.at_end), v_before = tensor_copied(p, &c.v, c.at_end);
+    fa_problem exact = after.p;
     bool good = true;
     exact.dtype = FA_F64;
-    exact.q = tensor_widened(p, &c.q, c.at_end).view;
-    exact.k = tensor_widened(p, &c.k, c.at_end).view;
-    exact.v = tensor_widened(p, &c.v, c.at_end).view;
+    exact.q = tensor_widened(p, &after.q, c.at_end).view;
+    exact.k = tensor_widened(p, &after.k, c.at_end).view;
+    exact.v = tensor_widened(p, &after.v, c.at_end).view;
     exact.o = tensor_widened(p, &c.o, c.at_end).view;
     naive_results naive = {.o = tensor_widened(p, &c.o, c.at_end).view};
     alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
-    pool_threads = 1;
     fa_reference_fwd(&exact, NULL, NULL, &test_pool);
-    naive_attention(p, &naive);
+    naive_attention(&after.p, &naive);
     if (verbose) case_print(&c);
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
         if (!machine.isa_legal[isa]) continue;
         memset(c.o.view.data, 0xff, (size_t)c.o.num_elements * fa_dtype_bytes(dtype));
-        run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end);
+        memcpy(c.k.view.data, k_before.view.data, (size_t)c.k.num_elements * fa_dtype_bytes(dtype));
+        memcpy(c.v.view.data, v_before.view.data, (size_t)c.v.num_elements * fa_dtype_bytes(dtype));
+        if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
         double largest, error = worst_error(p, &p->o, dtype, &exact.o, &largest);
         double allowed = 2 * worst_error(p, &naive.o, FA_F64, &exact.o, &largest) + half_unit[dtype] * largest;
         double lse_error = worst_lse(p, &exact.lse);
-        bool close = error <= allowed && lse_error <= 2e-5;
+        bool same_caches = is_same_cache(p, &c.k, &after.k, p->rotary_cos) && is_same_cache(p, &c.v, &after.v, false);
+        bool close = error <= allowed && lse_error <= 2e-5 && same_caches;
         if (verbose || !close)
-            printf("  %-10s error %.3g, allowed %.3g of %.3g; lse %.3g%s\n", fa_isa_name((fa_isa)isa), error, allowed,
-                   largest, lse_error, close ? "" : "  TOO FAR");
+            printf("  %-10s error %.3g, allowed %.3g of %.3g; lse %.3g%s%s\n", fa_isa_name((fa_isa)isa), error, allowed,
+                   largest, lse_error, same_caches ? "" : "  WRONG CACHE", close ? "" : "  TOO FAR");
         good = good && close;
     }
     if (!good) {
         case_print(&c);
-        printf("  (check_decode, not check_kernels)\n");
+        printf("  (check_decode, not check_kernels; new keys %d, rotary_dim %d)\n", (int)p->len_new,
+               (int)p->rotary_dim);
     }
     guarded_free_all();
     return good;
@@ -136,7 +242,7 @@ static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
 
 static void check_seeds(fa_dtype dtype) {
     bool good = true;
-    for (uint64_t seed = 0; seed < 260; seed++) good = check_case(seed, dtype, false) && good;
+    for (uint64_t seed = 0; seed < (IS_CUDA ? 80 : 260); seed++) good = check_case(seed, dtype, false) && good;
     assert_true(good);
 }
 
@@ -245,12 +351,15 @@ static void test_nonfinite(void **state) {
 
 int main(int argc, char **argv) {
     fa_cpu_detect(&machine);
+    for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
     if (argc > 2 && !strcmp(argv[1], "--seed")) {
         bool good = true;
-        for (int dtype = FA_F16; dtype <= FA_F32; dtype++)
+        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
             good = check_case(strtoull(argv[2], NULL, 10), (fa_dtype)dtype, true) && good;
         return !good;
     }
+    const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16), cmocka_unit_test(test_f16)};
+    if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_f32),       cmocka_unit_test(test_bf16),      cmocka_unit_test(test_f16),
         cmocka_unit_test(test_same_bits), cmocka_unit_test(test_nonfinite),

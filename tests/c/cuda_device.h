@@ -15,6 +15,10 @@ fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     return result == 0 ? FA_OK : fa_fail(err, FA_EUNSUPPORTED, "%s failed with %d", attempt, result);
 }
 
+fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu) {
+    return (fa_variant){(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, gpu->capability};
+}
+
 /* BUILD_FOLDER/<name>.so; compiled by CXX unless it is there. */
 fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const fa_family *family = &fa_families[variant.family];
@@ -23,10 +27,12 @@ fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel,
     fa_variant_name(variant, name);
     snprintf(path, sizeof path, BUILD_FOLDER "/%s.so", name);
     if (access(path, R_OK) != 0) {
-        int at = snprintf(command, sizeof command,
-                          CXX " -std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
-                              "-include cuda_emulation.h -I" CSRC_FOLDER " -DSOURCE='\"cuda/%s\"' -DBF16=%d -DF32=%d",
-                          family->files[0], !!(variant.features & FA_IN_BF16), !!(variant.features & FA_IN_F32));
+        int at = snprintf(
+            command, sizeof command,
+            CXX " -std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
+                "-include cuda_emulation.h -I" CSRC_FOLDER " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d",
+            family->files[0], variant.family == FA_DECODE_SM90 ? "fa_attn_decode_params" : "fa_cuda_problem",
+            !!(variant.features & FA_IN_BF16), !!(variant.features & FA_IN_F32));
         for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
             at += snprintf(command + at, sizeof command - (size_t)at, " -D%s=%d", family->columns[i],
                            family->rows[variant.row].columns[i]);
@@ -38,6 +44,19 @@ fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel,
     if (!function) return fa_fail(err, FA_EUNSUPPORTED, "%s", dlerror());
     memcpy(kernel, &function, sizeof function);
     return FA_OK;
+}
+
+static CUresult is_capturing(CUstream stream, int *status) {
+    static int num_calls;
+    (void)stream;
+    *status = 0;
+    return num_calls++ % 2; /* a failure: counters in the workspace instead of the kernel's own */
+}
+
+static CUresult clear(uint64_t to, uint32_t value, size_t num, CUstream stream) {
+    (void)stream;
+    for (size_t i = 0; i < num; i++) ((uint32_t *)(uintptr_t)to)[i] = value;
+    return 0;
 }
 
 static CUresult launch(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -60,11 +79,13 @@ typedef struct {
     fa_cuda_call call;
 } cuda_run;
 
+static fa_gpu gpu = {.capability = 80, .num_sms = 1};
+
 /* The same problem on the emulated GPU; *run must stay where it is. */
 static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
-    static const fa_gpu gpu = {.capability = 80, .num_sms = 1};
-    static const fa_driver driver = {.cuLaunchKernel = launch};
-    static const fa_machine machine = {.gpu_capability = 80};
+    static const fa_driver driver = {
+        .cuLaunchKernel = launch, .cuStreamIsCapturing = is_capturing, .cuMemsetD32Async = clear};
+    const fa_machine machine = {.gpu_capability = gpu.capability};
     fa_error err = {""};
     *run = (cuda_run){.problem = *p, .rng_state = {p->seed, p->offset}};
     run->problem.device = FA_CUDA;
@@ -75,21 +96,32 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
 }
 
-static void run_on_cuda(const fa_problem *p, bool at_end) {
+static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
     fa_error err = {""};
     cuda_run_make(&run, p, at_end);
     if ((p->pass == FA_FWD ? fa_cuda_fwd_any : fa_cuda_bwd_any)(&run.call, &err)) fail_msg("%s", err.text);
 }
 
-static void append_on_cuda(const fa_problem *p, void *q_rotated) {
+/* By attn_decode_sm90, on a Hopper of so many SMs. false: the plan takes another kernel. */
+static inline bool run_decode_on_cuda(const fa_problem *p, int num_sms, bool at_end) {
+    cuda_run run;
+    fa_error err = {""};
+    gpu = (fa_gpu){.capability = 90, .num_sms = num_sms};
+    cuda_run_make(&run, p, at_end);
+    if (run.plan.cuda_family != FA_DECODE_SM90) return false;
+    if (fa_cuda_decode_sm90(&run.call, &err)) fail_msg("%s", err.text);
+    return true;
+}
+
+static inline void append_on_cuda(const fa_problem *p, void *q_rotated) {
     cuda_run run;
     fa_error err = {""};
     cuda_run_make(&run, p, true);
     if (fa_cuda_append(&run.call, q_rotated, &err)) fail_msg("%s", err.text);
 }
 
-static void s_dmask_on_cuda(const fa_problem *p) {
+static inline void s_dmask_on_cuda(const fa_problem *p) {
     cuda_run run;
     fa_error err = {""};
     cuda_run_make(&run, p, true);

@@ -1,4 +1,4 @@
-/* The CUDA of our generic kernels on a CPU: enough of the language, and of ptx_sm80.cuh's instructions, to run their texts
+/* The CUDA of our generic kernels and of attn_decode_sm90 on a CPU: enough of the language, and of ptx_sm80.cuh's instructions, to run their texts
  * as C++. A kernel is compiled with `-include cuda_emulation.h` into a shared object; emulate_cuda.c runs its CTAs one
  * after the other, the threads of a CTA as coroutines that change places at barriers and warp-wide instructions.
  *
@@ -28,7 +28,9 @@ int emulated_syncthreads_or(int x);
 /* All 32 lanes of a warp: brings `bytes` of each and returns 32 places of 64 bytes, good until the next exchange. */
 const char *emulated_exchange(const void *mine, size_t bytes);
 void emulated_cp_async(void *dst, const void *src, unsigned bytes);
-void emulated_cp_async_wait_all(void);
+void emulated_cp_async_commit_group(void);
+void emulated_cp_async_wait_group(int pending);
+void emulated_bar_sync(unsigned id, unsigned num_threads);
 }
 
 /* ---- the language ------------------------------------------------------------------------------------------------ */
@@ -38,6 +40,8 @@ void emulated_cp_async_wait_all(void);
 #define __shared__
 #define __align__(n)
 #define __forceinline__
+#define __noinline__
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define DEVICE    inline
 #define threadIdx emulated_thread
@@ -45,12 +49,26 @@ void emulated_cp_async_wait_all(void);
 #define blockDim  emulated_block_size
 #define gridDim   emulated_grid_size
 
+struct float2 {
+    float x, y;
+};
 struct float4 {
     float x, y, z, w;
 };
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 static inline int min(int x, int y) { return x < y ? x : y; }
 static inline int max(int x, int y) { return x > y ? x : y; }
+static inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
 static inline long long min(long long x, long long y) { return x < y ? x : y; }
 static inline float __int_as_float(int x) { return fa_f32_of_bits((uint32_t)x); }
 static inline float __fmul_rn(float x, float y) { return x * y; }
@@ -67,6 +85,43 @@ static inline float __shfl_xor_sync(unsigned mask, float x, int step) {
     return __shfl_sync(mask, x, (int)(emulated_thread.x % 32) ^ step);
 }
 
+static inline int __shfl_up_sync(unsigned mask, int x, int step) {
+    const int lane = (int)(emulated_thread.x % 32);
+    return __shfl_sync(mask, x, lane < step ? lane : lane - step);
+}
+
+static inline unsigned __ballot_sync(unsigned, bool x) {
+    const char *all = emulated_exchange(&x, sizeof x);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) bits |= (unsigned)(all[64 * lane] != 0) << lane;
+    return bits;
+}
+
+static inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+static inline void __syncwarp() { __ballot_sync(0, true); }
+
+static inline int __reduce_add_sync(unsigned, int x) {
+    const char *all = emulated_exchange(&x, sizeof x);
+    int sum = 0;
+    for (int lane = 0; lane < 32; lane++) memcpy(&x, all + 64 * lane, sizeof x), sum += x;
+    return sum;
+}
+
+static inline int __reduce_max_sync(unsigned, int x) {
+    const char *all = emulated_exchange(&x, sizeof x);
+    int most = x;
+    for (int lane = 0; lane < 32; lane++) memcpy(&x, all + 64 * lane, sizeof x), most = max(most, x);
+    return most;
+}
+
+/* CTAs run one after the other. */
+static inline unsigned atomicInc(unsigned *counter, unsigned last) {
+    const unsigned before = *counter;
+    *counter = before >= last ? 0 : before + 1;
+    return before;
+}
+template <class T> static inline T __ldcg(const T *x) { return *x; }
+
 /* ---- ptx_sm80.cuh ------------------------------------------------------------------------------------------------ */
 
 #define FA_PTX_SM80_CUH
@@ -80,7 +135,17 @@ static inline u32 smem_address(const void *shared) { return (u32)((const char *)
 static inline void cp_async_16(u32 dst, const void *src, bool is_present) {
     emulated_cp_async(memory + dst, src, is_present ? 16 : 0);
 }
-static inline void cp_async_wait_all() { emulated_cp_async_wait_all(); }
+static inline void cp_async_16(u32 dst, const void *src, bool is_present, u64) { cp_async_16(dst, src, is_present); }
+static inline u64 l2_evict_first() { return 0; }
+static inline u64 l2_evict_normal() { return 0; }
+static inline void cp_async_commit_group() { emulated_cp_async_commit_group(); }
+template <int PENDING> static inline void cp_async_wait_group() { emulated_cp_async_wait_group(PENDING); }
+static inline void cp_async_wait_all() {
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+}
+static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
+static inline void fence_acq_rel() {}
 
 static inline void ldmatrix(u32 (&m)[4], u32 row, bool transposed) {
     const int lane = (int)(emulated_thread.x % 32), across = lane / 4, along = 2 * (lane % 4);
@@ -123,5 +188,6 @@ template <bool IS_BF16> static inline void mma_m16n8k16(float (&d)[4], const u32
 
 static inline float ex2(float x) { return exp2f(x); }
 static inline float lg2(float x) { return log2f(x); }
+static inline float rcp(float x) { return 1 / x; }
 
 #endif

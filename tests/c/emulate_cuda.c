@@ -11,18 +11,19 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 128, STACK_BYTES = 256 << 10, SHARED_BYTES = 99 << 10, MOST_COPIES = 2048 };
+enum { MOST_THREADS = 128, STACK_BYTES = 256 << 10, SHARED_BYTES = 113 << 10, MOST_COPIES = 2048 };
 
 typedef struct {
     unsigned x, y, z;
 } triple;
 triple emulated_thread, emulated_block, emulated_block_size, emulated_grid_size;
-_Alignas(16) char memory[SHARED_BYTES + 4096];
+_Alignas(128) char memory[SHARED_BYTES + 4096];
 
 typedef struct {
     void *dst;
     const void *src;
     unsigned bytes;
+    int group;
 } copy;
 
 static struct {
@@ -31,7 +32,7 @@ static struct {
     char *stack;
     bool has_started, has_finished;
     copy copies[MOST_COPIES];
-    int num_copies;
+    int num_copies, num_groups;
 } threads[MOST_THREADS];
 static jmp_buf scheduler;
 static emulated_kernel *kernel;
@@ -41,7 +42,7 @@ typedef struct {
     int num_arrived;
     unsigned generation;
 } meeting;
-static meeting block_meeting;
+static meeting block_meeting, named_meetings[16];
 static int block_or[2];
 static struct {
     meeting meeting;
@@ -81,6 +82,8 @@ int emulated_syncthreads_or(int x) {
     return result;
 }
 
+void emulated_bar_sync(unsigned id, unsigned num_threads) { arrive(&named_meetings[id], (int)num_threads); }
+
 const char *emulated_exchange(const void *mine, size_t bytes) {
     const unsigned warp = emulated_thread.x / 32, which = warps[warp].meeting.generation % 2;
     if (bytes > 64) die("too much to exchange");
@@ -94,19 +97,25 @@ void emulated_cp_async(void *dst, const void *src, unsigned bytes) {
     if ((uintptr_t)dst % 16 || (bytes && (uintptr_t)src % 16)) die("cp.async of something not aligned to 16 bytes");
     if (threads[t].num_copies == MOST_COPIES) die("too many copies without a wait");
     memset(dst, 0xff, 16); /* nobody may look before it has come */
-    threads[t].copies[threads[t].num_copies++] = (copy){dst, src, bytes};
+    threads[t].copies[threads[t].num_copies++] = (copy){dst, src, bytes, threads[t].num_groups};
 }
 
-void emulated_cp_async_wait_all(void) {
+void emulated_cp_async_commit_group(void) { threads[emulated_thread.x].num_groups++; }
+
+/* What has been waited for arrives now and not before. */
+void emulated_cp_async_wait_group(int pending) {
     const unsigned t = emulated_thread.x;
+    int num_left = 0;
     for (int i = 0; i < threads[t].num_copies; i++) {
-        const copy *c = &threads[t].copies[i];
-        if (c->bytes)
-            memcpy(c->dst, c->src, 16);
+        const copy c = threads[t].copies[i];
+        if (c.group >= threads[t].num_groups - pending)
+            threads[t].copies[num_left++] = c;
+        else if (c.bytes)
+            memcpy(c.dst, c.src, 16);
         else
-            memset(c->dst, 0, 16);
+            memset(c.dst, 0, 16);
     }
-    threads[t].num_copies = 0;
+    threads[t].num_copies = num_left;
 }
 
 static void thread_main(void) {
@@ -149,8 +158,10 @@ void emulate_launch(emulated_kernel *function, const void *parameter, unsigned g
     parameters = parameter;
     emulated_grid_size = (triple){grid, 1, 1};
     emulated_block_size = (triple){block, 1, 1};
+    static bool backwards;
+    backwards = !backwards; /* nobody may count on an order of CTAs */
     for (unsigned i = 0; i < grid; i++) {
-        emulated_block = (triple){i, 0, 0};
+        emulated_block = (triple){backwards ? grid - 1 - i : i, 0, 0};
         run_block(block, shared_bytes);
     }
 }
