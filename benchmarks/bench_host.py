@@ -3,9 +3,9 @@
     python benchmarks/bench_host.py                 the CPU, and a GPU where there is one
     python benchmarks/bench_host.py --device cuda
 
-Calls, each under no_grad and, where it has gradients, with tensors that need them:
+Calls, each under no_grad and, where it has gradients, with tensors that need them, and then their backward:
 
-    op                       torch.ops.flash_attn._attention, where flash_attn_func ends
+    direct_attention         the function of the extension where flash_attn_func ends
     flash_attn_func          the public functions
     ..
     _flash_attn_forward      the private function that clients call
@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
 
@@ -50,7 +51,7 @@ def calls_on(device, needs_grad):
     used = torch.tensor([n], dtype=torch.int32, device=device)
     scale = shape[-1] ** -0.5
     raw = (0.0, scale, False, -1, -1, 0.0, None, False)
-    op, raw_op = torch.ops.flash_attn._attention.default, torch.ops.flash_attn._flash_attn_forward.default
+    raw_op = torch.ops.flash_attn._flash_attn_forward.default
     calls = {
         "flash_attn_func": lambda: flash_attn_func(q, k, v),
         "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q_rows, k_rows, v_rows, cu, cu, n, n),
@@ -60,7 +61,7 @@ def calls_on(device, needs_grad):
     if needs_grad:
         return calls
     return {
-        "op": lambda: op(q, k, v, None, False, -1, -1, 0.0, None),
+        "direct_attention": lambda: flash_attn_2_cuda.direct_attention(q, k, v, None, False, (-1, -1), 0.0, None),
         **calls,
         "_flash_attn_forward": lambda: _flash_attn_forward(q, k, v, *raw),
         "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(one_query, k, v, cache_seqlens=used),
@@ -69,6 +70,26 @@ def calls_on(device, needs_grad):
             torch.empty(1, 1, n, device=device, dtype=torch.float32),
         ),
     }
+
+
+def backwards_of(calls):
+    """The backward of each call, alone. A call's tensors are those its results remember."""
+
+    def backward_of(call):
+        out = call()
+        out = out[0] if isinstance(out, tuple) else out
+        dout = torch.randn_like(out)
+        inputs = [x for x in leaves_of(out.grad_fn) if x.requires_grad]
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    return {name: backward_of(call) for name, call in calls.items()}
+
+
+def leaves_of(node):
+    """The leaf tensors below a node of the autograd graph."""
+    if hasattr(node, "variable"):
+        return [node.variable]
+    return [leaf for parent, _ in node.next_functions if parent is not None for leaf in leaves_of(parent)]
 
 
 def that_run(calls):
@@ -98,9 +119,11 @@ def microseconds(calls, device, rounds, batch):
 
 def rows_of(device, options):
     where = machine()
-    for needs_grad in (False, True):
-        with torch.set_grad_enabled(needs_grad):
-            found = microseconds(that_run(calls_on(device, needs_grad)), device, options.rounds, options.batch)
+    for mode in ("no_grad", "grad", "backward"):
+        with torch.set_grad_enabled(mode != "no_grad"):
+            calls = that_run(calls_on(device, mode != "no_grad"))
+            calls = backwards_of(calls) if mode == "backward" else calls
+            found = microseconds(calls, device, options.rounds, options.batch)
         for name, us in found.items():
             yield {
                 "date": where["date"],
@@ -110,7 +133,7 @@ def rows_of(device, options):
                 "torch": where["torch"],
                 "flash_attn": where["flash_attn"],
                 "device": device,
-                "mode": "grad" if needs_grad else "no_grad",
+                "mode": mode,
                 "call": name,
                 "us": round(us, 2),
                 "sdpa_us": round(found["sdpa"], 2),

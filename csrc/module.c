@@ -307,6 +307,7 @@ static int exec_module(PyObject *module) {
     }
     fa_this_machine.isa = (fa_isa)chosen;
     if (PyModule_AddFunctions(module, fa_positional_functions) < 0) return -1;
+    if (PyModule_AddFunctions(module, fa_direct_functions) < 0) return -1;
     return PyModule_AddIntConstant(module, "__torch_abi__", (long)(FA_TORCH_ABI_VERSION >> 48));
 }
 

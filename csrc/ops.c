@@ -7,6 +7,7 @@
 #include "call.h"
 #include "cuda_memory.h"
 #include "module.h"
+#include "ops.h"
 #include "run.h"
 #include "workspace.h"
 
@@ -21,13 +22,12 @@ typedef struct {
 } argument;
 
 #define ARG(schema, member) {schema, offsetof(fa_call, member)}
-#define MAX_ARGUMENTS       24
 
 typedef struct {
-    const char *name, *results;
+    const char *name, *results; /* results NULL: torch does not know of it */
     fa_layout layout;
     fa_pass pass;
-    argument arguments[MAX_ARGUMENTS]; /* up to the first without schema */
+    argument arguments[FA_MAX_ARGUMENTS]; /* up to the first without schema */
 } op;
 
 #define ARGS_MASK_BUT_SCALE                                                  \
@@ -72,8 +72,6 @@ enum {
     FWD_KVCACHE,
     PLAIN_FORWARD,
     PLAIN_VARLEN_FORWARD,
-    ATTENTION,
-    VARLEN_ATTENTION,
     NUM_OPS
 };
 
@@ -119,29 +117,12 @@ static const op ops[NUM_OPS] = {
                       ARG("Tensor? block_table", block_table), ARG("Tensor? alibi_slopes", alibi_slopes),
                       ARG("Tensor(c!) out", out), ARGS_DEFAULT_SCALE_MASK,
                       ARG("bool rotary_interleaved", rotary_interleaved), ARG("SymInt num_splits", num_splits)}},
-    /* The two forwards without dropout and without what only dropout needs: the road of every public function that
-     * nobody watches. They have no autograd formula; whoever calls them brings his own. */
-    [PLAIN_FORWARD] = {"_forward", "(Tensor, Tensor)", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
-    [PLAIN_VARLEN_FORWARD] = {"_varlen_forward", "(Tensor, Tensor)", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
-    /* And without lse, for calls that will not be differentiated: an allocation less, a quarter of a small call on a GPU. */
-    [ATTENTION] = {"_attention", "Tensor", FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
-    [VARLEN_ATTENTION] = {"_varlen_attention", "Tensor", FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
+    /* The two forwards without dropout and without what only dropout needs. Nobody but direct.c calls them. */
+    [PLAIN_FORWARD] = {"_forward", NULL, FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
+    [PLAIN_VARLEN_FORWARD] = {"_varlen_forward", NULL, FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
 };
 
-/* The same table as calls read it, made once when the ops are registered. */
-typedef enum { TENSOR, FLOAT, BOOL, INT } slot_kind;
-typedef struct {
-    slot_kind kind;
-    bool is_optional, is_mutable;
-    size_t place;
-    char name[24]; /* as messages show it: the last word of the schema text, without its default */
-} slot;
-
-static struct {
-    int num_slots;
-    bool has_dropout;
-    slot slots[MAX_ARGUMENTS];
-} calls[NUM_OPS];
+static fa_signature signatures[NUM_OPS];
 
 fa_machine fa_this_machine;
 
@@ -170,27 +151,33 @@ static uint64_t take_optional(StableIValue present) {
     return value;
 }
 
-static fa_status unpack(int op_idx, const StableIValue *stack, fa_call *call, fa_error *err) {
-    fa_status status = FA_OK;
+void fa_begin_call(const fa_signature *signature, fa_call *call) {
     memset(call, 0, sizeof *call);
-    call->layout = ops[op_idx].layout;
-    call->pass = ops[op_idx].pass;
-    call->only_out = op_idx == ATTENTION || op_idx == VARLEN_ATTENTION;
-    call->has_dropout = calls[op_idx].has_dropout;
-    for (int i = 0; i < calls[op_idx].num_slots; i++) {
-        const slot *s = &calls[op_idx].slots[i];
+    call->layout = signature->layout;
+    call->pass = signature->pass;
+    call->has_dropout = signature->has_dropout;
+    for (int i = 0; i < signature->num_slots; i++) {
+        const fa_slot *s = &signature->slots[i];
+        if (s->kind == FA_SLOT_TENSOR) ((fa_tensor *)((char *)call + s->place))->name = s->name;
+    }
+}
+
+static fa_status unpack(const fa_signature *signature, const StableIValue *stack, fa_call *call, fa_error *err) {
+    fa_status status = FA_OK;
+    fa_begin_call(signature, call);
+    for (int i = 0; i < signature->num_slots; i++) {
+        const fa_slot *s = &signature->slots[i];
         char *place = (char *)call + s->place;
         uint64_t value = stack[i];
-        if (s->kind == TENSOR) ((fa_tensor *)place)->name = s->name;
         if (s->is_optional) {
             if (value == 0) {
-                if (s->kind == FLOAT) call->default_scale = true; /* softmax_scale is the only optional number */
+                if (s->kind == FA_SLOT_FLOAT) call->default_scale = true; /* the only optional number */
                 continue;
             }
             value = take_optional(value);
         }
         switch (s->kind) {
-        case TENSOR: {
+        case FA_SLOT_TENSOR: {
             fa_tensor *t = (fa_tensor *)place;
             AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
             if (!handle) continue;
@@ -200,19 +187,19 @@ static fa_status unpack(int op_idx, const StableIValue *stack, fa_call *call, fa
             if (failed) status = fa_fail(err, FA_EINVAL, "%s has no memory to read", t->name);
             break;
         }
-        case BOOL: *(bool *)place = (value & 0xff) != 0; break;
-        case FLOAT:
-        case INT: memcpy(place, &value, sizeof value); break;
+        case FA_SLOT_BOOL: *(bool *)place = (value & 0xff) != 0; break;
+        case FA_SLOT_FLOAT:
+        case FA_SLOT_INT: memcpy(place, &value, sizeof value); break;
         }
     }
     return status;
 }
 
-static void release(int op_idx, const fa_call *call) {
-    for (int i = 0; i < calls[op_idx].num_slots; i++) {
-        const slot *s = &calls[op_idx].slots[i];
+static void release(const fa_signature *signature, const fa_call *call) {
+    for (int i = 0; i < signature->num_slots; i++) {
+        const fa_slot *s = &signature->slots[i];
         const fa_tensor *t = (const fa_tensor *)((const char *)call + s->place);
-        if (s->kind == TENSOR && t->handle) fa_torch.aoti_torch_delete_tensor_object(t->handle);
+        if (s->kind == FA_SLOT_TENSOR && t->handle) fa_torch.aoti_torch_delete_tensor_object(t->handle);
     }
 }
 
@@ -267,7 +254,7 @@ static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_erro
     return status;
 }
 
-static fa_status execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
+fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
     fa_problem problem;
     fa_plan plan;
     fa_machine machine = fa_this_machine;
@@ -294,9 +281,9 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     fa_error err;
     outputs.num = 0;
     err.text[0] = '\0';
-    fa_status status = unpack(op_idx, stack, &call, &err);
-    if (status == FA_OK) status = execute(&call, &outputs, &err);
-    release(op_idx, &call);
+    fa_status status = unpack(&signatures[op_idx], stack, &call, &err);
+    if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
+    release(&signatures[op_idx], &call);
     if (status == FA_OK && (uint64_t)outputs.num != num_outputs)
         status = fa_fail(&err, FA_EINVAL, "flash_attn::%s made %d results where its schema has %d", ops[op_idx].name,
                          outputs.num, (int)num_outputs);
@@ -317,23 +304,12 @@ ENTRY(VARLEN_BACKWARD)
 ENTRY(FWD_OUT)
 ENTRY(VARLEN_FWD_OUT)
 ENTRY(FWD_KVCACHE)
-ENTRY(PLAIN_FORWARD)
-ENTRY(PLAIN_VARLEN_FORWARD)
-ENTRY(ATTENTION)
-ENTRY(VARLEN_ATTENTION)
 
 static fa_boxed_op *const entries[NUM_OPS] = {
-    [FORWARD] = entry_FORWARD,
-    [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
-    [BACKWARD] = entry_BACKWARD,
-    [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
-    [FWD_OUT] = entry_FWD_OUT,
-    [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
+    [FORWARD] = entry_FORWARD,         [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
+    [BACKWARD] = entry_BACKWARD,       [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
+    [FWD_OUT] = entry_FWD_OUT,         [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
     [FWD_KVCACHE] = entry_FWD_KVCACHE,
-    [PLAIN_FORWARD] = entry_PLAIN_FORWARD,
-    [PLAIN_VARLEN_FORWARD] = entry_PLAIN_VARLEN_FORWARD,
-    [ATTENTION] = entry_ATTENTION,
-    [VARLEN_ATTENTION] = entry_VARLEN_ATTENTION,
 };
 
 /* ---- registration ----------------------------------------------------------------------------------------------- */
@@ -342,26 +318,35 @@ static bool starts_with(const char *text, const char *word) { return strncmp(tex
 
 static void read_schema(int op_idx) {
     const argument *a = ops[op_idx].arguments;
+    fa_signature *signature = &signatures[op_idx];
+    signature->layout = ops[op_idx].layout;
+    signature->pass = ops[op_idx].pass;
     int n = 0;
-    for (; n < MAX_ARGUMENTS && a[n].schema; n++) {
-        slot *s = &calls[op_idx].slots[n];
+    for (; n < FA_MAX_ARGUMENTS && a[n].schema; n++) {
+        fa_slot *s = &signature->slots[n];
         const char *name = strrchr(a[n].schema, ' ') + 1;
-        s->kind = starts_with(a[n].schema, "Tensor")  ? TENSOR
-                  : starts_with(a[n].schema, "float") ? FLOAT
-                  : starts_with(a[n].schema, "bool")  ? BOOL
-                                                      : INT;
+        s->kind = starts_with(a[n].schema, "Tensor")  ? FA_SLOT_TENSOR
+                  : starts_with(a[n].schema, "float") ? FA_SLOT_FLOAT
+                  : starts_with(a[n].schema, "bool")  ? FA_SLOT_BOOL
+                                                      : FA_SLOT_INT;
         s->is_optional = strchr(a[n].schema, '?') != NULL;
         s->is_mutable = strchr(a[n].schema, '!') != NULL;
         s->place = a[n].place;
         snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
-        if (strcmp(s->name, "dropout_p") == 0) calls[op_idx].has_dropout = true;
+        if (strcmp(s->name, "dropout_p") == 0) signature->has_dropout = true;
     }
-    calls[op_idx].num_slots = n;
+    signature->num_slots = n;
+}
+
+const fa_signature *fa_find_op(const char *name) {
+    for (int i = 0; i < NUM_OPS; i++)
+        if (strcmp(ops[i].name, name) == 0) return &signatures[i];
+    return NULL;
 }
 
 static void write_schema(const op *o, char *text, size_t room) {
     int at = snprintf(text, room, "%s(", o->name);
-    for (int i = 0; i < MAX_ARGUMENTS && o->arguments[i].schema; i++)
+    for (int i = 0; i < FA_MAX_ARGUMENTS && o->arguments[i].schema; i++)
         at += snprintf(text + at, room - (size_t)at, "%s%s", i ? ", " : "", o->arguments[i].schema);
     snprintf(text + at, room - (size_t)at, ") -> %s", o->results);
 }
@@ -377,6 +362,7 @@ fa_status fa_register_ops(fa_error *err) {
     for (int i = 0; i < NUM_OPS && !failed; i++) {
         char schema[1024];
         read_schema(i);
+        if (!ops[i].results) continue;
         write_schema(&ops[i], schema, sizeof schema);
         failed = fa_torch.aoti_torch_library_def(def, schema);
         for (int k = 0; k < 2 && !failed; k++)

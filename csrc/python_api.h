@@ -13,4 +13,7 @@ extern PyObject *fa_torch_module, *fa_tensor_type; /* torch and torch.Tensor, fr
 /* positional.c: fwd, varlen_fwd, bwd, varlen_bwd, fwd_kvcache. */
 extern PyMethodDef fa_positional_functions[];
 
+/* direct.c: ops without torch's dispatcher, where nobody would notice. */
+extern PyMethodDef fa_direct_functions[];
+
 #endif

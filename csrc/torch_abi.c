@@ -8,20 +8,25 @@
 #include <windows.h>
 static void *open_loaded(const char *name) { return (void *)GetModuleHandleA(name); }
 static void *find_symbol(void *library, const char *symbol) { return (void *)GetProcAddress((HMODULE)library, symbol); }
-#define TORCH_CPU_LIBRARY  "torch_cpu.dll"
-#define TORCH_CUDA_LIBRARY "torch_cuda.dll"
-#define OPERATOR_DELETE    "??3@YAXPEAX@Z"
+#define TORCH_CPU_LIBRARY    "torch_cpu.dll"
+#define TORCH_CUDA_LIBRARY   "torch_cuda.dll"
+#define TORCH_PYTHON_LIBRARY "torch_python.dll"
+#define OPERATOR_DELETE      "??3@YAXPEAX@Z"
+#define THPVARIABLE_WRAP     "?THPVariable_Wrap@@YAPEAU_object@@AEBVTensorBase@at@@@Z"
 #else
 #include <dlfcn.h>
 static void *open_loaded(const char *name) { return dlopen(name, RTLD_LAZY | RTLD_NOLOAD); }
 static void *find_symbol(void *library, const char *symbol) { return dlsym(library, symbol); }
 #define TORCH_CUDA_LIBRARY "libtorch_cuda.so"
 #if defined(__APPLE__)
-#define TORCH_CPU_LIBRARY "libtorch_cpu.dylib"
+#define TORCH_CPU_LIBRARY    "libtorch_cpu.dylib"
+#define TORCH_PYTHON_LIBRARY "libtorch_python.dylib"
 #else
-#define TORCH_CPU_LIBRARY "libtorch_cpu.so"
+#define TORCH_CPU_LIBRARY    "libtorch_cpu.so"
+#define TORCH_PYTHON_LIBRARY "libtorch_python.so"
 #endif
-#define OPERATOR_DELETE "_ZdlPv"
+#define OPERATOR_DELETE  "_ZdlPv"
+#define THPVARIABLE_WRAP "_Z16THPVariable_WrapRKN2at10TensorBaseE"
 #endif
 
 fa_torch_abi fa_torch;
@@ -53,6 +58,8 @@ fa_status fa_torch_load(fa_error *err) {
             return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the C++ runtime of PyTorch has no %s", OPERATOR_DELETE);
         memcpy(&found.operator_delete, &address, sizeof address);
     }
+    void *python = open_loaded(TORCH_PYTHON_LIBRARY), *wrap = python ? find_symbol(python, THPVARIABLE_WRAP) : NULL;
+    memcpy(&found.wrap, &wrap, sizeof wrap);
     found.cpu = found.aoti_torch_device_type_cpu();
     found.cuda = found.aoti_torch_device_type_cuda();
     found.f16 = found.aoti_torch_dtype_float16();

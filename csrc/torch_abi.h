@@ -54,6 +54,7 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(aoti_torch_delete_tensor_object, "2.4", required, AOTITorchError, (AtenTensorHandle t))                \
     X(aoti_torch_check, "2.4", required, void,                                                               \
       (bool condition, const char *func, const char *file, uint32_t line, const char *message))              \
+    X(aoti_torch_grad_mode_is_enabled, "2.4", required, bool, (void))                                        \
     X(torch_parallel_for, "2.10", required, AOTITorchError,                                                  \
       (int64_t begin, int64_t end, int64_t grain_size, fa_range_fn *fn, void *ctx))                          \
     X(torch_get_num_threads, "2.10", required, AOTITorchError, (uint32_t *num_threads))                      \
@@ -73,6 +74,10 @@ typedef struct {
     FA_TORCH_SYMBOLS(FA_TORCH_MEMBER)
 #undef FA_TORCH_MEMBER
     void (*operator_delete)(void *); /* frees a slot before 2.13, when torch's headers did it with `delete` */
+    /* THPVariable_Wrap(const at::TensorBase &): a new reference to the tensor as a PyObject, which shares it with the
+     * handle; NULL with an exception. The function itself is NULL where this torch has none: it is C++, found by its
+     * mangled name. */
+    void *(*wrap)(AtenTensorHandle t);
     /* Answers that cannot change. */
     int32_t cpu, cuda;                         /* device types */
     int32_t f16, bf16, f32, f64, i32, i64, u8; /* dtypes */

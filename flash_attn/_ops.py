@@ -8,8 +8,6 @@ tests/test_compile.py holds them together.
     _flash_attn_forward          out, lse [b, h, len_q], s_dmask, rng_state [2]
     _flash_attn_varlen_forward   out, lse [h, total_q], s_dmask, rng_state [2]
     fwd, varlen_fwd              the same without out, which is given and written in place
-    _forward, _varlen_forward    out and lse alone: for calls that nobody traces, so they have no fake
-    _attention, _varlen_attention    out alone, the same
     _flash_attn_backward         softmax_d [b, h, len_q up to 128];  dq, dk, dv are written in place
     _flash_attn_varlen_backward  softmax_d [h, total_q + 128 b];     dq, dk, dv are written in place
     fwd_kvcache                  lse [b, h, len_q];  out and, when keys are appended, the cache are written in place
@@ -142,5 +140,5 @@ for _name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varle
 
 # Ops without gradients: autograd lets them pass. (Its default would look for gradients, and warn.)
 _library = torch.library.Library("flash_attn", "IMPL")
-for _name in ("_attention", "_varlen_attention", "_forward", "_varlen_forward", "fwd", "varlen_fwd", "fwd_kvcache"):
+for _name in ("fwd", "varlen_fwd", "fwd_kvcache"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")

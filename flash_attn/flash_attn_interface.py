@@ -9,9 +9,9 @@
     flash_attn_varlen_qkvpacked_func    FlashAttnVarlenQKVPackedFunc    the same
     flash_attn_with_kvcache             none                            fwd_kvcache
 
-Where nobody watches the ops and there is no dropout, the forwards are _forward and _varlen_forward: the same, below
-autograd and without the results that only dropout needs; and where nothing will be differentiated _attention and
-_varlen_attention, which return out alone. A call then costs the host a third.
+In eager mode, where nobody watches the ops, the extension's direct functions take their place (csrc/direct.c): the
+same without torch's dispatcher, which takes longer than all the rest of a small call. They return None where they
+cannot, having done nothing, and then the op is called.
 
 A packed tensor is a way to hand over q, k and v as views of one memory: dense or varlen, dimension -3 counts its parts.
 So one function computes every forward (``_attend``) and one every backward (``_gradients``), which lets the op write
@@ -43,43 +43,10 @@ _wrapped_flash_attn_forward = torch.ops.flash_attn._flash_attn_forward
 _wrapped_flash_attn_varlen_forward = torch.ops.flash_attn._flash_attn_varlen_forward
 _wrapped_flash_attn_backward = torch.ops.flash_attn._flash_attn_backward
 _wrapped_flash_attn_varlen_backward = torch.ops.flash_attn._flash_attn_varlen_backward
-
-
-_C = torch._C
-_attention = torch.ops.flash_attn._attention.default
-_varlen_attention = torch.ops.flash_attn._varlen_attention.default
-_forward = torch.ops.flash_attn._forward.default
-_varlen_forward = torch.ops.flash_attn._varlen_forward.default
-_fwd = torch.ops.flash_attn.fwd.default
 _fwd_kvcache = torch.ops.flash_attn.fwd_kvcache.default
-_varlen_fwd = torch.ops.flash_attn.varlen_fwd.default
 
 
-# ---- the short road ----------------------------------------------------------------------------------------------
-
-
-def _is_watched():
-    """Does anyone look at the ops of this call by name: a tracer, a mode (fakes, checkpoint policies), a profiler?"""
-    return (
-        torch.compiler.is_compiling()
-        or _C._len_torch_dispatch_stack() > 0
-        or _C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
-        or forward_ad._current_level >= 0
-    )
-
-
-def _is_short(q, k, v):
-    """Can an op be called below autograd, and on these tensors as they are?"""
-    if _is_watched() or not (type(q) is type(k) is type(v) is torch.Tensor):
-        return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return False
-    return (
-        (q.is_contiguous() or q.stride(-1) == 1)
-        and (k.is_contiguous() or k.stride(-1) == 1)
-        and (v.is_contiguous() or v.stride(-1) == 1)
-    )
+_direct = flash_attn_2_cuda
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------
@@ -127,6 +94,12 @@ def _as_scale(softmax_scale, q):
     if softmax_scale is not None:
         return softmax_scale
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+
+
+def _unfold(mask):
+    """``(softmax_scale, causal, (left, right), softcap)`` as the ops take it."""
+    softmax_scale, causal, (left, right), softcap = mask
+    return softmax_scale, causal, left, right, softcap
 
 
 def _split(tensors):
@@ -178,6 +151,15 @@ def _distinct(*arguments):
 # ---- one forward and one backward ----------------------------------------------------------------------------------
 
 
+def _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table):
+    """``(out, softmax_lse)``, or None."""
+    if dropout_p or torch.compiler.is_compiling():
+        return None
+    if lengths:
+        return _direct.direct_varlen_forward(*_split(tensors), *lengths, *mask, alibi_slopes, block_table)
+    return _direct.direct_forward(*_split(tensors), *mask, alibi_slopes)
+
+
 def _attend(
     ctx, tensors, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
     deterministic, return_softmax, is_grad_enabled, block_table=None,
@@ -187,40 +169,56 @@ def _attend(
     ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k).
     """
-    varlen = len(lengths) > 0
-    _check_given(tensors, varlen)
-    is_grad = is_grad_enabled and ctx is not None and any(ctx.needs_input_grad)
-    tensors = [maybe_contiguous(x) for x in tensors]
-    if varlen:
-        lengths = (*lengths[:2], _as_int(lengths[2], "max_seqlen"), _as_int(lengths[3], "max_seqlen"))
-    paged = () if block_table is None else (block_table,)
-    mask = (_as_scale(softmax_scale, tensors[0]), causal, *_as_window(window_size), softcap)
-    if dropout_p or _is_watched():
-        forward = _wrapped_flash_attn_varlen_forward if varlen else _wrapped_flash_attn_forward
+    _check_given(tensors, len(lengths) > 0)
+    mask = softmax_scale, causal, window_size, softcap
+    direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table)
+    if direct is None:
+        tensors = [maybe_contiguous(x) for x in tensors]
+        if lengths:
+            lengths = (*lengths[:2], _as_int(lengths[2], "max_seqlen"), _as_int(lengths[3], "max_seqlen"))
+        mask = _as_scale(softmax_scale, tensors[0]), causal, _as_window(window_size), softcap
+        direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table)
+    if direct is None:
+        forward = _wrapped_flash_attn_varlen_forward if lengths else _wrapped_flash_attn_forward
+        paged = () if block_table is None else (block_table,)
         out, softmax_lse, s_dmask, rng_state = forward(
-            *_split(tensors), *lengths, dropout_p, *mask, alibi_slopes, return_softmax and dropout_p > 0, *paged
+            *_split(tensors),
+            *lengths,
+            dropout_p,
+            *_unfold(mask),
+            alibi_slopes,
+            return_softmax and dropout_p > 0,
+            *paged,
         )
     else:
-        forward, paged_or_not = (_varlen_forward, (block_table,)) if varlen else (_forward, ())
-        out, softmax_lse = forward(*_split(tensors), *lengths, *mask, alibi_slopes, *paged_or_not)
+        out, softmax_lse = direct
         s_dmask, rng_state = out.new_empty((0,)) if return_softmax else None, None
-    if is_grad:
-        _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, (dropout_p, *mask), deterministic)
-        ctx.paged = bool(paged)
+    if is_grad_enabled and ctx is not None and True in ctx.needs_input_grad:
+        _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic)
+        ctx.paged = block_table is not None
     return (out, softmax_lse, s_dmask) if return_softmax else out
 
 
-def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, options, deterministic):
+def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic):
     """Keeps for ``_gradients`` what it needs. All memory linear in the lengths; no scores.
 
     A checkpoint repeats the forward, perhaps watched where the first was not, and must then save the same.
     """
-    rng_state = rng_state if options[0] else None
-    ctx.varlen = len(lengths) > 0
-    cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens = lengths if ctx.varlen else (None, None)
-    ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
-    ctx.options = options
-    ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    rng_state = rng_state if dropout_p else None
+    ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, *lengths[:2])
+    ctx.options = lengths[2:], dropout_p, mask, deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _backward(varlen, *arguments):
+    """The backward op of these arguments, with torch's dispatcher or without."""
+    softmax_d = None
+    if not torch.compiler.is_compiling():
+        direct = _direct.direct_flash_attn_varlen_backward if varlen else _direct.direct_flash_attn_backward
+        softmax_d = direct(*arguments)
+    if softmax_d is None:
+        op = _wrapped_flash_attn_varlen_backward if varlen else _wrapped_flash_attn_backward
+        softmax_d = op(*arguments)
+    return softmax_d
 
 
 def _gradients(ctx, dout):
@@ -229,15 +227,19 @@ def _gradients(ctx, dout):
     NOTE: compiled code writes dq, dk, dv apart and packs them afterwards. Inductor with dynamic shapes loses the offset
     of a view that an op writes into (pytorch/pytorch#198068).
     """
-    *tensors, out, softmax_lse, rng_state, alibi_slopes, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    lengths = (cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens) if ctx.varlen else ()
-    backward = _wrapped_flash_attn_varlen_backward if ctx.varlen else _wrapped_flash_attn_backward
+    saved = ctx.saved_tensors
+    max_seqlens, dropout_p, mask, deterministic = ctx.options
+    num_lengths = len(max_seqlens)
+    lengths = (*saved[len(saved) - num_lengths :], *max_seqlens)
+    *tensors, out, softmax_lse, rng_state, alibi_slopes = saved[: len(saved) - num_lengths]
+    mask = _as_scale(mask[0], tensors[0]), *mask[1:]
     wanted = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
     compiling = torch.compiler.is_compiling()
     grads = [None if x is None else empty_like(x) for x in (_split(wanted) if compiling else wanted)]
-    backward(
-        maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, *ctx.options,
-        alibi_slopes, ctx.deterministic, rng_state,
+    zero_tensors = (False,) if lengths else ()
+    _backward(
+        bool(lengths), maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, dropout_p,
+        *_unfold(mask), alibi_slopes, deterministic, rng_state, *zero_tensors,
     )  # fmt: skip
     return _pack(grads, len(tensors)) if compiling else grads
 
@@ -293,6 +295,15 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
     @staticmethod
     def forward(ctx, qkv, cu_seqlens, max_seqlen, *options):
         return _attend(ctx, (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
+
+
+def _lean(function):
+    """``function.apply`` for plain tensors in eager mode, without the layer that looks for functorch."""
+    return super(torch.autograd.Function, function).apply
+
+
+_attention_with_gradients = _lean(FlashAttnFunc)
+_varlen_attention_with_gradients = _lean(FlashAttnVarlenFunc)
 
 
 def _any_requires_grad(arguments):
@@ -357,8 +368,14 @@ def flash_attn_func(
     Gradients for q, k, v, through out only.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
-    if not (dropout_p or return_attn_probs) and _is_short(q, k, v) and _is_pair(window_size):
-        return _attention(q, k, v, softmax_scale, causal, *window_size, softcap, alibi_slopes)
+    if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
+        out = _direct.direct_attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes)
+        if out is True:
+            return _attention_with_gradients(
+                q, k, v, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, True
+            )
+        if out is not None:
+            return out
     return _apply(
         FlashAttnFunc,
         *_distinct(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -436,11 +453,18 @@ def flash_attn_varlen_func(
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
-    is_plain = not (dropout_p or return_attn_probs) and type(max_seqlen_q) is type(max_seqlen_k) is int
-    if is_plain and _is_short(q, k, v) and _is_pair(window_size):
-        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        mask = softmax_scale, causal, *window_size, softcap
-        return _varlen_attention(q, k, v, *lengths, *mask, alibi_slopes, block_table)
+    if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
+        out = _direct.direct_varlen_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+            softcap, alibi_slopes, block_table,
+        )  # fmt: skip
+        if out is True:
+            return _varlen_attention_with_gradients(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+                window_size, softcap, alibi_slopes, deterministic, False, block_table, True,
+            )  # fmt: skip
+        if out is not None:
+            return out
     return _apply(
         FlashAttnVarlenFunc,
         *_distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
@@ -535,6 +559,14 @@ def flash_attn_with_kvcache(
     No gradients.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
+    if not torch.compiler.is_compiling():
+        attend = _direct.direct_kvcache_forward if return_softmax_lse else _direct.direct_kvcache_attention
+        results = attend(
+            q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
+            block_table, alibi_slopes, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
+        )  # fmt: skip
+        if results is not None:
+            return results
     check_tensor("q", q)
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
@@ -564,12 +596,13 @@ def _flash_attn_forward(
     Arguments as in ``flash_attn_func``, softmax_scale a number; return_softmax asks for S_dmask and needs dropout.
     rng_state, int64 ``[2]``, makes the backward draw the same dropout mask; zeros without dropout.
     """
-    if _is_short(q, k, v):
-        out = empty_like(q)
-        return out, *_fwd(
-            q, k, v, out, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    if not torch.compiler.is_compiling():
+        results = _direct.direct_flash_attn_forward(
+            q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
             return_softmax,
         )  # fmt: skip
+        if type(results) is tuple:
+            return results
     return _wrapped_flash_attn_forward(
         *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, return_softmax,
@@ -589,13 +622,14 @@ def _flash_attn_varlen_forward(
         zero_tensors: fill rows that belong to no sequence, out with 0 and softmax_lse with -inf.
         num_splits: 0: as the plan decides; 1: results that do not depend on the batch; more: refused with block_table.
     """
-    if _is_short(q, k, v):
-        out = empty_like(q)
-        return out, *_varlen_fwd(
-            q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    if not torch.compiler.is_compiling():
+        results = _direct.direct_flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k,
-            seqused_k, zero_tensors or not q.is_cuda, num_splits,
+            seqused_k, zero_tensors, num_splits,
         )  # fmt: skip
+        if type(results) is tuple:
+            return results
     return _wrapped_flash_attn_varlen_forward(
         *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
@@ -612,8 +646,8 @@ def _flash_attn_backward(
     dq, dk, dv: any views of the shapes and dtype of q, k, v with a contiguous last dimension; None is not computed.
     softmax_d: fp32 ``[b, h, len_q rounded up to 128]``. rng_state: of the forward. The others: as in the forward.
     """
-    return _wrapped_flash_attn_backward(
-        *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
+    return _backward(
+        False, *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
         causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
     )  # fmt: skip
 
@@ -628,8 +662,8 @@ def _flash_attn_varlen_backward(
     As ``_flash_attn_backward``; softmax_d is fp32 ``[h, total_q + 128 b]``. Rows that belong to no sequence are left
     untouched unless zero_tensors fills the gradients with 0 first.
     """
-    return _wrapped_flash_attn_varlen_backward(
-        *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+    return _backward(
+        True, *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
         alibi_slopes, deterministic, rng_state, zero_tensors,
     )  # fmt: skip
@@ -639,19 +673,25 @@ def _flash_attn_varlen_backward(
 # Whoever calls an op directly gets gradients too.
 
 
+def _fold(mask):
+    """The inverse of ``_unfold``."""
+    softmax_scale, causal, left, right, softcap = mask
+    return softmax_scale, causal, (left, right), softcap
+
+
 def _save_dense(ctx, inputs, output):
-    q, k, v, *options, alibi_slopes, _ = inputs
+    q, k, v, dropout_p, *mask, alibi_slopes, _ = inputs
     out, softmax_lse, _, rng_state = output
-    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, (), tuple(options), False)
+    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, (), dropout_p, _fold(mask), False)
 
 
 def _save_varlen(ctx, inputs, output):
-    q, k, v, lengths, options = *inputs[:3], inputs[3:7], inputs[7:13]
+    q, k, v, lengths, dropout_p, mask = *inputs[:3], inputs[3:7], inputs[7], inputs[8:13]
     alibi_slopes, _, block_table, leftpad_k, seqused_k, *_ = inputs[13:]
     if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
         raise RuntimeError("_flash_attn_varlen_forward has no gradients with block_table, leftpad_k or seqused_k")
     out, softmax_lse, _, rng_state = output
-    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, lengths, options, False)
+    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, _fold(mask), False)
 
 
 def _differentiate(op, save):

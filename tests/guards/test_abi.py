@@ -20,7 +20,7 @@ SYMBOLS = {
     (2, 4): """
         aoti_torch_get_dim aoti_torch_get_sizes aoti_torch_get_strides aoti_torch_get_dtype
         aoti_torch_get_device_type aoti_torch_get_device_index aoti_torch_empty_strided
-        aoti_torch_delete_tensor_object aoti_torch_check
+        aoti_torch_delete_tensor_object aoti_torch_check aoti_torch_grad_mode_is_enabled
         aoti_torch_device_type_cpu aoti_torch_device_type_cuda
         aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
         aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
@@ -101,6 +101,12 @@ def test_every_symbol_is_in_the_installed_libtorch(table):
     expected = {symbol for symbol, (since, _) in table.items() if since <= installed}
     assert expected - exported == set()
     assert {symbol for symbol, (since, _) in table.items() if since > installed} & exported == set()
+
+
+def test_the_mangled_name_is_in_the_installed_libtorch_python():
+    (name,) = re.findall(r'THPVARIABLE_WRAP "(_Z\w+)"', (CSRC / "torch_abi.c").read_text())
+    library = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
+    assert f" T {name}\n" in run(tool("nm"), "-D", "--defined-only", library)
 
 
 def test_required_symbols_exist_since_the_oldest_release(table, torch_include):

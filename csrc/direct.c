@@ -1,0 +1,290 @@
+/* Ops called from Python past torch's dispatcher, which takes longer than all the rest of a small call.
+ *
+ * That is right where nobody would notice: plain tensors, and no tracer, mode, functorch transform, forward-mode AD or
+ * profiler that wants to see the op. Everything else, and every error, is left to the dispatcher: then a function here
+ * returns None and has done nothing. (torch.compile is the caller's to look for: it must not trace into this file.)
+ *
+ * Tensors are read through torch's table of C functions for DLPack; results are torch's own tensors, made as for an op.
+ * Where a torch lacks what this needs, None is all there is. */
+#include "python_api.h"
+
+#include "dlpack.h"
+#include "module.h"
+#include "ops.h"
+
+#include <string.h>
+
+/* ---- what is asked of torch, found at the first call --------------------------------------------------------------- */
+
+static const fa_dl_exchange *exchange;
+static PyObject *watchers[4], *num_function_modes, *function_mode_at, *default_device;
+static PyObject *forward_ad, *level_name, *requires_grad_name;
+static enum { UNKNOWN, FOUND, MISSING } state;
+
+/* A new reference to an attribute of a module, or NULL. */
+static PyObject *find(const char *module, const char *name) {
+    PyObject *from = PyImport_ImportModule(module);
+    PyObject *found = from ? PyObject_GetAttrString(from, name) : NULL;
+    Py_XDECREF(from);
+    return found;
+}
+
+static bool find_all(void) {
+    PyObject *capsule = PyObject_GetAttrString(fa_tensor_type, "__dlpack_c_exchange_api__");
+    if (!capsule) return false;
+    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* it lives as long as the process */
+    Py_DECREF(capsule);
+    return exchange && exchange->major == 1 && exchange->from_object && fa_torch.wrap &&
+           (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
+           (watchers[1] = find("torch._C", "_are_functorch_transforms_active")) &&
+           (watchers[2] = find("torch._C", "_is_tracing")) &&
+           (watchers[3] = find("torch.autograd", "_profiler_enabled")) &&
+           (num_function_modes = find("torch._C", "_len_torch_function_stack")) &&
+           (function_mode_at = find("torch._C", "_get_function_stack_at")) &&
+           (default_device = find("torch.utils._device", "DeviceContext")) &&
+           (forward_ad = PyImport_ImportModule("torch.autograd.forward_ad")) &&
+           (level_name = PyUnicode_InternFromString("_current_level")) &&
+           (requires_grad_name = PyUnicode_InternFromString("requires_grad"));
+}
+
+static bool is_possible(void) {
+    if (state == UNKNOWN) state = find_all() ? FOUND : MISSING;
+    return state == FOUND;
+}
+
+static bool is_true(PyObject *object) {
+    const bool truth = !object || PyObject_IsTrue(object) != 0; /* what fails is as good as watched */
+    Py_XDECREF(object);
+    return truth;
+}
+
+/* Is there a __torch_function__ mode that looks at ops? That of a default device looks at factories alone. */
+static bool has_function_mode(void) {
+    PyObject *number = PyObject_CallObject(num_function_modes, NULL);
+    const long num = number ? PyLong_AsLong(number) : 1;
+    Py_XDECREF(number);
+    for (long i = 0; i < num; i++) {
+        PyObject *mode = PyObject_CallFunction(function_mode_at, "l", i);
+        const bool looks = !mode || (PyObject *)Py_TYPE(mode) != default_device;
+        Py_XDECREF(mode);
+        if (looks) return true;
+    }
+    return false;
+}
+
+static bool is_watched(void) {
+    for (size_t i = 0; i < sizeof watchers / sizeof *watchers; i++)
+        if (is_true(PyObject_CallObject(watchers[i], NULL))) return true;
+    if (has_function_mode()) return true;
+    PyObject *level = PyObject_GetAttr(forward_ad, level_name);
+    const bool is_active = !level || PyLong_AsLong(level) >= 0;
+    Py_XDECREF(level);
+    return is_active;
+}
+
+/* ---- arguments ------------------------------------------------------------------------------------------------------- */
+
+static int32_t dtype_of(const fa_dl_tensor *t) {
+    if (t->dtype_lanes != 1) return -1;
+    switch (t->dtype_code << 8 | t->dtype_bits) {
+    case FA_DL_FLOAT << 8 | 16: return fa_torch.f16;
+    case FA_DL_BFLOAT << 8 | 16: return fa_torch.bf16;
+    case FA_DL_FLOAT << 8 | 32: return fa_torch.f32;
+    case FA_DL_FLOAT << 8 | 64: return fa_torch.f64;
+    case FA_DL_INT << 8 | 32: return fa_torch.i32;
+    case FA_DL_INT << 8 | 64: return fa_torch.i64;
+    default: return -1;
+    }
+}
+
+/* Only torch.Tensor itself: a subclass may want to see the op. NOTE: a tensor that is the negative of its memory (the
+ * imaginary part of a conjugate) steps over the real parts: its columns do not lie side by side, unless there is one.
+ * Such columns are refused, here those of one number and later the others. */
+static bool read_tensor(PyObject *object, fa_tensor *t) {
+    fa_dl_tensor dl;
+    if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
+    const bool on_gpu = dl.device_type == FA_DL_CUDA;
+    if (!on_gpu && dl.device_type != FA_DL_CPU) return false;
+    if (dl.dtype_code != FA_DL_INT && dl.ndim > 0 && dl.shape[dl.ndim - 1] == 1) return false;
+    t->handle = (AtenTensorHandle)object; /* only to be told from NULL */
+    t->data = (char *)dl.data + dl.byte_offset;
+    t->ndim = dl.ndim;
+    t->size = dl.shape;
+    t->stride = dl.strides;
+    t->dtype = dtype_of(&dl);
+    t->device_type = on_gpu ? fa_torch.cuda : fa_torch.cpu;
+    t->device_idx = on_gpu ? dl.device_idx : -1;
+    return t->dtype >= 0;
+}
+
+static bool read_number(PyObject *object, double *number) {
+    if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return false;
+    *number = PyFloat_AsDouble(object);
+    return !PyErr_Occurred();
+}
+
+static bool read_integer(PyObject *object, int64_t *number) {
+    if (!object || !PyLong_CheckExact(object)) return false;
+    *number = PyLong_AsLongLong(object);
+    return !PyErr_Occurred();
+}
+
+/* Arguments in the order of the op's schema, a forward's without out. The sides of a window may come as one tuple. */
+static bool read_arguments(const fa_signature *signature, PyObject *args, fa_call *call) {
+    const Py_ssize_t num = PyTuple_Size(args);
+    Py_ssize_t at = 0;
+    for (int i = 0; i < signature->num_slots; i++) {
+        const fa_slot *s = &signature->slots[i];
+        void *place = (char *)call + s->place;
+        if (place == &call->out && signature->pass == FA_FWD) continue;
+        if (at == num) return false;
+        PyObject *object = PyTuple_GetItem(args, at++);
+        if (s->is_optional && object == Py_None) {
+            if (s->kind == FA_SLOT_FLOAT) call->default_scale = true;
+            continue;
+        }
+        switch (s->kind) {
+        case FA_SLOT_TENSOR:
+            if (!read_tensor(object, place)) return false;
+            break;
+        case FA_SLOT_FLOAT:
+            if (!read_number(object, place)) return false;
+            break;
+        case FA_SLOT_BOOL:
+            if (!PyBool_Check(object)) return false;
+            *(bool *)place = object == Py_True;
+            break;
+        case FA_SLOT_INT:
+            if (place == &call->window_left && PyTuple_CheckExact(object)) {
+                if (PyTuple_Size(object) != 2 || !read_integer(PyTuple_GetItem(object, 0), &call->window_left) ||
+                    !read_integer(PyTuple_GetItem(object, 1), &call->window_right))
+                    return false;
+                i++; /* window_right */
+            } else if (!read_integer(object, place)) {
+                return false;
+            }
+            break;
+        }
+    }
+    return at == num;
+}
+
+static bool requires_grad(const fa_tensor *t) {
+    return is_true(PyObject_GetAttr((PyObject *)t->handle, requires_grad_name));
+}
+
+/* ---- results --------------------------------------------------------------------------------------------------------- */
+
+/* One tensor, or a tuple of several. The handles are gone afterwards. */
+static PyObject *results_of(const fa_outputs *outputs) {
+    PyObject *tuple = outputs->num > 1 ? PyTuple_New(outputs->num) : NULL, *tensor = NULL;
+    bool failed = outputs->num > 1 && !tuple;
+    for (int i = 0; i < outputs->num; i++) {
+        if (!failed) failed = !(tensor = fa_torch.wrap(outputs->tensor[i]));
+        if (!failed && tuple) PyTuple_SetItem(tuple, i, tensor);
+        fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[i]);
+    }
+    if (failed) Py_CLEAR(tuple);
+    return failed || tuple ? tuple : tensor;
+}
+
+/* ---- the functions ----------------------------------------------------------------------------------------------------- */
+
+enum {
+    ATTENTION,
+    VARLEN_ATTENTION,
+    FORWARD,
+    VARLEN_FORWARD,
+    KVCACHE_ATTENTION,
+    KVCACHE_FORWARD,
+    FLASH_ATTN_FORWARD,
+    FLASH_ATTN_VARLEN_FORWARD,
+    FLASH_ATTN_BACKWARD,
+    FLASH_ATTN_VARLEN_BACKWARD,
+    NUM_FUNCTIONS
+};
+
+static const struct {
+    const char *op;
+    bool only_out;      /* return out alone */
+    bool has_gradients; /* True is returned instead for tensors that want them */
+} functions[NUM_FUNCTIONS] = {
+    [ATTENTION] = {"_forward", true, true},
+    [VARLEN_ATTENTION] = {"_varlen_forward", true, true},
+    [FORWARD] = {"_forward", false, false},
+    [VARLEN_FORWARD] = {"_varlen_forward", false, false},
+    [KVCACHE_ATTENTION] = {"fwd_kvcache", true, false},
+    [KVCACHE_FORWARD] = {"fwd_kvcache", false, false},
+    [FLASH_ATTN_FORWARD] = {"_flash_attn_forward", false, true},
+    [FLASH_ATTN_VARLEN_FORWARD] = {"_flash_attn_varlen_forward", false, true},
+    [FLASH_ATTN_BACKWARD] = {"_flash_attn_backward", false, false},
+    [FLASH_ATTN_VARLEN_BACKWARD] = {"_flash_attn_varlen_backward", false, false},
+};
+
+static PyObject *call_function(int which, PyObject *args) {
+    static const fa_signature *signatures[NUM_FUNCTIONS];
+    if (!signatures[which]) signatures[which] = fa_find_op(functions[which].op);
+    const fa_signature *signature = signatures[which];
+    fa_call call;
+    fa_outputs outputs = {.num = 0};
+    fa_error err = {""};
+    fa_status status;
+    if (!is_possible()) goto refuse;
+    fa_begin_call(signature, &call);
+    call.only_out = functions[which].only_out;
+    if (!read_arguments(signature, args, &call) || is_watched()) goto refuse;
+    if (functions[which].has_gradients && fa_torch.aoti_torch_grad_mode_is_enabled() &&
+        (requires_grad(&call.q) || requires_grad(&call.k) || requires_grad(&call.v)))
+        Py_RETURN_TRUE;
+    Py_BEGIN_ALLOW_THREADS status = fa_execute(&call, &outputs, &err);
+    Py_END_ALLOW_THREADS if (status == FA_OK) return results_of(&outputs);
+refuse:
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+#define FUNCTION(which)                                             \
+    static PyObject *call_##which(PyObject *self, PyObject *args) { \
+        (void)self;                                                 \
+        return call_function(which, args);                          \
+    }
+FUNCTION(ATTENTION)
+FUNCTION(VARLEN_ATTENTION)
+FUNCTION(FORWARD)
+FUNCTION(VARLEN_FORWARD)
+FUNCTION(KVCACHE_ATTENTION)
+FUNCTION(KVCACHE_FORWARD)
+FUNCTION(FLASH_ATTN_FORWARD)
+FUNCTION(FLASH_ATTN_VARLEN_FORWARD)
+FUNCTION(FLASH_ATTN_BACKWARD)
+FUNCTION(FLASH_ATTN_VARLEN_BACKWARD)
+
+#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
+#define VARLEN                                                                                              \
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
+    "softcap, alibi_slopes, block_table"
+#define KVCACHE "the arguments of fwd_kvcache but out"
+
+PyMethodDef fa_direct_functions[] = {
+    {"direct_attention", call_ATTENTION, METH_VARARGS,
+     "direct_attention(" NO_DROPOUT ") -> out; True: only gradients stand in the way; None: call the op"},
+    {"direct_varlen_attention", call_VARLEN_ATTENTION, METH_VARARGS,
+     "direct_varlen_attention(" VARLEN ") -> out; True: only gradients stand in the way; None: call the op"},
+    {"direct_forward", call_FORWARD, METH_VARARGS,
+     "direct_forward(" NO_DROPOUT ") -> (out, softmax_lse); None: call the op"},
+    {"direct_varlen_forward", call_VARLEN_FORWARD, METH_VARARGS,
+     "direct_varlen_forward(" VARLEN ") -> (out, softmax_lse); None: call the op"},
+    {"direct_kvcache_attention", call_KVCACHE_ATTENTION, METH_VARARGS,
+     "direct_kvcache_attention(" KVCACHE ") -> out; None: call the op"},
+    {"direct_kvcache_forward", call_KVCACHE_FORWARD, METH_VARARGS,
+     "direct_kvcache_forward(" KVCACHE ") -> (out, softmax_lse); None: call the op"},
+    {"direct_flash_attn_forward", call_FLASH_ATTN_FORWARD, METH_VARARGS,
+     "direct_flash_attn_forward(the op's arguments) -> its results; True or None: call the op"},
+    {"direct_flash_attn_varlen_forward", call_FLASH_ATTN_VARLEN_FORWARD, METH_VARARGS,
+     "direct_flash_attn_varlen_forward(the op's arguments) -> its results; True or None: call the op"},
+    {"direct_flash_attn_backward", call_FLASH_ATTN_BACKWARD, METH_VARARGS,
+     "direct_flash_attn_backward(the op's arguments) -> softmax_d; None: call the op"},
+    {"direct_flash_attn_varlen_backward", call_FLASH_ATTN_VARLEN_BACKWARD, METH_VARARGS,
+     "direct_flash_attn_varlen_backward(the op's arguments) -> softmax_d; None: call the op"},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,249 @@
+"""The ops without torch's dispatcher (csrc/direct.c): the same results, and None wherever somebody would notice."""
+
+import threading
+
+import flash_attn_2_cuda as direct
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn import flash_attn_func
+
+OPS = torch.ops.flash_attn
+MASK = (0.3, True, (4, -1), 0.0)  # as the direct functions take it
+FLAT = (0.3, True, 4, -1, 0.0)  # as the ops do
+INT = torch.int32
+
+
+def randn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+Q, K, V = randn(2, 5, 4, 16), randn(2, 7, 2, 16), randn(2, 7, 2, 16)
+ROWS = [x.flatten(0, 1) for x in (Q, K, V)]
+LENGTHS = (torch.tensor([0, 4, 10], dtype=INT), torch.tensor([0, 9, 14], dtype=INT), 6, 9)
+USED = torch.tensor([3, 6], dtype=INT)
+NEW = None, None, USED, *[None] * 6  # neither keys to append nor rotary, indices, pages, slopes
+SLOPES = torch.rand(4)
+
+
+def dense(q=Q, k=K, v=V, mask=MASK, slopes=SLOPES):
+    return direct.direct_attention(q, k, v, *mask, slopes)
+
+
+def same(got, want):
+    got, want = (x if isinstance(x, (tuple, list)) else (x,) for x in (got, want))
+    assert len(got) == len(want)
+    for x, y in zip(got, want):
+        assert type(x) is torch.Tensor and x.dtype == y.dtype and x.shape == y.shape and x.stride() == y.stride()
+        assert torch.equal(x, y)
+
+
+# ---- the same results ----------------------------------------------------------------------------------------------
+
+
+def test_dense():
+    want = OPS._flash_attn_forward(Q, K, V, 0.0, *FLAT, SLOPES, False)
+    same(dense(), want[0])
+    same(direct.direct_forward(Q, K, V, *MASK, SLOPES), want[:2])
+    same(direct.direct_flash_attn_forward(Q, K, V, 0.0, *FLAT, SLOPES, False), want)
+    heads_first = Q.transpose(1, 2).contiguous().transpose(1, 2)
+    same(dense(heads_first), OPS._flash_attn_forward(heads_first, K, V, 0.0, *FLAT, SLOPES, False)[0])
+
+
+def test_dropout_draws_the_same_seed():
+    torch.manual_seed(3)
+    want = OPS._flash_attn_forward(Q, K, V, 0.3, *FLAT, None, True)
+    torch.manual_seed(3)
+    same(direct.direct_flash_attn_forward(Q, K, V, 0.3, *FLAT, None, True), want)
+
+
+def test_varlen():
+    options = SLOPES, False, None, None, None, True, 0
+    want = OPS._flash_attn_varlen_forward(*ROWS, *LENGTHS, 0.0, *FLAT, *options)
+    same(direct.direct_varlen_attention(*ROWS, *LENGTHS, *MASK, SLOPES, None), want[0])
+    same(direct.direct_varlen_forward(*ROWS, *LENGTHS, *MASK, SLOPES, None), want[:2])
+    same(direct.direct_flash_attn_varlen_forward(*ROWS, *LENGTHS, 0.0, *FLAT, *options), want)
+
+
+def test_kvcache():
+    out = torch.empty_like(Q)
+    lse = OPS.fwd_kvcache(Q, K, V, *NEW, out, *FLAT, True, 0)
+    same(direct.direct_kvcache_attention(Q, K, V, *NEW, *MASK, True, 0), out)
+    same(direct.direct_kvcache_forward(Q, K, V, *NEW, *MASK, True, 0), (out, lse))
+
+
+def test_backward():
+    out, lse = direct.direct_forward(Q, K, V, *MASK, SLOPES)
+    saved = randn(2, 5, 4, 16) + 1, Q, K, V, out, lse
+    grads, want = ([torch.empty_like(x) for x in (Q, K, V)] for _ in range(2))
+    rest = 0.0, *FLAT, SLOPES, False, None
+    same(direct.direct_flash_attn_backward(*saved, *grads, *rest), OPS._flash_attn_backward(*saved, *want, *rest))
+    same(grads, want)
+
+
+def test_varlen_backward():
+    out, lse = direct.direct_varlen_forward(*ROWS, *LENGTHS, *MASK, SLOPES, None)
+    saved = randn(10, 4, 16), *ROWS, out, lse
+    grads, want = ([torch.empty_like(x) for x in ROWS] for _ in range(2))
+    rest = *LENGTHS, 0.0, *FLAT, SLOPES, True, None, True
+    got = direct.direct_flash_attn_varlen_backward(*saved, *grads, *rest)
+    same(got, OPS._flash_attn_varlen_backward(*saved, *want, *rest))
+    same(grads, want)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_want_gradients():
+    for i in range(3):
+        tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate((Q, K, V))]
+        assert dense(*tensors) is True
+        assert direct.direct_flash_attn_forward(*tensors, 0.0, *FLAT, None, False) is True
+        with torch.no_grad():
+            same(dense(*tensors), dense())
+        same(direct.direct_forward(*tensors, *MASK, SLOPES), direct.direct_forward(Q, K, V, *MASK, SLOPES))
+
+
+# ---- who is refused ------------------------------------------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def negative(x):
+    """``-x``, of which only a flag says that it is negative."""
+    return torch.complex(torch.zeros_like(x), x).conj().imag
+
+
+ONE_COLUMN = randn(2, 5, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: dense([1.0]),
+        lambda: dense(None),
+        lambda: dense(Q.as_subclass(Subclass)),
+        lambda: dense(torch.nn.Parameter(Q)),
+        lambda: dense(Q.to("meta")),
+        lambda: dense(Q.to_sparse()),
+        lambda: dense(Q.int()),
+        lambda: dense(Q.double()),  # of another dtype than k
+        lambda: dense(Q[0]),
+        lambda: dense(Q.mT.contiguous().mT),
+        lambda: dense(negative(Q), negative(K), negative(V)),
+        lambda: dense(*[negative(ONE_COLUMN)] * 3),
+        lambda: dense(slopes=[1.0]),
+        lambda: dense(slopes=SLOPES[:3]),
+        lambda: dense(mask=(0.3, 1, (4, -1), 0.0)),
+        lambda: dense(mask=("0.3", True, (4, -1), 0.0)),
+        lambda: dense(mask=(float("nan"), True, (4, -1), 0.0)),
+        lambda: dense(mask=(10**400, True, (4, -1), 0.0)),
+        lambda: dense(mask=(0.3, True, (4, 10**30), 0.0)),
+        lambda: dense(mask=(0.3, True, (4,), 0.0)),
+        lambda: dense(mask=(0.3, True, torch.tensor([4, -1]), 0.0)),
+        lambda: dense(mask=(0.3, True, (4, -1))),
+        lambda: dense(mask=(*MASK, 1)),
+        lambda: direct.direct_attention(),
+        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], torch.tensor(6), 9, *MASK, None, None),
+        lambda: direct.direct_varlen_attention(*ROWS, LENGTHS[0].long(), *LENGTHS[1:], *MASK, None, None),
+        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], 1, 9, *MASK, None, None),  # longer than said
+        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 3, *NEW[3:], *MASK, True, 0),
+    ],
+)  # fmt: skip
+def test_refused(call):
+    assert call() is None
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    names = ()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names = *self.names, str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "watch", [Dispatch, Functions, forward_ad.dual_level, torch.profiler.profile, torch.autograd.profiler.profile]
+)
+def test_refused_while_watched(watch):
+    assert dense() is not None
+    with watch():
+        assert dense() is None
+    assert dense() is not None
+
+
+def test_function_modes_see_the_op():
+    with Functions() as mode:
+        same(flash_attn_func(Q, K, V), flash_attn_func(Q, K, V))
+    assert sum("_flash_attn_forward" in name for name in mode.names) == 2
+
+
+def test_a_default_device_watches_nothing():
+    with torch.device("cpu"):
+        same(dense(), dense())
+        with Dispatch():
+            assert dense() is None
+        with Functions():
+            assert dense() is None
+
+
+def test_refused_inside_functorch():
+    seen = []
+
+    def call(q):
+        seen.append(dense())  # tensors that functorch does not know
+        return q
+
+    torch.func.vmap(call)(Q)
+    assert seen == [None]
+
+
+def test_traces_hold_the_op():
+    traced = torch.jit.trace(lambda q: flash_attn_func(q, K, V), (Q,), check_trace=False)
+    assert torch.equal(traced(-Q), flash_attn_func(-Q, K, V))
+
+
+# ---- memory and threads --------------------------------------------------------------------------------------------
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_results_are_freed():
+    q = torch.zeros(1, 4096, 4, 64)  # 4 MiB
+    k = q[:, :1]
+    for _ in range(3):
+        direct.direct_forward(q, k, k, None, False, (-1, -1), 0.0, None)
+    before = resident_bytes()
+    for _ in range(100):
+        direct.direct_forward(q, k, k, None, False, (-1, -1), 0.0, None)
+        direct.direct_attention(q, k, k, None, False, (-1, -1), 0.0, None)
+    assert resident_bytes() - before < 100 << 20
+
+
+def test_threads_at_once():
+    want, wrong = dense(), []
+
+    def work():
+        for _ in range(200):
+            if not torch.equal(dense(), want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
