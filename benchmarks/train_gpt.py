@@ -1,18 +1,21 @@
-"""Trains the same small GPT with our attention and with PyTorch's own arithmetic, and draws both loss curves.
+"""Trains the same small GPT with our attention and with PyTorch's own arithmetic, and draws the loss curves.
 
-Text: Python's reference as pydoc_data has it, character by character. Both runs start from the same weights and see the
-same batches; only the attention function changes. "math" is scaled_dot_product_attention's plain backend in fp32, which
-stores the scores. On a GPU a third run trains under bf16 autocast with our kernels.
+Text: Python's reference as pydoc_data has it, character by character. All runs of a seed start from the same weights
+and see the same batches; only the attention function and the precision change. "math" is the plain backend of
+scaled_dot_product_attention, which stores the scores; bf16 is autocast; "in order" is deterministic=True. How far
+rounding alone moves a curve is read off "math" in the same precision: both are held against "math, fp64".
 
     python benchmarks/train_gpt.py                    on the GPU if there is one
-    python benchmarks/train_gpt.py --device cpu
+    python benchmarks/train_gpt.py --device cpu --seeds 1
 
-Writes benchmarks/results/train_gpt_<device>.csv, a row for each step, and the picture beside it.
+Writes benchmarks/results/train_gpt_<device>.csv, a row for each seed and step, and beside it a picture of the first
+seed.
 """
 
 import argparse
 import csv
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -34,6 +37,10 @@ def math_attention(q, k, v):
 
 def our_attention(q, k, v):
     return flash_attn_func(q, k, v, causal=True)
+
+
+def our_attention_in_order(q, k, v):
+    return flash_attn_func(q, k, v, causal=True, deterministic=True)
 
 
 class Block(nn.Module):
@@ -72,20 +79,32 @@ def characters(device):
     return torch.tensor([number[character] for character in text], device=device), len(number)
 
 
-def train(attention, device, steps, length=128, batch=8, layers=4, heads=4, head_dim=64, bf16=False):
-    """The loss of every step."""
-    torch.manual_seed(0)
+def train(
+    attention,
+    device,
+    steps,
+    seed=0,
+    dtype=torch.float32,
+    bf16=False,
+    length=128,
+    batch=8,
+    layers=4,
+    heads=4,
+    head_dim=64,
+):
+    """The loss of every step. dtype is that of weights and arithmetic, bf16 asks for autocast."""
+    torch.manual_seed(2 * seed)
     text, vocabulary = characters(device)
-    model = GPT(vocabulary, length, layers, heads, head_dim).to(device)
+    model = GPT(vocabulary, length, layers, heads, head_dim).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(2 * seed + 1)
     losses = []
     for _ in range(steps):
         starts = torch.randint(len(text) - length - 1, (batch, 1), generator=generator)
         windows = text[(starts + torch.arange(length + 1)).to(device)]
         with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
             scores = model(windows[:, :-1], attention)
-        loss = F.cross_entropy(scores.flatten(0, 1).float(), windows[:, 1:].flatten())
+        loss = F.cross_entropy(scores.flatten(0, 1).to(dtype), windows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -103,38 +122,62 @@ def draw(runs, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (axis, gap) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1))
-    first, *others = runs
-    for name, losses in runs.items():
-        axis.plot(smooth(losses), label=name, linestyle="-" if name == first else "--")
+    figure, (axis, gap) = plt.subplots(2, 1, figsize=(7, 7), sharex=True)
+    exact, *others = runs
+    axis.plot(smooth(runs[exact]), label=exact, color="black")
     for name in others:
-        gap.plot([b - a for a, b in zip(smooth(runs[first]), smooth(runs[name]))], label=f"{name} less {first}")
+        (line,) = axis.plot(smooth(runs[name]), label=name, linestyle="--")
+        apart = (abs(x - y) for x, y in zip(runs[name], runs[exact]))
+        gap.plot(list(accumulate(apart, max)), color=line.get_color())
     axis.set_ylabel("loss, mean of 20 steps")
-    gap.set(xlabel="step", ylabel="difference")
+    axis.legend()
+    gap.set(xlabel="step", ylabel=f"largest difference from {exact} so far", yscale="log")
     for x in (axis, gap):
-        x.legend(), x.grid(alpha=0.3)
+        x.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
+
+
+FP32, BF16 = {}, {"bf16": True}
+RUNS = {
+    "math, fp64": (math_attention, {"dtype": torch.float64}),
+    "math, fp32": (math_attention, FP32),
+    "flash_attn, fp32": (our_attention, FP32),
+    "math, bf16": (math_attention, BF16),
+    "flash_attn, bf16": (our_attention, BF16),
+    "flash_attn, bf16, in order": (our_attention_in_order, BF16),
+}
+
+
+def largest_difference(losses, exact):
+    return max(abs(x - y) for x, y in zip(losses, exact))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
 
-    runs = {"math, fp32": train(math_attention, options.device, options.steps)}
-    runs["flash_attn, fp32"] = train(our_attention, options.device, options.steps)
-    if options.device == "cuda":
-        runs["flash_attn, bf16"] = train(our_attention, options.device, options.steps, bf16=True)
-    for name, losses in runs.items():
-        print(f"{name:20} first {losses[0]:.4f}, mean of the last 20 {smooth(losses)[-1]:.4f}")
+    curves = []
+    for seed in range(options.seeds):
+        runs = {name: train(f, options.device, options.steps, seed, **how) for name, (f, how) in RUNS.items()}
+        curves.append(runs)
+        print(f"seed {seed}: mean loss of the last 20 steps; largest difference from fp64 in 20, 80 and all steps")
+        exact = runs["math, fp64"]
+        for name, losses in runs.items():
+            apart = (largest_difference(losses[:n], exact) for n in (20, 80, len(exact)))
+            print(f"  {name:26} {smooth(losses)[-1]:.4f}  {'  '.join(f'{x:.1e}' for x in apart)}", flush=True)
     path = RESULTS / f"train_gpt_{options.device}.csv"
     with open(path, "w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["step", *runs])
-        rows.writerows([step, *(f"{x:.6f}" for x in losses)] for step, losses in enumerate(zip(*runs.values())))
-    draw(runs, path.with_suffix(".svg"))
+        rows.writerow(["seed", "step", *RUNS])
+        for seed, runs in enumerate(curves):
+            rows.writerows(
+                [seed, step, *(f"{x:.9g}" for x in losses)] for step, losses in enumerate(zip(*runs.values()))
+            )
+    draw(curves[0], path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

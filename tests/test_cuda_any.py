@@ -36,7 +36,7 @@ def generic_kernels(monkeypatch):
     monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "any")
 
 
-def run(case, backward):
+def run(case, backward, deterministic=False):
     """out, lse and gradients, sequence by sequence, .whole the tensors; and dropout's (seed, offset)."""
     p = problem(case)
     q, k, v, dout = (on_gpu(x) for x in (p.q, p.k, p.v, p.dout))
@@ -54,7 +54,7 @@ def run(case, backward):
     got.lse = packed_lse if case.packed else list(lse.cpu())
     if backward:
         grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-        saved, rest = (dout, q, k, v, out, lse, *grads), (case.dropout, scale, *options, False)
+        saved, rest = (dout, q, k, v, out, lse, *grads), (case.dropout, scale, *options, deterministic)
         if case.packed:
             _flash_attn_varlen_backward(*saved, *cu, *rest, rng_state=rng)
         else:
@@ -65,8 +65,8 @@ def run(case, backward):
     return got, [int(x) for x in rng.tolist()]
 
 
-def verify(case, backward=False, **tolerance):
-    got, rng = run(case, backward)
+def verify(case, backward=False, deterministic=False, **tolerance):
+    got, rng = run(case, backward, deterministic)
     dtype = DTYPES[case.dtype]
     if case.dropout:
         ref, plain, plain_fp32 = (

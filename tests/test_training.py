@@ -1,10 +1,12 @@
-"""A small GPT learns real text the same way with our attention and with PyTorch's own arithmetic."""
+"""A small GPT learns real text with our attention as it does with PyTorch's own arithmetic."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from cases import BOTH
 
 spec = importlib.util.spec_from_file_location(
     "train_gpt", Path(__file__).resolve().parents[1] / "benchmarks/train_gpt.py"
@@ -12,13 +14,33 @@ spec = importlib.util.spec_from_file_location(
 train_gpt = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(train_gpt)
 
-SMALL = {"length": 65, "batch": 4, "layers": 2, "heads": 2, "head_dim": 32}
+SMALL = {"length": 65, "batch": 4, "layers": 2, "heads": 1, "head_dim": 64}
+STEPS = 40
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_fp32_follows_the_same_curve(device):
-    ours = train_gpt.train(train_gpt.our_attention, device, 40, **SMALL)
-    math = train_gpt.train(train_gpt.math_attention, device, 40, **SMALL)
-    assert math[0] > 4 and math[-1] < 3.2, "it learns"
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(math), atol=2e-3, rtol=0)
+@functools.cache
+def losses(attention, device, dtype=torch.float32, bf16=False):
+    return train_gpt.train(getattr(train_gpt, attention), device, STEPS, dtype=dtype, bf16=bf16, **SMALL)
+
+
+@pytest.mark.parametrize("bf16", BOTH)
+@pytest.mark.parametrize(
+    "device, attention",
+    [
+        ("cpu", "our_attention"),
+        pytest.param("cuda", "our_attention", marks=GPU),
+        pytest.param("cuda", "our_attention_in_order", marks=GPU),
+    ],
+)
+def test_loss_stays_as_close_to_fp64_as_plain_arithmetic(device, attention, bf16):
+    """The rule of compare.py for a whole curve, without its allowance: E(ours) <= 2 E(plain).
+
+    On a GPU rounding alone moves the loss by up to 6e-7 in fp32 and 6e-4 in bf16 until step 80. Later differences feed
+    on themselves, to 1e-3 and 3e-2 by step 300 (benchmarks/results/train_gpt_cuda.csv, "math").
+    """
+    exact = losses("math_attention", device, dtype=torch.float64)
+    plain, ours = (losses(name, device, bf16=bf16) for name in ("math_attention", attention))
+    assert exact[0] > 4 and exact[-1] < 3.4, "it learns"
+    of_ours, of_plain = (train_gpt.largest_difference(x, exact) for x in (ours, plain))
+    assert 0 < of_ours <= 2 * of_plain

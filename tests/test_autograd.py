@@ -1,0 +1,170 @@
+"""What autograd does around attention in a training step, on every device: whatever the graph around a call, its
+gradients are those of the call alone, bit for bit."""
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+TRACED = "aot_eager_decomp_partition"
+OPTIONS = {"causal": True, "deterministic": True}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+
+
+def randn(device, *shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def leaves(device, *shape, count=3):
+    return [randn(device, *shape).add_(i).requires_grad_() for i in range(count)]
+
+
+def gradients(out, tensors):
+    return torch.autograd.grad(out, tensors, randn(out.device.type, *out.shape))
+
+
+def assert_equal(got, want):
+    assert len(got) == len(want)
+    for x, y in zip(got, want):
+        assert x.isfinite().all() and y.any() and torch.equal(x, y)
+
+
+# ---- the graph around a call ---------------------------------------------------------------------------------------
+
+
+def test_tensors_used_twice_in_one_graph(device):
+    q, k, v = leaves(device, 2, 150, 4, 64)
+    outs = flash_attn_func(q, k, v, **OPTIONS), flash_attn_func(k, v, q, **OPTIONS)
+    dout = randn(device, *q.shape)
+    together = torch.autograd.grad(outs, (q, k, v), (dout, dout), retain_graph=True)
+    apart = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for out in outs]
+    assert_equal(together, [x + y for x, y in zip(*apart)])
+    assert_equal(torch.autograd.grad(outs, (q, k, v), (dout, dout)), together)
+
+
+def test_one_tensor_as_queries_keys_and_values(device):
+    (x,) = leaves(device, 2, 150, 4, 64, count=1)
+    parts = [x.detach().clone().requires_grad_() for _ in range(3)]
+    dq, dk, dv = gradients(flash_attn_func(*parts, **OPTIONS), parts)
+    (dx,) = gradients(flash_attn_func(x, x, x, **OPTIONS), [x])
+    torch.testing.assert_close(dx, dq + dk + dv, rtol=0, atol=2 * float(dx.abs().max()) * torch.finfo(dx.dtype).eps)
+
+
+def test_gradients_arrive_in_the_views_that_were_given(device):
+    """q, k and v are views of one tensor; its gradient holds theirs, and zero where nothing was used."""
+    whole = randn(device, 2, 5, 160, 3, 80).requires_grad_()
+    parts = [whole[:, i, 3:153, :, 8:72] for i in (0, 2, 4)]
+    alone = [x.detach().clone().requires_grad_() for x in parts]
+    want = gradients(flash_attn_func(*alone, **OPTIONS), alone)
+    (got,) = gradients(flash_attn_func(*parts, **OPTIONS), [whole])
+    assert_equal([got[:, i, 3:153, :, 8:72] for i in (0, 2, 4)], want)
+    for i in (0, 2, 4):
+        got[:, i, 3:153, :, 8:72] = 0
+    assert not got.any()
+
+
+@pytest.mark.parametrize("name", ("heads_first", "rows_first", "every_second_row", "one_head_for_all", "odd_address"))
+def test_leaves_of_any_layout(device, name):
+    n, h, d = 150, 4, 64
+    make = {
+        "heads_first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "rows_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "every_second_row": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+        "one_head_for_all": lambda x: x[:, :, :1].expand(-1, -1, h, -1),
+        "odd_address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    }[name]
+    views = [make(randn(device, 2, n, h, d) + i).requires_grad_() for i in range(3)]
+    plain = [x.detach().contiguous().clone().requires_grad_() for x in views]
+    got, want = (gradients(flash_attn_func(*x, **OPTIONS), x) for x in (views, plain))
+    for x, y in zip(got, want):
+        assert x.shape == y.shape
+        # an odd address is served by other kernels, which round elsewhere
+        atol = 4 * float(y.abs().max()) * torch.finfo(y.dtype).eps if name == "odd_address" else 0
+        torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.3))
+def test_return_attn_probs_changes_no_gradient(device, dropout_p):
+    tensors, found = leaves(device, 2, 150, 4, 64), []
+    for probs in (False, True):
+        torch.manual_seed(3)
+        out = flash_attn_func(*tensors, dropout_p, return_attn_probs=probs, **OPTIONS)
+        out, lse, p = out if probs else (out, None, None)
+        found.append([out, *gradients(out, tensors)])
+    assert lse.isfinite().all() and (p.numel() > 0) == bool(dropout_p)
+    if device == "cpu":
+        assert_equal(*found)
+    for x, y in zip(*found):  # on a GPU the probabilities come with other kernels, which round elsewhere
+        torch.testing.assert_close(x, y, rtol=0, atol=4 * float(x.abs().max()) * torch.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("dropout_p", (0.0, 0.3))
+def test_checkpoint_repeats_the_forward(device, dropout_p, reentrant):
+    def block(x):
+        return flash_attn_qkvpacked_func(x.sin(), dropout_p, **OPTIONS).cos()
+
+    (x,) = leaves(device, 2, 150, 3, 4, 64, count=1)
+    found = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        torch.manual_seed(3)
+        x.grad, out = None, run(x)
+        out.backward(randn(device, *out.shape))
+        found.append([out, x.grad])
+    assert_equal(*found)
+
+
+def test_the_switch_of_torch_asks_for_a_fixed_order(device):
+    tensors = leaves(device, 1, 1500, 4, 64)
+    want = gradients(flash_attn_func(*tensors, **OPTIONS), tensors)
+    try:
+        torch.use_deterministic_algorithms(True)
+        for _ in range(3):
+            assert_equal(gradients(flash_attn_func(*tensors, causal=True), tensors), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- one graph -----------------------------------------------------------------------------------------------------
+
+
+def dense(q, k, v):
+    return flash_attn_func(q.sin(), k, v, **OPTIONS).cos()
+
+
+def packed(q, k, v):
+    cu = torch.tensor([0, 70, 300], dtype=torch.int32, device=q.device)
+    flat = (x.flatten(0, 1) for x in (q.sin(), k, v))
+    return flash_attn_varlen_func(*flat, cu, cu, 230, 230, **OPTIONS).cos()
+
+
+@pytest.mark.parametrize("function", (dense, packed))
+def test_forward_and_backward_are_one_graph_each(device, function):
+    """Nothing breaks the graph of the forward, nor that of the backward where compiled autograd takes it whole."""
+    tensors = leaves(device, 2, 150, 4, 64)
+    want = [function(*tensors), *gradients(function(*tensors), tensors)]
+    forward = CompileCounterWithBackend(TRACED)
+    out = torch.compile(function, backend=forward, fullgraph=True)(*tensors)
+    backward = CompileCounterWithBackend("eager")
+    with compiled_autograd._enable(torch.compile(backend=backward, fullgraph=True)):
+        grads = gradients(out, tensors)
+    assert forward.frame_count == 1 and backward.frame_count == 1 and not counters["graph_break"]
+    assert counters["aot_autograd"]["total"] == counters["aot_autograd"]["ok"] == 1
+    assert_equal([out, *grads], want)
