@@ -27,15 +27,15 @@
 #define DECODE_MAX_LANES   64
 #define DECODE_MAX_AHEAD   16
 #define DECODE_AHEAD_BYTES (16 * 1024) /* a third of a first-level cache */
+#define DECODE_AGAIN_BYTES (4 * 1024)
 
 struct decode_task;
 /* What is compiled for each dtype and number of unrolled rows. */
 typedef struct {
     int unrolled_rows;
-    void (*scores)(const struct decode_task *t, const char *const *k, const char *ahead, int64_t head, int64_t row,
-                   float *out, const int64_t *out_at);
-    void (*values)(const struct decode_task *t, float *o, const char *const *v, const char *ahead, int64_t offset,
-                   const float *p_words, int64_t num_words);
+    void (*scores)(struct decode_task *t);
+    void (*values)(struct decode_task *t);
+    void (*value)(const struct decode_task *t, float *o, const char *const *v, const float *p_words);
 } decode_patches;
 
 typedef struct {
@@ -60,7 +60,8 @@ typedef struct decode_task {
     /* Keys of the block, then its values, then the first keys of the next block: the order in which they are read. */
     const char *stream[2 * FA_DECODE_BLOCK + DECODE_MAX_AHEAD + 1];
     int64_t block, num_keys; /* first key and number of keys of the block */
-    int64_t ahead;           /* distance of the prefetch in tokens */
+    int64_t ahead, again;    /* distance of the prefetch in tokens, and by how much the second follows the first */
+    bool is_side_by_side;    /* the heads of a token */
     int64_t k_head_bytes, v_head_bytes, row_bytes;
 
     float row_max[DECODE_MAX_LANES], row_sum[DECODE_MAX_LANES];
@@ -97,35 +98,47 @@ static void list_rows(const decode_task *t, const fa_view *view, int64_t first, 
     }
 }
 
-/* Where the prefetch stands: one head's row of `token`, which is an index of the stream. */
+/* Where the prefetch stands: `left` rows of `token`, which is an index of the stream, lie side by side from `row` on. */
 typedef struct {
-    int64_t token, head;
+    int64_t token, left, back;
     const char *row;
 } decode_cursor;
 
+/* What to fetch with the lines that the arithmetic loads: rows side by side, and once more what lies `back` bytes before. A
+ * processor whose queue of misses is full drops a prefetch; the second finds most lines in the first-level cache. */
+typedef struct {
+    const char *row;
+    int64_t back;
+} decode_ahead;
+
 INLINE decode_cursor cursor_at(const decode_task *t, int64_t token) {
-    return (decode_cursor){.token = token, .row = t->stream[token]};
+    const char *row = t->stream[token];
+    return (decode_cursor){.token = token, .left = t->num_heads, .back = row - t->stream[token - t->again], .row = row};
 }
 
-/* The next num_rows rows of the stream. If they lie side by side, their address, for the arithmetic to fetch a line with
- * each line that it loads. If not they are fetched here and now, and the address is one of the first-level cache. */
-static const char *next_rows(const decode_task *t, decode_cursor *c, int64_t num_rows) {
-    const char *resident = (const char *)t->scores;
+/* The next num_rows rows of the stream. If they do not lie side by side they are fetched here and now, and the address is
+ * one of the first-level cache. */
+INLINE decode_ahead next_rows(const decode_task *t, decode_cursor *c, int64_t num_rows) {
+    decode_ahead found = {(const char *)t->scores, 0};
+    if (t->is_side_by_side && num_rows <= c->left) {
+        found = (decode_ahead){c->row, c->back};
+        c->row += num_rows * t->row_bytes;
+        c->left -= num_rows;
+        if (c->left == 0) *c = cursor_at(t, c->token + 1);
+        return found;
+    }
     for (int64_t i = 0; i < num_rows; i++) {
         const bool is_value = c->token >= t->num_keys && c->token < 2 * t->num_keys;
-        const int64_t head_bytes = is_value ? t->v_head_bytes : t->k_head_bytes;
-        const char *row = c->row;
-        if (i == 0 && head_bytes == t->row_bytes && c->head + num_rows <= t->num_heads) {
-            c->row += num_rows * head_bytes;
-            c->head += num_rows;
-            if (c->head == t->num_heads) *c = cursor_at(t, c->token + 1);
-            return row;
-        }
-        for (int64_t at = 0; at < t->row_bytes; at += 64) PREFETCH(row + at);
-        c->row += head_bytes;
-        if (++c->head == t->num_heads) *c = cursor_at(t, c->token + 1);
+        for (int64_t at = 0; at < t->row_bytes; at += 64) PREFETCH(c->row + at);
+        c->row += is_value ? t->v_head_bytes : t->k_head_bytes;
+        if (--c->left == 0) *c = cursor_at(t, c->token + 1);
     }
-    return resident;
+    return found;
+}
+
+INLINE void fetch_ahead(decode_ahead ahead, int64_t at, fa_dtype DTYPE) {
+    PREFETCH(ahead.row + at);
+    if (DTYPE != FA_F16) PREFETCH(ahead.row + at - ahead.back);
 }
 
 /* ---- S = Q K^T ---- */
@@ -134,8 +147,9 @@ static const char *next_rows(const decode_task *t, decode_cursor *c, int64_t num
 #define DECODE_HEADS(ROWS)  (LANES / (ROWS) / DECODE_TOKENS(ROWS))
 
 /* A tile of LANES dot products: ROWS rows of Q, a few tokens, and more heads if that leaves room. A vector of Q serves
- * all tokens and one of K all rows, so that the multiply-adds bind and not the loads. k: the tokens' rows of head 0; ahead: what to fetch meanwhile. */
-INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, const char *ahead, int64_t head,
+ * all tokens and one of K all rows, so that the multiply-adds bind and not the loads. k: the tokens' rows of head 0; ahead: what to fetch
+ * meanwhile. */
+INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, decode_ahead ahead, int64_t head,
                         int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;
     const int64_t d = t->p->d, q_step = t->rows * LANES, head_words = t->rows * t->columns / WORD_ELEMS;
@@ -149,7 +163,7 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, co
         k_at[h] = existing * t->k_head_bytes;
     }
     int64_t elem = 0, q_at = 0;
-    for (; elem + STEP <= d; elem += STEP, q_at += q_step, ahead += HEADS * TOKENS * STEP * DTYPE_BYTES(DTYPE)) {
+    for (; elem + STEP <= d; elem += STEP, q_at += q_step, ahead.row += HEADS * TOKENS * STEP * DTYPE_BYTES(DTYPE)) {
         UNROLL for (int h = 0; h < HEADS; h++) {
             vec q_vec[4];
             UNROLL for (int r = 0; r < ROWS; r++) {
@@ -160,7 +174,7 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, co
                 vec k_vec = load_words(k[i] + k_at[h] + elem * DTYPE_BYTES(DTYPE), DTYPE),
                     *sum = acc + (i * HEADS + h) * ROWS;
                 if (ROWS > 1) vec_pin(&k_vec);
-                PREFETCH(ahead + (i + h * TOKENS) * STEP * DTYPE_BYTES(DTYPE));
+                fetch_ahead(ahead, (i + h * TOKENS) * STEP * DTYPE_BYTES(DTYPE), DTYPE);
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r] = vec_dot(sum[r], k_vec, q_vec[r]);
             }
         }
@@ -187,26 +201,26 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, co
     }
 }
 
-/* What does not exist in the last tile of tokens or heads is computed as the last one again. */
-static void scores_of_block(decode_task *t) {
-    const decode_patches *patches = &t->job->patches;
-    const int rows = patches->unrolled_rows, tokens = DECODE_TOKENS(rows), heads = DECODE_HEADS(rows);
+/* All heads of the block. What does not exist in the last tile of tokens or heads is computed as the last one again. */
+INLINE void scores_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
+    const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS);
+    const decode_ahead nothing = {(const char *)t->scores, 0};
     decode_cursor cursor = cursor_at(t, t->ahead);
-    for (int64_t key = 0; key < t->num_keys; key += tokens) {
+    for (int64_t key = 0; key < t->num_keys; key += TOKENS) {
         const char *k[4];
         int64_t out_at[4];
-        for (int i = 0; i < tokens; i++) {
+        for (int i = 0; i < TOKENS; i++) {
             int64_t existing = key + i < t->num_keys ? key + i : t->num_keys - 1;
             k[i] = t->stream[existing];
             out_at[i] = existing * t->lanes;
         }
-        int64_t remaining = (t->num_keys - key < tokens ? t->num_keys - key : tokens) * t->num_heads;
-        for (int64_t head = 0; head < t->num_heads; head += heads) {
-            const int64_t num_rows = remaining < tokens * heads ? remaining : tokens * heads;
-            const char *ahead = next_rows(t, &cursor, num_rows);
+        int64_t remaining = (t->num_keys - key < TOKENS ? t->num_keys - key : TOKENS) * t->num_heads;
+        for (int64_t head = 0; head < t->num_heads; head += HEADS) {
+            const int64_t num_rows = remaining < TOKENS * HEADS ? remaining : TOKENS * HEADS;
+            decode_ahead ahead = next_rows(t, &cursor, num_rows);
             remaining -= num_rows;
-            for (int64_t row = 0; row < t->rows; row += rows, ahead = (const char *)t->scores)
-                patches->scores(t, k, ahead, head, row, t->scores, out_at);
+            for (int64_t row = 0; row < t->rows; row += ROWS, ahead = nothing)
+                scores_tile(ROWS, t, k, ahead, head, row, t->scores, out_at, DTYPE);
         }
     }
 }
@@ -255,10 +269,15 @@ static void rescale_output(const decode_task *t, const float alpha[DECODE_MAX_LA
 
 /* ---- O += P V ---- */
 
+/* Every row sees the key of the block. */
+INLINE bool is_common(const decode_task *t, int64_t key) {
+    return t->common_first <= t->block + key && t->block + key < t->common_end && key < t->num_keys;
+}
+
 /* ROWS rows of O, CHUNKS LANES WORD_ELEMS of their columns, over num_words words of keys. v: their rows, to which offset
  * bytes are added; ahead: what to fetch meanwhile. */
 INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *t, float *o, const char *const *v,
-                         const char *ahead, int64_t offset, int64_t elem, const float *p_words, int64_t num_words,
+                         decode_ahead ahead, int64_t offset, int64_t elem, const float *p_words, int64_t num_words,
                          fa_dtype DTYPE) {
     const int VECS = CHUNKS * WORD_ELEMS, line = LANES * WORD_ELEMS * DTYPE_BYTES(DTYPE);
     const int64_t columns = t->columns, lanes = t->lanes, d = t->p->d;
@@ -266,13 +285,13 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
     UNROLL for (int r = 0; r < ROWS; r++) {
         UNROLL for (int c = 0; c < VECS; c++) acc[r][c] = vec_load(o + r * columns + elem + c * LANES);
     }
-    for (int64_t w = 0; w < num_words; w++, v += WORD_ELEMS, ahead += VECS * line, p_words += lanes) {
+    for (int64_t w = 0; w < num_words; w++, v += WORD_ELEMS, ahead.row += VECS * line, p_words += lanes) {
         vec v_vec[8];
         UNROLL for (int c = 0; c < CHUNKS; c++) {
             const int64_t at = elem + c * LANES * WORD_ELEMS;
             UNROLL for (int e = 0; e < WORD_ELEMS; e++) {
                 const char *data = v[e] + offset + at * DTYPE_BYTES(DTYPE);
-                PREFETCH(ahead + (c * WORD_ELEMS + e) * line);
+                fetch_ahead(ahead, (c * WORD_ELEMS + e) * line, DTYPE);
                 v_vec[c * WORD_ELEMS + e] = PARTIAL ? load_words_first(data, d - at, DTYPE) : load_words(data, DTYPE);
             }
 #if WORD_ELEMS == 2
@@ -293,35 +312,60 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
 }
 
 /* The same over all columns. */
-INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, const char *ahead,
+INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, decode_ahead ahead,
                         int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
     const int64_t d = t->p->d, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
     const int CHUNKS = ROWS == 1 ? 8 / WORD_ELEMS : LANES / (ROWS * WORD_ELEMS);
+    const char *const row = ahead.row;
     int64_t elem = 0;
-    for (; elem + CHUNKS * chunk <= d; elem += CHUNKS * chunk)
-        values_patch(ROWS, CHUNKS, false, t, o, v, ahead + elem * column_bytes, offset, elem, p_words, num_words,
-                     DTYPE);
-    for (; elem + chunk <= d; elem += chunk)
-        values_patch(ROWS, 1, false, t, o, v, ahead + elem * column_bytes, offset, elem, p_words, num_words, DTYPE);
-    if (elem < d)
-        values_patch(ROWS, 1, true, t, o, v, ahead + elem * column_bytes, offset, elem, p_words, num_words, DTYPE);
+    for (; elem + CHUNKS * chunk <= d; elem += CHUNKS * chunk, ahead.row = row + elem * column_bytes)
+        values_patch(ROWS, CHUNKS, false, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
+    for (; elem + chunk <= d; elem += chunk, ahead.row = row + elem * column_bytes)
+        values_patch(ROWS, 1, false, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
+    if (elem < d) values_patch(ROWS, 1, true, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
 }
 
-#define DECODE_PATCHES(ROWS, DTYPE)                                                                                  \
-    static void scores_##ROWS##_##DTYPE(const decode_task *t, const char *const *k, const char *ahead, int64_t head, \
-                                        int64_t row, float *out, const int64_t *out_at) {                            \
-        scores_tile(ROWS, t, k, ahead, head, row, out, out_at, DTYPE);                                               \
-    }                                                                                                                \
-    static void values_##ROWS##_##DTYPE(const decode_task *t, float *o, const char *const *v, const char *ahead,     \
-                                        int64_t offset, const float *p_words, int64_t num_words) {                   \
-        values_rows(ROWS, t, o, v, ahead, offset, p_words, num_words, DTYPE);                                        \
+/* All heads of the block; a key that some row does not see is a row of zeros. */
+INLINE void values_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
+    const decode_ahead nothing = {(const char *)t->scores, 0};
+    const int64_t n = t->num_keys, rows = t->rows;
+    decode_cursor cursor = cursor_at(t, n + t->ahead);
+    for (int64_t key = 0; key < n; key += t->ahead) {
+        const int64_t existing = n - key < t->ahead ? n - key : t->ahead, tokens = round_up(existing, WORD_ELEMS);
+        const bool all_common = is_common(t, key) && is_common(t, key + tokens - 1);
+        for (int64_t head = 0; head < t->num_heads; head++) {
+            const char *common[DECODE_MAX_AHEAD], *const *v = t->stream + n + key;
+            int64_t offset = head * t->v_head_bytes;
+            if (!all_common) {
+                for (int64_t i = 0; i < tokens; i++) common[i] = is_common(t, key + i) ? v[i] + offset : decode_zeros;
+                v = common;
+                offset = 0;
+            }
+            decode_ahead ahead = next_rows(t, &cursor, existing);
+            float *o = t->o + head * rows * t->columns;
+            const float *p_words = t->scores + key / WORD_ELEMS * t->lanes + head * rows;
+            for (int64_t row = 0; row < rows; row += ROWS, ahead = nothing)
+                values_rows(ROWS, t, o + row * t->columns, v, ahead, offset, p_words + row, tokens / WORD_ELEMS, DTYPE);
+        }
     }
-#define DECODE_DTYPE(DTYPE) DECODE_PATCHES(1, DTYPE) DECODE_PATCHES(2, DTYPE) DECODE_PATCHES(4, DTYPE)
-#define DECODE_ROWS(DTYPE)                       \
-    {                                            \
-        {1, scores_1_##DTYPE, values_1_##DTYPE}, \
-        {2, scores_2_##DTYPE, values_2_##DTYPE}, \
-        {4, scores_4_##DTYPE, values_4_##DTYPE}, \
+}
+
+#define DECODE_PATCHES(ROWS, DTYPE)                                                          \
+    static void scores_##ROWS##_##DTYPE(decode_task *t) { scores_of_block(ROWS, t, DTYPE); } \
+    static void values_##ROWS##_##DTYPE(decode_task *t) { values_of_block(ROWS, t, DTYPE); }
+#define DECODE_DTYPE(DTYPE)                                                                                 \
+    DECODE_PATCHES(1, DTYPE)                                                                                \
+    DECODE_PATCHES(2, DTYPE)                                                                                \
+    DECODE_PATCHES(4, DTYPE)                                                                                \
+    static void value_##DTYPE(const decode_task *t, float *o, const char *const *v, const float *p_words) { \
+        const decode_ahead nothing = {(const char *)t->scores, 0};                                          \
+        values_rows(1, t, o, v, nothing, 0, p_words, 1, DTYPE);                                             \
+    }
+#define DECODE_ROWS(DTYPE)                                      \
+    {                                                           \
+        {1, scores_1_##DTYPE, values_1_##DTYPE, value_##DTYPE}, \
+        {2, scores_2_##DTYPE, values_2_##DTYPE, value_##DTYPE}, \
+        {4, scores_4_##DTYPE, values_4_##DTYPE, value_##DTYPE}, \
     }
 
 DECODE_DTYPE(FA_BF16)
@@ -342,7 +386,7 @@ static decode_patches decode_patches_of(fa_dtype dtype, int64_t rows) {
 }
 
 /* A key that only some rows see was a row of zeros so far: NaN times the others' p = 0 would be NaN. */
-static void add_value(decode_task *t, int64_t key, const decode_patches *one_row) {
+static void add_value(decode_task *t, int64_t key) {
     for (int64_t head = 0; head < t->num_heads; head++) {
         const char *v[WORD_ELEMS];
         for (int e = 0; e < WORD_ELEMS; e++)
@@ -351,40 +395,9 @@ static void add_value(decode_task *t, int64_t key, const decode_patches *one_row
             int64_t first, end, lane = head * t->rows + r;
             fa_visible_keys(t->p, &t->s, r / (t->p->h / t->p->h_kv), &first, &end);
             if (t->block + key < first || t->block + key >= end) continue;
-            one_row->values(t, t->o + lane * t->columns, v, (const char *)t->scores, 0,
-                            t->scores + key / WORD_ELEMS * t->lanes + lane, 1);
+            t->job->patches.value(t, t->o + lane * t->columns, v, t->scores + key / WORD_ELEMS * t->lanes + lane);
         }
     }
-}
-
-static void values_of_block(decode_task *t) {
-    const int64_t n = t->num_keys, rows = t->rows;
-    const decode_patches *patches = &t->job->patches, one_row = decode_patches_of(t->p->dtype, 1);
-    int64_t first = t->common_first - t->block, end = t->common_end - t->block;
-    if (first < 0) first = 0;
-    if (end > n) end = n;
-    decode_cursor cursor = cursor_at(t, n + t->ahead);
-    for (int64_t key = 0; key < n; key += t->ahead) {
-        const int64_t existing = n - key < t->ahead ? n - key : t->ahead, tokens = round_up(existing, WORD_ELEMS);
-        const bool all_common = first <= key && key + tokens <= end;
-        for (int64_t head = 0; head < t->num_heads; head++) {
-            const char *common[DECODE_MAX_AHEAD], *const *v = t->stream + n + key;
-            int64_t offset = head * t->v_head_bytes;
-            if (!all_common) {
-                for (int64_t i = 0; i < tokens; i++)
-                    common[i] = first <= key + i && key + i < end ? v[i] + offset : decode_zeros;
-                v = common;
-                offset = 0;
-            }
-            const char *ahead = next_rows(t, &cursor, existing);
-            float *o = t->o + head * rows * t->columns;
-            const float *p_words = t->scores + key / WORD_ELEMS * t->lanes + head * rows;
-            for (int64_t row = 0; row < rows; row += patches->unrolled_rows, ahead = (const char *)t->scores)
-                patches->values(t, o + row * t->columns, v, ahead, offset, p_words + row, tokens / WORD_ELEMS);
-        }
-    }
-    for (int64_t key = 0; key < n; key++)
-        if (key < first || key >= end) add_value(t, key, &one_row);
 }
 
 /* ---- a task ---- */
@@ -409,6 +422,10 @@ static void open_task(decode_task *t) {
     t->ahead = DECODE_AHEAD_BYTES / (t->row_bytes * t->num_heads) / 2 * 2;
     if (t->ahead < 4) t->ahead = 4;
     if (t->ahead > DECODE_MAX_AHEAD) t->ahead = DECODE_MAX_AHEAD;
+    t->again = DECODE_AGAIN_BYTES / (t->row_bytes * t->num_heads);
+    if (t->again < 1) t->again = 1;
+    if (t->again > t->ahead) t->again = t->ahead;
+    t->is_side_by_side = t->k_head_bytes == t->row_bytes && t->v_head_bytes == t->row_bytes;
 
     int64_t ignored;
     fa_visible_keys(p, &t->s, t->s.len_q - 1, &t->common_first, &ignored);
@@ -438,10 +455,12 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
         list_rows(t, &p->k, block + n, next, t->stream + 2 * n);
         for (int64_t i = 2 * n + next; i <= 2 * n + t->ahead; i++) t->stream[i] = t->stream[i - 1]; /* nothing more */
         float alpha[DECODE_MAX_LANES];
-        scores_of_block(t);
+        t->job->patches.scores(t);
         softmax_of_block(t, alpha);
         rescale_output(t, alpha);
-        values_of_block(t);
+        t->job->patches.values(t);
+        for (int64_t key = 0; key < n; key++)
+            if (!is_common(t, key)) add_value(t, key);
     }
 }
 
