@@ -1,16 +1,19 @@
 """Times attention on this machine's processor against PyTorch's ``scaled_dot_product_attention``, call by call in turn.
 
-    python benchmarks/bench_amx.py [--threads 1 16] [--rounds 5] [--csv benchmarks/results/amx.csv]
+    python benchmarks/bench_amx.py [--threads 1 16] [--rounds 3]     under a minute; writes benchmarks/results/amx.csv
+    python benchmarks/bench_amx.py --table                           that file as the table of csrc/cpu/README.md
 
 bf16 runs on AMX where the processor has it; ``--isa`` lowers the choice. fp32 is there to compare with. One row per
 case: GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) of the best call of either side, the median
-over the rounds of SDPA's time divided by ours, and what the tiles or the FMA units of the same number of cores do in
-registers (peak_amx.c, peak.c; needs gcc). Of two calls in a row the second is timed, so neither side wakes the threads.
+over the rounds of SDPA's time divided by ours, and the best that a probe on as many cores did before: tiles or
+multiply-adds in registers (peak_amx.c, peak.c; needs gcc). Probes come first of all, because PyTorch's threads keep the
+cores busy for a while after each call. Of two calls in a row the second is timed, so neither side wakes the threads.
+
+The rows "product" are no attention: products of tiles with the loads and stores that scores need (K Q^T, d long), all
+in the first-level cache. Their share of the peak is what the tile unit has to give to a forward before any softmax.
 
 Decode is one query of 32 heads on 8 against a cache of 16384 keys, d = 128: GB/s of cache read, beside SDPA with the
 heads of a group as rows, or with enable_gqa (decode-gqa), and what the same cores read from memory (read.c).
-
-The last lines are the table of csrc/cpu/README.md.
 """
 
 import argparse
@@ -47,43 +50,42 @@ def best_isa(dtype, limit):
     return [isa for isa in isas if dtype == "bfloat16" or isa not in ("avx512bf16", "amx")][-1]
 
 
-def load_peak(source, name):
+def load_peak(source, name, argtypes=(ctypes.c_size_t,), restype=ctypes.c_double):
     library = Path(tempfile.mkdtemp()) / "peak.so"
     command = ["gcc", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, Path(__file__).with_name(source)]
     subprocess.run(command, check=True)
     function = getattr(ctypes.CDLL(str(library)), name)
-    function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_double
+    function.argtypes, function.restype = argtypes, restype
     return function
 
 
-def load_read():
-    """Reads a part of a tensor; each thread has its own."""
-    function = load_peak("read.c", "read_all")
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
-    return function
+def gflops(pool, threads, function, *args):
+    start = time.perf_counter()
+    flops = sum(pool.map(lambda _: function(*args), range(threads)))
+    return flops / (time.perf_counter() - start) * 1e-9
 
 
-def peak_gbs(function, threads, rounds=5):
-    data = torch.ones(1 << 26)
+def gbs(pool, threads, function, data):
     share = data.nbytes // threads // 256 * 256
-    with ThreadPoolExecutor(threads) as pool:
-        best = 0.0
-        for _ in range(rounds):
-            start = time.perf_counter()
-            list(pool.map(lambda i: function(data.data_ptr() + i * share, share), range(threads)))
-            best = max(best, share * threads / (time.perf_counter() - start) * 1e-9)
-        return best
+    start = time.perf_counter()
+    list(pool.map(lambda i: function(data.data_ptr() + i * share, share), range(threads)))
+    return share * threads / (time.perf_counter() - start) * 1e-9
 
 
-def peak_gflops(function, threads, steps=200_000, rounds=5):
-    """All threads at once, best round."""
+def probe(threads, dims, rounds=8):
+    """What so many cores do at best, all at once, in rounds of 10 ms: {dtype: GFLOPS, "read": GB/s, d: GFLOPS}."""
+    tiles, fma = load_peak("peak_amx.c", "peak_tiles"), load_peak("peak.c", "peak_fma")
+    product = load_peak("peak_amx.c", "peak_product", (ctypes.c_size_t, ctypes.c_size_t))
+    read = load_peak("read.c", "read_all", (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_uint64)
+    data = torch.ones(1 << 26)
     with ThreadPoolExecutor(threads) as pool:
-        best = 0.0
-        for _ in range(rounds):
-            start = time.perf_counter()
-            flops = sum(pool.map(function, [steps] * threads))
-            best = max(best, flops / (time.perf_counter() - start) * 1e-9)
-        return best
+        probes = {
+            "bfloat16": lambda: gflops(pool, threads, tiles, 400_000),
+            "float32": lambda: gflops(pool, threads, fma, 4_000_000),
+            "read": lambda: gbs(pool, threads, read, data),
+            **{d: lambda d=d: gflops(pool, threads, product, 400_000 * 32 // d, d) for d in dims},
+        }
+        return {name: max(call() for _ in range(rounds)) for name, call in probes.items()}
 
 
 def seconds_of(call):
@@ -126,14 +128,13 @@ def compare(ours, theirs, rounds):
 
 def measure(args, threads, dtype, d, backward, causal):
     heads = args.heads or (2 if threads == 1 else 16)
-    torch.set_num_threads(threads)
-    own, sdpa, ratio = compare(*make_calls(args, heads, d, dtype, backward, causal), args.rounds)
+    own, sdpa, ratio = compare(*make_calls(args, heads, d, getattr(torch, dtype), backward, causal), args.rounds)
     flops = (10 if backward else 4) * heads * args.len**2 * d / (2 if causal else 1)
-    return heads, flops / own * 1e-9, flops / sdpa * 1e-9, ratio
+    name = "bwd" if backward else "fwd"
+    return name, d, int(causal), args.len, heads, "GFLOPS", flops / own * 1e-9, flops / sdpa * 1e-9, ratio
 
 
-def measure_decode(args, threads, dtype, length=16384, heads=32, heads_kv=8, d=128):
-    torch.set_num_threads(threads)
+def measure_decode(args, dtype, length=16384, heads=32, heads_kv=8, d=128):
     q = torch.randn(1, 1, heads, d).to(dtype)
     k, v = (torch.randn(1, length, heads_kv, d).to(dtype) for _ in range(2))
     k_heads, v_heads, q_heads = (x.transpose(1, 2) for x in (k, v, q))
@@ -148,28 +149,26 @@ def measure_decode(args, threads, dtype, length=16384, heads=32, heads_kv=8, d=1
         yield name, d, 0, length, heads, "GB/s", gigabytes / own, gigabytes / sdpa, ratio
 
 
-def print_table(rows):
-    """Causal in brackets: GFLOPS, ratio to SDPA, share of the peak of so many cores."""
-    cells, order = {}, []
+def print_table(path):
+    """Causal in brackets: GFLOPS or GB/s, ratio to SDPA, share of the probe."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    cells = {}
     for row in rows:
-        threads, dtype, name, d, causal, own, ratio, peak = (row[i] for i in (4, 5, 6, 7, 8, 12, 14, 15))
-        key = (dtype, name, d, row[11])
-        if key not in cells:
-            order.append(key)
-        cells.setdefault(key, {})[threads, causal] = (
-            f"{own:.0f}",
-            f"{ratio:.2f}",
-            f"{100 * own / peak:.0f}%" if peak else "-",
-        )
-    threads = sorted({t for cell in cells.values() for t, _ in cell})
-    print("| case |" + "".join(f" {t} threads | ratio | peak |" for t in threads))
+        share = f"{100 * float(row['ours']) / float(row['peak']):.0f}%" if float(row["peak"]) else "-"
+        figures = f"{float(row['ours']):.0f}", row["ratio"], share
+        key = row["dtype"], row["pass"], row["d"], row["unit"]
+        cells.setdefault(key, {})[row["threads"], row["causal"]] = figures
+    threads = sorted({row["threads"] for row in rows}, key=int)
+    print("| |" + "".join(f" {t} thread{'s' * (t != '1')} | ratio | share |" for t in threads))
     print("|---|" + "---|---|---|" * len(threads))
-    for key in order:
-        line = "| {} {} d {}, {} |".format(*key)
+    for (dtype, name, d, unit), cell in cells.items():
+        line = f"| {dtype} {name} d {d}, {unit} |"
         for t in threads:
-            full, causal = cells[key].get((t, 0)), cells[key].get((t, 1))
-            for i in range(3):
-                line += f" {full[i]} ({causal[i]}) |" if causal else f" {full[i]} |"
+            full, causal = cell.get((t, "0"), ("-",) * 3), cell.get((t, "1"))
+            line += (
+                "".join(f" {x} ({y}) |" for x, y in zip(full, causal)) if causal else "".join(f" {x} |" for x in full)
+            )
         print(line)
 
 
@@ -180,41 +179,43 @@ def main():
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--len", type=int, default=2048)
     parser.add_argument("--heads", type=int, help="default: 2 for one thread, 16 for more")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--isa", help="no better instruction set than this one")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "amx.csv")
+    parser.add_argument("--table", action="store_true", help="print the table of the file; measure nothing")
     args = parser.parse_args()
+    if args.table:
+        return print_table(args.csv)
     engine.set_cpu_isa(args.isa)
-    tiles, fma, read = load_peak("peak_amx.c", "peak_tiles"), load_peak("peak.c", "peak_fma"), load_read()
-    units = {"bfloat16": tiles, "float32": fma}
-    peaks = {(t, name): peak_gflops(f, t) for t in args.threads for name, f in units.items()}
-    reads = {t: peak_gbs(read, t) for t in args.threads}
-    rows = []
+    peaks = {threads: probe(threads, args.dims) for threads in args.threads}
+    with args.csv.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(FIELDS)
 
-    def add_row(threads, dtype, name, d, causal, length, heads, unit, own, sdpa, ratio):
-        row = [datetime.date.today().isoformat(), processor(), torch.__version__, best_isa(dtype, args.isa), threads]
-        row += [dtype, name, d, causal, length, heads, unit, round(own, 1), round(sdpa, 1), round(ratio, 2)]
-        rows.append(row)
-        print(*row[3:], sep="  ", flush=True)
+        def add_row(threads, dtype, name, d, causal, length, heads, unit, own, sdpa, ratio):
+            row = [
+                datetime.date.today().isoformat(),
+                processor(),
+                torch.__version__,
+                best_isa(dtype, args.isa),
+                threads,
+            ]
+            row += [dtype, name, d, causal, length, heads, unit, round(own, 1), sdpa and round(sdpa, 1)]
+            row += [ratio and round(ratio, 2), round(peaks[threads]["read" if unit == "GB/s" else dtype], 1)]
+            writer.writerow(row)
+            file.flush()
+            print(*row[3:], sep="  ", flush=True)
 
-    for threads, dtype in itertools.product(args.threads, args.dtypes):
-        for d, backward, causal in itertools.product(args.dims, (False, True), (False, True)):
-            heads, *figures = measure(args, threads, getattr(torch, dtype), d, backward, causal)
-            name = "bwd" if backward else "fwd"
-            add_row(threads, dtype, name, d, int(causal), args.len, heads, "GFLOPS", *figures)
-        for row in measure_decode(args, threads, getattr(torch, dtype)):
-            add_row(threads, dtype, *row)
-    for (threads, dtype), peak in peaks.items():  # once more: the machine may have been busy
-        peaks[threads, dtype] = round(max(peak, peak_gflops(units[dtype], threads)))
-    print("peak GFLOPS:", peaks, " read GB/s:", {t: round(x, 1) for t, x in reads.items()})
-    for row in rows:
-        threads, dtype, unit = row[4], row[5], row[11]
-        row.append(peaks[threads, dtype] if unit == "GFLOPS" else round(reads[threads], 1))
-    if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([FIELDS, *rows])
-    print_table(rows)
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            for d in args.dims if peaks[threads]["bfloat16"] else ():
+                add_row(threads, "bfloat16", "product", d, 0, 0, 0, "GFLOPS", peaks[threads][d], "", "")
+            for dtype in args.dtypes:
+                for d, backward, causal in itertools.product(args.dims, (False, True), (False, True)):
+                    add_row(threads, dtype, *measure(args, threads, dtype, d, backward, causal))
+                for row in measure_decode(args, getattr(torch, dtype)):
+                    add_row(threads, dtype, *row)
+    print_table(args.csv)
 
 
 if __name__ == "__main__":
