@@ -146,18 +146,22 @@ def peak_memory(fn):
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def machine():
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
 def run(options, kernels_of, per_score):
     """Measures every problem and returns the rows.
 
     kernels_of(d, h, causal, length): {name: (b, length, what makes a call without arguments)}.
     per_score: operations for each score and column of a head.
     """
-    base = {
-        "date": datetime.date.today().isoformat(),
-        "device": device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-    }
+    base = machine()
     print(f"{base['device']}, torch {base['torch']}, cuDNN {base['cudnn']}: TFLOPS, MiB of memory")
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     rows = []
@@ -177,12 +181,12 @@ def run(options, kernels_of, per_score):
     return rows
 
 
-def write(rows, path):
+def write(rows, path, columns=COLUMNS):
     """The rows, and the command that made them."""
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, "command"], lineterminator="\n")
+        writer = csv.DictWriter(file, [*columns, "command"], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**row, "command": command} for row in rows)
 

@@ -5,7 +5,7 @@ Problems and timing: _gpu.py. TFLOPS count 4 b h len_q len_kv d operations, half
     python benchmarks/bench_fwd.py                     the table of csrc/cuda/README.md
     python benchmarks/bench_fwd.py --packed            packed sequences beside dense ones of as many operations
     python benchmarks/bench_fwd.py --table             the README's table from the file, nothing measured
-    python benchmarks/bench_fwd.py --dims 128 --lengths 4096 --flex
+    python benchmarks/bench_fwd.py --dims 128 --lengths 4096 --flex --csv flex.csv
 
 Writes benchmarks/results/fwd_<device>.csv or fwd_<device>_packed.csv (or --csv), each row with the peak of memory
 beyond what the call finds, and with matplotlib one plot for each head_dim beside it; prints the table.
@@ -40,6 +40,7 @@ def sdpa(backend, shape, causal):
 def flex(shape, causal):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # after eight shapes it would compile no more
     length = shape[1]
     mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length) if causal else None
     heads_first = [x.transpose(1, 2) for x in tensors(*shape)]

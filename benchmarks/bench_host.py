@@ -65,6 +65,7 @@ def calls_on(device, needs_grad):
         **calls,
         "_flash_attn_forward": lambda: _flash_attn_forward(q, k, v, *raw),
         "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(one_query, k, v, cache_seqlens=used),
+        "flash_attn_with_kvcache, a number": lambda: flash_attn_with_kvcache(one_query, k, v, cache_seqlens=n),
         "two allocations": lambda: (
             torch.empty_like(q),
             torch.empty(1, 1, n, device=device, dtype=torch.float32),

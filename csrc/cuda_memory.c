@@ -27,15 +27,24 @@ bool fa_cuda_is_capturing(const fa_cuda_place *place) {
 static uint64_t address(const void *p) { return (uint64_t)(uintptr_t)p; }
 
 /* Fills do not wait. A copy from the host's memory would: the driver waits for the stream before it reads it. */
+fa_status fa_cuda_fill(const fa_cuda_place *place, void *to, uint32_t value, int64_t num, fa_error *err) {
+    if (num == 0) return FA_OK;
+    return fa_driver_check(place->driver->cuMemsetD32Async(address(to), value, (size_t)num, place->stream),
+                           "filling the GPU's memory", err);
+}
+
 fa_status fa_cuda_write(const fa_cuda_place *place, void *to, const uint64_t *numbers, int num, fa_error *err) {
-    CUresult result = 0;
-    for (int i = 0; i < num && result == 0; i++) {
-        const uint32_t low = (uint32_t)numbers[i], high = (uint32_t)(numbers[i] >> 32);
-        const uint64_t at = address((const uint64_t *)to + i);
-        result = place->driver->cuMemsetD32Async(at, low, low == high ? 2 : 1, place->stream);
-        if (result == 0 && low != high) result = place->driver->cuMemsetD32Async(at + 4, high, 1, place->stream);
+    fa_status status = FA_OK;
+    uint32_t half[2];
+    int64_t first = 0;
+    for (int64_t i = 1; i <= 2 * num && status == FA_OK; i++) { /* as few fills as there are runs of one value */
+        half[0] = (uint32_t)(numbers[first / 2] >> 32 * (first % 2));
+        half[1] = i < 2 * num ? (uint32_t)(numbers[i / 2] >> 32 * (i % 2)) : ~half[0];
+        if (half[0] == half[1]) continue;
+        status = fa_cuda_fill(place, (uint32_t *)to + first, half[0], i - first, err);
+        first = i;
     }
-    return fa_driver_check(result, "writing to the GPU's memory", err);
+    return status;
 }
 
 fa_status fa_cuda_copy(const fa_cuda_place *place, void *to, uint64_t from, size_t bytes, fa_error *err) {

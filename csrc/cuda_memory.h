@@ -19,6 +19,7 @@ void fa_cuda_leave(const fa_cuda_place *place);
 /* Is the stream's work being recorded into a CUDA graph instead of done? */
 bool fa_cuda_is_capturing(const fa_cuda_place *place);
 
+fa_status fa_cuda_fill(const fa_cuda_place *place, void *to, uint32_t value, int64_t num, fa_error *err);
 fa_status fa_cuda_write(const fa_cuda_place *place, void *to, const uint64_t *numbers, int num, fa_error *err);
 fa_status fa_cuda_copy(const fa_cuda_place *place, void *to, uint64_t from, size_t bytes, fa_error *err);
 /* To the host; there once the stream has been waited for (fa_cuda_wait). */

@@ -129,8 +129,9 @@ static bool read_integer(PyObject *object, int64_t *number) {
     return !PyErr_Occurred();
 }
 
-/* Arguments in the order of the op's schema, a forward's without out. The sides of a window may come as one tuple. */
-static bool read_arguments(const fa_signature *signature, PyObject *args, fa_call *call) {
+/* Arguments in the order of the op's schema, a forward's without out. The sides of a window may come as one tuple, lengths
+ * as one number: *length, -1 if they do not. */
+static bool read_arguments(const fa_signature *signature, PyObject *args, fa_call *call, int64_t *length) {
     const Py_ssize_t num = PyTuple_Size(args);
     Py_ssize_t at = 0;
     for (int i = 0; i < signature->num_slots; i++) {
@@ -145,7 +146,11 @@ static bool read_arguments(const fa_signature *signature, PyObject *args, fa_cal
         }
         switch (s->kind) {
         case FA_SLOT_TENSOR:
-            if (!read_tensor(object, place)) return false;
+            if (place == &call->seqused_k && PyLong_CheckExact(object)) {
+                if (!read_integer(object, length) || *length < 0 || *length > INT32_MAX) return false;
+            } else if (!read_tensor(object, place)) {
+                return false;
+            }
             break;
         case FA_SLOT_FLOAT:
             if (!read_number(object, place)) return false;
@@ -228,15 +233,18 @@ static PyObject *call_function(int which, PyObject *args) {
     fa_call call;
     fa_outputs outputs = {.num = 0};
     fa_error err = {""};
-    fa_status status;
+    fa_status status = FA_OK;
+    int64_t length = -1;
     if (!is_possible()) goto refuse;
     fa_begin_call(signature, &call);
     call.only_out = functions[which].only_out;
-    if (!read_arguments(signature, args, &call) || is_watched()) goto refuse;
+    if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
     if (functions[which].has_gradients && fa_torch.aoti_torch_grad_mode_is_enabled() &&
         (requires_grad(&call.q) || requires_grad(&call.k) || requires_grad(&call.v)))
         Py_RETURN_TRUE;
-    Py_BEGIN_ALLOW_THREADS status = fa_execute(&call, &outputs, &err);
+    Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
+    if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
+    if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
     Py_END_ALLOW_THREADS if (status == FA_OK) return results_of(&outputs);
 refuse:
     PyErr_Clear();

@@ -162,6 +162,31 @@ void fa_begin_call(const fa_signature *signature, fa_call *call) {
     }
 }
 
+static fa_status fill_lengths(const fa_tensor *t, int32_t length, fa_error *err) {
+    if (t->device_type == fa_torch.cpu) {
+        for (int64_t i = 0; i < t->size[0]; i++) ((int32_t *)t->data)[i] = length;
+        return FA_OK;
+    }
+    fa_cuda_place place;
+    fa_status status = fa_cuda_enter(t->device_idx, &place, err);
+    if (status != FA_OK) return status;
+    status = fa_cuda_fill(&place, t->data, (uint32_t)length, t->size[0], err);
+    fa_cuda_leave(&place);
+    return status;
+}
+
+fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err) {
+    const fa_tensor *q = &call->q;
+    const int64_t b = q->ndim > 0 ? q->size[0] : 0, one = 1;
+    AtenTensorHandle handle = NULL;
+    if (fa_torch.aoti_torch_empty_strided(1, &b, &one, fa_torch.i32, q->device_type, q->device_idx, &handle) != 0)
+        return fa_fail(err, FA_ENOMEM, "torch could not allocate the lengths of the call");
+    read_tensor(handle, &call->seqused_k);
+    if (fa_torch.torch_get_mutable_data_ptr(handle, &call->seqused_k.data) != 0)
+        return fa_fail(err, FA_ENOMEM, "the lengths of the call have no memory");
+    return fill_lengths(&call->seqused_k, length, err);
+}
+
 static fa_status unpack(const fa_signature *signature, const StableIValue *stack, fa_call *call, fa_error *err) {
     fa_status status = FA_OK;
     fa_begin_call(signature, call);

@@ -29,6 +29,9 @@ const fa_signature *fa_find_op(const char *name);
 /* A call without arguments; then fill in its slots. */
 void fa_begin_call(const fa_signature *signature, fa_call *call);
 
+/* seqused_k as one number for every sequence of q: makes the tensor, which is the caller's to delete. */
+fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err);
+
 /* Check, plan, allocate, run. The results are the caller's to delete; on failure there are none. */
 fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err);
 

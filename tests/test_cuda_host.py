@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
 from test_cuda_fwd import why_not
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
@@ -211,11 +212,80 @@ def test_rows_beyond_the_spare_lse():
 def test_watched_calls_give_the_same():
     q, rows = randn(2, 70, 4, 64), randn(90, 4, 64)
     cu = torch.tensor([0, 40, 90], dtype=torch.int32, device="cuda")
+    cache, used = randn(2, 300, 2, 64), torch.tensor([17, 300], dtype=torch.int32, device="cuda")
+    wants_grad = q.clone().requires_grad_()
     for call in (
         lambda: flash_attn_func(q, q, q, causal=True),
         lambda: flash_attn_varlen_func(rows, rows, rows, cu, cu, 50, 50),
+        lambda: torch.autograd.grad(
+            flash_attn_func(wants_grad, q, q, deterministic=True), wants_grad, torch.ones_like(q)
+        )[0],
     ):
         want = call()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             assert torch.equal(call(), want)
         assert any("_forward" in event.name and "flash_attn::_flash" in event.name for event in profile.events())
+    want = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch.equal(flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used), want)
+
+
+def test_one_length_for_all():
+    q, cache = randn(3, 1, 4, 64), randn(3, 300, 2, 64)
+    want = flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=torch.full((3,), 123, dtype=torch.int32, device="cuda")
+    )
+    assert torch.equal(flash_attn_with_kvcache(q, cache, cache, cache_seqlens=123), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=123)
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+# ---- threads and devices -------------------------------------------------------------------------------------------
+
+
+def all_kinds(q, rows, cu, cache):
+    """Results of a call of each kind."""
+    leaf = q.detach().requires_grad_()
+    out = flash_attn_func(leaf, q, q, causal=True, deterministic=True)
+    return [
+        out.detach(),
+        torch.autograd.grad(out, leaf, torch.ones_like(out))[0],
+        flash_attn_varlen_func(rows, rows, rows, cu, cu, 50, 50),
+        flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=300),
+        flash_attn_func(q.float(), q.float(), q.float()),  # the generic kernel
+    ]
+
+
+def inputs(device="cuda"):
+    cu = torch.tensor([0, 40, 90], dtype=torch.int32)
+    return [x.to(device) for x in (randn(2, 700, 4, 64), randn(90, 4, 64), cu, randn(2, 3000, 2, 64))]
+
+
+def test_threads_on_streams_of_their_own():
+    tensors = inputs()
+    want, wrong = all_kinds(*tensors), []
+    torch.cuda.synchronize()
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                got = all_kinds(*tensors)
+                torch.cuda.current_stream().synchronize()
+                wrong.extend(i for i, (x, y) in enumerate(zip(got, want)) if not torch.equal(x, y))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_a_gpu_that_is_not_current():
+    want = all_kinds(*inputs("cuda:0"))
+    got = all_kinds(*inputs("cuda:1"))
+    assert all(x.device.index == 1 and torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, want))

@@ -73,6 +73,8 @@ def test_kvcache():
     lse = OPS.fwd_kvcache(Q, K, V, *NEW, out, *FLAT, True, 0)
     same(direct.direct_kvcache_attention(Q, K, V, *NEW, *MASK, True, 0), out)
     same(direct.direct_kvcache_forward(Q, K, V, *NEW, *MASK, True, 0), (out, lse))
+    lse = OPS.fwd_kvcache(Q, K, V, *NEW[:2], torch.full((2,), 5, dtype=INT), *NEW[3:], out, *FLAT, True, 0)
+    same(direct.direct_kvcache_forward(Q, K, V, *NEW[:2], 5, *NEW[3:], *MASK, True, 0), (out, lse))
 
 
 def test_backward():
@@ -152,7 +154,10 @@ ONE_COLUMN = randn(2, 5, 4, 1)
         lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], torch.tensor(6), 9, *MASK, None, None),
         lambda: direct.direct_varlen_attention(*ROWS, LENGTHS[0].long(), *LENGTHS[1:], *MASK, None, None),
         lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], 1, 9, *MASK, None, None),  # longer than said
-        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 3, *NEW[3:], *MASK, True, 0),
+        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 8, *NEW[3:], *MASK, True, 0),  # of 7 keys
+        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 2**32, *NEW[3:], *MASK, True, 0),
+        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, -1, *NEW[3:], *MASK, True, 0),
+        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, True, *NEW[3:], *MASK, True, 0),
     ],
 )  # fmt: skip
 def test_refused(call):
