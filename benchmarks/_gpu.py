@@ -54,7 +54,9 @@ def add_options(parser, dims=(64, 128, 256), lengths=(1024, 4096, 16384), second
         "--packed", action="store_true", help="packed sequences beside dense ones of as many operations"
     )
     parser.add_argument("--csv", type=Path, help="where to write the figures, or what --table reads")
-    parser.add_argument("--table", action="store_true", help="measure nothing, print the table of the file")
+    parser.add_argument(
+        "--table", action="store_true", help="measure nothing, print the table of the file: its --lengths"
+    )
 
 
 def problems(options):
@@ -196,11 +198,11 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def print_table(path):
-    """The README's: a line for each head_dim, a column for each kernel, TFLOPS at each length, causal in brackets."""
+def print_table(path, wanted):
+    """The README's: a line for each head_dim, a column for each kernel, TFLOPS at these lengths, causal in brackets."""
     rows = read(path)
     names, dims = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kernel", "d"))
-    lengths = sorted({int(row["length"]) for row in rows if row["length"] != "packed"})
+    lengths = sorted({int(row["length"]) for row in rows if row["length"] != "packed"} & {*wanted, EQUAL[1]})
     found = {(r["d"], r["kernel"], r["length"], r["causal"]): float(r["tflops"]) for r in rows}
     print(f"\n{rows[0]['device']}, {rows[0]['date']}, {path.name}")
     print(f"| head_dim | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
@@ -246,4 +248,4 @@ def main(options, stem, kernels_of, per_score):
         write(rows, path)
         if not options.packed:
             plot(rows, path)
-    print_table(path)
+    print_table(path, options.lengths)
