@@ -169,10 +169,11 @@ def _attend(
     ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k).
     """
-    _check_given(tensors, len(lengths) > 0)
     mask = softmax_scale, causal, window_size, softcap
-    direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table)
+    is_split = len(tensors) == 3  # others are split once they are known to be what they should
+    direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table) if is_split else None
     if direct is None:
+        _check_given(tensors, len(lengths) > 0)
         tensors = [maybe_contiguous(x) for x in tensors]
         if lengths:
             lengths = (*lengths[:2], _as_int(lengths[2], "max_seqlen"), _as_int(lengths[3], "max_seqlen"))
