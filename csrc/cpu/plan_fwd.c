@@ -35,13 +35,15 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const bool is_short_causal = p->window_right >= 0 && p->len_kv <= 1024;
     const int block_kv = p->d > 128 || is_short_causal ? 64 : 128;
 
-    /* Tiles share a packed block, as many as the second-level cache holds; long rows read K and V from further away. */
-    int64_t tiles = p->len_kv >= 4096 ? 16 : 8, most = most_tiles(p, block_q);
+    /* Tiles share a packed block, as many as the second-level cache holds. */
+    int64_t tiles = 16, most = most_tiles(p, block_q);
     if (plan->isa == FA_ISA_AMX) tiles *= 2; /* its tiles have half as many rows */
     if (tiles > most) tiles = most;
     while (tiles > 1 && fa_fwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, buffers).scratch_bytes >
                             machine->l2_bytes / 4 * 3)
         tiles--;
+    const int64_t num_shares = (most + tiles - 1) / tiles;
+    tiles = (most + num_shares - 1) / num_shares; /* the last task of a head has as many as the others */
 
     int threads = flops_of(p) < inline_flops || machine->threads < 1 ? 1 : machine->threads;
     while (threads > 1 && tiles > 1 && fa_fwd_tasks(p, block_q, (int)tiles, NULL) < 2 * threads)
