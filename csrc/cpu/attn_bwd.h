@@ -297,11 +297,9 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
                            .rows = num_keys,
                            .num_words = (p->d + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
-                           .scale = job->scale,
                            .soon = &t->soon};
     product_args dprob = scores;
     dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + from * lanes;
-    dprob.scale = job->kept;
     const bool masked = bwd_is_masked(t, tile, begin, end);
     if (masked && !PRODUCT_OVERLAPS) {
         product_scores_seen(&scores, tile->first, tile->end, t->block + begin);

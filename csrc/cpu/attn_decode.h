@@ -231,7 +231,8 @@ static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
     const fa_problem *p = t->p;
     const int64_t g = p->h / p->h_kv, n = t->num_keys;
     float new_max[DECODE_MAX_LANES], first[DECODE_MAX_LANES], end[DECODE_MAX_LANES], diagonal[DECODE_MAX_LANES];
-    score_options options = {.softcap = t->job->softcap,
+    score_options options = {.scale = 1,
+                             .softcap = t->job->softcap,
                              .slope = p->alibi_slopes ? t->slope : NULL,
                              .diagonal = diagonal,
                              .first = first,

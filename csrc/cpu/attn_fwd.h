@@ -146,6 +146,7 @@ typedef struct {
     int tile;
     int64_t begin, end; /* keys of the block, begin a multiple of WORD_ELEMS */
     bool masked, adjusts;
+    bool rescales;     /* some alpha is not 1 */
     float *scores, *p; /* S^T, P; the same buffer where nothing overlaps */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
@@ -161,8 +162,7 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
         step->begin = begin / WORD_ELEMS * WORD_ELEMS;
         step->end = end;
         step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
-        step->adjusts =
-            step->masked || t->p->softcap > 0 || t->p->alibi_slopes || (!PRODUCT_SCALES && !(t->job->scale > 0));
+        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || !(t->job->scale > 0);
         return true;
     }
     return false;
@@ -260,13 +260,15 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
                             .keep_max = t->p->keep_max,
                             .queue = &t->queue};
     product_spread(&t->queue, lanes / LANES * ((end - begin + SOFTMAX_KEYS - 1) / SOFTMAX_KEYS));
-    if (PRODUCT_SCALES || step->adjusts)
+    if (step->adjusts)
         softmax_step(&softmax);
     else
         softmax_step_scaling(&softmax);
+    step->rescales = false;
+    for (int lane = 0; lane < lanes; lane++) step->rescales |= step->alpha[lane] != 1.0f;
 }
 
-/* O^T = O^T alpha + V^T P; rows of padding in V^T are zero, so whole groups of rows are multiplied */
+/* O^T = O^T alpha + V^T P, where alpha 1 costs no multiplication; rows of padding in V^T are zero, so whole groups of rows are multiplied */
 static void step_output(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const int64_t lanes = t->tiles[step->tile].lanes;
@@ -282,10 +284,10 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .alpha = step->alpha,
                            .soon = &t->soon};
     if (step->masked && !PRODUCT_OVERLAPS)
-        product_keys_seen(product_rescale, &output, t->tiles[step->tile].first, t->tiles[step->tile].end,
-                          t->block + step->begin);
+        product_keys_seen(step->rescales ? product_rescale : product_add, &output, t->tiles[step->tile].first,
+                          t->tiles[step->tile].end, t->block + step->begin);
     else
-        product_later(&t->queue, PRODUCT_RESCALE, &output);
+        product_later(&t->queue, step->rescales ? PRODUCT_RESCALE : PRODUCT_ADD, &output);
     if (t->finite) return;
     product_finish(&t->queue);
     const fa_fwd_tile *tile = &t->tiles[step->tile];

@@ -1,11 +1,11 @@
 /* What happens to a tile of scores between the two products, lane by lane: S^T [keys][lanes], one query in each lane,
  * so that maxima, sums and masks are plain vector instructions and no option needs a kernel of its own.
  *
- *   scores_adjust    softcap -> ALiBi -> mask, in this order; folds the maxima
- *   softmax_step     p = exp2(s - max), row sums, dropout, P as words
+ *   scores_adjust          scale -> softcap -> ALiBi -> mask, in this order; folds the maxima
+ *   softmax_step           p = exp2(s - max), row sums, dropout, P as words
+ *   softmax_step_scaling   the same for scores as the product stored them
  *
- * Scores are in units of log2: the scale of the product carries log2(e). Where PRODUCT_SCALES is 0 the scores come
- * without it, and the first that reads them multiplies. */
+ * Scaled scores are in units of log2: the scale carries log2(e). */
 #ifndef FA_ELEMENTWISE_H
 #define FA_ELEMENTWISE_H
 
@@ -31,7 +31,7 @@ INLINE vec vec_tanh(vec a) {
 /* Options of one tile against one block of keys. Keys count from the start of the block; a lane sees keys
  * [first, end) of it, whole numbers kept as floats. */
 typedef struct {
-    float scale;           /* of the scores; 0: it is in them already */
+    float scale;           /* of the scores; 1: it is in them already */
     float softcap;         /* times log2(e); 0: off. Then scores come in as scale / softcap q.k */
     const float *slope;    /* [lanes] ALiBi slope times log2(e); NULL: off */
     const float *diagonal; /* [lanes] the key without bias */
@@ -53,7 +53,7 @@ OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t 
         if (o->slope) slope = vec_load(o->slope + lane), diagonal = vec_load(o->diagonal + lane);
         for (int64_t key = begin; key < end; key++) {
             vec s = vec_load(scores + key * lanes + lane);
-            if (!PRODUCT_SCALES && o->scale != 0.0f) s = vec_mul(s, vec_set(o->scale));
+            if (o->scale != 1.0f) s = vec_mul(s, vec_set(o->scale));
             if (o->softcap > 0.0f) s = vec_mul(vec_tanh(s), vec_set(o->softcap));
             if (o->slope) {
                 vec distance = vec_sub(diagonal, vec_set((float)key));
@@ -68,9 +68,12 @@ OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t 
     }
 }
 
-/* s scale - reference, where the scale is in s already or is not. */
+/* s scale - reference, where the scale is in s already or is not. NOTE: for fp32 the product is rounded, as the maximum and
+ * lse are: a score far above all others gives exactly 1, here and in the backward. bf16 does not see the difference. */
 INLINE vec scores_minus(bool SCALED, vec s, vec scale, vec reference) {
-    return SCALED ? vec_sub(s, reference) : vec_fma(s, scale, vec_sub(vec_set(0.0f), reference));
+    if (SCALED) return vec_sub(s, reference);
+    if (WORD_ELEMS == 1) return vec_sub(vec_mul(s, scale), reference);
+    return vec_fma(s, scale, vec_sub(vec_set(0.0f), reference));
 }
 
 /* One row of P; what DROPS by the bytes of the generator is zero in P but stays in the sum. */
@@ -81,8 +84,8 @@ INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec refere
     return DROPS ? vec_select(mask_bytes_le(bytes, keep_max), p, vec_set(0.0f)) : p;
 }
 
-/* Where rescaling costs a pass, the maximum of a lane stays what it was until it would grow by a factor of 2^8: P is below 256
- * instead of 1, and every digit counts as before. Each lane decides for itself: its bits depend on no other. */
+/* The maximum of a lane stays what it was until it would grow by a factor of 2^8: P is below 256 instead of 1, and every digit
+ * counts as before. So O^T is almost never rescaled. Each lane decides for itself: its bits depend on no other. */
 #define LAZY_MAX 8.0f
 
 /* Where products run beside vectors: keys between two calls of product_advance. */
@@ -93,7 +96,7 @@ typedef struct {
     float *p;            /* P as words, in row key / WORD_ELEMS; may lie over the scores where the maxima are known */
     int64_t lanes, begin, end; /* begin is a multiple of WORD_ELEMS */
     float scale;               /* of the scores, where it is not in them yet */
-    const float *new_max;      /* over all keys so far; not read where the scores come without their scale */
+    const float *new_max;      /* over all keys so far, times scale; not read where products overlap and do not scale */
     float *row_max, *row_sum, *alpha;
     const uint8_t *bytes; /* of the dropout generator, [key][lanes]; NULL: nothing is dropped */
     uint8_t keep_max;
@@ -120,7 +123,7 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
         product_advance(queue);
         for (; key + 2 <= stop; key += 2, s += 2 * lanes, p += 2 / WORD_ELEMS * lanes, byte += 2 * byte_stride) {
             const vec s_even = vec_load(s), s_odd = vec_load(s + lanes);
-            if (!SCALED) x.highest = vec_max(vec_max(s_even, s_odd), x.highest);
+            if (!SCALED && PRODUCT_OVERLAPS) x.highest = vec_max(vec_max(s_even, s_odd), x.highest);
             vec even = softmax_row(SCALED, DROPS, s_even, scale, reference, &x.sum_even, byte, keep_max);
             vec odd = softmax_row(SCALED, DROPS, s_odd, scale, reference, &x.sum_odd, byte + byte_stride, keep_max);
 #if WORD_ELEMS == 2
@@ -132,7 +135,7 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
         }
     }
     if (key < end) {
-        if (!SCALED) x.highest = vec_max(vec_load(s), x.highest);
+        if (!SCALED && PRODUCT_OVERLAPS) x.highest = vec_max(vec_load(s), x.highest);
         vec even = softmax_row(SCALED, DROPS, vec_load(s), scale, reference, &x.sum_even, byte, keep_max);
 #if WORD_ELEMS == 2
         even = vec_pack_words(even, zero);
@@ -143,19 +146,20 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
 }
 
 /* Scores become P. row_max goes from the old maximum to the new one, row_sum to the sum over all keys so far, and alpha
- * is the factor that the old accumulators need: 0 where there was no key yet, for exp2(-inf) = 0.
+ * is the factor that the old accumulators need: 1 where there was no key yet, for they are zero.
  *
- * Where the maxima are not known they are found in the same pass, on the guess that none outgrows LAZY_MAX; after the
+ * Where products run beside vectors and the scores are not adjusted, the maxima are not known: they are found in the same pass, on the guess that none outgrows LAZY_MAX; after the
  * first block hardly one does, and then the pass is repeated. */
 INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
+    const bool KNOWN = SCALED || !PRODUCT_OVERLAPS;
     const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), slack = vec_set(LAZY_MAX), scale = vec_set(a->scale);
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
         const vec old = vec_load(a->row_max + lane);
         vec m = old, reference;
         softmax_sums x;
-        if (SCALED) {
+        if (KNOWN) {
             m = vec_load(a->new_max + lane);
-            if (!PRODUCT_RESCALES) m = vec_select(vec_lt(vec_add(old, slack), m), m, old);
+            m = vec_select(vec_lt(vec_add(old, slack), m), m, old);
         } else if (mask_any(vec_le(old, lowest))) { /* no guess yet */
             vec high = lowest;
             for (int64_t key = a->begin; key < a->end; key++)
@@ -166,14 +170,14 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
         for (;;) {
             reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
             x = softmax_lanes(a, SCALED, DROPS, lane, reference);
-            if (SCALED) break;
+            if (KNOWN) break;
             const vec high = vec_mul(x.highest, scale);
             const vec_mask grown = vec_lt(vec_add(m, slack), high);
             if (!mask_any(grown)) break;
             m = vec_select(grown, high, m);
         }
         vec rescale = vec_exp2(vec_sub(old, reference));
-        if (!PRODUCT_RESCALES) rescale = vec_select(vec_le(old, lowest), vec_set(1.0f), rescale); /* of nothing */
+        rescale = vec_select(vec_le(old, lowest), vec_set(1.0f), rescale); /* of nothing */
         vec_store(a->alpha + lane, rescale);
         vec_store(a->row_max + lane, m);
         vec_store(a->row_sum + lane, vec_fma(vec_load(a->row_sum + lane), rescale, vec_add(x.sum_even, x.sum_odd)));

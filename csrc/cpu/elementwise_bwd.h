@@ -18,7 +18,7 @@ typedef struct {
     const float *lse, *delta; /* [lanes] */
     const uint8_t *bytes;     /* of the dropout generator, [num_keys][lanes]; NULL: nothing is dropped */
     uint8_t keep_max;
-    float scale, kept; /* of scores and of dprob, where PRODUCT_SCALES is 0 */
+    float scale, kept; /* of scores and of dprob */
     score_options options;
 } gradient_args;
 
@@ -35,7 +35,7 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASE
                                  int64_t key, int64_t lane) {
     const vec zero = vec_set(0.0f);
     vec s = vec_load(a->scores + key * a->lanes + lane), dp = vec_load(a->dprob + key * a->lanes + lane), slope = zero;
-    if (!PRODUCT_SCALES && BIASED) s = vec_mul(s, vec_set(a->scale));
+    if (BIASED) s = vec_mul(s, vec_set(a->scale));
     const bool caps = BIASED && a->options.softcap > 0.0f;
     if (caps) {
         vec t = vec_tanh(s);
@@ -46,13 +46,13 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASE
         vec distance = vec_sub(x->diagonal, vec_set((float)key));
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
-    vec p = vec_exp2(scores_minus(PRODUCT_SCALES || BIASED, s, vec_set(a->scale), x->lse)), kept = p;
+    vec p = vec_exp2(scores_minus(BIASED, s, vec_set(a->scale), x->lse)), kept = p;
     if (DROPS) { /* a product: what is dropped is multiplied by 0, and NaN stays NaN */
         const vec z = vec_select(mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max), vec_set(1.0f), zero);
         dp = vec_mul(dp, z);
         kept = vec_mul(p, z);
     }
-    vec ds = vec_mul(p, scores_minus(PRODUCT_SCALES, dp, vec_set(a->kept), x->delta));
+    vec ds = vec_mul(p, scores_minus(false, dp, vec_set(a->kept), x->delta));
     if (caps) ds = vec_mul(ds, slope);
     if (MASKED) {
         vec_mask visible = keys_visible(x->first, x->end, key);

@@ -4,7 +4,7 @@
  *                                                      B: vectors of lanes, streamed
  *
  *   product                          A                   B            words k      epilogue
- *   S^T = K Q^T,   dP^T = V dO^T     K, V rows           Q^T, dO^T    d            STORE (times scale, maxima folded)
+ *   S^T = K Q^T,   dP^T = V dO^T     K, V rows           Q^T, dO^T    d            STORE (maxima folded)
  *   O^T += V^T P^T                   V^T                 P            keys         RESCALE: O alpha + acc
  *   dQ^T += K^T dS^T                 K^T                 dS           keys         ADD
  *   dV += P^T dO,  dK += dS^T Q      P, dS rows          dO, Q rows   queries      ADD
@@ -26,8 +26,6 @@
 #include "product_amx.h" /* the same product on the same buffers */
 #else
 
-#define PRODUCT_SCALES   1  /* PRODUCT_STORE multiplies by scale */
-#define PRODUCT_RESCALES 1  /* alpha costs nothing */
 #define PRODUCT_OVERLAPS 0  /* products that may wait run beside the vectors that follow */
 #define PRODUCT_FETCHES  1  /* product_args.soon is fetched */
 #define PRODUCT_ROWS     8  /* rows of C come in multiples of this, where rows of padding in A are zero */
@@ -41,7 +39,7 @@ INLINE void product_leave(void) {}
 
 /* Rows [row, row + ROWS) of lanes [lane, lane + VECS LANES). */
 INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int64_t row, int lane) {
-    vec acc[8][4];
+    vec acc[8][4], alpha[4], high[4];
     const float *a = p->a + row * p->a_stride, *b = p->b + lane;
     float *c = p->c + row * p->c_stride + lane;
     if (p->soon) fetch_some(p->soon);
@@ -60,28 +58,23 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
             UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_dot(acc[r][u], a_word, b_vec[u]);
         }
     }
-    vec factor[4], high[4];
     UNROLL for (int u = 0; u < VECS; u++) {
-        factor[u] = EPILOGUE == PRODUCT_RESCALE ? vec_load(p->alpha + lane + u * LANES) : vec_set(p->scale);
-        if (EPILOGUE == PRODUCT_STORE_MAX) high[u] = vec_load(p->lane_max + lane + u * LANES);
+        if (EPILOGUE == PRODUCT_RESCALE) alpha[u] = vec_load(p->alpha + lane + u * LANES);
+        if (EPILOGUE == PRODUCT_STORE_MAX) high[u] = vec_set(-INFINITY);
     }
-    float *const lane_max = EPILOGUE == PRODUCT_STORE_MAX ? p->lane_max + lane : NULL;
     UNROLL for (int r = 0; r < ROWS; r++, c += c_stride) {
         UNROLL for (int u = 0; u < VECS; u++) {
             float *out = c + u * LANES;
             vec sum = acc[r][u];
-            if (EPILOGUE == PRODUCT_ADD)
-                sum = vec_add(vec_load(out), sum);
-            else if (EPILOGUE == PRODUCT_RESCALE)
-                sum = vec_fma(vec_load(out), factor[u], sum);
-            else
-                sum = vec_mul(sum, factor[u]);
+            if (EPILOGUE == PRODUCT_ADD) sum = vec_add(vec_load(out), sum);
+            if (EPILOGUE == PRODUCT_RESCALE) sum = vec_fma(vec_load(out), alpha[u], sum);
             if (EPILOGUE == PRODUCT_STORE_MAX) high[u] = vec_max(sum, high[u]);
             vec_store(out, sum);
         }
     }
-    if (EPILOGUE == PRODUCT_STORE_MAX) {
-        UNROLL for (int u = 0; u < VECS; u++) vec_store(lane_max + u * LANES, high[u]);
+    UNROLL for (int u = 0; u < VECS && EPILOGUE == PRODUCT_STORE_MAX; u++) {
+        float *lane_max = p->lane_max + lane + u * LANES;
+        vec_store(lane_max, vec_max(vec_mul(high[u], vec_set(p->scale)), vec_load(lane_max)));
     }
 }
 

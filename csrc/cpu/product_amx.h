@@ -25,8 +25,6 @@
 #include "product_args.h"
 #include "vec_target.h"
 
-#define PRODUCT_SCALES   0
-#define PRODUCT_RESCALES 0
 #define PRODUCT_OVERLAPS 1
 #define PRODUCT_FETCHES  0 /* products are too short to hide it */
 #define PRODUCT_ROWS     16
@@ -115,21 +113,6 @@ INLINE void sums_add_padded(int ROW_TILES, int VECS, const float *a, int64_t a_s
     sums_add(ROW_TILES, VECS);
 }
 
-/* A pass of its own when all rows are stored: vectors that read what a tile has just stored wait for it. */
-INLINE void fold_max(const product_args *p, int lane) {
-    const float *c = p->c + lane;
-    vec high[4]; /* chains that hide the latency */
-    UNROLL for (int i = 0; i < 4; i++) high[i] = vec_set(-INFINITY);
-    int64_t row = 0;
-    for (; row + 4 <= p->rows; row += 4) {
-        UNROLL for (int i = 0; i < 4; i++) high[i] = vec_max(vec_load(c + (row + i) * p->c_stride), high[i]);
-    }
-    for (; row < p->rows; row++) high[0] = vec_max(vec_load(c + row * p->c_stride), high[0]);
-    vec highest = vec_max(vec_max(high[0], high[1]), vec_max(high[2], high[3]));
-    highest = vec_mul(highest, vec_set(p->scale));
-    vec_store(p->lane_max + lane, vec_max(highest, vec_load(p->lane_max + lane)));
-}
-
 /* Patches of ROW_TILES TILE rows from `row` on, lanes [lane, lane + VECS TILE); returns the first row that is left. The
  * operands of the next step are loaded before sums are stored: the tile unit need not wait for the stores. */
 INLINE int64_t product_patches(product_epilogue EPILOGUE, int ROW_TILES, int VECS, const product_args *p, int64_t row,
@@ -200,7 +183,6 @@ INLINE void product(product_epilogue epilogue, const product_args *p) {
         row = product_patches(EPILOGUE, 1, 1, p, row, lane);
         if (row < p->rows) product_last_rows(EPILOGUE, 1, p, row, lane);
     }
-    for (int u = 0; u < p->num_vecs && EPILOGUE == PRODUCT_STORE_MAX; u++) fold_max(p, u * TILE);
 }
 
 /* ---- products beside vectors ---- */

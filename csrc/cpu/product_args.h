@@ -5,8 +5,8 @@
 #include "fetch.h"
 
 typedef enum {
-    PRODUCT_STORE,     /* C = acc scale; where PRODUCT_SCALES is 0, C = acc, and its reader multiplies */
-    PRODUCT_STORE_MAX, /* the same; lane_max = max(lane_max, acc scale) over the rows */
+    PRODUCT_STORE,     /* C = acc: scores come without their scale, and who reads them multiplies */
+    PRODUCT_STORE_MAX, /* the same; lane_max = max(lane_max, acc scale) over the rows. Not where PRODUCT_OVERLAPS */
     PRODUCT_ADD,       /* C += acc */
     PRODUCT_RESCALE,   /* C = C alpha + acc */
 } product_epilogue;
@@ -20,9 +20,9 @@ typedef struct {
     int64_t c_stride;
     int64_t rows, num_words;
     int num_vecs;
-    float scale;        /* PRODUCT_STORE, PRODUCT_STORE_MAX; above 0 for the latter where PRODUCT_SCALES is 0 */
-    float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
     const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
+    float scale;        /* PRODUCT_STORE_MAX: above 0 */
+    float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
     fetch_queue *soon;  /* what to fetch meanwhile; NULL: nothing. Where PRODUCT_FETCHES is 0 nobody looks */
 } product_args;
 
