@@ -9,6 +9,9 @@
 
 enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 
+/* CTAs that share a tile's keys: those of a cluster. */
+static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_family == FA_BWD_WIDE_SM90 ? 2 : 1; }
+
 static const float LOG2_E = 1.44269504f;
 
 /* Key heads that are walked together: as many as have their queries, dO and sums of dQ in 40 MB of the L2. */
@@ -69,7 +72,8 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     const fa_problem *p = call->problem;
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
-    const fa_box box_q = {call->plan->block_q, 64, packed}, box_kv = {call->plan->block_kv, 64, packed};
+    const fa_box box_q = {call->plan->block_q, 64, packed};
+    const fa_box box_kv = {call->plan->block_kv / ctas_of_tile(call), 64, packed};
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_q, &a->dout, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a->k, err);
@@ -109,12 +113,13 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
 
     /* CTAs of the main kernel: one per SM, but no more than there can be tiles. */
     const int64_t tiles = p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv : a.num_tiles;
-    const int64_t slabs = w.num_slabs * w.num_heads, sms = call->gpu->num_sms;
+    const int64_t slabs = w.num_slabs * w.num_heads;
+    const int ctas = ctas_of_tile(call), clusters = call->gpu->num_sms / ctas;
     const int helper_row = is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
     status = launch(call, FA_BWD_PREP_SM90, helper_row, slabs, HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)
-        status = launch(call, family, row, tiles < sms ? tiles : sms, MAIN_THREADS, &a, err);
+        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, &a, err);
     if (status == FA_OK && p->dq.data)
         status = launch(call, FA_BWD_CONVERT_SM90, helper_row, slabs, HELPER_THREADS, &a, err);
     return status;

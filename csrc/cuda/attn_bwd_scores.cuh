@@ -32,9 +32,9 @@ DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
         const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
-        wgmma<BLOCK_Q, BF16>::ss<HIGH, HIGH>(
-            s, kv_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk),
-            q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk), k > 0);
+        wgmma<BLOCK_Q, BF16>::ss<HIGH, HIGH>(s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk),
+                                             q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
+                                             k > 0);
     }
     wgmma_commit_group();
 }
@@ -69,7 +69,7 @@ struct place {
 };
 DEVICE place place_of(const tile &t, int q_tile) {
     const int thread = threadIdx.x - 128;
-    return {t.kv_tile * BLOCK_KV + thread % (2 * BLOCK_KV) / 32 * 16 + thread % 32 / 4,
+    return {first_key(t) + thread % (2 * KEYS) / 32 * 16 + thread % 32 / 4,
             q_tile * BLOCK_Q + 2 * (thread % 4) + t.len_kv - t.len_q, t.len_kv};
 }
 

@@ -10,6 +10,7 @@
 typedef fa_attn_bwd_params params;
 
 constexpr int ROW_BYTES = 128, CHUNK = 64, CHUNKS = HEAD_DIM / CHUNK; /* columns come in swizzled rows of 128 bytes */
+constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS;  /* a tile's keys are shared by a cluster's CTAs */
 constexpr bool DYNAMIC = CAUSAL || LOCAL || VARLEN || DETERMINISTIC;  /* tiles are taken from a counter */
 
 static_assert(HEAD_DIM % CHUNK == 0, "TMA brings whole chunks; columns beyond the heads' are zero");
@@ -26,6 +27,10 @@ struct tile {
     int q_row_0, q_batch;     /* coordinates of the sequence's row 0 in the maps of q and dO, */
     int kv_row_0, kv_batch;   /* and of k and v */
 };
+
+/* This CTA's first key of a tile, in its sequence. */
+DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
+DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank() * KEYS; }
 
 constexpr u32 SHARED_BASE = 1024;
 

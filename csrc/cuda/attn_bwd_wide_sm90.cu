@@ -1,18 +1,18 @@
 /* Attention backward on Hopper for heads of more than 128 columns: the formulas and the frame of attn_bwd_sm90.cu.
  *
- * dK and dV of 64 keys take 256 registers of a warpgroup's threads, more than there are. So the warpgroups share the 64
- * keys of a tile and split the work: one makes P and owns dV, the other makes dS and owns dK. P passes through shared
- * memory as it lies in registers; dS goes there for dQ, of which each makes half of the columns:
+ * dK and dV of 64 keys take 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a CTA share
+ * 64 keys and split the work: one makes P and owns dV, the other makes dS and owns dK. Of 64 keys the sums of dQ would be
+ * 4 bytes added in the L2 for 640 operations, at 3.3 TB/s 450 TFLOPS. So two CTAs, a cluster, take neighbouring keys and
+ * the same queries, exchange dS, and each makes half of dQ's columns from the keys of both:
  *
- *   producer warp --q_full[s]--> both         warpgroup 1, when dK is there: --q_empty[s]--> producer warp
- *                 --do_full[s]-> both         both                           --do_empty[s]->
- *   warpgroup 0   S^T = K Q^T, P              --p_full[s]-->  warpgroup 1    --p_empty[s]-->
+ *   producer warp --q_full[s]--> both              warpgroup 1 of both CTAs: --q_empty[s]--> producer warps
+ *                 --do_full----> both              both of both CTAs:        --do_empty---->
+ *   warpgroup 0   S^T = K Q^T, P                   --p_full-->  warpgroup 1
  *                 dV += P^T dO
- *   warpgroup 1   dP^T = V dO^T, dS, dK += dS^T Q   --ds_full[s]--> both     --ds_empty[s]-->
- *   both          dQ = dS K, added to memory from registers
+ *   warpgroup 1   dP^T = V dO^T, dS, dK += dS^T Q  --ds_full[s]--> both of both CTAs  --ds_empty[s]-->
+ *   both          dQ = dS K of the last step, added to memory from registers
  *
- * There is no shared memory left for dQ. 64 keys a tile mean 4 bytes added to dQ for 640 operations: the L2's rate of
- * additions, 3.3 TB/s, limits this kernel to 450 TFLOPS. */
+ * Each CTA brings half of Q and dO, for both. There is room for one dO: it is there again while dK, S and dQ run. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
 #error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
@@ -27,59 +27,233 @@
 #include "attn_bwd_scores.cuh"
 
 constexpr int THREADS = 384, PRODUCER_REGS = 24, CONSUMER_REGS = 240;
-static_assert(BLOCK_KV == 64 && BLOCK_Q == 64, "one warpgroup's product, and P and dS small enough to pass on");
+static_assert(CTAS == 2 && KEYS == 64 && BLOCK_Q == 64, "one warpgroup's product, and dS small enough to exchange");
+static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's columns");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
+constexpr int DS_BYTES = BLOCK_Q * KEYS * 2, Q_BYTES = BLOCK_Q * HEAD_DIM * 2, KV_BYTES = KEYS * HEAD_DIM * 2;
+constexpr int STAT_BYTES = BLOCK_Q * 4, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
+constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;
+
 /* Operands as in attn_bwd_sm90.cu. */
 struct shared_memory {
-    alignas(1024) u16 k[BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 v[BLOCK_KV * HEAD_DIM];
+    alignas(1024) u16 k[KEYS * HEAD_DIM];
+    alignas(1024) u16 k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this one's dQ */
+    alignas(1024) u16 v[KEYS * HEAD_DIM];
     alignas(1024) u16 q[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 dout[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 ds[2][BLOCK_Q * BLOCK_KV];
-    alignas(1024) uint4 p[2][BLOCK_Q * BLOCK_KV / 8]; /* [register / 4][thread], what dS is weighted with */
-    alignas(16) float lse[2][BLOCK_Q];                /* comes with q */
-    alignas(16) float d[2][BLOCK_Q];                  /* comes with dout */
-    /* Arrivals. full: one, with TMA's bytes; p_full, ds_full: one for each warp of the warpgroup that writes. q_empty,
-     * v_empty, p_empty: warps of warpgroup 1; the other empty: all eight. */
+    alignas(1024) u16 dout[DO_STAGES][BLOCK_Q * HEAD_DIM];
+    alignas(1024) u16 ds[2][2][KEYS * BLOCK_Q]; /* [stage], this CTA's keys and the other's; a row is a key */
+    alignas(1024) uint4 p[BLOCK_Q * KEYS / 8];  /* [register / 4][thread], what dS is weighted with */
+    alignas(16) float lse[2][BLOCK_Q];          /* comes with q */
+    alignas(16) float d[DO_STAGES][BLOCK_Q];    /* comes with dout */
+    /* Arrivals. full: one, with TMA's bytes; p_full: warps of warpgroup 0; ds_full: warps of warpgroup 1, with the bytes
+     * of the other CTA's. k_empty, v_empty: this CTA's warps that read them. The other empty: warps of both CTAs. */
     u64 k_full, k_empty, v_full, v_empty;
-    u64 q_full[2], q_empty[2], do_full[2], do_empty[2];
-    u64 p_full[2], p_empty[2], ds_full[2], ds_empty[2];
+    u64 q_full[2], q_empty[2], do_full[DO_STAGES], do_empty[DO_STAGES];
+    u64 p_full, ds_full[2], ds_empty[2];
     u64 tile_full[2], tile_empty[2];
+    u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
+    u64 turn_come, dq_added; /* a fixed order: one; all eight warps */
+    int idx;
     tile tiles[2];
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 
+/* One lane: an arrival in both CTAs. */
+DEVICE void arrive_in_both(u64 *barrier) {
+    mbarrier_arrive(barrier);
+    mbarrier_arrive_remote(barrier, cluster_rank() ^ 1);
+}
+
+/* Where dO of a step lies, and the parity of its barriers. */
+DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
+DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
+
+/* The chunk of dQ's columns that a warpgroup makes; one too many make the last one again, for nothing. */
+DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
+DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
+
+/* ---- producer -------------------------------------------------------------------------------------------------- */
+
+/* This CTA's chunks of 64 rows, to both CTAs. */
+DEVICE void load_for_both(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c += CTAS) {
+        const int chunk = c + cluster_rank();
+        if (chunk >= CHUNKS) break;
+        cp_async_bulk_tensor_multicast(dst + chunk * BLOCK_Q * CHUNK, map, full, chunk * CHUNK, row, head, batch, 3,
+                                       L2_EVICT_LAST);
+    }
+}
+
+/* The cluster's next tile. Whole warp. */
+DEVICE int next_tile(const params &p, shared_memory &s, int idx, u32 parity) {
+    if (!DYNAMIC) return idx < 0 ? blockIdx.x / CTAS : idx + gridDim.x / CTAS;
+    if (threadIdx.x % 32 == 0) {
+        if (cluster_rank() == 0) {
+            idx = atomicAdd(p.tile_counter, 1);
+            mbarrier_wait(&s.idx_empty, parity ^ 1);
+            st_async(&s.idx, &s.idx_full, idx, 1);
+        } else {
+            mbarrier_arrive_expect_tx(&s.idx_full, 4);
+            mbarrier_wait(&s.idx_full, parity);
+            idx = *(volatile int *)&s.idx;
+            mbarrier_arrive_remote(&s.idx_empty, 0);
+        }
+    }
+    return __shfl_sync(0xffffffffu, idx, 0);
+}
+
+/* One warp; lane 0 does what one thread must do. */
+DEVICE void produce_for_pair(const params &p, shared_memory &s) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
+    const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
+    ring tr, r; /* of tiles, of steps */
+    u32 kv_parity = 0, idx_parity = 0;
+    for (int idx = next_tile(p, s, -1, 0); idx < num_tiles; tr.next()) {
+        const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
+        mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
+        {
+            const tile found = tile_at(p, idx, num_kv_tiles);
+            if (is_leader) s.tiles[tr.stage] = found;
+        }
+        if (is_leader) {
+            mbarrier_arrive(&s.tile_full[tr.stage]);
+            if (t.q_begin < t.q_end) {
+                const int key_row = t.kv_row_0 + first_key(t);
+                mbarrier_wait(&s.k_empty, kv_parity ^ 1);
+                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof(s.k_other));
+                load<KEYS>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                const int other_row = t.kv_row_0 + t.kv_tile * BLOCK_KV + (cluster_rank() ^ 1) * KEYS;
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    cp_async_bulk_tensor_load(s.k_other + c * KEYS * CHUNK, &p.k, &s.k_full,
+                                              dq_chunk_to_load(c) * CHUNK, other_row, t.head_kv, t.kv_batch,
+                                              L2_EVICT_FIRST);
+                bool is_first = true;
+#pragma unroll 1
+                for (int g = 0; g < p.heads_per_kv; g++) {
+                    const int head = t.head_kv * p.heads_per_kv + g;
+                    const float *stats =
+                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab) * (2 * BLOCK_Q);
+#pragma unroll 1
+                    for (int i = t.q_begin; i < t.q_end; i++, r.next()) {
+                        const int row = t.q_row_0 + i * BLOCK_Q;
+                        u64 *full = &s.q_full[r.stage];
+                        mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
+                        load_for_both(s.q[r.stage], &p.q, full, row, head, t.q_batch);
+                        cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
+                        if (is_first) {
+                            mbarrier_wait(&s.v_empty, kv_parity ^ 1);
+                            mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
+                            load<KEYS>(s.v, &p.v, &s.v_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                            is_first = false;
+                        }
+                        full = &s.do_full[do_stage(r)];
+                        mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
+                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
+                        load_for_both(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
+                        cp_async_bulk_load(s.d[do_stage(r)], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
+                    }
+                }
+                kv_parity ^= 1;
+            }
+        }
+        /* Not sooner: who takes a tile must begin it soon, or others wait for it, or end late. */
+        idx_parity ^= 1;
+        idx = next_tile(p, s, idx, idx_parity);
+    }
+    if (is_leader) {
+        mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
+        s.tiles[tr.stage].kv_tile = -1;
+        mbarrier_arrive(&s.tile_full[tr.stage]);
+    }
+}
+
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
-enum { BAR_TURN = 1 }; /* named barriers 1 and 2: the four warps of a warpgroup, around their additions in turn */
+/* dQ = dS K, one chunk of columns. */
+DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc, u32 k_other_desc) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_KV / 16; k++) {
+        const u32 k_step = matrix_descriptor_bytes(k * 16 % KEYS * ROW_BYTES);
+        wgmma<CHUNK, BF16>::ss<HIGH, HIGH, 1, 1>(dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
+                                                 (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
+    }
+    wgmma_commit_group();
+}
 
-/* Adds dQ of query tile i, this warpgroup's half of the columns. Whole warpgroup. */
-DEVICE void add_dq(const float (&dq)[DQ_REGS], const params &p, const tile &t, int head_in_group, int i, int wg) {
+/* Adds dQ of query tile i, this warpgroup's chunk. Whole warpgroup. */
+DEVICE void add_dq(const float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, int head_in_group,
+                   int i, int wg, u32 &turn_parity) {
     const long long slab = (long long)(t.slab_head + head_in_group) * p.num_slabs + t.slab + i;
-    float *dst = p.dq_sums + (slab * 2 + wg) * DQ_FLOATS + threadIdx.x % 128 * 4;
-    u32 *turn = p.turns + slab * 2 + wg;
+    float *dst = p.dq_sums + slab * (2 * DQ_FLOATS) + dq_chunk(wg) * (BLOCK_Q * CHUNK) + threadIdx.x % 128 * 4;
     if (DETERMINISTIC) {
-        if (threadIdx.x % 128 == 0) wait_turn(turn, turn_of(p, t, i));
-        bar_sync(BAR_TURN + wg, 128);
+        mbarrier_wait(&s.turn_come, turn_parity);
+        turn_parity ^= 1;
     }
 #pragma unroll
-    for (int x = 0; x < DQ_REGS; x += 4) red_add_x4(dst + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
+    for (int x = 0; x < PAIR_DQ_REGS && (CHUNKS == 4 || dq_chunk(wg) < CHUNKS); x += 4)
+        red_add_x4(dst + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
     if (DETERMINISTIC) {
-        __threadfence();
-        bar_sync(BAR_TURN + wg, 128);
-        if (threadIdx.x % 128 == 0) end_turn(turn);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.dq_added);
+    }
+}
+
+/* A fixed order: one warp waits for the turns and says when both warpgroups have added, so that these do not wait for
+ * the memory. A fence orders what others of the CTA have done before, if they have told so. */
+DEVICE void keep_order(const params &p, shared_memory &s) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    u32 parity = 0;
+    for (ring tr;; tr.next()) {
+        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
+        const tile &t = s.tiles[tr.stage];
+        if (t.kv_tile < 0) break;
+        if (is_leader) {
+#pragma unroll 1
+            for (int g = 0; g < p.heads_per_kv; g++) {
+                const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
+#pragma unroll 1
+                for (int i = t.q_begin; i < t.q_end; i++) {
+                    u32 *turn = p.turns + (slab + i) * 2 + cluster_rank();
+                    wait_turn(turn, turn_of(p, t, i));
+                    mbarrier_arrive(&s.turn_come);
+                    mbarrier_wait(&s.dq_added, parity);
+                    parity ^= 1;
+                    end_turn(turn);
+                }
+            }
+            mbarrier_arrive(&s.tile_empty[tr.stage]);
+        }
+        __syncwarp();
     }
 }
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
 constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
-constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * 2);
+constexpr u32 DO_STAGE = DO_STAGES > 1 ? Q_STAGE : 0;
+constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
+
+/* dS of this warp's 16 keys: a row of shared memory is a key, 64 queries long. */
+DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
+    const int lane = threadIdx.x % 32, row = lane % 16;
+#pragma unroll
+    for (int g = 0; g < P_REGS / 4; g++)
+        stmatrix_x4(dst + row * ROW_BYTES + (2 * g + lane / 16 ^ lane % 8) * 16, dS[4 * g], dS[4 * g + 1],
+                    dS[4 * g + 2], dS[4 * g + 3]);
+}
 
 DEVICE u32 k_descriptor_of_dq(const shared_memory &s, int wg) {
-    return matrix_descriptor(smem_address(s.k) + dq_column(wg) / CHUNK * BLOCK_KV * ROW_BYTES, BLOCK_KV * ROW_BYTES);
+    return matrix_descriptor(smem_address(s.k) + dq_chunk_to_load(wg) * KEYS * ROW_BYTES, 0);
+}
+DEVICE u32 k_other_descriptor(const shared_memory &s, int wg) {
+    return matrix_descriptor(smem_address(s.k_other) + wg * KEYS * ROW_BYTES, 0);
 }
 
 /* Warpgroup 0: P and dV. */
@@ -87,12 +261,13 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
     const bool is_leader = threadIdx.x % 32 == 0;
     const u32 k_desc = matrix_descriptor(smem_address(s.k), 0), k_dq_desc = k_descriptor_of_dq(s, 0);
+    const u32 k_other_desc = k_other_descriptor(s, 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds), 0);
     float dV[KV_REGS];
     ring r; /* of steps */
-    u32 kv_parity = 0;
+    u32 kv_parity = 0, turn_parity = 0;
 
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
@@ -114,36 +289,37 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 const int last = r.stage ^ 1;
                 const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
                 u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1];
-                float S[S_REGS], dQ[DQ_REGS], lse[STAT_REGS];
-                /* wait Q: S = K Q^T, P */
+                float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
+                /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage]);
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
-                wgmma_wait_group<0>(S);
+                /* dV of the last step is there: release dO */
+                wgmma_wait_group<1>(dV);
+                if (is_leader && step > 0) arrive_in_both(&s.do_empty[DO_STAGES == 1 ? 0 : last]);
+                /* wait dS: dQ of the last step (the first one's is dropped) */
+                if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
+                issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
+                /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
+                wgmma_wait_group<1>(S);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
                 exponentiate(S, lse, P, W, p, t, q_tile, t.head_kv * p.heads_per_kv + head_in_group, is_masked);
-                /* P to the other warpgroup */
-                mbarrier_wait(&s.p_empty[r.stage], r.parity ^ 1);
                 const u32 *weights = WEIGHTED ? W : P;
 #pragma unroll
                 for (int i = 0; i < P_REGS; i += 4)
-                    s.p[r.stage][i * 32 + threadIdx.x % 128] =
+                    s.p[i * 32 + threadIdx.x % 128] =
                         make_uint4(weights[i], weights[i + 1], weights[i + 2], weights[i + 3]);
                 __syncwarp();
-                if (is_leader) mbarrier_arrive(&s.p_full[r.stage]);
-                /* wait dO: dV += P^T dO; wait dS: dQ of the last step (the first one's is dropped) */
-                mbarrier_wait(&s.do_full[r.stage], r.parity);
+                if (is_leader) mbarrier_arrive(&s.p_full);
+                /* wait dO: dV += P^T dO */
+                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
                 pin(P);
-                issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
-                if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
-                issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
-                /* dV is there: release dO; dQ is there: release dS */
-                wgmma_wait_group<1>(dV);
-                if (is_leader) mbarrier_arrive(&s.do_empty[r.stage]);
-                wgmma_wait_group<0>(dQ);
+                issue_update(dV, P, do_desc_0 + r.stage * DO_STAGE);
+                /* dQ is there: release dS, add dQ */
+                wgmma_wait_group<1>(dQ);
                 if (step > 0) {
-                    if (is_leader) mbarrier_arrive(&s.ds_empty[last]);
-                    add_dq(dQ, p, t, last_head, last_q_tile, 0);
+                    if (is_leader) arrive_in_both(&s.ds_empty[last]);
+                    add_dq(dQ, p, s, t, last_head, last_q_tile, 0, turn_parity);
                 }
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
@@ -153,16 +329,18 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
             /* The last step's dQ; nothing is read any more */
             const int last = r.stage ^ 1;
             const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
-            float dQ[DQ_REGS];
+            float dQ[PAIR_DQ_REGS];
+            wgmma_wait_group<0>(dV);
+            if (is_leader) arrive_in_both(&s.do_empty[DO_STAGES == 1 ? 0 : last]);
             mbarrier_wait(&s.ds_full[last], last_parity);
-            issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
+            issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
             wgmma_wait_group<0>(dQ);
-            if (is_leader) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
-            add_dq(dQ, p, t, last_head, last_q_tile, 0);
+            if (is_leader) arrive_in_both(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
+            add_dq(dQ, p, s, t, last_head, last_q_tile, 0, turn_parity);
             pin(dV);
             kv_parity ^= 1;
         }
-        store(dV, p.keep_scale, p.dv, t, t.kv_tile * BLOCK_KV + 16 * warp, p.d);
+        store(dV, p.keep_scale, p.dv, t, first_key(t) + 16 * warp, p.d);
         __syncwarp();
         if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
@@ -173,12 +351,13 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
     const bool is_leader = threadIdx.x % 32 == 0;
     const u32 v_desc = matrix_descriptor(smem_address(s.v), 0), k_dq_desc = k_descriptor_of_dq(s, 1);
+    const u32 k_other_desc = k_other_descriptor(s, 1);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), 0);
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds), 0);
     float dK[KV_REGS];
     ring r; /* of steps */
-    u32 kv_parity = 0;
+    u32 kv_parity = 0, turn_parity = 0;
 
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
@@ -190,56 +369,76 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
 
         if (num_steps > 0) {
-            int q_tile = q_begin, head_in_group = 0;
+            int q_tile = q_begin, head_in_group = 0, last_q_tile = 0, last_head = 0;
             mbarrier_wait(&s.k_full, kv_parity); /* read for dQ; the other warpgroup's wait is not this one's */
             mbarrier_wait(&s.v_full, kv_parity);
             pin(dK);
             wgmma_fence();
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
+                const int last = r.stage ^ 1;
+                const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
                 u32 W[P_REGS], dS[P_REGS];
-                float dP[S_REGS], dQ[DQ_REGS], d[STAT_REGS];
+                float dP[S_REGS], dQ[PAIR_DQ_REGS], d[STAT_REGS];
+                /* wait dS: dQ of the last step (the first one's is dropped) */
+                if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
+                issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
+                /* dK of the last step is there: release Q */
+                wgmma_wait_group<1>(dK);
+                if (is_leader && step > 0) arrive_in_both(&s.q_empty[last]);
                 /* wait dO: dP = V dO^T */
-                mbarrier_wait(&s.do_full[r.stage], r.parity);
-                load_stats(d, s.d[r.stage]);
-                issue_scores(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
-                wgmma_wait_group<0>(dP);
-                if (is_leader) mbarrier_arrive(&s.do_empty[r.stage]);
-                /* wait P: dS */
-                mbarrier_wait(&s.p_full[r.stage], r.parity);
+                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
+                issue_scores(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                /* dQ is there: release dS, add dQ */
+                wgmma_wait_group<1>(dQ);
+                if (step > 0) {
+                    if (is_leader) arrive_in_both(&s.ds_empty[last]);
+                    add_dq(dQ, p, s, t, last_head, last_q_tile, 1, turn_parity);
+                }
+                /* wait P; dP is there: release dO, dS */
+                load_stats(d, s.d[do_stage(r)]);
+                mbarrier_wait(&s.p_full, r.stage);
 #pragma unroll
                 for (int i = 0; i < P_REGS; i += 4) {
-                    const uint4 x = s.p[r.stage][i * 32 + threadIdx.x % 128];
+                    const uint4 x = s.p[i * 32 + threadIdx.x % 128];
                     W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
                 }
+                wgmma_wait_group<0>(dP);
+                if (is_leader) arrive_in_both(&s.do_empty[do_stage(r)]);
                 differentiate(dP, d, W, dS, p.keep_scale);
-                __syncwarp();
-                if (is_leader) mbarrier_arrive(&s.p_empty[r.stage]);
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
-                store_ds(dS, smem_address(s.ds[r.stage]));
-                /* dK += dS^T Q; dS to both */
+                unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
+                store_ds_rows(dS, smem_address(own));
+                /* dK += dS^T Q; dS to all */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 pin(dS);
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();
                 __syncwarp();
-                if (is_leader) mbarrier_arrive(&s.ds_full[r.stage]);
-                mbarrier_wait(&s.ds_full[r.stage], r.parity);
-                issue_dq(dQ, ds_desc_0 + r.stage * DS_STAGE, k_dq_desc);
-                /* dK is there: release Q; dQ is there: release dS */
-                wgmma_wait_group<1>(dK);
-                if (is_leader) mbarrier_arrive(&s.q_empty[r.stage]);
-                wgmma_wait_group<0>(dQ);
-                if (is_leader) mbarrier_arrive(&s.ds_empty[r.stage]);
-                add_dq(dQ, p, t, head_in_group, q_tile, 1);
+                if (is_leader) {
+                    cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
+                    mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
+                }
                 r.next();
+                last_q_tile = q_tile, last_head = head_in_group;
                 if (++q_tile == q_end) q_tile = q_begin, head_in_group++;
             }
-            if (is_leader) mbarrier_arrive(&s.k_empty), mbarrier_arrive(&s.v_empty);
+
+            /* The last step's dQ; nothing is read any more */
+            const int last = r.stage ^ 1;
+            const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
+            float dQ[PAIR_DQ_REGS];
+            wgmma_wait_group<0>(dK);
+            if (is_leader) arrive_in_both(&s.q_empty[last]), mbarrier_arrive(&s.v_empty);
+            mbarrier_wait(&s.ds_full[last], last_parity);
+            issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
+            wgmma_wait_group<0>(dQ);
+            if (is_leader) arrive_in_both(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
+            add_dq(dQ, p, s, t, last_head, last_q_tile, 1, turn_parity);
             pin(dK);
             kv_parity ^= 1;
         }
-        store(dK, p.scale, p.dk, t, t.kv_tile * BLOCK_KV + 16 * warp, p.d);
+        store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);
         __syncwarp();
         if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
@@ -247,31 +446,35 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ params p) {
-    /* The dynamic shared memory starts at 1024, as in attn_bwd_sm90.cu. */
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+    KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    if (smem_address(smem) != SHARED_BASE) __trap();
-    shared_memory &s = *(shared_memory *)__cvta_shared_to_generic(SHARED_BASE);
+    if (smem_address(smem) % 1024) __trap();
+    shared_memory &s = *(shared_memory *)smem;
     const int warp = uniform(threadIdx.x / 32), wg = warp / 4;
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v), prefetch_tensormap(&p.dout);
-        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, 8);
+        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, WARPS);
         mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 4);
+        mbarrier_init(&s.p_full, 4);
+        mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
+        mbarrier_init(&s.turn_come, 1), mbarrier_init(&s.dq_added, WARPS);
+        for (int i = 0; i < DO_STAGES; i++)
+            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], CTAS * WARPS);
         for (int i = 0; i < 2; i++) {
-            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4);
-            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], 8);
-            mbarrier_init(&s.p_full[i], 4), mbarrier_init(&s.p_empty[i], 4);
-            mbarrier_init(&s.ds_full[i], 4), mbarrier_init(&s.ds_empty[i], 8);
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 8);
+            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], CTAS * 4);
+            mbarrier_init(&s.ds_full[i], 4), mbarrier_init(&s.ds_empty[i], CTAS * WARPS);
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], WARPS + DETERMINISTIC);
         }
         mbarrier_init_fence();
     }
-    __syncthreads();
+    cluster_sync();
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (warp == 0) produce(p, s);
+        if (warp == 0) produce_for_pair(p, s);
+        if (DETERMINISTIC && warp == 1) keep_order(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         if (wg == 1)
@@ -279,4 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         else
             consume_ds(p, s);
     }
+    /* Not sooner: the other CTA may still arrive or write here. */
+    __syncwarp();
+    cluster_sync();
 }

@@ -115,6 +115,53 @@ DEVICE void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
                  : "memory");
 }
 
+/* ---- clusters [Cluster Dimension, mapa] -----------------------------------------------------------------------
+ * CTAs that run at the same time and reach each other's shared memory. */
+
+/* An address in this CTA's shared memory, as it is in the cluster's CTA `rank`. */
+DEVICE u32 cluster_address(const void *shared, u32 rank) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(shared)), "r"(rank));
+    return address;
+}
+
+/* All threads of all CTAs. What they wrote is visible afterwards. [barrier.cluster] */
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* One thread: one arrival in another CTA. It says that something has been read, and releases nothing that this thread
+ * has written: that would wait until all its additions have reached the L2. */
+DEVICE void mbarrier_arrive_remote(u64 *barrier, u32 rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
+}
+
+/* One thread: a word of another CTA's shared memory; four bytes to a barrier there. [st.async] */
+DEVICE void st_async(int *dst, u64 *barrier, int value, u32 rank) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     cluster_address(dst, rank)),
+                 "r"(value), "r"(cluster_address(barrier, rank))
+                 : "memory");
+}
+
+/* One lane: cp_async_bulk_tensor_load to the same place of every CTA in `ranks` (a bit each), and to its barrier. */
+DEVICE void cp_async_bulk_tensor_multicast(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2,
+                                           int c3, u16 ranks, u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(smem_address(dst)),
+        "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ranks), "l"(l2_policy)
+        : "memory");
+}
+
+/* One lane: consecutive bytes of this CTA to another one, and to its barrier. [cp.async.bulk] */
+DEVICE void cp_async_bulk_send(void *dst, const void *src, u32 bytes, u64 *barrier, u32 rank) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     cluster_address(dst, rank)),
+                 "r"(smem_address(src)), "r"(bytes), "r"(cluster_address(barrier, rank))
+                 : "memory");
+}
+
 /* Between ordinary stores to shared memory and TMA or wgmma reading them: every writing thread, then a barrier. */
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -206,7 +253,9 @@ template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
  *   contraction along the row ("K-major"):     a step of 16 is 32 bytes; the leading offset is not used
  *   contraction along the rows ("MN-major"):   a step of 16 is 16 rows; the leading offset leads to the next ROW_BYTES
  *                                              of columns */
-DEVICE u32 matrix_descriptor(u32 address, u32 leading_bytes) { return address >> 4 | leading_bytes >> 4 << 16; }
+DEVICE u32 matrix_descriptor(u32 address, u32 leading_bytes) {
+    return (address & 0x3ffff) >> 4 | leading_bytes >> 4 << 16; /* without the CTA's rank in its cluster */
+}
 DEVICE constexpr u32 matrix_descriptor_high(int row_bytes) {
     return (u32)(8 * row_bytes) >> 4 | (row_bytes == 128 ? 1u : 2u) << 30;
 }
@@ -236,43 +285,43 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define D_128 D_96, D_8(96), D_8(104), D_8(112), D_8(120)
 
 /* wgmma_ss: D = A B + (accumulate ? D : 0), A [64, 16] and B [N, 16] in shared memory, both K-major; with B_ACROSS, B
- * is [16, N], MN-major.
+ * is [16, N], MN-major; with A_ACROSS, A is [16, 64], MN-major.
  * wgmma_rs: D += A B, A [64, 16] in registers, B [16, N] in shared memory, MN-major. A's four registers hold pairs:
  * row l / 4, columns 2 (l % 4) + {0, 1}; row + 8; columns + 8; both. */
 template <int N, bool IS_BF16> struct wgmma;
 
-#define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5)                                               \
-    template <> struct wgmma<N, BF> {                                                                  \
-        template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0>                                            \
-        static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                        \
-            asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                          \
-                         "setp.ne.b32 acc, %" #R2 ", 0;\n"                                             \
-                         "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                          \
-                         "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                          \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS \
-                         "}, a, b, acc, 1, 1, 0, %" #R5 ";}"                                           \
-                         : D_##REGS                                                                    \
-                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS));  \
-        }                                                                                              \
-        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {           \
-            asm volatile("{.reg .b64 b;\n"                                                             \
-                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                          \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS \
-                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1, 1;}"                \
-                         : D_##REGS                                                                    \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));           \
-        }                                                                                              \
+#define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5, R6)                                                         \
+    template <> struct wgmma<N, BF> {                                                                                \
+        template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>                                        \
+        static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                      \
+            asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                        \
+                         "setp.ne.b32 acc, %" #R2 ", 0;\n"                                                           \
+                         "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                                        \
+                         "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                                        \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS               \
+                         "}, a, b, acc, 1, 1, %" #R6 ", %" #R5 ";}"                                                  \
+                         : D_##REGS                                                                                  \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS)); \
+        }                                                                                                            \
+        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                         \
+            asm volatile("{.reg .b64 b;\n"                                                                           \
+                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                        \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS               \
+                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1, 1;}"                              \
+                         : D_##REGS                                                                                  \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                         \
+        }                                                                                                            \
     };
 #define WGMMA_BOTH(N, REGS, ...)              \
     WGMMA(N, "bf16", true, REGS, __VA_ARGS__) \
     WGMMA(N, "f16", false, REGS, __VA_ARGS__)
 
-WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37)
-WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45)
-WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53)
-WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69)
-WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101)
-WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133)
+WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)
+WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef WGMMA
 #undef WGMMA_BOTH
