@@ -15,7 +15,8 @@ each visible pair of query and key forward, 10 d backward, a causal square as a 
 With one thread the clock is the thread's processor time, which other programs on the core hardly lengthen. With more it
 is the wall's, and PyTorch's spinning workers are given a few ms to go to sleep before the next call. Inputs are random.
 
-Writes benchmarks/results/cpu.csv, where a row replaces the older one of the same case, and cpu.png.
+Writes benchmarks/results/cpu.csv, where a row replaces the older one of the same case, and cpu.png; --tables writes the
+tables of README.md and csrc/cpu/README.md from that file.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from flash_attn._measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+BATCHES = (16, 32, 64, 128, 256)  # lengths of short sequences
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # ---- the cases -------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def cases(threads):
         yield Case("logits spread by 200", unusual(spread=200), dtype, 64, 1024, 8)
         yield Case("denormal values", unusual(values=1e-39), dtype, 64, 1024, 8)
         yield Case("256 sequences of 32 to 128", packed, dtype, 64, 128, 12, b=256)
-    for dtype, n in itertools.product(("fp32", "bf16"), (16, 32, 64, 128, 256)):
+    for dtype, n in itertools.product(("fp32", "bf16"), BATCHES):
         yield Case("batch", dense(), dtype, 64, n, 12, b=16384 // n, passes=("fwd",))
     if threads > 1:  # PyTorch's spinning workers would hold the cores that the probe of the memory needs
         return
@@ -383,6 +385,111 @@ def bar_name(row):
     return f"{name}: {row['against'].removeprefix('SDPA ')}" if row["case"].startswith("decode") else name
 
 
+# ---- the tables of the documents -------------------------------------------------------------------------------------
+
+NAMES = {"fp32": "fp32, AVX-512", "bf16": "bf16, AVX512-BF16", "fp16": "fp16, AVX-512"}
+LINES = {  # of csrc/cpu/README.md: what a row is called, and which one it is
+    "32 heads on 8, d 128, length 1024, causal": {"case": "gqa"},
+    "window of 256, d 64, length 1024, beside a mask": {"case": "window 256"},
+    "dropout 0.1, d 64, length 1024": {"case": "dropout 0.1"},
+    "ALiBi, d 64, length 1024, beside a bias": {"case": "alibi"},
+    "256 sequences of 32 to 128 tokens, 64 on average, 12 heads, d 64, beside padding and a mask": {
+        "case": "256 sequences of 32 to 128"
+    },
+    "AVX2, d 64, length 2048 (share of the AVX2 peak)": {"case": "avx2", "d": 64, "causal": 0},
+}
+LINES.update({f"batch of {16384 // n} x {n} tokens, 12 heads, d 64": {"case": "batch", "len": n} for n in BATCHES})
+OURS = ("dropout 0.1", "alibi", "softcap 30", "logits spread by 200", "denormal values")
+
+
+def times(ratio):
+    return f"{float(ratio):.1f}" if float(ratio) < 20 else f"{float(ratio):.0f}"
+
+
+def share(row):
+    return f"{float(row['share']):.0%}"
+
+
+def the_row(rows, against, threads=1, **wanted):
+    """The row of that name; None where such a case is not measured."""
+    wanted = {name: str(value) for name, value in {"threads": threads, **wanted}.items()}
+    fits = [r for r in rows if r["against"].startswith(against) and all(r[k] == v for k, v in wanted.items())]
+    assert len(fits) < 2, f"{len(fits)} rows are {wanted}"
+    return fits[0] if fits else None
+
+
+def squares(rows, names, form, **wanted):
+    """A row a dtype; columns are forward and backward at d 64 and 128, a cell is the full and the causal square."""
+    for dtype, name in names.items():
+        cells = []
+        for pas, d in itertools.product(("fwd", "bwd"), (64, 128)):
+            case = {"case": "plain", "dtype": dtype, "pass": pas, "d": d, **wanted}
+            full, causal = (the_row(rows, "SDPA", causal=causal, **case) for causal in (0, 1))
+            cells.append(form(full, causal) if full and causal else "-")
+        yield [name, *cells]
+
+
+def option_rows(rows, lines, against, form):
+    for name, wanted in lines.items():
+        cells = []
+        for dtype, pas in itertools.product(("fp32", "bf16"), ("fwd", "bwd")):
+            row = the_row(rows, against, **{"dtype": dtype, "pass": pas, **wanted})
+            cells.append(form(row) if row else "")
+        yield [name, *cells]
+
+
+def decodes(rows):
+    for pages in ("decode", "decode, huge pages"):
+        for dtype, n in itertools.product(DTYPES, (8192, 16384)):
+            case = {"case": pages, "dtype": dtype, "len": n}
+            gqa, ours = the_row(rows, "SDPA enable_gqa", **case), the_row(rows, "SDPA heads as rows", **case)
+            if ours:
+                name = f"{dtype}, {n}{', pages of 2 MiB' if pages != 'decode' else ''}"
+                yield [name, ours["roof"], ours["ours"], share(ours), times(ours["ratio"]), times(gqa["ratio"])]
+
+
+def tables(rows):
+    """(document, header, rows) of each table that comes from cpu.csv."""
+    directions = ["forward, d = 64", "forward, d = 128", "backward, d = 64", "backward, d = 128"]
+    passes = ["fp32 forward", "fp32 backward", "bf16 forward", "bf16 backward"]
+
+    def ratios(full, causal):
+        return f"{times(full['ratio'])} ({times(causal['ratio'])})"
+
+    def shares(full, causal):
+        return f"{share(full)} ({share(causal)}), {ratios(full, causal)}"
+
+    def rates(full, causal):
+        return f"{float(full['ours']):.0f} ({float(causal['ours']):.0f}), {shares(full, causal)}"
+
+    here = ROOT / "csrc" / "cpu" / "README.md"
+    yield ROOT / "README.md", ["", *directions], squares(rows, {x: x for x in DTYPES}, ratios, len=2048)
+    yield here, ["GFLOPS, share of peak, ratio", *directions], squares(rows, NAMES, rates, len=2048)
+    two = {name: NAMES[name] for name in ("fp32", "bf16")}
+    yield here, ["two threads, length 8192", *directions], squares(rows, two, shares, len=8192, threads=2)
+    beside = option_rows(rows, LINES, "SDPA", lambda row: f"{times(row['ratio'])}, {share(row)}")
+    yield here, ["Ratio to SDPA, share of peak", *passes], beside
+    plain = option_rows(rows, {x: {"case": x} for x in OURS}, "ours", lambda row: f"{float(row['ratio']):.2f}")
+    yield here, ["Speed beside our own plain call", *passes], plain
+    columns = ["read probe GB/s", "ours GB/s", "share", "times as fast as g heads as rows", "as `enable_gqa`"]
+    yield here, ["dtype, keys", *columns], decodes(rows)
+
+
+def write_tables(rows):
+    """Each table of the documents, found by its header, from the rows."""
+    for path, header, body in tables(rows):
+        lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
+        lines[0] = lines[0].replace("|  |", "| |")
+        lines.insert(1, "|" + "---|" * len(header))
+        old = path.read_text(encoding="utf-8").splitlines()
+        assert old.count(lines[0]) == 1, f"{path} has no table {lines[0]}"
+        first = last = old.index(lines[0])
+        while last < len(old) and old[last].startswith("|"):
+            last += 1
+        path.write_text("\n".join([*old[:first], *lines, *old[last:], ""]), encoding="utf-8")
+        print(path.relative_to(ROOT), *lines, "", sep="\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose line in --list matches")
@@ -392,8 +499,13 @@ def main():
     parser.add_argument("--csv", type=Path, default=RESULTS / "cpu.csv")
     parser.add_argument("--picture", type=Path, default=RESULTS / "cpu.png")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument("--tables", action="store_true", help="write the tables of the documents from --csv and stop")
     options = parser.parse_args()
 
+    if options.tables:
+        with open(options.csv, newline="", encoding="utf-8") as file:
+            write_tables(list(csv.DictReader(file)))
+        return
     torch.manual_seed(0)
     chosen = [(threads, case) for threads in options.threads for case in cases(threads)]
     chosen = [(threads, case) for threads, case in chosen if re.search(options.only, str(case))]
