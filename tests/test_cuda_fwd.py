@@ -103,6 +103,25 @@ def test_tiles_that_overflow_are_done_again(d, causal):
     check_lse(lse[0].cpu(), ref[1], plain_fp32[1], DTYPES["bf16"])
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("window", ((-1, 0), (70, 20), (-1, 130)), ids=str)
+def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
+    """NaN and inf in V at two keys, in some columns. Rows that see neither key and other columns do not change."""
+    n, left, right = 500, window[0] if window[0] >= 0 else 500, window[1]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 3, d).to(DTYPES[dtype]) for _ in range(3))
+    ref, plain = (attention(*(x[0].to(t) for x in (q, k, v)), window=window)[0] for t in (torch.float64, DTYPES[dtype]))
+    hit = torch.zeros(n, 3, d, dtype=torch.bool)
+    row = torch.arange(n)
+    for key, columns, bad in ((203, slice(0, d, 3), math.nan), (350, slice(1, d, 7), math.inf)):
+        v[:, key, 1:, columns] = bad
+        hit[(key - right <= row) & (row <= key + left), 1:, columns] = True
+    out = flash_attn_func(q.cuda(), k.cuda(), v.cuda(), window_size=window)[0].cpu()
+    assert not out[hit].isfinite().any()
+    check("out", out.masked_fill(hit, 0), ref.masked_fill(hit, 0), plain.masked_fill(hit, 0), scale=largest(ref))
+
+
 @pytest.mark.parametrize("case", [case for case in in_turns(VALUES, HALF) if suits(case)], ids=repr)
 def test_repeats_are_bitwise_equal(case):
     out, lse = run(case)

@@ -22,6 +22,9 @@
  * inf or NaN: a tile is checked when it ends, and one that failed is done again with the maximum of every step. In fp16
  * m may lag by a factor 2^8 in P: asking costs one integer maximum and one vote, raising is rare.
  *
+ * The same check finds rows that NaN or inf in V has reached through a P of zero, where they do not see the key. Done
+ * again, a tile takes of V only what each row sees.
+ *
  * Specification: cpu/reference.c. Limits and measurements: README.md. */
 #include "attn_fwd_params.h"
 #include "ptx_sm90.cuh"
@@ -60,7 +63,6 @@ constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f
 static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(WGS <= 3, "64 K registers: 3 warpgroups of 160 and a producer of 32 take them all");
-static_assert(BLOCK_Q - 64 <= BLOCK_KV, "a warpgroup passes over one tile of keys at most while it holds a V");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout: patches of 32 keys");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
@@ -78,7 +80,7 @@ struct tile {
     int row_0, batch;       /* coordinates of the sequence's row 0 in the maps of q and o ... */
     int kv_row_0, kv_batch; /* ... and in those of k and v */
     int lse_row;            /* where the sequence starts in lse */
-    int is_repeat;          /* it overflowed: every step with the exact maximum */
+    int is_repeat;          /* it failed before: carefully now */
 };
 
 /* Packed sequences are looked at 32 at a time. Among them the longest comes first, so that a launch ends with short
@@ -104,7 +106,7 @@ struct shared_memory {
     u64 all_done;
     tile tiles[TILES];
     window packed; /* the producer's */
-    /* Tiles that overflowed, as each consumer warp found them; how many of them the producer has seen. */
+    /* Tiles that failed, as each consumer warp found them; how many of them the producer has seen. */
     int failed[4 * WGS][FAILED], num_failed[4 * WGS], num_seen[4 * WGS];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES, "an SM has 227 KiB for one CTA");
@@ -284,7 +286,7 @@ DEVICE void feed_order(shared_memory &s, producer &r, int order) {
     r.q.next(), r.tiles.next();
 }
 
-/* A tile that a consumer warp has found to overflow, or -1. Whole warp: lane l looks at consumer warp l. */
+/* A tile that a consumer warp has found to fail, or -1. Whole warp: lane l looks at consumer warp l. */
 DEVICE int failed_tile(shared_memory &s) {
     const int lane = threadIdx.x % 32;
     const bool is_new = lane < 4 * WGS && *(volatile int *)&s.num_failed[lane] != s.num_seen[lane];
@@ -308,11 +310,10 @@ DEVICE void produce(const params &p, shared_memory &s) {
     int next = blockIdx.x;
     if (VARLEN && is_dynamic && next >= s.packed.num_tiles && is_leader) fetch_tile(p, s);
     for (bool has_reported = false;;) {
-        const int failed = IS_ANCHORED ? failed_tile(s) : -1, idx = failed >= 0 ? failed : next;
+        const int failed = failed_tile(s), idx = failed >= 0 ? failed : next;
         if (idx >= num_tiles_of(p, s)) {
-            const bool is_last = !IS_ANCHORED || has_reported;
-            if (is_leader) feed_order(s, r, is_last ? END : REPORT);
-            if (is_last) break;
+            if (is_leader) feed_order(s, r, has_reported ? END : REPORT);
+            if (has_reported) break;
             mbarrier_wait(&s.all_done, 0);
             has_reported = true;
             continue;
@@ -437,6 +438,48 @@ DEVICE void exponentiate_rows(float (&s)[S_REGS], const softmax_rows &rows, floa
         if (row_of(i) == 0 ? first_row : second_row) s[i] = ex2(fmaf(s[i], scale_log2, -rows.max_log2[row_of(i)]));
 }
 
+/* O += P V of one key tile by FMAs, for the pairs that see each other: V may hold anything elsewhere. first_key: the
+ * tile's first key; diagonal as in mask_scores. P travels from the lane that holds it to the other three of its rows, and
+ * moves up by 16 keys a turn. Whole warp. */
+DEVICE void accumulate_seen(float (&o)[O_REGS], u32 (&probs)[P_REGS], const u16 *v_smem, const params &p, int len_kv,
+                            int first_key, int diagonal) {
+    const int lane = threadIdx.x % 32;
+    int begin[2], end[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        begin[r] = keys_begin(p, diagonal + 8 * r) - first_key;
+        end[r] = keys_end(p, diagonal + 8 * r, len_kv) - first_key;
+    }
+#pragma unroll 1
+    for (int key = 0; key < BLOCK_KV; key++) {
+        const int in_step = key % 16, owner = lane / 4 * 4 + in_step % 8 / 2;
+        const int swizzle = (ROW_BYTES == 128 ? key : key / 2) % (ROW_BYTES / 16);
+        float weight[2];
+        bool sees[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float low, high;
+            unpack_x2<BF16>(__shfl_sync(0xffffffffu, in_step < 8 ? probs[r] : probs[2 + r], owner), low, high);
+            weight[r] = key % 2 ? high : low;
+            sees[r] = begin[r] <= key && key < end[r];
+        }
+#pragma unroll
+        for (int g = 0; g < HEAD_DIM / 8; g++) {
+            const int chunk = g * 8 / CHUNK, piece = g % (CHUNK / 8) ^ swizzle;
+            float v[2];
+            unpack_x2<BF16>(*(const u32 *)(v_smem + (chunk * BLOCK_KV + key) * CHUNK + piece * 8 + 2 * (lane % 4)),
+                            v[0], v[1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                o[4 * g + i] = fmaf(weight[row_of(i)], sees[row_of(i)] ? v[i % 2] : 0, o[4 * g + i]);
+        }
+        if (in_step == 15)
+#pragma unroll
+            for (int i = 4; i < P_REGS; i++) probs[i - 4] = probs[i];
+    }
+    __syncwarp(); /* all lanes have read V */
+}
+
 /* The kept elements of P, by the generator of cpu/dropout.h: one call serves the 16 registers of a patch of 16 rows and
  * 32 keys, byte i for register i, because that mapping was drawn for these lanes. */
 DEVICE void drop(float (&s)[S_REGS], u64 seed, u64 stream, u32 row_patch, u32 key_patch, int keep_max) {
@@ -552,12 +595,13 @@ DEVICE void store_zeros(const params &p, const tile &t, int row) {
     if (lane < rows) p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_row + row + lane] = INF;
 }
 
-/* Did P, its sum or O leave the range of floats? Then O or the sum stayed inf or NaN, or the sum is huge. An m that is the
- * maximum of some keys is never too large: the sum is at least 1. Whole warp. */
-DEVICE bool has_overflowed(const float (&o)[O_REGS], const softmax_rows &rows) {
-    float zero = 0;
+/* Did P, its sum or O leave the range of floats, or V hold NaN or inf? Then O or the sum stayed inf or NaN, or the sum is
+ * huge. An m that is the maximum of some keys is never too large: the sum is at least 1. Whole warp. */
+DEVICE bool has_failed(const float (&o)[O_REGS], const softmax_rows &rows) {
+    float zeros[4] = {0, 0, 0, 0}; /* chains of additions that do not wait for each other */
 #pragma unroll
-    for (int i = 0; i < O_REGS; i++) zero = fmaf(o[i], 0, zero);
+    for (int i = 0; i < O_REGS; i++) zeros[i % 4] = fmaf(o[i], 0, zeros[i % 4]);
+    const float zero = (zeros[0] + zeros[1]) + (zeros[2] + zeros[3]);
     const float limit = __int_as_float((127 + 96) << 23); /* 2^96 */
     return __any_sync(0xffffffffu, !(zero == 0 && rows.sum[0] < limit && rows.sum[1] < limit));
 }
@@ -585,14 +629,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     ring<Q_STAGES> qr;
     ring<STAGES> kr, vr;
     ring<TILES> tr;
-    int tile_now = 0, block = wg; /* which of s.tiles; which 64 rows of it */
-    int diagonal = 0;             /* the last key that this thread's first row would see, if causal */
-    int j = -1, kv_begin = 0;     /* this step's key tile; the last one to visit */
+    int block = wg;           /* which 64 rows of the tile */
+    int diagonal = 0;         /* the last key that this thread's first row would see, if causal */
+    int j = -1, kv_begin = 0; /* this step's key tile; the last one to visit */
     int exact_end = 0, full_begin = 0, full_end = 0;
-    int len_kv = 0, num_passed = 0;
     u32 q_desc = 0;
     bool has_o = false; /* a tile has begun and is not stored yet */
-    int num_failed = 0;
     const int column = 2 * (lane % 4);
 #pragma unroll
     for (int i = 0; i < O_REGS; i++) O[i] = 0;
@@ -600,6 +642,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     for (int i = 0; i < P_REGS; i++) P[i] = 0;
     if (TURN && wg == WGS - 1) bar_arrive(BAR_TURN, 256); /* warpgroup 0 begins */
 
+    /* The tile taken last, or the one before it. */
+    const auto tile_taken = [&](int before) -> const tile & {
+        const int i = tr.stage - 1 - before;
+        return s.tiles[i < 0 ? i + TILES : i];
+    };
     const auto release_v = [&] {
         if (is_leader) mbarrier_arrive(&s.v_empty[vr.stage]);
         vr.next();
@@ -612,24 +659,28 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (is_leader) mbarrier_arrive(&s.q_empty[qr.stage]);
         qr.next();
     };
-    /* Keys that other warpgroups see. */
-    const auto pass_k = [&] {
-        mbarrier_wait(&s.k_full[kr.stage], kr.parity);
-        if (TURN) bar_sync(BAR_TURN + wg, 256), bar_arrive(BAR_TURN + next_wg, 256);
-        release_k();
+    /* Passes over key tiles from j down to end, which other warpgroups see. */
+    const auto pass_until = [&](int end) {
+#pragma unroll 1
+        for (; j > end; j--) {
+            mbarrier_wait(&s.k_full[kr.stage], kr.parity);
+            if (TURN) bar_sync(BAR_TURN + wg, 256), bar_arrive(BAR_TURN + next_wg, 256);
+            release_k();
+            mbarrier_wait(&s.v_full[vr.stage], vr.parity);
+            release_v();
+        }
     };
-    const auto pass_v = [&] {
-        mbarrier_wait(&s.v_full[vr.stage], vr.parity);
-        release_v();
-    };
-    /* O of a tile, of which these are rows 64 block_then .. */
-    const auto finish = [&](const tile &t, int block_then) {
+    /* O of a tile that was taken, of which these are rows 64 block_then .. */
+    const auto finish = [&](int before) {
+        const tile &t = tile_taken(before);
+        const int block_then = block >= before ? block - before : block - before + WGS;
         const int first_row = t.row + 64 * block_then + 16 * warp;
-        if (IS_ANCHORED && !uniform(t.is_repeat) && uniform(has_overflowed(O, rows))) {
+        if (!uniform(t.is_repeat) && uniform(has_failed(O, rows))) {
             if (is_leader) {
+                const int num_failed = s.num_failed[4 * wg + warp];
                 s.failed[4 * wg + warp][num_failed % FAILED] = t.idx;
                 __threadfence_block();
-                *(volatile int *)&s.num_failed[4 * wg + warp] = ++num_failed;
+                *(volatile int *)&s.num_failed[4 * wg + warp] = num_failed + 1;
             }
         } else {
             float factor[2];
@@ -647,8 +698,21 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #pragma unroll
         for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
     };
+    const auto begin_rows = [&] {
+#pragma unroll
+        for (int i = 0; i < O_REGS; i++) O[i] = 0;
+        rows = {{-INF, -INF}, {0, 0}, {0, 0}, {(int)0x80000000, (int)0x80000000}};
+    };
+    /* S, by now P, is summed and packed. */
+    const auto sum_and_pack = [&](float (&S)[S_REGS]) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i += 2) rows.sum[row_of(i)] += S[i] + S[i + 1];
+        if (DROPOUT) drop(S, seed, stream, patch_row, j * (BLOCK_KV / 32), p.keep_max);
+#pragma unroll
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+    };
     /* One step. The first of a tile has no P V; it stores the tile before instead. */
-    const auto step = [&](const bool starts, int tile_before) __attribute__((always_inline)) {
+    const auto step = [&](const bool starts) __attribute__((always_inline)) {
         /* wait K, V, turn: S = Q K^T, O += P V of the keys before.  NOTE: S is a new array in every step. Carried
          * from one to the next, its old values stay alive, and ptxas runs the products one by one (C7511). */
         float S[S_REGS], alpha[2];
@@ -661,12 +725,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (!starts && !PV_FIRST) wait_v(), issue_pv();
         if (TURN == 1 || (TURN && starts)) bar_arrive(BAR_TURN + next_wg, 256);
         if (starts) {
-            if (has_o) finish(s.tiles[tile_before], block == 0 ? WGS - 1 : block - 1);
-            for (; num_passed > 0; num_passed--) pass_v();
+            if (has_o) finish(1);
             has_o = true;
-#pragma unroll
-            for (int i = 0; i < O_REGS; i++) O[i] = 0;
-            rows = {{-INF, -INF}, {0, 0}, {0, 0}, {(int)0x80000000, (int)0x80000000}};
+            begin_rows();
         }
         /* S is there: release K, and Q if it was the last */
         if (starts || PV_FIRST)
@@ -682,7 +743,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const bool is_exact = starts || j >= exact_end || (LOCAL && j < full_begin);
         const bool is_raised = starts || (IS_ANCHORED ? is_exact : exceeds_max(S, rows) || is_exact);
         if (is_raised) {
-            if (j >= full_end || (LOCAL && j < full_begin)) mask_scores(S, p, len_kv, j * BLOCK_KV + column, diagonal);
+            if (j >= full_end || (LOCAL && j < full_begin))
+                mask_scores(S, p, tile_taken(0).len_kv, j * BLOCK_KV + column, diagonal);
             raise_max(S, rows, alpha, scale_log2, margin);
             if (!starts && PV_FIRST) raise_o(alpha);
         }
@@ -695,11 +757,39 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         }
         /* The second row's exponentials, while the first row's P is summed and packed */
         if (!starts) exponentiate_rows(S, rows, scale_log2, false, O_WAIT == 1);
-#pragma unroll
-        for (int i = 0; i < S_REGS; i += 2) rows.sum[row_of(i)] += S[i] + S[i + 1];
-        if (DROPOUT) drop(S, seed, stream, patch_row, j * (BLOCK_KV / 32), p.keep_max);
-#pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+        sum_and_pack(S);
+    };
+    /* The same for a tile that failed: one after the other. */
+    const auto repeat_step = [&] __attribute__((always_inline)) {
+        const tile &t = tile_taken(0);
+        float S[S_REGS], alpha[2];
+        mbarrier_wait(&s.k_full[kr.stage], kr.parity);
+        if (TURN) bar_sync(BAR_TURN + wg, 256);
+        issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
+        if (TURN) bar_arrive(BAR_TURN + next_wg, 256);
+        wgmma_wait_group<0>(S);
+        release_k();
+        if (j == kv_begin) release_q();
+
+        if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
+        mask_scores(S, p, t.len_kv, j * BLOCK_KV + column, diagonal);
+        raise_max(S, rows, alpha, scale_log2, margin);
+        raise_o(alpha);
+        exponentiate_rows(S, rows, scale_log2, true, true);
+        sum_and_pack(S);
+
+        wait_v();
+        const int keys = j * BLOCK_KV, first_diagonal = t.row + 64 * block + t.len_kv - t.len_q;
+        const bool all_seen =
+            keys_begin(p, first_diagonal + 63) <= keys && keys + BLOCK_KV <= keys_end(p, first_diagonal, t.len_kv);
+        if (uniform(all_seen)) {
+            pin(O), pin(P);
+            issue_pv();
+            wgmma_wait_group<0>(O);
+        } else {
+            accumulate_seen(O, P, s.v[vr.stage], p, t.len_kv, keys, diagonal);
+        }
+        release_v();
     };
 
     for (;;) {
@@ -707,30 +797,45 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (has_o) wait_v();
         pin(O), pin(P);
         issue_pv();
-        const int tile_before = tile_now;
         mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-        tile_now = tr.stage;
         tr.next();
         block = block + 1 == WGS ? 0 : block + 1; /* later rows may see more keys, or none be left: take turns */
-        const tile &t = s.tiles[tile_now];
+        const tile &t = tile_taken(0);
         const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * block;
         const int last_row = min(first_row + 64, t.len_q) - 1;
         const int end = keys_end(p, last_row + shift, t.len_kv);
         const int order = uniform(min(t.row, 0));
         const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
         const int last = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
+        const bool is_repeat = uniform(!is_idle && order == 0 && t.is_repeat);
         j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
         const int row = first_row + 16 * warp; /* the warp's first */
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
-        if (order < 0 || last < 0) {
-            if (has_o) finish(s.tiles[tile_before], block == 0 ? WGS - 1 : block - 1);
-            has_o = false;
+        diagonal = row + lane / 4 + shift;
+        q_desc = q_desc_0 + qr.stage * Q_STAGE + block * Q_BLOCK;
+        if (SCORE && p.alibi_slopes && order == 0) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
+        if (DROPOUT) patch_row = row / 16;
+        if (DROPOUT) stream = offset + (u64)(t.b_idx * p.h + t.head) * 32;
+        if (order < 0 || last < 0 || is_repeat) {
+            /* The tile before; then, alone, one that failed */
+            for (int before = 1; before >= 0 && (before || is_repeat); before--) {
+                if (before == 0) {
+                    pass_until(last);
+                    begin_rows();
+                    has_o = true;
+#pragma unroll 1
+                    for (; j >= kv_begin; j--) repeat_step();
+                }
+                if (has_o) finish(before);
+                has_o = false;
+            }
             if (order == END) break;
+            if (is_repeat) continue;
             if (order == REPORT) {
                 if (is_leader) mbarrier_arrive(&s.all_done);
             } else {
-                for (; j >= kv_begin; j--) pass_k(), pass_v();
+                pass_until(kv_begin - 1);
                 if (row < t.len_q) store_zeros(p, t, row);
             }
             __syncwarp();
@@ -739,21 +844,15 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         }
         /* Every row of the warp has seen a key before exact_end - 1, and sees all of full_begin .. full_end - 1. */
         const int row_end = keys_end(p, row + shift, t.len_kv);
-        exact_end = uniform(t.is_repeat ? 0 : min(last, max(row_end - 1, 0) / BLOCK_KV));
+        exact_end = uniform(min(last, max(row_end - 1, 0) / BLOCK_KV));
         full_end = uniform(row_end / BLOCK_KV);
         if (LOCAL) full_begin = uniform(ceil_div(keys_begin(p, row + 15 + shift), BLOCK_KV));
-        len_kv = t.len_kv;
-        diagonal = row + lane / 4 + shift;
-        q_desc = q_desc_0 + qr.stage * Q_STAGE + block * Q_BLOCK;
-        if (SCORE && p.alibi_slopes) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
-        if (DROPOUT) patch_row = row / 16;
-        if (DROPOUT) stream = offset + (u64)(t.b_idx * p.h + t.head) * 32;
 
         /* The last keys first: they hold the diagonal and the end of the sequence, where masks apply. */
-        for (num_passed = 0; j > last; j--, num_passed++) pass_k();
-        step(true, tile_before);
+        pass_until(last);
+        step(true);
 #pragma unroll 1
-        for (j--; j >= kv_begin; j--) step(false, 0);
+        for (j--; j >= kv_begin; j--) step(false);
     }
     if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* shared memory outlives its readers */
 }
