@@ -63,9 +63,9 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(pairs, pairs));
 }
 
-/* As in vec_scalar.h: the magic number finds the nearest integer and its place in the exponent. */
+/* As in vec_scalar.h: the magic number finds the nearest integer and its place in the exponent, where -127 is zero. */
 INLINE vec vec_exp2(vec a) {
-    const vec lowest = vec_set(-126.0f), magic = vec_set(0x1.8p23f);
+    const vec lowest = vec_set(-127.0f), magic = vec_set(0x1.8p23f);
     vec x = _mm256_max_ps(lowest, a); /* NaN stays: the second operand */
     vec shifted = _mm256_add_ps(x, magic), f = _mm256_sub_ps(x, _mm256_sub_ps(shifted, magic));
     __m256i exponent = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
@@ -74,8 +74,7 @@ INLINE vec vec_exp2(vec a) {
     p = vec_fma(p, f, vec_set(0.0555073358f));
     p = vec_fma(p, f, vec_set(0.240222424f));
     p = vec_fma(p, f, vec_set(0.693147004f));
-    p = vec_mul(vec_fma(p, f, vec_set(1.0f)), power);
-    return _mm256_and_ps(p, _mm256_cmp_ps(a, lowest, _CMP_NLT_UQ));
+    return vec_mul(vec_fma(p, f, vec_set(1.0f)), power);
 }
 
 /* ---- the caller's 16-bit types ---- */

@@ -161,7 +161,7 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     EACH_LANE p[i] = (uint8_t)(fa_bits_of(a.lane[i]) >> shift);
 }
 
-/* 2^a for a <= 126: a relative error of 1e-7, exactly 1 at 0, exactly 0 below -126, NaN stays NaN. The magic number
+/* 2^a for a <= 126: a relative error of 1e-7, exactly 1 at 0, exactly 0 below -127, NaN stays NaN. The magic number
  * moves the nearest integer n into the low bits; 2^(a - n) is a polynomial whose constant term is 1. */
 INLINE vec vec_exp2(vec a) {
     EACH_LANE {
