@@ -97,15 +97,22 @@ static int32_t dtype_of(const fa_dl_tensor *t) {
     }
 }
 
+static bool is_empty(const fa_dl_tensor *t) {
+    for (int32_t i = 0; i < t->ndim; i++)
+        if (t->shape[i] == 0) return true;
+    return false;
+}
+
 /* Only torch.Tensor itself: a subclass may want to see the op. NOTE: a tensor that is the negative of its memory (the
  * imaginary part of a conjugate) steps over the real parts: its columns do not lie side by side, unless there is one.
- * Such columns are refused, here those of one number and later the others. */
+ * Such columns are refused, here those of one number and later the others. Nor do autograd's zeros have memory. */
 static bool read_tensor(PyObject *object, fa_tensor *t) {
     fa_dl_tensor dl;
     if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
     const bool on_gpu = dl.device_type == FA_DL_CUDA;
     if (!on_gpu && dl.device_type != FA_DL_CPU) return false;
     if (dl.dtype_code != FA_DL_INT && dl.ndim > 0 && dl.shape[dl.ndim - 1] == 1) return false;
+    if (!dl.data && !is_empty(&dl)) return false;
     t->handle = (AtenTensorHandle)object; /* only to be told from NULL */
     t->data = (char *)dl.data + dl.byte_offset;
     t->ndim = dl.ndim;
@@ -240,8 +247,10 @@ static PyObject *call_function(int which, PyObject *args) {
     call.only_out = functions[which].only_out;
     if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
     if (functions[which].has_gradients && fa_torch.aoti_torch_grad_mode_is_enabled() &&
-        (requires_grad(&call.q) || requires_grad(&call.k) || requires_grad(&call.v)))
+        (requires_grad(&call.q) || requires_grad(&call.k) || requires_grad(&call.v))) {
+        if (PyErr_Occurred()) goto refuse;
         Py_RETURN_TRUE;
+    }
     Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);

@@ -96,6 +96,11 @@ def test_varlen_backward():
     same(grads, want)
 
 
+def test_empty_tensors():
+    for q, k in ((Q[:0], K[:0]), (Q[:, :0], K), (Q, K[:, :0])):
+        same(dense(q, k, k), OPS._flash_attn_forward(q, k, k, 0.0, *FLAT, SLOPES, False)[0])
+
+
 # ---- gradients -----------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +141,7 @@ ONE_COLUMN = randn(2, 5, 4, 1)
         lambda: dense(Q.int()),
         lambda: dense(Q.double()),  # of another dtype than k
         lambda: dense(Q[0]),
+        lambda: dense(torch._efficientzerotensor(Q.shape)),
         lambda: dense(Q.mT.contiguous().mT),
         lambda: dense(negative(Q), negative(K), negative(V)),
         lambda: dense(*[negative(ONE_COLUMN)] * 3),
