@@ -42,10 +42,21 @@ DEVICE void load_tile(element *tile, const void *data, const fa_cuda_problem &p,
                         at >= 0);
         }
     } else {
-        for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
-            const int row = i / HEAD_DIM, column = i % HEAD_DIM;
-            const long long at = column < p.d ? offset(row) : -1;
-            tile[row * PITCH + column] = at >= 0 ? source[at + column] : (element)0;
+        constexpr int AT_ONCE = 2 * LOADS_AT_ONCE; /* one after the other, each would wait for memory */
+        static_assert(ROWS * HEAD_DIM % (AT_ONCE * THREADS) == 0, "no thread has less to do");
+        for (int first = threadIdx.x; first < ROWS * HEAD_DIM; first += AT_ONCE * THREADS) {
+            element values[AT_ONCE];
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                const int i = first + n * THREADS, column = i % HEAD_DIM;
+                const long long at = column < p.d ? offset(i / HEAD_DIM) : -1;
+                values[n] = at >= 0 ? source[at + column] : (element)0;
+            }
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                const int i = first + n * THREADS;
+                tile[i / HEAD_DIM * PITCH + i % HEAD_DIM] = values[n];
+            }
         }
     }
 }
