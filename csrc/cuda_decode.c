@@ -9,6 +9,12 @@ static const float LOG2_E = 1.44269504f;
 /* A window wider than any sequence, small enough to be added to positions. */
 static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
 
+static fa_division division_by(unsigned d) {
+    unsigned bits = 0;
+    while ((uint64_t)1 << bits < d) bits++;
+    return (fa_division){(unsigned)((((uint64_t)1 << (31 + bits)) + d - 1) / d), 31 + bits};
+}
+
 static fa_decode_cache cache_of(const fa_view *t) {
     return (fa_decode_cache){t->data, (unsigned)(t->stride_b / 8), (unsigned)(t->stride_row / 8),
                              (unsigned)(t->stride_h / 8)};
@@ -85,6 +91,10 @@ static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
             a->lanes = lanes;
         }
     a->groups = most_ctas / a->lanes;
+    a->head_blocks = a->h_kv / a->lanes;
+    a->by_groups = division_by((unsigned)a->groups);
+    a->by_head_blocks = division_by((unsigned)a->head_blocks);
+    a->by_heads_per_kv = division_by((unsigned)a->heads_per_kv);
 }
 
 /* The counters of the parts that have come: the kernel's own, which come back to zero by themselves; where there are too
@@ -124,13 +134,12 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     a.max_q_tiles = at.max_q_tiles;
     a.partial_rows = at.partial_rows;
     a.partial_o = (float *)(workspace + at.partial_o);
-    a.partial_stats = (float *)(workspace + at.partial_stats);
     choose_lanes(&a, ctas < FA_DECODE_MAX_CTAS ? ctas : FA_DECODE_MAX_CTAS);
     status = give_counters(call, &at, &a, err);
     if (status != FA_OK) return status;
     void *arguments[] = {&a};
     return fa_driver_check(
-        call->driver->cuLaunchKernel((CUfunction)kernel, (unsigned)(a.groups * a.lanes), 1, 1,
+        call->driver->cuLaunchKernel((CUfunction)kernel, (unsigned)a.lanes, (unsigned)a.groups, 1,
                                      32 * (unsigned)(tile->warps_q * tile->teams), 1, 1,
                                      (unsigned)fa_families[FA_DECODE_SM90].rows[call->plan->cuda_row].shared_bytes,
                                      call->stream, arguments, NULL),

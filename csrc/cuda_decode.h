@@ -7,7 +7,7 @@
 /* Where things lie in the workspace of attn_decode_sm90, in bytes. */
 typedef struct {
     size_t q_rotated; /* the queries after rotary */
-    size_t partial_o, partial_stats, counters;
+    size_t partial_o, counters;
     size_t bytes;     /* in all */
     int partial_rows; /* of one part */
     int64_t num_counters;

@@ -54,8 +54,7 @@ fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
     at.num_counters = plan->num_splits == 1 ? 0 : plan->num_splits == 0 ? FA_DECODE_MAX_CTAS : items;
     const int64_t part_rows = plan->num_splits == 1 ? 0 : parts * at.partial_rows;
     at.partial_o = fa_decode_appends(p, plan) ? 0 : (size_t)round_up_256((int64_t)fa_rotated_q_bytes(p));
-    at.partial_stats = at.partial_o + (size_t)round_up_256(part_rows * t->d * 4);
-    at.counters = at.partial_stats + (size_t)round_up_256(part_rows * 8);
+    at.counters = at.partial_o + (size_t)round_up_256(part_rows * FA_DECODE_PART_ROW(t->d) * 4);
     at.bytes = at.counters + (size_t)round_up_256(at.num_counters * 4);
     return at;
 }
@@ -106,8 +105,8 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;
     const int64_t q_tiles =
         packed ? ceil_div(p->total_q * (p->h / p->h_kv), plan->block_q) + p->b : p->b * ceil_div(rows, plan->block_q);
-    NEEDS(capacity < INT32_MAX / 2 && p->total_q < INT32_MAX / 2 && q_tiles < INT32_MAX / p->h_kv / tiles,
-          "the problem has more tiles than 2^31");
+    NEEDS(capacity < INT32_MAX / 2 && p->total_q < INT32_MAX / 2 && q_tiles < INT32_MAX / 2 / p->h_kv / tiles,
+          "the problem has more tiles than 2^30");
     /* Of packed queries only the GPU knows how many tiles there are: more than one split becomes as many as it takes. */
     plan->num_splits = (int)(p->num_splits < tiles ? p->num_splits : tiles);
     if (plan->num_splits > 1 && (packed || q_tiles * p->h_kv > INT32_MAX / plan->num_splits)) plan->num_splits = 0;

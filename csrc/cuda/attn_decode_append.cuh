@@ -70,7 +70,7 @@ __device__ __noinline__ void load_turned_queries(const params &p, u16 *q_smem, c
     const int num_rows = t.s.len_q * p.heads_per_kv;
     for (int n = threadIdx.x; n < BLOCK_Q * PIECES / 2; n += THREADS) {
         const int row = n / (PIECES / 2), idx = n % (PIECES / 2), at = t.q_tile * BLOCK_Q + row;
-        const int i = at / p.heads_per_kv, h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
+        const int i = divide(at, p.by_heads_per_kv), h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
         const int position = t.s.position + (p.rotary_q_by_row ? i : 0);
         const two_pieces pieces = two_pieces_at(p, idx, position);
         u32 x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -95,8 +95,8 @@ struct new_keys {
 DEVICE new_keys new_keys_of(const params &p, const item &t, const piece &x, int begin, int end) {
     if (!p.k_new.data) return {0, 0};
     new_keys n = {t.s.position - t.s.kv_row, min(t.s.position + p.len_new, p.capacity) - t.s.kv_row};
-    if (x.idx > 0) n.first = max(n.first, begin);
-    if (x.idx < x.parts - 1) n.last = min(n.last, end);
+    if (x.first > 0) n.first = max(n.first, begin);
+    if (x.last < t.tiles) n.last = min(n.last, end);
     return n;
 }
 

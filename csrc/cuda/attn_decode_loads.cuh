@@ -66,7 +66,7 @@ DEVICE void load_queries(const params &p, u32 q_smem, const item &t, int head) {
 #pragma unroll 1
     for (int idx = threadIdx.x; idx < BLOCK_Q * PIECES; idx += THREADS) {
         const int row = idx / PIECES, piece = idx % PIECES, at = t.q_tile * BLOCK_Q + row;
-        const int i = at / p.heads_per_kv, h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
+        const int i = divide(at, p.by_heads_per_kv), h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
         const bool is_present = at < num_rows && 8 * piece < p.d;
         const u16 *src = (const u16 *)p.q;
         if (is_present)

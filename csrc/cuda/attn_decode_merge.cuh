@@ -10,12 +10,21 @@ struct warp_results {
     float stats[WARPS][16][2];        /* m in exponents of 2, l */
 };
 
+constexpr int PART_ROW = FA_DECODE_PART_ROW(HEAD_DIM);
+constexpr int STAGED_ROWS =
+    TEAMS * SLOTS * TEAM_KEYS * HEAD_DIM * 2 / (4 * PART_ROW); /* as many as fit into the rings */
+
+/* Rows of an item's parts, on their way to be merged: part k's row r is number k rows + r. */
+struct staged_parts {
+    alignas(16) float row[STAGED_ROWS][PART_ROW];
+};
+
 /* What row `row` of the tile is: its query and head. */
 struct row_place {
     int i, h_idx;
 };
 DEVICE row_place place_of(const params &p, const item &t, int head, int row) {
-    const int at = t.q_tile * BLOCK_Q + row, i = at / p.heads_per_kv;
+    const int at = t.q_tile * BLOCK_Q + row, i = divide(at, p.by_heads_per_kv);
     return {i, head * p.heads_per_kv + at - i * p.heads_per_kv};
 }
 
@@ -40,7 +49,7 @@ DEVICE float weight(float part, float max) { return part == -INF ? 0 : ex2(part 
 /* Where part number idx of an item lies in partial_o: a share cuts at most two items, the one it begins in and the one
  * it ends in. */
 DEVICE int part_place(const params &p, const item &t, const piece &x, int head, int idx) {
-    if (p.num_splits == 0) return 2 * ((x.first_group + idx) * p.lanes + blockIdx.x % p.lanes) + (idx == 0);
+    if (p.num_splits == 0) return 2 * ((x.first_group + idx) * p.lanes + blockIdx.x) + (idx == 0);
     return ((t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile) * p.num_splits + idx;
 }
 
@@ -64,9 +73,9 @@ DEVICE void finish_piece(const params &p, const warp_results &s, const item &t, 
         if (x.parts == 1) {
             write_output(p, t, head, row, column, o, max, sum);
         } else {
-            const long long at = (long long)place * p.partial_rows + row;
-            *(float4 *)(p.partial_o + at * HEAD_DIM + column) = make_float4(o[0], o[1], o[2], o[3]);
-            if (column == 0) *(float2 *)(p.partial_stats + at * 2) = make_float2(max, sum);
+            float *dst = p.partial_o + ((long long)place * p.partial_rows + row) * PART_ROW;
+            *(float4 *)(dst + column) = make_float4(o[0], o[1], o[2], o[3]);
+            if (column == 0) *(float4 *)(dst + HEAD_DIM) = make_float4(max, sum, 0, 0);
         }
     }
 }
@@ -77,84 +86,71 @@ __device__ u32 own_counters[FA_DECODE_COUNTER_SLOTS][FA_DECODE_MAX_CTAS];
 DEVICE bool is_last_part(const params &p, int &is_last, const item &t, const piece &x, int head) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        fence_acq_rel(); /* of the whole CTA's writes, which the barrier has handed to this thread */
         /* With equal shares at most one item begins in a share and goes on beyond it. */
-        const int idx = p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x % p.lanes
+        const int idx = p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x
                                           : (t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile;
         u32 *counter = (p.counters ? p.counters : own_counters[p.counter_slot]) + idx;
-        is_last = atomicInc(counter, x.parts - 1) == (u32)x.parts - 1;
-        fence_acq_rel();
+        /* In order behind the whole CTA's writes, which the barrier has handed to this thread. */
+        is_last = atom_inc_acq_rel(counter, x.parts - 1) == (u32)x.parts - 1;
     }
     __syncthreads();
     return is_last;
 }
 
-/* Four columns of VECTORS rows out of all parts, PARTS of them asked for at once, m and l with o: they join the sum as a
- * softmax over parts. idx: of the first vector, the next ones lie THREADS further; beyond `num` nothing is written. */
-template <int VECTORS, int PARTS>
-DEVICE void merge_vectors(const params &p, const item &t, const piece &x, int head, int idx, int num) {
+/* The parts of an item, in their order, whoever came last. They come into shared memory all together, as far as there is
+ * room: latency is all that counts here, and the memory is busy. They join as a softmax over parts. Whole CTA. */
+DEVICE void merge_parts(const params &p, staged_parts &s, const item &t, const piece &x, int head) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
+    const int parts_at_once = min(x.parts, STAGED_ROWS);
+    const int rows_at_once = num_rows * x.parts <= STAGED_ROWS ? num_rows : max(STAGED_ROWS / x.parts, 1);
     const int place_0 = part_place(p, t, x, head, 0), place_1 = part_place(p, t, x, head, 1);
     const int place_step = p.num_splits == 0 ? 2 * p.lanes : 1;
-    int row[VECTORS], column[VECTORS];
-    float o[VECTORS][4] = {}, max[VECTORS], sum[VECTORS] = {};
-#pragma unroll
-    for (int n = 0; n < VECTORS; n++) {
-        const int at = min(idx + n * THREADS, num - 1);
-        row[n] = at / (HEAD_DIM / 4), column[n] = at % (HEAD_DIM / 4) * 4, max[n] = -INF;
-    }
-    for (int first = 0; first < x.parts; first += PARTS) {
-        float4 part[VECTORS][PARTS];
-        float2 stats[VECTORS][PARTS];
-#pragma unroll
-        for (int k = 0; k < PARTS; k++) {
-            const int i = min(first + k, x.parts - 1);
-            const int place = i == 0 ? place_0 : place_1 + (i - 1) * place_step;
-#pragma unroll
-            for (int n = 0; n < VECTORS; n++) {
-                const long long at = (long long)place * p.partial_rows + row[n];
-                stats[n][k] = __ldcg((const float2 *)p.partial_stats + at);
-                part[n][k] = __ldcg((const float4 *)(p.partial_o + at * HEAD_DIM + column[n]));
+#pragma unroll 1
+    for (int first_row = 0; first_row < num_rows; first_row += rows_at_once) {
+        const int rows = min(rows_at_once, num_rows - first_row);
+        float o[4], max = -INF, sum; /* many parts: one row at a time, of which a thread has one vector */
+#pragma unroll 1
+        for (int first = 0; first < x.parts; first += parts_at_once) {
+            const int parts = min(parts_at_once, x.parts - first);
+            __syncthreads();
+#pragma unroll 1
+            for (int k = warp; k < parts; k += WARPS) {
+                const int place = first + k == 0 ? place_0 : place_1 + (first + k - 1) * place_step;
+                const float *src = p.partial_o + ((long long)place * p.partial_rows + first_row) * PART_ROW;
+                const u32 dst = smem_address(s.row[k * rows]);
+                for (int n = lane; n < rows * (PART_ROW / 4); n += 32) cp_async_16(dst + 16 * n, src + 4 * n, true);
+            }
+            cp_async_wait_all();
+            __syncthreads();
+#pragma unroll 1
+            for (int n = threadIdx.x; n < rows * (HEAD_DIM / 4); n += THREADS) {
+                const int row = n / (HEAD_DIM / 4), column = n % (HEAD_DIM / 4) * 4;
+                if (first == 0) max = -INF, sum = o[0] = o[1] = o[2] = o[3] = 0;
+                float next = max;
+#pragma unroll 4
+                for (int k = 0; k < parts; k++) next = fmaxf(next, s.row[k * rows + row][HEAD_DIM]);
+                const float keep = weight(max, next);
+                max = next, sum *= keep, o[0] *= keep, o[1] *= keep, o[2] *= keep, o[3] *= keep;
+#pragma unroll 4
+                for (int k = 0; k < parts; k++) {
+                    const float *part = s.row[k * rows + row];
+                    const float w = weight(part[HEAD_DIM], next);
+                    const float4 y = *(const float4 *)(part + column);
+                    sum += w * part[HEAD_DIM + 1];
+                    o[0] += w * y.x, o[1] += w * y.y, o[2] += w * y.z, o[3] += w * y.w;
+                }
+                if (first + parts == x.parts) write_output(p, t, head, first_row + row, column, o, max, sum);
             }
         }
-#pragma unroll
-        for (int n = 0; n < VECTORS; n++) {
-            float next = max[n];
-#pragma unroll
-            for (int k = 0; k < PARTS; k++) next = fmaxf(next, stats[n][k].x);
-            const float keep = weight(max[n], next);
-            max[n] = next, sum[n] *= keep;
-            o[n][0] *= keep, o[n][1] *= keep, o[n][2] *= keep, o[n][3] *= keep;
-#pragma unroll
-            for (int k = 0; k < PARTS; k++)
-                if (first + k < x.parts) {
-                    const float w = weight(stats[n][k].x, next);
-                    const float4 y = part[n][k];
-                    sum[n] += w * stats[n][k].y;
-                    o[n][0] += w * y.x, o[n][1] += w * y.y, o[n][2] += w * y.z, o[n][3] += w * y.w;
-                }
-        }
     }
-#pragma unroll
-    for (int n = 0; n < VECTORS; n++)
-        if (idx + n * THREADS < num) write_output(p, t, head, row[n], column[n], o[n], max[n], sum[n]);
-}
-
-/* The parts of an item, in their order, whoever came last. Whole CTA. Latency is all that counts here, and the memory is
- * busy: what fits into the registers is asked for at once. The order of the sum does not depend on the way taken. */
-DEVICE void merge_parts(const params &p, const item &t, const piece &x, int head) {
-    const int num = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q) * (HEAD_DIM / 4);
-    for (int idx = threadIdx.x; idx < num; idx += 2 * THREADS)
-        if (num <= THREADS)
-            merge_vectors<1, 8>(p, t, x, head, idx, num);
-        else
-            merge_vectors<2, 4>(p, t, x, head, idx, num);
 }
 
 /* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
 DEVICE void fill_unowned_rows(const params &p) {
     const int begin = clamp(p.cu_seqlens_q[p.b], 0, p.total_q);
 #pragma unroll 1
-    for (int row = begin + blockIdx.x; row < p.total_q; row += gridDim.x)
+    for (int row = begin + blockIdx.y * gridDim.x + blockIdx.x; row < p.total_q; row += gridDim.x * gridDim.y)
         for (int h_idx = 0; h_idx < p.h; h_idx++) {
             u16 *o = (u16 *)p.o + row * p.o_stride_row + h_idx * p.o_stride_h;
             for (int i = threadIdx.x; i < p.d && p.zero_tensors; i += THREADS) o[i] = 0;

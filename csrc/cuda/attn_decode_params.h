@@ -7,6 +7,9 @@
 
 #define FA_DECODE_MAX_NEW 8 /* keys of a sequence that this kernel appends; more are work for kvcache.cu */
 
+/* Floats of a row of a part: O, not yet divided by the row sums; m in exponents of 2, l; 2 unused. */
+#define FA_DECODE_PART_ROW(d) ((d) + 4)
+
 /* Keys of one slot that one warp loads: fewer where the scores of 64 rows leave no registers. */
 #define FA_DECODE_WARP_KEYS(d, warps_q) ((warps_q) == 4 && (d) > 128 ? 8 : 16)
 
@@ -16,6 +19,11 @@
     ((FA_DECODE_MAX(2 * (slots) * FA_DECODE_WARP_KEYS(d, warps_q) * (d), 16 * (4 * (d) + 40)) * (warps_q) * (teams) + \
       32 * (warps_q) * (d) + 512) /                                                                                   \
      128 * 128)
+
+/* Division of numbers below 2^31 by one that the host knows: x magic >> shift, in 64 bits. */
+typedef struct {
+    unsigned magic, shift;
+} fa_division;
 
 /* A view of keys or values; strides count pieces of 16 bytes, modulo 2^32. */
 typedef struct {
@@ -48,13 +56,14 @@ typedef struct {
     long long table_stride;
     int page_size, num_pages;
 
-    int lanes;            /* CTAs that walk side by side over the same keys, each in a head of its own: divides h_kv */
-    int groups;           /* of `lanes` CTAs */
-    int num_splits;       /* 0: every group takes an equal share of all keys; n: every head's keys are cut into n */
-    int max_q_tiles;      /* of one sequence */
-    int partial_rows;     /* of one piece in partial_o: at most the tile's rows */
-    float *partial_o;     /* [pieces, partial_rows, HEAD_DIM] not yet divided by the row sums */
-    float *partial_stats; /* [pieces, partial_rows, 2] m in exponents of 2, l */
+    int lanes;       /* CTAs that walk side by side over the same keys, each in a head of its own: divides h_kv */
+    int groups;      /* of `lanes` CTAs */
+    int head_blocks; /* h_kv / lanes */
+    fa_division by_groups, by_head_blocks, by_heads_per_kv;
+    int num_splits;     /* 0: every group takes an equal share of all keys; n: every head's keys are cut into n */
+    int max_q_tiles;    /* of one sequence */
+    int partial_rows;   /* of one piece in partial_o: at most the tile's rows */
+    float *partial_o;   /* [pieces, partial_rows, FA_DECODE_PART_ROW] */
     unsigned *counters; /* zero: [groups, lanes], with num_splits > 1 [b, h_kv, max_q_tiles]; NULL: the kernel's own */
     int counter_slot;
 

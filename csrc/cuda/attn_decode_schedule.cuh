@@ -11,6 +11,7 @@ __device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
+DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
 DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
 /* Whatever the arrays hold, what comes out lies within the tensors. */
@@ -75,13 +76,18 @@ DEVICE key_range keys_of(const params &p, const sequence &s, int q_tile) {
 /* Key tiles of a tile of queries. One that sees no key has one too: somebody must write its zeros. */
 DEVICE int tiles_of(const key_range &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
 
-/* Key tiles of one head of a sequence, over all tiles of its queries. */
-DEVICE int tiles_of_head(const params &p, const sequence &s) {
-    if (p.window_left < 0 && p.window_right < 0) return s.q_tiles * max(ceil_div(s.len_kv, BLOCK_KV), 1);
+/* Key tiles of one head of a sequence, over all tiles of its queries; most: of one of these, or, where a window makes
+ * them unlike, of all. */
+struct head_tiles {
+    int sum, most;
+};
+DEVICE head_tiles tiles_of_head(const params &p, const sequence &s) {
+    const int whole = max(ceil_div(s.len_kv, BLOCK_KV), 1);
+    if (p.window_left < 0 && p.window_right < 0) return {s.q_tiles * whole, s.q_tiles > 0 ? whole : 0};
     int tiles = 0;
 #pragma unroll 1
     for (int i = 0; i < s.q_tiles; i++) tiles += tiles_of(keys_of(p, s, i));
-    return tiles;
+    return {tiles, tiles};
 }
 
 /* ---- work ------------------------------------------------------------------------------------------------------ */
@@ -95,9 +101,11 @@ struct item {
     int begin, tiles; /* positions */
 };
 
-/* The positions [first, last) of one group out of all. */
+/* The positions [first, last) of one group. The first `longer` groups have size + 1 of them, the others size, the last
+ * ones what is left. */
 struct share {
-    int first, last, total, group, groups;
+    int first, last, group;
+    int size, longer;
     bool is_stream; /* all the keys and values of the launch together do not stay in L2 */
 };
 
@@ -111,7 +119,7 @@ struct piece {
 struct schedule {
     share w; /* of this CTA's group */
     item t;  /* at hand. NOTE: here and not in registers, of which attend() has none to spare */
-    int tiles[WARPS], items[WARPS], most_tiles[WARPS]; /* that each warp has counted */
+    alignas(16) int tiles[WARPS], items[WARPS], most_tiles[WARPS]; /* that each warp has counted */
 };
 
 DEVICE void describe(const params &p, item &t) {
@@ -126,7 +134,7 @@ DEVICE bool next_item(const params &p, item &t) {
     if (t.q_tile >= t.s.q_tiles) {
         t.q_tile = 0;
         t.head_block++;
-        if (t.head_block >= p.h_kv / p.lanes) {
+        if (t.head_block >= p.head_blocks) {
             t.head_block = 0;
             do {
                 if (++t.b_idx >= p.b) return false;
@@ -147,31 +155,33 @@ DEVICE void step_item(const params &p, schedule &s) {
     __syncthreads();
 }
 
-/* How many groups share the positions: all of them; where all items are alike, a number that divides each item evenly, or
- * the items among the groups, if that leaves at most a tenth of them idle. Then no group has the ends of two items, which
- * costs more than what the others could read meanwhile. */
-DEVICE int choose_groups(const params &p, int total, int items, int most_tiles) {
-    const int groups = min(p.groups, total);
-    if (total == 0 || (long long)items * most_tiles != total) return groups;
-    const int even = items <= groups ? groups / items * items : items / ceil_div(items, groups);
-    return (items <= groups || items % even == 0) && even * 10 >= groups * 9 ? even : groups;
+/* How the positions are shared: by all groups; where all items are alike, so that each is cut evenly, or goes to one group
+ * as a whole, if that makes the shares at most an eighth longer. Then no group has the ends of two items, which costs
+ * more than what the others could read meanwhile. */
+DEVICE void choose_size(const params &p, share &w, int total, int items, int most_tiles) {
+    w.size = divide(total, p.by_groups), w.longer = total - w.size * p.groups;
+    if (items <= 1 || (long long)items * most_tiles != total) return;
+    const int most = w.size + (w.longer > 0);
+    int even = divide(items + p.groups - 1, p.by_groups) * most_tiles;
+    if (items < p.groups) even = ceil_div(most_tiles, p.groups / items);
+    if (even - most > most / 8 || (items < p.groups && most_tiles % even != 0)) return;
+    w.size = even, w.longer = 0;
 }
 
 /* Counts the positions of a lane, and finds the group's share of them, empty for a group without work, and the item at
- * its beginning. Whole CTA. */
+ * its beginning. Whole CTA. Every launch waits for this, so it divides by what the host has prepared. */
 DEVICE void find_share(const params &p, schedule &s, int group) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head_blocks = p.h_kv / p.lanes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int each = ceil_div(p.b, THREADS), first_b = min((int)threadIdx.x * each, p.b);
     const int last_b = min(first_b + each, p.b);
-    int tiles = 0, items = 0, most_tiles = 0; /* most_tiles: of one item, or more where windows make them unlike */
+    int tiles = 0, items = 0, most_tiles = 0;
+    sequence x;
 #pragma unroll 1
     for (int b_idx = first_b; b_idx < last_b; b_idx++) {
-        const sequence x = sequence_at(p, b_idx);
-        const int head_tiles = tiles_of_head(p, x);
-        tiles += head_tiles * head_blocks;
-        items += x.q_tiles * head_blocks;
-        const bool are_alike = x.q_tiles <= 1 || (p.window_left < 0 && p.window_right < 0);
-        most_tiles = max(most_tiles, are_alike ? head_tiles / max(x.q_tiles, 1) : head_tiles);
+        x = sequence_at(p, b_idx);
+        const head_tiles of_head = tiles_of_head(p, x);
+        tiles += of_head.sum * p.head_blocks, items += x.q_tiles * p.head_blocks;
+        most_tiles = max(most_tiles, of_head.most);
     }
     int end = tiles; /* an inclusive scan over the warp */
 #pragma unroll
@@ -182,33 +192,35 @@ DEVICE void find_share(const params &p, schedule &s, int group) {
     items = __reduce_add_sync(0xffffffffu, items), most_tiles = __reduce_max_sync(0xffffffffu, most_tiles);
     if (lane == 31) s.tiles[warp] = end, s.items[warp] = items, s.most_tiles[warp] = most_tiles;
     __syncthreads();
-    share w = {0, 0, 0, group, 0, false};
+    int total = 0;
     items = most_tiles = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
         if (i < warp) end += s.tiles[i];
-        w.total += s.tiles[i], items += s.items[i], most_tiles = max(most_tiles, s.most_tiles[i]);
+        total += s.tiles[i], items += s.items[i], most_tiles = max(most_tiles, s.most_tiles[i]);
     }
-    w.groups = choose_groups(p, w.total, items, most_tiles);
-    w.is_stream = (u64)w.total * p.lanes * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20;
-    if (group < w.groups) {
-        w.first = times_over(w.total, group, 0, w.groups);
-        w.last = times_over(w.total, group + 1, 0, w.groups);
-    }
+    share w = {0, 0, group, 0, 0, (u64)total * p.lanes * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20};
+    choose_size(p, w, total, items, most_tiles);
+    w.first = min(group * w.size + min(group, w.longer), total);
+    w.last = min(w.first + w.size + (group < w.longer), total);
 
     if (w.first < w.last && end - tiles <= w.first && w.first < end) {
         item t;
-        int head_tiles;
-        t.b_idx = first_b, t.begin = end - tiles;
+        t.b_idx = first_b, t.begin = end - tiles, t.s = x;
+        int head_tiles = tiles;
 #pragma unroll 1
-        for (;; t.b_idx++) {
+        for (; last_b - first_b > 1; t.b_idx++) {
             t.s = sequence_at(p, t.b_idx);
-            head_tiles = tiles_of_head(p, t.s);
-            if (w.first < t.begin + head_tiles * head_blocks) break;
-            t.begin += head_tiles * head_blocks;
+            head_tiles = tiles_of_head(p, t.s).sum * p.head_blocks;
+            if (w.first < t.begin + head_tiles) break;
+            t.begin += head_tiles;
         }
-        t.head_block = (w.first - t.begin) / head_tiles;
-        t.begin += t.head_block * head_tiles;
+        t.head_block = 0;
+        if (p.head_blocks > 1) {
+            head_tiles = divide(head_tiles, p.by_head_blocks);
+            t.head_block = (w.first - t.begin) / head_tiles;
+            t.begin += t.head_block * head_tiles;
+        }
         t.q_tile = 0;
         describe(p, t);
 #pragma unroll 1
@@ -222,8 +234,11 @@ DEVICE void find_share(const params &p, schedule &s, int group) {
     __syncthreads();
 }
 
-/* The group whose share holds a position: the last one that begins at or before it. */
-DEVICE int group_at(const share &w, int position) { return times_over(position + 1, w.groups, -1, w.total); }
+/* The group whose share holds a position. */
+DEVICE int group_at(const share &w, int position) {
+    const int behind = position - w.longer * (w.size + 1);
+    return behind < 0 ? position / (w.size + 1) : w.longer + behind / w.size;
+}
 
 /* The piece of t at or after `position`; false: the group has none left there. An item is cut at the ends of the shares,
  * or, with num_splits, into that many parts, each of which belongs to the group in whose share it begins: then its
@@ -231,12 +246,7 @@ DEVICE int group_at(const share &w, int position) { return times_over(position +
 DEVICE bool piece_at(const params &p, const share &w, const item &t, int position, piece &x) {
     const int offset = position - t.begin;
     if (p.num_splits == 0) {
-        /* This group's share begins in the item or before it, and ends in it or beyond it: divide only if need be. */
-        const int end = t.begin + t.tiles;
         x.first = offset, x.last = min(t.tiles, w.last - t.begin);
-        x.first_group = t.begin >= w.first ? w.group : group_at(w, t.begin);
-        x.idx = w.group - x.first_group;
-        x.parts = (end <= w.last ? w.group : group_at(w, end - 1)) - x.first_group + 1;
         return true;
     }
     x.first_group = 0;
@@ -244,6 +254,15 @@ DEVICE bool piece_at(const params &p, const share &w, const item &t, int positio
     x.idx = times_over(offset, x.parts, t.tiles - 1, t.tiles);
     x.first = times_over(x.idx, t.tiles, 0, x.parts), x.last = times_over(x.idx + 1, t.tiles, 0, x.parts);
     return x.idx < x.parts && t.begin + x.first < w.last;
+}
+
+/* Which part of how many it is: not known before because nobody needs it while there is nothing to wait for. */
+DEVICE void count_parts(const params &p, const share &w, const item &t, piece &x) {
+    if (p.num_splits > 0) return;
+    const int end = t.begin + t.tiles;
+    x.first_group = t.begin >= w.first ? w.group : group_at(w, t.begin);
+    x.idx = w.group - x.first_group;
+    x.parts = (end <= w.last ? w.group : group_at(w, end - 1)) - x.first_group + 1;
 }
 
 #endif

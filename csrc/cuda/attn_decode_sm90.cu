@@ -59,7 +59,8 @@ static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 struct shared_memory {
     union {
         alignas(128) u16 ring[TEAMS][SLOTS][TEAM_KEYS * HEAD_DIM];
-        warp_results warp; /* between pieces */
+        warp_results warp;  /* between pieces */
+        staged_parts parts; /* of an item, to be merged */
     };
     alignas(128) u16 q[BLOCK_Q * HEAD_DIM];
     schedule work;
@@ -80,7 +81,7 @@ DEVICE void team_sync(int team) {
 }
 
 /* Walks over the key tiles [x.first, x.last) of t and leaves O, m and l of every warp in shared memory. Whole CTA. */
-DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece &x, int head) {
+DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, int head) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / WARPS_Q, warp_q = warp % WARPS_Q;
     const u32 ring = smem_address(s.ring[team]);
     constexpr u32 SLOT_BYTES = TEAM_KEYS * HEAD_DIM * 2;
@@ -101,6 +102,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
     const int first_key = begin + team * TEAM_KEYS;
     loader now, next;
     int load_step = 0, load_slot = 0;
+    bool loads_q = !p.rotary_cos; /* Q joins the first group */
     look_up(p, c, first_key + WARP_KEYS * warp_q, next);
     auto load_k = [&]() {
         if (load_step < steps) {
@@ -109,6 +111,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
             load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
             look_up(p, c, first_key + (load_step + 1) * BLOCK_KV + WARP_KEYS * warp_q, next);
         }
+        if (loads_q) load_queries(p, smem_address(s.q), t, head);
+        loads_q = false;
         cp_async_commit_group();
         load_slot = load_slot + 1 == SLOTS ? 0 : load_slot + 1;
     };
@@ -127,7 +131,6 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
         append(p, c, t, head, fresh);
         __syncthreads();
     }
-    if (!p.rotary_cos) load_queries(p, smem_address(s.q), t, head); /* joins the first group */
 #pragma unroll
     for (int i = 0; i < SLOTS - 1; i++) {
         if (i % 2 == 0)
@@ -137,6 +140,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
     }
     if (fresh.first < fresh.last && !are_asked_for_first) append(p, c, t, head, fresh);
     if (p.rotary_cos) load_turned_queries(p, s.q, t, head);
+    count_parts(p, s.work.w, t, x);
 
     softmax_rows stats = {{-INF, -INF}, {0, 0}, {-INF, -INF}, {0, 0}};
     float o[GROUPS_O][4];
@@ -255,18 +259,18 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, const piece
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(128) char memory[];
     shared_memory &s = *reinterpret_cast<shared_memory *>(memory);
-    const int group = blockIdx.x / p.lanes, lane = blockIdx.x - group * p.lanes;
     if (p.cu_seqlens_q) fill_unowned_rows(p);
-    find_share(p, s.work, group);
+    find_share(p, s.work, blockIdx.y);
 
 #pragma unroll 1
     for (int position = s.work.w.first; position < s.work.w.last;) {
         piece x;
         if (piece_at(p, s.work.w, s.work.t, position, x)) {
-            const int head = s.work.t.head_block * p.lanes + lane;
+            const int head = s.work.t.head_block * p.lanes + blockIdx.x;
             attend(p, s, s.work.t, x, head);
             finish_piece(p, s.warp, s.work.t, x, head);
-            if (x.parts > 1 && is_last_part(p, s.is_last, s.work.t, x, head)) merge_parts(p, s.work.t, x, head);
+            if (x.parts > 1 && is_last_part(p, s.is_last, s.work.t, x, head))
+                merge_parts(p, s.parts, s.work.t, x, head);
             position = s.work.t.begin + x.last;
         } else {
             position = s.work.t.begin + s.work.t.tiles;

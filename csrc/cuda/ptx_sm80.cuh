@@ -19,9 +19,9 @@ DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(is_present ? 16 : 0)
                  : "memory");
 }
-/* The same; l2_policy says how long L2 keeps what it reads. [createpolicy] */
+/* The same; l2_policy says how long L2 keeps what it reads: lines of 128 bytes. [createpolicy] */
 DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
                  "r"(is_present ? 16 : 0), "l"(l2_policy)
                  : "memory");
 }
@@ -83,9 +83,13 @@ template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
  * 16 of them; whole warps, `threads` in all. Number 0 is __syncthreads'. */
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-/* One thread: writes before it, the CTA's that a barrier has shown to this thread among them, are seen before writes after
- * it by whoever reads those. [fence] */
-DEVICE void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+/* One thread: *counter counts 0 .. last and begins again; returns what it was. Writes before it, the CTA's that a barrier
+ * has shown to this thread among them, are seen by whoever counts later. [atom] */
+DEVICE u32 atom_inc_acq_rel(u32 *counter, u32 last) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+    return before;
+}
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
 

@@ -64,9 +64,10 @@ static CUresult launch(CUfunction function, unsigned grid_x, unsigned grid_y, un
                        void **extra) {
     emulated_kernel *kernel;
     (void)stream, (void)extra;
-    if (grid_y * grid_z * block_y * block_z != 1) return 1;
+    if (grid_z * block_y * block_z != 1) return 1;
     memcpy(&kernel, &function, sizeof kernel);
-    emulate_launch(kernel, parameters[0], grid_x < 60 ? grid_x : 60, block_x, shared_bytes); /* CTAs take turns */
+    emulate_launch(kernel, parameters[0], grid_x < 60 ? grid_x : 60, grid_y, block_x,
+                   shared_bytes); /* CTAs take turns */
     return 0;
 }
 

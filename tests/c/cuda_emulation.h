@@ -115,12 +115,11 @@ static inline int __reduce_max_sync(unsigned, int x) {
 }
 
 /* CTAs run one after the other. */
-static inline unsigned atomicInc(unsigned *counter, unsigned last) {
+static inline unsigned atom_inc_acq_rel(unsigned *counter, unsigned last) {
     const unsigned before = *counter;
     *counter = before >= last ? 0 : before + 1;
     return before;
 }
-template <class T> static inline T __ldcg(const T *x) { return *x; }
 
 /* ---- ptx_sm80.cuh ------------------------------------------------------------------------------------------------ */
 
@@ -145,7 +144,6 @@ static inline void cp_async_wait_all() {
     cp_async_wait_group<0>();
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
-static inline void fence_acq_rel() {}
 
 static inline void ldmatrix(u32 (&m)[4], u32 row, bool transposed) {
     const int lane = (int)(emulated_thread.x % 32), across = lane / 4, along = 2 * (lane % 4);

@@ -51,7 +51,8 @@ static struct {
 static long num_idle_turns;
 
 static void die(const char *why) {
-    fprintf(stderr, "emulated kernel, block %u, thread %u: %s\n", emulated_block.x, emulated_thread.x, why);
+    fprintf(stderr, "emulated kernel, block %u %u, thread %u: %s\n", emulated_block.x, emulated_block.y,
+            emulated_thread.x, why);
     abort();
 }
 
@@ -130,7 +131,7 @@ static void run_block(unsigned num_threads, unsigned shared_bytes) {
     memset(memory, 0xff, sizeof memory);
     for (volatile unsigned t = 0; t < num_threads; t++) threads[t].has_started = threads[t].has_finished = false;
     volatile unsigned num_left = num_threads;
-    const unsigned first = emulated_block.x * 37 % num_threads; /* another order in every block */
+    const unsigned first = (emulated_block.x + emulated_block.y) * 37 % num_threads; /* another order in every block */
     for (volatile unsigned turn = 0; num_left > 0; turn++) {
         const unsigned t = (first + turn) % num_threads;
         if (threads[t].has_finished) continue;
@@ -151,17 +152,18 @@ static void run_block(unsigned num_threads, unsigned shared_bytes) {
         if (memory[i] != (char)0xff) die("more shared memory used than the table says");
 }
 
-void emulate_launch(emulated_kernel *function, const void *parameter, unsigned grid, unsigned block,
+void emulate_launch(emulated_kernel *function, const void *parameter, unsigned grid_x, unsigned grid_y, unsigned block,
                     unsigned shared_bytes) {
     if (block > MOST_THREADS || shared_bytes > SHARED_BYTES) die("more threads or shared memory than a CTA may have");
     kernel = function;
     parameters = parameter;
-    emulated_grid_size = (triple){grid, 1, 1};
+    emulated_grid_size = (triple){grid_x, grid_y, 1};
     emulated_block_size = (triple){block, 1, 1};
     static bool backwards;
     backwards = !backwards; /* nobody may count on an order of CTAs */
-    for (unsigned i = 0; i < grid; i++) {
-        emulated_block = (triple){backwards ? grid - 1 - i : i, 0, 0};
+    for (unsigned i = 0; i < grid_x * grid_y; i++) {
+        const unsigned block_idx = backwards ? grid_x * grid_y - 1 - i : i;
+        emulated_block = (triple){block_idx % grid_x, block_idx / grid_x, 0};
         run_block(block, shared_bytes);
     }
 }

@@ -5,7 +5,7 @@
 /* A kernel's one parameter, taken by reference. */
 typedef void emulated_kernel(const void *parameter);
 
-void emulate_launch(emulated_kernel *kernel, const void *parameter, unsigned grid, unsigned block,
+void emulate_launch(emulated_kernel *kernel, const void *parameter, unsigned grid_x, unsigned grid_y, unsigned block,
                     unsigned shared_bytes);
 
 #endif
