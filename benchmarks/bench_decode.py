@@ -1,16 +1,20 @@
-"""Decoding on a GPU: how fast flash_attn_with_kvcache reads a KV cache, beside a copy of memory and PyTorch's SDPA.
+"""Decoding on a GPU: how fast flash_attn_with_kvcache reads a KV cache, beside a copy of memory, PyTorch's SDPA and
+FlexAttention.
 
 One new query per sequence, bf16 N(0, 1). TB/s count every cached key and value once. The copy moves 1 GB with
-torch.Tensor.copy_, reads and writes counted, in the same run. Pages lie in random order.
+torch.Tensor.copy_, reads and writes counted, in the same run. Pages lie in random order. `appends`: the last key comes
+with the call, rotary turns it and the query.
 
 Timing: each call captured in a CUDA graph, as a server runs it, over as many caches in turn as fill 1 GB, so that none
 waits in L2 (`warm`: one cache, again and again); the median of the replays, then the next kernel, `--rounds` times; the
 table shows the median of the rounds. Host time: 1000 calls in a row, nothing captured, while the GPU has little to do.
 
     python benchmarks/bench_decode.py                  the table of csrc/cuda/README.md
+    python benchmarks/bench_decode.py --kernels flex --cases 0 5        FlexAttention, which takes its time to compile
     python benchmarks/bench_decode.py --splits 0 1 4   other num_splits
 
-Writes benchmarks/results/decode_<device>.csv and, with matplotlib, a plot beside it.
+Writes benchmarks/results/decode_<device>.csv, where rows of the same kernel and problem are replaced and others stay,
+and, with matplotlib, a plot beside it.
 """
 
 import argparse
@@ -24,6 +28,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 from flash_attn import flash_attn_with_kvcache
 
@@ -31,21 +36,24 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = [
     "date", "device", "torch", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits", "us", "tb_s", "copy",
 ]  # fmt: skip
-DENSE, PAGES = "dense", (1, 16, 64, 256)
+KEY = ("kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits")
+DENSE, APPENDS, PAGES = "dense", "appends", (1, 16, 64, 256)
 # b, cache, h, h_kv, d, layouts
 CASES = [
-    (64, 8192, 32, 8, 128, (DENSE, *PAGES)),
+    (64, 8192, 32, 8, 128, (DENSE, APPENDS, *PAGES)),
     (1, 131072, 32, 8, 128, (DENSE, 16)),
     (4, 16384, 64, 8, 128, (DENSE, 16)),
     (64, 8192, 16, 1, 128, (DENSE, 16)),
     (16, 2048, 32, 32, 128, (DENSE, 16)),
-    (8, 1024, 32, 8, 128, (DENSE, "warm", 16)),
-    (1, 1024, 32, 8, 128, (DENSE,)),
+    (8, 1024, 32, 8, 128, (DENSE, "warm", APPENDS, 16)),
+    (1, 1024, 32, 8, 128, (DENSE, APPENDS)),
     (64, 8192, 32, 8, 64, (DENSE, 16)),
     (64, 4096, 16, 8, 96, (DENSE,)),
     (32, 4096, 16, 8, 192, (DENSE,)),
     (32, 4096, 16, 8, 256, (DENSE, 16)),
 ]
+HOST_CASE = (1, 64, 8, 2, 64)
+PEERS = {"cudnn": "SDPA cuDNN", "fa2": "SDPA FA2", "flex": "FlexAttention"}
 SOME_BYTES = 1 << 30
 
 
@@ -100,39 +108,51 @@ def copy_speed():
 
 
 def our_calls(layout, b, cache, h, h_kv, d, num_splits, copies):
-    q = torch.randn(b, 1, h, d, device="cuda", dtype=torch.bfloat16)
-    seqlens = torch.full((b,), cache, dtype=torch.int32, device="cuda")
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(b, 1, h, d, **like)
+    new = ()
+    if layout == APPENDS:
+        new = [torch.randn(b, 1, h_kv, d, **like) for _ in range(2)] + [
+            torch.rand(cache, d // 2, **like) for _ in range(2)
+        ]
+    seqlens = torch.full((b,), cache - bool(new), dtype=torch.int32, device="cuda")
     calls = []
     for _ in range(copies):
         if isinstance(layout, int):
             pages = b * cache // layout
-            k, v = (torch.randn(pages, layout, h_kv, d, device="cuda", dtype=q.dtype) for _ in range(2))
+            k, v = (torch.randn(pages, layout, h_kv, d, **like) for _ in range(2))
             table = torch.randperm(pages, device="cuda").view(b, -1).to(torch.int32)
         else:
-            k, v = (torch.randn(b, cache, h_kv, d, device="cuda", dtype=q.dtype) for _ in range(2))
+            k, v = (torch.randn(b, cache, h_kv, d, **like) for _ in range(2))
             table = None
         options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits}
-        calls.append(lambda k=k, v=v, options=options: flash_attn_with_kvcache(q, k, v, **options))
+        calls.append(lambda k=k, v=v, options=options: flash_attn_with_kvcache(q, k, v, *new, **options))
     return calls
 
 
-def sdpa_calls(backend, b, cache, h, h_kv, d, copies):
+@functools.cache
+def compiled_flex():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def peer_calls(peer, b, cache, h, h_kv, d, copies):
     q = torch.randn(b, h, 1, d, device="cuda", dtype=torch.bfloat16)
     calls = []
     for _ in range(copies):
         k, v = (torch.randn(b, h_kv, cache, d, device="cuda", dtype=q.dtype) for _ in range(2))
 
         def call(k=k, v=v):
-            with sdpa_kernel(backend):
+            if peer == "flex":
+                return compiled_flex()(q, k, v, enable_gqa=h != h_kv)
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if peer == "cudnn" else SDPBackend.FLASH_ATTENTION):
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=h != h_kv)
 
         calls.append(call)
     return calls
 
 
-def host_us():
+def host_us(call):
     """Host time of one call from Python: an empty-handed GPU keeps up."""
-    call = our_calls(DENSE, 1, 64, 8, 2, 64, 0, 1)[0]
     for _ in range(100):
         call()
     torch.cuda.synchronize()
@@ -146,24 +166,51 @@ def host_us():
     return median(times)
 
 
+def host_calls():
+    """(kernel, layout, call) of small problems; SDPA as its users call it, without choosing a backend."""
+    b, cache, h, h_kv, d = HOST_CASE
+    q = torch.randn(b, h, 1, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(b, h_kv, cache, d, device="cuda", dtype=q.dtype) for _ in range(2))
+    for layout in (DENSE, APPENDS, 16):
+        yield "ours", layout, our_calls(layout, *HOST_CASE, 0, 1)[0]
+    yield "SDPA", DENSE, lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
 def table(rows):
     """The README's: TB/s of cache, and microseconds."""
-    columns = [(DENSE, "ours"), *((f"pages of {page}", "ours") for page in PAGES)]
-    columns += [(DENSE, "SDPA cuDNN"), (DENSE, "SDPA FA2")]
-    print("| batch x cache, heads, head_dim | dense | pages of 1 | 16 | 64 | 256 | SDPA, cuDNN | SDPA, FA2 |")
-    print("|---|---|---|---|---|---|---|---|")
-    for case in dict.fromkeys(tuple(row[x] for x in ("b", "cache", "h", "h_kv", "d")) for row in rows):
+    columns = {DENSE: (DENSE, "ours"), "a key appended, rotary": (APPENDS, "ours")}
+    columns |= {f"pages of {page}" if page == 1 else str(page): (f"pages of {page}", "ours") for page in PAGES}
+    columns |= {name: (DENSE, name) for name in PEERS.values()}
+    print(f"| batch x cache, heads, head_dim | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for case in dict.fromkeys(tuple(int(row[x]) for x in ("b", "cache", "h", "h_kv", "d")) for row in rows):
         cells = []
-        for layout, kernel in columns:
-            found = [
-                row
-                for row in rows
-                if (row["b"], row["cache"], row["h"], row["h_kv"], row["d"]) == case
-                and (row["layout"], row["kernel"]) == (layout, kernel)
-            ]
+        for layout, kernel in columns.values():
+            found = [row for row in rows if key_of(row) == (kernel, layout, *map(str, case), "0")]
             cells.append(f"{float(found[0]['tb_s']):.2f} ({float(found[0]['us']):.1f} us)" if found else "")
         b, cache, h, h_kv, d = case
-        print(f"| {b} x {cache}, {h}/{h_kv}, {d} | {' | '.join(cells)} |")
+        if any(cells):
+            print(f"| {b} x {cache}, {h}/{h_kv}, {d} | {' | '.join(cells)} |")
+
+
+def key_of(row):
+    return tuple(str(row[name]) for name in KEY)
+
+
+def save(rows, path):
+    """Writes them in place of the file's rows of the same kernels and problems; returns all rows."""
+    old = []
+    if path.exists():
+        with open(path, newline="") as file:
+            old = list(csv.DictReader(file))
+    new = {key_of(row): row for row in rows}
+    merged = [new.pop(key_of(row), row) for row in old] + list(new.values())
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(merged)
+    return merged
 
 
 def plot(rows, path):
@@ -171,18 +218,19 @@ def plot(rows, path):
         import matplotlib.pyplot as plt
     except ModuleNotFoundError:
         return
+    rows = [r for r in rows if not r["layout"].startswith("host") and r["layout"] != "warm"]
     labels = list(dict.fromkeys(f"b{r['b']} x {r['cache']}\n{r['h']}/{r['h_kv']} d{r['d']}" for r in rows))
-    kernels = [k for k in dict.fromkeys(f"{r['kernel']} {r['layout']}" for r in rows) if "warm" not in k]
+    kernels = list(dict.fromkeys(f"{r['kernel']} {r['layout']}" for r in rows))
     figure, axis = plt.subplots(figsize=(13, 4.5))
     for i, kernel in enumerate(kernels):
         of = {
-            f"b{r['b']} x {r['cache']}\n{r['h']}/{r['h_kv']} d{r['d']}": r["tb_s"]
+            f"b{r['b']} x {r['cache']}\n{r['h']}/{r['h_kv']} d{r['d']}": float(r["tb_s"])
             for r in rows
             if f"{r['kernel']} {r['layout']}" == kernel
         }
         at = [j + (i - len(kernels) / 2) * 0.8 / len(kernels) for j, label in enumerate(labels) if label in of]
         axis.bar(at, [of[x] for x in labels if x in of], 0.8 / len(kernels), label=kernel)
-    axis.axhline(max(r["copy"] for r in rows), color="black", lw=0.8, ls="--", label="copy")
+    axis.axhline(max(float(r["copy"]) for r in rows), color="black", lw=0.8, ls="--", label="copy")
     axis.set_xticks(range(len(labels)), labels, fontsize=7)
     axis.set(ylabel="TB/s of cache")
     axis.legend(fontsize=7, ncol=4, loc="lower center")
@@ -195,7 +243,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of the cases")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--kernels", nargs="*", default=["ours", "cudnn", "fa2"], choices=["ours", *PEERS])
     parser.add_argument("--csv", type=Path, help="where the results go; the plot goes beside them")
     parser.add_argument("--table", type=Path, help="print the README's table of these results, and measure nothing")
     options = parser.parse_args()
@@ -206,45 +254,51 @@ def main():
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
-    print(f"{device}, torch {base['torch']}; host {host_us():.1f} us a call")
     rows = []
+
+    def note(kernel, layout, case, num_splits, us, **more):
+        sizes = dict(zip(("b", "cache", "h", "h_kv", "d"), case))
+        where = layout if isinstance(layout, str) else f"pages of {layout}"
+        rows.append(
+            {**base, **sizes, "kernel": kernel, "layout": where, "num_splits": num_splits, "us": round(us, 2), **more}
+        )
+        return f"{kernel} {where}"
+
+    print(f"{device}, torch {base['torch']}")
+    if "ours" in options.kernels:
+        hosts = [(kernel, layout, host_us(call)) for kernel, layout, call in host_calls()]
+        print("host: " + ", ".join(f"{kernel} {layout} {us:.1f} us" for kernel, layout, us in hosts))
+        for kernel, layout, us in hosts:
+            note(kernel, f"host, {layout if isinstance(layout, str) else f'pages of {layout}'}", HOST_CASE, 0, us)
     for number in options.cases:
-        b, cache, h, h_kv, d, layouts = CASES[number]
+        *case, layouts = CASES[number]
+        b, cache, h, h_kv, d = case
         cache_bytes = 4 * b * cache * h_kv * d
         copy = copy_speed()
+        jobs = [("ours", layout, num_splits) for layout in layouts for num_splits in options.splits]
+        jobs = (jobs if "ours" in options.kernels else []) + [(x, DENSE, 0) for x in options.kernels if x != "ours"]
         line = []
-        for layout in (*layouts, *(() if options.no_peers else ("cuDNN", "FA2"))):
+        for kernel, layout, num_splits in jobs:
             copies = 8 if layout == "warm" else max(1, -(-SOME_BYTES // cache_bytes))
-            for num_splits in options.splits:
-                if layout in ("cuDNN", "FA2"):
-                    if num_splits != options.splits[0]:
-                        continue
-                    backend = SDPBackend.CUDNN_ATTENTION if layout == "cuDNN" else SDPBackend.FLASH_ATTENTION
-                    calls = sdpa_calls(backend, b, cache, h, h_kv, d, copies)
-                    kernel, where = f"SDPA {layout}", DENSE
-                else:
-                    calls = our_calls(layout, b, cache, h, h_kv, d, num_splits, 1 if layout == "warm" else copies)
-                    calls *= copies if layout == "warm" else 1
-                    kernel, where = "ours", layout if isinstance(layout, str) else f"pages of {layout}"
-                graph = captured(calls)
-                if graph is None:
-                    continue
-                us = median(replay_us(graph, copies) for _ in range(options.rounds))
-                del graph, calls
-                speed = cache_bytes / us / 1e6
-                sizes = {"b": b, "cache": cache, "h": h, "h_kv": h_kv, "d": d, "num_splits": num_splits}
-                values = {"kernel": kernel, "layout": where, "us": round(us, 2), "tb_s": round(speed, 3)}
-                rows.append({**base, **sizes, **values, "copy": round(copy, 3)})
-                line.append(f"{kernel if kernel != 'ours' else where} {speed:.3f} ({us:.1f} us)")
+            if kernel == "ours":
+                calls = our_calls(layout, *case, num_splits, 1 if layout == "warm" else copies)
+                calls *= copies if layout == "warm" else 1
+            else:
+                calls = peer_calls(kernel, *case, copies)
+            graph = captured(calls)
+            if graph is None:
+                continue
+            us = median(replay_us(graph, copies) for _ in range(options.rounds))
+            del graph, calls
+            speed = cache_bytes / us / 1e6
+            name = note(
+                PEERS.get(kernel, kernel), layout, case, num_splits, us, tb_s=round(speed, 3), copy=round(copy, 3)
+            )
+            line.append(f"{name} {speed:.3f} ({us:.1f} us)")
         print(f"b{b} x {cache} {h}/{h_kv} d{d}, copy {copy:.3f}: " + ", ".join(line), flush=True)
 
     path = options.csv or RESULTS / f"decode_{device}.csv"
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows, path.with_suffix(".svg"))
+    plot(save(rows, path), path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
