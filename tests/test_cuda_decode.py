@@ -1,6 +1,7 @@
 """flash_attn_with_kvcache on a GPU: the cases of the CPU, what splits and lanes can get wrong, graphs, bad indices."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -96,7 +97,7 @@ def test_repeats_are_bitwise_equal(num_splits):
     q, k, v, seqlens, table = decode_problem((3000, 10, 0, 777, 1500, 2999), 3000, 16, 4, 128, 16)
     options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits, "return_softmax_lse": True}
     out, lse = flash_attn_with_kvcache(q, k, v, **options)
-    for _ in range(200):
+    for _ in range(1000):
         again, again_lse = flash_attn_with_kvcache(q, k, v, **options)
         assert torch.equal(out, again) and torch.equal(lse, again_lse)
 
@@ -117,7 +118,14 @@ def test_graph_replay_while_lengths_grow(page, num_splits):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = call()
-    for lengths in ((0, 0, 0, 0), (1, 2, 3, 4), (63, 64, 65, 0), (2047, 0, 1, 1000), (2047, 2047, 2047, 2047)):
+    for lengths in (
+        (0, 0, 0, 0),
+        (1, 2, 3, 4),
+        (63, 64, 65, 0),
+        (2047, 0, 1, 1000),
+        (2047,) * 4,
+        (2048, 2047, 0, 2048),
+    ):
         seqlens.copy_(torch.tensor(lengths))
         q.normal_(), k_new.normal_(), v_new.normal_()
         if page:
@@ -128,6 +136,78 @@ def test_graph_replay_while_lengths_grow(page, num_splits):
         k.copy_(before[0]), v.copy_(before[1])
         want = (*call(), k, v)
         assert all(torch.equal(x, y) for x, y in zip(got, want)), lengths
+
+
+def random_case(seed):
+    """A few rows of a key head, so that most are served by the decode kernel, with everything that can be combined."""
+    r = random.Random(seed)
+    b, len_new = r.randint(1, 5), r.choice((0, 0, 1, 1, 2, 8, 9))
+    h_kv, g, len_q = r.choice(((1, 8, 1), (2, 1, 1), (3, 4, 1), (8, 4, 1), (1, 16, 4), (2, 2, 7), (2, 5, 20)))
+    capacity = r.choice((40, 129, 700, 2500))
+    seqlens = tuple(r.randint(0, capacity - len_new) for _ in range(b))
+    return Cache(
+        len_q, seqlens, capacity, len_new, h_kv * g, h_kv, r.choice((16, 64, 72, 96, 128, 192, 256)),
+        r.choice(HALF), r.choice((0, 0, 1, 5, 16, 256)), r.choice((0.0, 0.5, 1.0)) if len_new else 0.0,
+        r.random() < 0.5, r.random() < 0.3, r.random() < 0.3, r.random() < 0.5,
+        r.choice(((-1, -1), (-1, -1), (100, -1), (30, 5))), r.choice((0.0, 0.0, 7.0)), r.choice(("", "", "h", "bh")),
+        r.choice((0, 0, 0, 1, 2, 30)), b,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_steps(seed):
+    run(random_case(seed))
+
+
+@pytest.mark.parametrize("page", (0, 16))
+def test_an_append_in_front_writes_the_same(page):
+    """Rows that do not start at multiples of 16 bytes go through kvcache.cu: the same bits in caches and output."""
+    q, k, v, seqlens, table = decode_problem((700, 63, 0, 64), 900, 8, 2, 128, page)
+    aligned = [torch.randn(4, 2, 2, 128, device="cuda", dtype=q.dtype) for _ in range(2)]
+    shifted = [torch.empty(4 * 2 * 2 * 128 + 1, device="cuda", dtype=q.dtype)[1:].view(4, 2, 2, 128) for _ in range(2)]
+    for there, new in zip(shifted, aligned):
+        there.copy_(new)
+        assert there.data_ptr() % 16
+    found = []
+    for new in (aligned, shifted):
+        caches = k.clone(), v.clone()
+        out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=seqlens, block_table=table)
+        found.append([x.view(torch.int16) for x in (out, *caches)])
+    assert all(torch.equal(x, y) for x, y in zip(*found))
+
+
+@pytest.mark.parametrize("len_new", (3, 12))
+@pytest.mark.parametrize("page", (0, 10))
+def test_an_append_without_room(page, len_new):
+    """What fits is written, the rest is not, and attention sees the whole cache; 12 keys are appended by kvcache.cu."""
+    q, k, v, _, table = decode_problem((40,) * 4, 40, 4, 2, 64, page)
+    seqlens = torch.tensor((40, 39, 38, 0), dtype=torch.int32, device="cuda")
+    new = [torch.randn(4, len_new, 2, 64, device="cuda", dtype=q.dtype) for _ in range(2)]
+    want = []
+    for cache, rows in zip((k, v), new):
+        flat = cache.clone() if table is None else cache[table.long()].flatten(1, 2)
+        for n, start in enumerate(seqlens.tolist()):
+            flat[n, start : start + len_new] = rows[n, : 40 - start]
+        want.append(flat)
+    out = flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=seqlens, block_table=table)
+    for cache, flat in zip((k, v), want):
+        assert torch.equal(cache if table is None else cache[table.long()].flatten(1, 2), flat)
+    after = torch.tensor([min(n + len_new, 40) for n in seqlens.tolist()], dtype=torch.int32, device="cuda")
+    assert torch.equal(out, flash_attn_with_kvcache(q, k, v, cache_seqlens=after, block_table=table))
+
+
+def test_sequences_that_share_pages():
+    """A common prefix in common pages, each with a page of its own for what it appends."""
+    q, k, v, _, _ = decode_problem((0,) * 3, 64, 8, 2, 128, 16)
+    table = torch.tensor(((0, 1, 2), (0, 1, 5), (0, 1, 7)), dtype=torch.int32, device="cuda")
+    seqlens = torch.tensor((32, 40, 47), dtype=torch.int32, device="cuda")
+    new = [torch.randn(3, 1, 2, 128, device="cuda", dtype=q.dtype) for _ in range(2)]
+    out = flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=seqlens, block_table=table, num_splits=1)
+    for n in range(3):
+        alone = [x[table[n].long()].flatten(0, 1)[None].contiguous() for x in (k, v)]
+        want = flash_attn_with_kvcache(q[n : n + 1], *alone, cache_seqlens=seqlens[n : n + 1] + 1, num_splits=1)
+        assert torch.equal(out[n : n + 1], want)
+        assert all(torch.equal(x[0, seqlens[n]], y[n, 0]) for x, y in zip(alone, new))
 
 
 def test_many_streams_at_once():
