@@ -254,6 +254,7 @@ def main():
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
+    path = options.csv or RESULTS / f"decode_{device}.csv"
     rows = []
 
     def note(kernel, layout, case, num_splits, us, **more):
@@ -296,9 +297,8 @@ def main():
             )
             line.append(f"{name} {speed:.3f} ({us:.1f} us)")
         print(f"b{b} x {cache} {h}/{h_kv} d{d}, copy {copy:.3f}: " + ", ".join(line), flush=True)
-
-    path = options.csv or RESULTS / f"decode_{device}.csv"
-    plot(save(rows, path), path.with_suffix(".svg"))
+        everything = save(rows, path)
+    plot(everything, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

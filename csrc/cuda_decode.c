@@ -95,6 +95,7 @@ static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
     a->by_groups = division_by((unsigned)a->groups);
     a->by_head_blocks = division_by((unsigned)a->head_blocks);
     a->by_heads_per_kv = division_by((unsigned)a->heads_per_kv);
+    a->by_page_size = division_by(a->block_table ? (unsigned)a->page_size : 1);
 }
 
 /* The counters of the parts that have come: the kernel's own, which come back to zero by themselves; where there are too

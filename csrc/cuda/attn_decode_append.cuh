@@ -100,17 +100,18 @@ DEVICE new_keys new_keys_of(const params &p, const item &t, const piece &x, int 
     return n;
 }
 
-/* Writes them, and their values. A warp takes one row. Whole CTA. */
+/* Writes them, and their values. A warp takes one row, the last warp first: the first ones turn the queries meanwhile. Whole
+ * CTA. */
 __device__ __noinline__ void append(const params &p, walk c, const item &t, int head, new_keys fresh) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int row = (int)threadIdx.x / 32; row < 2 * (fresh.last - fresh.first); row += WARPS) {
+    for (int row = WARPS - 1 - (int)threadIdx.x / 32; row < 2 * (fresh.last - fresh.first); row += WARPS) {
         const int position = t.s.kv_row + fresh.first + row / 2, token = position - t.s.position;
         const bool is_key = row % 2 == 0;
         const fa_decode_cache &from = is_key ? p.k_new : p.v_new, &to = is_key ? p.k : p.v;
         u32 page = c.cache_row, page_row = position;
         if (c.pages) {
-            const int idx = position / p.page_size;
+            const int idx = divide(position, p.by_page_size);
             page = c.pages[idx], page_row = position - idx * p.page_size;
             if (page >= (u32)p.num_pages) continue;
         }

@@ -38,7 +38,7 @@ DEVICE void look_up(const params &p, const walk &c, int key, loader &l) {
     l.present = __ballot_sync(0xffffffffu, is_present);
     const u32 row = is_present ? (u32)(c.kv_row + mine) : 0;
     if (c.pages) {
-        const u32 idx = row / (u32)p.page_size;
+        const u32 idx = divide(row, p.by_page_size);
         l.row = row - idx * (u32)p.page_size;
         l.page = is_present ? c.pages[idx] : 0;
     } else {

@@ -59,7 +59,7 @@ typedef struct {
     int lanes;       /* CTAs that walk side by side over the same keys, each in a head of its own: divides h_kv */
     int groups;      /* of `lanes` CTAs */
     int head_blocks; /* h_kv / lanes */
-    fa_division by_groups, by_head_blocks, by_heads_per_kv;
+    fa_division by_groups, by_head_blocks, by_heads_per_kv, by_page_size;
     int num_splits;     /* 0: every group takes an equal share of all keys; n: every head's keys are cut into n */
     int max_q_tiles;    /* of one sequence */
     int partial_rows;   /* of one piece in partial_o: at most the tile's rows */

@@ -60,8 +60,8 @@ struct key_range {
 DEVICE key_range keys_of(const params &p, const sequence &s, int q_tile) {
     key_range r = {0, s.len_kv, 0, s.len_kv};
     const int shift = s.len_kv - s.len_q;
-    const int first = q_tile * BLOCK_Q / p.heads_per_kv;
-    const int last = min((q_tile * BLOCK_Q + BLOCK_Q - 1) / p.heads_per_kv, s.len_q - 1);
+    const int first = divide(q_tile * BLOCK_Q, p.by_heads_per_kv);
+    const int last = min(divide(q_tile * BLOCK_Q + BLOCK_Q - 1, p.by_heads_per_kv), s.len_q - 1);
     if (p.window_right >= 0) {
         r.end = clamp(last + shift + p.window_right + 1, 0, s.len_kv);
         r.full_end = clamp(first + shift + p.window_right + 1, 0, s.len_kv);
