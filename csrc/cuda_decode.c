@@ -82,14 +82,10 @@ static void add_append(const fa_problem *p, fa_attn_decode_params *a) {
 }
 
 /* As many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads side by side: as many lanes
- * as leave no CTA over. Batch 64, cache 8192, 8 key heads: 1 lane 3.006 TB/s, 8 lanes 3.046 (H100 SXM, 2026-11-21). */
+ * as leave at most one CTA in 32 over. Batch 16, cache 2048, 32 key heads: 8 lanes 183 us, 32 lanes 177 (cuda/README.md). */
 static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
-    int most = 0;
     for (int lanes = 1; lanes <= a->h_kv && lanes <= most_ctas; lanes++)
-        if (a->h_kv % lanes == 0 && most_ctas / lanes * lanes >= most) {
-            most = most_ctas / lanes * lanes;
-            a->lanes = lanes;
-        }
+        if (a->h_kv % lanes == 0 && most_ctas % lanes * 32 <= most_ctas) a->lanes = lanes;
     a->groups = most_ctas / a->lanes;
     a->head_blocks = a->h_kv / a->lanes;
     a->by_groups = division_by((unsigned)a->groups);

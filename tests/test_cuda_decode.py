@@ -46,6 +46,7 @@ SPLITS = [
     Cache(2, (900,) * 40, 1000, b=40, h=4, h_kv=4, d=64, window=(300, 0)),
     Cache(9, (1500, 0, 77), 1600, h=16, h_kv=2, d=256, causal=True, softcap=9.0, alibi="bh"),
     Cache(1, (3000, 1000, 10), 3000, h=12, h_kv=12, d=96, leftpad=True, batch_idx=True),
+    Cache(1, (700, 33), 800, b=2, h=32, h_kv=32, d=64, len_new=1),
 ]
 
 
