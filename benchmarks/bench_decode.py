@@ -180,7 +180,7 @@ def table(rows):
     """The README's: TB/s of cache, and microseconds."""
     columns = {DENSE: (DENSE, "ours"), "a key appended, rotary": (APPENDS, "ours")}
     columns |= {f"pages of {page}" if page == 1 else str(page): (f"pages of {page}", "ours") for page in PAGES}
-    columns |= {name: (DENSE, name) for name in PEERS.values()}
+    columns |= {name: (DENSE, name) for name in PEERS.values() if any(row["kernel"] == name for row in rows)}
     print(f"| batch x cache, heads, head_dim | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
     for case in dict.fromkeys(tuple(int(row[x]) for x in ("b", "cache", "h", "h_kv", "d")) for row in rows):
