@@ -14,27 +14,30 @@
 #define DECODE_ROWS_OF_4 64
 #define ROWS_OF_2        128
 #define ROWS_OF_3        192
+#define ROWS_OF_4        256
 #define NUM_ROWS(x)      (int)(sizeof(x) / sizeof *(x))
 
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
 static const fa_row fwd_sm90_rows[] = {
-#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, serves) \
-    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                 \
-     {d, block_kv, wgs, stages, q_stages, turn, o_wait},                           \
-     serves,                                                                       \
+#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, cost, serves) \
+    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                       \
+     {d, block_kv, wgs, stages, q_stages, turn, o_wait, cost},                           \
+     serves,                                                                             \
      FA_SHARED_BYTES},
 #include "cuda/tiles.def"
 };
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
 
-/* plan_cuda_fwd.c takes the first row that fits. */
+/* plan_cuda_fwd.c takes the first row that fits, or a later one whose tiles are higher. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
-        if (t->d == fa_fwd_sm90_row(row)->d && (fwd_sm90_rows[i].serves & wanted) == wanted) return false;
+        if (t->d == fa_fwd_sm90_row(row)->d && t->wgs >= fa_fwd_sm90_row(row)->wgs &&
+            (fwd_sm90_rows[i].serves & wanted) == wanted)
+            return false;
     }
     return true;
 }

@@ -70,8 +70,9 @@ def test_case(case):
 
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 def test_tile_borders(d):
-    """Lengths around the tiles of 64, 128 and 192 rows and of 64 .. 128 keys, len_q below, at and above len_kv."""
-    for n, m in ((1, 1), (63, 65), (64, 64), (127, 129), (128, 128), (129, 81), (192, 192), (193, 300), (300, 79)):
+    """Lengths around the tiles of 64 .. 256 rows and of 64 .. 128 keys, len_q below, at and above len_kv."""
+    lengths = ((1, 1), (63, 65), (64, 64), (127, 129), (128, 128), (129, 81), (192, 192), (193, 300), (300, 79))
+    for n, m in (*lengths, (256, 256), (450, 513)):
         for causal in BOTH:
             verify(Case(n, m, b=1, h=2, h_kv=1, d=d, dtype="bf16", causal=causal))
 

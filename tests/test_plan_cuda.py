@@ -99,9 +99,12 @@ def plan(tmp_path_factory):
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
-        ({"d": 8}, "attn_fwd_sm90_bf16_d64_q192kv128"),
-        ({"d": 64, "right": 0, "len_q": 4096}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
-        ({"d": 64, "right": 0}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
+        ({"d": 8}, "attn_fwd_sm90_bf16_d64_q256kv64"),
+        ({"d": 64, "len_q": 192}, "attn_fwd_sm90_bf16_d64_q192kv128"),
+        ({"d": 64, "len_q": 1152}, "attn_fwd_sm90_bf16_d64_q192kv128"),
+        ({"d": 64, "right": 0, "len_q": 4096}, "attn_fwd_sm90_bf16_d64_q256kv64_causal"),
+        ({"d": 64, "right": 0, "len_q": 16384}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
+        ({"d": 64, "packed": 1}, "attn_fwd_sm90_bf16_d64_q192kv128_varlen"),
         ({"d": 64, "dropout": 0.5}, "attn_fwd_sm90_bf16_d64_q128kv128_dropout"),
         ({"d": 256, "dropout": 0.5, "right": 0}, "attn_fwd_sm90_bf16_d256_q128kv64_causal_dropout"),
         ({"d": 72, "dtype": 0}, "attn_fwd_sm90_fp16_d96_q128kv128"),

@@ -48,7 +48,7 @@ typedef fa_attn_fwd_params params;
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-constexpr int PRODUCER_REGS = WGS == 3 ? 32 : 40, CONSUMER_REGS = WGS == 3 ? 160 : 232;
+constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40, CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : 232;
 constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* one row of a swizzled chunk */
 constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
 constexpr bool O_BY_TMA = HEAD_DIM <= 128;
@@ -62,7 +62,7 @@ constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f
 
 static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
-static_assert(WGS <= 3, "64 K registers: 3 warpgroups of 160 and a producer of 32 take them all");
+static_assert(WGS <= 4, "64 K registers: 3 warpgroups of 160, or 4 of 112, and a producer of 32 take them all");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout: patches of 32 keys");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
