@@ -59,6 +59,7 @@ typedef struct {
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
+    const fa_task *next_task;           /* during the last block: who comes next */
     const char **pieces;                /* of soon */
     fetch_queue soon;
 } bwd_task;
@@ -342,8 +343,29 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
                                                .masked = hides}});
 }
 
-/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys and, for the tile that
- * opens next, its rows of Q and dO. */
+/* The rows that the next task reads first. Long sequences, whose keys are cut into ranges, do not need it. */
+static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t row_bytes = p->d * DTYPE_BYTES(p->dtype), g = p->h / p->h_kv;
+    const bwd_task next = {.p = p, .s = fa_sequence_at(p, task->b_idx), .head_kv = task->head_kv};
+    const int64_t num_keys = next.s.len_kv < l->block_kv ? next.s.len_kv : l->block_kv;
+    const int64_t num_lanes = next.s.len_q * g < l->block_q ? next.s.len_q * g : l->block_q;
+    if (l->ranges > 1) return;
+    for (int64_t i = 0; i < num_keys; i++) {
+        const char *rows[] = {bwd_key_row(&next, &p->k, i), bwd_key_row(&next, &p->v, i)};
+        fetch_later(&t->soon, rows, 2, row_bytes);
+    }
+    for (int64_t i = 0; i < num_lanes; i++) {
+        const int64_t head = next.head_kv * g + i % g;
+        const char *rows[] = {bwd_query_row(p, &next.s, &p->q, i / g, head),
+                              bwd_query_row(p, &next.s, &p->dout, i / g, head)};
+        fetch_later(&t->soon, rows, 2, row_bytes);
+    }
+}
+
+/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, for the tile that
+ * opens next its rows of Q and dO, and after the task's last step what the next task begins with. */
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
@@ -358,6 +380,7 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
         bwd_list_queries(t, is_dout ? &t->p->dout : &t->p->q, &t->tiles[next], rows);
         fetch_later(&t->soon, rows, t->tiles[next].lanes, row_bytes);
     }
+    if (t->next_task && i == t->num_tiles - 1) bwd_fetch_task(t, t->next_task);
     const int64_t patches = (4 * num_keys + l->columns) / UNROLL_ROWS + 1;
     t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
 }
@@ -492,6 +515,8 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
             t.num_next = next < end_key ? 2 * l->block_kv : 0;
             t.num_fetched = 0;
             if (t.num_next > 0) bwd_list_keys(&t, next, t.next_rows);
+            const bool is_last = next >= end_key && t.first_tile + l->tiles >= num_tiles;
+            t.next_task = is_last ? fa_next_task(job->list) : NULL;
             for (int i = 0; i < t.num_tiles; i++) bwd_step_tile(&t, i);
             const char **rows = t.key_rows;
             t.key_rows = t.next_rows, t.next_rows = rows;

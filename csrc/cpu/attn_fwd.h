@@ -52,8 +52,9 @@ typedef struct {
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
     const char **pieces;                /* of soon */
     fetch_queue soon;
-    bool finite; /* all of the block's V */
-    int turn;    /* which of the two buffers of scores is next */
+    bool finite;              /* all of the block's V */
+    const fa_task *next_task; /* during the last block: who comes next */
+    int turn;                 /* which of the two buffers of scores is next */
     product_queue queue;
 } fwd_task;
 
@@ -168,8 +169,32 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     return false;
 }
 
+/* The rows that the next task reads first: short sequences are all beginning. All of them at once, before the arithmetic, do not
+ * overlap with it. O too (its lines are read before they are written) is no faster. */
+static void fetch_task(fwd_task *t, const fa_task *task) {
+    const fa_problem *p = t->p;
+    const fa_fwd_layout *l = &t->job->layout;
+    const fa_sequence s = fa_sequence_at(p, task->b_idx);
+    const int64_t bytes = DTYPE_BYTES(p->dtype), row_bytes = p->d * bytes, g = p->h / p->h_kv;
+    int64_t row, row_end, key, key_end;
+    fa_tile_rows(p, &s, l->block_q, task->begin, task->begin + 1, &row, &row_end);
+    fa_rows_keys(p, &s, row, row_end, &key, &key_end);
+    key_end = min_i64(key_end, key + l->block_kv);
+    for (int64_t i = 0; i < min_i64((row_end - row) * g, l->block_q); i++) {
+        const char *q =
+            (const char *)p->q.data + fa_query_offset(&p->q, &s, row + i / g, task->head_kv * g + i % g) * bytes;
+        fetch_later(&t->soon, &q, 1, row_bytes);
+    }
+    for (; key < key_end; key++) {
+        const char *rows[] = {(const char *)p->k.data + fa_key_offset(p, &p->k, &s, key, task->head_kv) * bytes,
+                              (const char *)p->v.data + fa_key_offset(p, &p->v, &s, key, task->head_kv) * bytes};
+        fetch_later(&t->soon, rows, 2, row_bytes);
+    }
+}
+
 /* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, the queries of the
- * tile that opens next and, when this is the tile's last block, the rows that it will write. */
+ * tile that opens next, when this is the tile's last block the rows that it will write, and when it is the task's last
+ * step what the next task begins with. */
 static void fetch_during(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[step->tile];
@@ -188,8 +213,10 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
         list_queries(t, &t->p->o, tile, rows);
         fetch_later(&t->soon, rows, tile->lanes, row_bytes);
     }
-    const int64_t patches = (step->end - step->begin + l->columns) / UNROLL_ROWS + 1;
-    t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
+    if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
+    const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
+    t->soon.pieces = PRODUCT_FETCHES ? (t->soon.end - t->soon.piece) / patches + 1 : t->soon.end - t->soon.piece;
+    if (!PRODUCT_FETCHES) fetch_some(&t->soon);
 }
 
 /* S^T = K Q^T */
@@ -344,32 +371,6 @@ static void close_tile(const fwd_task *t, int i) {
 
 /* ---- tasks and workers ---- */
 
-/* The rows that a task reads first, fetched while the task before computes: short sequences are all beginning. O too
- * (its lines are read before they are written) is no faster, nor are shares of the rows for each tile of that task. */
-static void prefetch_task(const fwd_job *job, const fa_task *task) {
-    const fa_problem *p = job->p;
-    const fa_sequence s = fa_sequence_at(p, task->b_idx);
-    const int64_t bytes = DTYPE_BYTES(p->dtype), g = p->h / p->h_kv;
-    int64_t row, row_end, key, key_end;
-    fa_tile_rows(p, &s, job->layout.block_q, task->begin, task->begin + 1, &row, &row_end);
-    fa_rows_keys(p, &s, row, row_end, &key, &key_end);
-    key_end = min_i64(key_end, key + job->layout.block_kv);
-    for (; row < row_end; row++) {
-        for (int64_t head = task->head_kv * g; head < (task->head_kv + 1) * g; head++) {
-            const char *q = (const char *)p->q.data + fa_query_offset(&p->q, &s, row, head) * bytes;
-            for (int64_t at = 0; at < p->d * bytes; at += 64) PREFETCH(q + at);
-        }
-    }
-    for (; key < key_end; key++) {
-        const char *k = (const char *)p->k.data + fa_key_offset(p, &p->k, &s, key, task->head_kv) * bytes;
-        const char *v = (const char *)p->v.data + fa_key_offset(p, &p->v, &s, key, task->head_kv) * bytes;
-        for (int64_t at = 0; at < p->d * bytes; at += 64) {
-            PREFETCH(k + at);
-            PREFETCH(v + at);
-        }
-    }
-}
-
 /* The block's keys, and the first tile's queries, for which nobody asked ahead. */
 static void fetch_block(const fwd_task *t) {
     const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
@@ -410,9 +411,10 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
         t.num_next = next < end_key ? 2 * l->block_kv : 0;
         t.num_fetched = 0;
         if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
-        const fa_task *next_task = next >= end_key ? fa_next_task(job->list) : NULL;
-        if (next_task) prefetch_task(job, next_task);
+        t.next_task = next >= end_key ? fa_next_task(job->list) : NULL;
         step_tiles(&t);
+        t.soon.pieces = t.soon.end - t.soon.piece; /* what no patch has taken */
+        fetch_some(&t.soon);
         const char **rows = t.key_rows;
         t.key_rows = t.next_rows, t.next_rows = rows;
     }

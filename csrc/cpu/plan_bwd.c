@@ -50,7 +50,10 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const int word_elems = plan->isa >= FA_ISA_AVX512BF16 ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
-    const int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
+    int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
+    /* One block whatever its size: the same bits. With AMX rows of P and dS lie behind 32 keys of scores, so 64 is the least. */
+    const int least_kv = plan->isa == FA_ISA_AMX ? 64 : 32;
+    while (block_kv > least_kv && p->len_kv <= block_kv / 2) block_kv /= 2;
     const int ranges = choose_ranges(p);
     const fa_sequence longest = {.len_q = p->len_q};
     int64_t tiles = fa_num_tiles(p, &longest, block_q);
