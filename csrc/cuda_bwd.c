@@ -1,5 +1,5 @@
-/* Backward on Hopper: attn_bwd_prep, attn_bwd_sm90 or attn_bwd_wide_sm90, and attn_bwd_convert, one after the other with
- * the same parameters. */
+/* Backward on Hopper: attn_bwd_prep, then attn_bwd_sm90, or attn_bwd_wide_sm90 and attn_bwd_convert, one after the other
+ * with the same parameters. */
 #include <math.h>
 
 #include "bwd_workspace.h"
@@ -44,6 +44,8 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->stats = (float *)(workspace + w->stats);
     a->dq_sums = (float *)(workspace + w->dq_sums);
     a->turns = (unsigned *)(workspace + w->turns);
+    a->kv_sums = (float *)(workspace + w->kv_sums);
+    a->kv_turns = (unsigned *)(workspace + w->kv_turns);
     a->tile_counter = (unsigned *)(workspace + w->tile_counter);
     a->num_slabs = (int)w->num_slabs;
     a->b = (int)p->b, a->h = (int)p->h, a->h_kv = (int)p->h_kv, a->d = (int)p->d;
@@ -53,8 +55,10 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->cu_seqlens_q = p->cu_seqlens_q;
     a->cu_seqlens_k = p->cu_seqlens_k;
     a->num_kv_tiles = (int)((p->len_kv + block_kv - 1) / block_kv);
-    a->num_tiles = (int)(a->num_kv_tiles * p->b * p->h_kv);
+    a->pieces = (int)w->pieces;
+    a->num_tiles = (int)(a->num_kv_tiles * p->b * p->h_kv * w->pieces);
     a->group_heads = heads_in_group(p);
+    a->in_order = p->deterministic;
 
     const float scale = (float)p->scale;
     a->scale_log2 = (features & FA_SCORE ? 1 : scale) * LOG2_E;
@@ -78,12 +82,18 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_q, &a->dout, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a->k, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a->v, err);
+    if (call->plan->cuda_family != FA_BWD_SM90) return status;
+    const fa_box box = {16, 64, packed};
+    if (status == FA_OK && p->dq.data) status = fa_cuda_map(call, &p->dq, rows_q, p->h, box, &a->dq_rows, err);
+    if (status == FA_OK && p->dk.data) status = fa_cuda_map(call, &p->dk, rows_kv, p->h_kv, box_kv, &a->dk_tiles, err);
+    if (status == FA_OK && p->dv.data) status = fa_cuda_map(call, &p->dv, rows_kv, p->h_kv, box_kv, &a->dv_tiles, err);
     return status;
 }
 
-/* One of the kernels, with the plan's features as far as its family knows them. */
+/* One of the kernels, with the plan's features as far as its family knows them. is_early: it may begin while the kernel
+ * before it ends, and waits for that one itself. */
 static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, int64_t grid, unsigned threads,
-                        fa_attn_bwd_params *a, fa_error *err) {
+                        bool is_early, fa_attn_bwd_params *a, fa_error *err) {
     fa_variant variant = fa_plan_variant(call->plan, call->gpu);
     CUkernel kernel;
     void *arguments[] = {a};
@@ -92,9 +102,11 @@ static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, 
     if (grid == 0) return FA_OK;
     fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
     if (status != FA_OK) return status;
-    return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, (unsigned)grid, 1, 1, threads, 1, 1,
-                                                        (unsigned)fa_families[family].rows[row].shared_bytes,
-                                                        call->stream, arguments, NULL),
+    CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value = {1}};
+    const CUlaunchConfig config = {
+        (unsigned)grid, 1,      1,       threads, 1, 1, (unsigned)fa_families[family].rows[row].shared_bytes,
+        call->stream,   &early, is_early};
+    return fa_driver_check(call->driver->cuLaunchKernelEx(&config, (CUfunction)kernel, arguments, NULL),
                            "launching a backward kernel", err);
 }
 
@@ -103,8 +115,9 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_family_id family = (fa_family_id)call->plan->cuda_family;
     const int row = call->plan->cuda_row;
     const fa_bwd_sm90_columns *tile = fa_bwd_sm90_row(family, row);
-    const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q);
     const bool is_wide = family == FA_BWD_WIDE_SM90;
+    const int64_t sms = call->gpu->num_sms;
+    const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q, tile->block_kv, is_wide ? 0 : sms);
     fa_attn_bwd_params a;
     if (p->b == 0 || p->h == 0) return FA_OK;
     fill_scalars(call, &w, &a);
@@ -115,12 +128,13 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t tiles = p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv : a.num_tiles;
     const int64_t slabs = w.num_slabs * w.num_heads;
     const int ctas = ctas_of_tile(call), clusters = call->gpu->num_sms / ctas;
-    const int helper_row = is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
-    status = launch(call, FA_BWD_PREP_SM90, helper_row, slabs, HELPER_THREADS, &a, err);
+    status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
+                    HELPER_THREADS, false, &a, err);
     if (status == FA_OK && wants_main)
-        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, &a, err);
-    if (status == FA_OK && p->dq.data)
-        status = launch(call, FA_BWD_CONVERT_SM90, helper_row, slabs, HELPER_THREADS, &a, err);
+        status =
+            launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, !is_wide, &a, err);
+    if (status == FA_OK && p->dq.data && is_wide)
+        status = launch(call, FA_BWD_CONVERT_SM90, row, slabs, HELPER_THREADS, false, &a, err);
     return status;
 }

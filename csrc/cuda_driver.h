@@ -29,7 +29,21 @@ enum {
     CU_TENSOR_MAP_SWIZZLE_128B = 3,
     CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
     CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
 };
+
+typedef struct {
+    int id;
+    int padding;
+    int value[16]; /* by the id; programmatic stream serialization: 1 allows it */
+} CUlaunchAttribute;
+
+typedef struct {
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    CUstream stream;
+    CUlaunchAttribute *attributes;
+    unsigned num_attributes;
+} CUlaunchConfig;
 
 #define FA_OLDEST_DRIVER      12030 /* CUDA 12.3 */
 #define FA_OLDEST_DRIVER_NAME "12.3"
@@ -55,6 +69,7 @@ enum {
     X(cuLaunchKernel,                                                                                              \
       (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
        unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                 \
+    X(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra))      \
     X(cuStreamIsCapturing, (CUstream stream, int *status))                                                         \
     X(cuStreamSynchronize, (CUstream stream))                                                                      \
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                              \

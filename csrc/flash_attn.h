@@ -135,6 +135,7 @@ typedef struct {
     size_t l2_bytes;             /* per core; a default if the processor does not say */
     int threads;
     int gpu_capability; /* of the GPU that holds the tensors, 90 for compute capability 9.0; 0: they are on the CPU */
+    int gpu_sms;        /* its multiprocessors; 0: unknown */
     const char *gpu_kernels; /* only kernels with this in their names, as FLASH_ATTN_CUDA_KERNEL says; NULL: all */
 } fa_machine;
 

@@ -61,7 +61,6 @@ static const fa_row bwd_prep_rows[] = {
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_convert_rows[] = {
-#define FA_BWD_TILE_SM90(d, q, kv, serves)      BWD_ROW("attn_bwd_convert", d, q, kv, FA_VARLEN, 0)
 #define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_convert", d, q, kv, FA_VARLEN, 0)
 #include "cuda/tiles.def"
 };
@@ -161,7 +160,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files = {"attn_bwd_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", BWD_FILES},
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
-                     .knows = FA_ALL_FEATURES | FA_IN_BF16 | FA_DETERMINISTIC,
+                     .knows = FA_ALL_FEATURES | FA_IN_BF16,
                      .rows = bwd_sm90_rows,
                      .num_rows = NUM_ROWS(bwd_sm90_rows),
                      .chooses = bwd_sm90_chooses},

@@ -32,8 +32,8 @@ typedef enum {
     FA_DECODE_SM90,
     FA_BWD_SM90,
     FA_BWD_WIDE_SM90,
-    FA_BWD_PREP_SM90, /* before both and after both: FA_BWD_SM90's rows, then FA_BWD_WIDE_SM90's */
-    FA_BWD_CONVERT_SM90,
+    FA_BWD_PREP_SM90,    /* before both: FA_BWD_SM90's rows, then FA_BWD_WIDE_SM90's */
+    FA_BWD_CONVERT_SM90, /* after FA_BWD_WIDE_SM90, with its rows */
     FA_FWD_ANY,
     FA_BWD_ANY,
     FA_DELTA_ANY,

@@ -273,7 +273,7 @@ static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, co
 static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_error *err) {
     const fa_gpu *gpu;
     fa_status status = fa_gpu_get(problem->device_idx, &gpu, err);
-    if (status == FA_OK) machine->gpu_capability = gpu->capability;
+    if (status == FA_OK) machine->gpu_capability = gpu->capability, machine->gpu_sms = gpu->num_sms;
     const char *kernels = getenv("FLASH_ATTN_CUDA_KERNEL");
     if (kernels && *kernels) machine->gpu_kernels = kernels;
     return status;

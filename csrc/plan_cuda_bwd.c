@@ -14,9 +14,11 @@ static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
            fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
 }
 
-/* The first row that has room for the head dimension and serves every feature; -1: none. */
+/* The first row that has room for the head dimension and serves every feature; -1: none. A family that does not know
+ * FA_DETERMINISTIC is so always. */
 static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
     const fa_family *family = &fa_families[id];
+    wanted &= family->knows | ~(unsigned)FA_DETERMINISTIC;
     for (int row = 0; row < family->num_rows; row++) {
         if (fa_bwd_sm90_row(id, row)->d < p->d)
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
@@ -45,14 +47,15 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     if (row < 0) row = first_row(p, id = FA_BWD_WIDE_SM90, wanted, plan);
     NEEDS(row >= 0, "it has no tile for this head dimension");
     const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
-    const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q);
+    const int64_t sms = id == FA_BWD_SM90 ? machine->gpu_sms : 0;
+    const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q, t->block_kv, sms);
     NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && w.num_slabs * w.num_heads < INT32_MAX &&
               p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
           "the problem has more rows or tiles than 2^31");
 
     plan->cuda_family = id;
     plan->cuda_row = row;
-    plan->cuda_features = features;
+    plan->cuda_features = features & (fa_families[id].knows | ~(unsigned)FA_DETERMINISTIC);
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = w.bytes;

@@ -147,15 +147,19 @@ def test_a_fixed_order_of_many_tiles(d, causal):
         torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
 
 
-def test_gradients_of_keys_repeat_bitwise_without_asking():
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("deterministic", BOTH)
+def test_gradients_repeat_bitwise(d, deterministic):
+    """All of them in a fixed order, those of keys without asking. The tiles share the rows of a query tile's dQ."""
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 1000, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(2, 1000, 4, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attn_func(*leaves, causal=True)
+    out = flash_attn_func(*leaves, causal=True, deterministic=deterministic)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    for _ in range(50):
+    for _ in range(1000):
         again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
+        assert not deterministic or torch.equal(first[0], again[0])
 
 
 def test_gradients_of_views_and_none():

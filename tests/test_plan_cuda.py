@@ -43,7 +43,7 @@ int main(int argc, char **argv) {
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
         SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
-        SET("stride", stride) SET("offset", offset) SET("new", p.len_new) SET("rotary", p.rotary_dim)
+        SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset) SET("new", p.len_new) SET("rotary", p.rotary_dim)
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
@@ -138,7 +138,8 @@ def test_kernel(plan, numbers, kernel):
         ({"pass": 1, "d": 72, "right": 0, "packed": 1}, "attn_bwd_sm90_bf16_d128_q64kv128_causal_varlen"),
         ({"pass": 1, "d": 136, "left": 5}, "attn_bwd_wide_sm90_bf16_d192_q64kv128_local"),
         ({"pass": 1, "d": 200}, "attn_bwd_wide_sm90_bf16_d256_q64kv128"),
-        ({"pass": 1, "ordered": 1, "dtype": 0}, "attn_bwd_sm90_fp16_d128_q64kv128_ordered"),
+        ({"pass": 1, "ordered": 1, "dtype": 0}, "attn_bwd_sm90_fp16_d128_q64kv128"),
+        ({"pass": 1, "d": 256, "ordered": 1}, "attn_bwd_wide_sm90_bf16_d256_q64kv128_ordered"),
     ],
     ids=str,
 )
@@ -147,6 +148,26 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
     assert name == kernel and re.search(rf"_q{block_q}kv{block_kv}", name)
     d, sums = int(re.search(r"_d(\d+)", name)[1]), 2 * 1024 * 4
     assert sums * (d + 2) * 4 <= int(workspace) <= 1.2 * sums * (d + 2) * 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cut"),
+    [
+        ({}, 32),  # 32 tiles in all, of 16 steps with each of two query heads
+        ({"sms": 64}, 32),
+        ({"sms": 63}, 0),
+        ({"len_q": 64}, 0),  # two steps are not worth a cut
+        ({"right": 0}, 0),
+        ({"packed": 1}, 0),
+        ({"d": 256}, 0),
+    ],
+    ids=str,
+)
+def test_too_few_key_tiles_are_cut(plan, numbers, cut):
+    """They add up dK and dV of 128 keys in the workspace, and 8 warps count their pieces."""
+    cut_bytes, bytes_ = (int(plan(**{"pass": 1} | {"sms": sms} | numbers | extra).splitlines()[0].split()[3])
+                         for sms, extra in ((132, {}), (0, {"sms": 0})))  # fmt: skip
+    assert cut_bytes - bytes_ == cut * (2 * 128 * 128 + 8) * 4
 
 
 @pytest.mark.parametrize(

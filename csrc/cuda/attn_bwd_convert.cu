@@ -1,4 +1,4 @@
-/* After attn_bwd_sm90 or attn_bwd_wide_sm90: dQ = scale times the sums, in 16 bits. One CTA per slab, a thread for each thread of the two
+/* After attn_bwd_wide_sm90: dQ = scale times the sums, in 16 bits. One CTA per slab, a thread for each thread of the two
  * warpgroups that summed it. Bound by memory: reads dq_sums, writes dQ. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
 #error "HEAD_DIM columns and BLOCK_Q rows of a slab, BLOCK_KV, BF16 or fp16, VARLEN packed sequences: 0 or 1"

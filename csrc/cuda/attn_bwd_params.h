@@ -17,16 +17,20 @@ typedef struct {
 } fa_bwd_row_stats;
 
 typedef struct {
-    fa_tensor_map q, k, v, dout;     /* what the main kernel reads */
+    fa_tensor_map q, k, v, dout; /* what the main kernel reads */
+    fa_tensor_map dq_rows, dk_tiles,
+        dv_tiles;                    /* what attn_bwd_sm90 writes, where it is asked for: 16 rows, whole tiles */
     fa_bwd_tensor o, dout_rows;      /* what attn_bwd_prep reads */
     fa_bwd_tensor dq, dk, dv;        /* data NULL: not asked for */
     fa_bwd_row_stats lse, softmax_d; /* natural log of the row sums, an infinity for a row that sees no key; dO . O */
 
     /* The workspace, by slabs of BLOCK_Q query rows of one head: slab number i of head n is number n num_slabs + i.
      * Dense: head n of b h, and a sequence's slabs begin at 0. Packed: head n of h; see slab_begin. */
-    float *stats;    /* [slab, 2, BLOCK_Q] log2 of the row sums, then dO . O; 16 rows at a time in lanes' order */
-    float *dq_sums;  /* [slab, warpgroup, register / 4, thread, 4] as the accumulators lie in registers */
-    unsigned *turns; /* [slab, warpgroup] how many key tiles have added to the slab; only in a fixed order */
+    float *stats;       /* [slab, 2, BLOCK_Q] log2 of the row sums, then dO . O; 16 rows at a time in lanes' order */
+    float *dq_sums;     /* [slab, warpgroup, register / 4, thread, 4] as the accumulators lie in registers */
+    unsigned *turns;    /* [slab, warpgroup] how many key tiles have added to the slab; only in a fixed order */
+    float *kv_sums;     /* [tile, warp, register / 4, lane, 4] dK, then dV of a warp's 16 keys */
+    unsigned *kv_turns; /* [tile, warp] how many pieces have added to it */
     unsigned *tile_counter; /* the next tile that nobody has taken */
     int num_slabs;          /* per head */
 
@@ -35,7 +39,9 @@ typedef struct {
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
 
     int num_kv_tiles; /* dense: key tiles of one sequence */
-    int num_tiles;    /* dense: num_kv_tiles b h_kv */
+    int num_tiles;    /* dense: num_kv_tiles b h_kv pieces */
+    int pieces;       /* each tile is cut along the queries into so many; 1: none is */
+    int in_order;     /* all key tiles add to dQ in their order; 0: those between the first and the last in any */
     int group_heads;  /* longest-first order: key heads that are walked together, so that their queries stay in L2 */
 
     float scale_log2;              /* scores times this are exponents of 2 */

@@ -1,9 +1,9 @@
-/* Before attn_bwd_sm90: what its products need of each query row, and zeros where it adds.
+/* Before attn_bwd_sm90 and attn_bwd_wide_sm90: what their products need of each query row. Zeros in dQ where no key is
+ * seen; zeros where attn_bwd_wide_sm90 adds.
  *
  *   D = rowsum(dO O)    lse in powers of 2; +inf, hence P = 0, for rows that see no key or lie beyond the sequence
  *
- * One CTA per slab. A row of HEAD_DIM columns is read by LANES lanes, 16 bytes each. Bound by memory: reads O and dO,
- * writes dq_sums. */
+ * One CTA per slab. A row of HEAD_DIM columns is read by LANES lanes, 16 bytes each. Bound by memory: reads O and dO. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
 #error "HEAD_DIM columns and BLOCK_Q rows of a slab, BLOCK_KV keys of a tile, BF16 or fp16, VARLEN: 0 or 1"
 #endif
@@ -34,7 +34,10 @@ DEVICE float dot(const uint4 &x, const uint4 &y) {
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ fa_attn_bwd_params p) {
     const int slab = blockIdx.x, lane = threadIdx.x % LANES, column = 8 * lane;
     const slab_rows t = slab_at(p, slab);
+    griddepcontrol_launch_dependents();
     if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
+    if (slab == 0 && p.pieces > 1)
+        for (int i = threadIdx.x; i < 8 * p.num_tiles / p.pieces; i += THREADS) p.kv_turns[i] = 0;
     if (t.rows <= 0) return;
 
     const u16 *o = (const u16 *)p.o.data + t.b_idx * p.o.stride_b + t.head * p.o.stride_h;
@@ -51,9 +54,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         }
     }
 
-    float4 *sums = (float4 *)(p.dq_sums + (long long)slab * (2 * DQ_FLOATS));
+    if (WIDE) {
+        float4 *sums = (float4 *)(p.dq_sums + (long long)slab * (2 * DQ_FLOATS));
 #pragma unroll
-    for (int i = 0; i < 2 * DQ_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < 2 * DQ_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+    } else if (p.dq.data) {
+        const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
+        const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
+        const kv_range seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
+        if (seen.begin == seen.end) {
+            u16 *dq = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
+            for (int row = threadIdx.x / LANES; row < t.rows && column < p.d; row += ROWS)
+                *(uint4 *)(dq + (long long)(t.begin + t.row + row) * p.dq.stride_row + column) = make_uint4(0, 0, 0, 0);
+        }
+    }
     if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
 
     float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);

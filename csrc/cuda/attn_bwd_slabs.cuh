@@ -6,6 +6,8 @@
 #include "attn_bwd_params.h"
 #include "ptx_sm90.cuh"
 
+constexpr bool WIDE = HEAD_DIM > 128; /* the rows of attn_bwd_wide_sm90 */
+
 /* dQ of a slab is summed by two warpgroups. 128 rows: each has 64 of them. 64 rows: each has half of the columns. */
 constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / 128, DQ_REGS = DQ_COLUMNS / 2, DQ_FLOATS = 64 * DQ_COLUMNS;
 DEVICE constexpr int dq_row(int wg) { return BLOCK_Q == 128 ? 64 * wg : 0; }
@@ -16,6 +18,17 @@ DEVICE constexpr int stat_place(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 
 
 DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
+
+/* The key tiles that see rows of query tile i. A window of -1 is unlimited. */
+struct kv_range {
+    int begin, end;
+};
+DEVICE kv_range key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv, int i) {
+    const int shift = len_kv - len_q, first_row = i * BLOCK_Q, last_row = min(first_row + BLOCK_Q, len_q) - 1;
+    const int begin = p.window_left >= 0 ? clamp(first_row + shift - p.window_left, 0, len_kv) : 0;
+    const int end = p.window_right >= 0 ? clamp(last_row + shift + p.window_right + 1, 0, len_kv) : len_kv;
+    return {begin / BLOCK_KV, begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV};
+}
 
 /* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
 struct span {

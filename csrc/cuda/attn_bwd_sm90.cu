@@ -1,9 +1,9 @@
-/* Attention backward on Hopper, between attn_bwd_prep and attn_bwd_convert:
+/* Attention backward on Hopper, after attn_bwd_prep:
  *
  *   P = exp(scale Q K^T + mask - lse)    dP = dO V^T    dS = P (dP - D)    D = rowsum(dO O), from attn_bwd_prep
  *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K, which the key tiles add up in fp32
  *
- *   q, dO [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    sums of dQ: dq_sums, for attn_bwd_convert
+ *   q, dO, dQ [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    sums of dQ: dq_sums
  *
  * One CTA per SM stays for the whole launch. It takes tiles of BLOCK_KV keys of one key head, one after the other, and
  * walks over the query tiles that see them, through all query heads of the group: dK and dV stay in registers. Two
@@ -14,7 +14,7 @@
  *                 --q_full[s]-->      S^T = K Q^T, dK += dS^T Q             --q_empty[s]-->
  *                 --do_full[s]-->     dP^T = V dO^T, dV += P^T dO           --do_empty[s]-->
  *   warpgroup     --ds_full[s]-->     both: dQ = dS K                       --ds_empty[s]-->
- *                 --dq_full[w]-->     writer warp w: adds dQ to memory      --dq_empty[w]-->
+ *                 --dq_full[s]-->     writer warp s: adds dQ to memory      --dq_ready[s]-->
  *
  * dQ of a query tile is computed one step later, when the other warpgroup's dS has long been there: nobody waits for a
  * barrier of both, and the warpgroups drift apart until the tensor cores always have a product to run:
@@ -24,14 +24,19 @@
  *   dQ to the writer   issue dP, dV; dS while dV runs
  *   dS to both         issue dK
  *
+ * The key tiles add to a query tile's dQ in their order: the first stores its share, those between add theirs, and the
+ * last one's warpgroups add the sum to theirs and write dQ. So nothing need be zero before, nothing is left to do after,
+ * and every bit repeats. A turn is passed on when the addition has arrived in the L2, 1 to 2 us after it was begun: as
+ * the two writers have alternate steps, each has the time of two.
+ *
  * Specification: cpu/reference.c. Limits and measurements: README.md. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
 #error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
-#if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || \
-    !defined(DROPOUT) || !defined(DETERMINISTIC)
-#error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT, DETERMINISTIC order: 0 or 1"
+#if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
+#error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
+#define DETERMINISTIC 1
 #ifndef KERNEL
 #define KERNEL attn_bwd_sm90
 #endif
@@ -49,28 +54,98 @@ static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM 
  * pieces of a row swizzled by the row's number. Each chunk starts at a multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory {
     alignas(1024) u16 k[BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 v[BLOCK_KV * HEAD_DIM];
+    alignas(1024) u16 v[BLOCK_KV * HEAD_DIM]; /* in the end dV, then dK */
     alignas(1024) u16 q[2][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 dout[2][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 ds[2][BLOCK_Q * BLOCK_KV]; /* chunks of 64 keys, one from each warpgroup */
-    alignas(1024) float dq[2][DQ_FLOATS];        /* one of each warpgroup */
+    alignas(1024) float dq[2][2][DQ_FLOATS];     /* of two steps, one half from each warpgroup; or the 16-bit result */
     alignas(16) float lse[2][BLOCK_Q];           /* comes with q */
     alignas(16) float d[2][BLOCK_Q];             /* comes with dout */
-    /* Arrivals. full: one, with TMA's bytes; ds_full: one for each consumer warp; dq_full: one for each warp of the
-     * warpgroup. empty: one for each consumer warp; dq_empty: the writer's; tile_empty: consumer warps and writers. */
-    u64 k_full, k_empty, v_full, v_empty;
+    /* Arrivals. full: one, with TMA's bytes; ds_full, dq_full, keys_full: one for each consumer warp. empty: one for each consumer
+     * warp; tile_empty: consumer warps and writers; dq_ready: the writer's, and TMA's bytes where the sum comes with it. */
+    u64 k_full, k_empty, v_full, v_empty, keys_full, keys_empty;
     u64 q_full[2], q_empty[2], do_full[2], do_empty[2];
     u64 ds_full[2], ds_empty[2];
-    u64 dq_full[2], dq_empty[2];
+    u64 dq_ready[2], dq_full[2];
     u64 tile_full[2], tile_empty[2];
     tile tiles[2];
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 
-/* ---- writers of dQ --------------------------------------------------------------------------------------------- */
+/* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
-/* One warp for each warpgroup. */
-DEVICE void write_dq(const params &p, shared_memory &s, const int wg) {
+/* A warp's share of a step's dQ is 16 rows of 64 columns. On its way to or from dq_sums it lies as in the registers, 16
+ * bytes of every lane side by side; as a result it has the form of a box of TMA, in the same place. */
+constexpr int WARP_FLOATS = DQ_FLOATS / 4;
+static_assert(DQ_COLUMNS == CHUNK, "the result of a warp is one box");
+constexpr u32 DQ_BYTES = 2 * DQ_FLOATS * 4;
+
+/* Writer w: dQ of the steps of stage w, which are every other one. One lane does it all.
+ *
+ *   first key tile of a query tile:  ready, wait dQ, store
+ *   between:                         ready, wait dQ, wait turn, add
+ *   last:                            wait turn, ready with the sum, wait the result, store it */
+DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    u32 parity = 0;
+    int skip = w; /* steps of the tile that come before the next one of this stage */
+    for (ring tr;; tr.next()) {
+        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
+        const tile &t = s.tiles[tr.stage];
+        if (t.kv_tile < 0) break;
+        if (is_leader) {
+            const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
+            int step = skip, i = t.q_end - 1 - skip, head = 0;
+#pragma unroll 1
+            for (; step < num_steps; step += 2, i -= 2) {
+                while (i < t.q_begin) i += num_q_tiles, head++;
+                const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
+                u32 *turn = p.turns + slab * 2;
+                float *sums = p.dq_sums + slab * (2 * DQ_FLOATS);
+                const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
+                if (p.dq.data && is_last && !is_first) {
+                    wait_turn_to_read(turn, turn_of(p, t, i));
+                    mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
+                    cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
+                } else {
+                    mbarrier_arrive(&s.dq_ready[w]);
+                }
+                if (p.dq.data && !is_last && !is_first) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
+                mbarrier_wait(&s.dq_full[w], parity);
+                parity ^= 1;
+                if (!p.dq.data) continue;
+                fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
+                if (is_last) {
+#pragma unroll 1
+                    for (int warp = 0; warp < 8; warp++)
+                        cp_async_bulk_tensor_store(&p.dq_rows, s.dq[w][0] + warp * WARP_FLOATS, dq_column(warp / 4),
+                                                   t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
+                                                   t.head_kv * p.heads_per_kv + head, t.q_batch);
+                } else if (is_first) {
+                    cp_async_bulk_store(sums, s.dq[w][0], DQ_BYTES);
+                } else {
+                    cp_reduce_async_bulk_add(sums, s.dq[w][0], DQ_BYTES);
+                }
+                cp_async_bulk_commit_group();
+                if (is_last) {
+                    cp_async_bulk_wait_all_read();
+                } else {
+                    cp_async_bulk_wait_all();
+                    end_turn(turn);
+                }
+            }
+            skip = step - num_steps;
+            mbarrier_arrive(&s.tile_empty[tr.stage]);
+        }
+        __syncwarp();
+    }
+    if (is_leader) cp_async_bulk_wait_all();
+}
+
+/* ---- dK and dV ------------------------------------------------------------------------------------------------- */
+
+/* One warp stores them. Both come through the place of V, when the tile's last dP is done: dV, then dK. */
+DEVICE void write_keys(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
     u32 parity = 0;
     for (ring tr;; tr.next()) {
@@ -78,26 +153,21 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int wg) {
         const tile &t = s.tiles[tr.stage];
         if (t.kv_tile < 0) break;
         if (is_leader) {
+            const bool has_sums = !CUTS || p.pieces == 1 || t.piece == p.pieces - 1;
 #pragma unroll 1
-            for (int g = 0; g < p.heads_per_kv; g++) {
-                const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
-#pragma unroll 1
-                for (int i = t.q_begin; i < t.q_end; i++) {
-                    u32 *turn = p.turns + (slab + i) * 2 + wg;
-                    float *sums = p.dq_sums + ((slab + i) * 2 + wg) * DQ_FLOATS;
-                    if (DETERMINISTIC) wait_turn(turn, turn_of(p, t, i));
-                    mbarrier_wait(&s.dq_full[wg], parity);
-                    parity ^= 1;
-                    fence_proxy_async(); /* for the warpgroup's stores: there it would stand in the way, 2% */
-                    cp_reduce_async_bulk_add(sums, s.dq[wg], DQ_FLOATS * 4);
+            for (int is_dk = 0; is_dk < 2 && t.q_begin < t.q_end; is_dk++) {
+                mbarrier_wait(&s.keys_full, parity);
+                parity ^= 1;
+                if (has_sums && (is_dk ? p.dk.data : p.dv.data)) {
+                    fence_proxy_async(); /* for the warpgroups' stores */
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; c++)
+                        cp_async_bulk_tensor_store(is_dk ? &p.dk_tiles : &p.dv_tiles, s.v + c * BLOCK_KV * CHUNK,
+                                                   c * CHUNK, t.kv_row_0 + t.kv_tile * BLOCK_KV, t.head_kv, t.kv_batch);
                     cp_async_bulk_commit_group();
                     cp_async_bulk_wait_all_read();
-                    mbarrier_arrive(&s.dq_empty[wg]);
-                    if (DETERMINISTIC) {
-                        cp_async_bulk_wait_all();
-                        end_turn(turn);
-                    }
                 }
+                mbarrier_arrive(is_dk ? &s.v_empty : &s.keys_empty);
             }
             mbarrier_arrive(&s.tile_empty[tr.stage]);
         }
@@ -108,12 +178,87 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int wg) {
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
-/* dQ to the writer warp: 16 bytes of every thread side by side. */
-DEVICE void store_dq(const float (&dq)[DQ_REGS], float *dst) {
+/* 16 rows and 64 columns of a warp's accumulators, times a factor, in 16 bits, as a box of TMA. Whole warp. */
+DEVICE void write_box(void *box, const float *x, float factor) {
+    const int lane = threadIdx.x % 32, row = lane % 16;
+    const u32 address = smem_address(box) + row * ROW_BYTES;
 #pragma unroll
-    for (int i = 0; i < DQ_REGS / 4; i++)
-        *(float4 *)(dst + i * 512 + threadIdx.x % 128 * 4) =
-            make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    for (int g = 0; g < 4; g++) {
+        u32 two[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) two[k] = cvt_x2<BF16>(x[8 * g + 2 * k] * factor, x[8 * g + 2 * k + 1] * factor);
+        stmatrix_x4(address + ((2 * g + lane / 16) ^ row % 8) * 16, two[0], two[1], two[2], two[3]);
+    }
+}
+
+/* dQ of query tile i to the writer. Whole warpgroup. */
+DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s, const tile &t, int wg, int stage,
+                         u32 parity, int i, bool is_last) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    float *mine = s.dq[stage][wg] + warp * WARP_FLOATS;
+    float4 *pieces = (float4 *)mine + lane;
+    mbarrier_wait(&s.dq_ready[stage], parity);
+    if (!is_last) {
+#pragma unroll
+        for (int x = 0; x < DQ_REGS / 4; x++)
+            pieces[32 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
+    } else {
+        if (i < t.first_begin) {
+#pragma unroll
+            for (int x = 0; x < DQ_REGS / 4; x++) {
+                const float4 sum = pieces[32 * x];
+                dq[4 * x] += sum.x, dq[4 * x + 1] += sum.y, dq[4 * x + 2] += sum.z, dq[4 * x + 3] += sum.w;
+            }
+        }
+        __syncwarp(); /* all have read, and write over it */
+        write_box(mine, dq, p.scale);
+    }
+}
+
+/* dK or dV of this warp's 16 keys to the warp that stores it, in the place of V: chunks of BLOCK_KV keys. Whole warp. */
+DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, shared_memory &s, int key) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) write_box(s.v + (c * BLOCK_KV + key) * CHUNK, kv + 32 * c, factor);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.keys_full);
+}
+
+/* dK or dV of a cut tile, so far: the sum of the pieces before is added, or the sum is left to the next. Whole warp. */
+DEVICE void add_pieces(float (&kv)[KV_REGS], float4 *sums, bool is_first, bool is_last) {
+#pragma unroll
+    for (int i = 0; i < KV_REGS; i += 4, sums += 32) {
+        if (!is_first) {
+            const float4 x = __ldcg(sums);
+            kv[i] += x.x, kv[i + 1] += x.y, kv[i + 2] += x.z, kv[i + 3] += x.w;
+        }
+        if (!is_last) __stcg(sums, make_float4(kv[i], kv[i + 1], kv[i + 2], kv[i + 3]));
+    }
+}
+
+/* The pieces of a cut tile add up dK and dV in their order: the last one has the sums. Whole warp. */
+DEVICE void add_to_pieces(float (&dK)[KV_REGS], float (&dV)[KV_REGS], const params &p, const tile &t, int warp) {
+    const bool is_leader = threadIdx.x % 32 == 0, is_first = t.piece == 0, is_last = t.piece == p.pieces - 1;
+    float4 *sums = (float4 *)p.kv_sums + (t.idx * 8 + warp) * (2 * KV_REGS / 4 * 32) + threadIdx.x % 32;
+    u32 *turn = p.kv_turns + t.idx * 8 + warp;
+    if (is_leader) wait_turn(turn, t.piece);
+    __threadfence();
+    __syncwarp();
+    add_pieces(dK, sums, is_first, is_last);
+    add_pieces(dV, sums + KV_REGS / 4 * 32, is_first, is_last);
+    __threadfence();
+    __syncwarp();
+    if (is_leader) end_turn(turn);
+}
+
+/* dK or dV of 16 keys that no query sees. Whole warp. */
+DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t, int key) {
+    if (!out.data) return;
+    u16 *rows = (u16 *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < 16 * HEAD_DIM / 8; i += 32) {
+        const int j = key + i / (HEAD_DIM / 8), column = i % (HEAD_DIM / 8) * 8;
+        if (j < t.len_kv && column < p.d) *(uint4 *)(rows + j * out.stride_row + column) = make_uint4(0, 0, 0, 0);
+    }
 }
 
 /* One warpgroup. */
@@ -133,7 +278,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 
     float dK[KV_REGS], dV[KV_REGS];
     ring r; /* of steps */
-    u32 kv_parity = 0, dq_parity = 1;
+    u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
@@ -141,13 +286,15 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int kv_tile = uniform(t.kv_tile);
         if (kv_tile < 0) break;
         const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
-        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end), last_end = uniform(t.last_end);
         const int num_steps = (q_end - q_begin) * p.heads_per_kv;
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
 
+        const int key = 64 * wg + 16 * warp; /* this warp's first, in the tile */
+
         if (num_steps > 0) {
-            int q_tile = q_begin, head = t.head_kv * p.heads_per_kv;
+            int q_tile = q_end - 1, last_q_tile = 0, head = t.head_kv * p.heads_per_kv;
             mbarrier_wait(&s.k_full, kv_parity);
             pin(dK), pin(dV);
             wgmma_fence();
@@ -180,9 +327,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 wgmma_wait_group<0>(dQ);
                 if (step > 0) {
                     if (is_leader) mbarrier_arrive(&s.ds_empty[last]);
-                    mbarrier_wait(&s.dq_empty[wg], dq_parity);
-                    dq_parity ^= 1;
-                    store_dq(dQ, s.dq[wg]);
+                    hand_over_dq(dQ, p, s, t, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
@@ -190,7 +335,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_scores(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
                 issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
-                if (is_leader && step > 0) mbarrier_arrive(&s.dq_full[wg]);
+                if (is_leader && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
                 differentiate(dP, d, WEIGHTED ? W : P, dS, p.keep_scale);
@@ -206,31 +351,32 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (is_leader) mbarrier_arrive(&s.do_empty[r.stage]);
 
                 r.next();
-                if (++q_tile == q_end) q_tile = q_begin, head++;
+                last_q_tile = q_tile;
+                if (--q_tile < q_begin) q_tile = q_end - 1, head++;
             }
 
-            /* The last step's dQ; nothing is read any more */
+            /* The last step's dQ; when both have their dS there, V has been read: its place serves dV, then dK. */
             const int last = r.stage ^ 1;
             const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
             float dQ[DQ_REGS];
             wgmma_wait_group<0>(dK);
-            if (is_leader) mbarrier_arrive(&s.q_empty[last]), mbarrier_arrive(&s.v_empty);
+            if (is_leader) mbarrier_arrive(&s.q_empty[last]);
+            if (CUTS && p.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
+            hand_over_keys(dV, p.keep_scale, s, key);
             wgmma_wait_group<0>(dQ);
             if (is_leader) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
-            mbarrier_wait(&s.dq_empty[wg], dq_parity);
-            dq_parity ^= 1;
-            store_dq(dQ, s.dq[wg]);
+            hand_over_dq(dQ, p, s, t, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
             __syncwarp();
-            if (is_leader) mbarrier_arrive(&s.dq_full[wg]);
-            pin(dK), pin(dV);
+            if (is_leader) mbarrier_arrive(&s.dq_full[last]);
+            mbarrier_wait(&s.keys_empty, kv_parity);
+            hand_over_keys(dK, p.scale, s, key);
             kv_parity ^= 1;
+        } else {
+            store_zeros(p.dk, p, t, t.kv_tile * BLOCK_KV + key);
+            store_zeros(p.dv, p, t, t.kv_tile * BLOCK_KV + key);
         }
-
-        const int key = t.kv_tile * BLOCK_KV + 64 * wg + 16 * warp; /* the warp's first */
-        store(dK, p.scale, p.dk, t, key, p.d);
-        store(dV, p.keep_scale, p.dv, t, key, p.d);
         __syncwarp();
         if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
@@ -248,23 +394,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v), prefetch_tensormap(&p.dout);
+        if (p.dq.data) prefetch_tensormap(&p.dq_rows);
+        if (p.dk.data) prefetch_tensormap(&p.dk_tiles);
+        if (p.dv.data) prefetch_tensormap(&p.dv_tiles);
         mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, 8);
-        mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 8);
+        mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 1);
+        mbarrier_init(&s.keys_full, 8), mbarrier_init(&s.keys_empty, 1);
         for (int i = 0; i < 2; i++) {
             mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 8);
             mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], 8);
             mbarrier_init(&s.ds_full[i], 8), mbarrier_init(&s.ds_empty[i], 8);
-            mbarrier_init(&s.dq_full[i], 4), mbarrier_init(&s.dq_empty[i], 1);
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 8 + 2);
+            mbarrier_init(&s.dq_ready[i], 1), mbarrier_init(&s.dq_full[i], 8);
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 8 + 3);
         }
         mbarrier_init_fence();
     }
+    griddepcontrol_wait(); /* for attn_bwd_prep, which this launch does not wait for */
     __syncthreads();
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
         if (warp == 0) produce(p, s);
         if (warp == 1 || warp == 2) write_dq(p, s, warp - 1);
+        if (warp == 3) write_keys(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         consume(p, s, wg - 1);

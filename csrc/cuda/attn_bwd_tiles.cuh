@@ -22,15 +22,21 @@ struct tile {
     int len_q, len_kv;
     int q_begin, q_end;       /* query tiles that see some key ... */
     int full_begin, full_end; /* ... and those of them all of whose rows see all BLOCK_KV keys */
-    int kv_begin;             /* where the sequence begins in packed tensors */
-    int slab_head, slab;      /* of the group's first query head and of the sequence's first row */
-    int q_row_0, q_batch;     /* coordinates of the sequence's row 0 in the maps of q and dO, */
-    int kv_row_0, kv_batch;   /* and of k and v */
+    int idx, piece;         /* where tiles are cut: its number in the launch, and which piece of its queries this is */
+    int first_begin;        /* query tiles from here on see no earlier key tile: this one begins their sum of dQ */
+    int last_end;           /* query tiles before it see no later key tile: this one completes their sum */
+    int kv_begin;           /* where the sequence begins in packed tensors */
+    int slab_head, slab;    /* of the group's first query head and of the sequence's first row */
+    int q_row_0, q_batch;   /* coordinates of the sequence's row 0 in the maps of q and dO, */
+    int kv_row_0, kv_batch; /* and of k and v */
 };
 
 /* This CTA's first key of a tile, in its sequence. */
 DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
 DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank() * KEYS; }
+
+constexpr bool LAST_KEYS_FIRST = WIDE && DETERMINISTIC;
+constexpr bool CUTS = !WIDE && !CAUSAL && !LOCAL && !VARLEN; /* few tiles are cut along the queries */
 
 constexpr u32 SHARED_BASE = 1024;
 
@@ -76,63 +82,69 @@ DEVICE int find_sequence(const params &p, int &idx) {
     }
 }
 
-/* The first key that no row up to `last_row` sees. */
-DEVICE int keys_end(const params &p, int len_kv, int shift, int last_row) {
-    if (CAUSAL || (LOCAL && p.window_right >= 0))
-        return clamp(last_row + shift + (CAUSAL ? 0 : p.window_right) + 1, 0, len_kv);
-    return len_kv;
+/* The query tiles that see some key of a key tile. */
+struct q_range {
+    int begin, end;
+};
+DEVICE q_range queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
+    /* Key j is seen from rows [j - shift - window_right, j - shift + window_left]. */
+    const int shift = len_kv - len_q;
+    const int first_key = kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, len_kv) - 1;
+    int begin = 0, end = len_q; /* rows */
+    if (CAUSAL || (LOCAL && p.window_right >= 0)) begin = max(first_key - shift - (CAUSAL ? 0 : p.window_right), 0);
+    if (LOCAL && p.window_left >= 0) end = clamp(last_key - shift + p.window_left + 1, 0, end);
+    if (begin >= end) return {ceil_div(begin, BLOCK_Q), ceil_div(begin, BLOCK_Q)};
+    return {begin / BLOCK_Q, ceil_div(end, BLOCK_Q)};
 }
 
-/* Tile number idx of the launch. Whole warp. In a fixed order of additions, the last key tile of a query tile adds
- * first: then causal tiles, which begin at their diagonals, find their turn come. A tile waits only for tiles with lower
- * numbers, which somebody has begun. Heads run fastest, so that those that wait for each other begin apart. */
+/* Tile number idx of the launch. Whole warp. Where there is a causal mask, longest first; heads run fastest, so that tiles
+ * that wait for each other, those of one head, begin apart. LAST_KEYS_FIRST: tiles walk from their first query tile on, and
+ * in a fixed order a causal tile, which begins at its diagonal, finds its turn come when the last keys began before it. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
+    if (CUTS && p.pieces > 1) {
+        t.idx = idx / p.pieces, t.piece = idx - t.idx * p.pieces;
+        idx = t.idx;
+    }
+    int head = idx / num_kv_tiles; /* dense: counts over the whole batch */
+    t.kv_tile = idx - head * num_kv_tiles;
+    if (DYNAMIC) {
+        const int num_heads = VARLEN ? p.h_kv : p.b * p.h_kv, in_groups = p.group_heads * num_kv_tiles;
+        const int group = idx / in_groups, in_group = idx - group * in_groups;
+        const int heads = min(p.group_heads, num_heads - group * p.group_heads);
+        t.kv_tile = in_group / heads;
+        head = group * p.group_heads + in_group % heads;
+    }
     if (VARLEN) {
-        t.head_kv = DETERMINISTIC ? idx % p.h_kv : idx / num_kv_tiles;
-        t.kv_tile = DETERMINISTIC ? idx / p.h_kv : idx % num_kv_tiles;
+        t.head_kv = head;
         t.b_idx = find_sequence(p, t.kv_tile);
         const span q = span_at(p.cu_seqlens_q, t.b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, t.b_idx, p.len_kv);
         t.len_q = q.len, t.len_kv = kv.len, t.kv_begin = kv.begin;
         t.q_row_0 = p.len_q - q.len, t.q_batch = q.begin + q.len;
         t.kv_row_0 = p.len_kv - kv.len, t.kv_batch = kv.begin + kv.len;
         t.slab_head = t.head_kv * p.heads_per_kv, t.slab = slab_begin(p, t.b_idx);
-        if (DETERMINISTIC) t.kv_tile = ceil_div(kv.len, BLOCK_KV) - 1 - t.kv_tile;
+        num_kv_tiles = ceil_div(kv.len, BLOCK_KV);
     } else {
-        int head; /* counts over the whole batch */
-        if (DYNAMIC) {
-            const int in_groups = p.group_heads * num_kv_tiles, group = idx / in_groups, in_group = idx % in_groups;
-            const int heads = min(p.group_heads, p.b * p.h_kv - group * p.group_heads);
-            t.kv_tile = in_group / heads;
-            head = group * p.group_heads + in_group % heads;
-        } else {
-            head = idx / num_kv_tiles;
-            t.kv_tile = idx - head * num_kv_tiles;
-        }
-        if (DETERMINISTIC) t.kv_tile = num_kv_tiles - 1 - t.kv_tile;
         t.b_idx = head / p.h_kv, t.head_kv = head - t.b_idx * p.h_kv;
         t.len_q = p.len_q, t.len_kv = p.len_kv, t.kv_begin = 0;
         t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
         t.slab_head = head * p.heads_per_kv, t.slab = 0;
     }
 
-    /* Key j is seen from rows [j - shift - window_right, j - shift + window_left]. */
+    if (LAST_KEYS_FIRST) t.kv_tile = num_kv_tiles - 1 - t.kv_tile;
+
+    const q_range seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
+    t.q_begin = seen.begin, t.q_end = seen.end;
+    if (CUTS && p.pieces > 1) t.q_begin = seen.end * t.piece / p.pieces, t.q_end = seen.end * (t.piece + 1) / p.pieces;
     const int shift = t.len_kv - t.len_q;
     const int first_key = t.kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, t.len_kv) - 1;
-    int begin = 0, end = t.len_q, full_begin = 0, full_end = t.len_q; /* rows; full_end exclusive */
-    if (CAUSAL || (LOCAL && p.window_right >= 0)) {
-        const int right = CAUSAL ? 0 : p.window_right;
-        begin = max(first_key - shift - right, 0);
-        full_begin = max(last_key - shift - right, 0);
-    }
-    if (LOCAL && p.window_left >= 0) {
-        end = clamp(last_key - shift + p.window_left + 1, 0, end);
-        full_end = clamp(first_key - shift + p.window_left + 1, 0, full_end);
-    }
-    t.q_begin = begin / BLOCK_Q;
-    t.q_end = begin < end ? ceil_div(end, BLOCK_Q) : t.q_begin;
+    int full_begin = 0, full_end = t.len_q; /* rows */
+    if (CAUSAL || (LOCAL && p.window_right >= 0)) full_begin = max(last_key - shift - (CAUSAL ? 0 : p.window_right), 0);
+    if (LOCAL && p.window_left >= 0) full_end = clamp(first_key - shift + p.window_left + 1, 0, full_end);
     t.full_begin = ceil_div(full_begin, BLOCK_Q);
     t.full_end = full_end == t.len_q ? ceil_div(full_end, BLOCK_Q) : full_end / BLOCK_Q; /* rows beyond: lse is inf */
+    t.first_begin = t.kv_tile == 0 ? 0 : queries_of(p, t.kv_tile - 1, t.len_q, t.len_kv).end;
+    t.last_end = first_key + BLOCK_KV >= t.len_kv ? seen.end : queries_of(p, t.kv_tile + 1, t.len_q, t.len_kv).begin;
     if (last_key - first_key < BLOCK_KV - 1) t.full_end = 0;
     return t;
 }
@@ -172,6 +184,11 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
             mbarrier_arrive(&s.tile_full[tr.stage]);
             if (t.q_begin < t.q_end) {
                 const int key_row = t.kv_row_0 + t.kv_tile * BLOCK_KV;
+#pragma unroll
+                for (int c = 0; c < CHUNKS; c++) { /* while the tile before still needs their places */
+                    cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
+                    cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
+                }
                 mbarrier_wait(&s.k_empty, kv_parity ^ 1);
                 mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
                 load<BLOCK_KV>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
@@ -182,7 +199,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                     const float *stats =
                         p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab) * (2 * BLOCK_Q);
 #pragma unroll 1
-                    for (int i = t.q_begin; i < t.q_end; i++, r.next()) {
+                    for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
                         const int row = t.q_row_0 + i * BLOCK_Q;
                         u64 *full = &s.q_full[r.stage];
                         mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
@@ -217,10 +234,12 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
 
 /* ---- who has added to dQ -------------------------------------------------------------------------------- */
 
+/* Key tiles add in the order in which they begin. A tile waits only for tiles that somebody has begun. */
+
 /* The turn of a key tile at query tile i: how many others add before it. */
 DEVICE u32 turn_of(const params &p, const tile &t, int i) {
-    const int end = keys_end(p, t.len_kv, t.len_kv - t.len_q, min((i + 1) * BLOCK_Q, t.len_q) - 1);
-    return ceil_div(end, BLOCK_KV) - 1 - t.kv_tile;
+    const kv_range seen = key_tiles_of(p, t.len_q, t.len_kv, i);
+    return LAST_KEYS_FIRST ? seen.end - 1 - t.kv_tile : t.kv_tile - seen.begin;
 }
 
 /* One lane: until `rank` key tiles have added to the slab. Not an acquire: what follows is an addition, which cannot begin
@@ -228,7 +247,14 @@ DEVICE u32 turn_of(const params &p, const tile &t, int i) {
 DEVICE void wait_turn(const u32 *turn, u32 rank) {
     u32 seen;
     do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-    while (seen != rank);
+    while (seen < rank);
+}
+/* The same before the sum is read, through TMA. */
+DEVICE void wait_turn_to_read(const u32 *turn, u32 rank) {
+    u32 seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+    while (seen < rank);
+    fence_proxy_async_global();
 }
 DEVICE void end_turn(u32 *turn) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory"); }
 

@@ -57,6 +57,15 @@ DEVICE void mbarrier_wait(u64 *barrier, u32 parity) {
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+/* ---- dependent launches [griddepcontrol] ----------------------------------------------------------------------
+ * Nothing happens where the launch did not ask for it. */
+
+/* Any thread of every CTA: the next kernel may begin where there is room for it. */
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+/* Until the kernel before has ended and what it wrote is visible. */
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 /* ---- registers [setmaxnreg] -----------------------------------------------------------------------------------
  * All four warps of a warpgroup, once. ptxas ignores both unless __launch_bounds__ has its second argument. */
 
@@ -82,6 +91,13 @@ DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(dst)),
                  "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(l2_policy)
+                 : "memory");
+}
+
+/* One lane: a box that will be loaded soon, into the L2. [cp.async.bulk.prefetch.tensor] */
+DEVICE void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
+                 "r"(c2), "r"(c3)
                  : "memory");
 }
 
@@ -112,6 +128,13 @@ DEVICE void cp_async_bulk_load(void *dst, const void *src, u32 bytes, u64 *barri
 DEVICE void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
                  "r"(smem_address(src)), "r"(bytes)
+                 : "memory");
+}
+
+/* One lane: global = shared. */
+DEVICE void cp_async_bulk_store(float *dst, const float *src, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(smem_address(src)),
+                 "r"(bytes)
                  : "memory");
 }
 
@@ -164,6 +187,9 @@ DEVICE void cp_async_bulk_send(void *dst, const void *src, u32 bytes, u64 *barri
 
 /* Between ordinary stores to shared memory and TMA or wgmma reading them: every writing thread, then a barrier. */
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* Between learning that global memory has been written and TMA reading it. */
+DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /* Four neighbouring floats in global memory, from a multiple of 16 bytes; each addition atomic. [red.vector] */
 DEVICE void red_add_x4(float *dst, float x0, float x1, float x2, float x3) {
