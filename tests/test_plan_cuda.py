@@ -43,7 +43,8 @@ int main(int argc, char **argv) {
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
         SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
-        SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset) SET("new", p.len_new) SET("rotary", p.rotary_dim)
+        SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset) SET("new", p.len_new)
+        SET("rotary", p.rotary_dim)
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
