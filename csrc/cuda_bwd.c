@@ -22,6 +22,27 @@ static int heads_in_group(const fa_problem *p) {
     return (int)(group < heads ? group : heads);
 }
 
+/* In which order key tiles begin, and add to dQ, as measured (README.md). Up to 128 columns fewer heads together are
+ * better, where all key tiles of a head then run at the same time. In a fixed order those of one head must begin at a
+ * distance, and a causal one that is long wants more heads. At head_dim 64 a long causal problem is faster in a fixed
+ * order: tiles that begin together add to the same rows at the same time. */
+static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
+    const fa_problem *p = call->problem;
+    const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);
+    const bool is_long = p->len_kv > 2048, is_causal = call->plan->cuda_features & FA_CAUSAL;
+    a->in_order = p->deterministic;
+    a->group_heads = heads_in_group(p);
+    if (call->plan->cuda_family == FA_BWD_SM90) {
+        const bool is_narrow = p->d <= 64;
+        if (is_narrow && is_causal && is_long && !p->cu_seqlens_q) a->in_order = true;
+        if (a->in_order && is_long)
+            a->group_heads *= is_causal && p->len_kv > 8192 ? 4 : 2;
+        else if (!(is_narrow && is_causal) && a->group_heads > 1)
+            a->group_heads /= 2;
+    }
+    if (a->group_heads > heads) a->group_heads = heads;
+}
+
 /* A window wider than any sequence, small enough to be added to positions. */
 static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
 
@@ -57,8 +78,7 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->num_kv_tiles = (int)((p->len_kv + block_kv - 1) / block_kv);
     a->pieces = (int)w->pieces;
     a->num_tiles = (int)(a->num_kv_tiles * p->b * p->h_kv * w->pieces);
-    a->group_heads = heads_in_group(p);
-    a->in_order = p->deterministic;
+    choose_order(call, a);
 
     const float scale = (float)p->scale;
     a->scale_log2 = (features & FA_SCORE ? 1 : scale) * LOG2_E;
