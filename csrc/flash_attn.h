@@ -154,6 +154,7 @@ typedef struct {
     int threads;           /* workers used, at most the machine's */
     int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
     int64_t num_decodes;   /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
+    int decode_threads;    /* of the decode kernel, where it has work */
     size_t workspace_bytes;
     int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
     unsigned cuda_features;    /* and what it must be able to do (kernels.h) */

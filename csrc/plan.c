@@ -81,7 +81,7 @@ fa_status fa_plan_make(const fa_problem *p, const fa_machine *machine, fa_plan *
     } else {
         plan->num_decodes = fa_num_decodes(p);
         if (plan->num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
-        /* The two run one after the other in the same workspace; tiles and threads are the tiled kernel's. */
+        /* The two run one after the other in the same workspace, each on its own threads; tiles are the tiled kernel's. */
         if (plan->num_decodes < p->b) {
             const size_t bytes = plan->workspace_bytes;
             const int num_splits = plan->num_splits;

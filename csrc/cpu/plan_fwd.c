@@ -10,6 +10,7 @@ static double flops_of(const fa_problem *p) {
     double pairs = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
         fa_sequence s = fa_sequence_at(p, b_idx);
+        if (fa_decodes(p, &s)) continue;
         double keys = (double)s.len_kv, window = (double)p->window_left + (double)p->window_right + 1;
         if (p->window_left >= 0 && p->window_right >= 0 && window < keys) keys = window;
         pairs += (double)s.len_q * keys;

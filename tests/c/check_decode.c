@@ -311,6 +311,25 @@ static void test_same_bits(void **state) {
 
 /* ---- infinities ------------------------------------------------------------------------------------------------ */
 
+/* A short prompt beside a long cache: the prompt is one thread's work, the cache is not. */
+static void test_mixed_threads(void **state) {
+    (void)state;
+    int32_t cu_q[] = {0, 8, 9}, cu_k[] = {0, 8, 8200};
+    fa_problem p = {
+        .pass = FA_FWD, .device = FA_CPU, .dtype = FA_F32, .b = 2, .h = 4, .h_kv = 4, .d = 64, .scale = 0.125};
+    p.len_q = 8, p.len_kv = 8192, p.total_q = 9, p.total_kv = 8200, p.window_left = p.window_right = -1;
+    p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
+    fa_machine eight = machine;
+    fa_plan plan;
+    fa_error err = {""};
+    eight.threads = 8;
+    if (eight.isa == FA_ISA_REFERENCE) return;
+    assert_int_equal(fa_plan_make(&p, &eight, &plan, &err), FA_OK);
+    assert_int_equal(plan.num_decodes, 1);
+    assert_int_equal(plan.threads, 1);
+    assert_int_equal(plan.decode_threads, 8);
+}
+
 /* An infinite value reaches the rows that see it, as infinity; a NaN that only the last row sees stays there. */
 static void test_nonfinite(void **state) {
     (void)state;
@@ -362,7 +381,7 @@ int main(int argc, char **argv) {
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_f32),       cmocka_unit_test(test_bf16),      cmocka_unit_test(test_f16),
-        cmocka_unit_test(test_same_bits), cmocka_unit_test(test_nonfinite),
+        cmocka_unit_test(test_same_bits), cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_mixed_threads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
