@@ -93,6 +93,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (t.kv_tile < 0) break;
+        __syncwarp(); /* all have read it: the leader gives the tile's place away */
         if (is_leader) {
             const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
             int step = skip, i = t.q_end - 1 - skip, head = 0;
@@ -152,6 +153,7 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (t.kv_tile < 0) break;
+        __syncwarp(); /* all have read it: the leader gives the tile's place away */
         if (is_leader) {
             const bool has_sums = !CUTS || p.pieces == 1 || t.piece == p.pieces - 1;
 #pragma unroll 1

@@ -214,6 +214,7 @@ DEVICE void keep_order(const params &p, shared_memory &s) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (t.kv_tile < 0) break;
+        __syncwarp(); /* all have read it: the leader gives the tile's place away */
         if (is_leader) {
 #pragma unroll 1
             for (int g = 0; g < p.heads_per_kv; g++) {
