@@ -1,0 +1,48 @@
+"""Random problems (hypothesis) on a GPU, forward and backward, on whatever kernels the plan chooses.
+
+Nearly every problem needs kernels of its own, seconds to compile at first: run the tests side by side (pytest -n 5).
+A failure prints the line that replays it:
+
+python tests/test_cuda_fuzz.py "Case(len_q=65, len_kv=1, d=64, dtype='bf16', causal=True)"
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+from cases import BOTH, Case
+from hypothesis import given, note, settings
+from test_cuda_any import verify, why_not
+from test_fuzz import EXAMPLES, SETTINGS, problems
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+
+
+def replay(case, deterministic):
+    try:
+        verify(case, backward=True, deterministic=deterministic)
+    except Exception as error:
+        note(f'replay: python tests/test_cuda_fuzz.py "{case}"   # deterministic={deterministic}: {error}')
+        raise
+
+
+@pytest.mark.parametrize("deterministic", BOTH)
+@pytest.mark.parametrize("dtype", ("bf16", "fp16"))
+@settings(SETTINGS, max_examples=EXAMPLES or 30)
+@given(problems())
+def test_what_hopper_takes(dtype, deterministic, case):
+    """Whole 16-byte pieces; on other GPUs the generic kernels take them too."""
+    replay(replace(case, dtype=dtype, d=(case.d + 7) // 8 * 8), deterministic)
+
+
+@SETTINGS
+@given(problems())
+def test_anything(case):
+    replay(case, False)
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        for order in BOTH:
+            replay(eval(text, {"Case": Case}), order)
+        print("passed:", text)
