@@ -1,0 +1,100 @@
+/* The end of a tile of attn_fwd_sm90.cu: O and the running softmax of a warp's 16 rows become o and lse. */
+#ifndef FA_ATTN_FWD_OUTPUT_CUH
+#define FA_ATTN_FWD_OUTPUT_CUH
+
+#include "attn_fwd_softmax.cuh"
+
+/* lse of both rows, and what O is multiplied by; a row that saw no key gets +inf and 0. */
+DEVICE void finish_rows(const softmax_rows &rows, const params &p, const tile &t, int row, float (&factor)[2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = rows.sum[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        factor[r] = sum == 0 ? 0 : __fdividef(p.keep_scale, sum);
+        const int i = row + lane / 4 + 8 * r;
+        if (lane % 4 == 0 && i < t.len_q)
+            p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_row + i] =
+                sum == 0 ? INF : (rows.max_log2[r] + __log2f(sum)) * LN_2;
+    }
+}
+
+/* o times factor in 16 bits, through shared memory: each warp stores its own 16 rows, chunk by chunk, by TMA. */
+DEVICE void store_by_tma(const float (&o)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
+                         u16 *o_smem, int row) {
+    const int lane = threadIdx.x % 32;
+    const u32 matrix_row = lane % 16, swizzle = (ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (ROW_BYTES / 16);
+    if (lane == 0) cp_async_bulk_wait_all_read(); /* the last tile's store has left o_smem */
+    __syncwarp();
+#pragma unroll
+    for (int g = 0; g < HEAD_DIM / 16; g++) {
+        const int chunk = g * 16 / CHUNK;
+        const u32 piece = (g * 32 % ROW_BYTES / 16 + lane / 16) ^ swizzle;
+        const float *x = o + 8 * g;
+        stmatrix_x4(smem_address(o_smem) + chunk * 16 * ROW_BYTES + matrix_row * ROW_BYTES + piece * 16,
+                    cvt_x2<BF16>(x[0] * factor[0], x[1] * factor[0]), cvt_x2<BF16>(x[2] * factor[1], x[3] * factor[1]),
+                    cvt_x2<BF16>(x[4] * factor[0], x[5] * factor[0]), cvt_x2<BF16>(x[6] * factor[1], x[7] * factor[1]));
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            cp_async_bulk_tensor_store(&p.o, o_smem + c * 16 * CHUNK, c * CHUNK, t.row_0 + row, t.head, t.batch);
+        cp_async_bulk_commit_group();
+    }
+}
+
+/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
+DEVICE void transpose_in_quad(u32 (&x)[4]) {
+    const int lane = threadIdx.x;
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if ((i & step) == 0) {
+                const bool upper = lane & step;
+                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
+                if (upper)
+                    x[i] = other;
+                else
+                    x[i + step] = other;
+            }
+}
+
+/* The same without shared memory, where none is left: a quad exchanges its columns so that every lane stores 16 bytes
+ * of one row. */
+DEVICE void store_directly(const float (&o)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
+                           int row) {
+    const int lane = threadIdx.x % 32;
+    u16 *base = (u16 *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + t.lse_row * p.o_stride_row;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int i = row + lane / 4 + 8 * r;
+        u16 *dst = base + i * p.o_stride_row;
+#pragma unroll
+        for (int g = 0; g < HEAD_DIM / 32; g++) {
+            const float *x = o + 16 * g + 2 * r;
+            const float f = factor[r];
+            u32 packed[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<BF16>(x[4 * k] * f, x[4 * k + 1] * f);
+            transpose_in_quad(packed);
+            const int column = 32 * g + 8 * (lane % 4);
+            if (i < t.len_q && column < p.d)
+                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+}
+
+/* Rows that see no key. Whole warp: 16 rows from `row` on. */
+DEVICE void store_zeros(const params &p, const tile &t, int row) {
+    const int lane = threadIdx.x % 32, pieces = p.d / 8, rows = min(t.len_q - row, 16);
+    u16 *o = (u16 *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + (t.lse_row + row) * p.o_stride_row;
+    for (int i = lane; i < rows * pieces; i += 32)
+        *(uint4 *)(o + i / pieces * p.o_stride_row + i % pieces * 8) = make_uint4(0, 0, 0, 0);
+    if (lane < rows) p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_row + row + lane] = INF;
+}
+
+#endif
