@@ -18,10 +18,10 @@ DEVICE constexpr int stat_of(int i) { return i / 8 * 4 + i / 4 % 2 * 2 + i % 2; 
 constexpr u32 HIGH = matrix_descriptor_high(ROW_BYTES);
 
 /* One value for each query row that this thread meets. */
-DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats) {
+DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
 #pragma unroll
     for (int i = 0; i < STAT_REGS; i += 4) {
-        const float4 four = *(const float4 *)(stats + 4 * i + 4 * (threadIdx.x % 4));
+        const float4 four = *(const float4 *)(stats + 4 * i + 4 * (lane % 4));
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
 }
@@ -181,14 +181,17 @@ DEVICE void differentiate(const float (&dp)[S_REGS], const float (&d)[STAT_REGS]
     }
 }
 
-/* dS of this warp's 16 keys, transposed: a row of shared memory is a query row, 64 keys long. */
-DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 chunk) {
+/* dS of this warp's 16 keys, transposed: a row of shared memory is a query row, 64 keys long. Where a lane's first piece
+ * lies in a chunk, and its pieces. Whole warp. */
+DEVICE u32 ds_offset() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const u32 row = lane % 8 + lane / 16 * 8, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
+    return row * ROW_BYTES + piece * 16;
+}
+DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 address) {
 #pragma unroll
     for (int g = 0; g < P_REGS / 4; g++)
-        stmatrix_x4_trans(chunk + (16 * g + row) * ROW_BYTES + piece * 16, dS[4 * g], dS[4 * g + 1], dS[4 * g + 2],
-                          dS[4 * g + 3]);
+        stmatrix_x4_trans(address + 16 * g * ROW_BYTES, dS[4 * g], dS[4 * g + 1], dS[4 * g + 2], dS[4 * g + 3]);
 }
 
 /* dK or dV of this warp's 16 keys: a quad exchanges its columns so that every lane stores 16 bytes of one key. */

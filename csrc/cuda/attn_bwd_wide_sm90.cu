@@ -293,7 +293,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
-                load_stats(lse, s.lse[r.stage]);
+                load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* dV of the last step is there: release dO */
                 wgmma_wait_group<1>(dV);
@@ -397,7 +397,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                     add_dq(dQ, p, s, t, last_head, last_q_tile, 1, turn_parity);
                 }
                 /* wait P; dP is there: release dO, dS */
-                load_stats(d, s.d[do_stage(r)]);
+                load_stats(d, s.d[do_stage(r)], threadIdx.x % 32);
                 mbarrier_wait(&s.p_full, r.stage);
 #pragma unroll
                 for (int i = 0; i < P_REGS; i += 4) {

@@ -76,6 +76,10 @@ template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.syn
  * warp. [redux.sync] */
 DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
+/* The same value, which ptxas then keeps in its register: what it can compute from the thread's number it computes again
+ * wherever it is used, behind an S2R. Whole warp. [shfl.sync] */
+DEVICE u32 kept(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
+
 /* ---- TMA [cp.async.bulk.tensor] -------------------------------------------------------------------------------
  * One lane. A box of a tensor between global and shared memory; coordinates count elements, the fastest first. What
  * lies outside the tensor reads as zero (and counts as delivered) and is not written. */
