@@ -1,15 +1,17 @@
-"""A language model generates with flash_attn_with_kvcache, and says what it says with plain attention over everything.
+"""transformers' Llama generates with flash_attn_with_kvcache, and says what it says with its own eager attention.
 
-A small Llama of random weights (RMSNorm, rotary, grouped heads, SwiGLU). Prompts of different lengths are read into the
-cache one by one, then the batch goes on token by token: k and v appended and rotated in the call, dense and paged.
+Random weights. Prompts of different lengths are read into the cache one by one, then the batch goes on token by token:
+k and v appended and rotated in the call, dense and paged.
 """
 
+import copy
+import functools
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from compare import check
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from flash_attn import flash_attn_with_kvcache
 
@@ -18,67 +20,57 @@ PROMPTS = (130, 5, 64)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
-class Llama:
-    """weights_in: what the weights are rounded to, whatever dtype computes with them."""
+@functools.cache
+def eager(dtype):
+    """The model with its own attention; on the CPU, to be copied."""
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=H * D, intermediate_size=2 * H * D, num_hidden_layers=LAYERS,
+        num_attention_heads=H, num_key_value_heads=H_KV, max_position_embeddings=CAPACITY,
+        initializer_range=(H * D) ** -0.5, attn_implementation="eager",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
-    def __init__(self, device, dtype, weights_in=None):
-        gen = torch.Generator().manual_seed(0)
-        hidden, wide = H * D, 2 * H * D
 
-        def there(x):
-            return x.to(weights_in or dtype).to(device, dtype)
+def logits_of(model, tokens):
+    return model(tokens, use_cache=False).logits.float()
 
-        def weight(rows, columns):
-            return there(torch.randn(rows, columns, generator=gen) / math.sqrt(columns))
 
-        self.embedding = there(torch.randn(VOCAB, hidden, generator=gen))
-        self.layers = [
-            {
-                "q": weight(H * D, hidden), "k": weight(H_KV * D, hidden), "v": weight(H_KV * D, hidden),
-                "o": weight(hidden, H * D), "up": weight(2 * wide, hidden), "down": weight(hidden, wide),
-            }
-            for _ in range(LAYERS)
-        ]  # fmt: skip
-        self.head = weight(VOCAB, hidden) * 4
-        angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
-        self.cos, self.sin = there(angle.cos()), there(angle.sin())
+class Unturned(torch.nn.Module):
+    """In place of the model's rotary embedding: it turns by nothing, flash_attn_with_kvcache does the turning."""
 
-    def run(self, tokens, attend):
-        """Logits [b, n, VOCAB] of tokens [b, n]; attend(layer, q, k, v) -> like q."""
-        x = self.embedding[tokens]
-        b, n, _ = x.shape
-        for layer, w in enumerate(self.layers):
-            y = F.rms_norm(x, x.shape[-1:])
-            q, k, v = (F.linear(y, w[name]).view(b, n, -1, D) for name in "qkv")
-            x = x + F.linear(attend(layer, q, k, v).reshape(b, n, -1), w["o"])
-            gate, up = F.linear(F.rms_norm(x, x.shape[-1:]), w["up"]).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, w["down"])
-        return F.linear(F.rms_norm(x, x.shape[-1:]), self.head).float()
+    def forward(self, x, position_ids):
+        shape = (*position_ids.shape, D)
+        return x.new_ones(shape), x.new_zeros(shape)
 
-    def plain(self, tokens):
-        """Logits by plain attention over all the tokens."""
-        n = tokens.shape[1]
 
-        def attend(_, q, k, v):
-            q, k = (self.rotate(x) for x in (q, k))
-            k, v = (x.repeat_interleave(H // H_KV, 2) for x in (k, v))
-            s = torch.einsum("bihd,bjhd->bhij", q, k).float() / math.sqrt(D)
-            s = s.masked_fill(torch.ones(n, n, dtype=torch.bool, device=s.device).triu(1), -math.inf)
-            return torch.einsum("bhij,bjhd->bihd", s.softmax(-1).to(v.dtype), v)
+def attend(layer, q, k, v, _mask, server, rows, **_):
+    """What transformers calls for attention: q [b, h, n, d], k and v of the n new tokens -> [b, n, h, d]."""
+    caches, table = (server.k[layer.layer_idx], server.v[layer.layer_idx]), server.table
+    if table is None:
+        caches = [x[rows] for x in caches]
+    out = flash_attn_with_kvcache(
+        q.transpose(1, 2), *caches, k.transpose(1, 2), v.transpose(1, 2), *server.cos_sin,
+        cache_seqlens=server.seqlens[rows], block_table=None if table is None else table[rows],
+        causal=True, rotary_interleaved=False,
+    )  # fmt: skip
+    return out, None
 
-        return self.run(tokens, attend)
 
-    def rotate(self, x):
-        cos, sin = (t[: x.shape[1], None].float() for t in (self.cos, self.sin))
-        x0, x1 = x.float().chunk(2, -1)
-        return torch.cat((x0 * cos - x1 * sin, x0 * sin + x1 * cos), -1).to(x.dtype)
+AttentionInterface.register("static_cache", attend)  # NOTE: a name with "flash" in it would be looked for on a hub
 
 
 class Server:
     """The model with a KV cache for len(PROMPTS) sequences, each of its own length."""
 
     def __init__(self, device, dtype, page):
-        self.model = Llama(device, dtype)
+        self.model = copy.deepcopy(eager(dtype)).to(device)
+        self.model.set_attn_implementation("static_cache")
+        positions = torch.arange(CAPACITY, device=device)[None]
+        turned = self.model.model.rotary_emb(self.model.lm_head.weight, positions)
+        self.cos_sin = [x[0, :, : D // 2].contiguous() for x in turned]
+        self.model.model.rotary_emb = Unturned()
         b = len(PROMPTS)
         if page:
             columns = -(-CAPACITY // page)
@@ -92,17 +84,7 @@ class Server:
 
     def step(self, tokens, rows=slice(None)):
         """Logits of the last of tokens [b, n], which join the cache."""
-
-        def attend(layer, q, k, v):
-            caches = (self.k[layer], self.v[layer])
-            if self.table is None:
-                caches = (x[rows] for x in caches)
-            return flash_attn_with_kvcache(
-                q, *caches, k, v, self.model.cos, self.model.sin, cache_seqlens=self.seqlens[rows],
-                block_table=None if self.table is None else self.table[rows], causal=True, rotary_interleaved=False,
-            )  # fmt: skip
-
-        logits = self.model.run(tokens, attend)[:, -1]
+        logits = self.model(tokens, use_cache=False, server=self, rows=rows).logits[:, -1].float()
         self.seqlens[rows] += tokens.shape[1]
         return logits
 
@@ -140,11 +122,11 @@ def generate(server, device, graphed):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page", (0, 1, 16, 256))
 def test_the_same_tokens_in_fp32(device, page):
-    server = Server(device, torch.float32, page)
-    said, _ = generate(server, device, False)
+    said, _ = generate(Server(device, torch.float32, page), device, False)
+    model = copy.deepcopy(eager(torch.float32)).to(device)
     for n, prompt in enumerate(prompts(device)):
         tokens = torch.cat((prompt, said[n : n + 1]), 1)
-        want = server.model.plain(tokens[:, :-1])[0, prompt.shape[1] - 1 :].argmax(-1)
+        want = logits_of(model, tokens[:, :-1])[0, prompt.shape[1] - 1 :].argmax(-1)
         assert torch.equal(said[n], want)
 
 
@@ -152,12 +134,12 @@ def test_the_same_tokens_in_fp32(device, page):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("page", (0, 16))
 def test_logits_in_16_bit(device, dtype, page):
-    """Our logits along our own tokens are as near to those of fp32 as plain attention's in the same dtype."""
-    server, exact = Server(device, dtype, page), Llama(device, torch.float32, dtype)
-    said, logits = generate(server, device, False)
+    """Our logits along our own tokens are as near to those of fp32 as eager attention's in the same dtype."""
+    said, logits = generate(Server(device, dtype, page), device, False)
+    models = [copy.deepcopy(eager(dtype)).to(device, x) for x in (torch.float32, dtype)]
     for n, prompt in enumerate(prompts(device)):
         tokens, start = torch.cat((prompt, said[n : n + 1]), 1)[:, :-1], prompt.shape[1] - 1
-        ref, plain = (model.plain(tokens)[0, start:].cpu() for model in (exact, server.model))
+        ref, plain = (logits_of(model, tokens)[0, start:].cpu() for model in models)
         check("logits", logits[n].cpu(), ref, plain)
 
 
