@@ -72,6 +72,14 @@ def offsets():
     return torch.nn.functional.pad(LENGTHS.cumsum(0), (1, 0)).to("cuda", torch.int32)
 
 
+def compiled_flex():
+    """FlexAttention for one problem: of nine kinds of tensors in one process torch would compile no more than eight."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def area(length, b):
     """Scores of one head in all sequences."""
     return int((LENGTHS**2).sum()) if length == "packed" else b * length**2

@@ -10,7 +10,7 @@ waits in L2 (`warm`: one cache, again and again); the median of the replays, the
 table shows the median of the rounds. Host time: 1000 calls in a row, nothing captured, while the GPU has little to do.
 
     python benchmarks/bench_decode.py                  the table of csrc/cuda/README.md
-    python benchmarks/bench_decode.py --kernels flex --cases 0 5        FlexAttention, which takes its time to compile
+    python benchmarks/bench_decode.py --kernels ours cudnn --cases 0 5      without FlexAttention, which compiles first
     python benchmarks/bench_decode.py --splits 0 1 4   other num_splits
 
 Writes benchmarks/results/decode_<device>.csv, where rows of the same kernel and problem are replaced and others stay,
@@ -27,8 +27,8 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from _gpu import compiled_flex
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 
 from flash_attn import flash_attn_with_kvcache
 
@@ -130,20 +130,16 @@ def our_calls(layout, b, cache, h, h_kv, d, num_splits, copies):
     return calls
 
 
-@functools.cache
-def compiled_flex():
-    return torch.compile(flex_attention, dynamic=False)
-
-
 def peer_calls(peer, b, cache, h, h_kv, d, copies):
     q = torch.randn(b, h, 1, d, device="cuda", dtype=torch.bfloat16)
+    flex = compiled_flex()
     calls = []
     for _ in range(copies):
         k, v = (torch.randn(b, h_kv, cache, d, device="cuda", dtype=q.dtype) for _ in range(2))
 
         def call(k=k, v=v):
             if peer == "flex":
-                return compiled_flex()(q, k, v, enable_gqa=h != h_kv)
+                return flex(q, k, v, enable_gqa=h != h_kv)
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if peer == "cudnn" else SDPBackend.FLASH_ATTENTION):
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=h != h_kv)
 
@@ -243,7 +239,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of the cases")
-    parser.add_argument("--kernels", nargs="*", default=["ours", "cudnn", "fa2"], choices=["ours", *PEERS])
+    parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=["ours", *PEERS])
     parser.add_argument("--csv", type=Path, help="where the results go; the plot goes beside them")
     parser.add_argument("--table", type=Path, help="print the README's table of these results, and measure nothing")
     options = parser.parse_args()

@@ -5,8 +5,9 @@ Problems and timing: _gpu.py. TFLOPS count 4 b h len_q len_kv d operations, half
     python benchmarks/bench_fwd.py                     the table of csrc/cuda/README.md
     python benchmarks/bench_fwd.py --packed            packed sequences beside dense ones of as many operations
     python benchmarks/bench_fwd.py --table             the README's table from the file, nothing measured
-    python benchmarks/bench_fwd.py --dims 128 --lengths 4096 --flex --csv flex.csv
+    python benchmarks/bench_fwd.py --kernels ours cuDNN --dims 128 --lengths 4096 --csv two.csv
 
+FlexAttention compiles for every problem first: seconds, or one where torch finds its cache of the run before.
 Writes benchmarks/results/fwd_<device>.csv or fwd_<device>_packed.csv (or --csv), each row with the peak of memory
 beyond what the call finds, and with matplotlib one plot for each head_dim beside it; prints the table.
 """
@@ -16,8 +17,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from _gpu import EQUAL, LENGTHS, TOKENS, add_options, main, offsets
+from _gpu import EQUAL, LENGTHS, TOKENS, add_options, compiled_flex, main, offsets
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -38,13 +40,10 @@ def sdpa(backend, shape, causal):
 
 
 def flex(shape, causal):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch._dynamo.reset()  # after eight shapes it would compile no more
     length = shape[1]
     mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length) if causal else None
     heads_first = [x.transpose(1, 2) for x in tensors(*shape)]
-    return partial(torch.compile(flex_attention), *heads_first, block_mask=mask)
+    return partial(compiled_flex(), *heads_first, block_mask=mask)
 
 
 def dense(shape, causal):
@@ -70,22 +69,23 @@ def packed_kernels(d, h, causal, _length):
     }
 
 
-def dense_kernels(with_flex, d, h, causal, s):
-    shape = TOKENS // s, s, h, d
-    kernels = {
-        "ours": partial(dense, shape, causal),
-        "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION, shape, causal),
-        "FA2": partial(sdpa, SDPBackend.FLASH_ATTENTION, shape, causal),
-    }
-    if with_flex:
-        kernels["Flex"] = partial(flex, shape, causal)
-    return {name: (TOKENS // s, s, make) for name, make in kernels.items()}
+DENSE = {
+    "ours": dense,
+    "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "FA2": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "FlexAttention": flex,
+}
+
+
+def dense_kernels(names, d, h, causal, s):
+    b = TOKENS // s
+    return {name: (b, s, partial(DENSE[name], (b, s, h, d), causal)) for name in names}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
-    parser.add_argument("--flex", action="store_true", help="FlexAttention too; it compiles first")
+    parser.add_argument("--kernels", nargs="+", default=list(DENSE), choices=list(DENSE), help="unless packed")
     options = parser.parse_args()
     with torch.no_grad():
-        main(options, "fwd", packed_kernels if options.packed else partial(dense_kernels, options.flex), 4)
+        main(options, "fwd", packed_kernels if options.packed else partial(dense_kernels, options.kernels), 4)
