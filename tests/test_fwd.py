@@ -22,6 +22,12 @@ def test_many_tiles(case, isa):
     verify(case)
 
 
+@pytest.mark.parametrize("case", each(Case(65, 80, d=64), dtype=DTYPES, softcap=(3e4, 0.1)), ids=repr)
+def test_softcap_far_from_the_scores(case, isa):
+    """tanh keeps its digits near 0, and where all is saturated it is 1 and its slope 0."""
+    verify(case)
+
+
 @pytest.mark.parametrize("isa_name", [name for name in ISAS if name not in ("reference", "scalar")])
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 def test_long(dtype, isa_name):

@@ -31,46 +31,44 @@ typedef struct {
 } gradient_pair;
 
 /* Masks select, they do not multiply: a masked score may be NaN. */
-INLINE gradient_pair gradient_at(const gradient_args *a, bool MASKED, bool BIASED, bool DROPS, const gradient_lanes *x,
-                                 int64_t key, int64_t lane) {
+INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool DROPS,
+                                 const gradient_lanes *x, int64_t key, int64_t lane) {
     const vec zero = vec_set(0.0f);
     vec s = vec_load(a->scores + key * a->lanes + lane), dp = vec_load(a->dprob + key * a->lanes + lane), slope = zero;
-    if (BIASED) s = vec_mul(s, vec_set(a->scale));
-    const bool caps = BIASED && a->options.softcap > 0.0f;
-    if (caps) {
+    if (CAPS || SLOPES) s = vec_mul(s, vec_set(a->scale));
+    if (CAPS) {
         vec t = vec_tanh(s);
         slope = vec_sub(vec_set(1.0f), vec_mul(t, t));
         s = vec_mul(t, vec_set(a->options.softcap));
     }
-    if (BIASED && a->options.slope) {
+    if (SLOPES) {
         vec distance = vec_sub(x->diagonal, vec_set((float)key));
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
-    vec p = vec_exp2(scores_minus(BIASED, s, vec_set(a->scale), x->lse)), kept = p;
+    vec p = vec_exp2(scores_minus(CAPS || SLOPES, s, vec_set(a->scale), x->lse)), kept = p;
     if (DROPS) { /* a product: what is dropped is multiplied by 0, and NaN stays NaN */
         const vec z = vec_select(mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max), vec_set(1.0f), zero);
         dp = vec_mul(dp, z);
         kept = vec_mul(p, z);
     }
     vec ds = vec_mul(p, scores_minus(false, dp, vec_set(a->kept), x->delta));
-    if (caps) ds = vec_mul(ds, slope);
+    if (CAPS) ds = vec_mul(ds, slope);
     if (MASKED) {
-        vec_mask visible = keys_visible(x->first, x->end, key);
+        vec_mask visible = keys_visible(x->first, x->end, vec_set((float)key));
         kept = vec_select(visible, kept, zero);
         ds = vec_select(visible, ds, zero);
     }
     return (gradient_pair){kept, ds};
 }
 
-INLINE void gradient_step_of(const gradient_args *a, bool MASKED, bool BIASED, bool DROPS) {
+INLINE void gradient_step_of(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool DROPS) {
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
         gradient_lanes x = {.lse = vec_load(a->lse + lane), .delta = vec_load(a->delta + lane)};
         if (MASKED) x.first = vec_load(a->options.first + lane), x.end = vec_load(a->options.end + lane);
-        if (BIASED && a->options.slope)
-            x.slope = vec_load(a->options.slope + lane), x.diagonal = vec_load(a->options.diagonal + lane);
+        if (SLOPES) x.slope = vec_load(a->options.slope + lane), x.diagonal = vec_load(a->options.diagonal + lane);
         for (int64_t key = 0; key < a->num_keys; key += 2) {
-            gradient_pair even = gradient_at(a, MASKED, BIASED, DROPS, &x, key, lane);
-            gradient_pair odd = gradient_at(a, MASKED, BIASED, DROPS, &x, key + 1, lane);
+            gradient_pair even = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x, key, lane);
+            gradient_pair odd = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x, key + 1, lane);
             float *p = a->p_rows + key * a->row_stride, *ds = a->ds_rows + key * a->row_stride;
 #if WORD_ELEMS == 2 /* row "lane" of bf16 lies over floats that were read already */
             vec_store_bf16((uint16_t *)p + lane, even.p);
@@ -88,16 +86,20 @@ INLINE void gradient_step_of(const gradient_args *a, bool MASKED, bool BIASED, b
     }
 }
 
-static inline void gradient_step(const gradient_args *a) {
-    const bool biased = a->options.softcap > 0.0f || a->options.slope;
-    if (!biased && !a->bytes && !a->options.masked)
-        gradient_step_of(a, false, false, false);
-    else if (!biased && !a->bytes)
-        gradient_step_of(a, true, false, false);
-    else if (!a->bytes)
-        gradient_step_of(a, true, true, false);
-    else
-        gradient_step_of(a, true, true, true);
+/* Every set of options is a loop of its own, as in scores_adjust. */
+OUTLINE void gradient_step(const gradient_args *a) {
+    const score_options *o = &a->options;
+    switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2) {
+#define CASE(n)                                              \
+    case n:                                                  \
+        if (a->bytes)                                        \
+            gradient_step_of(a, n & 1, n & 2, n & 4, true);  \
+        else                                                 \
+            gradient_step_of(a, n & 1, n & 2, n & 4, false); \
+        break;
+        CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+#undef CASE
+    }
 }
 
 #endif
