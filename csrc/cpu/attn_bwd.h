@@ -8,17 +8,17 @@
  * Queries live in lanes as in the forward (attn_fwd.h), and all five products are the one of product.h.
  *
  *   softmax_d = delta, for every row
- *   a task is a range of keys of one (sequence, key/value head), with dK = dV = 0 [keys][d] in fp32:
- *     for each pass of a few tiles of rows and heads that see the range:
- *       pack Q^T, dO^T [d][lanes] and Q, dO [lanes][d];  dQ^T [d][lanes] = 0
- *       for each block of the range: pack K, V [keys][d], K^T [d][keys]
+ *   a task is one range of keys, or all of them, of one (sequence, key/value head), with dK = dV = 0 [keys][d] in fp32:
+ *     for each pass of a few tiles of rows and heads that see its keys:
+ *       pack Q^T, dO^T [d][lanes] and Q, dO [lanes][d];  dQ^T [d][lanes] = 0, for each range
+ *       for each block of keys: pack K, V [keys][d], K^T [d][keys]
  *         for each tile: S^T = K Q^T · dP^T = V dO^T · P, dS · dV += P^T dO · dK += dS^T Q · dQ^T += K^T dS^T
- *       one range: write dQ;  several: dQ^T stays in the slab of the range
+ *       all ranges: dQ = their sum, in order;  one of several: dQ^T stays in the slab of the range
  *     write dK, dV
- *   several ranges: dQ = sum of the slabs, in the order of the ranges
+ *   slabs: dQ = their sum, in the order of the ranges
  *
- * dK and dV belong to one task and sum over all heads of the group. Tasks and slabs follow from the shapes, so the bits
- * depend on no thread. A row or key that no visible pair touches is packed as zeros, and NaN reaches what sees it alone
+ * dK and dV belong to one task and sum over all heads of the group. Ranges follow from the shapes, so the bits depend on no
+ * thread. A row or key that no visible pair touches is packed as zeros, and NaN reaches what sees it alone
  * (nonfinite.h).
  * Specification: reference.c. Measurements: README.md. */
 #ifndef FA_ATTN_BWD_H
@@ -48,10 +48,10 @@ typedef struct {
     const bwd_job *job;
     const fa_problem *p;
     fa_sequence s;
-    int64_t head_kv, range, range_begin, range_end, seen_first,
-        seen_end;       /* some row sees keys [seen_first, seen_end) */
-    int64_t first_tile; /* of the pass */
-    float *q_t, *dout_t, *q, *dout, *dq_t, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
+    int64_t head_kv, keys_begin, keys_end, seen_first, seen_end; /* some row sees keys [seen_first, seen_end) */
+    int64_t range;                                               /* of the block */
+    int64_t first_tile;                                          /* of the pass */
+    float *q_t, *dout_t, *q, *dout, *dq_t, *dq_range, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
     uint8_t *bytes;
     fa_bwd_tile *tiles;
     bool k_finite;                      /* all of the block's K, where K^T is packed */
@@ -169,18 +169,37 @@ static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
     return tile->first_key < end && begin < tile->end_key;
 }
 
-static float *bwd_dq_of(const bwd_task *t, int i) {
+/* ---- dQ of a tile ---- */
+
+/* dQ is a sum over ranges in their order, and of each over its blocks, whoever computes it. A task of all ranges adds them up
+ * here: the first in dq_t, another in dq_range until it is complete. Where they are shared each has a slab; those are added last. */
+static void bwd_add_range(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
-    if (l->ranges == 1) return t->dq_t + i * l->tile_floats;
-    return bwd_slab(t->job, &t->s, t->range, t->head_kv, t->first_tile + i);
+    float *dq_t = t->dq_t + i * l->tile_floats;
+    const float *dq_range = t->tiles[i].dq_t;
+    if (l->shares > 1 || t->tiles[i].dq_range < 0 || dq_range == dq_t) return;
+    for (int64_t at = 0; at < l->columns * t->tiles[i].lanes; at += LANES)
+        vec_store(dq_t + at, vec_add(vec_load(dq_t + at), vec_load(dq_range + at)));
+}
+
+static void bwd_enter_range(const bwd_task *t, int i) {
+    const fa_bwd_layout *l = &t->job->layout;
+    fa_bwd_tile *tile = &t->tiles[i];
+    if (tile->dq_range == t->range) return;
+    bwd_add_range(t, i);
+    if (l->shares > 1)
+        tile->dq_t = bwd_slab(t->job, &t->s, t->range, t->head_kv, t->first_tile + i);
+    else
+        tile->dq_t = (tile->dq_range < 0 ? t->dq_t : t->dq_range) + i * l->tile_floats;
+    tile->dq_range = t->range;
+    memset(tile->dq_t, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
 }
 
 static void bwd_prepare_tile(const bwd_task *t, int i) {
-    const fa_bwd_layout *l = &t->job->layout;
     fa_bwd_tile *tile = &t->tiles[i];
-    bwd_place_lanes(t->p, &t->s, t->head_kv, l->block_q, t->first_tile + i, tile);
+    bwd_place_lanes(t->p, &t->s, t->head_kv, t->job->layout.block_q, t->first_tile + i, tile);
     bwd_measure_lanes(t->p, &t->s, tile);
-    if (t->p->dq.data && l->ranges == 1) memset(bwd_dq_of(t, i), 0, (size_t)l->tile_floats * sizeof(float));
+    tile->dq_range = -1;
 }
 
 /* NULL for lanes that see no key. */
@@ -195,8 +214,7 @@ static void bwd_open_tile(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
     const fa_problem *p = t->p;
     fa_bwd_tile *tile = &t->tiles[i];
-    if (!bwd_sees(tile, t->range_begin, t->range_end)) return;
-    if (p->dq.data && l->ranges > 1) memset(bwd_dq_of(t, i), 0, (size_t)l->tile_floats * sizeof(float));
+    if (!bwd_sees(tile, t->keys_begin, t->keys_end)) return;
     const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
     bwd_list_queries(t, &p->q, tile, q_rows);
     bwd_list_queries(t, &p->dout, tile, dout_rows);
@@ -240,7 +258,7 @@ static void bwd_pack_block(bwd_task *t) {
 static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
                          int64_t word_stride, const float *rows, int64_t begin, int64_t end) {
     const fa_bwd_layout *l = &t->job->layout;
-    const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->range_begin;
+    const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->keys_begin;
     for (int64_t key = begin; key < end; key += strip) {
         const int64_t stop = key + strip < end ? key + strip : end;
         int64_t lane = 0, lane_end = tile->lanes;
@@ -269,7 +287,7 @@ static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, c
     const int64_t columns = t->job->layout.columns;
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
-        add_lane_nonfinite(grad + (t->block - t->range_begin) * columns, columns, words, word_stride, lane,
+        add_lane_nonfinite(grad + (t->block - t->keys_begin) * columns, columns, words, word_stride, lane,
                            first > begin ? first : begin, stop < end ? stop : end,
                            bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), t->p->d, t->p->dtype);
     }
@@ -351,7 +369,7 @@ static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     const bwd_task next = {.p = p, .s = fa_sequence_at(p, task->b_idx), .head_kv = task->head_kv};
     const int64_t num_keys = next.s.len_kv < l->block_kv ? next.s.len_kv : l->block_kv;
     const int64_t num_lanes = next.s.len_q * g < l->block_q ? next.s.len_q * g : l->block_q;
-    if (l->ranges > 1) return;
+    if (l->shares > 1) return;
     for (int64_t i = 0; i < num_keys; i++) {
         const char *rows[] = {bwd_key_row(&next, &p->k, i), bwd_key_row(&next, &p->v, i)};
         fetch_later(&t->soon, rows, 2, row_bytes);
@@ -375,7 +393,7 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     t->num_fetched += share;
     int next = t->num_open;
-    while (next < t->num_tiles && !bwd_sees(&t->tiles[next], t->range_begin, t->range_end)) next++;
+    while (next < t->num_tiles && !bwd_sees(&t->tiles[next], t->keys_begin, t->keys_end)) next++;
     for (int is_dout = 0; is_dout < 2 && next < t->num_tiles; is_dout++) {
         bwd_list_queries(t, is_dout ? &t->p->dout : &t->p->q, &t->tiles[next], rows);
         fetch_later(&t->soon, rows, t->tiles[next].lanes, row_bytes);
@@ -389,13 +407,14 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
-    const fa_bwd_tile *tile = &t->tiles[i];
+    fa_bwd_tile *tile = &t->tiles[i];
     const int64_t lanes = tile->lanes, at = i * l->tile_floats;
     int64_t begin = tile->first_key > t->block ? tile->first_key - t->block : 0;
     int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
     if (begin >= end) return;
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last are zeros */
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
+    if (p->dq.data) bwd_enter_range(t, i);
     bwd_fetch_during(t, i, end - begin);
 
     /* Rows of P and dS, for bf16 half as long: behind the scores where those are kept short, else over them. */
@@ -423,7 +442,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
                              .a_stride = l->k_t_stride,
                              .b = ds_words + begin / WORD_ELEMS * lanes,
                              .b_stride = lanes,
-                             .c = bwd_dq_of(t, i),
+                             .c = tile->dq_t,
                              .c_stride = lanes,
                              .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
                              .num_words = (end - begin) / WORD_ELEMS,
@@ -452,10 +471,10 @@ static void bwd_write_queries(const fa_problem *p, const fa_sequence *s, const f
 
 static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *grad, float factor) {
     const int64_t ahead = 8, row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
-    for (int64_t key = t->range_begin; key < t->range_end; key++) {
-        const char *soon = key + ahead < t->range_end ? bwd_key_row(t, view, key + ahead) : NULL;
+    for (int64_t key = t->keys_begin; key < t->keys_end; key++) {
+        const char *soon = key + ahead < t->keys_end ? bwd_key_row(t, view, key + ahead) : NULL;
         fetch_now(&soon, 1, row_bytes);
-        unpack_row(bwd_key_row(t, view, key), t->p->d, grad + (key - t->range_begin) * t->job->layout.columns, factor,
+        unpack_row(bwd_key_row(t, view, key), t->p->d, grad + (key - t->keys_begin) * t->job->layout.columns, factor,
                    t->p->dtype);
     }
 }
@@ -474,6 +493,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
                   .q = (float *)(scratch + l->q),
                   .dout = (float *)(scratch + l->dout),
                   .dq_t = (float *)(scratch + l->dq_t),
+                  .dq_range = (float *)(scratch + l->dq_range),
                   .k = (float *)(scratch + l->k),
                   .v = (float *)(scratch + l->v),
                   .k_t = (float *)(scratch + l->k_t),
@@ -484,14 +504,13 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
                   .dv = (float *)(scratch + l->dv),
                   .bytes = (uint8_t *)(scratch + l->bytes),
                   .tiles = (fa_bwd_tile *)(scratch + l->tile),
-                  .range = task->begin,
                   .key_rows = (const char **)(scratch + l->key_rows),
                   .next_rows = (const char **)(scratch + l->key_rows) + 2 * l->block_kv,
                   .pieces = (const char **)(scratch + l->pieces)};
     const int64_t num_tiles = fa_num_tiles(p, &t.s, l->block_q);
-    fa_bwd_range(&t.s, l->block_kv, l->ranges, (int)t.range, &t.range_begin, &t.range_end);
+    fa_bwd_ranges(&t.s, l->block_kv, l->ranges, task->begin, task->end, &t.keys_begin, &t.keys_end);
     if (t.s.len_q > 0) fa_rows_keys(p, &t.s, 0, t.s.len_q, &t.seen_first, &t.seen_end);
-    const size_t grad_bytes = (size_t)((t.range_end - t.range_begin) * l->columns) * sizeof(float);
+    const size_t grad_bytes = (size_t)((t.keys_end - t.keys_begin) * l->columns) * sizeof(float);
     memset(t.dk, 0, grad_bytes);
     memset(t.dv, 0, grad_bytes);
 
@@ -504,11 +523,12 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
             if (t.tiles[i].first_key < first_key) first_key = t.tiles[i].first_key;
             if (t.tiles[i].end_key > end_key) end_key = t.tiles[i].end_key;
         }
-        if (first_key < t.range_begin) first_key = t.range_begin;
-        if (end_key > t.range_end) end_key = t.range_end;
-        t.block = t.range_begin + (first_key - t.range_begin) / l->block_kv * l->block_kv;
+        if (first_key < t.keys_begin) first_key = t.keys_begin;
+        if (end_key > t.keys_end) end_key = t.keys_end;
+        t.block = t.keys_begin + (first_key - t.keys_begin) / l->block_kv * l->block_kv;
         for (bool is_first = true; t.block < end_key; t.block += l->block_kv, is_first = false) {
             const int64_t next = t.block + l->block_kv;
+            t.range = fa_bwd_range_of(&t.s, l->block_kv, l->ranges, t.block);
             if (is_first) bwd_list_keys(&t, t.block, t.key_rows);
             if (is_first || !PRODUCT_FETCHES) fetch_now(t.key_rows, 2 * l->block_kv, p->d * DTYPE_BYTES(p->dtype));
             bwd_pack_block(&t);
@@ -521,8 +541,12 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
             const char **rows = t.key_rows;
             t.key_rows = t.next_rows, t.next_rows = rows;
         }
-        for (int i = 0; i < t.num_tiles && p->dq.data && l->ranges == 1; i++)
-            bwd_write_queries(p, &t.s, &t.tiles[i], t.dq_t + i * l->tile_floats);
+        for (int i = 0; i < t.num_tiles && p->dq.data && l->shares == 1; i++) {
+            float *dq_t = t.dq_t + i * l->tile_floats;
+            bwd_add_range(&t, i);
+            if (t.tiles[i].dq_range < 0) memset(dq_t, 0, (size_t)l->tile_floats * sizeof(float)); /* it saw no key */
+            bwd_write_queries(p, &t.s, &t.tiles[i], dq_t);
+        }
     }
     if (p->dk.data) bwd_write_keys(&t, &p->dk, t.dk, (float)p->scale);
     if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, job->kept);
@@ -550,7 +574,7 @@ static void bwd_sum_tile(const bwd_job *job, const fa_sequence *s, int64_t head_
     bwd_measure_lanes(job->p, s, &tile);
     for (int r = 0; r < l->ranges; r++) {
         int64_t begin, end;
-        fa_bwd_range(s, l->block_kv, l->ranges, r, &begin, &end);
+        fa_bwd_ranges(s, l->block_kv, l->ranges, r, r + 1, &begin, &end);
         if (bwd_sees(&tile, begin, end)) slabs[num_slabs++] = bwd_slab(job, s, r, head_kv, idx);
     }
     for (int64_t i = 0; num_slabs > 1 && i < l->columns * tile.lanes; i += LANES) {
@@ -581,13 +605,14 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
 
 static void attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
-    int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, tasks);
+    const int shares = fa_bwd_shares(p, plan->num_splits, plan->threads);
+    int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, shares, tasks);
     fa_task_list list = {tasks, num_tasks, 0};
     if (plan->threads > 1) fa_sort_tasks(tasks, num_tasks);
 
     bwd_job job = {.p = p,
                    .layout = fa_bwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task,
-                                              plan->num_splits),
+                                              plan->num_splits, shares),
                    .list = &list,
                    .threads = plan->threads,
                    .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
@@ -597,7 +622,7 @@ static void attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .drops = p->dropout_p > 0 && p->keep_max < 255};
     job.slabs = (float *)(job.scratch + (size_t)plan->threads * job.layout.scratch_bytes);
     void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
-                                                       p->dq.data && plan->num_splits > 1 ? bwd_sum_slabs : NULL};
+                                                       p->dq.data && shares > 1 ? bwd_sum_slabs : NULL};
     for (int i = 0; i < 3 && steps[i]; i++) {
         if (plan->threads == 1)
             steps[i](0, 1, &job); /* too little to wake anybody */

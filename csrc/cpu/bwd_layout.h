@@ -1,11 +1,12 @@
 /* The bytes of the backward: plan_bwd.c counts them, attn_bwd.h fills them. Everything is aligned to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker | slabs of dQ
- *   scratch     Q^T, dO^T, Q, dO, dQ^T of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
+ *   scratch     Q^T, dO^T, Q, dO, dQ^T (and that of one range) of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
  *               dK, dV of the task's keys | addresses of the rows of K and V of two blocks, and of what is fetched ahead | tiles
- *   slab        dQ^T of every tile, for one range of keys; only if there are several ranges
+ *   slab        dQ^T of every tile, for one range of keys; only if tasks share them
  *
- * With one range a task holds all keys of its rows, and its dQ is final. */
+ * How many ranges there are follows from the shapes, for dQ is a sum over them. A task holds one, or where there are tasks enough
+ * all of them: then the packed tiles of a pass serve all keys, there are no slabs, and its dQ is final. */
 #ifndef FA_BWD_LAYOUT_H
 #define FA_BWD_LAYOUT_H
 
@@ -23,6 +24,8 @@ typedef struct {
     int64_t first_key, end_key;       /* some lane sees these keys */
     int64_t common_first, common_end; /* every valid lane sees these */
     int lanes, valid_lanes;           /* lanes: a multiple of the vector and of a dropout patch */
+    int64_t dq_range;                 /* the range that dQ is of now; -1: none yet */
+    float *dq_t;                      /* dQ^T of that range */
     bool q_finite, dout_finite;       /* all that is packed of them; known once the tile is open */
 } fa_bwd_tile;
 
@@ -30,21 +33,34 @@ typedef struct {
     int64_t words;       /* of a packed row of Q, K, V, dO, padded with zeros */
     int64_t columns;     /* d padded to whole transposes */
     int64_t k_t_stride;  /* words of a row of K^T */
-    int64_t range_keys;  /* at most so many keys in a task */
+    int64_t task_keys;   /* at most so many in a task */
     int64_t tile_floats; /* of Q^T, of dO^T and so on: from one tile to the next */
-    int block_q, block_kv, tiles, ranges;
-    size_t q_t, dout_t, q, dout, dq_t, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, key_rows, pieces, tile;
+    int block_q, block_kv, tiles;
+    int ranges, shares; /* of a sequence's keys; the ranges of a share are one task */
+    size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, key_rows, pieces,
+        tile;
     size_t scratch_bytes;
     int64_t slab_tiles; /* of one (range, key/value head) */
     size_t slabs_bytes;
 } fa_bwd_layout;
 
-/* The keys [begin, end) of range r of a sequence: whole blocks, equal shares. */
-static inline void fa_bwd_range(const fa_sequence *s, int block_kv, int ranges, int r, int64_t *begin, int64_t *end) {
+/* The keys [begin, end) of ranges [first, last) of a sequence: whole blocks, equal shares. */
+static inline void fa_bwd_ranges(const fa_sequence *s, int block_kv, int ranges, int64_t first, int64_t last,
+                                 int64_t *begin, int64_t *end) {
     int64_t blocks = (s->len_kv + block_kv - 1) / block_kv;
-    *begin = blocks * r / ranges * block_kv;
-    *end = blocks * (r + 1) / ranges * block_kv;
+    *begin = blocks * first / ranges * block_kv;
+    *end = blocks * last / ranges * block_kv;
     if (*end > s->len_kv) *end = s->len_kv;
+}
+
+/* The range of a key. */
+static inline int64_t fa_bwd_range_of(const fa_sequence *s, int block_kv, int ranges, int64_t key) {
+    int64_t begin, end, r = -1;
+    do {
+        r++;
+        fa_bwd_ranges(s, block_kv, ranges, r, r + 1, &begin, &end);
+    } while (end <= key);
+    return r;
 }
 
 /* Where the tiles of a sequence start in a slab: sequences never overlap, for a + b rows need at most one tile more
@@ -55,25 +71,27 @@ static inline int64_t fa_bwd_slab_tile(const fa_problem *p, int64_t b_idx, int64
 }
 
 static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
-                                             int ranges) {
+                                             int ranges, int shares) {
     const int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
-    const int64_t blocks = (p->len_kv + block_kv - 1) / block_kv;
+    const int64_t blocks = (p->len_kv + block_kv - 1) / block_kv, most_ranges = (ranges + shares - 1) / shares;
     fa_bwd_layout l = {.words = words,
                        .columns = columns,
                        .k_t_stride = block_kv / word_elems,
-                       .range_keys = (blocks + ranges - 1) / ranges * block_kv,
+                       .task_keys = (blocks * most_ranges + ranges - 1) / ranges * block_kv,
                        .tile_floats = (words > columns ? words : columns) * block_q,
                        .block_q = block_q,
                        .block_kv = block_kv,
                        .tiles = tiles,
-                       .ranges = ranges};
+                       .ranges = ranges,
+                       .shares = shares};
     const int64_t tile_bytes = tiles * l.tile_floats * 4, pairs = (int64_t)block_kv * block_q;
     size_t at = 0;
     l.q_t = fa_take(&at, tile_bytes);
     l.dout_t = fa_take(&at, tile_bytes);
     l.q = fa_take(&at, tile_bytes);
     l.dout = fa_take(&at, tile_bytes);
-    l.dq_t = fa_take(&at, ranges == 1 ? tile_bytes : 0);
+    l.dq_t = fa_take(&at, shares == 1 ? tile_bytes : 0);
+    l.dq_range = fa_take(&at, shares == 1 && ranges > 1 ? tile_bytes : 0);
     l.k = fa_take(&at, block_kv * words * 4);
     l.v = fa_take(&at, block_kv * words * 4);
     l.k_t = fa_take(&at, columns * l.k_t_stride * 4);
@@ -81,20 +99,28 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.dprob = fa_take(&at, pairs * 4);
     l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
     l.bytes = fa_take(&at, p->dropout_p > 0 ? pairs : 0);
-    l.dk = fa_take(&at, l.range_keys * columns * 4);
-    l.dv = fa_take(&at, l.range_keys * columns * 4);
+    l.dk = fa_take(&at, l.task_keys * columns * 4);
+    l.dv = fa_take(&at, l.task_keys * columns * 4);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
     l.pieces = fa_take(&at, (2 * block_kv + 3 * block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_bwd_tile));
     l.scratch_bytes = at;
-    if (ranges > 1) {
+    if (shares > 1) {
         l.slab_tiles = fa_bwd_slab_tile(p, p->b, p->total_q, block_q);
         l.slabs_bytes = (size_t)(ranges * p->h_kv * l.slab_tiles * l.tile_floats * 4);
     }
     return l;
 }
 
-/* Writes the tasks: begin is the range, cost the pairs of tiles and keys; tasks NULL: only counts them. */
-int64_t fa_bwd_tasks(const fa_problem *problem, int block_q, int block_kv, int ranges, fa_task *tasks);
+/* How many tasks share the ranges of a sequence: one, if that leaves enough for each thread. dK and dV of more keys lie in the
+ * third-level cache, and that costs what one task saves. */
+static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
+    const int64_t tasks_of_thread = 8, most_keys = 4096;
+    const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
+    return enough && p->len_kv <= most_keys ? 1 : ranges;
+}
+
+/* Writes the tasks: ranges [begin, end), cost the pairs of tiles and keys; tasks NULL: only counts them. */
+int64_t fa_bwd_tasks(const fa_problem *problem, int block_q, int block_kv, int ranges, int shares, fa_task *tasks);
 
 #endif

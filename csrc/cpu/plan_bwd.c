@@ -14,15 +14,16 @@ static int64_t overlap(int64_t begin, int64_t end, int64_t first, int64_t last) 
     return high > low ? high - low : 0;
 }
 
-int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges, fa_task *tasks) {
-    if (!tasks) return p->b * p->h_kv * ranges;
+int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges, int shares, fa_task *tasks) {
+    if (!tasks) return p->b * p->h_kv * shares;
     int64_t count = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
         fa_sequence s = fa_sequence_at(p, b_idx);
         int64_t num_tiles = fa_num_tiles(p, &s, block_q);
-        for (int r = 0; r < ranges; r++) {
+        for (int share = 0; share < shares; share++) {
+            const int64_t first_range = ranges * share / shares, end_range = ranges * (share + 1) / shares;
             int64_t begin, end, cost = 0;
-            fa_bwd_range(&s, block_kv, ranges, r, &begin, &end);
+            fa_bwd_ranges(&s, block_kv, ranges, first_range, end_range, &begin, &end);
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 int64_t row_first, row_end, first_key, end_key;
                 fa_tile_rows(p, &s, block_q, tile, tile + 1, &row_first, &row_end);
@@ -30,14 +31,18 @@ int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges,
                 cost += overlap(begin, end, first_key, end_key);
             }
             for (int64_t head_kv = 0; head_kv < p->h_kv; head_kv++)
-                tasks[count++] = (fa_task){
-                    .cost = cost, .begin = r, .end = r + 1, .b_idx = (int32_t)b_idx, .head_kv = (int32_t)head_kv};
+                tasks[count++] = (fa_task){.cost = cost,
+                                           .begin = first_range,
+                                           .end = end_range,
+                                           .b_idx = (int32_t)b_idx,
+                                           .head_kv = (int32_t)head_kv};
         }
     }
     return count;
 }
 
-/* Enough tasks for free threads to take when there are few heads; each range costs a slab of dQ and packs Q once more. */
+/* Enough for free threads to take when there are few heads; each range costs a slab of dQ, and packs Q once more where it is
+ * a task of its own. */
 static int choose_ranges(const fa_problem *p) {
     const int64_t wanted_tasks = 64, most_ranges = FA_MAX_RANGES, least_keys = 512;
     int64_t heads = p->b * p->h_kv > 0 ? p->b * p->h_kv : 1, ranges = (wanted_tasks + heads - 1) / heads;
@@ -60,15 +65,18 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     if (tiles > most_tiles) tiles = most_tiles;
     if (tiles < 1) tiles = 1;
     /* Tiles multiply faster than the third-level cache reads: operands of a pass take half of the second-level cache. */
-    const int64_t tile_bytes = fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges).tile_floats * 5 * 4;
+    const int64_t tile_bytes =
+        fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges, ranges).tile_floats * 5 * 4;
     while (plan->isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
 
     double flops = 10.0 * (double)(p->h * p->d) * (double)p->total_q * (double)p->len_kv;
-    int64_t num_tasks = fa_bwd_tasks(p, block_q, block_kv, ranges, NULL);
     int threads = flops < inline_flops || machine->threads < 1 ? 1 : machine->threads;
-    if (threads > num_tasks) threads = num_tasks > 0 ? (int)num_tasks : 1;
+    const int64_t most_tasks = p->b * p->h_kv * ranges;
+    if (threads > most_tasks) threads = most_tasks > 0 ? (int)most_tasks : 1;
+    const int shares = fa_bwd_shares(p, ranges, threads);
+    const int64_t num_tasks = fa_bwd_tasks(p, block_q, block_kv, ranges, shares, NULL);
 
-    fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, ranges);
+    fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, ranges, shares);
     plan->block_q = block_q;
     plan->block_kv = block_kv;
     plan->tiles_per_task = (int)tiles;
