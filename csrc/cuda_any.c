@@ -11,25 +11,27 @@ static fa_cuda_row_stats stats_of(const fa_row_stats *t) {
     return (fa_cuda_row_stats){t->data, t->stride_b, t->stride_h};
 }
 
-/* Rows start at multiples of 16 bytes. A stride of a dimension of one element is never taken. */
-static bool is_aligned(const fa_view *t, int64_t elements, int64_t batches, int64_t rows, int64_t heads) {
-    return (uintptr_t)t->data % 16 == 0 && (batches <= 1 || t->stride_b % elements == 0) &&
-           (rows <= 1 || t->stride_row % elements == 0) && (heads <= 1 || t->stride_h % elements == 0);
+/* Low bits that are zero here are zero in the address of every row. A stride of a dimension of one element is never taken. */
+static uint64_t offsets_of(const fa_view *t, int64_t element_bytes, int64_t batches, int64_t rows, int64_t heads) {
+    const int64_t strides =
+        (batches > 1 ? t->stride_b : 0) | (rows > 1 ? t->stride_row : 0) | (heads > 1 ? t->stride_h : 0);
+    return (uintptr_t)t->data | (uint64_t)(strides * element_bytes);
 }
 
-static bool all_are_aligned(const fa_problem *p) {
-    const int64_t elements = 16 / (int64_t)fa_dtype_bytes(p->dtype);
+/* The largest piece, up to 16 bytes, that all rows consist of and start at multiples of. */
+static int piece_bytes(const fa_problem *p) {
+    const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
     const int64_t kv_batches = p->block_table         ? p->num_pages
                                : p->cu_seqlens_k      ? 1
                                : p->cache_rows > p->b ? p->cache_rows
                                                       : p->b;
     const int64_t kv_rows = p->block_table ? p->page_size : p->cu_seqlens_k ? p->total_kv : p->len_kv;
     const fa_view *like_q[] = {&p->q, &p->o, &p->dout, &p->dq}, *like_k[] = {&p->k, &p->v, &p->dk, &p->dv};
-    bool aligned = p->d % elements == 0;
+    uint64_t offsets = 16 | (uint64_t)(p->d * bytes);
     for (int i = 0; i < 4; i++)
-        aligned = aligned && is_aligned(like_q[i], elements, p->b, p->total_q, p->h) &&
-                  is_aligned(like_k[i], elements, kv_batches, kv_rows, p->h_kv);
-    return aligned;
+        offsets |= offsets_of(like_q[i], bytes, p->b, p->total_q, p->h) |
+                   offsets_of(like_k[i], bytes, kv_batches, kv_rows, p->h_kv);
+    return (int)(offsets & -offsets);
 }
 
 /* A window wider than any sequence, small enough to be added to positions. */
@@ -89,7 +91,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .rotary_dim = (int)p->rotary_dim,
         .rotary_interleaved = p->rotary_interleaved,
         .rotary_q_by_row = p->rotary_q_by_row,
-        .is_aligned = all_are_aligned(p),
+        .piece_bytes = piece_bytes(p),
         .zero_tensors = p->cu_seqlens_q && call->zero_tensors,
     };
     if (p->block_table && p->num_pages == 0) a.block_table_cols = 0; /* no key can be read */
@@ -120,7 +122,7 @@ static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
 
 fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const int row = call->plan->cuda_row, block_q = 16 * fa_fwd_any_row(row)->warps;
+    const int row = call->plan->cuda_row, block_q = call->plan->block_q;
     const bool packed = p->cu_seqlens_q != NULL;
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
@@ -128,7 +130,8 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     if (status == FA_OK && p->rotary_cos)
         a.q = (fa_cuda_view){call->workspace, p->len_q * p->h * p->d, p->h * p->d, p->d};
     if (status == FA_OK)
-        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a, (p->b + packed) * p->h * a.num_tiles, 2 * block_q, err);
+        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a, (p->b + packed) * p->h * a.num_tiles,
+                                    32 * fa_fwd_any_row(row)->warps, err);
     if (status == FA_OK && p->s_dmask)
         status = fa_cuda_launch_any(call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, err);
     return status;
@@ -147,8 +150,8 @@ fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
     for (int grad = 0; grad < 3 && status == FA_OK; grad++) {
         const bool owns_keys = grad > 0;
         if (!gradients[grad]) continue;
-        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, 16 * columns->warps)
-                                : count_tiles(p->len_q, p->total_q, packed, 16 * columns->warps);
+        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, call->plan->block_q)
+                                : count_tiles(p->len_q, p->total_q, packed, call->plan->block_q);
         status = fa_cuda_launch_any(call, FA_BWD_ANY, call->plan->cuda_row + grad, &a,
                                     (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles,
                                     32 * columns->warps, err);

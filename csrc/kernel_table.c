@@ -77,32 +77,33 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */
 
-#define ROWS_OF_WARPS_2      32
-#define ROWS_OF_WARPS_4      64
+#define ROWS_OF_2x1          32
+#define ROWS_OF_4x1          64
+#define ROWS_OF_4x2          128
 #define PADDED_ROW(d, bytes) ((d) * (bytes) + 16)
 
 static const fa_row fwd_any_rows[] = {
-#define FA_FWD_TILE_ANY(d, block_kv, warps, bytes)                        \
-    {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_WARPS_##warps) "kv" #block_kv, \
-     {d, block_kv, warps, bytes},                                         \
-     0,                                                                   \
-     PADDED_ROW(d, bytes) * (16 * (warps) + 2 * (block_kv))},
+#define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)               \
+    {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #block_kv,        \
+     {d, block_kv, warps, blocks, stages, ctas, bytes},                               \
+     0,                                                                               \
+     PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) + 2 * (stages) * (block_kv))},
 #include "cuda/tiles.def"
 #undef FA_FWD_TILE_ANY
 };
 
 /* Three rows for one of tiles.def: GRAD 0 dQ, 1 dK, 2 dV. */
 static const fa_row bwd_any_rows[] = {
-#define GRADIENT(name, grad, d, walk, warps, bytes)                                                           \
-    {"attn_bwd_any_" name "_d" #d "_q" TEXT(ROWS_OF_WARPS_##warps) "kv" #walk,                                \
-     {d, walk, warps, grad, bytes},                                                                           \
-     0,                                                                                                       \
-     PADDED_ROW(d, bytes) * ((grad) == 2 ? 16 * (warps) : 32 * (warps)) + PADDED_ROW(d, bytes) * 2 * (walk) + \
+#define GRADIENT(name, grad, d, walk, warps, blocks, stages, ctas, bytes)                                      \
+    {"attn_bwd_any_" name "_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #walk,                     \
+     {d, walk, warps, blocks, stages, ctas, grad, bytes},                                                     \
+     0,                                                                                                 \
+     PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) * ((grad) == 2 ? 1 : 2) + 2 * (stages) * (walk)) + \
          ((grad) == 2 ? 8 * (bytes) : 0)},
-#define FA_BWD_TILE_ANY(d, walk, warps, bytes) \
-    GRADIENT("dq", 0, d, walk, warps, bytes)   \
-    GRADIENT("dk", 1, d, walk, warps, bytes)   \
-    GRADIENT("dv", 2, d, walk, warps, bytes)
+#define FA_BWD_TILE_ANY(d, walk, warps, blocks, stages, ctas, bytes) \
+    GRADIENT("dq", 0, d, walk, warps, blocks, stages, ctas, bytes)   \
+    GRADIENT("dk", 1, d, walk, warps, blocks, stages, ctas, bytes)   \
+    GRADIENT("dv", 2, d, walk, warps, blocks, stages, ctas, bytes)
 #include "cuda/tiles.def"
 #undef FA_BWD_TILE_ANY
 };
@@ -192,14 +193,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                              .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
                     .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh"},
-                    .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS"},
+                    .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
                     .chooses = fwd_any_chooses},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
                     .files = {"attn_bwd_any.cu", ANY_FILES, "tile_any.cuh"},
-                    .columns = {"HEAD_DIM", "WALK", "WARPS", "GRAD"},
+                    .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = bwd_any_rows,
                     .num_rows = NUM_ROWS(bwd_any_rows),

@@ -77,10 +77,10 @@ typedef struct {
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 /* Those of the generic kernels. A gradient's row: dQ, and behind it dK and dV. */
 typedef struct {
-    int d, block_kv, warps, element_bytes;
+    int d, block_kv, warps, blocks, stages, ctas, element_bytes;
 } fa_fwd_any_columns;
 typedef struct {
-    int d, walk, warps, grad, element_bytes;
+    int d, walk, warps, blocks, stages, ctas, grad, element_bytes;
 } fa_bwd_any_columns;
 const fa_fwd_any_columns *fa_fwd_any_row(int row);
 const fa_bwd_any_columns *fa_bwd_any_row(int row);

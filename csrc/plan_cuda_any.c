@@ -24,7 +24,7 @@ const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->cuda_family = FA_FWD_ANY;
     plan->cuda_row = row;
     plan->cuda_features = fa_dtype_feature(p->dtype);
-    plan->block_q = 16 * fa_fwd_any_row(row)->warps;
+    plan->block_q = 16 * fa_fwd_any_row(row)->blocks * fa_fwd_any_row(row)->warps;
     plan->block_kv = fa_fwd_any_row(row)->block_kv;
     plan->workspace_bytes = fa_rotated_q_bytes(p);
     return NULL;
@@ -40,7 +40,7 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->cuda_family = FA_BWD_ANY;
     plan->cuda_row = row;
     plan->cuda_features = fa_dtype_feature(p->dtype);
-    plan->block_q = 16 * fa_bwd_any_row(row)->warps;
+    plan->block_q = 16 * fa_bwd_any_row(row)->blocks * fa_bwd_any_row(row)->warps;
     plan->block_kv = fa_bwd_any_row(row)->walk;
     return NULL;
 }

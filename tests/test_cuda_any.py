@@ -133,7 +133,7 @@ def test_cache(case, dtype):
 def test_explain_names_the_kernel_and_says_why():
     q = torch.randn(1, 70, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     plan = explain(flash_attn_func, q, q, q)
-    assert plan.kernel == "attn_fwd_any_bf16_d64_q64kv64" and plan.backward.kernel.startswith("attn_bwd_any_")
+    assert plan.kernel == "attn_fwd_any_bf16_d64_q128kv64" and plan.backward.kernel.startswith("attn_bwd_any_")
     reasons = dict(plan.ruled_out)
     assert reasons.get("attn_fwd_sm90") == "FLASH_ATTN_CUDA_KERNEL rules it out"
 

@@ -3,8 +3,8 @@
  *   P_ij = exp(s_ij - lse_i)    dP = dO V^T    dS = P (z dP - delta) (1 - tanh^2 of a softcap)    z: dropout
  *   dQ = scale dS K             dK = scale dS^T Q             dV = (z P)^T dO
  *
- * Three gradients, one loop. A kernel computes one of them (GRAD); a CTA owns OWN rows of it, 16 a warp, and walks over the
- * tiles of the other side, in a fixed order, without atomics:
+ * Three gradients, one loop. A kernel computes one of them (GRAD); a CTA owns OWN rows of it, 16 BLOCKS a warp, and walks
+ * over the tiles of the other side, in a fixed order, without atomics:
  *
  *   GRAD      own rows      walks over    S =      dP =      adds
  *   0 dQ      q and dO      k and v       Q K^T    dO V^T    dS K
@@ -18,8 +18,8 @@
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
-#if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(GRAD)
-#error "a row of tiles.def: HEAD_DIM columns, WARPS of 16 own rows, WALK rows of the other side, GRAD 0 dQ, 1 dK, 2 dV"
+#if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || !defined(CTAS) || !defined(GRAD)
+#error "a row of tiles.def: HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, WALK rows of the other side in STAGES, GRAD"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_any
@@ -27,7 +27,7 @@
 
 #include "tile_any.cuh"
 
-constexpr int OWN = 16 * WARPS, N = WALK / 8;
+constexpr int WARP_ROWS = 16 * BLOCKS, OWN = WARP_ROWS * WARPS, N = WALK / 8;
 constexpr bool OWNS_KEYS = GRAD != 0;
 
 static_assert(HEAD_DIM % 16 == 0 && WALK % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
@@ -37,14 +37,25 @@ static_assert(WALK <= 64, "32 bits say which pairs of a thread dropout keeps");
 /* Rows of q or k, and of dO or v. */
 struct shared_memory {
     element own_s[OWN * PITCH], own_dp[GRAD == 2 ? 8 : OWN * PITCH];
-    element walk_s[WALK * PITCH], walk_dp[WALK * PITCH];
+    element walk_s[STAGES][WALK * PITCH], walk_dp[STAGES][WALK * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
-/* A row without finite lse gives and gets nothing; one with a NaN gives NaN. */
-DEVICE bool saw_nothing(float lse) { return fabsf(lse) == INF; }
-
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
+
+/* What a query knows of its row. lse is inf if it saw nothing: then it gives and gets nothing. With NaN it gives NaN. */
+struct row_stats {
+    float lse, delta;
+};
+
+DEVICE row_stats stats_at(const fa_cuda_problem &p, const sequence &s, int i, int head, bool exists) {
+    if (!exists) return {INF, 0};
+    const float lse = *row_stat(p.lse, s, i, head);
+    return {fabsf(lse) == INF ? INF : lse, GRAD == 2 ? 0 : *row_stat(p.softmax_d, s, i, head)};
+}
+
+/* Behind the columns of a query in shared memory, where its row is padded. */
+DEVICE row_stats &stats_behind(element *tile, int r) { return *(row_stats *)(tile + r * PITCH + HEAD_DIM); }
 
 /* The rows of the other side that some of the own rows [first, last] meets, and those that all of them meet. */
 struct span {
@@ -59,85 +70,56 @@ DEVICE span walked_rows(const fa_cuda_problem &p, const sequence &s, int first, 
             right < 0 ? 0 : max(last - shift - right, 0), left < 0 ? s.len_q : min(first - shift + left + 1, s.len_q)};
 }
 
-/* Rows from `first` on of a tensor, for load_tile: those of [begin, end), and of queries those that saw something. */
-struct row_finder {
-    const fa_cuda_problem &p;
-    const sequence &s;
-    const fa_cuda_view &tensor;
-    bool are_keys;
-    int head, first, begin, end;
-
-    DEVICE long long operator()(int r) const {
-        const int row = first + r;
-        if (row < begin || row >= end) return -1;
-        if (are_keys) return key_offset(p, tensor, s, row, head / (p.h / p.h_kv));
-        return saw_nothing(*row_stat(p.lse, s, row, head)) ? -1 : query_offset(tensor, s, row, head);
-    }
-};
+/* Where a row of q, k, v or dO begins, for load_tile. */
+DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tensor, const sequence &s, int row, int head,
+                             bool is_key) {
+    return (const element *)tensor.data +
+           (is_key ? key_offset(p, tensor, s, row, head / (p.h / p.h_kv)) : query_offset(tensor, s, row, head));
+}
 
 /* ---- one tile -------------------------------------------------------------------------------------------------- */
 
-/* A query as its pairs need it: the keys it sees, none if it saw nothing. */
-struct query {
-    int i, first, end;
-    float lse, delta;
-};
-
-DEVICE query query_at(const fa_cuda_problem &p, const sequence &s, int i, int head) {
-    const float lse = i < s.len_q ? *row_stat(p.lse, s, i, head) : INF;
-    if (saw_nothing(lse)) return {i, 0, 0, 0, 0};
-    return {i, first_key(p, s, i), end_key(p, s, i), lse, GRAD == 2 ? 0 : *row_stat(p.softmax_d, s, i, head)};
-}
-
-/* W [16, WALK] from S and dP where every query sees every key, and scores are plain. */
-DEVICE void make_plain_weights(const fa_cuda_problem &p, const sequence &s, int head, int own, int walk,
-                               float (&w)[N][4], const float (&dp)[N][4]) {
-    const int row = own + lane() / 4, column = walk + 2 * (lane() % 4);
-    float lse[2], delta[2];
+/* W [16 BLOCKS, WALK] from S and dP where every query sees every key, and scores are plain. own: of the thread's rows if
+ * they are queries; if the columns are, their stats lie behind them. */
+DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], element *queries,
+                               float (&w)[BLOCKS][N][4], const float (&dp)[BLOCKS][N][4]) {
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-#pragma unroll
-        for (int x = 0; x < 2; x++) {
-            if (!OWNS_KEYS && n > 0) continue; /* of the two rows, or of two columns */
-            const int i = OWNS_KEYS ? column + 8 * n + x : row + 8 * x;
-            lse[x] = i < s.len_q ? *row_stat(p.lse, s, i, head) : INF;
-            if (saw_nothing(lse[x])) lse[x] = INF; /* p is zero */
-            if (GRAD != 2) delta[x] = i < s.len_q ? *row_stat(p.softmax_d, s, i, head) : 0;
-        }
+    for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int x = OWNS_KEYS ? e % 2 : e / 2;
-            const float prob = ex2(fmaf(w[n][e], p.scale, -lse[x]) * LOG2_E);
-            w[n][e] = GRAD == 2 ? prob : prob * (dp[n][e] - delta[x]);
+            row_stats q;
+            if (OWNS_KEYS) q = stats_behind(queries, 8 * n + 2 * (lane() % 4) + e % 2);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                if (!OWNS_KEYS) q = own[m][e / 2];
+                const float prob = ex2(fmaf(w[m][n][e], p.scale, -q.lse) * LOG2_E);
+                w[m][n][e] = GRAD == 2 ? prob : prob * (dp[m][n][e] - q.delta);
+            }
         }
-    }
 }
 
-/* W [16, WALK] from S and dP: own rows from `own` on, walked rows from `walk` on. Bit 4 n + e of the result: the query of
- * element e of fragment n sees the key. */
-DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, int own, int walk, float (&w)[N][4],
-                        const float (&dp)[N][4]) {
+/* W [16, WALK] of a block from S and dP: own rows from `own_row` on, walked rows from `walk` on. Bit 4 n + e of the result:
+ * the query of element e of fragment n sees the key. */
+DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, int own_row, int walk,
+                        const row_stats (&own)[2], element *queries, float (&w)[N][4], const float (&dp)[N][4]) {
     const scorer score(p, s, head);
     const dropout drop(p, s.b_idx, head);
-    const int row = own + lane() / 4, column = walk + 2 * (lane() % 4);
+    const int row = own_row + lane() / 4, column = walk + 2 * (lane() % 4);
     u32 kept = 0xffffffffu, seen = 0;
-    if (drop.is_on) kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own, walk) : drop.kept_rows_are_queries<N>(own, walk);
-    query queries[2]; /* of the two rows, or of two columns */
-    if (!OWNS_KEYS) queries[0] = query_at(p, s, row, head), queries[1] = query_at(p, s, row + 8, head);
+    if (drop.is_on)
+        kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own_row, walk) : drop.kept_rows_are_queries<N>(own_row, walk);
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        if (OWNS_KEYS) {
-            queries[0] = query_at(p, s, column + 8 * n, head);
-            queries[1] = query_at(p, s, column + 8 * n + 1, head);
-        }
+    for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const query &q = queries[OWNS_KEYS ? e % 2 : e / 2];
-            const int j = OWNS_KEYS ? row + e / 2 * 8 : column + 8 * n + e % 2;
+            const int across = row + e / 2 * 8, along = column + 8 * n + e % 2;
+            const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
+            const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
+            const bool sees = j >= first_key(p, s, i) && j < end_key(p, s, i) && q.lse != INF;
             float weight = 0, capped;
-            seen |= (u32)(j >= q.first && j < q.end) << (4 * n + e);
-            if (j >= q.first && j < q.end) {
-                float x = score(w[n][e], q.i, j, capped) - q.lse;
+            seen |= (u32)sees << (4 * n + e);
+            if (sees) {
+                float x = score(w[n][e], i, j, capped) - q.lse;
                 if (score.is_plain) x = fmaf(w[n][e], score.scale, -q.lse); /* as the forward: not rounded before */
                 const float prob = ex2(x * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
@@ -145,38 +127,74 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, i
             }
             w[n][e] = weight;
         }
-    }
     return seen;
 }
 
 /* Adds to o what the walked rows of one query head contribute to the own rows from `own` on. */
 DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own,
-                 float (&o)[COLUMNS][4]) {
-    const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + 16 * warp();
+                 float (&o)[BLOCKS][COLUMNS][4]) {
+    const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
     const span met = walked_rows(p, s, own, min(own + OWN, num_own) - 1);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
     const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain; /* 256: registers */
-#pragma unroll 1
-    for (int first = met.begin / WALK * WALK; first < met.end; first += WALK) {
-        float w[N][4], dp[N][4];
-        __syncthreads(); /* everyone has read the last tiles */
-        load_tile<WALK>(shared.walk_s, view_s.data, p,
-                        row_finder{p, s, view_s, !OWNS_KEYS, head, first, met.begin, met.end});
-        load_tile<WALK>(shared.walk_dp, view_dp.data, p,
-                        row_finder{p, s, view_dp, !OWNS_KEYS, head, first, met.begin, met.end});
-        wait_for_tiles();
-        multiply_rows(w, shared.own_s + 16 * warp() * PITCH, shared.walk_s);
-        if (GRAD != 2) multiply_rows(dp, shared.own_dp + 16 * warp() * PITCH, shared.walk_dp);
+    const int start = met.begin / WALK * WALK, num_steps = ceil_div(met.end - start, WALK);
+    row_stats own_stats[BLOCKS][2], next = {INF, 0};
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = warp_own + 16 * m + 8 * half + lane() / 4;
+            if (!OWNS_KEYS) own_stats[m][half] = stats_at(p, s, i, head, i < s.len_q);
+        }
 
-        const element *added = GRAD == 2 ? shared.walk_dp : shared.walk_s;
+    /* each lane finds one row of its warp, and knows the stats of its row of the next tile: they are on their way */
+    const auto own_walked = [&](int step) { return start + step * WALK + warp() * (WALK / WARPS) + lane(); };
+    const auto is_met = [&](int row) { return lane() < WALK / WARPS && row >= met.begin && row < met.end; };
+    const auto load = [&](int step) {
+        const int slot = step % STAGES, row = own_walked(step), following = own_walked(step + 1);
+        const bool is_wanted = is_met(row) && (!OWNS_KEYS || next.lse != INF);
+        if (step < num_steps) {
+            load_tile<WALK>(p, shared.walk_s[slot], is_wanted ? row_at(p, view_s, s, row, head, !OWNS_KEYS) : nullptr);
+            load_tile<WALK>(p, shared.walk_dp[slot], is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS) : nullptr);
+        }
+        if (OWNS_KEYS) {
+            if (step < num_steps && lane() < WALK / WARPS)
+                stats_behind(shared.walk_s[slot], warp() * (WALK / WARPS) + lane()) = next;
+            next = stats_at(p, s, following, head, is_met(following));
+        }
+        cp_async_commit_group();
+    };
+
+    if (OWNS_KEYS) next = stats_at(p, s, own_walked(0), head, is_met(own_walked(0)));
+    __syncthreads(); /* everyone has read the last tiles */
+    if (STAGES == 2) load(0);
+#pragma unroll 1
+    for (int step = 0; step < num_steps; step++) {
+        const int first = start + step * WALK;
+        element *walk_s = shared.walk_s[step % STAGES], *walk_dp = shared.walk_dp[step % STAGES];
+        float w[BLOCKS][N][4], dp[BLOCKS][N][4];
+        if (STAGES == 1) {
+            __syncthreads();
+            load(step);
+        }
+        wait_for_tiles<0>(); /* this step's tiles are there, and everyone has read the last ones */
+        if (STAGES == 2) load(step + 1);
+        multiply_rows(w, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
+        if (GRAD != 2) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
+
+        const element *added = GRAD == 2 ? walk_dp : walk_s;
         const bool is_whole = first >= met.whole_begin && first + WALK <= met.whole_end;
-        u32 seen = 0xffffffffu;
+        u32 seen[BLOCKS];
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++) seen[m] = 0xffffffffu;
         if (is_whole && is_plain)
-            make_plain_weights(p, s, head, warp_own, first, w, dp);
+            make_plain_weights(p, own_stats, walk_s, w, dp);
         else
-            seen = make_weights(p, s, head, warp_own, first, w, dp);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++)
+                seen[m] = make_weights(p, s, head, warp_own + 16 * m, first, own_stats[m], walk_s, w[m], dp[m]);
         if (!is_whole && has_nan_or_inf<WALK>(added))
-            accumulate_exactly(o, w, added, seen);
+            accumulate_by_fma<false>(o, w, added, seen);
         else
             accumulate(o, w, added);
     }
@@ -190,29 +208,34 @@ DEVICE void make_gradient(const fa_cuda_problem &p, shared_memory &shared, const
     const int head = OWNS_KEYS ? head_own * g : head_own, num_heads = OWNS_KEYS ? g : 1;
     const fa_cuda_view &view_s = OWNS_KEYS ? p.k : p.q, &view_dp = OWNS_KEYS ? p.v : p.dout;
     const fa_cuda_view &result = GRAD == 0 ? p.dq : GRAD == 1 ? p.dk : p.dv;
-    float o[COLUMNS][4];
+    const int warp_own = own + WARP_ROWS * warp(), own_row = warp_own + lane();
+    const bool is_wanted = lane() < WARP_ROWS && own_row < num_own &&
+                           (OWNS_KEYS || fabsf(*row_stat(p.lse, s, own_row, head)) != INF);
+    float o[BLOCKS][COLUMNS][4];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) o[c][0] = o[c][1] = o[c][2] = o[c][3] = 0;
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
     __syncthreads(); /* everyone has read the last own rows */
-    load_tile<OWN>(shared.own_s, view_s.data, p, row_finder{p, s, view_s, OWNS_KEYS, head, own, 0, num_own});
+    load_tile<OWN>(p, shared.own_s, is_wanted ? row_at(p, view_s, s, own_row, head, OWNS_KEYS) : nullptr);
     if (GRAD != 2)
-        load_tile<OWN>(shared.own_dp, view_dp.data, p, row_finder{p, s, view_dp, OWNS_KEYS, head, own, 0, num_own});
+        load_tile<OWN>(p, shared.own_dp, is_wanted ? row_at(p, view_dp, s, own_row, head, OWNS_KEYS) : nullptr);
 #pragma unroll 1
     for (int i = 0; i < num_heads; i++) walk(p, shared, s, head + i, own, o);
+    cp_async_wait_all(); /* own rows, where there was nothing to walk over */
 
-    element *rows[2];
-    const float factor = GRAD == 2 ? 1 : p.scale, factors[2] = {factor, factor};
-    bool is_zero[2];
+    const float factor = GRAD == 2 ? 1 : p.scale;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int row = own + 16 * warp() + lane() / 4 + 8 * half;
-        rows[half] = nullptr, is_zero[half] = false;
-        if (row >= num_own) continue;
-        rows[half] = (element *)result.data +
-                     (OWNS_KEYS ? key_offset(p, result, s, row, head_own) : query_offset(result, s, row, head));
-        is_zero[half] = !OWNS_KEYS && saw_nothing(*row_stat(p.lse, s, row, head));
-    }
-    store_rows(p, o, rows, factors, is_zero);
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = warp_own + 16 * m + lane() / 4 + 8 * half;
+            if (row >= num_own) continue;
+            const bool saw_nothing = !OWNS_KEYS && fabsf(*row_stat(p.lse, s, row, head)) == INF;
+            element *to = (element *)result.data +
+                          (OWNS_KEYS ? key_offset(p, result, s, row, head_own) : query_offset(result, s, row, head));
+            store_row(p, to, o[m], half, factor, saw_nothing);
+        }
 }
 
 /* Packed rows behind the last sequence belong to nobody; here they become zero. */
@@ -224,7 +247,7 @@ DEVICE void clear_unowned_rows(const fa_cuda_problem &p, int head, int first, in
 }
 
 /* Tasks: the tiles of every head of every sequence; a sequence longer than max_seqlen takes several turns. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const int heads = OWNS_KEYS ? p.h_kv : p.h, *cu_seqlens = OWNS_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;

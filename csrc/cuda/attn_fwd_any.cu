@@ -4,8 +4,8 @@
  *
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d], packed or paged    o like q    lse [b, h, len_q] float
  *
- * One CTA takes BLOCK_Q rows of one head, 16 a warp, and walks over the keys that they see. Q, one tile of K and one of V
- * lie in shared memory; V arrives while S is computed, the next K during softmax and P V:
+ * One CTA takes BLOCK_Q rows of one head, 16 BLOCKS a warp, and walks over the keys that they see. Q and STAGES tiles of K
+ * and of V lie in shared memory; with one stage V arrives while S is computed, and the next K during softmax and P V:
  *
  *   load Q, K | wait | load V | S = Q K^T | wait | load next K | softmax | O += P V | wait | ..
  *
@@ -15,8 +15,8 @@
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
-#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS)
-#error "a row of tiles.def: HEAD_DIM columns, BLOCK_KV keys, WARPS of 16 query rows"
+#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || !defined(CTAS)
+#error "a row of tiles.def: HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, STAGES of K and V, CTAS of an SM"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_any
@@ -24,20 +24,19 @@
 
 #include "tile_any.cuh"
 
-constexpr int BLOCK_Q = 16 * WARPS, N = BLOCK_KV / 8;
+constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
 
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
 static_assert(BLOCK_KV == 16 || BLOCK_KV % 32 == 0, "a dropout patch has 32 keys");
 static_assert(BLOCK_KV <= 64, "32 bits say which scores of a thread dropout keeps");
 
 struct shared_memory {
-    element q[BLOCK_Q * PITCH], k[BLOCK_KV * PITCH], v[BLOCK_KV * PITCH];
+    element q[BLOCK_Q * PITCH], k[STAGES][BLOCK_KV * PITCH], v[STAGES][BLOCK_KV * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
-/* One of the two rows of a thread: what it sees, its largest score so far, the sum of its exponentials. */
+/* One of the rows of a thread, two in each block: its largest score so far, the sum of its exponentials. */
 struct row_state {
-    int first, end; /* visible keys */
     float max, sum;
 };
 
@@ -53,121 +52,160 @@ DEVICE float quad_sum(float x) {
 
 /* S becomes P = 2^(factor S - base), base = factor max, and O follows the maximum. base is rounded: the same for all of a
  * row, so it cancels in the quotient; lse adds what was rounded away. fmaxf passes over NaN: it comes out through the sum. */
-DEVICE void softmax_step(float (&s)[N][4], float (&o)[COLUMNS][4], row_state (&rows)[2], float factor) {
+DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4], row_state (&rows)[BLOCKS][2],
+                         float factor) {
+    float rescale[BLOCKS][2];
+    bool is_raised = false;
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            row_state &row = rows[m][half];
+            float largest = row.max, sum = 0;
+#pragma unroll
+            for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+            largest = quad_max(largest);
+            const float base = largest == -INF ? 0 : largest * factor; /* nothing seen yet, or only scores of -inf */
+            rescale[m][half] = ex2(__fmul_rn(row.max, factor) - base); /* rounded as base was, not fused */
+            is_raised |= rescale[m][half] != 1;
+            row.max = largest;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++) sum += s[m][n][e] = ex2(fmaf(s[m][n][e], factor, -base));
+            row.sum = row.sum * rescale[m][half] + sum;
+        }
+    if (__any_sync(WHOLE_WARP, is_raised))
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[m][c][e] *= rescale[m][e / 2];
+}
+
+/* Scores of a block of rows from `row` on and of keys from `first` on: softcap and ALiBi where there are any. */
+DEVICE void change_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row, int first) {
+    const scorer score(p, s, head);
+    float unused;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            scores[n][e] = score(scores[n][e], row + lane() / 4 + e / 2 * 8, first + 8 * n + 2 * (lane() % 4) + e % 2,
+                                 unused);
+}
+
+/* Scores of keys that a row does not see become -inf. Bit 4 n + e of the result: the pair of element e of fragment n counts. */
+DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scores)[N][4], int row, int first) {
+    u32 seen = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        row_state &row = rows[half];
-        float largest = row.max;
-#pragma unroll
-        for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-        largest = quad_max(largest);
-        const float base = largest == -INF ? 0 : largest * factor;    /* nothing seen yet, or only scores of -inf */
-        const float rescale = ex2(__fmul_rn(row.max, factor) - base); /* rounded as base was, not fused */
-        row.max = largest;
-        float sum = 0;
+        const int i = row + lane() / 4 + 8 * half, begin = first_key(p, s, i), end = i < s.len_q ? end_key(p, s, i) : 0;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) sum += s[n][2 * half + e] = ex2(fmaf(s[n][2 * half + e], factor, -base));
-        row.sum = row.sum * rescale + sum;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) o[c][2 * half] *= rescale, o[c][2 * half + 1] *= rescale;
+            for (int e = 2 * half; e < 2 * half + 2; e++) {
+                const int j = first + 8 * n + 2 * (lane() % 4) + e % 2;
+                const bool sees = j >= begin && j < end;
+                seen |= (u32)sees << (4 * n + e);
+                if (!sees) scores[n][e] = -INF;
+            }
     }
+    return seen;
+}
+
+/* Dropout comes after the normalisation: after the sum. */
+DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row, int first) {
+    const u32 kept = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, first);
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
+}
+
+/* Row l / 4 + 8 half of a block: o and lse. */
+DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, int i, const float (&o)[COLUMNS][4], int half,
+                       row_state row, float unit) {
+    const float sum = quad_sum(row.sum);
+    if (i >= s.len_q) return;
+    const bool is_empty = first_key(p, s, i) >= end_key(p, s, i);
+    /* a sum of zero: every score is -inf */
+    const float rest = fmaf(row.max, unit * LOG2_E, -__fmul_rn(row.max, unit * LOG2_E));
+    const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
+    if (lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty ? INF : lse;
+    store_row(p, (element *)p.o.data + query_offset(p.o, s, i, head), o, half, p.keep_scale / sum, is_empty);
 }
 
 /* Rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
 DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
-    const int head_kv = head / (p.h / p.h_kv), last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
-    const int warp_row = first_row + 16 * warp();
-    const scorer score(p, s, head);
-    const dropout drop(p, s.b_idx, head);
-    const float unit = score.is_plain ? score.scale : 1; /* plain scores are scaled with the exponent */
+    const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
+    const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
     const int begin = first_key(p, s, first_row), end = end_key(p, s, last_row);             /* some row sees */
     const int whole_begin = first_key(p, s, last_row), whole_end = end_key(p, s, first_row); /* every row sees */
-    row_state rows[2];
-    float o[COLUMNS][4], scores[N][4];
+    const bool is_used = warp_row < s.len_q, is_plain = scorer(p, s, head).is_plain;
+    const float unit = is_plain ? p.scale : 1; /* plain scores are scaled with the exponent */
+    row_state rows[BLOCKS][2];
+    float o[BLOCKS][COLUMNS][4], scores[BLOCKS][N][4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int i = warp_row + lane() / 4 + 8 * half;
-        rows[half] = {first_key(p, s, i), i < s.len_q ? end_key(p, s, i) : 0, -INF, 0};
+    for (int m = 0; m < BLOCKS; m++) {
+        rows[m][0] = rows[m][1] = {-INF, 0};
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
     }
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) o[c][0] = o[c][1] = o[c][2] = o[c][3] = 0;
 
-    const auto key_row = [&](const fa_cuda_view &kv, int first) {
-        return [&p, &s, &kv, first, begin, end, head_kv](int r) {
-            const int j = first + r;
-            return j >= begin && j < end ? key_offset(p, kv, s, j, head_kv) : -1ll;
-        };
+    const int start = begin / BLOCK_KV * BLOCK_KV, num_steps = ceil_div(end - start, BLOCK_KV);
+    const auto load_keys = [&](element *tile, const fa_cuda_view &kv, int step) {
+        const int r = warp() * (BLOCK_KV / WARPS) + lane(), j = start + step * BLOCK_KV + r;
+        const bool is_wanted = lane() < BLOCK_KV / WARPS && j >= begin && j < end;
+        const element *row = is_wanted ? (const element *)kv.data + key_offset(p, kv, s, j, head_kv) : nullptr;
+        if (step < num_steps) load_tile<BLOCK_KV>(p, tile, row);
+        cp_async_commit_group();
     };
-    const int start = begin / BLOCK_KV * BLOCK_KV;
-    if (start < end) {
-        load_tile<BLOCK_Q>(shared.q, p.q.data, p, [&](int r) {
-            return first_row + r < s.len_q ? query_offset(p.q, s, first_row + r, head) : -1ll;
-        });
-        load_tile<BLOCK_KV>(shared.k, p.k.data, p, key_row(p.k, start));
+    if (num_steps > 0) {
+        const int i = warp_row + lane();
+        const bool is_wanted = lane() < WARP_ROWS && i < s.len_q;
+        load_tile<BLOCK_Q>(p, shared.q,
+                           is_wanted ? (const element *)p.q.data + query_offset(p.q, s, i, head) : nullptr);
+        load_keys(shared.k[0], p.k, 0);
+        for (int step = 1; step < STAGES; step++)
+            load_keys(shared.v[step - 1], p.v, step - 1), load_keys(shared.k[step], p.k, step);
     }
 #pragma unroll 1
-    for (int first = start; first < end; first += BLOCK_KV) {
-        wait_for_tiles(); /* K is there, and everyone has read the last V */
-        load_tile<BLOCK_KV>(shared.v, p.v.data, p, key_row(p.v, first));
-        multiply_rows(scores, shared.q + 16 * warp() * PITCH, shared.k);
-        wait_for_tiles(); /* V is there, and everyone has read K */
-        if (first + BLOCK_KV < end) load_tile<BLOCK_KV>(shared.k, p.k.data, p, key_row(p.k, first + BLOCK_KV));
+    for (int step = 0; step < num_steps; step++) {
+        const int first = start + step * BLOCK_KV;
+        const element *k = shared.k[step % STAGES], *v = shared.v[step % STAGES];
+        wait_for_tiles<2 * STAGES - 2>(); /* K is there, and everyone has read the last V */
+        load_keys(shared.v[(step + STAGES - 1) % STAGES], p.v, step + STAGES - 1);
+        if (is_used) multiply_rows(scores, shared.q + WARP_ROWS * warp() * PITCH, k);
+        wait_for_tiles<2 * STAGES - 2>(); /* V is there, and everyone has read K */
+        load_keys(shared.k[step % STAGES], p.k, step + STAGES);
 
         const bool is_whole = first >= whole_begin && first + BLOCK_KV <= whole_end;
-        u32 seen = 0;
-        if (!score.is_plain) {
-            float unused;
+        const bool is_exact = !is_whole && has_nan_or_inf<BLOCK_KV>(v);
+        if (!is_used) continue;
+        u32 seen[BLOCKS];
 #pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    scores[n][e] = score(scores[n][e], warp_row + lane() / 4 + e / 2 * 8,
-                                         first + 8 * n + 2 * (lane() % 4) + e % 2, unused);
-        }
-        if (!is_whole) {
-#pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int j = first + 8 * n + 2 * (lane() % 4) + e % 2;
-                    const bool sees = j >= rows[e / 2].first && j < rows[e / 2].end;
-                    seen |= (u32)sees << (4 * n + e);
-                    if (!sees) scores[n][e] = -INF;
-                }
+        for (int m = 0; m < BLOCKS; m++) {
+            if (!is_plain) change_scores(p, s, head, scores[m], warp_row + 16 * m, first);
+            if (!is_whole) seen[m] = mask_scores(p, s, scores[m], warp_row + 16 * m, first);
         }
         softmax_step(scores, o, rows, unit * LOG2_E);
-        if (drop.is_on) { /* after the sum: dropout comes after the normalisation */
-            const u32 kept = drop.kept_rows_are_queries<N>(warp_row, first);
+        if (p.rng_state)
 #pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
-        }
-        if (!is_whole && has_nan_or_inf<BLOCK_KV>(shared.v))
-            accumulate_exactly(o, scores, shared.v, seen);
+            for (int m = 0; m < BLOCKS; m++) drop_scores(p, s, head, scores[m], warp_row + 16 * m, first);
+        if (is_exact)
+            accumulate_by_fma<false>(o, scores, v, seen);
         else
-            accumulate(o, scores, shared.v);
+            accumulate(o, scores, v);
     }
 
-    element *o_rows[2];
-    float factor[2];
-    bool is_empty[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int i = warp_row + lane() / 4 + 8 * half;
-        const float sum = quad_sum(rows[half].sum);
-        is_empty[half] = rows[half].first >= rows[half].end;
-        factor[half] = p.keep_scale / sum;
-        o_rows[half] = i < s.len_q ? (element *)p.o.data + query_offset(p.o, s, i, head) : nullptr;
-        /* a sum of zero: every score is -inf */
-        const float max = rows[half].max, rest = fmaf(max, unit * LOG2_E, -__fmul_rn(max, unit * LOG2_E));
-        const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest) * LN_2;
-        if (i < s.len_q && lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty[half] ? INF : lse;
-    }
-    store_rows(p, o, o_rows, factor, is_empty);
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            finish_row(p, s, head, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half, rows[m][half], unit);
 }
 
 /* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
@@ -181,7 +219,7 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int
 
 /* Tasks: the tiles of every head of every sequence, the longest rows of a causal mask first; for packed ones also the rows
  * that no sequence has. A sequence longer than max_seqlen takes several turns. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const bool is_packed = p.cu_seqlens_q != nullptr;

@@ -6,6 +6,7 @@
 
 #define HEAD_DIM 256
 #define WARPS    4
+#define BLOCKS   1
 #ifndef KERNEL
 #define KERNEL attn_probs_any
 #endif

@@ -25,6 +25,15 @@ DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy
                  "r"(is_present ? 16 : 0), "l"(l2_policy)
                  : "memory");
 }
+/* 4, 8 or 16 bytes, as aligned as they are long; fewer than 16 through L1. */
+template <int BYTES> DEVICE void cp_async(u32 dst, const void *src, bool is_present) {
+    if constexpr (BYTES == 16)
+        cp_async_16(dst, src, is_present);
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(BYTES),
+                     "r"(is_present ? BYTES : 0)
+                     : "memory");
+}
 DEVICE u64 l2_evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -89,6 +98,13 @@ DEVICE u32 atom_inc_acq_rel(u32 *counter, u32 last) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
     return before;
+}
+
+/* %laneid, read anew: what follows from it is computed where it is needed, not kept in registers through a loop. */
+DEVICE int laneid() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
 }
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */

@@ -1,8 +1,9 @@
 /* What the generic forward and backward share: tiles in shared memory, products of a warp, scores, dropout.
  *
- * A warp owns 16 rows. Everything it holds of a tile [16, 8 n] lies in the accumulators' order of mma.m16n8k16, whatever the
- * dtype: fragment n of lane l has rows l / 4 and (elements 2, 3) l / 4 + 8, columns 8 n + 2 (l % 4) + {0, 1}. fp16 and
- * bf16 are multiplied by tensor cores, fp32 by ordinary FMAs. */
+ * A warp owns BLOCKS blocks of 16 rows. Everything it holds of a tile [16, 8 n] lies in the accumulators' order of
+ * mma.m16n8k16, whatever the dtype: fragment n of lane l has rows l / 4 and (elements 2, 3) l / 4 + 8, columns
+ * 8 n + 2 (l % 4) + {0, 1}. fp16 and bf16 are multiplied by tensor cores, fp32 by ordinary FMAs. What is read of the other
+ * side's tile serves all blocks. */
 #ifndef FA_TILE_ANY_CUH
 #define FA_TILE_ANY_CUH
 
@@ -15,9 +16,8 @@ constexpr u32 WHOLE_WARP = 0xffffffffu;
 
 /* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements: eight rows then begin in different
  * groups of four banks, which is what ldmatrix and the loads of fp32 ask for. */
-constexpr int PIECE = 16 / sizeof(element), PITCH = HEAD_DIM + PIECE;
+constexpr int PITCH = HEAD_DIM + 16 / sizeof(element);
 constexpr int THREADS = 32 * WARPS;
-constexpr int LOADS_AT_ONCE = HEAD_DIM == 256 ? 1 : 4; /* of a thread: addresses take registers */
 
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
@@ -25,77 +25,106 @@ DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
-/* ROWS rows to shared memory. offset(r) is where row r begins in data, in elements, or -1: such rows, and columns from d
- * on, become zero. All threads; complete after cp_async_wait_all and a barrier. */
-template <int ROWS, class Offset>
-DEVICE void load_tile(element *tile, const void *data, const fa_cuda_problem &p, Offset offset) {
-    const element *source = (const element *)data;
-    if (p.is_aligned) {
-        constexpr int PIECES = HEAD_DIM / PIECE, STEP = THREADS / PIECES;
-        static_assert(THREADS % PIECES == 0 && ROWS % STEP == 0, "a thread keeps its columns");
-        const int column = threadIdx.x % PIECES * PIECE, first = threadIdx.x / PIECES;
-        const u32 dst = smem_address(tile + first * PITCH + column);
-#pragma unroll LOADS_AT_ONCE
-        for (int i = 0; i < ROWS / STEP; i++) {
-            const long long at = column < p.d ? offset(first + i * STEP) : -1;
-            cp_async_16(dst + i * STEP * PITCH * (int)sizeof(element), at >= 0 ? source + at + column : source,
-                        at >= 0);
+/* load_tile in pieces of so many bytes. Bit r of `present`: the r-th row of the warp is there. */
+template <int ROWS, int BYTES>
+DEVICE void copy_rows(element *tile, const element *own_row, u32 present, int d) {
+    constexpr int PIECE = BYTES / sizeof(element), PIECES = HEAD_DIM / PIECE; /* of a row */
+    constexpr int NUM = ROWS / WARPS * PIECES / 32, AT_ONCE = NUM < 8 ? NUM : NUM % 8 == 0 ? 8 : 6;
+    static_assert(ROWS / WARPS * PIECES % 32 == 0 && NUM % AT_ONCE == 0, "no lane has less to do");
+    element *own_tile = tile + warp() * (ROWS / WARPS) * PITCH, values[AT_ONCE];
+    const int own_lane = laneid();
+    /* Where a row has 1, 2, .. 32 pieces, a lane keeps its column and goes down in steps. */
+    constexpr int STEP = 32 % PIECES == 0 ? 32 / PIECES : 0;
+    const int top = STEP ? own_lane / PIECES : 0, left = STEP ? own_lane % PIECES * PIECE : 0;
+    const u32 own_present = STEP && left >= d ? 0 : present >> top;
+#pragma unroll 1
+    for (int first = 0; first < NUM; first += AT_ONCE) {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int i = own_lane + 32 * (first + n), down = STEP ? (first + n) * STEP : i / PIECES;
+            const int column = STEP ? left : i % PIECES * PIECE;
+            const element *row = (const element *)__shfl_sync(WHOLE_WARP, (u64)own_row, top + down);
+            const bool is_there = own_present >> down & 1 && (STEP || column < d);
+            element *to = own_tile + top * PITCH + left + down * PITCH + (column - left);
+            if constexpr (BYTES >= 4)
+                cp_async<BYTES>(smem_address(to), row + column, is_there);
+            else
+                values[n] = is_there ? row[column] : (element)0;
         }
-    } else {
-        constexpr int AT_ONCE = 2 * LOADS_AT_ONCE; /* one after the other, each would wait for memory */
-        static_assert(ROWS * HEAD_DIM % (AT_ONCE * THREADS) == 0, "no thread has less to do");
-        for (int first = threadIdx.x; first < ROWS * HEAD_DIM; first += AT_ONCE * THREADS) {
-            element values[AT_ONCE];
+        if constexpr (BYTES < 4) /* one after the other, each would wait for memory */
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
-                const int i = first + n * THREADS, column = i % HEAD_DIM;
-                const long long at = column < p.d ? offset(i / HEAD_DIM) : -1;
-                values[n] = at >= 0 ? source[at + column] : (element)0;
+                const int i = own_lane + 32 * (first + n);
+                own_tile[i / PIECES * PITCH + i % PIECES] = values[n];
             }
-#pragma unroll
-            for (int n = 0; n < AT_ONCE; n++) {
-                const int i = first + n * THREADS;
-                tile[i / HEAD_DIM * PITCH + i % HEAD_DIM] = values[n];
-            }
-        }
     }
 }
 
-DEVICE void wait_for_tiles() {
-    cp_async_wait_all();
+/* ROWS rows to shared memory, ROWS / WARPS by each warp: lane l says where the l-th of them begins. Rows that are NULL, and
+ * columns from d on, become zero. All threads; complete when the group of copies is, and after a barrier. */
+template <int ROWS> DEVICE void load_tile(const fa_cuda_problem &p, element *tile, const element *own_row) {
+    static_assert(ROWS % WARPS == 0 && ROWS / WARPS <= 32, "a lane for each row of a warp");
+    const u32 present = __ballot_sync(WHOLE_WARP, own_row != nullptr);
+    if (!own_row) own_row = (const element *)p.q.data; /* an address, though nothing is read */
+    if (p.piece_bytes == 16)
+        copy_rows<ROWS, 16>(tile, own_row, present, p.d);
+    else if (p.piece_bytes == 8)
+        copy_rows<ROWS, 8>(tile, own_row, present, p.d);
+    else if (p.piece_bytes == 4)
+        copy_rows<ROWS, 4>(tile, own_row, present, p.d);
+    else
+        copy_rows<ROWS, sizeof(element)>(tile, own_row, present, p.d);
+}
+
+/* All but the last PENDING tiles that were asked for are there, and everyone has done what was before. */
+template <int PENDING> DEVICE void wait_for_tiles() {
+    cp_async_wait_group<PENDING>();
     __syncthreads();
 }
 
 /* Does some element of the tile lack a finite value? All threads get the answer. */
 template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
-    bool found = false;
-    for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
-        const float x = to_float(tile[i / HEAD_DIM * PITCH + i % HEAD_DIM]);
-        found |= !(fabsf(x) < INF);
+    /* all bits of the exponent are set: adding its lowest carries into the sign */
+    constexpr u32 EXPONENT = F32 ? 0x7f800000u : BF16 ? 0x7f807f80u : 0x7c007c00u;
+    constexpr u32 LOWEST = F32 ? 0x00800000u : BF16 ? 0x00800080u : 0x04000400u;
+    constexpr int WORDS = HEAD_DIM * (int)sizeof(element) / 4;
+    u32 found = 0;
+    for (int i = 4 * threadIdx.x; i < ROWS * WORDS; i += 4 * THREADS) {
+        const uint4 x = *(const uint4 *)((const u32 *)(tile + i / WORDS * PITCH) + i % WORDS);
+        found |= ((x.x & EXPONENT) + LOWEST) | ((x.y & EXPONENT) + LOWEST) | ((x.z & EXPONENT) + LOWEST) |
+                 ((x.w & EXPONENT) + LOWEST);
     }
-    return __syncthreads_or(found);
+    return __syncthreads_or((found & (F32 ? 0x80000000u : 0x80008000u)) != 0);
 }
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* S [16, 8 N] = A B^T: A the warp's 16 rows, B 8 N rows, both in shared memory. */
-template <int N> DEVICE void multiply_rows(float (&s)[N][4], const element *a, const element *b) {
+/* S [16 BLOCKS, 8 N] = A B^T: A the warp's rows, B 8 N rows, both in shared memory. */
+template <int N>
+DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const element *a, const element *b) {
 #pragma unroll
-    for (int n = 0; n < N; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
 #if F32
-    const int g = lane() / 4, t = lane() % 4;
+    const element *a_row = a + lane() / 4 * PITCH, *b_row = b + 2 * (lane() % 4) * PITCH;
 #pragma unroll 1
     for (int k = 0; k < HEAD_DIM; k += 4) {
-        const float4 a_0 = *(const float4 *)(a + g * PITCH + k), a_1 = *(const float4 *)(a + (g + 8) * PITCH + k);
+        float4 a_regs[2 * BLOCKS];
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            const float4 b_0 = *(const float4 *)(b + (8 * n + 2 * t) * PITCH + k);
-            const float4 b_1 = *(const float4 *)(b + (8 * n + 2 * t + 1) * PITCH + k);
-            s[n][0] += a_0.x * b_0.x, s[n][0] += a_0.y * b_0.y, s[n][0] += a_0.z * b_0.z, s[n][0] += a_0.w * b_0.w;
-            s[n][1] += a_0.x * b_1.x, s[n][1] += a_0.y * b_1.y, s[n][1] += a_0.z * b_1.z, s[n][1] += a_0.w * b_1.w;
-            s[n][2] += a_1.x * b_0.x, s[n][2] += a_1.y * b_0.y, s[n][2] += a_1.z * b_0.z, s[n][2] += a_1.w * b_0.w;
-            s[n][3] += a_1.x * b_1.x, s[n][3] += a_1.y * b_1.y, s[n][3] += a_1.z * b_1.z, s[n][3] += a_1.w * b_1.w;
-        }
+        for (int m = 0; m < 2 * BLOCKS; m++) a_regs[m] = *(const float4 *)(a_row + 8 * m * PITCH + k);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float4 y = *(const float4 *)(b_row + (8 * n + e) * PITCH + k);
+#pragma unroll
+                for (int m = 0; m < 2 * BLOCKS; m++) {
+                    const float4 x = a_regs[m];
+                    float &sum = s[m / 2][n][m % 2 * 2 + e];
+                    sum += x.x * y.x, sum += x.y * y.y, sum += x.z * y.z, sum += x.w * y.w;
+                }
+            }
     }
 #else
     static_assert(N % 2 == 0, "ldmatrix brings two fragments at a time");
@@ -104,13 +133,17 @@ template <int N> DEVICE void multiply_rows(float (&s)[N][4], const element *a, c
     const u32 b_row = smem_address(b + (lane() / 16 * 8 + lane() % 8) * PITCH + lane() / 8 % 2 * 8);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM; k += 16) {
-        u32 a_regs[4], b_regs[4];
-        ldmatrix_x4(a_regs, a_row + k * BYTES);
+        u32 a_regs[BLOCKS][4], b_regs[4];
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++) ldmatrix_x4(a_regs[m], a_row + (16 * m * PITCH + k) * BYTES);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             ldmatrix_x4(b_regs, b_row + (8 * n * PITCH + k) * BYTES);
-            mma_m16n8k16<BF16>(s[n], a_regs, b_regs[0], b_regs[1]);
-            mma_m16n8k16<BF16>(s[n + 1], a_regs, b_regs[2], b_regs[3]);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                mma_m16n8k16<BF16>(s[m][n], a_regs[m], b_regs[0], b_regs[1]);
+                mma_m16n8k16<BF16>(s[m][n + 1], a_regs[m], b_regs[2], b_regs[3]);
+            }
         }
     }
 #endif
@@ -118,77 +151,106 @@ template <int N> DEVICE void multiply_rows(float (&s)[N][4], const element *a, c
 
 constexpr int COLUMNS = HEAD_DIM / 8; /* fragments of a row of HEAD_DIM */
 
-/* O [16, HEAD_DIM] += W [16, 8 N] B by FMAs: B 8 N rows in shared memory. Bit 4 n + e of `counts`: the pair of element e of
- * fragment n counts; where it does not, B may hold anything. W travels from the lane that holds it to the other three of
- * its rows. */
-template <int N>
-DEVICE void accumulate_exactly(float (&o)[COLUMNS][4], const float (&w)[N][4], const element *b, u32 counts) {
-    const element *b_row = b + 2 * (lane() % 4);
+/* The first of the two columns, side by side, that a thread holds of fragment c of O. In fp32, where no tensor core asks for
+ * another order, they lie beside those of its neighbour c + 1: four columns are one load. */
+DEVICE int column_of(int c) {
+    return F32 ? 8 * (c - c % 2) + 4 * (lane() % 4) + 2 * (c % 2) : 8 * c + 2 * (lane() % 4);
+}
+
+/* A thread's columns of fragments c and c + 1 out of a row in shared memory. */
+DEVICE void load_columns(float (&x)[4], const element *row, int c) {
+#if F32
+    const float4 four = *(const float4 *)(row + column_of(c));
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = to_float(row[column_of(c + i / 2) + i % 2]);
+#endif
+}
+
+/* O [16 BLOCKS, HEAD_DIM] += W [16 BLOCKS, 8 N] B by FMAs: B 8 N rows in shared memory. Bit 4 n + e of `counts`: the pair of
+ * element e of fragment n counts; where it does not, B may hold anything. ALL_COUNT: whatever it says. W travels from the
+ * lane that holds it to the other three of its rows. */
+template <bool ALL_COUNT, int N>
+DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b,
+                              const u32 (&counts)[BLOCKS]) {
 #pragma unroll 1
     for (int owner = 0; owner < 4; owner++) {
         const int from = lane() / 4 * 4 + owner;
-        const u32 bits = __shfl_sync(WHOLE_WARP, counts, from);
+        u32 bits[BLOCKS];
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++) bits[m] = ALL_COUNT ? 0 : __shfl_sync(WHOLE_WARP, counts[m], from);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const float w_0 = __shfl_sync(WHOLE_WARP, w[n][e], from);
-                const float w_1 = __shfl_sync(WHOLE_WARP, w[n][2 + e], from);
-                const bool counts_0 = bits >> (4 * n + e) & 1, counts_1 = bits >> (4 * n + 2 + e) & 1;
-                const element *row = b_row + (8 * n + 2 * owner + e) * PITCH;
+                const element *row = b + (8 * n + 2 * owner + e) * PITCH;
+                float weights[2 * BLOCKS];
+                bool does_count[2 * BLOCKS];
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) {
-                    const float b_0 = to_float(row[8 * c]), b_1 = to_float(row[8 * c + 1]);
-                    if (counts_0) o[c][0] += w_0 * b_0, o[c][1] += w_0 * b_1;
-                    if (counts_1) o[c][2] += w_1 * b_0, o[c][3] += w_1 * b_1;
+                for (int m = 0; m < 2 * BLOCKS; m++) {
+                    weights[m] = __shfl_sync(WHOLE_WARP, w[m / 2][n][m % 2 * 2 + e], from);
+                    does_count[m] = ALL_COUNT || (bits[m / 2] >> (4 * n + m % 2 * 2 + e) & 1);
+                }
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c += 2) {
+                    float x[4];
+                    load_columns(x, row, c);
+#pragma unroll
+                    for (int m = 0; m < 2 * BLOCKS; m++)
+                        if (does_count[m])
+#pragma unroll
+                            for (int i = 0; i < 4; i++) o[m / 2][c + i / 2][m % 2 * 2 + i % 2] += weights[m] * x[i];
                 }
             }
     }
 }
 
 /* The same on tensor cores for 16 bits, W rounded: for tiles in which every number is finite or every pair counts. */
-template <int N> DEVICE void accumulate(float (&o)[COLUMNS][4], const float (&w)[N][4], const element *b) {
+template <int N>
+DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b) {
 #if F32
-    accumulate_exactly(o, w, b, 0xffffffffu);
+    const u32 unused[BLOCKS] = {};
+    accumulate_by_fma<true>(o, w, b, unused);
 #else
     constexpr int BYTES = sizeof(element);
     const u32 b_row = smem_address(b + lane() % 16 * PITCH + lane() / 16 * 8);
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-        u32 b_regs[4];
-        const u32 a_regs[4] = {cvt_x2<BF16>(w[n][0], w[n][1]), cvt_x2<BF16>(w[n][2], w[n][3]),
-                               cvt_x2<BF16>(w[n + 1][0], w[n + 1][1]), cvt_x2<BF16>(w[n + 1][2], w[n + 1][3])};
+        u32 a_regs[BLOCKS][4], b_regs[4];
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a_regs[m][i] = cvt_x2<BF16>(w[m][n + i / 2][i % 2 * 2], w[m][n + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c += 2) {
             ldmatrix_x4_trans(b_regs, b_row + (8 * n * PITCH + 8 * c) * BYTES);
-            mma_m16n8k16<BF16>(o[c], a_regs, b_regs[0], b_regs[1]);
-            mma_m16n8k16<BF16>(o[c + 1], a_regs, b_regs[2], b_regs[3]);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                mma_m16n8k16<BF16>(o[m][c], a_regs[m], b_regs[0], b_regs[1]);
+                mma_m16n8k16<BF16>(o[m][c + 1], a_regs[m], b_regs[2], b_regs[3]);
+            }
         }
     }
 #endif
 }
 
-/* Stores rows l / 4 and l / 4 + 8 of O, times their factors. A row whose pointer is NULL is left out; one that is_zero
- * becomes zero whatever O holds. */
-DEVICE void store_rows(const fa_cuda_problem &p, const float (&o)[COLUMNS][4], element *const (&rows)[2],
-                       const float (&factor)[2], const bool (&is_zero)[2]) {
+/* Stores row l / 4 + 8 half of a block of O times factor, or zeros whatever O holds. */
+DEVICE void store_row(const fa_cuda_problem &p, element *row, const float (&o)[COLUMNS][4], int half, float factor,
+                      bool is_zero) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        if (!rows[half]) continue;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            const int column = 8 * c + 2 * (lane() % 4);
-            const float x_0 = is_zero[half] ? 0 : o[c][2 * half] * factor[half];
-            const float x_1 = is_zero[half] ? 0 : o[c][2 * half + 1] * factor[half];
+    for (int c = 0; c < COLUMNS; c++) {
+        const int column = column_of(c);
+        const float x_0 = is_zero ? 0 : o[c][2 * half] * factor, x_1 = is_zero ? 0 : o[c][2 * half + 1] * factor;
 #if !F32
-            if (p.is_aligned) {
-                if (column < p.d) *(u32 *)(rows[half] + column) = cvt_x2<BF16>(x_0, x_1);
-                continue;
-            }
-#endif
-            if (column < p.d) rows[half][column] = to_element(x_0);
-            if (column + 1 < p.d) rows[half][column + 1] = to_element(x_1);
+        if (p.piece_bytes >= 4) {
+            if (column < p.d) *(u32 *)(row + column) = cvt_x2<BF16>(x_0, x_1);
+            continue;
         }
+#endif
+        if (column < p.d) row[column] = to_element(x_0);
+        if (column + 1 < p.d) row[column + 1] = to_element(x_1);
     }
 }
 

@@ -27,7 +27,7 @@ void emulated_syncthreads(void);
 int emulated_syncthreads_or(int x);
 /* All 32 lanes of a warp: brings `bytes` of each and returns 32 places of 64 bytes, good until the next exchange. */
 const char *emulated_exchange(const void *mine, size_t bytes);
-void emulated_cp_async(void *dst, const void *src, unsigned bytes);
+void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_present);
 void emulated_cp_async_commit_group(void);
 void emulated_cp_async_wait_group(int pending);
 void emulated_bar_sync(unsigned id, unsigned num_threads);
@@ -132,7 +132,11 @@ typedef unsigned long long u64;
 static inline u32 smem_address(const void *shared) { return (u32)((const char *)shared - memory); }
 
 static inline void cp_async_16(u32 dst, const void *src, bool is_present) {
-    emulated_cp_async(memory + dst, src, is_present ? 16 : 0);
+    emulated_cp_async(memory + dst, src, 16, is_present);
+}
+template <int BYTES> static inline void cp_async(u32 dst, const void *src, bool is_present) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "what the hardware copies");
+    emulated_cp_async(memory + dst, src, BYTES, is_present);
 }
 static inline void cp_async_16(u32 dst, const void *src, bool is_present, u64) { cp_async_16(dst, src, is_present); }
 static inline u64 l2_evict_first() { return 0; }
@@ -184,6 +188,7 @@ template <bool IS_BF16> static inline void mma_m16n8k16(float (&d)[4], const u32
         }
 }
 
+static inline int laneid() { return (int)(emulated_thread.x % 32); }
 static inline float ex2(float x) { return exp2f(x); }
 static inline float lg2(float x) { return log2f(x); }
 static inline float rcp(float x) { return 1 / x; }

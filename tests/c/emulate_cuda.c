@@ -23,6 +23,7 @@ typedef struct {
     void *dst;
     const void *src;
     unsigned bytes;
+    bool is_present;
     int group;
 } copy;
 
@@ -93,12 +94,12 @@ const char *emulated_exchange(const void *mine, size_t bytes) {
     return warps[warp].places[which][0];
 }
 
-void emulated_cp_async(void *dst, const void *src, unsigned bytes) {
+void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_present) {
     const unsigned t = emulated_thread.x;
-    if ((uintptr_t)dst % 16 || (bytes && (uintptr_t)src % 16)) die("cp.async of something not aligned to 16 bytes");
+    if ((uintptr_t)dst % bytes || (is_present && (uintptr_t)src % bytes)) die("cp.async of something not aligned");
     if (threads[t].num_copies == MOST_COPIES) die("too many copies without a wait");
-    memset(dst, 0xff, 16); /* nobody may look before it has come */
-    threads[t].copies[threads[t].num_copies++] = (copy){dst, src, bytes, threads[t].num_groups};
+    memset(dst, 0xff, bytes); /* nobody may look before it has come */
+    threads[t].copies[threads[t].num_copies++] = (copy){dst, src, bytes, is_present, threads[t].num_groups};
 }
 
 void emulated_cp_async_commit_group(void) { threads[emulated_thread.x].num_groups++; }
@@ -111,10 +112,10 @@ void emulated_cp_async_wait_group(int pending) {
         const copy c = threads[t].copies[i];
         if (c.group >= threads[t].num_groups - pending)
             threads[t].copies[num_left++] = c;
-        else if (c.bytes)
-            memcpy(c.dst, c.src, 16);
+        else if (c.is_present)
+            memcpy(c.dst, c.src, c.bytes);
         else
-            memset(c.dst, 0, 16);
+            memset(c.dst, 0, c.bytes);
     }
     threads[t].num_copies = num_left;
 }
