@@ -83,10 +83,10 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 #define PADDED_ROW(d, bytes) ((d) * (bytes) + 16)
 
 static const fa_row fwd_any_rows[] = {
-#define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)               \
-    {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #block_kv,        \
-     {d, block_kv, warps, blocks, stages, ctas, bytes},                               \
-     0,                                                                               \
+#define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)       \
+    {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #block_kv, \
+     {d, block_kv, warps, blocks, stages, ctas, bytes},                        \
+     0,                                                                        \
      PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) + 2 * (stages) * (block_kv))},
 #include "cuda/tiles.def"
 #undef FA_FWD_TILE_ANY
@@ -94,9 +94,9 @@ static const fa_row fwd_any_rows[] = {
 
 /* Three rows for one of tiles.def: GRAD 0 dQ, 1 dK, 2 dV. */
 static const fa_row bwd_any_rows[] = {
-#define GRADIENT(name, grad, d, walk, warps, blocks, stages, ctas, bytes)                                      \
+#define GRADIENT(name, grad, d, walk, warps, blocks, stages, ctas, bytes)                               \
     {"attn_bwd_any_" name "_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #walk,                     \
-     {d, walk, warps, blocks, stages, ctas, grad, bytes},                                                     \
+     {d, walk, warps, blocks, stages, ctas, grad, bytes},                                               \
      0,                                                                                                 \
      PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) * ((grad) == 2 ? 1 : 2) + 2 * (stages) * (walk)) + \
          ((grad) == 2 ? 8 * (bytes) : 0)},

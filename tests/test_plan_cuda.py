@@ -245,7 +245,7 @@ def test_backward_of_every_dtype(plan):
     for dtype, name in enumerate(("fp16", "bf16", "fp32")):
         found = {d: plan(**{"pass": 1}, capability=80, dtype=dtype, d=d).split()[0] for d in (1, 64, 65, 128, 129, 256)}
         assert all(
-            re.fullmatch(rf"attn_bwd_any_{name}_dq_d(64|128|256)_q\d+kv\d+", kernel) for kernel in found.values()
+            re.fullmatch(rf"attn_bwd_any_{name}_dq_d(64|96|128|192|256)_q\d+kv\d+", kernel) for kernel in found.values()
         )
         assert all(int(re.search(r"_d(\d+)", kernel)[1]) >= d for d, kernel in found.items())
 

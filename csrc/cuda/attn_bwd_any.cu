@@ -18,8 +18,11 @@
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
-#if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || !defined(CTAS) || !defined(GRAD)
-#error "a row of tiles.def: HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, WALK rows of the other side in STAGES, GRAD"
+/* A row of tiles.def: HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, WALK rows of the other side in STAGES, CTAS of an
+ * SM, GRAD 0 dQ, 1 dK, 2 dV. */
+#if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
+    !defined(CTAS) || !defined(GRAD)
+#error "a row of tiles.def"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_any
@@ -155,7 +158,8 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         const bool is_wanted = is_met(row) && (!OWNS_KEYS || next.lse != INF);
         if (step < num_steps) {
             load_tile<WALK>(p, shared.walk_s[slot], is_wanted ? row_at(p, view_s, s, row, head, !OWNS_KEYS) : nullptr);
-            load_tile<WALK>(p, shared.walk_dp[slot], is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS) : nullptr);
+            load_tile<WALK>(p, shared.walk_dp[slot],
+                            is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS) : nullptr);
         }
         if (OWNS_KEYS) {
             if (step < num_steps && lane() < WALK / WARPS)
@@ -209,8 +213,8 @@ DEVICE void make_gradient(const fa_cuda_problem &p, shared_memory &shared, const
     const fa_cuda_view &view_s = OWNS_KEYS ? p.k : p.q, &view_dp = OWNS_KEYS ? p.v : p.dout;
     const fa_cuda_view &result = GRAD == 0 ? p.dq : GRAD == 1 ? p.dk : p.dv;
     const int warp_own = own + WARP_ROWS * warp(), own_row = warp_own + lane();
-    const bool is_wanted = lane() < WARP_ROWS && own_row < num_own &&
-                           (OWNS_KEYS || fabsf(*row_stat(p.lse, s, own_row, head)) != INF);
+    const bool is_wanted =
+        lane() < WARP_ROWS && own_row < num_own && (OWNS_KEYS || fabsf(*row_stat(p.lse, s, own_row, head)) != INF);
     float o[BLOCKS][COLUMNS][4];
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)

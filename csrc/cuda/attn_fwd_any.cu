@@ -15,8 +15,11 @@
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
-#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || !defined(CTAS)
-#error "a row of tiles.def: HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, STAGES of K and V, CTAS of an SM"
+/* A row of tiles.def: HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, STAGES of K and V, CTAS of an
+ * SM. */
+#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
+    !defined(CTAS)
+#error "a row of tiles.def"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_any
@@ -85,15 +88,16 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
 }
 
 /* Scores of a block of rows from `row` on and of keys from `first` on: softcap and ALiBi where there are any. */
-DEVICE void change_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row, int first) {
+DEVICE void change_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
+                          int first) {
     const scorer score(p, s, head);
     float unused;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            scores[n][e] = score(scores[n][e], row + lane() / 4 + e / 2 * 8, first + 8 * n + 2 * (lane() % 4) + e % 2,
-                                 unused);
+            scores[n][e] =
+                score(scores[n][e], row + lane() / 4 + e / 2 * 8, first + 8 * n + 2 * (lane() % 4) + e % 2, unused);
 }
 
 /* Scores of keys that a row does not see become -inf. Bit 4 n + e of the result: the pair of element e of fragment n counts. */
@@ -116,7 +120,8 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
 }
 
 /* Dropout comes after the normalisation: after the sum. */
-DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row, int first) {
+DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
+                        int first) {
     const u32 kept = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, first);
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -126,8 +131,8 @@ DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, f
 }
 
 /* Row l / 4 + 8 half of a block: o and lse. */
-DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, int i, const float (&o)[COLUMNS][4], int half,
-                       row_state row, float unit) {
+DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, int i, const float (&o)[COLUMNS][4],
+                       int half, row_state row, float unit) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
     const bool is_empty = first_key(p, s, i) >= end_key(p, s, i);

@@ -45,7 +45,7 @@ typedef struct {
     const void *rotary_cos, *rotary_sin;
     int len_new, rotary_rows, rotary_dim, rotary_interleaved, rotary_q_by_row;
 
-    int piece_bytes;  /* 16, 8, 4 or 2: all rows of q, k, v, o and their gradients start at multiples of it and fill such pieces */
+    int piece_bytes;  /* 16, 8, 4 or 2: every row of q, k, v, o and their gradients consists of such pieces, aligned */
     int zero_tensors; /* rows of packed outputs that belong to no sequence become zero */
     int num_tiles;    /* of the longest sequence: CTAs of one head */
 } fa_cuda_problem;

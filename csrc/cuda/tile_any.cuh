@@ -26,8 +26,7 @@ DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
 /* load_tile in pieces of so many bytes. Bit r of `present`: the r-th row of the warp is there. */
-template <int ROWS, int BYTES>
-DEVICE void copy_rows(element *tile, const element *own_row, u32 present, int d) {
+template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const element *own_row, u32 present, int d) {
     constexpr int PIECE = BYTES / sizeof(element), PIECES = HEAD_DIM / PIECE; /* of a row */
     constexpr int NUM = ROWS / WARPS * PIECES / 32, AT_ONCE = NUM < 8 ? NUM : NUM % 8 == 0 ? 8 : 6;
     static_assert(ROWS / WARPS * PIECES % 32 == 0 && NUM % AT_ONCE == 0, "no lane has less to do");
@@ -100,8 +99,7 @@ template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
 /* S [16 BLOCKS, 8 N] = A B^T: A the warp's rows, B 8 N rows, both in shared memory. */
-template <int N>
-DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const element *a, const element *b) {
+template <int N> DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const element *a, const element *b) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
