@@ -22,65 +22,80 @@ typedef struct {
     score_options options;
 } gradient_args;
 
+/* One vector of lanes, and where its next key is. */
 typedef struct {
-    vec lse, delta, slope, diagonal, first, end;
+    vec lse, delta, slope, diagonal, first, end, key;
+    const float *score, *dprob;
+    const uint8_t *byte;
 } gradient_lanes;
 
 typedef struct {
     vec p, ds;
 } gradient_pair;
 
-/* Masks select, they do not multiply: a masked score may be NaN. */
+/* The next key. Masks select, they do not multiply: a masked score may be NaN. */
 INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool DROPS,
-                                 const gradient_lanes *x, int64_t key, int64_t lane) {
-    const vec zero = vec_set(0.0f);
-    vec s = vec_load(a->scores + key * a->lanes + lane), dp = vec_load(a->dprob + key * a->lanes + lane), slope = zero;
+                                 gradient_lanes *x) {
+    const vec zero = vec_set(0.0f), one = vec_set(1.0f);
+    vec s = vec_load(x->score), dp = vec_load(x->dprob), slope = zero;
     if (CAPS || SLOPES) s = vec_mul(s, vec_set(a->scale));
     if (CAPS) {
         vec t = vec_tanh(s);
-        slope = vec_sub(vec_set(1.0f), vec_mul(t, t));
+        slope = vec_sub(one, vec_mul(t, t));
         s = vec_mul(t, vec_set(a->options.softcap));
     }
     if (SLOPES) {
-        vec distance = vec_sub(x->diagonal, vec_set((float)key));
+        vec distance = vec_sub(x->diagonal, x->key);
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
     vec p = vec_exp2(scores_minus(CAPS || SLOPES, s, vec_set(a->scale), x->lse)), kept = p;
     if (DROPS) { /* a product: what is dropped is multiplied by 0, and NaN stays NaN */
-        const vec z = vec_select(mask_bytes_le(a->bytes + key * a->lanes + lane, a->keep_max), vec_set(1.0f), zero);
+        const vec z = vec_select(mask_bytes_le(x->byte, a->keep_max), one, zero);
         dp = vec_mul(dp, z);
         kept = vec_mul(p, z);
     }
     vec ds = vec_mul(p, scores_minus(false, dp, vec_set(a->kept), x->delta));
     if (CAPS) ds = vec_mul(ds, slope);
     if (MASKED) {
-        vec_mask visible = keys_visible(x->first, x->end, vec_set((float)key));
+        vec_mask visible = keys_visible(x->first, x->end, x->key);
         kept = vec_select(visible, kept, zero);
         ds = vec_select(visible, ds, zero);
     }
+    if (SLOPES || MASKED) x->key = vec_add(x->key, one);
+    x->score += a->lanes, x->dprob += a->lanes;
+    if (DROPS) x->byte += a->lanes;
     return (gradient_pair){kept, ds};
 }
 
-INLINE void gradient_step_of(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool DROPS) {
+/* NOTE: a copy of the arguments, which no store can change: else all of them are read again for every key, and that is half
+ * as many instructions as the arithmetic. */
+INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, bool MASKED, bool DROPS) {
+    const gradient_args copy = *args, *const a = &copy;
+    const int64_t row_stride = a->row_stride;
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
-        gradient_lanes x = {.lse = vec_load(a->lse + lane), .delta = vec_load(a->delta + lane)};
+        gradient_lanes x = {.lse = vec_load(a->lse + lane),
+                            .delta = vec_load(a->delta + lane),
+                            .key = vec_set(0.0f),
+                            .score = a->scores + lane,
+                            .dprob = a->dprob + lane};
         if (MASKED) x.first = vec_load(a->options.first + lane), x.end = vec_load(a->options.end + lane);
         if (SLOPES) x.slope = vec_load(a->options.slope + lane), x.diagonal = vec_load(a->options.diagonal + lane);
-        for (int64_t key = 0; key < a->num_keys; key += 2) {
-            gradient_pair even = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x, key, lane);
-            gradient_pair odd = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x, key + 1, lane);
-            float *p = a->p_rows + key * a->row_stride, *ds = a->ds_rows + key * a->row_stride;
-#if WORD_ELEMS == 2 /* row "lane" of bf16 lies over floats that were read already */
-            vec_store_bf16((uint16_t *)p + lane, even.p);
-            vec_store_bf16((uint16_t *)(p + a->row_stride) + lane, odd.p);
-            vec_store_bf16((uint16_t *)ds + lane, even.ds);
-            vec_store_bf16((uint16_t *)(ds + a->row_stride) + lane, odd.ds);
-            vec_store(a->ds_words + key / 2 * a->lanes + lane, vec_pack_words(even.ds, odd.ds));
+        if (DROPS) x.byte = a->bytes + lane;
+        float *p = a->p_rows + lane / WORD_ELEMS, *ds = a->ds_rows + lane / WORD_ELEMS;
+        float *ds_words = WORD_ELEMS == 2 ? a->ds_words + lane : NULL;
+        for (int64_t key = 0; key < a->num_keys; key += 2, p += 2 * row_stride, ds += 2 * row_stride) {
+            gradient_pair even = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x);
+            gradient_pair odd = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x);
+#if WORD_ELEMS == 2 /* rows of bf16 lie over floats that were read already */
+            vec_store_rows(p, p + row_stride, even.p, odd.p);
+            vec_store(ds_words, vec_store_rows(ds, ds + row_stride, even.ds, odd.ds));
+            ds_words += a->lanes;
 #else
-            vec_store(p + lane, even.p);
-            vec_store(p + a->row_stride + lane, odd.p);
-            vec_store(ds + lane, even.ds);
-            vec_store(ds + a->row_stride + lane, odd.ds);
+            vec_store(p, even.p);
+            vec_store(p + row_stride, odd.p);
+            vec_store(ds, even.ds);
+            vec_store(ds + row_stride, odd.ds);
+            (void)ds_words;
 #endif
         }
     }

@@ -73,11 +73,19 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
 #define WORD_ELEMS 2
 INLINE vec vec_dot(vec acc, vec a, vec b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 
-INLINE vec vec_pack_words(vec even, vec odd) {
+INLINE __m512i vec_halves_to_words(__m512i halves) { /* 16 even elements, then 16 odd ones */
     const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                                 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even); /* 16 even elements, then 16 odd ones */
-    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(interleave, halves));
+    return _mm512_permutexvar_epi16(interleave, halves);
+}
+INLINE vec vec_pack_words(vec even, vec odd) {
+    return _mm512_castsi512_ps(vec_halves_to_words((__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+}
+INLINE vec vec_store_rows(void *even_row, void *odd_row, vec even, vec odd) {
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    _mm256_storeu_si256(even_row, _mm512_castsi512_si256(halves));
+    _mm256_storeu_si256(odd_row, _mm512_extracti64x4_epi64(halves, 1));
+    return _mm512_castsi512_ps(vec_halves_to_words(halves));
 }
 INLINE vec vec_join_rows(const void *even, const void *odd) {
     __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even));

@@ -253,6 +253,12 @@ INLINE vec vec_pack_words(vec even, vec odd) {
     vec_store_bf16(half[1], odd);
     return vec_join(half[0], half[1]);
 }
+/* The same, which also stores each vector as a row of bf16. */
+INLINE vec vec_store_rows(void *even_row, void *odd_row, vec even, vec odd) {
+    vec_store_bf16(even_row, even);
+    vec_store_bf16(odd_row, odd);
+    return vec_pack_words(even, odd);
+}
 /* LANES bf16 of two rows as words. */
 INLINE vec vec_join_rows(const void *even, const void *odd) {
     uint16_t half[2][LANES];
