@@ -51,6 +51,9 @@ CASES = [
     (64, 4096, 16, 8, 96, (DENSE,)),
     (32, 4096, 16, 8, 192, (DENSE,)),
     (32, 4096, 16, 8, 256, (DENSE, 16)),
+    (1, 8192, 8, 1, 128, (DENSE, APPENDS, 16)),
+    (4, 8192, 8, 1, 128, (DENSE, 16)),
+    (1, 16384, 32, 8, 128, (DENSE, 16)),
 ]
 HOST_CASE = (1, 64, 8, 2, 64)
 PEERS = {"cudnn": "SDPA cuDNN", "fa2": "SDPA FA2", "flex": "FlexAttention"}

@@ -4,6 +4,8 @@
 #include "cuda/attn_decode_params.h"
 #include "cuda_run.h"
 
+#include <limits.h>
+
 static const float LOG2_E = 1.44269504f;
 
 /* A window wider than any sequence, small enough to be added to positions. */
@@ -94,6 +96,13 @@ static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
     a->by_page_size = division_by(a->block_table ? (unsigned)a->page_size : 1);
 }
 
+/* The same number of clusters for every head. */
+static void share_clusters(fa_attn_decode_params *a, const fa_plan *plan) {
+    while (1 << a->cluster_bits < plan->cluster) a->cluster_bits++;
+    a->groups = plan->num_clusters / a->h_kv;
+    a->by_groups = division_by((unsigned)a->groups);
+}
+
 /* The counters of the parts that have come: the kernel's own, which come back to zero by themselves; where there are too
  * many of them, or no slot is left, counters in the workspace. */
 static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout *at, fa_attn_decode_params *a,
@@ -107,16 +116,46 @@ static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout 
         "clearing the counters of a decode", err);
 }
 
+/* The one of the lowest tile for the same head dimension. */
+static int lowest_row(int row) {
+    while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
+    return row;
+}
+
+/* With the kernel of one row of tiles.def. */
+static fa_status launch(const fa_cuda_call *call, int row, fa_attn_decode_params *a, fa_error *err) {
+    const fa_decode_sm90_columns *tile = fa_decode_sm90_row(row);
+    const int cluster = call->plan->cluster, ctas = call->gpu->num_sms * tile->ctas;
+    fa_variant variant = fa_plan_variant(call->plan, call->gpu);
+    CUkernel kernel;
+    variant.row = row;
+    fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
+    if (status != FA_OK) return status;
+    choose_lanes(a, ctas < FA_DECODE_MAX_CTAS ? ctas : FA_DECODE_MAX_CTAS);
+    if (cluster > 0) share_clusters(a, call->plan);
+    CUlaunchAttribute dimension = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value = {cluster, 1, 1}};
+    const CUlaunchConfig config = {.grid_x = (unsigned)(cluster > 0 ? cluster : a->lanes),
+                                   .grid_y = (unsigned)(cluster > 0 ? a->h_kv : a->groups),
+                                   .grid_z = (unsigned)(cluster > 0 ? a->groups : 1),
+                                   .block_x = 32 * (unsigned)(tile->warps_q * tile->teams),
+                                   .block_y = 1,
+                                   .block_z = 1,
+                                   .shared_bytes = (unsigned)fa_families[FA_DECODE_SM90].rows[row].shared_bytes,
+                                   .stream = call->stream,
+                                   .attributes = &dimension,
+                                   .num_attributes = cluster > 0};
+    void *arguments[] = {a};
+    return fa_driver_check(call->driver->cuLaunchKernelEx(&config, (CUfunction)kernel, arguments, NULL),
+                           "launching the decode kernel", err);
+}
+
 fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const fa_decode_sm90_columns *tile = fa_decode_sm90_row(call->plan->cuda_row);
+    const int row = call->plan->cuda_row;
     const fa_decode_layout at = fa_decode_lay_out(p, call->plan);
-    const int ctas = call->gpu->num_sms * tile->ctas;
     char *workspace = call->workspace;
-    CUkernel kernel;
-    fa_status status = fa_kernel_get(fa_plan_variant(call->plan, call->gpu), call->gpu, &kernel, err);
     const bool appends = fa_decode_appends(p, call->plan);
-    if (status == FA_OK && !appends) status = fa_cuda_append(call, workspace, err);
+    fa_status status = appends ? FA_OK : fa_cuda_append(call, workspace, err);
     if (status != FA_OK || p->total_q == 0 || p->h == 0) return status;
 
     fa_attn_decode_params a = params_of(p);
@@ -131,14 +170,16 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     a.max_q_tiles = at.max_q_tiles;
     a.partial_rows = at.partial_rows;
     a.partial_o = (float *)(workspace + at.partial_o);
-    choose_lanes(&a, ctas < FA_DECODE_MAX_CTAS ? ctas : FA_DECODE_MAX_CTAS);
     status = give_counters(call, &at, &a, err);
-    if (status != FA_OK) return status;
-    void *arguments[] = {&a};
-    return fa_driver_check(
-        call->driver->cuLaunchKernel((CUfunction)kernel, (unsigned)a.lanes, (unsigned)a.groups, 1,
-                                     32 * (unsigned)(tile->warps_q * tile->teams), 1, 1,
-                                     (unsigned)fa_families[FA_DECODE_SM90].rows[call->plan->cuda_row].shared_bytes,
-                                     call->stream, arguments, NULL),
-        "launching the decode kernel", err);
+
+    /* A prompt wants a high tile, and beside it those who have one query or a few a low one: a launch for each. */
+    const int low = lowest_row(row);
+    if (status == FA_OK && p->cu_seqlens_q && p->b > 1 && low != row &&
+        p->len_q * a.heads_per_kv > call->plan->block_q) {
+        a.max_rows = 16 * fa_decode_sm90_row(low)->warps_q;
+        status = launch(call, low, &a, err);
+        a.min_rows = a.max_rows + 1;
+    }
+    a.max_rows = INT_MAX;
+    return status == FA_OK ? launch(call, row, &a, err) : status;
 }

@@ -29,13 +29,14 @@ enum {
     CU_TENSOR_MAP_SWIZZLE_128B = 3,
     CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
     CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
 };
 
 typedef struct {
     int id;
     int padding;
-    int value[16]; /* by the id; programmatic stream serialization: 1 allows it */
+    int value[16]; /* by the id; cluster dimension: x, y, z; programmatic stream serialization: 1 allows it */
 } CUlaunchAttribute;
 
 typedef struct {

@@ -153,8 +153,10 @@ typedef struct {
     int tiles_per_task;    /* query tiles that share one packed block of keys */
     int threads;           /* workers used, at most the machine's */
     int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
-    int64_t num_decodes;   /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
-    int decode_threads;    /* of the decode kernel, where it has work */
+    int cluster; /* CTAs of a GPU that share the keys of a head and hand each other their sums; 0: through memory */
+    int num_clusters;    /* at most, of one launch */
+    int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
+    int decode_threads;  /* of the decode kernel, where it has work */
     size_t workspace_bytes;
     int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
     unsigned cuda_features;    /* and what it must be able to do (kernels.h) */

@@ -224,7 +224,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
-                        .files = {"attn_decode_sm90.cu", "ptx_sm80.cuh", "attn_decode_params.h",
+                        .files = {"attn_decode_sm90.cu", "ptx_sm80.cuh", "ptx_cluster.cuh", "attn_decode_params.h",
                                   "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
                                   "attn_decode_merge.cuh", "attn_decode_append.cuh"},
                         .arch = 90,

@@ -59,6 +59,24 @@ fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
     return at;
 }
 
+/* Few heads would be cut into so many parts that merging them through memory takes longer than reading them: clusters share
+ * their keys, one CTA on an SM. A cluster stays with one sequence, so to even out lengths, which only the GPU knows, there
+ * must be several for each, unless there is one sequence or all are short. Long streams of several heads want all CTAs, and
+ * then clusters of two, of which as many fit as of single ones. */
+static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, const fa_machine *machine) {
+    enum { SHORT = 32, CLUSTERS_OF_A_HEAD = 4, FEW_HEADS = 4, LONG_BYTES = 128 << 20 };
+    const int64_t heads = p->b * p->h_kv, bytes = heads * tiles * plan->block_kv * p->d * 4;
+    const int64_t wanted = heads * (p->b == 1 || tiles <= SHORT ? 1 : CLUSTERS_OF_A_HEAD);
+    const bool is_long = heads > FEW_HEADS && bytes > LONG_BYTES;
+    if (p->cu_seqlens_q || plan->num_splits != 0 || plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q ||
+        p->b > FA_DECODE_CLUSTER_BATCH || (is_long && p->b > 1))
+        return;
+    const int most = machine->gpu_sms * (is_long ? fa_decode_sm90_row(plan->cuda_row)->ctas : 1);
+    const int ctas = most < FA_DECODE_MAX_CTAS ? most : FA_DECODE_MAX_CTAS;
+    for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->cluster == 0; cluster /= 2)
+        if (wanted <= ctas / cluster) plan->cluster = cluster, plan->num_clusters = ctas / cluster;
+}
+
 const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->block_table;
@@ -110,6 +128,7 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     /* Of packed queries only the GPU knows how many tiles there are: more than one split becomes as many as it takes. */
     plan->num_splits = (int)(p->num_splits < tiles ? p->num_splits : tiles);
     if (plan->num_splits > 1 && (packed || q_tiles * p->h_kv > INT32_MAX / plan->num_splits)) plan->num_splits = 0;
+    choose_clusters(p, plan, tiles, machine);
     plan->workspace_bytes = fa_decode_lay_out(p, plan).bytes;
     return NULL;
 }

@@ -10,6 +10,8 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
     if (plan->device == FA_CPU && at > 0 && (size_t)at < room)
         at += snprintf(text + at, room - (size_t)at, ", instruction set %s, %d tiles a task, %d threads",
                        fa_isa_name(plan->isa), plan->tiles_per_task, plan->threads);
+    if (plan->cluster > 0 && at > 0 && (size_t)at < room)
+        at += snprintf(text + at, room - (size_t)at, ", clusters of %d", plan->cluster);
     for (int i = 0; i < plan->num_ruled_out && at > 0 && (size_t)at < room; i++)
         at += snprintf(text + at, room - (size_t)at, "; ruled out %s: %s", plan->ruled_out[i].kernel,
                        plan->ruled_out[i].reason);

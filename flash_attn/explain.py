@@ -21,6 +21,7 @@ class Plan:
     tiles_per_task: int = 0  # query tiles that share one packed block of keys
     threads: int = 0  # of the CPU
     num_splits: int = 0  # ranges of keys whose results are summed in order
+    cluster: int = 0  # CTAs of a GPU that share a head's keys and hand each other their sums; 0: through memory
     workspace_bytes: int = 0
     ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
     refusal: str = ""  # why nothing can run the call
@@ -35,6 +36,7 @@ class Plan:
             lines += [f"    threads          {self.threads}"] if self.threads else []
             lines += [
                 f"    key splits       {self.num_splits}",
+                *([f"    clusters of      {self.cluster}"] if self.cluster else []),
                 f"    workspace        {self.workspace_bytes:,} bytes",
             ]
         lines += [f"    ruled out        {kernel}: {reason}" for kernel, reason in self.ruled_out]

@@ -56,6 +56,41 @@ def test_num_splits(case, num_splits):
     run(replace(case, num_splits=num_splits, dtype="bf16"))
 
 
+FEW_HEADS = [
+    Cache(1, (5000,), 5001, b=1, h=8, h_kv=1, d=128),
+    Cache(1, (9000, 1, 0, 300), 9000, b=4, h=2, h_kv=1, d=64, page=16),
+    Cache(3, (4000,), 4003, b=1, h=15, h_kv=3, d=256, len_new=2, causal=True, softcap=9.0),
+    Cache(1, (700, 33, 1025), 1100, h=32, h_kv=8, d=96, window=(600, 0), alibi="bh", leftpad=True),
+    Cache(16, (2000, 16), 2020, b=2, h=2, h_kv=2, d=192, causal=True, page=1, len_new=1),
+    Cache(1, (1800,), 1800, b=1, h=33, h_kv=33, d=128, batch_idx=True),
+]
+
+
+@pytest.mark.parametrize("case", FEW_HEADS, ids=repr)
+def test_clusters(case):
+    for dtype in HALF:
+        run(replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "h_kv", "d", "cluster"),
+    [((20000,), 1, 128, 8), ((20000, 0, 1, 64, 3000), 1, 64, 4), ((1000,) * 5, 8, 256, 2)],
+)
+def test_clusters_repeat_bit_for_bit(lengths, h_kv, d, cluster):
+    q, k, v, seqlens, _ = decode_problem(lengths, max(lengths), 4 * h_kv, h_kv, d)
+    options = {"cache_seqlens": seqlens, "return_softmax_lse": True}
+    assert explain(flash_attn_with_kvcache, q, k, v, **options).cluster == cluster
+    out, lse = flash_attn_with_kvcache(q, k, v, **options)
+    for _ in range(1000):
+        again, again_lse = flash_attn_with_kvcache(q, k, v, **options)
+        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+
+
+def test_one_long_sequence_among_many():
+    """More parts than are merged at once, of more rows than threads."""
+    run(Cache(1, (20000,) + (5,) * 33, 20000, b=34, h=16, h_kv=1, d=128, dtype="bf16"))
+
+
 def decode_problem(lengths, capacity, h, h_kv, d, page=0, dtype=torch.bfloat16):
     """q, caches (NaN beyond the lengths), cache_seqlens, block_table of a step with one query."""
     b = len(lengths)

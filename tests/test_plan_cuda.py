@@ -44,7 +44,8 @@ int main(int argc, char **argv) {
         SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset) SET("new", p.len_new)
-        SET("rotary", p.rotary_dim)
+        SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
+        SET("splits", p.num_splits)
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
@@ -62,7 +63,7 @@ int main(int argc, char **argv) {
     fa_plan plan;
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
-    printf("%s %d %d %zu", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes);
+    printf("%s %d %d %zu %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.cluster);
     for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
     return 0;
 }
@@ -124,7 +125,7 @@ def plan(tmp_path_factory):
 )
 def test_kernel(plan, numbers, kernel):
     first, *ruled_out = plan(**numbers).splitlines()
-    name, block_q, block_kv, workspace = first.split()
+    name, block_q, block_kv, workspace, _ = first.split()
     assert name == kernel and workspace == "0"
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
     why_not_decode = "it has no dropout" if "dropout" in numbers else "it is for few queries over many keys"
@@ -145,7 +146,7 @@ def test_kernel(plan, numbers, kernel):
     ids=str,
 )
 def test_kernel_of_the_backward(plan, numbers, kernel):
-    name, block_q, block_kv, workspace = plan(**numbers).splitlines()[0].split()
+    name, block_q, block_kv, workspace, _ = plan(**numbers).splitlines()[0].split()
     assert name == kernel and re.search(rf"_q{block_q}kv{block_kv}", name)
     d, sums = int(re.search(r"_d(\d+)", name)[1]), 2 * 1024 * 4
     assert sums * (d + 2) * 4 <= int(workspace) <= 1.2 * sums * (d + 2) * 4
@@ -207,11 +208,48 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 )
 def test_few_queries_and_caches(plan, numbers, kernel):
     first, *_ = plan(**numbers).splitlines()
-    name, block_q, block_kv, workspace = first.split()
+    name, block_q, block_kv, workspace, _ = first.split()
     assert name == kernel
     if "decode" in name:
         assert name.endswith(f"_q{block_q}") and block_kv == ("32" if "d192_q64" in name else "64")
         assert 0 < int(workspace) < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cluster"),
+    [
+        ({}, 8),  # 4 heads, 1024 keys
+        ({"b": 8}, 8),
+        ({"b": 9}, 4),
+        ({"b": 16}, 4),
+        ({"b": 17}, 2),
+        ({"b": 32}, 2),
+        ({"b": 33, "h_kv": 1}, 0),
+        ({"len_kv": 2049}, 8),  # long: a head wants four clusters
+        ({"len_kv": 2049, "b": 3}, 4),
+        ({"len_kv": 2049, "b": 8}, 2),
+        ({"len_kv": 2049, "b": 9}, 0),
+        ({"len_kv": 2049, "b": 1, "h_kv": 16, "h": 16}, 8),  # but of one sequence all are alike
+        ({"len_kv": 2049, "b": 1, "h_kv": 66, "h": 66}, 2),
+        ({"len_kv": 2049, "b": 1, "h_kv": 67, "h": 67}, 0),
+        ({"len_kv": 32768, "b": 1, "h_kv": 8, "h": 32}, 8),
+        ({"len_kv": 32769, "b": 1, "h_kv": 8, "h": 32}, 2),  # more than 128 MB
+        ({"len_kv": 32769, "b": 1, "h_kv": 132, "h": 132}, 2),
+        ({"len_kv": 32769, "b": 1, "h_kv": 133, "h": 133}, 0),
+        ({"len_kv": 65536, "b": 8, "h": 2, "h_kv": 1}, 0),
+        ({"len_kv": 1 << 20, "b": 1}, 8),  # of few heads
+        ({"h": 32}, 8),
+        ({"h": 34}, 0),  # 17 rows
+        ({"splits": 2}, 0),
+        ({"packed": 1}, 0),
+        ({"sms": 78, "b": 5}, 4),
+        ({"sms": 0}, 0),
+    ],
+    ids=str,
+)
+def test_clusters_where_there_are_few_heads(plan, numbers, cluster):
+    first, *_ = plan(**{"sms": 132, "len_q": 1} | numbers).splitlines()
+    assert first.startswith("attn_decode_sm90_") and int(first.split()[-1]) == cluster
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,12 @@ struct staged_parts {
     alignas(16) float row[STAGED_ROWS][PART_ROW];
 };
 
+/* What the CTAs of a cluster send each other: number `from`'s sums of the columns that are this one's slice. */
+struct slices {
+    alignas(16) float o[HAS_CLUSTERS ? 16 * HEAD_DIM : 4];        /* [from][16][HEAD_DIM / CTAs] */
+    float stats[HAS_CLUSTERS ? FA_DECODE_MAX_CLUSTER : 1][16][2]; /* as above */
+};
+
 /* What row `row` of the tile is: its query and head. */
 struct row_place {
     int i, h_idx;
@@ -53,42 +59,60 @@ DEVICE int part_place(const params &p, const item &t, const piece &x, int head, 
     return ((t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile) * p.num_splits + idx;
 }
 
+/* Sums of some columns of a row, exponents measured from max. */
+struct row_sums {
+    float max, sum, o[4];
+};
+
+/* Others join, measured from the same max after they have been multiplied by w. */
+DEVICE void add(row_sums &x, float w, float sum, float4 o) {
+    x.sum += w * sum;
+    x.o[0] += w * o.x, x.o[1] += w * o.y, x.o[2] += w * o.z, x.o[3] += w * o.w;
+}
+
+/* Of all teams. */
+DEVICE row_sums merge_teams(const warp_results &s, int row, int column) {
+    row_sums x = {-INF, 0, {0, 0, 0, 0}};
+#pragma unroll
+    for (int team = 0; team < TEAMS; team++) x.max = fmaxf(x.max, s.stats[team * WARPS_Q + row / 16][row % 16][0]);
+#pragma unroll
+    for (int team = 0; team < TEAMS; team++) {
+        const int warp = team * WARPS_Q + row / 16;
+        add(x, weight(s.stats[warp][row % 16][0], x.max), s.stats[warp][row % 16][1],
+            *(const float4 *)&s.o[warp][row % 16][column]);
+    }
+    return x;
+}
+
 /* Merges the teams. A whole item is written out, a part goes to partial_o. Whole CTA. */
 DEVICE void finish_piece(const params &p, const warp_results &s, const item &t, const piece &x, int head) {
     const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
     const int place = x.parts == 1 ? 0 : part_place(p, t, x, head, x.idx);
     for (int idx = threadIdx.x; idx < num_rows * (HEAD_DIM / 4); idx += THREADS) {
         const int row = idx / (HEAD_DIM / 4), column = idx % (HEAD_DIM / 4) * 4;
-        float max = -INF, sum = 0, o[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int team = 0; team < TEAMS; team++) max = fmaxf(max, s.stats[team * WARPS_Q + row / 16][row % 16][0]);
-#pragma unroll
-        for (int team = 0; team < TEAMS; team++) {
-            const int warp = team * WARPS_Q + row / 16;
-            const float w = weight(s.stats[warp][row % 16][0], max);
-            const float4 y = *(const float4 *)&s.o[warp][row % 16][column];
-            sum += w * s.stats[warp][row % 16][1];
-            o[0] += w * y.x, o[1] += w * y.y, o[2] += w * y.z, o[3] += w * y.w;
-        }
+        const row_sums y = merge_teams(s, row, column);
         if (x.parts == 1) {
-            write_output(p, t, head, row, column, o, max, sum);
+            write_output(p, t, head, row, column, y.o, y.max, y.sum);
         } else {
             float *dst = p.partial_o + ((long long)place * p.partial_rows + row) * PART_ROW;
-            *(float4 *)(dst + column) = make_float4(o[0], o[1], o[2], o[3]);
-            if (column == 0) *(float4 *)(dst + HEAD_DIM) = make_float4(max, sum, 0, 0);
+            *(float4 *)(dst + column) = make_float4(y.o[0], y.o[1], y.o[2], y.o[3]);
+            if (column == 0) *(float4 *)(dst + HEAD_DIM) = make_float4(y.max, y.sum, 0, 0);
         }
     }
 }
 
 __device__ u32 own_counters[FA_DECODE_COUNTER_SLOTS][FA_DECODE_MAX_CTAS];
 
+/* Where the parts of an item are counted: with equal shares at most one item begins in a share and goes on beyond it. */
+DEVICE int counter_of(const params &p, const item &t, const piece &x, int head) {
+    return p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x
+                             : (t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile;
+}
+
 /* After a part has been written: is it the last of its item? The counter comes back to zero with it. Whole CTA. */
-DEVICE bool is_last_part(const params &p, int &is_last, const item &t, const piece &x, int head) {
+DEVICE bool is_last_part(const params &p, int &is_last, const piece &x, int idx) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        /* With equal shares at most one item begins in a share and goes on beyond it. */
-        const int idx = p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x
-                                          : (t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile;
         u32 *counter = (p.counters ? p.counters : own_counters[p.counter_slot]) + idx;
         /* In order behind the whole CTA's writes, which the barrier has handed to this thread. */
         is_last = atom_inc_acq_rel(counter, x.parts - 1) == (u32)x.parts - 1;
@@ -102,14 +126,15 @@ DEVICE bool is_last_part(const params &p, int &is_last, const item &t, const pie
 DEVICE void merge_parts(const params &p, staged_parts &s, const item &t, const piece &x, int head) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
-    const int parts_at_once = min(x.parts, STAGED_ROWS);
-    const int rows_at_once = num_rows * x.parts <= STAGED_ROWS ? num_rows : max(STAGED_ROWS / x.parts, 1);
+    constexpr int ROWS_OF_THREADS = 4 * THREADS / HEAD_DIM; /* of which a thread has one vector */
+    const int rows_at_once = num_rows * x.parts <= STAGED_ROWS ? num_rows : min(num_rows, ROWS_OF_THREADS);
+    const int parts_at_once = min(x.parts, STAGED_ROWS / rows_at_once);
     const int place_0 = part_place(p, t, x, head, 0), place_1 = part_place(p, t, x, head, 1);
     const int place_step = p.num_splits == 0 ? 2 * p.lanes : 1;
 #pragma unroll 1
     for (int first_row = 0; first_row < num_rows; first_row += rows_at_once) {
         const int rows = min(rows_at_once, num_rows - first_row);
-        float o[4], max = -INF, sum; /* many parts: one row at a time, of which a thread has one vector */
+        float o[4], max = -INF, sum; /* stay from some parts to the next, if not all come at once */
 #pragma unroll 1
         for (int first = 0; first < x.parts; first += parts_at_once) {
             const int parts = min(parts_at_once, x.parts - first);
@@ -143,6 +168,81 @@ DEVICE void merge_parts(const params &p, staged_parts &s, const item &t, const p
                 if (first + parts == x.parts) write_output(p, t, head, first_row + row, column, o, max, sum);
             }
         }
+    }
+}
+
+/* ---- clusters -------------------------------------------------------------------------------------------------- */
+
+/* In place of all this where a cluster has read a part: each CTA is sent a slice of the columns by all of them, merges it
+ * and, if there are more parts, counts and merges those of its slice: nobody waits for the other slices. Whole cluster:
+ * number blockIdx.z of its head, CTA blockIdx.x. */
+DEVICE void finish_in_cluster(const params &p, const warp_results &s, slices &from, u64 *slices_came, int &is_last,
+                              const item &t, const piece &x, int head) {
+    const int size = 1 << p.cluster_bits, width = HEAD_DIM >> p.cluster_bits, num_rows = t.s.len_q * p.heads_per_kv;
+    const int rank = blockIdx.x, number = blockIdx.z;
+    cluster_wait(); /* all rings are free, all barriers initialised */
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(slices_came, num_rows * (HEAD_DIM * 4 + size * 8));
+#pragma unroll 1
+    for (int idx = threadIdx.x; idx < num_rows * (HEAD_DIM / 4); idx += THREADS) {
+        const int row = idx / (HEAD_DIM / 4), column = idx % (HEAD_DIM / 4) * 4;
+        const int to = (column << p.cluster_bits) / HEAD_DIM, in_slice = column - to * width;
+        const row_sums y = merge_teams(s, row, column);
+        st_async(from.o + (rank * 16 + row) * width + in_slice, slices_came,
+                 make_float4(y.o[0], y.o[1], y.o[2], y.o[3]), to);
+        if (in_slice == 0) st_async(from.stats[rank][row], slices_came, make_float2(y.max, y.sum), to);
+    }
+    mbarrier_wait(slices_came);
+
+    /* [number][h_kv][size][partial_rows][width + 4], the last 4: max, sum */
+    const int part_row = width + 4, part_step = p.h_kv * size * p.partial_rows * part_row;
+    float *const parts = p.partial_o + (((number - x.idx) * p.h_kv + head) * size + rank) * p.partial_rows * part_row;
+    for (int idx = threadIdx.x; idx < 16 * (width / 4); idx += THREADS) {
+        const int row = idx % 16, column = idx / 16 * 4;
+        if (row >= num_rows) continue;
+        row_sums y = {-INF, 0, {0, 0, 0, 0}};
+#pragma unroll
+        for (int i = 0; i < FA_DECODE_MAX_CLUSTER; i++)
+            if (i < size) y.max = fmaxf(y.max, from.stats[i][row][0]);
+#pragma unroll
+        for (int i = 0; i < FA_DECODE_MAX_CLUSTER; i++)
+            if (i < size)
+                add(y, weight(from.stats[i][row][0], y.max), from.stats[i][row][1],
+                    *(const float4 *)(from.o + (i * 16 + row) * width + column));
+        if (x.parts == 1) {
+            write_output(p, t, head, row, rank * width + column, y.o, y.max, y.sum);
+        } else {
+            float *dst = parts + x.idx * part_step + row * part_row;
+            *(float4 *)(dst + column) = make_float4(y.o[0], y.o[1], y.o[2], y.o[3]);
+            if (column == 0) *(float4 *)(dst + width) = make_float4(y.max, y.sum, 0, 0);
+        }
+    }
+    if (x.parts == 1 || !is_last_part(p, is_last, x, ((number - x.idx) * p.h_kv + head) * size + rank)) return;
+
+    constexpr int AT_ONCE = 8; /* latency is all that counts here */
+    for (int idx = threadIdx.x; idx < 16 * (width / 4); idx += THREADS) {
+        const int row = idx % 16, column = idx / 16 * 4;
+        if (row >= num_rows) continue;
+        row_sums y = {-INF, 0, {0, 0, 0, 0}};
+#pragma unroll 1
+        for (int first = 0; first < x.parts; first += AT_ONCE) {
+            float4 o[AT_ONCE], stats[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const float *part = parts + min(first + i, x.parts - 1) * part_step + row * part_row;
+                o[i] = *(const float4 *)(part + column), stats[i] = *(const float4 *)(part + width);
+            }
+            float max = y.max;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) max = fmaxf(max, stats[i].x);
+            row_sums before = y;
+            y = {max, 0, {0, 0, 0, 0}};
+            add(y, weight(before.max, max), before.sum,
+                make_float4(before.o[0], before.o[1], before.o[2], before.o[3]));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                if (first + i < x.parts) add(y, weight(stats[i].x, max), stats[i].y, o[i]);
+        }
+        write_output(p, t, head, row, rank * width + column, y.o, y.max, y.sum);
     }
 }
 

@@ -5,6 +5,12 @@
 #define FA_DECODE_MAX_CTAS      288  /* of one launch */
 #define FA_DECODE_COUNTER_SLOTS 8192 /* per kernel: launches that may be in flight at once */
 
+#define FA_DECODE_MAX_CLUSTER   8  /* CTAs */
+#define FA_DECODE_CLUSTER_BATCH 32 /* sequences of a launch with clusters: a lane looks after each */
+
+/* Floats of a row of a part, if the CTAs of a cluster write it, each a slice of its columns with m and l of its own. */
+#define FA_DECODE_SLICED_ROW(d, cluster) ((d) + 4 * (cluster))
+
 #define FA_DECODE_MAX_NEW 8 /* keys of a sequence that this kernel appends; more are work for kvcache.cu */
 
 /* Floats of a row of a part: O, not yet divided by the row sums; m in exponents of 2, l; 2 unused. */
@@ -31,51 +37,59 @@ typedef struct {
     unsigned stride_b, stride_row, stride_h; /* stride_b: from page to page where there are pages */
 } fa_decode_cache;
 
+/* In the order of their use: parameters come from memory in lines of 64 bytes, and the first of a line is waited for. */
 typedef struct {
+    const int *cu_seqlens_q; /* [b + 1]; NULL: dense queries */
+    int cluster_bits; /* n > 0: 2^n CTAs, a cluster, share keys of one head, in place of lanes; groups: of one head */
+    int b, h_kv, heads_per_kv;
+    int len_q, total_q;            /* of one sequence; packed: total_q bounds every offset */
+    int min_rows, max_rows;        /* of one key head: packed sequences with fewer or more are another launch's */
+    int capacity;                  /* keys that one sequence can have at most; packed keys: rows of the tensor */
+    int len_new;                   /* keys that are appended: they count on top of seqused_k */
+    const int *cu_seqlens_k;       /* [b + 1]; NULL: every sequence has a cache of its own */
+    const int *seqused_k;          /* [b] keys before the append; NULL: all */
+    const int *leftpad_k;          /* [b] leading keys to skip; NULL: none */
+    const int *cache_batch_idx;    /* [b] row of the cache; NULL: identity */
+    const int *block_table;        /* [num_caches, table_cols] page numbers; NULL: not paged */
+    int window_left, window_right; /* -1: unlimited; causal is right = 0 */
+    fa_division by_heads_per_kv, by_groups;
+
+    int groups;      /* of `lanes` CTAs */
+    int lanes;       /* CTAs that walk side by side over the same keys, each in a head of its own: divides h_kv */
+    int head_blocks; /* h_kv / lanes */
+    int num_splits;  /* 0: every group takes an equal share of all keys; n: every head's keys are cut into n */
+    fa_division by_head_blocks;
+
+    fa_decode_cache k, v;
+    int d;
+    int page_size, num_pages;
+    int num_caches; /* rows of the cache (of the block table where there is one) */
+    fa_division by_page_size;
+    long long table_stride;
     const void *q;
-    void *o;
     long long q_stride_b, q_stride_row, q_stride_h; /* in elements, as those of o */
+    fa_decode_cache k_new,
+        v_new; /* [b, len_new, h_kv, d], to be appended by this kernel; data NULL: nothing, or it is done */
+    const void *rotary_cos, *rotary_sin; /* [rotary_rows, rotary_dim / 2]; NULL: nothing turns, or q has been turned */
+    int rotary_rows, rotary_dim, rotary_interleaved, rotary_q_by_row; /* as in ../flash_attn.h */
+
+    float scale_log2;           /* scores times this are exponents of 2 */
+    float lazy_margin;          /* the row max may lag by this much, in units of the scores: a factor 2^8 in P */
+    int changes_scores;         /* softcap, ALiBi, or a scale that is not positive: score_scale comes first */
+    float score_scale, softcap; /* softcap 0: off */
+    const float *alibi_slopes;  /* [h], or [b, h] with alibi_stride_b; NULL: none */
+    long long alibi_stride_b;
+
+    void *o;
     long long o_stride_b, o_stride_row, o_stride_h;
     float *lse; /* [b, h, len_q], packed [h, total_q]: natural log of the row sums; +inf for a row that sees no key */
     long long lse_stride_b, lse_stride_h;
-    fa_decode_cache k, v;
-    fa_decode_cache k_new,
-        v_new; /* [b, len_new, h_kv, d], to be appended by this kernel; data NULL: nothing, or it is done */
-
-    int b, h, h_kv, heads_per_kv, d;
-    int len_q, total_q;         /* of one sequence; packed: total_q bounds every offset */
-    int capacity;               /* keys that one sequence can have at most; packed keys: rows of the tensor */
-    int len_new;                /* keys that are appended: they count on top of seqused_k */
-    int num_caches;             /* rows of the cache (of the block table where there is one) */
-    const int *cu_seqlens_q;    /* [b + 1]; NULL: dense queries */
-    const int *cu_seqlens_k;    /* [b + 1]; NULL: every sequence has a cache of its own */
-    const int *seqused_k;       /* [b] keys before the append; NULL: all */
-    const int *leftpad_k;       /* [b] leading keys to skip; NULL: none */
-    const int *cache_batch_idx; /* [b] row of the cache; NULL: identity */
-    const int *block_table;     /* [num_caches, table_cols] page numbers; NULL: not paged */
-    long long table_stride;
-    int page_size, num_pages;
-
-    int lanes;       /* CTAs that walk side by side over the same keys, each in a head of its own: divides h_kv */
-    int groups;      /* of `lanes` CTAs */
-    int head_blocks; /* h_kv / lanes */
-    fa_division by_groups, by_head_blocks, by_heads_per_kv, by_page_size;
-    int num_splits;     /* 0: every group takes an equal share of all keys; n: every head's keys are cut into n */
-    int max_q_tiles;    /* of one sequence */
-    int partial_rows;   /* of one piece in partial_o: at most the tile's rows */
     float *partial_o;   /* [pieces, partial_rows, FA_DECODE_PART_ROW] */
     unsigned *counters; /* zero: [groups, lanes], with num_splits > 1 [b, h_kv, max_q_tiles]; NULL: the kernel's own */
     int counter_slot;
-
-    float scale_log2;              /* scores times this are exponents of 2 */
-    float lazy_margin;             /* the row max may lag by this much, in units of the scores: a factor 2^8 in P */
-    int changes_scores;            /* softcap, ALiBi, or a scale that is not positive: score_scale comes first */
-    float score_scale, softcap;    /* softcap 0: off */
-    int window_left, window_right; /* -1: unlimited; causal is right = 0 */
-    const float *alibi_slopes;     /* [h], or [b, h] with alibi_stride_b; NULL: none */
-    long long alibi_stride_b;
-    const void *rotary_cos, *rotary_sin; /* [rotary_rows, rotary_dim / 2]; NULL: nothing turns, or q has been turned */
-    int rotary_rows, rotary_dim, rotary_interleaved, rotary_q_by_row; /* as in ../flash_attn.h */
+    int max_q_tiles;  /* of one sequence */
+    int partial_rows; /* of one piece in partial_o: at most the tile's rows */
+    int h;
     int zero_tensors; /* packed rows of o that belong to no sequence become zero */
 } fa_attn_decode_params;
 

@@ -48,7 +48,8 @@ DEVICE sequence sequence_at(const params &p, int b_idx) {
         const int pad = clamp(p.leftpad_k[b_idx], 0, s.len_kv);
         s.kv_row += pad, s.len_kv -= pad;
     }
-    s.q_tiles = ceil_div(s.len_q * p.heads_per_kv, BLOCK_Q);
+    const int rows = s.len_q * p.heads_per_kv;
+    s.q_tiles = p.min_rows <= rows && rows <= p.max_rows ? ceil_div(rows, BLOCK_Q) : 0;
     return s;
 }
 
@@ -234,6 +235,55 @@ DEVICE void find_share(const params &p, schedule &s, int group) {
     __syncthreads();
 }
 
+constexpr int LEAST_STEPS = 2; /* of a CTA: fewer cost more in the number of parts than they save */
+constexpr int UNCUT_STEPS = 4; /* so many take no longer than two parts and their sum */
+
+/* In place of find_share where clusters work: number `number` of p.groups on one head gets one part of one sequence, and
+ * of that its CTA `rank` its share, which may be empty. Parts are as short as the groups suffice for, but not too
+ * short. Some groups get none. Whole CTA. */
+DEVICE void find_part(const params &p, schedule &s, piece &x, int number, int rank) {
+    const int lane = threadIdx.x % 32;
+    item t;
+    t.head_block = t.q_tile = t.begin = 0, t.b_idx = min(lane, p.b - 1);
+    t.s = sequence_at(p, t.b_idx);
+    describe(p, t);
+    const int mine = lane < p.b ? t.tiles : 0, sum = p.b == 1 ? t.tiles : __reduce_add_sync(0xffffffffu, mine);
+    const int most = p.b == 1 ? t.tiles : __reduce_max_sync(0xffffffffu, mine);
+    const int least_steps = most <= UNCUT_STEPS << p.cluster_bits ? UNCUT_STEPS : LEAST_STEPS;
+    int size = max(divide(sum + p.groups - 1, p.by_groups), least_steps << p.cluster_bits);
+    int parts = sum <= size ? 1 : ceil_div(t.tiles, size), end = parts;
+    if (p.b > 1) {
+#pragma unroll 1
+        for (;; size += size / 16 + 1) {
+            parts = ceil_div(mine, size);
+            end = __reduce_add_sync(0xffffffffu, parts);
+            if (end <= p.groups) break;
+        }
+    }
+    const bool is_there = number < end;
+    if (p.b > 1 && is_there) {
+        end = parts;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int before = __shfl_up_sync(0xffffffffu, end, step);
+            if (lane >= step) end += before;
+        }
+        t.b_idx = __ffs(__ballot_sync(0xffffffffu, number < end)) - 1;
+        number -= __shfl_sync(0xffffffffu, end - parts, t.b_idx);
+        parts = __shfl_sync(0xffffffffu, parts, t.b_idx);
+        t.s = sequence_at(p, t.b_idx);
+        describe(p, t);
+    }
+    const int first = number * size, tiles = min(size, t.tiles - first);
+    x = {first + (tiles * rank >> p.cluster_bits), first + (tiles * (rank + 1) >> p.cluster_bits), number, parts, 0};
+    if (threadIdx.x == 0) {
+        s.t = t;
+        s.w.first = 0, s.w.last = is_there;
+        s.w.is_stream = (u64)sum * p.h_kv * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20;
+    }
+    __syncthreads();
+}
+
 /* The group whose share holds a position. */
 DEVICE int group_at(const share &w, int position) {
     const int behind = position - w.longer * (w.size + 1);
@@ -258,7 +308,7 @@ DEVICE bool piece_at(const params &p, const share &w, const item &t, int positio
 
 /* Which part of how many it is: not known before because nobody needs it while there is nothing to wait for. */
 DEVICE void count_parts(const params &p, const share &w, const item &t, piece &x) {
-    if (p.num_splits > 0) return;
+    if (p.num_splits > 0 || (HAS_CLUSTERS && p.cluster_bits > 0)) return;
     const int end = t.begin + t.tiles;
     x.first_group = t.begin >= w.first ? w.group : group_at(w, t.begin);
     x.idx = w.group - x.first_group;

@@ -15,11 +15,12 @@
  *   whole head ─► o, lse                part of one ─► partial_o ─► the last CTA to come merges all parts in order
  *
  * All key tiles of the batch, laid end to end, are cut into equal shares: one for each group of CTAs, from lengths that
- * the CTAs read themselves. So the host need not know them, and a captured graph stays right while they grow.
+ * the CTAs read themselves. So the host need not know them, and a captured graph stays right while they grow. Where there
+ * are few heads, clusters take the place of CTAs: what a cluster's CTAs have read is merged in their shared memory.
  *
  * Specification: cpu/reference.c. Limits and measurements: README.md. */
 #include "attn_decode_params.h"
-#include "ptx_sm80.cuh"
+#include "ptx_cluster.cuh"
 
 /* ---- parameters: one row of tiles.def -------------------------------------------------------------------------- */
 
@@ -41,6 +42,7 @@ constexpr int WARP_KEYS = FA_DECODE_WARP_KEYS(HEAD_DIM, WARPS_Q); /* of a slot, 
 constexpr int TEAM_KEYS = WARP_KEYS * WARPS_Q;                    /* of a slot */
 constexpr int BLOCK_KV = TEAM_KEYS * TEAMS;
 constexpr int PIECES = HEAD_DIM / 8, ROW_BYTES = 16 * PIECES; /* of a row: pieces of 16 bytes */
+constexpr bool HAS_CLUSTERS = WARPS_Q == 1; /* what CTAs send each other has room beside the results of the warps */
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
@@ -59,12 +61,16 @@ static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 struct shared_memory {
     union {
         alignas(128) u16 ring[TEAMS][SLOTS][TEAM_KEYS * HEAD_DIM];
-        warp_results warp;  /* between pieces */
+        struct {
+            warp_results warp; /* between pieces */
+            slices from;       /* of the cluster's CTAs */
+        };
         staged_parts parts; /* of an item, to be merged */
     };
     alignas(128) u16 q[BLOCK_Q * HEAD_DIM];
     schedule work;
-    int is_last; /* this CTA brought an item's last part */
+    int is_last;                /* this CTA brought an item's last part */
+    alignas(8) u64 slices_came; /* mbarrier of one phase: all bytes of `from` */
 };
 static_assert(sizeof(shared_memory) <= FA_DECODE_SHARED_BYTES(HEAD_DIM, WARPS_Q, TEAMS, SLOTS),
               "what the host asks for");
@@ -237,6 +243,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     /* The ring is free when nobody reads it and nothing is on its way. */
     cp_async_wait_group<0>();
     __syncthreads();
+    if (HAS_CLUSTERS && p.cluster_bits > 0) cluster_arrive_relaxed();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = stats.sum[r];
@@ -260,16 +267,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     extern __shared__ __align__(128) char memory[];
     shared_memory &s = *reinterpret_cast<shared_memory *>(memory);
     if (p.cu_seqlens_q) fill_unowned_rows(p);
-    find_share(p, s.work, blockIdx.y);
+    const bool is_cluster = HAS_CLUSTERS && p.cluster_bits > 0;
+    piece x;
+    if (is_cluster) {
+        if (threadIdx.x == 0) mbarrier_init(&s.slices_came);
+        find_part(p, s.work, x, blockIdx.z, blockIdx.x);
+    } else {
+        find_share(p, s.work, blockIdx.y);
+    }
 
 #pragma unroll 1
     for (int position = s.work.w.first; position < s.work.w.last;) {
-        piece x;
-        if (piece_at(p, s.work.w, s.work.t, position, x)) {
-            const int head = s.work.t.head_block * p.lanes + blockIdx.x;
+        if (is_cluster || piece_at(p, s.work.w, s.work.t, position, x)) {
+            const int head = is_cluster ? blockIdx.y : s.work.t.head_block * p.lanes + blockIdx.x;
             attend(p, s, s.work.t, x, head);
+            if (is_cluster) {
+                finish_in_cluster(p, s.warp, s.from, &s.slices_came, s.is_last, s.work.t, x, head);
+                return;
+            }
             finish_piece(p, s.warp, s.work.t, x, head);
-            if (x.parts > 1 && is_last_part(p, s.is_last, s.work.t, x, head))
+            if (x.parts > 1 && is_last_part(p, s.is_last, x, counter_of(p, s.work.t, x, head)))
                 merge_parts(p, s.parts, s.work.t, x, head);
             position = s.work.t.begin + x.last;
         } else {

@@ -102,7 +102,8 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
 #if defined(CHECK_CUDA)
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     (void)isa;
-    return run_decode_on_cuda(p, 1 + 5 * (threads - 1), at_end);
+    static const int num_sms[] = {1, 6, 40};
+    return run_decode_on_cuda(p, num_sms[threads - 1], at_end);
 }
 #else
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {

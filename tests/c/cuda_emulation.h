@@ -1,4 +1,4 @@
-/* The CUDA of our generic kernels and of attn_decode_sm90 on a CPU: enough of the language, and of ptx_sm80.cuh's instructions, to run their texts
+/* The CUDA of our generic kernels and of attn_decode_sm90 on a CPU: enough of the language, and of the instructions in ptx_sm80.cuh and ptx_cluster.cuh, to run their texts
  * as C++. A kernel is compiled with `-include cuda_emulation.h` into a shared object; emulate_cuda.c runs its CTAs one
  * after the other, the threads of a CTA as coroutines that change places at barriers and warp-wide instructions.
  *
@@ -31,6 +31,9 @@ void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_prese
 void emulated_cp_async_commit_group(void);
 void emulated_cp_async_wait_group(int pending);
 void emulated_bar_sync(unsigned id, unsigned num_threads);
+void emulated_cluster_sync(void);
+/* The shared memory of another CTA of the cluster: to be written between two barriers of the cluster. */
+char *emulated_memory_of(unsigned rank);
 }
 
 /* ---- the language ------------------------------------------------------------------------------------------------ */
@@ -97,6 +100,7 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
     return bits;
 }
 
+static inline int __ffs(unsigned bits) { return bits ? __builtin_ctz(bits) + 1 : 0; }
 static inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 static inline void __syncwarp() { __ballot_sync(0, true); }
 
@@ -148,6 +152,22 @@ static inline void cp_async_wait_all() {
     cp_async_wait_group<0>();
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
+
+/* ptx_cluster.cuh. What is sent comes at once, and is waited for by everyone in the cluster. */
+#define FA_PTX_CLUSTER_CUH
+static inline void cluster_arrive_relaxed() {}
+static inline void cluster_wait() { emulated_cluster_sync(); }
+static inline void mbarrier_init(u64 *bytes) { *bytes = 0; }
+static inline void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) { *barrier += bytes; }
+static inline void mbarrier_wait(u64 *barrier) {
+    emulated_cluster_sync();
+    if (*barrier) abort(); /* not what was announced */
+}
+template <class T> static inline void st_async(float *dst, u64 *barrier, T x, u32 rank) {
+    char *there = emulated_memory_of(rank);
+    memcpy(there + smem_address(dst), &x, sizeof x);
+    *(u64 *)(there + smem_address(barrier)) -= sizeof x;
+}
 
 static inline void ldmatrix(u32 (&m)[4], u32 row, bool transposed) {
     const int lane = (int)(emulated_thread.x % 32), across = lane / 4, along = 2 * (lane % 4);

@@ -1,5 +1,5 @@
 /* Runs kernels that were compiled with cuda_emulation.h: the CTAs of a launch one after the other, their threads as
- * coroutines on stacks of their own. */
+ * coroutines on stacks of their own. Those of a cluster run one after the other up to each of its barriers. */
 #define _GNU_SOURCE
 #include "emulate_cuda.h"
 
@@ -11,7 +11,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 128, STACK_BYTES = 256 << 10, SHARED_BYTES = 113 << 10, MOST_COPIES = 2048 };
+enum { MOST_THREADS = 128, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 113 << 10, MOST_COPIES = 2048 };
 
 typedef struct {
     unsigned x, y, z;
@@ -27,14 +27,17 @@ typedef struct {
     int group;
 } copy;
 
-static struct {
+typedef struct {
     jmp_buf state;
     ucontext_t start;
     char *stack;
-    bool has_started, has_finished;
+    bool has_started, has_finished, waits_for_cluster;
     copy copies[MOST_COPIES];
     int num_copies, num_groups;
-} threads[MOST_THREADS];
+} thread;
+static thread all_threads[MOST_CTAS][MOST_THREADS], *threads; /* of a cluster, of the CTA that runs */
+static char *kept_memory[MOST_CTAS];                          /* of the CTAs that do not */
+static unsigned cluster_size, cluster_rank;
 static jmp_buf scheduler;
 static emulated_kernel *kernel;
 static const void *parameters;
@@ -120,6 +123,16 @@ void emulated_cp_async_wait_group(int pending) {
     threads[t].num_copies = num_left;
 }
 
+void emulated_cluster_sync(void) {
+    threads[emulated_thread.x].waits_for_cluster = true;
+    while (threads[emulated_thread.x].waits_for_cluster) yield();
+}
+
+char *emulated_memory_of(unsigned rank) {
+    if (rank >= cluster_size) die("there is no such CTA in the cluster");
+    return rank == cluster_rank ? memory : kept_memory[rank];
+}
+
 static void thread_main(void) {
     kernel(parameters);
     if (threads[emulated_thread.x].num_copies) die("cp.async was not waited for");
@@ -128,14 +141,16 @@ static void thread_main(void) {
     _longjmp(scheduler, 1);
 }
 
-static void run_block(unsigned num_threads, unsigned shared_bytes) {
-    memset(memory, 0xff, sizeof memory);
-    for (volatile unsigned t = 0; t < num_threads; t++) threads[t].has_started = threads[t].has_finished = false;
-    volatile unsigned num_left = num_threads;
+/* Until all threads of a CTA have finished, or wait for the cluster. How many have finished. */
+static unsigned run_block(unsigned num_threads, unsigned shared_bytes) {
+    volatile unsigned num_left = num_threads, num_finished = 0;
     const unsigned first = (emulated_block.x + emulated_block.y) * 37 % num_threads; /* another order in every block */
     for (volatile unsigned turn = 0; num_left > 0; turn++) {
         const unsigned t = (first + turn) % num_threads;
-        if (threads[t].has_finished) continue;
+        if (threads[t].has_finished || threads[t].waits_for_cluster) {
+            if (turn < num_threads) num_left--, num_finished += threads[t].has_finished;
+            continue;
+        }
         emulated_thread.x = t;
         if (!_setjmp(scheduler)) {
             if (threads[t].has_started) _longjmp(threads[t].state, 1);
@@ -147,24 +162,51 @@ static void run_block(unsigned num_threads, unsigned shared_bytes) {
             makecontext(&threads[t].start, thread_main, 0);
             setcontext(&threads[t].start);
         }
-        if (threads[emulated_thread.x].has_finished) num_left--;
+        const thread *ran = &threads[emulated_thread.x];
+        if (ran->has_finished || ran->waits_for_cluster) num_left--, num_finished += ran->has_finished;
     }
     for (unsigned i = shared_bytes; i < sizeof memory; i++)
         if (memory[i] != (char)0xff) die("more shared memory used than the table says");
+    return num_finished;
 }
 
-void emulate_launch(emulated_kernel *function, const void *parameter, unsigned grid_x, unsigned grid_y, unsigned block,
-                    unsigned shared_bytes) {
-    if (block > MOST_THREADS || shared_bytes > SHARED_BYTES) die("more threads or shared memory than a CTA may have");
+/* CTAs [first, first + cluster_size) of a row of the grid. */
+static void run_cluster(unsigned first, unsigned num_threads, unsigned shared_bytes, bool backwards) {
+    for (unsigned rank = 0; rank < cluster_size; rank++) {
+        if (!kept_memory[rank]) kept_memory[rank] = malloc(sizeof memory);
+        memset(kept_memory[rank], 0xff, sizeof memory);
+        for (unsigned t = 0; t < num_threads; t++)
+            all_threads[rank][t].has_started = all_threads[rank][t].has_finished = false;
+    }
+    for (unsigned num_finished = 0; num_finished < cluster_size * num_threads;) {
+        num_finished = 0;
+        for (unsigned i = 0; i < cluster_size; i++) {
+            cluster_rank = backwards ? cluster_size - 1 - i : i;
+            emulated_block.x = first + cluster_rank, threads = all_threads[cluster_rank];
+            memcpy(memory, kept_memory[cluster_rank], sizeof memory);
+            num_finished += run_block(num_threads, shared_bytes);
+            memcpy(kept_memory[cluster_rank], memory, sizeof memory);
+        }
+        if (num_finished % (cluster_size * num_threads)) die("not everyone reaches a barrier of the cluster");
+        for (unsigned rank = 0; rank < cluster_size; rank++)
+            for (unsigned t = 0; t < num_threads; t++) all_threads[rank][t].waits_for_cluster = false;
+    }
+}
+
+void emulate_launch(emulated_kernel *function, const void *parameter, const emulated_shape *shape) {
+    if (shape->block > MOST_THREADS || shape->shared_bytes > SHARED_BYTES || shape->cluster > MOST_CTAS)
+        die("more threads, shared memory or CTAs than there may be");
     kernel = function;
     parameters = parameter;
-    emulated_grid_size = (triple){grid_x, grid_y, 1};
-    emulated_block_size = (triple){block, 1, 1};
+    cluster_size = shape->cluster;
+    emulated_grid_size = (triple){shape->grid_x, shape->grid_y, shape->grid_z};
+    emulated_block_size = (triple){shape->block, 1, 1};
     static bool backwards;
     backwards = !backwards; /* nobody may count on an order of CTAs */
-    for (unsigned i = 0; i < grid_x * grid_y; i++) {
-        const unsigned block_idx = backwards ? grid_x * grid_y - 1 - i : i;
-        emulated_block = (triple){block_idx % grid_x, block_idx / grid_x, 0};
-        run_block(block, shared_bytes);
+    const unsigned row = shape->grid_x / cluster_size, num = row * shape->grid_y * shape->grid_z;
+    for (unsigned i = 0; i < num; i++) {
+        const unsigned idx = backwards ? num - 1 - i : i;
+        emulated_block = (triple){0, idx / row % shape->grid_y, idx / row / shape->grid_y};
+        run_cluster(idx % row * cluster_size, shape->block, shape->shared_bytes, backwards);
     }
 }

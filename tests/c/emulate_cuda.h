@@ -5,7 +5,11 @@
 /* A kernel's one parameter, taken by reference. */
 typedef void emulated_kernel(const void *parameter);
 
-void emulate_launch(emulated_kernel *kernel, const void *parameter, unsigned grid_x, unsigned grid_y, unsigned block,
-                    unsigned shared_bytes);
+typedef struct {
+    unsigned grid_x, grid_y, grid_z; /* CTAs, of which `cluster` in the first direction run together */
+    unsigned cluster, block, shared_bytes;
+} emulated_shape;
+
+void emulate_launch(emulated_kernel *kernel, const void *parameter, const emulated_shape *shape);
 
 #endif
