@@ -185,6 +185,11 @@ static bool requires_grad(const fa_tensor *t) {
     return is_true(PyObject_GetAttr((PyObject *)t->handle, requires_grad_name));
 }
 
+static bool wants_gradients(const fa_call *call) {
+    return fa_torch.aoti_torch_grad_mode_is_enabled() &&
+           (requires_grad(&call->q) || requires_grad(&call->k) || requires_grad(&call->v));
+}
+
 /* ---- results --------------------------------------------------------------------------------------------------------- */
 
 /* One tensor, or a tuple of several. The handles are gone afterwards. */
@@ -216,21 +221,24 @@ enum {
     NUM_FUNCTIONS
 };
 
+/* Tensors that want gradients: who calls does without; or records them, and needs lse for it; or the op does. */
+typedef enum { IGNORED, NEED_LSE, LEFT_TO_THE_OP } gradients;
+
 static const struct {
     const char *op;
-    bool only_out;      /* return out alone */
-    bool has_gradients; /* True is returned instead for tensors that want them */
+    bool only_out; /* return out alone */
+    gradients gradients;
 } functions[NUM_FUNCTIONS] = {
-    [ATTENTION] = {"_forward", true, true},
-    [VARLEN_ATTENTION] = {"_varlen_forward", true, true},
-    [FORWARD] = {"_forward", false, false},
-    [VARLEN_FORWARD] = {"_varlen_forward", false, false},
-    [KVCACHE_ATTENTION] = {"fwd_kvcache", true, false},
-    [KVCACHE_FORWARD] = {"fwd_kvcache", false, false},
-    [FLASH_ATTN_FORWARD] = {"_flash_attn_forward", false, true},
-    [FLASH_ATTN_VARLEN_FORWARD] = {"_flash_attn_varlen_forward", false, true},
-    [FLASH_ATTN_BACKWARD] = {"_flash_attn_backward", false, false},
-    [FLASH_ATTN_VARLEN_BACKWARD] = {"_flash_attn_varlen_backward", false, false},
+    [ATTENTION] = {"_forward", true, NEED_LSE},
+    [VARLEN_ATTENTION] = {"_varlen_forward", true, NEED_LSE},
+    [FORWARD] = {"_forward", false, IGNORED},
+    [VARLEN_FORWARD] = {"_varlen_forward", false, IGNORED},
+    [KVCACHE_ATTENTION] = {"fwd_kvcache", true, IGNORED},
+    [KVCACHE_FORWARD] = {"fwd_kvcache", false, IGNORED},
+    [FLASH_ATTN_FORWARD] = {"_flash_attn_forward", false, LEFT_TO_THE_OP},
+    [FLASH_ATTN_VARLEN_FORWARD] = {"_flash_attn_varlen_forward", false, LEFT_TO_THE_OP},
+    [FLASH_ATTN_BACKWARD] = {"_flash_attn_backward", false, IGNORED},
+    [FLASH_ATTN_VARLEN_BACKWARD] = {"_flash_attn_varlen_backward", false, IGNORED},
 };
 
 static PyObject *call_function(int which, PyObject *args) {
@@ -246,10 +254,9 @@ static PyObject *call_function(int which, PyObject *args) {
     fa_begin_call(signature, &call);
     call.only_out = functions[which].only_out;
     if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
-    if (functions[which].has_gradients && fa_torch.aoti_torch_grad_mode_is_enabled() &&
-        (requires_grad(&call.q) || requires_grad(&call.k) || requires_grad(&call.v))) {
-        if (PyErr_Occurred()) goto refuse;
-        Py_RETURN_TRUE;
+    if (functions[which].gradients != IGNORED && wants_gradients(&call)) {
+        if (functions[which].gradients == LEFT_TO_THE_OP || PyErr_Occurred()) goto refuse;
+        call.only_out = false;
     }
     Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
@@ -284,9 +291,9 @@ FUNCTION(FLASH_ATTN_VARLEN_BACKWARD)
 
 PyMethodDef fa_direct_functions[] = {
     {"direct_attention", call_ATTENTION, METH_VARARGS,
-     "direct_attention(" NO_DROPOUT ") -> out; True: only gradients stand in the way; None: call the op"},
+     "direct_attention(" NO_DROPOUT ") -> out, with gradients to record (out, softmax_lse); None: call the op"},
     {"direct_varlen_attention", call_VARLEN_ATTENTION, METH_VARARGS,
-     "direct_varlen_attention(" VARLEN ") -> out; True: only gradients stand in the way; None: call the op"},
+     "direct_varlen_attention(" VARLEN ") -> out, with gradients to record (out, softmax_lse); None: call the op"},
     {"direct_forward", call_FORWARD, METH_VARARGS,
      "direct_forward(" NO_DROPOUT ") -> (out, softmax_lse); None: call the op"},
     {"direct_varlen_forward", call_VARLEN_FORWARD, METH_VARARGS,
@@ -296,9 +303,9 @@ PyMethodDef fa_direct_functions[] = {
     {"direct_kvcache_forward", call_KVCACHE_FORWARD, METH_VARARGS,
      "direct_kvcache_forward(" KVCACHE ") -> (out, softmax_lse); None: call the op"},
     {"direct_flash_attn_forward", call_FLASH_ATTN_FORWARD, METH_VARARGS,
-     "direct_flash_attn_forward(the op's arguments) -> its results; True or None: call the op"},
+     "direct_flash_attn_forward(the op's arguments) -> its results; None: call the op"},
     {"direct_flash_attn_varlen_forward", call_FLASH_ATTN_VARLEN_FORWARD, METH_VARARGS,
-     "direct_flash_attn_varlen_forward(the op's arguments) -> its results; True or None: call the op"},
+     "direct_flash_attn_varlen_forward(the op's arguments) -> its results; None: call the op"},
     {"direct_flash_attn_backward", call_FLASH_ATTN_BACKWARD, METH_VARARGS,
      "direct_flash_attn_backward(the op's arguments) -> softmax_d; None: call the op"},
     {"direct_flash_attn_varlen_backward", call_FLASH_ATTN_VARLEN_BACKWARD, METH_VARARGS,

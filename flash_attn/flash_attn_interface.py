@@ -298,13 +298,19 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
         return _attend(ctx, (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
 
 
-def _lean(function):
-    """``function.apply`` for plain tensors in eager mode, without the layer that looks for functorch."""
-    return super(torch.autograd.Function, function).apply
+class _Attended(_Attention):
+    """The node of a forward that is done: as many arguments as need be, for each costs the call time."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, done):
+        (out, softmax_lse), alibi_slopes, lengths, mask, deterministic, paged = done
+        _save(ctx, (q, k, v), out, softmax_lse, None, alibi_slopes, lengths, 0.0, mask, deterministic)
+        ctx.paged = paged
+        return out
 
 
-_attention_with_gradients = _lean(FlashAttnFunc)
-_varlen_attention_with_gradients = _lean(FlashAttnVarlenFunc)
+# ``_Attended.apply`` for plain tensors in eager mode, without the layer that looks for functorch.
+_record = super(torch.autograd.Function, _Attended).apply
 
 
 def _any_requires_grad(arguments):
@@ -371,10 +377,9 @@ def flash_attn_func(
     """
     if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
         out = _direct.direct_attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes)
-        if out is True:
-            return _attention_with_gradients(
-                q, k, v, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False, True
-            )
+        if type(out) is tuple:
+            mask = softmax_scale, causal, window_size, softcap
+            return _record(q, k, v, (out, alibi_slopes, (), mask, deterministic, False))
         if out is not None:
             return out
     return _apply(
@@ -459,11 +464,10 @@ def flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
             softcap, alibi_slopes, block_table,
         )  # fmt: skip
-        if out is True:
-            return _varlen_attention_with_gradients(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
-                window_size, softcap, alibi_slopes, deterministic, False, block_table, True,
-            )  # fmt: skip
+        if type(out) is tuple:
+            mask = softmax_scale, causal, window_size, softcap
+            lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            return _record(q, k, v, (out, alibi_slopes, lengths, mask, deterministic, block_table is not None))
         if out is not None:
             return out
     return _apply(
@@ -602,7 +606,7 @@ def _flash_attn_forward(
             q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
             return_softmax,
         )  # fmt: skip
-        if type(results) is tuple:
+        if results is not None:
             return results
     return _wrapped_flash_attn_forward(
         *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size_left,
@@ -629,7 +633,7 @@ def _flash_attn_varlen_forward(
             window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k,
             seqused_k, zero_tensors, num_splits,
         )  # fmt: skip
-        if type(results) is tuple:
+        if results is not None:
             return results
     return _wrapped_flash_attn_varlen_forward(
         *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
