@@ -60,6 +60,15 @@ fa_status fa_torch_load(fa_error *err) {
     }
     void *python = open_loaded(TORCH_PYTHON_LIBRARY), *wrap = python ? find_symbol(python, THPVARIABLE_WRAP) : NULL;
     memcpy(&found.wrap, &wrap, sizeof wrap);
+    found.tells_states = true;
+#define FIND_STATE(member, result, name)                 \
+    {                                                    \
+        void *address = find_symbol(library, name);      \
+        memcpy(&found.member, &address, sizeof address); \
+        found.tells_states &= address != NULL;           \
+    }
+    FA_TORCH_STATES(FIND_STATE)
+#undef FIND_STATE
     found.cpu = found.aoti_torch_device_type_cpu();
     found.cuda = found.aoti_torch_device_type_cuda();
     found.f16 = found.aoti_torch_dtype_float16();

@@ -69,6 +69,16 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(aoti_torch_dtype_uint8, "2.4", required, int32_t, (void))                                              \
     X(torch_delete_stable_ivalue, "2.13", optional, AOTITorchError, (StableIValue * slot))
 
+/* States of the calling thread that only C++ functions tell, found by their mangled names. X(member, result, name).
+ * A reference is a pointer: of the vector's words the first two are its begin and end, of the shared_ptr's the first
+ * points to what it shares. */
+#define FA_TORCH_STATES(X)                                                               \
+    X(num_dispatch_modes, int64_t, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")     \
+    X(num_function_modes, int64_t, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv")    \
+    X(functorch_layers, const void *const *, "_ZN2at9functorch20getDynamicLayerStackEv") \
+    X(tracing_state, const void *const *, "_ZN5torch3jit6tracer15getTracingStateEv")     \
+    X(profiler_is_enabled, bool, "_ZN5torch8profiler4impl15profilerEnabledEv")
+
 typedef struct {
 #define FA_TORCH_MEMBER(symbol, since, need, result, parameters) result(*symbol) parameters;
     FA_TORCH_SYMBOLS(FA_TORCH_MEMBER)
@@ -78,6 +88,10 @@ typedef struct {
      * handle; NULL with an exception. The function itself is NULL where this torch has none: it is C++, found by its
      * mangled name. */
     void *(*wrap)(AtenTensorHandle t);
+#define FA_TORCH_STATE(member, result, name) result (*member)(void);
+    FA_TORCH_STATES(FA_TORCH_STATE)
+#undef FA_TORCH_STATE
+    bool tells_states; /* all of them were found */
     /* Answers that cannot change. */
     int32_t cpu, cuda;                         /* device types */
     int32_t f16, bf16, f32, f64, i32, i64, u8; /* dtypes */

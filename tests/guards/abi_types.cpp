@@ -2,7 +2,11 @@
 #include <cstddef>
 #include <type_traits>
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/dlpack.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -14,6 +18,19 @@
     static_assert(std::is_same<decltype(fa_torch_abi::symbol), decltype(&::symbol)>::value, \
                   #symbol ": csrc/torch_abi.h and the installed torch disagree");
 FA_TORCH_SYMBOLS(SAME_TYPE)
+
+#define SAME_STATE(member, function, ...)                                                             \
+    static_assert(std::is_same<decltype(&function), __VA_ARGS__ (*)()>::value,                        \
+                  #member ": csrc/torch_abi.h and the installed torch disagree");                     \
+    static_assert(std::is_reference<__VA_ARGS__>::value                                               \
+                      ? std::is_same<decltype(fa_torch_abi::member), const void *const *(*)()>::value \
+                      : std::is_same<decltype(fa_torch_abi::member), __VA_ARGS__ (*)()>::value,       \
+                  #member ": a reference is a pointer to its words");
+SAME_STATE(num_dispatch_modes, c10::impl::TorchDispatchModeTLS::stack_len, int64_t)
+SAME_STATE(num_function_modes, at::impl::PythonTorchFunctionTLS::stack_len, int64_t)
+SAME_STATE(tracing_state, torch::jit::tracer::getTracingState,
+           const std::shared_ptr<torch::jit::tracer::TracingState> &)
+SAME_STATE(profiler_is_enabled, torch::profiler::impl::profilerEnabled, bool)
 
 static_assert(sizeof(StableIValue) == 8, "a slot of a boxed call has 64 bits");
 
