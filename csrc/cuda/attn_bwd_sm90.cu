@@ -54,16 +54,17 @@ static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM 
  * pieces of a row swizzled by the row's number. Each chunk starts at a multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory {
     alignas(1024) u16 k[BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 v[BLOCK_KV * HEAD_DIM]; /* in the end dV, then dK */
+    alignas(1024) u16 v[BLOCK_KV * HEAD_DIM]; /* in the end dV */
     alignas(1024) u16 q[2][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 dout[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 ds[2][BLOCK_Q * BLOCK_KV]; /* chunks of 64 keys, one from each warpgroup */
+    alignas(1024) u16 ds[2][BLOCK_Q * BLOCK_KV]; /* chunks of 64 keys, one from each warpgroup; in the end dK */
     alignas(1024) float dq[2][2][DQ_FLOATS];     /* of two steps, one half from each warpgroup; or the 16-bit result */
     alignas(16) float lse[2][BLOCK_Q];           /* comes with q */
     alignas(16) float d[2][BLOCK_Q];             /* comes with dout */
-    /* Arrivals. full: one, with TMA's bytes; ds_full, dq_full, keys_full: one for each consumer warp. empty: one for each consumer
-     * warp; tile_empty: consumer warps and writers; dq_ready: the writer's, and TMA's bytes where the sum comes with it. */
-    u64 k_full, k_empty, v_full, v_empty, keys_full, keys_empty;
+    /* Arrivals. full: one, with TMA's bytes; ds_full, dq_full, dk_full, dv_full: one for each consumer warp. empty: one for
+     * each consumer warp; v_empty, dk_empty: of the warp that stores dV and dK; tile_empty: consumer warps and writers;
+     * dq_ready: the writer's, and TMA's bytes where the sum comes with it. */
+    u64 k_full, k_empty, v_full, v_empty, dk_full, dk_empty, dv_full;
     u64 q_full[2], q_empty[2], do_full[2], do_empty[2];
     u64 ds_full[2], ds_empty[2];
     u64 dq_ready[2], dq_full[2];
@@ -71,6 +72,26 @@ struct shared_memory {
     tile tiles[2];
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
+static_assert(HEAD_DIM <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
+
+/* ---- warps that store ------------------------------------------------------------------------------------------ */
+
+/* What one lane does with each of the CTA's tiles; in the end it waits until all it has stored is there. Whole warp. */
+template <class work_on_tile> DEVICE void store_tiles(shared_memory &s, work_on_tile work) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    for (ring tr;; tr.next()) {
+        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
+        const tile &t = s.tiles[tr.stage];
+        if (t.kv_tile < 0) break;
+        __syncwarp(); /* all have read it: the leader gives the tile's place away */
+        if (is_leader) {
+            work(t);
+            mbarrier_arrive(&s.tile_empty[tr.stage]);
+        }
+        __syncwarp();
+    }
+    if (is_leader) cp_async_bulk_wait_all();
+}
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
@@ -80,102 +101,85 @@ constexpr int WARP_FLOATS = DQ_FLOATS / 4;
 static_assert(DQ_COLUMNS == CHUNK, "the result of a warp is one box");
 constexpr u32 DQ_BYTES = 2 * DQ_FLOATS * 4;
 
-/* Writer w: dQ of the steps of stage w, which are every other one. One lane does it all.
+/* Writer w: dQ of the steps of stage w, which are every other one.
  *
  *   first key tile of a query tile:  ready, wait dQ, store
  *   between:                         ready, wait dQ, wait turn, add
  *   last:                            wait turn, ready with the sum, wait the result, store it */
 DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
-    const bool is_leader = threadIdx.x % 32 == 0;
     u32 parity = 0;
     int skip = w; /* steps of the tile that come before the next one of this stage */
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (t.kv_tile < 0) break;
-        __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) {
-            const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
-            int step = skip, i = t.q_end - 1 - skip, head = 0;
+    store_tiles(s, [&](const tile &t) {
+        const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
+        int step = skip, i = t.q_end - 1 - skip, head = 0;
 #pragma unroll 1
-            for (; step < num_steps; step += 2, i -= 2) {
-                while (i < t.q_begin) i += num_q_tiles, head++;
-                const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
-                u32 *turn = p.turns + slab * 2;
-                float *sums = p.dq_sums + slab * (2 * DQ_FLOATS);
-                const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
-                if (p.dq.data && is_last && !is_first) {
-                    wait_turn_to_read(turn, turn_of(p, t, i));
-                    mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
-                    cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
-                } else {
-                    mbarrier_arrive(&s.dq_ready[w]);
-                }
-                if (p.dq.data && !is_last && !is_first) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
-                mbarrier_wait(&s.dq_full[w], parity);
-                parity ^= 1;
-                if (!p.dq.data) continue;
-                fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
-                if (is_last) {
-#pragma unroll 1
-                    for (int warp = 0; warp < 8; warp++)
-                        cp_async_bulk_tensor_store(&p.dq_rows, s.dq[w][0] + warp * WARP_FLOATS, dq_column(warp / 4),
-                                                   t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
-                                                   t.head_kv * p.heads_per_kv + head, t.q_batch);
-                } else if (is_first) {
-                    cp_async_bulk_store(sums, s.dq[w][0], DQ_BYTES);
-                } else {
-                    cp_reduce_async_bulk_add(sums, s.dq[w][0], DQ_BYTES);
-                }
-                cp_async_bulk_commit_group();
-                if (is_last) {
-                    cp_async_bulk_wait_all_read();
-                } else {
-                    cp_async_bulk_wait_all();
-                    end_turn(turn);
-                }
+        for (; step < num_steps; step += 2, i -= 2) {
+            while (i < t.q_begin) i += num_q_tiles, head++;
+            const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
+            u32 *turn = p.turns + slab * 2;
+            float *sums = p.dq_sums + slab * (2 * DQ_FLOATS);
+            const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
+            if (p.dq.data && is_last && !is_first) {
+                wait_turn_to_read(turn, turn_of(p, t, i));
+                mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
+                cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
+            } else {
+                mbarrier_arrive(&s.dq_ready[w]);
             }
-            skip = step - num_steps;
-            mbarrier_arrive(&s.tile_empty[tr.stage]);
+            if (p.dq.data && !is_last && !is_first) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
+            mbarrier_wait(&s.dq_full[w], parity);
+            parity ^= 1;
+            if (!p.dq.data) continue;
+            fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
+            if (is_last) {
+#pragma unroll 1
+                for (int warp = 0; warp < 8; warp++)
+                    cp_async_bulk_tensor_store(&p.dq_rows, s.dq[w][0] + warp * WARP_FLOATS, dq_column(warp / 4),
+                                               t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
+                                               t.head_kv * p.heads_per_kv + head, t.q_batch);
+            } else if (is_first) {
+                cp_async_bulk_store(sums, s.dq[w][0], DQ_BYTES);
+            } else {
+                cp_reduce_async_bulk_add(sums, s.dq[w][0], DQ_BYTES);
+            }
+            cp_async_bulk_commit_group();
+            if (is_last) {
+                cp_async_bulk_wait_all_read();
+            } else {
+                cp_async_bulk_wait_all();
+                end_turn(turn);
+            }
         }
-        __syncwarp();
-    }
-    if (is_leader) cp_async_bulk_wait_all();
+        skip = step - num_steps;
+    });
 }
 
 /* ---- dK and dV ------------------------------------------------------------------------------------------------- */
 
-/* One warp stores them. Both come through the place of V, when the tile's last dP is done: dV, then dK. */
+/* One warp stores them: dV from the place of V when the tile's last dP is done, dK from that of dS when its last dQ is. The
+ * next tile needs V sooner than a place for its dS. */
 DEVICE void write_keys(const params &p, shared_memory &s) {
-    const bool is_leader = threadIdx.x % 32 == 0;
     u32 parity = 0;
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (t.kv_tile < 0) break;
-        __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) {
-            const bool has_sums = !CUTS || p.pieces == 1 || t.piece == p.pieces - 1;
+    store_tiles(s, [&](const tile &t) {
+        const bool has_sums = !CUTS || p.pieces == 1 || t.piece == p.pieces - 1;
+        if (t.q_begin >= t.q_end) return;
 #pragma unroll 1
-            for (int is_dk = 0; is_dk < 2 && t.q_begin < t.q_end; is_dk++) {
-                mbarrier_wait(&s.keys_full, parity);
-                parity ^= 1;
-                if (has_sums && (is_dk ? p.dk.data : p.dv.data)) {
-                    fence_proxy_async(); /* for the warpgroups' stores */
+        for (int is_dk = 0; is_dk < 2; is_dk++) {
+            mbarrier_wait(is_dk ? &s.dk_full : &s.dv_full, parity);
+            if (has_sums && (is_dk ? p.dk.data : p.dv.data)) {
+                fence_proxy_async(); /* for the warpgroups' stores */
 #pragma unroll
-                    for (int c = 0; c < CHUNKS; c++)
-                        cp_async_bulk_tensor_store(is_dk ? &p.dk_tiles : &p.dv_tiles, s.v + c * BLOCK_KV * CHUNK,
-                                                   c * CHUNK, t.kv_row_0 + t.kv_tile * BLOCK_KV, t.head_kv, t.kv_batch);
-                    cp_async_bulk_commit_group();
-                    cp_async_bulk_wait_all_read();
-                }
-                mbarrier_arrive(is_dk ? &s.v_empty : &s.keys_empty);
+                for (int c = 0; c < CHUNKS; c++)
+                    cp_async_bulk_tensor_store(is_dk ? &p.dk_tiles : &p.dv_tiles,
+                                               (is_dk ? s.ds[0] : s.v) + c * BLOCK_KV * CHUNK, c * CHUNK,
+                                               t.kv_row_0 + t.kv_tile * BLOCK_KV, t.head_kv, t.kv_batch);
+                cp_async_bulk_commit_group();
+                cp_async_bulk_wait_all_read();
             }
-            mbarrier_arrive(&s.tile_empty[tr.stage]);
+            mbarrier_arrive(is_dk ? &s.dk_empty : &s.v_empty);
         }
-        __syncwarp();
-    }
-    if (is_leader) cp_async_bulk_wait_all();
+        parity ^= 1;
+    });
 }
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
@@ -215,12 +219,12 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
     }
 }
 
-/* dK or dV of this warp's 16 keys to the warp that stores it, in the place of V: chunks of BLOCK_KV keys. Whole warp. */
-DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, shared_memory &s, int key) {
+/* dK or dV of this warp's 16 keys to the warp that stores it: chunks of BLOCK_KV keys. Whole warp. */
+DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, u16 *place, u64 *full, int key) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) write_box(s.v + (c * BLOCK_KV + key) * CHUNK, kv + 32 * c, factor);
+    for (int c = 0; c < CHUNKS; c++) write_box(place + (c * BLOCK_KV + key) * CHUNK, kv + 32 * c, factor);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.keys_full);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
 }
 
 /* dK or dV of a cut tile, so far: the sum of the pieces before is added, or the sum is left to the next. Whole warp. */
@@ -334,6 +338,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                     if (is_leader) mbarrier_arrive(&s.ds_empty[last]);
                     hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
+                    mbarrier_wait(&s.dk_empty, kv_parity ^ 1); /* before dS; here it costs the other steps nothing */
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
                 /* dP = V dO^T, dV += P^T dO */
@@ -360,7 +365,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (--q_tile < q_begin) q_tile = q_end - 1, head++;
             }
 
-            /* The last step's dQ; when both have their dS there, V has been read: its place serves dV, then dK. */
+            /* The last step's dQ. When both have their dS there, V has been read: its place serves dV. When both have
+             * their dQ, the place of dS serves dK. */
             const int last = r.stage ^ 1;
             const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
             float dQ[DQ_REGS];
@@ -369,14 +375,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (CUTS && p.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
-            hand_over_keys(dV, p.keep_scale, s, key);
+            hand_over_keys(dV, p.keep_scale, s.v, &s.dv_full, key);
             wgmma_wait_group<0>(dQ);
             if (is_leader) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
             hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
             __syncwarp();
             if (is_leader) mbarrier_arrive(&s.dq_full[last]);
-            mbarrier_wait(&s.keys_empty, kv_parity);
-            hand_over_keys(dK, p.scale, s, key);
+            mbarrier_wait(&s.ds_empty[last], last_parity);
+            hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
             kv_parity ^= 1;
         } else {
             store_zeros(p.dk, p, t, t.kv_tile * BLOCK_KV + key);
@@ -404,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (p.dv.data) prefetch_tensormap(&p.dv_tiles);
         mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, 8);
         mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 1);
-        mbarrier_init(&s.keys_full, 8), mbarrier_init(&s.keys_empty, 1);
+        mbarrier_init(&s.dk_full, 8), mbarrier_init(&s.dk_empty, 1), mbarrier_init(&s.dv_full, 8);
         for (int i = 0; i < 2; i++) {
             mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 8);
             mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], 8);

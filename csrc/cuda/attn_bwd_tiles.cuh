@@ -189,9 +189,6 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                     cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
                     cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
                 }
-                mbarrier_wait(&s.k_empty, kv_parity ^ 1);
-                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
-                load<BLOCK_KV>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
                 bool is_first = true;
 #pragma unroll 1
                 for (int g = 0; g < p.heads_per_kv; g++) {
@@ -206,17 +203,20 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                         mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
                         load<BLOCK_Q>(s.q[r.stage], &p.q, full, row, head, t.q_batch, L2_EVICT_LAST);
                         cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
-                        if (is_first) {
-                            mbarrier_wait(&s.v_empty, kv_parity ^ 1);
-                            mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
-                            load<BLOCK_KV>(s.v, &p.v, &s.v_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
-                            is_first = false;
-                        }
                         full = &s.do_full[r.stage];
                         mbarrier_wait(&s.do_empty[r.stage], r.parity ^ 1);
                         mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
                         load<BLOCK_Q>(s.dout[r.stage], &p.dout, full, row, head, t.q_batch, L2_EVICT_LAST);
                         cp_async_bulk_load(s.d[r.stage], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
+                        if (is_first) { /* behind Q and dO, which wait for nothing of the tile before */
+                            mbarrier_wait(&s.k_empty, kv_parity ^ 1);
+                            mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
+                            load<BLOCK_KV>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                            mbarrier_wait(&s.v_empty, kv_parity ^ 1);
+                            mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
+                            load<BLOCK_KV>(s.v, &p.v, &s.v_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                            is_first = false;
+                        }
                     }
                 }
                 kv_parity ^= 1;
