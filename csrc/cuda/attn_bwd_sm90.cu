@@ -338,7 +338,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                     if (is_leader) mbarrier_arrive(&s.ds_empty[last]);
                     hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
-                    mbarrier_wait(&s.dk_empty, kv_parity ^ 1); /* before dS; here it costs the other steps nothing */
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
                 /* dP = V dO^T, dV += P^T dO */
@@ -349,7 +348,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
                 differentiate(dP, d, WEIGHTED ? W : P, dS, p.keep_scale);
-                mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
+                /* wait for a place for dS; in the first step it is the last tile's dK that must have left it */
+                mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * 2));
                 /* dK += dS^T Q; dS to both */
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
@@ -378,11 +378,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             hand_over_keys(dV, p.keep_scale, s.v, &s.dv_full, key);
             wgmma_wait_group<0>(dQ);
             if (is_leader) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
+            mbarrier_wait(&s.ds_empty[last], last_parity);
+            hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
             hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
             __syncwarp();
             if (is_leader) mbarrier_arrive(&s.dq_full[last]);
-            mbarrier_wait(&s.ds_empty[last], last_parity);
-            hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
             kv_parity ^= 1;
         } else {
             store_zeros(p.dk, p, t, t.kv_tile * BLOCK_KV + key);
