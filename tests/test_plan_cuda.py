@@ -137,7 +137,8 @@ def test_kernel(plan, numbers, kernel):
     ("numbers", "kernel"),
     [
         ({"pass": 1, "d": 40}, "attn_bwd_sm90_bf16_d64_q128kv128"),
-        ({"pass": 1, "d": 72, "right": 0, "packed": 1}, "attn_bwd_sm90_bf16_d128_q64kv128_causal_varlen"),
+        ({"pass": 1, "d": 72, "right": 0, "packed": 1}, "attn_bwd_sm90_bf16_d96_q64kv128_causal_varlen"),
+        ({"pass": 1, "d": 104}, "attn_bwd_sm90_bf16_d128_q64kv128"),
         ({"pass": 1, "d": 136, "left": 5}, "attn_bwd_wide_sm90_bf16_d192_q64kv128_local"),
         ({"pass": 1, "d": 200}, "attn_bwd_wide_sm90_bf16_d256_q64kv128"),
         ({"pass": 1, "ordered": 1, "dtype": 0}, "attn_bwd_sm90_fp16_d128_q64kv128"),

@@ -55,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     }
 
     if (WIDE) {
-        float4 *sums = (float4 *)(p.dq_sums + (long long)slab * (2 * DQ_FLOATS));
+        float4 *sums = (float4 *)(p.dq_sums + (long long)slab * SLAB_FLOATS);
 #pragma unroll
-        for (int i = 0; i < 2 * DQ_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < SLAB_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
     } else if (p.dq.data) {
         const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
         const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;

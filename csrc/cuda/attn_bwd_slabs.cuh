@@ -8,8 +8,14 @@
 
 constexpr bool WIDE = HEAD_DIM > 128; /* the rows of attn_bwd_wide_sm90 */
 
+/* Columns come in chunks, whole ones in shared memory: beyond the heads' they are zero, or are not written. */
+constexpr int CHUNK = 64, CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK, COLUMNS = CHUNKS * CHUNK;
+static_assert(HEAD_DIM % 32 == 0, "lanes store 16 bytes each");
+
 /* dQ of a slab is summed by two warpgroups. 128 rows: each has 64 of them. 64 rows: each has half of the columns. */
-constexpr int DQ_COLUMNS = HEAD_DIM * BLOCK_Q / 128, DQ_REGS = DQ_COLUMNS / 2, DQ_FLOATS = 64 * DQ_COLUMNS;
+constexpr int DQ_COLUMNS = COLUMNS * BLOCK_Q / 128, DQ_REGS = DQ_COLUMNS / 2, DQ_FLOATS = 64 * DQ_COLUMNS;
+constexpr int SLAB_FLOATS =
+    BLOCK_Q * HEAD_DIM; /* sums of a slab: DQ_FLOATS of the first warpgroup, the rest the second's */
 DEVICE constexpr int dq_row(int wg) { return BLOCK_Q == 128 ? 64 * wg : 0; }
 DEVICE constexpr int dq_column(int wg) { return BLOCK_Q == 128 ? 0 : DQ_COLUMNS * wg; }
 

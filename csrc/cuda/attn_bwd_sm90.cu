@@ -53,10 +53,10 @@ static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM 
 /* Operands are stored as TMA writes them and wgmma reads them: chunks of CHUNK columns, rows of ROW_BYTES, the 16-byte
  * pieces of a row swizzled by the row's number. Each chunk starts at a multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory {
-    alignas(1024) u16 k[BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 v[BLOCK_KV * HEAD_DIM]; /* in the end dV */
-    alignas(1024) u16 q[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 dout[2][BLOCK_Q * HEAD_DIM];
+    alignas(1024) u16 k[BLOCK_KV * COLUMNS];
+    alignas(1024) u16 v[BLOCK_KV * COLUMNS]; /* in the end dV */
+    alignas(1024) u16 q[2][BLOCK_Q * COLUMNS];
+    alignas(1024) u16 dout[2][BLOCK_Q * COLUMNS];
     alignas(1024) u16 ds[2][BLOCK_Q * BLOCK_KV]; /* chunks of 64 keys, one from each warpgroup; in the end dK */
     alignas(1024) float dq[2][2][DQ_FLOATS];     /* of two steps, one half from each warpgroup; or the 16-bit result */
     alignas(16) float lse[2][BLOCK_Q];           /* comes with q */
@@ -72,7 +72,7 @@ struct shared_memory {
     tile tiles[2];
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
-static_assert(HEAD_DIM <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
+static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
 
 /* ---- warps that store ------------------------------------------------------------------------------------------ */
 
@@ -95,11 +95,14 @@ template <class work_on_tile> DEVICE void store_tiles(shared_memory &s, work_on_
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
-/* A warp's share of a step's dQ is 16 rows of 64 columns. On its way to or from dq_sums it lies as in the registers, 16
- * bytes of every lane side by side; as a result it has the form of a box of TMA, in the same place. */
-constexpr int WARP_FLOATS = DQ_FLOATS / 4;
-static_assert(DQ_COLUMNS == CHUNK, "the result of a warp is one box");
-constexpr u32 DQ_BYTES = 2 * DQ_FLOATS * 4;
+/* A warp's share of a step's dQ is 16 rows of 64 columns, of which the second warpgroup keeps those that heads have. On
+ * its way to or from dq_sums it lies as in the registers, 16 bytes of every lane side by side; as a result it has the form
+ * of a box of TMA, in the same place. */
+constexpr int KEPT_COLUMNS = BLOCK_Q == 128 ? CHUNK : HEAD_DIM - CHUNK;
+DEVICE constexpr int warp_floats(int wg) { return 16 * (wg ? KEPT_COLUMNS : CHUNK); }
+static_assert(DQ_COLUMNS == CHUNK && 4 * (warp_floats(0) + warp_floats(1)) == SLAB_FLOATS,
+              "a warp's result is one box");
+constexpr u32 DQ_BYTES = SLAB_FLOATS * 4;
 
 /* Writer w: dQ of the steps of stage w, which are every other one.
  *
@@ -117,7 +120,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             while (i < t.q_begin) i += num_q_tiles, head++;
             const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
             u32 *turn = p.turns + slab * 2;
-            float *sums = p.dq_sums + slab * (2 * DQ_FLOATS);
+            float *sums = p.dq_sums + slab * SLAB_FLOATS;
             const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
             if (p.dq.data && is_last && !is_first) {
                 wait_turn_to_read(turn, turn_of(p, t, i));
@@ -134,7 +137,8 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             if (is_last) {
 #pragma unroll 1
                 for (int warp = 0; warp < 8; warp++)
-                    cp_async_bulk_tensor_store(&p.dq_rows, s.dq[w][0] + warp * WARP_FLOATS, dq_column(warp / 4),
+                    cp_async_bulk_tensor_store(&p.dq_rows, s.dq[w][warp / 4] + warp % 4 * warp_floats(warp / 4),
+                                               dq_column(warp / 4),
                                                t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
                                                t.head_kv * p.heads_per_kv + head, t.q_batch);
             } else if (is_first) {
@@ -184,12 +188,12 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
-/* 16 rows and 64 columns of a warp's accumulators, times a factor, in 16 bits, as a box of TMA. Whole warp. */
-DEVICE void write_box(void *box, const float *x, float factor) {
+/* 16 rows and WIDTH columns of a warp's accumulators, times a factor, in 16 bits, as a box of TMA of 64 columns. Whole warp. */
+template <int WIDTH> DEVICE void write_box(void *box, const float *x, float factor) {
     const int lane = threadIdx.x % 32, row = lane % 16;
     const u32 address = smem_address(box) + row * ROW_BYTES;
 #pragma unroll
-    for (int g = 0; g < 4; g++) {
+    for (int g = 0; g < WIDTH / 16; g++) {
         u32 two[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) two[k] = cvt_x2<BF16>(x[8 * g + 2 * k] * factor, x[8 * g + 2 * k + 1] * factor);
@@ -200,29 +204,31 @@ DEVICE void write_box(void *box, const float *x, float factor) {
 /* dQ of query tile i to the writer, from this lane's place in stage 0 on. Whole warpgroup. */
 DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s, const tile &t, u32 dq_at, int wg,
                          int stage, u32 parity, int i, bool is_last) {
-    float4 *pieces = (float4 *)__cvta_shared_to_generic(dq_at + stage * DQ_BYTES);
+    float4 *pieces = (float4 *)__cvta_shared_to_generic(dq_at + stage * (u32)sizeof s.dq[0]);
     mbarrier_wait(&s.dq_ready[stage], parity);
     if (!is_last) {
 #pragma unroll
         for (int x = 0; x < DQ_REGS / 4; x++)
-            pieces[32 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
+            if (8 * x < KEPT_COLUMNS || wg == 0)
+                pieces[32 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
     } else {
         if (i < t.first_begin) {
 #pragma unroll
             for (int x = 0; x < DQ_REGS / 4; x++) {
+                if (8 * x >= KEPT_COLUMNS && wg != 0) break;
                 const float4 sum = pieces[32 * x];
                 dq[4 * x] += sum.x, dq[4 * x + 1] += sum.y, dq[4 * x + 2] += sum.z, dq[4 * x + 3] += sum.w;
             }
         }
         __syncwarp(); /* all have read, and write over it */
-        write_box(s.dq[stage][wg] + threadIdx.x / 32 % 4 * WARP_FLOATS, dq, p.scale);
+        write_box<CHUNK>(s.dq[stage][wg] + threadIdx.x / 32 % 4 * warp_floats(wg), dq, p.scale);
     }
 }
 
 /* dK or dV of this warp's 16 keys to the warp that stores it: chunks of BLOCK_KV keys. Whole warp. */
 DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, u16 *place, u64 *full, int key) {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) write_box(place + (c * BLOCK_KV + key) * CHUNK, kv + 32 * c, factor);
+    if (HEAD_DIM >= CHUNK) write_box<CHUNK>(place + key * CHUNK, kv, factor);
+    if (HEAD_DIM > CHUNK) write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
 }
@@ -277,13 +283,13 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds) + dq_row(wg) * ROW_BYTES, 0);
     const u32 k_dq_desc =
         matrix_descriptor(smem_address(s.k) + dq_column(wg) / CHUNK * BLOCK_KV * ROW_BYTES, BLOCK_KV * ROW_BYTES);
-    constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
+    constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * 2);
     constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * 2);
 
     /* Where this lane stores in stage 0. Computed again in every step, in front of the stores, it cost 3 to 4% at 128
      * columns. */
     const u32 ds_at = kept(smem_address(s.ds) + wg * BLOCK_Q * ROW_BYTES + ds_offset());
-    const u32 dq_at = kept(smem_address(s.dq[0][wg] + warp * WARP_FLOATS + 4 * lane));
+    const u32 dq_at = kept(smem_address(s.dq[0][wg] + warp * warp_floats(wg) + 4 * lane));
 
     float dK[KV_REGS], dV[KV_REGS];
     ring r; /* of steps */

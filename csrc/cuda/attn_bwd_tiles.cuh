@@ -9,11 +9,9 @@
 
 typedef fa_attn_bwd_params params;
 
-constexpr int ROW_BYTES = 128, CHUNK = 64, CHUNKS = HEAD_DIM / CHUNK; /* columns come in swizzled rows of 128 bytes */
-constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS;  /* a tile's keys are shared by a cluster's CTAs */
-constexpr bool DYNAMIC = CAUSAL || LOCAL || VARLEN || DETERMINISTIC;  /* tiles are taken from a counter */
-
-static_assert(HEAD_DIM % CHUNK == 0, "TMA brings whole chunks; columns beyond the heads' are zero");
+constexpr int ROW_BYTES = CHUNK * 2;                                 /* swizzled */
+constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
+constexpr bool DYNAMIC = CAUSAL || LOCAL || VARLEN || DETERMINISTIC; /* tiles are taken from a counter */
 
 /* What everybody must know of a tile. */
 struct tile {
@@ -170,7 +168,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
-    constexpr u32 Q_BYTES = BLOCK_Q * HEAD_DIM * 2, KV_BYTES = BLOCK_KV * HEAD_DIM * 2, STAT_BYTES = BLOCK_Q * 4;
+    constexpr u32 Q_BYTES = BLOCK_Q * COLUMNS * 2, KV_BYTES = BLOCK_KV * COLUMNS * 2, STAT_BYTES = BLOCK_Q * 4;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0;
     for (int idx = DYNAMIC ? take_tile(p) : blockIdx.x; idx < num_tiles; tr.next()) {
