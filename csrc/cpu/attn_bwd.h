@@ -382,6 +382,18 @@ static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     }
 }
 
+/* dK and dV of keys of the next block, which a task of all ranges has not touched since its last pass. Of narrow rows enough is
+ * left in the second-level cache. */
+static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t first = t->block + l->block_kv - t->keys_begin + begin, end = t->keys_end - t->keys_begin;
+    if (l->shares > 1 || t->p->d <= 64) return;
+    for (int64_t j = first; j < first + num_keys && j < end; j++) {
+        const char *rows[] = {(const char *)(t->dk + j * l->columns), (const char *)(t->dv + j * l->columns)};
+        fetch_later(&t->soon, rows, 2, l->columns * 4);
+    }
+}
+
 /* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, for the tile that
  * opens next its rows of Q and dO, and after the task's last step what the next task begins with. */
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
@@ -391,6 +403,7 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const char *rows[FA_MAX_BLOCK_Q_BWD];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
+    bwd_fetch_gradients(t, t->num_fetched / 2, share / 2);
     t->num_fetched += share;
     int next = t->num_open;
     while (next < t->num_tiles && !bwd_sees(&t->tiles[next], t->keys_begin, t->keys_end)) next++;

@@ -102,7 +102,7 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.dk = fa_take(&at, l.task_keys * columns * 4);
     l.dv = fa_take(&at, l.task_keys * columns * 4);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
-    l.pieces = fa_take(&at, (2 * block_kv + 3 * block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
+    l.pieces = fa_take(&at, (4 * block_kv + 3 * block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_bwd_tile));
     l.scratch_bytes = at;
     if (shares > 1) {
@@ -113,11 +113,11 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
 }
 
 /* How many tasks share the ranges of a sequence: one, if that leaves enough for each thread. dK and dV of more keys lie in the
- * third-level cache, and that costs what one task saves. */
+ * third-level cache; with narrow rows that costs what one task saves. */
 static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
-    const int64_t tasks_of_thread = 8, most_keys = 4096;
+    const int64_t tasks_of_thread = 8, most_narrow_keys = 4096;
     const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
-    return enough && p->len_kv <= most_keys ? 1 : ranges;
+    return enough && (p->d > 64 || p->len_kv <= most_narrow_keys) ? 1 : ranges;
 }
 
 /* Writes the tasks: ranges [begin, end), cost the pairs of tiles and keys; tasks NULL: only counts them. */
