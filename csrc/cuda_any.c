@@ -140,21 +140,24 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
 fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
     enum { DELTA_ROWS = 4 };
     const fa_problem *p = call->problem;
-    const fa_bwd_any_columns *columns = fa_bwd_any_row(call->plan->cuda_row);
+    const int first = call->plan->cuda_row, num_rows = fa_families[FA_BWD_ANY].num_rows;
     const bool packed = p->cu_seqlens_q != NULL;
-    const void *gradients[] = {p->dq.data, p->dk.data, p->dv.data};
+    const bool is_wanted[] = {p->dq.data, p->dk.data, p->dv.data, p->dk.data || p->dv.data};
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = count_tiles(packed ? p->len_q : a.softmax_d_rows, p->total_q, packed, DELTA_ROWS);
     fa_status status =
         fa_cuda_launch_any(call, FA_DELTA_ANY, 0, &a, (p->b + packed) * p->h * a.num_tiles, 32 * DELTA_ROWS, err);
-    for (int grad = 0; grad < 3 && status == FA_OK; grad++) {
+    for (int row = first; status == FA_OK && row < num_rows; row++) {
+        const fa_bwd_any_columns *tile = fa_bwd_any_row(row);
+        const int grad = tile->grad, own = 16 * tile->blocks * tile->warps;
         const bool owns_keys = grad > 0;
-        if (!gradients[grad]) continue;
-        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, call->plan->block_q)
-                                : count_tiles(p->len_q, p->total_q, packed, call->plan->block_q);
-        status = fa_cuda_launch_any(call, FA_BWD_ANY, call->plan->cuda_row + grad, &a,
+        if (row > first && grad == 0) break; /* the next tile's */
+        if (!is_wanted[grad]) continue;
+        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, own)
+                                : count_tiles(p->len_q, p->total_q, packed, own);
+        status = fa_cuda_launch_any(call, FA_BWD_ANY, row, &a,
                                     (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles,
-                                    32 * columns->warps, err);
+                                    32 * tile->warps, err);
     }
     return status;
 }

@@ -92,18 +92,17 @@ static const fa_row fwd_any_rows[] = {
 #undef FA_FWD_TILE_ANY
 };
 
-/* Three rows for one of tiles.def: GRAD 0 dQ, 1 dK, 2 dV. */
+/* GRAD of attn_bwd_any.cu. */
+enum { GRAD_dq, GRAD_dk, GRAD_dv, GRAD_dkdv };
+
 static const fa_row bwd_any_rows[] = {
-#define GRADIENT(name, grad, d, walk, warps, blocks, stages, ctas, bytes)                               \
-    {"attn_bwd_any_" name "_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #walk,                     \
-     {d, walk, warps, blocks, stages, ctas, grad, bytes},                                               \
-     0,                                                                                                 \
-     PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) * ((grad) == 2 ? 1 : 2) + 2 * (stages) * (walk)) + \
-         ((grad) == 2 ? 8 * (bytes) : 0)},
-#define FA_BWD_TILE_ANY(d, walk, warps, blocks, stages, ctas, bytes) \
-    GRADIENT("dq", 0, d, walk, warps, blocks, stages, ctas, bytes)   \
-    GRADIENT("dk", 1, d, walk, warps, blocks, stages, ctas, bytes)   \
-    GRADIENT("dv", 2, d, walk, warps, blocks, stages, ctas, bytes)
+#define FA_BWD_TILE_ANY(d, gradients, walk, warps, blocks, stages, ctas, bytes)                          \
+    {"attn_bwd_any_" #gradients "_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #walk,                \
+     {d, walk, warps, blocks, stages, ctas, GRAD_##gradients, bytes},                                    \
+     0,                                                                                                  \
+     PADDED_ROW(d, bytes) *                                                                              \
+             (16 * (warps) * (blocks) * (GRAD_##gradients == GRAD_dv ? 1 : 2) + 2 * (stages) * (walk)) + \
+         (GRAD_##gradients == GRAD_dv ? 8 * (bytes) : 0)},
 #include "cuda/tiles.def"
 #undef FA_BWD_TILE_ANY
 };

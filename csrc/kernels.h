@@ -75,7 +75,7 @@ typedef struct {
     int d, block_q, block_kv;
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
-/* Those of the generic kernels. A gradient's row: dQ, and behind it dK and dV. */
+/* Those of the generic kernels. Behind the row of dQ (grad 0) are those of dK and dV (1, 2), or one for both (3). */
 typedef struct {
     int d, block_kv, warps, blocks, stages, ctas, element_bytes;
 } fa_fwd_any_columns;

@@ -35,8 +35,10 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     (void)machine;
     if (why) return why;
     const int element_bytes = (int)fa_dtype_bytes(p->dtype);
-    int row = 0;
-    while (fa_bwd_any_row(row)->d < p->d || fa_bwd_any_row(row)->element_bytes != element_bytes) row += 3;
+    int row = 0; /* of dQ; the next ones are the kernels of the other gradients */
+    while (fa_bwd_any_row(row)->d < p->d || fa_bwd_any_row(row)->element_bytes != element_bytes ||
+           fa_bwd_any_row(row)->grad != 0)
+        row++;
     plan->cuda_family = FA_BWD_ANY;
     plan->cuda_row = row;
     plan->cuda_features = fa_dtype_feature(p->dtype);

@@ -3,23 +3,24 @@
  *   P_ij = exp(s_ij - lse_i)    dP = dO V^T    dS = P (z dP - delta) (1 - tanh^2 of a softcap)    z: dropout
  *   dQ = scale dS K             dK = scale dS^T Q             dV = (z P)^T dO
  *
- * Three gradients, one loop. A kernel computes one of them (GRAD); a CTA owns OWN rows of it, 16 BLOCKS a warp, and walks
- * over the tiles of the other side, in a fixed order, without atomics:
+ * Three gradients, one loop. A kernel computes one of them, or dK and dV (GRAD); a CTA owns OWN rows, 16 BLOCKS a warp, and
+ * walks over the tiles of the other side, in a fixed order, without atomics:
  *
- *   GRAD      own rows      walks over    S =      dP =      adds
- *   0 dQ      q and dO      k and v       Q K^T    dO V^T    dS K
- *   1 dK      k and v       q and dO      K Q^T    V dO^T    dS Q      all heads of the key's group, one after the other
- *   2 dV      k             q and dO      K Q^T    -         z P dO    the same
+ *   GRAD          own rows      walks over    S =      dP =      adds
+ *   0 dQ          q and dO      k and v       Q K^T    dO V^T    dS K
+ *   1 dK          k and v       q and dO      K Q^T    V dO^T    dS Q        all heads of the key's group, one after the other
+ *   2 dV          k             q and dO      K Q^T    -         z P dO      the same
+ *   3 dK and dV   k and v       q and dO      K Q^T    V dO^T    dS Q and z P dO, where registers suffice for both
  *
- * W, what is multiplied last, stays in registers: the accumulators' order is that of the next product's first operand. The
- * scores are computed three times; in exchange nothing but delta is stored between the kernels, and nothing is summed
- * through memory. Masked pairs are left out, never multiplied by zero, as in attn_fwd_any.cu.
+ * z P and dS stay in registers: the accumulators' order is that of the next product's first operand. The scores are computed
+ * two or three times; in exchange nothing but delta is stored between the kernels, and nothing is summed through memory.
+ * Masked pairs are left out, never multiplied by zero, as in attn_fwd_any.cu.
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
 /* A row of tiles.def: HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, WALK rows of the other side in STAGES, CTAS of an
- * SM, GRAD 0 dQ, 1 dK, 2 dV. */
+ * SM, GRAD. */
 #if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
     !defined(CTAS) || !defined(GRAD)
 #error "a row of tiles.def"
@@ -31,7 +32,7 @@
 #include "tile_any.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, OWN = WARP_ROWS * WARPS, N = WALK / 8;
-constexpr bool OWNS_KEYS = GRAD != 0;
+constexpr bool OWNS_KEYS = GRAD != 0, ADDS_DS = GRAD != 2, ADDS_P = GRAD >= 2;
 
 static_assert(HEAD_DIM % 16 == 0 && WALK % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
 static_assert(OWNS_KEYS || WALK == 16 || WALK % 32 == 0, "a dropout patch has 32 keys");
@@ -39,7 +40,7 @@ static_assert(WALK <= 64, "32 bits say which pairs of a thread dropout keeps");
 
 /* Rows of q or k, and of dO or v. */
 struct shared_memory {
-    element own_s[OWN * PITCH], own_dp[GRAD == 2 ? 8 : OWN * PITCH];
+    element own_s[OWN * PITCH], own_dp[ADDS_DS ? OWN * PITCH : 8];
     element walk_s[STAGES][WALK * PITCH], walk_dp[STAGES][WALK * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
@@ -54,7 +55,7 @@ struct row_stats {
 DEVICE row_stats stats_at(const fa_cuda_problem &p, const sequence &s, int i, int head, bool exists) {
     if (!exists) return {INF, 0};
     const float lse = *row_stat(p.lse, s, i, head);
-    return {fabsf(lse) == INF ? INF : lse, GRAD == 2 ? 0 : *row_stat(p.softmax_d, s, i, head)};
+    return {fabsf(lse) == INF ? INF : lse, ADDS_DS ? *row_stat(p.softmax_d, s, i, head) : 0};
 }
 
 /* Behind the columns of a query in shared memory, where its row is padded. */
@@ -82,10 +83,10 @@ DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tenso
 
 /* ---- one tile -------------------------------------------------------------------------------------------------- */
 
-/* W [16 BLOCKS, WALK] from S and dP where every query sees every key, and scores are plain. own: of the thread's rows if
- * they are queries; if the columns are, their stats lie behind them. */
+/* S and dP [16 BLOCKS, WALK] become z P and dS where every query sees every key, and scores are plain. own: of the thread's
+ * rows if they are queries; if the columns are, their stats lie behind them. */
 DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], element *queries,
-                               float (&w)[BLOCKS][N][4], const float (&dp)[BLOCKS][N][4]) {
+                               float (&s)[BLOCKS][N][4], float (&dp)[BLOCKS][N][4]) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -95,18 +96,19 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
                 if (!OWNS_KEYS) q = own[m][e / 2];
-                const float prob = ex2(fmaf(w[m][n][e], p.scale, -q.lse) * LOG2_E);
-                w[m][n][e] = GRAD == 2 ? prob : prob * (dp[m][n][e] - q.delta);
+                const float prob = ex2(fmaf(s[m][n][e], p.scale, -q.lse) * LOG2_E);
+                s[m][n][e] = prob;
+                if (ADDS_DS) dp[m][n][e] = prob * (dp[m][n][e] - q.delta);
             }
         }
 }
 
-/* W [16, WALK] of a block from S and dP: own rows from `own_row` on, walked rows from `walk` on. Bit 4 n + e of the result:
- * the query of element e of fragment n sees the key. */
-DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, int own_row, int walk,
-                        const row_stats (&own)[2], element *queries, float (&w)[N][4], const float (&dp)[N][4]) {
-    const scorer score(p, s, head);
-    const dropout drop(p, s.b_idx, head);
+/* The same for a block of [16, WALK] and for all problems: own rows from `own_row` on, walked rows from `walk` on. Bit
+ * 4 n + e of the result: the query of element e of fragment n sees the key. */
+DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head, int own_row, int walk,
+                        const row_stats (&own)[2], element *queries, float (&s)[N][4], float (&dp)[N][4]) {
+    const scorer score(p, seq, head);
+    const dropout drop(p, seq.b_idx, head);
     const int row = own_row + lane() / 4, column = walk + 2 * (lane() % 4);
     u32 kept = 0xffffffffu, seen = 0;
     if (drop.is_on)
@@ -118,24 +120,39 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &s, int head, i
             const int across = row + e / 2 * 8, along = column + 8 * n + e % 2;
             const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
-            const bool sees = j >= first_key(p, s, i) && j < end_key(p, s, i) && q.lse != INF;
-            float weight = 0, capped;
+            const bool sees = j >= first_key(p, seq, i) && j < end_key(p, seq, i) && q.lse != INF;
+            float weight = 0, change = 0, capped;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
-                float x = score(w[n][e], i, j, capped) - q.lse;
-                if (score.is_plain) x = fmaf(w[n][e], score.scale, -q.lse); /* as the forward: not rounded before */
+                float x = score(s[n][e], i, j, capped) - q.lse;
+                if (score.is_plain) x = fmaf(s[n][e], score.scale, -q.lse); /* as the forward: not rounded before */
                 const float prob = ex2(x * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
-                weight = GRAD == 2 ? prob * z : prob * (z * dp[n][e] - q.delta) * (1 - capped * capped);
+                weight = prob * z;
+                if (ADDS_DS) change = prob * (z * dp[n][e] - q.delta) * (1 - capped * capped);
             }
-            w[n][e] = weight;
+            s[n][e] = weight;
+            if (ADDS_DS) dp[n][e] = change;
         }
     return seen;
 }
 
-/* Adds to o what the walked rows of one query head contribute to the own rows from `own` on. */
-DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own,
-                 float (&o)[BLOCKS][COLUMNS][4]) {
+/* O += W B, by FMAs where a pair does not count and B holds NaN or inf. */
+DEVICE void add(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b, bool is_whole,
+                const u32 (&seen)[BLOCKS]) {
+    if (!is_whole && has_nan_or_inf<WALK>(b))
+        accumulate_by_fma<false>(o, w, b, seen);
+    else
+        accumulate(o, w, b);
+}
+
+/* Of the own rows: what dS adds up, dQ or dK, and what z P adds up, dV. */
+struct sums {
+    float ds[BLOCKS][COLUMNS][4], p[BLOCKS][COLUMNS][4];
+};
+
+/* Adds what the walked rows of one query head contribute to the own rows from `own` on. */
+DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own, sums &o) {
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
     const span met = walked_rows(p, s, own, min(own + OWN, num_own) - 1);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
@@ -176,76 +193,79 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
     for (int step = 0; step < num_steps; step++) {
         const int first = start + step * WALK;
         element *walk_s = shared.walk_s[step % STAGES], *walk_dp = shared.walk_dp[step % STAGES];
-        float w[BLOCKS][N][4], dp[BLOCKS][N][4];
+        float scores[BLOCKS][N][4], dp[BLOCKS][N][4];
         if (STAGES == 1) {
             __syncthreads();
             load(step);
         }
         wait_for_tiles<0>(); /* this step's tiles are there, and everyone has read the last ones */
         if (STAGES == 2) load(step + 1);
-        multiply_rows(w, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
-        if (GRAD != 2) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
+        multiply_rows(scores, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
+        if (ADDS_DS) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
 
-        const element *added = GRAD == 2 ? walk_dp : walk_s;
         const bool is_whole = first >= met.whole_begin && first + WALK <= met.whole_end;
         u32 seen[BLOCKS];
-#pragma unroll
-        for (int m = 0; m < BLOCKS; m++) seen[m] = 0xffffffffu;
         if (is_whole && is_plain)
-            make_plain_weights(p, own_stats, walk_s, w, dp);
+            make_plain_weights(p, own_stats, walk_s, scores, dp);
         else
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++)
-                seen[m] = make_weights(p, s, head, warp_own + 16 * m, first, own_stats[m], walk_s, w[m], dp[m]);
-        if (!is_whole && has_nan_or_inf<WALK>(added))
-            accumulate_by_fma<false>(o, w, added, seen);
-        else
-            accumulate(o, w, added);
+                seen[m] = make_weights(p, s, head, warp_own + 16 * m, first, own_stats[m], walk_s, scores[m], dp[m]);
+        if (ADDS_P) add(o.p, scores, walk_dp, is_whole, seen);
+        if (ADDS_DS) add(o.ds, dp, walk_s, is_whole, seen);
     }
 }
 
 /* ---- all tiles ------------------------------------------------------------------------------------------------- */
 
-/* Own rows [own, own + OWN) of one head of the gradient. */
-DEVICE void make_gradient(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head_own, int own) {
-    const int g = p.h / p.h_kv, num_own = OWNS_KEYS ? s.len_kv : s.len_q;
-    const int head = OWNS_KEYS ? head_own * g : head_own, num_heads = OWNS_KEYS ? g : 1;
-    const fa_cuda_view &view_s = OWNS_KEYS ? p.k : p.q, &view_dp = OWNS_KEYS ? p.v : p.dout;
-    const fa_cuda_view &result = GRAD == 0 ? p.dq : GRAD == 1 ? p.dk : p.dv;
-    const int warp_own = own + WARP_ROWS * warp(), own_row = warp_own + lane();
-    const bool is_wanted =
-        lane() < WARP_ROWS && own_row < num_own && (OWNS_KEYS || fabsf(*row_stat(p.lse, s, own_row, head)) != INF);
-    float o[BLOCKS][COLUMNS][4];
+DEVICE void store_rows(const fa_cuda_problem &p, const sequence &s, int head, int row, const fa_cuda_view &result,
+                       const float (&o)[BLOCKS][COLUMNS][4], float factor) {
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = row + 16 * m + lane() / 4 + 8 * half;
+            if (!result.data || i >= (OWNS_KEYS ? s.len_kv : s.len_q)) continue;
+            const bool saw_nothing = !OWNS_KEYS && fabsf(*row_stat(p.lse, s, i, head)) == INF;
+            element *to = (element *)result.data +
+                          (OWNS_KEYS ? key_offset(p, result, s, i, head) : query_offset(result, s, i, head));
+            store_row(p, to, o[m], half, factor, saw_nothing);
+        }
+}
+
+DEVICE void clear(float (&o)[BLOCKS][COLUMNS][4]) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
+}
+
+/* Own rows [own, own + OWN) of one head of the gradients. */
+DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head_own, int own) {
+    const int g = p.h / p.h_kv, num_own = OWNS_KEYS ? s.len_kv : s.len_q;
+    const int head = OWNS_KEYS ? head_own * g : head_own, num_heads = OWNS_KEYS ? g : 1;
+    const fa_cuda_view &view_s = OWNS_KEYS ? p.k : p.q, &view_dp = OWNS_KEYS ? p.v : p.dout;
+    const int warp_own = own + WARP_ROWS * warp(), own_row = warp_own + lane();
+    const bool is_wanted =
+        lane() < WARP_ROWS && own_row < num_own && (OWNS_KEYS || fabsf(*row_stat(p.lse, s, own_row, head)) != INF);
+    sums o;
+    if (ADDS_DS) clear(o.ds);
+    if (ADDS_P) clear(o.p);
     __syncthreads(); /* everyone has read the last own rows */
     load_tile<OWN>(p, shared.own_s, is_wanted ? row_at(p, view_s, s, own_row, head, OWNS_KEYS) : nullptr);
-    if (GRAD != 2)
+    if (ADDS_DS)
         load_tile<OWN>(p, shared.own_dp, is_wanted ? row_at(p, view_dp, s, own_row, head, OWNS_KEYS) : nullptr);
 #pragma unroll 1
     for (int i = 0; i < num_heads; i++) walk(p, shared, s, head + i, own, o);
     cp_async_wait_all(); /* own rows, where there was nothing to walk over */
 
-    const float factor = GRAD == 2 ? 1 : p.scale;
-#pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = warp_own + 16 * m + lane() / 4 + 8 * half;
-            if (row >= num_own) continue;
-            const bool saw_nothing = !OWNS_KEYS && fabsf(*row_stat(p.lse, s, row, head)) == INF;
-            element *to = (element *)result.data +
-                          (OWNS_KEYS ? key_offset(p, result, s, row, head_own) : query_offset(result, s, row, head));
-            store_row(p, to, o[m], half, factor, saw_nothing);
-        }
+    if (ADDS_DS) store_rows(p, s, head_own, warp_own, OWNS_KEYS ? p.dk : p.dq, o.ds, p.scale);
+    if (ADDS_P) store_rows(p, s, head_own, warp_own, p.dv, o.p, 1);
 }
 
 /* Packed rows behind the last sequence belong to nobody; here they become zero. */
-DEVICE void clear_unowned_rows(const fa_cuda_problem &p, int head, int first, int step) {
-    const fa_cuda_view &result = GRAD == 0 ? p.dq : GRAD == 1 ? p.dk : p.dv;
-    for (int row = first; row < (OWNS_KEYS ? p.total_kv : p.total_q); row += step)
+DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &result, int head, int first, int step) {
+    for (int row = first; result.data && row < (OWNS_KEYS ? p.total_kv : p.total_q); row += step)
         for (int i = threadIdx.x; i < p.d; i += blockDim.x)
             ((element *)result.data)[row * result.stride_row + head * result.stride_h + i] = (element)0;
 }
@@ -260,12 +280,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_c
         const int tile = (int)(task % p.num_tiles), head = (int)(task / p.num_tiles % heads);
         const int b_idx = (int)(task / p.num_tiles / heads);
         if (b_idx == p.b) {
-            clear_unowned_rows(p, head, clamp(cu_seqlens[p.b], 0, OWNS_KEYS ? p.total_kv : p.total_q) + tile,
-                               p.num_tiles);
+            const int first = clamp(cu_seqlens[p.b], 0, OWNS_KEYS ? p.total_kv : p.total_q) + tile;
+            if (ADDS_DS) clear_unowned_rows(p, OWNS_KEYS ? p.dk : p.dq, head, first, p.num_tiles);
+            if (ADDS_P) clear_unowned_rows(p, p.dv, head, first, p.num_tiles);
             continue;
         }
         const sequence s = sequence_at(p, b_idx);
         for (int own = tile * OWN; own < (OWNS_KEYS ? s.len_kv : s.len_q); own += p.num_tiles * OWN)
-            make_gradient(p, shared, s, head, own);
+            make_gradients(p, shared, s, head, own);
     }
 }
