@@ -44,6 +44,9 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
         if (t->d < p->d)
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
+        else if (t->d % 64 != 0 && p->d % 16 != 0)
+            fa_rule_out(plan, family->rows[row].name,
+                        "TMA is slow with its pieces of 64 bytes where rows begin amid sectors of 32");
         else if ((family->rows[row].serves & wanted) != wanted)
             fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
         else
