@@ -10,13 +10,13 @@
 struct shared_memory {
     alignas(1024) u16 q[Q_STAGES][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 k[STAGES][BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 v[STAGES][BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 o[O_BY_TMA ? BLOCK_Q * HEAD_DIM : 8]; /* per warp: chunks of 16 rows */
+    alignas(1024) u16 v[V_STAGES][BLOCK_KV * HEAD_DIM];
+    alignas(1024) u16 o[O_BY_TMA && !O_IN_Q ? BLOCK_Q * HEAD_DIM : 8]; /* per warp: chunks of 16 rows */
     /* Arrivals. full: one, with TMA's bytes. empty: one for each consumer warp. all_done: one for each consumer warp,
      * when it is told to REPORT. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
-    u64 v_full[STAGES], v_empty[STAGES];
+    u64 v_full[V_STAGES], v_empty[V_STAGES];
     u64 all_done;
     tile tiles[TILES];
     window packed; /* the producer's */
@@ -34,6 +34,7 @@ template <int SIZE> struct ring {
     }
 };
 
-enum { BAR_TURN = 1 }; /* named barriers 1 .. WGS: the turn of each warpgroup to issue products */
+/* Named barriers: the turn of each warpgroup to issue products; the four warps of each. */
+enum { BAR_TURN = 1, BAR_GROUP = BAR_TURN + WGS };
 
 #endif

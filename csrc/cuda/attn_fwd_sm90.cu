@@ -58,7 +58,11 @@ constexpr bool O_BY_TMA = HEAD_DIM <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || VARLEN;
 constexpr bool IS_ANCHORED = BF16; /* fp16 has no room for P beyond 2^16 */
 constexpr bool PV_FIRST = O_WAIT == 2;
-constexpr bool ANNOUNCES_EARLY = LONGEST_FIRST && Q_STAGES > 1;
+constexpr bool O_IN_Q = O_BY_TMA && !LONGEST_FIRST; /* O leaves from where its Q was: V has the room */
+constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
+constexpr bool FINDS_EARLY = WGS < 3; /* the producer, the next tile; a producer of 32 registers has none to spare */
+constexpr bool Q_EARLY = FINDS_EARLY && Q_STAGES > 1;
+constexpr bool K_FIRST = Q_STAGES == 1; /* its place is free before Q's */
 constexpr int TILES = Q_STAGES + 2; /* known to consumers: a tile is stored while the next but one may be announced */
 constexpr int FAILED = 8;           /* of each warp, not yet repeated: more than the tiles that can be on their way */
 #define INF __int_as_float(0x7f800000)
@@ -67,6 +71,7 @@ constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f
 static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(WGS <= 4, "64 K registers: 3 warpgroups of 160, or 4 of 112, and a producer of 32 take them all");
+static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout: patches of 32 keys");
 
 #include "attn_fwd_memory.cuh"
@@ -114,7 +119,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
     constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
     const float scale_log2 = p.scale_log2, margin = p.lazy_margin;
-    u16 *o_smem = s.o + (O_BY_TMA ? (4 * wg + warp) * 16 * HEAD_DIM : 0);
     u64 seed = 0, offset = 0, stream = 0;
     u32 patch_row = 0;
     if (DROPOUT) seed = p.rng_state[0], offset = p.rng_state[1];
@@ -124,12 +128,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     u32 P[P_REGS];
     softmax_rows rows;
     ring<Q_STAGES> qr;
-    ring<STAGES> kr, vr;
+    ring<STAGES> kr;
+    ring<V_STAGES> vr;
     ring<TILES> tr;
     int block = wg;           /* which 64 rows of the tile */
     int diagonal = 0;         /* the last key that this thread's first row would see, if causal */
     int j = -1, kv_begin = 0; /* this step's key tile; the last one to visit */
     int exact_end = 0, full_begin = 0, full_end = 0;
+    int q_stage = 0; /* of the tile taken last */
     u32 q_desc = 0;
     bool has_o = false; /* a tile has begun and is not stored yet */
     const int column = 2 * (lane % 4);
@@ -152,10 +158,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (is_leader) mbarrier_arrive(&s.k_empty[kr.stage]);
         kr.next();
     };
-    const auto release_q = [&] {
-        __syncwarp(); /* other lanes have read the tile before this one, whose place may be taken now */
-        if (is_leader) mbarrier_arrive(&s.q_empty[qr.stage]);
-        qr.next();
+    /* Of the tile taken last, or the one before it. */
+    const auto stage_of_q = [&](int before) { return Q_STAGES == 1 || before == 0 ? q_stage : q_stage ^ 1; };
+    const auto release_q = [&](int before) {
+        __syncwarp(); /* other lanes have read the tile before, whose place may be taken now */
+        if (is_leader) {
+            if (O_IN_Q) cp_async_bulk_wait_all_read();
+            mbarrier_arrive(&s.q_empty[stage_of_q(before)]);
+        }
     };
     /* Passes over key tiles from j down to end, which other warpgroups see. */
     const auto pass_until = [&](int end) {
@@ -168,12 +178,17 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             release_v();
         }
     };
+    /* In shared memory, of this warp's 16 rows: where their Q was, or in a place of their own. */
+    const auto place_of_o = [&](int before, int block_then) {
+        return O_IN_Q ? s.q[stage_of_q(before)] + (64 * block_then + 16 * warp) * CHUNK
+                      : s.o + (4 * wg + warp) * 16 * HEAD_DIM;
+    };
     /* O of a tile that was taken, of which these are rows 64 block_then .. */
     const auto finish = [&](int before) {
         const tile &t = tile_taken(before);
         const int block_then = block >= before ? block - before : block - before + WGS;
         const int first_row = t.row + 64 * block_then + 16 * warp;
-        if (!uniform(t.is_repeat) && uniform(has_failed(O, rows))) {
+        if (before && uniform(has_failed(O, rows))) { /* what is done again ends alone, before the next tile */
             if (is_leader) {
                 const int num_failed = s.num_failed[4 * wg + warp];
                 s.failed[4 * wg + warp][num_failed % FAILED] = t.idx;
@@ -181,12 +196,13 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 *(volatile int *)&s.num_failed[4 * wg + warp] = num_failed + 1;
             }
         } else {
-            float factor[2];
-            finish_rows(rows, p, t, first_row, factor);
+            float factor[2], lse[2];
+            finish_rows(rows, p, t, first_row, factor, lse);
             if constexpr (O_BY_TMA)
-                store_by_tma(O, factor, p, t, o_smem, first_row);
+                store_by_tma(O, factor, p, t, place_of_o(before, block_then), first_row);
             else
                 store_directly(O, factor, p, t, first_row);
+            store_lse(lse, p, t, first_row);
         }
     };
 
@@ -201,10 +217,13 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         for (int i = 0; i < O_REGS; i++) O[i] = 0;
         rows = {{-INF, -INF}, {0, 0}, {0, 0}, {(int)0x80000000, (int)0x80000000}};
     };
-    /* S, by now P, is summed and packed. */
-    const auto sum_and_pack = [&](float (&S)[S_REGS]) {
+    /* S is by now P. */
+    const auto sum_rows = [&](const float (&S)[S_REGS], bool first_row, bool second_row) {
 #pragma unroll
-        for (int i = 0; i < S_REGS; i += 2) rows.sum[row_of(i)] += S[i] + S[i + 1];
+        for (int i = 0; i < S_REGS; i += 2)
+            if (row_of(i) == 0 ? first_row : second_row) rows.sum[row_of(i)] += S[i] + S[i + 1];
+    };
+    const auto pack = [&](float (&S)[S_REGS]) {
         if (DROPOUT) drop(S, seed, stream, patch_row, j * (BLOCK_KV / 32), p.keep_max);
 #pragma unroll
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
@@ -224,7 +243,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (TURN == 1 || (TURN && starts)) bar_arrive(BAR_TURN + next_wg, 256);
         if (starts) {
             if (has_o) finish(1);
-            has_o = true;
             begin_rows();
         }
         /* S is there: release K, and Q if it was the last */
@@ -235,7 +253,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (TURN == 2 && !starts) bar_arrive(BAR_TURN + next_wg, 256);
         release_k();
         if (!starts && PV_FIRST) pin(O), release_v();
-        if (j == kv_begin) release_q();
+        if (!O_IN_Q && j == kv_begin) release_q(0);
 
         if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
         const bool is_exact = starts || j >= exact_end || (LOCAL && j < full_begin);
@@ -247,15 +265,21 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (!starts && PV_FIRST) raise_o(alpha);
         }
         exponentiate_rows(S, rows, scale_log2, true, O_WAIT != 1 || starts);
+        sum_rows(S, true, O_WAIT != 1 || starts);
         if (!starts && !PV_FIRST) {
+            settle(O_WAIT == 1 ? rows.sum[0] : rows.sum[0] + rows.sum[1], s.o);
             /* O is there: release V, raise O to the new maximum */
             wgmma_wait_group<0>(O);
             release_v();
             if (is_raised) raise_o(alpha);
         }
-        /* The second row's exponentials, while the first row's P is summed and packed */
-        if (!starts) exponentiate_rows(S, rows, scale_log2, false, O_WAIT == 1);
-        sum_and_pack(S);
+        /* The second row's exponentials, while the first row's P is packed */
+        if (O_WAIT == 1 && !starts) exponentiate_rows(S, rows, scale_log2, false, true), sum_rows(S, false, true);
+        pack(S);
+        if (starts) {
+            if (O_IN_Q && has_o) release_q(1); /* O of the tile before has left it */
+            has_o = true;
+        }
     };
     /* The same for a tile that failed: one after the other. */
     const auto repeat_step = [&] __attribute__((always_inline)) {
@@ -267,14 +291,15 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (TURN) bar_arrive(BAR_TURN + next_wg, 256);
         wgmma_wait_group<0>(S);
         release_k();
-        if (j == kv_begin) release_q();
+        if (!O_IN_Q && j == kv_begin) release_q(0);
 
         if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
         mask_scores(S, p, t.len_kv, j * BLOCK_KV + column, diagonal);
         raise_max(S, rows, alpha, scale_log2, margin);
         raise_o(alpha);
         exponentiate_rows(S, rows, scale_log2, true, true);
-        sum_and_pack(S);
+        sum_rows(S, true, true);
+        pack(S);
 
         wait_v();
         const int keys = j * BLOCK_KV, first_diagonal = t.row + 64 * block + t.len_kv - t.len_q;
@@ -296,7 +321,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         pin(O), pin(P);
         issue_pv();
         mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-        tr.next();
+        q_stage = qr.stage;
+        qr.next(), tr.next();
         block = block + 1 == WGS ? 0 : block + 1; /* later rows may see more keys, or none be left: take turns */
         const tile &t = tile_taken(0);
         const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * block;
@@ -311,7 +337,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
         diagonal = row + lane / 4 + shift;
-        q_desc = q_desc_0 + qr.stage * Q_STAGE + block * Q_BLOCK;
+        q_desc = q_desc_0 + q_stage * Q_STAGE + block * Q_BLOCK;
         if (SCORE && p.alibi_slopes && order == 0) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
         if (DROPOUT) patch_row = row / 16;
         if (DROPOUT) stream = offset + (u64)(t.b_idx * p.h + t.head) * 32;
@@ -325,7 +351,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #pragma unroll 1
                     for (; j >= kv_begin; j--) repeat_step();
                 }
+                if (O_IN_Q) bar_sync(BAR_GROUP + wg, 128); /* the warps have read the Q whose place O takes */
                 if (has_o) finish(before);
+                if (O_IN_Q && has_o) release_q(before);
                 has_o = false;
             }
             if (order == END) break;
@@ -336,7 +364,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 pass_until(kv_begin - 1);
                 if (row < t.len_q) store_zeros(p, t, row);
             }
-            release_q();
+            release_q(0);
             continue;
         }
         /* Every row of the warp has seen a key before exact_end - 1, and sees all of full_begin .. full_end - 1. */
@@ -366,12 +394,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v);
         if (O_BY_TMA) prefetch_tensormap(&p.o);
         for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * WGS);
-        for (int i = 0; i < STAGES; i++) {
-            mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * WGS);
-            mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * WGS);
-        }
+        for (int i = 0; i < STAGES; i++) mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * WGS);
+        for (int i = 0; i < V_STAGES; i++) mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * WGS);
         mbarrier_init(&s.all_done, 4 * WGS);
         for (int i = 0; i < 4 * WGS; i++) s.num_failed[i] = s.num_seen[i] = 0;
+        set_no_tile(s.tiles[TILES - 1], REPORT); /* which the producer takes as the one before the first */
         s.packed.first = -32, s.packed.begin = s.packed.end = 0;
         mbarrier_init_fence();
     }

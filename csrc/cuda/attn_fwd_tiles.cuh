@@ -15,9 +15,13 @@ struct tile {
     int kv_begin, kv_end;   /* key tiles that some row sees */
     int row_0, batch;       /* coordinates of the sequence's row 0 in the maps of q and o ... */
     int kv_row_0, kv_batch; /* ... and in those of k and v */
-    int lse_row;            /* where the sequence starts in lse */
-    int is_repeat;          /* it failed before: carefully now */
+    int kv_head;
+    int lse_row;   /* where the sequence starts in lse */
+    int is_repeat; /* it failed before: carefully now */
 };
+
+/* Without keys, and not one that came from the counter. */
+DEVICE void set_no_tile(tile &t, int row) { t.row = row, t.kv_begin = t.kv_end = 0, t.is_repeat = 1; }
 
 /* Packed sequences are looked at 32 at a time. Among them the longest comes first, so that a launch ends with short
  * tiles. */
@@ -119,7 +123,8 @@ DEVICE void find_tile(const params &p, window &w, int idx, tile &t) {
     if (is_leader) {
         const int row = q_tile * BLOCK_Q, shift = len_kv - len_q, last_row = min(row + BLOCK_Q, len_q) - 1;
         const int begin = keys_begin(p, row + shift), end = keys_end(p, last_row + shift, len_kv);
-        t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.len_q = len_q, t.len_kv = len_kv;
+        t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.kv_head = head / p.heads_per_kv, t.len_q = len_q,
+        t.len_kv = len_kv;
         t.kv_begin = begin / BLOCK_KV;
         t.kv_end = begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV;
     }

@@ -276,6 +276,14 @@ template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
     pin(d);
 }
 
+/* Everything that x comes from is computed before the next wgmma_wait_group. NOTE: ptxas moves arithmetic behind such a
+ * wait, whose product it should have hidden; it moves no store. This one is never made: x is a sum of exponentials. */
+DEVICE void settle(float x, void *shared) {
+    asm volatile("{.reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0;}" ::"f"(x),
+                 "r"(smem_address(shared))
+                 : "memory");
+}
+
 /* An operand in shared memory is described by 64 bits. The low word (start, leading byte offset) differs from product
  * to product and is kept as a number to which steps are added; the high word (stride byte offset, swizzle) is constant.
  *
