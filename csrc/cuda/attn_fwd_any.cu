@@ -162,8 +162,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 
     const int start = begin / BLOCK_KV * BLOCK_KV, num_steps = ceil_div(end - start, BLOCK_KV);
     const auto load_keys = [&](element *tile, const fa_cuda_view &kv, int step) {
-        const int r = warp() * (BLOCK_KV / WARPS) + lane(), j = start + step * BLOCK_KV + r;
-        const bool is_wanted = lane() < BLOCK_KV / WARPS && j >= begin && j < end;
+        const int l = laneid(), j = start + step * BLOCK_KV + warp() * (BLOCK_KV / WARPS) + l;
+        const bool is_wanted = l < BLOCK_KV / WARPS && j >= begin && j < end;
         const element *row = is_wanted ? (const element *)kv.data + key_offset(p, kv, s, j, head_kv) : nullptr;
         if (step < num_steps) load_tile<BLOCK_KV>(p, tile, row);
         cp_async_commit_group();
