@@ -6,17 +6,12 @@
 
 #include "call.h"
 #include "kernels.h"
+#include "lock.h"
 #include "module.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if defined(_MSC_VER)
-#define THREAD_LOCAL __declspec(thread)
-#else
-#define THREAD_LOCAL _Thread_local
-#endif
 
 PyObject *fa_torch_module, *fa_tensor_type;
 

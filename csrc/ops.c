@@ -151,16 +151,7 @@ static uint64_t take_optional(StableIValue present) {
     return value;
 }
 
-void fa_begin_call(const fa_signature *signature, fa_call *call) {
-    memset(call, 0, sizeof *call);
-    call->layout = signature->layout;
-    call->pass = signature->pass;
-    call->has_dropout = signature->has_dropout;
-    for (int i = 0; i < signature->num_slots; i++) {
-        const fa_slot *s = &signature->slots[i];
-        if (s->kind == FA_SLOT_TENSOR) ((fa_tensor *)((char *)call + s->place))->name = s->name;
-    }
-}
+void fa_begin_call(const fa_signature *signature, fa_call *call) { *call = signature->nothing; }
 
 static fa_status fill_lengths(const fa_tensor *t, int32_t length, fa_error *err) {
     if (t->device_type == fa_torch.cpu) {
@@ -344,8 +335,9 @@ static bool starts_with(const char *text, const char *word) { return strncmp(tex
 static void read_schema(int op_idx) {
     const argument *a = ops[op_idx].arguments;
     fa_signature *signature = &signatures[op_idx];
-    signature->layout = ops[op_idx].layout;
     signature->pass = ops[op_idx].pass;
+    signature->nothing.layout = ops[op_idx].layout;
+    signature->nothing.pass = ops[op_idx].pass;
     int n = 0;
     for (; n < FA_MAX_ARGUMENTS && a[n].schema; n++) {
         fa_slot *s = &signature->slots[n];
@@ -358,7 +350,8 @@ static void read_schema(int op_idx) {
         s->is_mutable = strchr(a[n].schema, '!') != NULL;
         s->place = a[n].place;
         snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
-        if (strcmp(s->name, "dropout_p") == 0) signature->has_dropout = true;
+        if (strcmp(s->name, "dropout_p") == 0) signature->nothing.has_dropout = true;
+        if (s->kind == FA_SLOT_TENSOR) ((fa_tensor *)((char *)&signature->nothing + s->place))->name = s->name;
     }
     signature->num_slots = n;
 }

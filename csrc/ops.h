@@ -16,9 +16,8 @@ typedef struct {
 
 #define FA_MAX_ARGUMENTS 24
 typedef struct {
-    fa_layout layout;
     fa_pass pass;
-    bool has_dropout;
+    fa_call nothing; /* a call without arguments */
     int num_slots;
     fa_slot slots[FA_MAX_ARGUMENTS];
 } fa_signature;
