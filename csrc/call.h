@@ -32,6 +32,7 @@ typedef struct {
     bool causal, return_softmax, deterministic, zero_tensors, rotary_interleaved;
     bool default_scale; /* no softmax_scale was given, and the op has a default */
     bool only_out;      /* the op returns out alone */
+    bool fresh_out;     /* out was made for this call */
     bool has_dropout;   /* the op can drop, so a forward returns s_dmask and rng_state */
 } fa_call;
 

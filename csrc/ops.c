@@ -251,7 +251,7 @@ static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, co
             status = fa_fail(err, FA_ENOMEM, "torch could not allocate %zu bytes of workspace", bytes);
     }
     if (status == FA_OK) {
-        bool fresh_out = call->pass == FA_FWD && !call->out.handle;
+        bool fresh_out = call->pass == FA_FWD && (!call->out.handle || call->fresh_out);
         if (call->only_out && !problem->lse.data && data)
             problem->lse.data = (float *)((char *)data + (plan->workspace_bytes + 255) / 256 * 256);
         status = fa_run(problem, plan, call->zero_tensors || fresh_out, data, &torch_pool, err);
