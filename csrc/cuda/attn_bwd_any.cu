@@ -87,12 +87,13 @@ DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tenso
  * rows if they are queries; if the columns are, their stats lie behind them. */
 DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], element *queries,
                                float (&s)[BLOCKS][N][4], float (&dp)[BLOCKS][N][4]) {
+    element *first_query = queries + 2 * (laneid() % 4) * PITCH;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             row_stats q;
-            if (OWNS_KEYS) q = stats_behind(queries, 8 * n + 2 * (lane() % 4) + e % 2);
+            if (OWNS_KEYS) q = stats_behind(first_query, 8 * n + e % 2);
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
                 if (!OWNS_KEYS) q = own[m][e / 2];
@@ -109,7 +110,7 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
                         const row_stats (&own)[2], element *queries, float (&s)[N][4], float (&dp)[N][4]) {
     const scorer score(p, seq, head);
     const dropout drop(p, seq.b_idx, head);
-    const int row = own_row + lane() / 4, column = walk + 2 * (lane() % 4);
+    const int l = laneid(), row = own_row + l / 4, column = walk + 2 * (l % 4);
     u32 kept = 0xffffffffu, seen = 0;
     if (drop.is_on)
         kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own_row, walk) : drop.kept_rows_are_queries<N>(own_row, walk);
@@ -168,8 +169,8 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         }
 
     /* each lane finds one row of its warp, and knows the stats of its row of the next tile: they are on their way */
-    const auto own_walked = [&](int step) { return start + step * WALK + warp() * (WALK / WARPS) + lane(); };
-    const auto is_met = [&](int row) { return lane() < WALK / WARPS && row >= met.begin && row < met.end; };
+    const auto own_walked = [&](int step) { return start + step * WALK + warp() * (WALK / WARPS) + laneid(); };
+    const auto is_met = [&](int row) { return laneid() < WALK / WARPS && row >= met.begin && row < met.end; };
     const auto load = [&](int step) {
         const int slot = step % STAGES, row = own_walked(step), following = own_walked(step + 1);
         const bool is_wanted = is_met(row) && (!OWNS_KEYS || next.lse != INF);
@@ -179,8 +180,8 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
                             is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS) : nullptr);
         }
         if (OWNS_KEYS) {
-            if (step < num_steps && lane() < WALK / WARPS)
-                stats_behind(shared.walk_s[slot], warp() * (WALK / WARPS) + lane()) = next;
+            if (step < num_steps && laneid() < WALK / WARPS)
+                stats_behind(shared.walk_s[slot], warp() * (WALK / WARPS) + laneid()) = next;
             next = stats_at(p, s, following, head, is_met(following));
         }
         cp_async_commit_group();
