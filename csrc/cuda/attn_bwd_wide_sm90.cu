@@ -87,6 +87,10 @@ DEVICE void load_for_both(u16 *dst, const fa_tensor_map *map, u64 *full, int row
     }
 }
 
+/* The first key that CTA `rank` loads. What lies beyond the sequence's end is masked and not stored, whatever it holds, but
+ * no box may lie outside its map as a whole: see tensor_map.h. */
+DEVICE int key_to_load(const tile &t, int rank) { return min(t.kv_tile * BLOCK_KV + rank * KEYS, t.len_kv - 1); }
+
 /* The cluster's next tile. Whole warp. */
 DEVICE int next_tile(const params &p, shared_memory &s, int idx, u32 parity) {
     if (!DYNAMIC) return idx < 0 ? blockIdx.x / CTAS : idx + gridDim.x / CTAS;
@@ -122,11 +126,11 @@ DEVICE void produce_for_pair(const params &p, shared_memory &s) {
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
             if (t.q_begin < t.q_end) {
-                const int key_row = t.kv_row_0 + first_key(t);
+                const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
                 mbarrier_wait(&s.k_empty, kv_parity ^ 1);
                 mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof(s.k_other));
                 load<KEYS>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
-                const int other_row = t.kv_row_0 + t.kv_tile * BLOCK_KV + (cluster_rank() ^ 1) * KEYS;
+                const int other_row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
 #pragma unroll
                 for (int c = 0; c < 2; c++)
                     cp_async_bulk_tensor_load(s.k_other + c * KEYS * CHUNK, &p.k, &s.k_full,

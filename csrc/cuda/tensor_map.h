@@ -16,7 +16,10 @@
  *   row i of the sequence that ends before row e   lies at   (column, T - len + i, head, e)
  *
  * whose address is start - T + (T - len + i) + e = e - len + i. The row's bound is T, so every i >= len lies outside:
- * it reads as zero and is not written, although other sequences' rows are there. */
+ * it reads as zero and is not written, although other sequences' rows are there.
+ *
+ * A box that is read must begin inside. For one that lies outside as a whole TMA may touch the map's first element, and
+ * before a packed tensor there may be no memory: an illegal access, seen or not as memory happens to lie. */
 typedef struct {
     FA_ALIGN(64) unsigned long long words[16];
 } fa_tensor_map;
