@@ -24,8 +24,8 @@ static int heads_in_group(const fa_problem *p) {
 
 /* In which order key tiles begin, and add to dQ, as measured (README.md). Up to 128 columns fewer heads together are
  * better, where all key tiles of a head then run at the same time. In a fixed order those of one head must begin at a
- * distance, and a causal one that is long wants more heads. At head_dim 64 a causal problem of middle length is faster in a
- * fixed order: tiles that begin together add to the same rows at the same time. A long one is not, with many heads. */
+ * distance, and a causal one that is long wants more heads. At head_dim 64 a long causal problem is faster in a fixed
+ * order: tiles that begin together add to the same rows at the same time. */
 static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);
@@ -34,11 +34,8 @@ static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     a->group_heads = heads_in_group(p);
     if (call->plan->cuda_family == FA_BWD_SM90) {
         const bool is_narrow = p->d <= 64;
-        const bool may_choose = is_narrow && is_causal && is_long && !p->deterministic && !p->cu_seqlens_q;
-        if (may_choose && p->len_kv <= 8192) a->in_order = true;
-        if (may_choose && p->len_kv > 8192)
-            a->group_heads *= 8;
-        else if (a->in_order && is_long)
+        if (is_narrow && is_causal && is_long && !p->cu_seqlens_q) a->in_order = true;
+        if (a->in_order && is_long)
             a->group_heads *= is_causal && p->len_kv > 8192 ? 4 : 2;
         else if (!(is_narrow && is_causal) && a->group_heads > 1)
             a->group_heads /= 2;
