@@ -141,7 +141,8 @@ static const fa_row decode_sm90_rows[] = {
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
-#define BWD_FILES "attn_bwd_slabs.cuh", "ptx_sm90.cuh", "attn_bwd_params.h", "tensor_map.h"
+#define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", "quads.cuh"
+#define BWD_FILES  "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -150,8 +151,8 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
                      .files = {"attn_fwd_sm90.cu", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh", "attn_fwd_producer.cuh",
-                               "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "ptx_sm90.cuh",
-                               "attn_fwd_params.h", "tensor_map.h"},
+                               "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh",
+                               "attn_fwd_params.h", SM90_FILES},
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -159,7 +160,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
-                     .files = {"attn_bwd_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", BWD_FILES},
+                     .files = {"attn_bwd_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh",
+                               BWD_FILES},
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -167,7 +169,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(bwd_sm90_rows),
                      .chooses = bwd_sm90_chooses},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
-                          .files = {"attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", BWD_FILES},
+                          .files = {"attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh",
+                                    BWD_FILES},
                           .arch = 90,
                           .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16 | FA_DETERMINISTIC,
@@ -191,14 +194,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                              .num_rows = NUM_ROWS(bwd_convert_rows),
                              .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh"},
+                    .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
                     .chooses = fwd_any_chooses},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
-                    .files = {"attn_bwd_any.cu", ANY_FILES, "tile_any.cuh"},
+                    .files = {"attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = bwd_any_rows,
@@ -211,7 +214,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
-                      .files = {"attn_probs_any.cu", ANY_FILES, "tile_any.cuh"},
+                      .files = {"attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
                       .knows = FA_IN_BF16 | FA_IN_F32,
                       .rows = probs_any_rows,
                       .num_rows = NUM_ROWS(probs_any_rows),

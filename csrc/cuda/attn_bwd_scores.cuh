@@ -3,6 +3,7 @@
 #define FA_ATTN_BWD_SCORES_CUH
 
 #include "attn_bwd_tiles.cuh"
+#include "philox.cuh"
 
 constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers than the P of dV */
 #define INF __int_as_float(0x7f800000)
@@ -106,16 +107,10 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
     const int lane = threadIdx.x % 32, half = key / 16 % 2;
     const u64 seed = p.rng_state[0], low = p.rng_state[1] + stream + lane;
-    u32 x = (u32)low, y = (u32)(low >> 32), z = row_patch, w = key / 32;
-    u32 key_0 = (u32)seed, key_1 = (u32)(seed >> 32);
-#pragma unroll
-    for (int round = 0; round < 7; round++) {
-        const u64 xx = 0xD2511F53ull * x, zz = 0xCD9E8D57ull * z;
-        x = (u32)(zz >> 32) ^ y ^ key_0, y = (u32)zz;
-        z = (u32)(xx >> 32) ^ w ^ key_1, w = (u32)xx;
-        key_0 += 0x9E3779B9u, key_1 += 0xBB67AE85u;
-    }
-    const u32 words[2] = {half ? z : x, half ? w : y}; /* keys l / 4 and l / 4 + 8 of this warp's 16 */
+    u32 drawn[4];
+    philox(drawn, low, row_patch, key / 32, seed);
+    const u32 words[2] = {half ? drawn[2] : drawn[0],
+                          half ? drawn[3] : drawn[1]}; /* keys l / 4 and l / 4 + 8 of this warp's 16 */
     u32 bits = 0;
 #pragma unroll
     for (int key = 0; key < 2; key++)
@@ -194,27 +189,12 @@ DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 address) {
         stmatrix_x4_trans(address + 16 * g * ROW_BYTES, dS[4 * g], dS[4 * g + 1], dS[4 * g + 2], dS[4 * g + 3]);
 }
 
-/* dK or dV of this warp's 16 keys: a quad exchanges its columns so that every lane stores 16 bytes of one key. */
+/* dK or dV of this warp's 16 keys. */
 DEVICE void store(const float (&kv)[KV_REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
-    const int lane = threadIdx.x % 32;
     if (!out.data) return;
     u16 *base = (u16 *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int j = key + lane / 4 + 8 * r;
-        u16 *dst = base + j * out.stride_row;
-#pragma unroll
-        for (int g = 0; g < HEAD_DIM / 32; g++) {
-            const float *x = kv + 16 * g + 2 * r;
-            u32 packed[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<BF16>(x[4 * k] * factor, x[4 * k + 1] * factor);
-            transpose_in_quad(packed);
-            const int column = 32 * g + 8 * (lane % 4);
-            if (j < t.len_kv && column < d)
-                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        }
-    }
+    const float factors[2] = {factor, factor};
+    store_rows(kv, factors, base, out.stride_row, key, t.len_kv, d);
 }
 
 #endif

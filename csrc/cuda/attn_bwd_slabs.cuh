@@ -4,7 +4,9 @@
 #define FA_ATTN_BWD_SLABS_CUH
 
 #include "attn_bwd_params.h"
+#include "packed.cuh"
 #include "ptx_sm90.cuh"
+#include "quads.cuh"
 
 constexpr bool WIDE = HEAD_DIM > 128; /* the rows of attn_bwd_wide_sm90 */
 
@@ -22,9 +24,6 @@ DEVICE constexpr int dq_column(int wg) { return BLOCK_Q == 128 ? 0 : DQ_COLUMNS 
 /* Where row i of 16 lies among the statistics of 16 rows: the four that one lane of a quad needs are neighbours. */
 DEVICE constexpr int stat_place(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
-
 /* The key tiles that see rows of query tile i. A window of -1 is unlimited. */
 struct kv_range {
     int begin, end;
@@ -34,15 +33,6 @@ DEVICE kv_range key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv,
     const int begin = p.window_left >= 0 ? clamp(first_row + shift - p.window_left, 0, len_kv) : 0;
     const int end = p.window_right >= 0 ? clamp(last_row + shift + p.window_right + 1, 0, len_kv) : len_kv;
     return {begin / BLOCK_KV, begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV};
-}
-
-/* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
-struct span {
-    int begin, len;
-};
-DEVICE span span_at(const int *cu_seqlens, int b_idx, int total) {
-    int begin = clamp(cu_seqlens[b_idx], 0, total);
-    return {begin, clamp(cu_seqlens[b_idx + 1], begin, total) - begin};
 }
 
 /* A packed sequence's first slab: floor((begin + len) / n) + 1 >= floor(begin / n) + ceil(len / n), so that none meets
@@ -80,23 +70,6 @@ DEVICE slab_rows slab_at(const fa_attn_bwd_params &p, int slab) {
         t.rows = min(p.len_q - t.row, BLOCK_Q);
     }
     return t;
-}
-
-/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
-DEVICE void transpose_in_quad(u32 (&x)[4]) {
-    const int lane = threadIdx.x;
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if ((i & step) == 0) {
-                const bool upper = lane & step;
-                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
-                if (upper)
-                    x[i] = other;
-                else
-                    x[i + step] = other;
-            }
 }
 
 /* dQ = scale times the sums, in 16 bits: what lay in the registers of `thread`, one of a warpgroup's 128. When the four

@@ -191,7 +191,7 @@ DEVICE void finish_in_cluster(const params &p, const warp_results &s, slices &fr
                  make_float4(y.o[0], y.o[1], y.o[2], y.o[3]), to);
         if (in_slice == 0) st_async(from.stats[rank][row], slices_came, make_float2(y.max, y.sum), to);
     }
-    mbarrier_wait(slices_came);
+    mbarrier_wait(slices_came, 0);
 
     /* [number][h_kv][size][partial_rows][width + 4], the last 4: max, sum */
     const int part_row = width + 4, part_step = p.h_kv * size * p.partial_rows * part_row;

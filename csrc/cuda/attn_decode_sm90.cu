@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     const bool is_cluster = HAS_CLUSTERS && p.cluster_bits > 0;
     piece x;
     if (is_cluster) {
-        if (threadIdx.x == 0) mbarrier_init(&s.slices_came);
+        if (threadIdx.x == 0) mbarrier_init(&s.slices_came, 1), mbarrier_init_fence();
         find_part(p, s.work, x, blockIdx.z, blockIdx.x);
     } else {
         find_share(p, s.work, blockIdx.y);

@@ -3,6 +3,7 @@
 #define FA_ATTN_FWD_OUTPUT_CUH
 
 #include "attn_fwd_softmax.cuh"
+#include "quads.cuh"
 
 /* lse of both rows, and what O is multiplied by; a row that saw no key gets +inf and 0. */
 DEVICE void finish_rows(const softmax_rows &rows, const params &p, const tile &t, int row, float (&factor)[2],
@@ -54,46 +55,11 @@ DEVICE void store_by_tma(const float (&o)[O_REGS], const float (&factor)[2], con
     }
 }
 
-/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
-DEVICE void transpose_in_quad(u32 (&x)[4]) {
-    const int lane = threadIdx.x;
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if ((i & step) == 0) {
-                const bool upper = lane & step;
-                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
-                if (upper)
-                    x[i] = other;
-                else
-                    x[i + step] = other;
-            }
-}
-
-/* The same without shared memory, where none is left: a quad exchanges its columns so that every lane stores 16 bytes
- * of one row. */
+/* The same without shared memory, where none is left. */
 DEVICE void store_directly(const float (&o)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
                            int row) {
-    const int lane = threadIdx.x % 32;
     u16 *base = (u16 *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + t.lse_row * p.o_stride_row;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int i = row + lane / 4 + 8 * r;
-        u16 *dst = base + i * p.o_stride_row;
-#pragma unroll
-        for (int g = 0; g < HEAD_DIM / 32; g++) {
-            const float *x = o + 16 * g + 2 * r;
-            const float f = factor[r];
-            u32 packed[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<BF16>(x[4 * k] * f, x[4 * k + 1] * f);
-            transpose_in_quad(packed);
-            const int column = 32 * g + 8 * (lane % 4);
-            if (i < t.len_q && column < p.d)
-                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        }
-    }
+    store_rows(o, factor, base, p.o_stride_row, row, t.len_q, p.d);
 }
 
 /* Rows that see no key. Whole warp: 16 rows from `row` on. */

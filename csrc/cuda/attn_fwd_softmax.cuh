@@ -3,6 +3,7 @@
 #define FA_ATTN_FWD_SOFTMAX_CUH
 
 #include "attn_fwd_tiles.cuh"
+#include "philox.cuh"
 
 /* Registers of a thread: it holds two rows, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 columns the
  * columns 2 (l % 4) + {0, 1}. Register i of S belongs to row i / 2 % 2 of the two and to column column_of(i). */
@@ -93,16 +94,8 @@ DEVICE void drop(float (&s)[S_REGS], u64 seed, u64 stream, u32 row_patch, u32 ke
     const u64 low = stream + threadIdx.x % 32;
 #pragma unroll
     for (int patch = 0; patch < S_REGS / 16; patch++) {
-        u32 x = (u32)low, y = (u32)(low >> 32), z = row_patch, w = key_patch + patch;
-        u32 key_0 = (u32)seed, key_1 = (u32)(seed >> 32);
-#pragma unroll
-        for (int round = 0; round < 7; round++) {
-            const u64 xx = 0xD2511F53ull * x, zz = 0xCD9E8D57ull * z;
-            x = (u32)(zz >> 32) ^ y ^ key_0, y = (u32)zz;
-            z = (u32)(xx >> 32) ^ w ^ key_1, w = (u32)xx;
-            key_0 += 0x9E3779B9u, key_1 += 0xBB67AE85u;
-        }
-        const u32 words[4] = {x, y, z, w};
+        u32 words[4];
+        philox(words, low, row_patch, key_patch + patch, seed);
 #pragma unroll
         for (int i = 0; i < 16; i++)
             if ((int)(words[i / 4] >> 8 * (i % 4) & 0xff) > keep_max) s[16 * patch + i] = 0;

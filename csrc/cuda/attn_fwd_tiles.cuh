@@ -3,6 +3,8 @@
 #ifndef FA_ATTN_FWD_TILES_CUH
 #define FA_ATTN_FWD_TILES_CUH
 
+#include "packed.cuh"
+
 /* In place of a tile: say when all before it is done, for some may have to be repeated; or leave. */
 enum { REPORT = -1, END = -2 };
 
@@ -31,9 +33,6 @@ struct window {
     int lane_begin[32], lane_tiles[32]; /* tiles of sequence first + lane */
 };
 
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
-
 /* A row sees keys [keys_begin, keys_end). diagonal: the row plus len_kv - len_q, its last key if it is causal. */
 DEVICE int keys_begin(const params &p, int diagonal) {
     return LOCAL && p.window_left >= 0 ? max(diagonal - p.window_left, 0) : 0;
@@ -41,15 +40,6 @@ DEVICE int keys_begin(const params &p, int diagonal) {
 DEVICE int keys_end(const params &p, int diagonal, int len_kv) {
     if (CAUSAL) return clamp(diagonal + 1, 0, len_kv);
     return LOCAL && p.window_right >= 0 ? clamp(diagonal + p.window_right + 1, 0, len_kv) : len_kv;
-}
-
-/* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
-struct span {
-    int begin, len;
-};
-DEVICE span span_at(const int *cu_seqlens, int b_idx, int total) {
-    int begin = clamp(cu_seqlens[b_idx], 0, total);
-    return {begin, clamp(cu_seqlens[b_idx + 1], begin, total) - begin};
 }
 
 /* Packed: tiles of one head, over all sequences. Whole warp. */

@@ -89,8 +89,10 @@ template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
 }
 
 /* ---- named barriers [bar] -------------------------------------------------------------------------------------
- * 16 of them; whole warps, `threads` in all. Number 0 is __syncthreads'. */
+ * 16 of them, in hardware. Whole warps; `threads` counts those that sync and those that only arrive. Number 0 is
+ * __syncthreads'. */
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 /* One thread: *counter counts 0 .. last and begins again; returns what it was. Writes before it, the CTA's that a barrier
  * has shown to this thread among them, are seen by whoever counts later. [atom] */
@@ -109,7 +111,7 @@ DEVICE int laneid() {
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
 
-/* 2^x on the special-function unit. */
+/* 2^x on the special-function unit, 16 lanes a clock per SM: the unit that softmax waits for. */
 DEVICE float ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -5,57 +5,9 @@
 #ifndef FA_PTX_SM90_CUH
 #define FA_PTX_SM90_CUH
 
+#include "ptx_cluster.cuh"
+#include "ptx_sm80.cuh"
 #include "tensor_map.h"
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define DEVICE __device__ __forceinline__
-
-DEVICE u32 smem_address(const void *shared) { return (u32)__cvta_generic_to_shared(shared); }
-
-/* ---- mbarrier [Parallel Synchronization and Communication: mbarrier] ------------------------------------------
- * 64 bits in shared memory. A phase ends when `count` arrivals and all announced bytes have come. A wait names the
- * parity of the phase it waits for; a fresh barrier is in phase 0, so waiting for parity 1 returns at once. */
-
-/* One thread; then mbarrier_init_fence and a barrier of the CTA before anyone else touches it. */
-DEVICE void mbarrier_init(u64 *barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
-}
-
-DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-/* One thread: one arrival. */
-DEVICE void mbarrier_arrive(u64 *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-
-/* One thread: one arrival, and `bytes` that TMA will deliver before the phase can end. */
-DEVICE void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-/* Any threads. What happened before the phase ended, TMA's writes included, is visible afterwards. */
-DEVICE void mbarrier_wait(u64 *barrier, u32 parity) {
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@done bra finished;\n"
-                 "bra again;\n"
-                 "finished:\n"
-                 "}" ::"r"(smem_address(barrier)),
-                 "r"(parity)
-                 : "memory");
-}
-
-/* ---- named barriers [bar, barrier] ----------------------------------------------------------------------------
- * 16 of them, in hardware. Whole warps; `threads` counts those that sync and those that only arrive. */
-
-DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 /* ---- dependent launches [griddepcontrol] ----------------------------------------------------------------------
  * Nothing happens where the launch did not ask for it. */
@@ -142,35 +94,6 @@ DEVICE void cp_async_bulk_store(float *dst, const float *src, u32 bytes) {
                  : "memory");
 }
 
-/* ---- clusters [Cluster Dimension, mapa] -----------------------------------------------------------------------
- * CTAs that run at the same time and reach each other's shared memory. */
-
-/* An address in this CTA's shared memory, as it is in the cluster's CTA `rank`. */
-DEVICE u32 cluster_address(const void *shared, u32 rank) {
-    u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(shared)), "r"(rank));
-    return address;
-}
-
-/* All threads of all CTAs. What they wrote is visible afterwards. [barrier.cluster] */
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/* One thread: one arrival in another CTA. It says that something has been read, and releases nothing that this thread
- * has written: that would wait until all its additions have reached the L2. */
-DEVICE void mbarrier_arrive_remote(u64 *barrier, u32 rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
-}
-
-/* One thread: a word of another CTA's shared memory; four bytes to a barrier there. [st.async] */
-DEVICE void st_async(int *dst, u64 *barrier, int value, u32 rank) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-                     cluster_address(dst, rank)),
-                 "r"(value), "r"(cluster_address(barrier, rank))
-                 : "memory");
-}
-
 /* One lane: cp_async_bulk_tensor_load to the same place of every CTA in `ranks` (a bit each), and to its barrier. */
 DEVICE void cp_async_bulk_tensor_multicast(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2,
                                            int c3, u16 ranks, u64 l2_policy) {
@@ -184,8 +107,8 @@ DEVICE void cp_async_bulk_tensor_multicast(void *dst, const fa_tensor_map *map, 
 /* One lane: consecutive bytes of this CTA to another one, and to its barrier. [cp.async.bulk] */
 DEVICE void cp_async_bulk_send(void *dst, const void *src, u32 bytes, u64 *barrier, u32 rank) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     cluster_address(dst, rank)),
-                 "r"(smem_address(src)), "r"(bytes), "r"(cluster_address(barrier, rank))
+                     mapa(smem_address(dst), rank)),
+                 "r"(smem_address(src)), "r"(bytes), "r"(mapa(smem_address(barrier), rank))
                  : "memory");
 }
 
@@ -219,29 +142,6 @@ DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
 }
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
-
-/* 2^x on the special-function unit, 16 lanes a clock per SM: the unit that softmax waits for. */
-DEVICE float ex2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-DEVICE float rcp(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-/* Two floats, rounded, in one register: low in the low half. */
-template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
-    u32 packed;
-    if constexpr (IS_BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
 
 template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &high) {
     if constexpr (IS_BF16)

@@ -8,6 +8,7 @@
 #define FA_TILE_ANY_CUH
 
 #include "element.cuh"
+#include "philox.cuh"
 #include "sequence.cuh"
 
 #define INF __int_as_float(0x7f800000)
@@ -303,20 +304,7 @@ struct dropout {
     }
 
     DEVICE void draw(u32 (&out)[4], int row_patch, int col_patch, int philox_lane) const {
-        const u64 low = stream + philox_lane;
-        u32 x = (u32)low, y = (u32)(low >> 32), z = row_patch, w = col_patch;
-        u32 key_0 = (u32)seed, key_1 = (u32)(seed >> 32);
-#pragma unroll
-        for (int round = 0; round < 7; round++) {
-            const u64 product_x = (u64)0xD2511F53u * x, product_z = (u64)0xCD9E8D57u * z;
-            x = (u32)(product_z >> 32) ^ y ^ key_0;
-            z = (u32)(product_x >> 32) ^ w ^ key_1;
-            y = (u32)product_z;
-            w = (u32)product_x;
-            key_0 += 0x9E3779B9u;
-            key_1 += 0xBB67AE85u;
-        }
-        out[0] = x, out[1] = y, out[2] = z, out[3] = w;
+        philox(out, stream + philox_lane, row_patch, col_patch, seed);
     }
 
     DEVICE u32 keeps(u32 word, int byte) const { return (int)(word >> 8 * byte & 255) <= keep_max; }

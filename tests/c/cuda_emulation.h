@@ -157,9 +157,10 @@ static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads
 #define FA_PTX_CLUSTER_CUH
 static inline void cluster_arrive_relaxed() {}
 static inline void cluster_wait() { emulated_cluster_sync(); }
-static inline void mbarrier_init(u64 *bytes) { *bytes = 0; }
+static inline void mbarrier_init(u64 *bytes, u32) { *bytes = 0; }
+static inline void mbarrier_init_fence() {}
 static inline void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) { *barrier += bytes; }
-static inline void mbarrier_wait(u64 *barrier) {
+static inline void mbarrier_wait(u64 *barrier, u32) {
     emulated_cluster_sync();
     if (*barrier) abort(); /* not what was announced */
 }

@@ -1,0 +1,19 @@
+/* Where a packed sequence lies, and the arithmetic of tiles. */
+#ifndef FA_PACKED_CUH
+#define FA_PACKED_CUH
+
+#include "ptx_sm80.cuh"
+
+DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
+DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
+
+/* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
+struct span {
+    int begin, len;
+};
+DEVICE span span_at(const int *cu_seqlens, int b_idx, int total) {
+    int begin = clamp(cu_seqlens[b_idx], 0, total);
+    return {begin, clamp(cu_seqlens[b_idx + 1], begin, total) - begin};
+}
+
+#endif

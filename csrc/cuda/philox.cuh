@@ -1,0 +1,21 @@
+/* The generator of dropout (../cpu/dropout.h): Philox 4x32, 7 rounds. */
+#ifndef FA_PHILOX_CUH
+#define FA_PHILOX_CUH
+
+#include "ptx_sm80.cuh"
+
+/* 16 bytes for a patch of 16 rows and 32 keys, of the lane that `low`, the low half of the counter, names. */
+DEVICE void philox(u32 (&words)[4], u64 low, u32 row_patch, u32 key_patch, u64 seed) {
+    u32 x = (u32)low, y = (u32)(low >> 32), z = row_patch, w = key_patch;
+    u32 key_0 = (u32)seed, key_1 = (u32)(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 7; round++) {
+        const u64 xx = 0xD2511F53ull * x, zz = 0xCD9E8D57ull * z;
+        x = (u32)(zz >> 32) ^ y ^ key_0, y = (u32)zz;
+        z = (u32)(xx >> 32) ^ w ^ key_1, w = (u32)xx;
+        key_0 += 0x9E3779B9u, key_1 += 0xBB67AE85u;
+    }
+    words[0] = x, words[1] = y, words[2] = z, words[3] = w;
+}
+
+#endif

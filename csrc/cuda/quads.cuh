@@ -1,0 +1,50 @@
+/* The four lanes of a quad hold 16 rows of an accumulator together, two columns of every 8 each. They exchange them, so
+ * that each stores 16 bytes of one row. */
+#ifndef FA_QUADS_CUH
+#define FA_QUADS_CUH
+
+#include "ptx_sm80.cuh"
+
+/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
+DEVICE void transpose_in_quad(u32 (&x)[4]) {
+    const int lane = threadIdx.x;
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if ((i & step) == 0) {
+                const bool upper = lane & step;
+                u32 other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + step], step);
+                if (upper)
+                    x[i] = other;
+                else
+                    x[i + step] = other;
+            }
+}
+
+/* A warp's 16 rows of x, row `row` and those after it, times `factor`, in 16 bits. Row 0 is at `base`; rows from `end` on
+ * and columns from `columns` on are not there. stride: by reference, so that it is read where it is used. Whole warp. */
+template <int N>
+DEVICE void store_rows(const float (&x)[N], const float (&factor)[2], u16 *base, const long long &stride, int row,
+                       int end, int columns) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int i = row + lane / 4 + 8 * r;
+        u16 *dst = base + i * stride;
+#pragma unroll
+        for (int g = 0; g < N / 16; g++) {
+            const float *y = x + 16 * g + 2 * r;
+            const float f = factor[r];
+            u32 packed[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<BF16>(y[4 * k] * f, y[4 * k + 1] * f);
+            transpose_in_quad(packed);
+            const int column = 32 * g + 8 * (lane % 4);
+            if (i < end && column < columns)
+                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+}
+
+#endif
