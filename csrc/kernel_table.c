@@ -30,12 +30,14 @@ static const fa_row fwd_sm90_rows[] = {
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
 
-/* plan_cuda_fwd.c takes the first row that fits, or a later one whose tiles are higher. */
+/* plan_cuda_fwd.c takes the row that costs a sequence least. One before it that serves the same, with tiles as high and
+ * steps that cost no more, always costs less. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
+    const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
-        if (t->d == fa_fwd_sm90_row(row)->d && t->wgs >= fa_fwd_sm90_row(row)->wgs &&
+        if (t->d == mine->d && t->wgs == mine->wgs && t->block_kv * t->cost <= mine->block_kv * mine->cost &&
             (fwd_sm90_rows[i].serves & wanted) == wanted)
             return false;
     }

@@ -1,5 +1,5 @@
 /* What attn_fwd_sm90 asks for, and the row of cuda/tiles.def that it takes: of the first head dimension that has room, the
- * one that serves every feature and wastes least on rows beyond the sequences' ends. */
+ * one that serves every feature and wastes least on rows and keys beyond the sequences' ends. */
 #include "kernels.h"
 #include "plan_cuda.h"
 
@@ -15,10 +15,14 @@ bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_rows, int64
            (num_heads <= 1 || t->stride_h % elements == 0) && (packed || p->b <= 1 || t->stride_b % elements == 0);
 }
 
-/* What a sequence costs with this row's tiles, whose last one is computed as a whole. */
+static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
+
+/* What a sequence costs with this row's tiles: they are computed as a whole, and so are steps over keys, which matters
+ * where there are few. */
 static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns *t) {
-    const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs;
-    return (p->len_q + block_q - 1) / block_q * block_q * t->cost;
+    enum { FEW_KEYS = 128 };
+    const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS;
+    return round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs) * round_up(keys, t->block_kv) * t->cost;
 }
 
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
@@ -54,9 +58,9 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     }
     for (int later = row + 1; later < family->num_rows; later++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
-        if (other->d != t->d || other->wgs <= t->wgs || (family->rows[later].serves & wanted) != wanted) continue;
+        if (other->d != t->d || (family->rows[later].serves & wanted) != wanted) continue;
         const bool is_better = cost_of_a_sequence(p, other) < cost_of_a_sequence(p, t);
-        fa_rule_out(plan, family->rows[is_better ? row : later].name, "its tiles waste more on rows that do not exist");
+        fa_rule_out(plan, family->rows[is_better ? row : later].name, "its tiles waste more on what does not exist");
         if (is_better) row = later;
     }
     plan->cuda_family = FA_FWD_SM90;

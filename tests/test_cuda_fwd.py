@@ -77,6 +77,13 @@ def test_tile_borders(d):
             verify(Case(n, m, b=1, h=2, h_kv=1, d=d, dtype="bf16", causal=causal))
 
 
+@pytest.mark.parametrize("causal", BOTH)
+def test_many_short_sequences(causal):
+    """More than SMs, in a static order and from the counter."""
+    for n in (17, 48, 64, 77):
+        verify(Case(n, n, b=50, h=4, d=64, dtype="bf16", causal=causal))
+
+
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("case", each(Case(300, 700, b=1), values=("rising", "falling", "huge", "wide")), ids=repr)
 def test_moving_maximum(case, d):
@@ -152,8 +159,9 @@ def test_graph_replay_sees_new_values_and_lengths(causal):
 
 
 def test_another_stream_and_many_calls_at_once():
+    """More tiles than SMs: each launch counts its own."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 513, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(2, 513, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     expected_out = flash_attn_func(q, k, v, causal=True)
     streams = [torch.cuda.Stream() for _ in range(4)]
     outs = []

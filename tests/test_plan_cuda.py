@@ -41,7 +41,8 @@ int main(int argc, char **argv) {
         const char *name = argv[i];
         double x = atof(strchr(name, '=') + 1);
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
-        SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("softcap", p.softcap)
+        SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("len_kv", p.len_kv)
+        SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset) SET("new", p.len_new)
         SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
@@ -104,6 +105,10 @@ def plan(tmp_path_factory):
         ({"d": 8}, "attn_fwd_sm90_bf16_d64_q256kv64"),
         ({"d": 64, "len_q": 192}, "attn_fwd_sm90_bf16_d64_q192kv128"),
         ({"d": 64, "len_q": 1152}, "attn_fwd_sm90_bf16_d64_q192kv128"),
+        ({"d": 64, "len_q": 100, "len_kv": 100}, "attn_fwd_sm90_bf16_d64_q128kv128"),
+        ({"d": 64, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d64_q128kv64"),
+        ({"d": 64, "len_q": 17, "len_kv": 65}, "attn_fwd_sm90_bf16_d64_q128kv128"),
+        ({"d": 64, "len_kv": 64}, "attn_fwd_sm90_bf16_d64_q256kv64"),
         ({"d": 64, "right": 0, "len_q": 4096}, "attn_fwd_sm90_bf16_d64_q256kv64_causal"),
         ({"d": 64, "right": 0, "len_q": 16384}, "attn_fwd_sm90_bf16_d64_q192kv128_causal"),
         ({"d": 64, "packed": 1}, "attn_fwd_sm90_bf16_d64_q192kv128_varlen"),
@@ -121,6 +126,7 @@ def plan(tmp_path_factory):
         ({"d": 128, "scale": -1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 160}, "attn_fwd_sm90_bf16_d192_q128kv96"),
         ({"d": 256}, "attn_fwd_sm90_bf16_d256_q128kv80"),
+        ({"d": 256, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d256_q128kv80"),
     ],
     ids=str,
 )
