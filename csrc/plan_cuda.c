@@ -49,8 +49,10 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
                        "torch.nn.functional.scaled_dot_product_attention",
                        machine->gpu_capability / 10, machine->gpu_capability % 10);
     *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1};
-    const char *why = "";
+    char reasons[FA_MESSAGE_BYTES - 64] = "";
+    size_t at = 0;
     for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
+        const char *why;
         if (planners[i].pass != p->pass) continue;
         if (machine->gpu_kernels && !strstr(planners[i].name, machine->gpu_kernels))
             why = "FLASH_ATTN_CUDA_KERNEL rules it out";
@@ -61,6 +63,9 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
             return FA_OK;
         }
         fa_rule_out(plan, planners[i].name, why);
+        if (at < sizeof reasons)
+            at +=
+                (size_t)snprintf(reasons + at, sizeof reasons - at, "%s%s: %s", at ? "; " : "", planners[i].name, why);
     }
-    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: %s", why);
+    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: no kernel takes this call. %s", reasons);
 }

@@ -23,7 +23,7 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
         if (fa_bwd_sm90_row(id, row)->d < p->d)
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
         else if ((family->rows[row].serves & wanted) != wanted)
-            fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
+            fa_rule_out(plan, family->rows[row].name, "its tiles do not serve every option of the call");
         else
             return row;
     }

@@ -52,7 +52,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
             fa_rule_out(plan, family->rows[row].name,
                         "TMA is slow with its pieces of 64 bytes where rows begin amid sectors of 32");
         else if ((family->rows[row].serves & wanted) != wanted)
-            fa_rule_out(plan, family->rows[row].name, "this row of tiles.def does not serve every feature");
+            fa_rule_out(plan, family->rows[row].name, "its tiles do not serve every option of the call");
         else
             break;
     }
@@ -60,7 +60,8 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
         if (other->d != t->d || (family->rows[later].serves & wanted) != wanted) continue;
         const bool is_better = cost_of_a_sequence(p, other) < cost_of_a_sequence(p, t);
-        fa_rule_out(plan, family->rows[is_better ? row : later].name, "its tiles waste more on what does not exist");
+        fa_rule_out(plan, family->rows[is_better ? row : later].name,
+                    "its tiles reach further beyond the sequences' ends");
         if (is_better) row = later;
     }
     plan->cuda_family = FA_FWD_SM90;

@@ -20,7 +20,7 @@ class Plan:
     block_kv: int = 0  # keys of one tile
     tiles_per_task: int = 0  # query tiles that share one packed block of keys
     threads: int = 0  # of the CPU
-    num_splits: int = 0  # ranges of keys whose results are summed in order
+    num_splits: int = 0  # ranges of keys whose results are summed in order; 0: cut so that all CTAs have as much to do
     cluster: int = 0  # CTAs of a GPU that share a head's keys and hand each other their sums; 0: through memory
     workspace_bytes: int = 0
     ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
@@ -35,7 +35,7 @@ class Plan:
             lines[-1] += f", {self.tiles_per_task} tiles a task" if self.tiles_per_task else ""
             lines += [f"    threads          {self.threads}"] if self.threads else []
             lines += [
-                f"    key splits       {self.num_splits}",
+                f"    key splits       {self.num_splits or 'as many as it takes'}",
                 *([f"    clusters of      {self.cluster}"] if self.cluster else []),
                 f"    workspace        {self.workspace_bytes:,} bytes",
             ]

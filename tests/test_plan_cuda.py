@@ -306,7 +306,12 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
     assert first.startswith("attn_fwd_any_")
     assert "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out" in ruled_out
     monkeypatch.setenv("KERNELS", "none")
-    assert plan(d=128) == "flash_attn: FLASH_ATTN_CUDA_KERNEL rules it out\n"
+    assert plan(d=128) == (
+        "flash_attn: no kernel takes this call. attn_decode_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
+        "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
+    )
+    monkeypatch.setenv("KERNELS", "sm90")
+    assert "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_any: FLASH_ATTN_CUDA_KERNEL" in plan(d=128, dtype=2)
 
 
 @pytest.mark.parametrize(
