@@ -121,7 +121,8 @@ static bool is_empty(const fa_dl_tensor *t) {
 
 /* Only torch.Tensor itself: a subclass may want to see the op. NOTE: a tensor that is the negative of its memory (the
  * imaginary part of a conjugate) steps over the real parts: its columns do not lie side by side, unless there is one.
- * Such columns are refused, here those of one number and later the others. Nor do autograd's zeros have memory. */
+ * Such columns are refused, here those of one number and later the others; torch._neg_view can make others (asking costs
+ * 0.06 us a tensor; docs/differences.md). Nor do autograd's zeros have memory. */
 static bool read_tensor(PyObject *object, fa_tensor *t) {
     fa_dl_tensor dl;
     if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
