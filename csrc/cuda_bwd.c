@@ -1,5 +1,4 @@
-/* Backward on Hopper: attn_bwd_prep, then attn_bwd_sm90, or attn_bwd_wide_sm90 and attn_bwd_convert, one after the other
- * with the same parameters. */
+/* Backward on Hopper: attn_bwd_prep, then attn_bwd_sm90 or attn_bwd_wide_sm90, with the same parameters. */
 #include <math.h>
 
 #include "bwd_workspace.h"
@@ -25,7 +24,8 @@ static int heads_in_group(const fa_problem *p) {
 /* In which order key tiles begin, and add to dQ, as measured (README.md). Up to 128 columns fewer heads together are
  * better, where all key tiles of a head then run at the same time. In a fixed order those of one head must begin at a
  * distance, and a causal one that is long wants more heads. At head_dim 64 a long causal problem is faster in a fixed
- * order: tiles that begin together add to the same rows at the same time. */
+ * order: tiles that begin together add to the same rows at the same time. Above 128 columns one head after the other is
+ * better without a mask. */
 static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);
@@ -39,6 +39,8 @@ static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
             a->group_heads *= is_causal && p->len_kv > 8192 ? 4 : 2;
         else if (!(is_narrow && is_causal) && a->group_heads > 1)
             a->group_heads /= 2;
+    } else if (!is_causal && !a->in_order) {
+        a->group_heads = 1;
     }
     if (a->group_heads > heads) a->group_heads = heads;
 }
@@ -152,9 +154,6 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
                     HELPER_THREADS, false, &a, err);
     if (status == FA_OK && wants_main)
-        status =
-            launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, !is_wide, &a, err);
-    if (status == FA_OK && p->dq.data && is_wide)
-        status = launch(call, FA_BWD_CONVERT_SM90, row, slabs, HELPER_THREADS, false, &a, err);
+        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, true, &a, err);
     return status;
 }

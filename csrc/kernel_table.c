@@ -62,10 +62,6 @@ static const fa_row bwd_prep_rows[] = {
 #define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
 #include "cuda/tiles.def"
 };
-static const fa_row bwd_convert_rows[] = {
-#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_convert", d, q, kv, FA_VARLEN, 0)
-#include "cuda/tiles.def"
-};
 
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
     return (const fa_bwd_sm90_columns *)fa_families[family].rows[row].columns;
@@ -175,7 +171,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                                     BWD_FILES},
                           .arch = 90,
                           .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
-                          .knows = FA_ALL_FEATURES | FA_IN_BF16 | FA_DETERMINISTIC,
+                          .knows = FA_ALL_FEATURES | FA_IN_BF16,
                           .rows = bwd_wide_sm90_rows,
                           .num_rows = NUM_ROWS(bwd_wide_sm90_rows),
                           .chooses = bwd_sm90_chooses},
@@ -187,14 +183,6 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .rows = bwd_prep_rows,
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
-    [FA_BWD_CONVERT_SM90] = {.name = "attn_bwd_convert",
-                             .files = {"attn_bwd_convert.cu", BWD_FILES},
-                             .arch = 90,
-                             .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
-                             .knows = FA_VARLEN | FA_IN_BF16,
-                             .rows = bwd_convert_rows,
-                             .num_rows = NUM_ROWS(bwd_convert_rows),
-                             .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
                     .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
@@ -261,8 +249,8 @@ void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     static const struct {
         unsigned bit;
         const char *word;
-    } words[] = {{FA_CAUSAL, "_causal"}, {FA_LOCAL, "_local"},     {FA_VARLEN, "_varlen"},        {FA_SCORE, "_score"},
-                 {FA_PAGED, "_paged"},   {FA_DROPOUT, "_dropout"}, {FA_DETERMINISTIC, "_ordered"}};
+    } words[] = {{FA_CAUSAL, "_causal"}, {FA_LOCAL, "_local"}, {FA_VARLEN, "_varlen"},
+                 {FA_SCORE, "_score"},   {FA_PAGED, "_paged"}, {FA_DROPOUT, "_dropout"}};
     const fa_family *family = &fa_families[v.family];
     const char *dtype = v.features & FA_IN_F32 ? "fp32" : v.features & FA_IN_BF16 ? "bf16" : "fp16";
     char *at = append(name, name, family->name);

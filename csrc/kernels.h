@@ -18,8 +18,7 @@ enum {
     FA_ALL_FEATURES = 31,
     FA_IN_BF16 = 32, /* the dtype; fp16 with neither bit */
     FA_IN_F32 = 64,
-    FA_PAGED = 128,         /* keys lie in pages of a block table */
-    FA_DETERMINISTIC = 256, /* sums in a fixed order */
+    FA_PAGED = 128, /* keys lie in pages of a block table */
 };
 
 static inline unsigned fa_dtype_feature(fa_dtype dtype) {
@@ -32,8 +31,7 @@ typedef enum {
     FA_DECODE_SM90,
     FA_BWD_SM90,
     FA_BWD_WIDE_SM90,
-    FA_BWD_PREP_SM90,    /* before both: FA_BWD_SM90's rows, then FA_BWD_WIDE_SM90's */
-    FA_BWD_CONVERT_SM90, /* after FA_BWD_WIDE_SM90, with its rows */
+    FA_BWD_PREP_SM90, /* before both: FA_BWD_SM90's rows, then FA_BWD_WIDE_SM90's */
     FA_FWD_ANY,
     FA_BWD_ANY,
     FA_DELTA_ANY,

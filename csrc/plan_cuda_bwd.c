@@ -14,11 +14,9 @@ static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
            fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
 }
 
-/* The first row that has room for the head dimension and serves every feature; -1: none. A family that does not know
- * FA_DETERMINISTIC is so always. */
+/* The first row that has room for the head dimension and serves every feature; -1: none. */
 static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
     const fa_family *family = &fa_families[id];
-    wanted &= family->knows | ~(unsigned)FA_DETERMINISTIC;
     for (int row = 0; row < family->num_rows; row++) {
         if (fa_bwd_sm90_row(id, row)->d < p->d)
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
@@ -31,7 +29,7 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
 }
 
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const unsigned features = fa_cuda_features(p) | (p->deterministic ? FA_DETERMINISTIC : 0u);
+    const unsigned features = fa_cuda_features(p);
     const unsigned wanted = features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -55,7 +53,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
 
     plan->cuda_family = id;
     plan->cuda_row = row;
-    plan->cuda_features = features & (fa_families[id].knows | ~(unsigned)FA_DETERMINISTIC);
+    plan->cuda_features = features;
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = w.bytes;

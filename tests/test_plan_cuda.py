@@ -149,7 +149,7 @@ def test_kernel(plan, numbers, kernel):
         ({"pass": 1, "d": 136, "left": 5}, "attn_bwd_wide_sm90_bf16_d192_q64kv128_local"),
         ({"pass": 1, "d": 200}, "attn_bwd_wide_sm90_bf16_d256_q64kv128"),
         ({"pass": 1, "ordered": 1, "dtype": 0}, "attn_bwd_sm90_fp16_d128_q64kv128"),
-        ({"pass": 1, "d": 256, "ordered": 1}, "attn_bwd_wide_sm90_bf16_d256_q64kv128_ordered"),
+        ({"pass": 1, "d": 256, "ordered": 1}, "attn_bwd_wide_sm90_bf16_d256_q64kv128"),
     ],
     ids=str,
 )

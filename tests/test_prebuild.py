@@ -12,10 +12,9 @@ import flash_attn
 
 NAME = re.compile(
     r"attn_(fwd|bwd|bwd_wide)_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
-    r"(_ordered)?"
 )
 DTYPES = ("bf16", "fp16")
-HELPER = re.compile(r"attn_bwd_(prep|convert)_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_varlen)?")
+HELPER = re.compile(r"attn_bwd_(prep)_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_varlen)?")
 
 
 ANY = re.compile(
@@ -35,11 +34,9 @@ def test_every_kernel_has_a_name_and_a_row():
     found = {tuple(NAME.fullmatch(name).groups()) for name in hopper}
     options = [(m, v, s, d) for m in (None, "_causal", "_local") for v in (None, "_varlen") for s in (None, "_score")
                for d in (None, "_dropout")]  # fmt: skip
-    fwd = {("fwd", t, d, *o, None) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in options}
-    bwd = {("bwd", t, d, *o, None) for t in DTYPES for d in ("64", "96", "128") for o in options}
-    wide = {
-        ("bwd_wide", t, d, *o, r) for t in DTYPES for d in ("192", "256") for o in options for r in (None, "_ordered")
-    }
+    fwd = {("fwd", t, d, *o) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in options}
+    bwd = {("bwd", t, d, *o) for t in DTYPES for d in ("64", "96", "128") for o in options}
+    wide = {("bwd_wide", t, d, *o) for t in DTYPES for d in ("192", "256") for o in options}
     assert found == fwd | bwd | wide
 
 

@@ -1,5 +1,5 @@
 /* Before attn_bwd_sm90 and attn_bwd_wide_sm90: what their products need of each query row. Zeros in dQ where no key is
- * seen; zeros where attn_bwd_wide_sm90 adds.
+ * seen.
  *
  *   D = rowsum(dO O)    lse in powers of 2; +inf, hence P = 0, for rows that see no key or lie beyond the sequence
  *
@@ -54,11 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         }
     }
 
-    if (WIDE) {
-        float4 *sums = (float4 *)(p.dq_sums + (long long)slab * SLAB_FLOATS);
-#pragma unroll
-        for (int i = 0; i < SLAB_FLOATS / 4 / THREADS; i++) sums[i * THREADS + threadIdx.x] = make_float4(0, 0, 0, 0);
-    } else if (p.dq.data) {
+    if (p.dq.data) {
         const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
         const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
         const kv_range seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);

@@ -4,6 +4,7 @@
 
 #include "attn_bwd_tiles.cuh"
 #include "philox.cuh"
+#include "quads.cuh"
 
 constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers than the P of dV */
 #define INF __int_as_float(0x7f800000)

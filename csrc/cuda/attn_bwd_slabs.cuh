@@ -6,7 +6,6 @@
 #include "attn_bwd_params.h"
 #include "packed.cuh"
 #include "ptx_sm90.cuh"
-#include "quads.cuh"
 
 constexpr bool WIDE = HEAD_DIM > 128; /* the rows of attn_bwd_wide_sm90 */
 
@@ -70,31 +69,6 @@ DEVICE slab_rows slab_at(const fa_attn_bwd_params &p, int slab) {
         t.rows = min(p.len_q - t.row, BLOCK_Q);
     }
     return t;
-}
-
-/* dQ = scale times the sums, in 16 bits: what lay in the registers of `thread`, one of a warpgroup's 128. When the four
- * lanes of a quad have exchanged their columns, each has 16 bytes of a row. Whole warp. */
-DEVICE void convert_dq(const fa_attn_bwd_params &p, const slab_rows &t, const float *sums, int wg, int thread) {
-    const int lane = thread % 32;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int row = dq_row(wg) + 16 * (thread / 32) + lane / 4 + 8 * r;
-        u16 *dst = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h +
-                   (long long)(t.begin + t.row + row) * p.dq.stride_row;
-#pragma unroll
-        for (int g = 0; g < DQ_COLUMNS / 32; g++) {
-            const int column = dq_column(wg) + 32 * g + 8 * (lane % 4);
-            u32 packed[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float2 x = *(const float2 *)(sums + ((4 * g + k) * 128 + thread) * 4 + 2 * r);
-                packed[k] = cvt_x2<BF16>(x.x * p.scale, x.y * p.scale);
-            }
-            transpose_in_quad(packed);
-            if (row < t.rows && column < p.d)
-                *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        }
-    }
 }
 
 #endif

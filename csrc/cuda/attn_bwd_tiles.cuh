@@ -33,7 +33,6 @@ struct tile {
 DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
 DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank() * KEYS; }
 
-constexpr bool LAST_KEYS_FIRST = WIDE && DETERMINISTIC;
 constexpr bool CUTS = !WIDE && !CAUSAL && !LOCAL && !VARLEN; /* few tiles are cut along the queries */
 
 constexpr u32 SHARED_BASE = 1024;
@@ -96,8 +95,7 @@ DEVICE q_range queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
 }
 
 /* Tile number idx of the launch. Whole warp. Where there is a causal mask, longest first; heads run fastest, so that tiles
- * that wait for each other, those of one head, begin apart. LAST_KEYS_FIRST: tiles walk from their first query tile on, and
- * in a fixed order a causal tile, which begins at its diagonal, finds its turn come when the last keys began before it. */
+ * that wait for each other, those of one head, begin apart. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
     if (CUTS && p.pieces > 1) {
@@ -128,8 +126,6 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
         t.slab_head = head * p.heads_per_kv, t.slab = 0;
     }
-
-    if (LAST_KEYS_FIRST) t.kv_tile = num_kv_tiles - 1 - t.kv_tile;
 
     const q_range seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
     t.q_begin = seen.begin, t.q_end = seen.end;
@@ -237,7 +233,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
 /* The turn of a key tile at query tile i: how many others add before it. */
 DEVICE u32 turn_of(const params &p, const tile &t, int i) {
     const kv_range seen = key_tiles_of(p, t.len_q, t.len_kv, i);
-    return LAST_KEYS_FIRST ? seen.end - 1 - t.kv_tile : t.kv_tile - seen.begin;
+    return t.kv_tile - seen.begin;
 }
 
 /* One lane: until `rank` key tiles have added to the slab. Not an acquire: what follows is an addition, which cannot begin

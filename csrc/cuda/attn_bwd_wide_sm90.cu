@@ -10,16 +10,20 @@
  *   warpgroup 0   S^T = K Q^T, P                   --p_full-->  warpgroup 1
  *                 dV += P^T dO
  *   warpgroup 1   dP^T = V dO^T, dS, dK += dS^T Q  --ds_full[s]--> both of both CTAs  --ds_empty[s]-->
- *   both          dQ = dS K of the last step, added to memory from registers
+ *   both          dQ = dS K of the last step, added to memory from registers, when the step's turn has come:
+ *   open_turns    --turn_come[s]--> both            both: --dq_added[s]--> end_turns
  *
- * Each CTA brings half of Q and dO, for both. There is room for one dO: it is there again while dK, S and dQ run. */
+ * Each CTA brings half of Q and dO, for both. There is room for one dO: it is there again while dK, S and dQ run.
+ *
+ * dQ is added up as in attn_bwd_sm90.cu: the first key tile that a query tile sees stores its share, those between add,
+ * the last one adds the sum to its own and writes dQ. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
 #error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
-#if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || \
-    !defined(DROPOUT) || !defined(DETERMINISTIC)
-#error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT, DETERMINISTIC order: 0 or 1"
+#if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
+#error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
+#define DETERMINISTIC 1
 #ifndef KERNEL
 #define KERNEL attn_bwd_wide_sm90
 #endif
@@ -35,6 +39,7 @@ static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's 
 constexpr int DS_BYTES = BLOCK_Q * KEYS * 2, Q_BYTES = BLOCK_Q * HEAD_DIM * 2, KV_BYTES = KEYS * HEAD_DIM * 2;
 constexpr int STAT_BYTES = BLOCK_Q * 4, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
 constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;
+constexpr bool DP_FIRST = DO_STAGES > 1; /* before dQ of the last step, which runs under dS then: dO is early enough */
 
 /* Operands as in attn_bwd_sm90.cu. */
 struct shared_memory {
@@ -53,8 +58,8 @@ struct shared_memory {
     u64 q_full[2], q_empty[2], do_full[DO_STAGES], do_empty[DO_STAGES];
     u64 p_full, ds_full[2], ds_empty[2];
     u64 tile_full[2], tile_empty[2];
-    u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
-    u64 turn_come, dq_added; /* a fixed order: one; all eight warps */
+    u64 idx_full, idx_empty;       /* the next tile's number, from CTA 0 to CTA 1 */
+    u64 turn_come[2], dq_added[2]; /* two, open_turns and end_turns; all eight warps */
     int idx;
     tile tiles[2];
 };
@@ -92,8 +97,8 @@ DEVICE void load_for_both(u16 *dst, const fa_tensor_map *map, u64 *full, int row
 DEVICE int key_to_load(const tile &t, int rank) { return min(t.kv_tile * BLOCK_KV + rank * KEYS, t.len_kv - 1); }
 
 /* The cluster's next tile. Whole warp. */
-DEVICE int next_tile(const params &p, shared_memory &s, int idx, u32 parity) {
-    if (!DYNAMIC) return idx < 0 ? blockIdx.x / CTAS : idx + gridDim.x / CTAS;
+DEVICE int next_tile(const params &p, shared_memory &s, u32 parity) {
+    int idx = 0;
     if (threadIdx.x % 32 == 0) {
         if (cluster_rank() == 0) {
             idx = atomicAdd(p.tile_counter, 1);
@@ -116,7 +121,7 @@ DEVICE void produce_for_pair(const params &p, shared_memory &s) {
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
-    for (int idx = next_tile(p, s, -1, 0); idx < num_tiles; tr.next()) {
+    for (int idx = next_tile(p, s, 0); idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
         {
@@ -143,7 +148,7 @@ DEVICE void produce_for_pair(const params &p, shared_memory &s) {
                     const float *stats =
                         p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab) * (2 * BLOCK_Q);
 #pragma unroll 1
-                    for (int i = t.q_begin; i < t.q_end; i++, r.next()) {
+                    for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
                         const int row = t.q_row_0 + i * BLOCK_Q;
                         u64 *full = &s.q_full[r.stage];
                         mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
@@ -168,7 +173,7 @@ DEVICE void produce_for_pair(const params &p, shared_memory &s) {
         }
         /* Not sooner: who takes a tile must begin it soon, or others wait for it, or end late. */
         idx_parity ^= 1;
-        idx = next_tile(p, s, idx, idx_parity);
+        idx = next_tile(p, s, idx_parity);
     }
     if (is_leader) {
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
@@ -191,29 +196,48 @@ DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc,
     wgmma_commit_group();
 }
 
-/* Adds dQ of query tile i, this warpgroup's chunk. Whole warpgroup. */
-DEVICE void add_dq(const float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, int head_in_group,
-                   int i, int wg, u32 &turn_parity) {
+/* dQ of query tile i, this warpgroup's chunk, when its turn has come. Whole warpgroup. */
+DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, int head_in_group,
+                   int i, int wg, int stage, u32 parity) {
+    if (!p.dq.data) return;
     const long long slab = (long long)(t.slab_head + head_in_group) * p.num_slabs + t.slab + i;
-    float *dst = p.dq_sums + slab * (2 * DQ_FLOATS) + dq_chunk(wg) * (BLOCK_Q * CHUNK) + threadIdx.x % 128 * 4;
-    if (DETERMINISTIC) {
-        mbarrier_wait(&s.turn_come, turn_parity);
-        turn_parity ^= 1;
-    }
+    float *sums = p.dq_sums + slab * (2 * DQ_FLOATS) + dq_chunk(wg) * (BLOCK_Q * CHUNK) + threadIdx.x % 128 * 4;
+    const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
+    mbarrier_wait(&s.turn_come[stage], parity);
+    if (CHUNKS == 4 || dq_chunk(wg) < CHUNKS) {
+        if (is_last) {
+            if (!is_first) {
 #pragma unroll
-    for (int x = 0; x < PAIR_DQ_REGS && (CHUNKS == 4 || dq_chunk(wg) < CHUNKS); x += 4)
-        red_add_x4(dst + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
-    if (DETERMINISTIC) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.dq_added);
+                for (int x = 0; x < PAIR_DQ_REGS; x += 4) {
+                    const float4 sum = __ldcg((const float4 *)(sums + x * 128));
+                    dq[x] += sum.x, dq[x + 1] += sum.y, dq[x + 2] += sum.z, dq[x + 3] += sum.w;
+                }
+            }
+            const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
+            const float factors[2] = {p.scale, p.scale};
+            u16 *base = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b +
+                        (t.head_kv * p.heads_per_kv + head_in_group) * p.dq.stride_h +
+                        (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
+            store_rows(dq, factors, base, p.dq.stride_row, row, t.len_q, p.d - column);
+        } else if (is_first) {
+#pragma unroll
+            for (int x = 0; x < PAIR_DQ_REGS; x += 4)
+                __stcg((float4 *)(sums + x * 128), make_float4(dq[x], dq[x + 1], dq[x + 2], dq[x + 3]));
+        } else {
+#pragma unroll
+            for (int x = 0; x < PAIR_DQ_REGS; x += 4)
+                red_add_x4(sums + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
+        }
     }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.dq_added[stage]);
 }
 
-/* A fixed order: one warp waits for the turns and says when both warpgroups have added, so that these do not wait for
- * the memory. A fence orders what others of the CTA have done before, if they have told so. */
-DEVICE void keep_order(const params &p, shared_memory &s) {
+/* Two warps know when it is whose turn, so that the warpgroups wait neither for the memory nor for its fences. One looks
+ * whether a step's turn has come, while the step before it may still be adding ... */
+DEVICE void open_turns(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
-    u32 parity = 0;
+    ring r; /* of steps */
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
@@ -221,16 +245,48 @@ DEVICE void keep_order(const params &p, shared_memory &s) {
         __syncwarp(); /* all have read it: the leader gives the tile's place away */
         if (is_leader) {
 #pragma unroll 1
-            for (int g = 0; g < p.heads_per_kv; g++) {
+            for (int g = 0; g < p.heads_per_kv && p.dq.data; g++) {
                 const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
 #pragma unroll 1
-                for (int i = t.q_begin; i < t.q_end; i++) {
-                    u32 *turn = p.turns + (slab + i) * 2 + cluster_rank();
-                    wait_turn(turn, turn_of(p, t, i));
-                    mbarrier_arrive(&s.turn_come);
-                    mbarrier_wait(&s.dq_added, parity);
-                    parity ^= 1;
-                    end_turn(turn);
+                for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
+                    const u32 *turn = p.turns + (slab + i) * 2 + cluster_rank();
+                    if (i < t.first_begin) {
+                        if (i < t.last_end)
+                            wait_turn_to_read(turn, turn_of(p, t, i));
+                        else
+                            wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
+                    }
+                    mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
+                    mbarrier_arrive(&s.turn_come[r.stage]);
+                }
+            }
+            mbarrier_arrive(&s.tile_empty[tr.stage]);
+        }
+        __syncwarp();
+    }
+}
+
+/* ... and one, when both warpgroups have added, lets the next step but one begin and tells the other key tiles. Its fence
+ * orders what others of the CTA have done before, if they have told so. It is behind by no more than two steps: a phase
+ * of dq_added that it has not seen cannot be followed by the next one. */
+DEVICE void end_turns(const params &p, shared_memory &s) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    ring r; /* of steps */
+    if (is_leader) mbarrier_arrive(&s.turn_come[0]), mbarrier_arrive(&s.turn_come[1]);
+    for (ring tr;; tr.next()) {
+        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
+        const tile &t = s.tiles[tr.stage];
+        if (t.kv_tile < 0) break;
+        __syncwarp(); /* all have read it: the leader gives the tile's place away */
+        if (is_leader) {
+#pragma unroll 1
+            for (int g = 0; g < p.heads_per_kv && p.dq.data; g++) {
+                const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
+#pragma unroll 1
+                for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
+                    mbarrier_wait(&s.dq_added[r.stage], r.parity);
+                    mbarrier_arrive(&s.turn_come[r.stage]);
+                    if (i >= t.last_end) end_turn(p.turns + (slab + i) * 2 + cluster_rank());
                 }
             }
             mbarrier_arrive(&s.tile_empty[tr.stage]);
@@ -272,7 +328,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds), 0);
     float dV[KV_REGS];
     ring r; /* of steps */
-    u32 kv_parity = 0, turn_parity = 0;
+    u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
@@ -285,7 +341,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
         for (int i = 0; i < KV_REGS; i++) dV[i] = 0;
 
         if (num_steps > 0) {
-            int q_tile = q_begin, head_in_group = 0, last_q_tile = 0, last_head = 0;
+            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = 0, last_head = 0;
             mbarrier_wait(&s.k_full, kv_parity);
             pin(dV);
             wgmma_fence();
@@ -299,9 +355,6 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
-                /* dV of the last step is there: release dO */
-                wgmma_wait_group<1>(dV);
-                if (is_leader && step > 0) arrive_in_both(&s.do_empty[DO_STAGES == 1 ? 0 : last]);
                 /* wait dS: dQ of the last step (the first one's is dropped) */
                 if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
                 issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
@@ -324,24 +377,25 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 wgmma_wait_group<1>(dQ);
                 if (step > 0) {
                     if (is_leader) arrive_in_both(&s.ds_empty[last]);
-                    add_dq(dQ, p, s, t, last_head, last_q_tile, 0, turn_parity);
+                    add_dq(dQ, p, s, t, last_head, last_q_tile, 0, last, last_parity);
                 }
+                /* dV is there: release dO. In the next step, behind the wait for Q, it is 5 to 8% slower from 4k on. */
+                wgmma_wait_group<0>(dV);
+                if (is_leader) arrive_in_both(&s.do_empty[do_stage(r)]);
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
-                if (++q_tile == q_end) q_tile = q_begin, head_in_group++;
+                if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
             }
 
             /* The last step's dQ; nothing is read any more */
             const int last = r.stage ^ 1;
             const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
             float dQ[PAIR_DQ_REGS];
-            wgmma_wait_group<0>(dV);
-            if (is_leader) arrive_in_both(&s.do_empty[DO_STAGES == 1 ? 0 : last]);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
             wgmma_wait_group<0>(dQ);
             if (is_leader) arrive_in_both(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
-            add_dq(dQ, p, s, t, last_head, last_q_tile, 0, turn_parity);
+            add_dq(dQ, p, s, t, last_head, last_q_tile, 0, last, last_parity);
             pin(dV);
             kv_parity ^= 1;
         }
@@ -362,7 +416,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds), 0);
     float dK[KV_REGS];
     ring r; /* of steps */
-    u32 kv_parity = 0, turn_parity = 0;
+    u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
@@ -374,7 +428,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
 
         if (num_steps > 0) {
-            int q_tile = q_begin, head_in_group = 0, last_q_tile = 0, last_head = 0;
+            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = 0, last_head = 0;
             mbarrier_wait(&s.k_full, kv_parity); /* read for dQ; the other warpgroup's wait is not this one's */
             mbarrier_wait(&s.v_full, kv_parity);
             pin(dK);
@@ -385,21 +439,27 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
                 u32 W[P_REGS], dS[P_REGS];
                 float dP[S_REGS], dQ[PAIR_DQ_REGS], d[STAT_REGS];
-                /* wait dS: dQ of the last step (the first one's is dropped) */
-                if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
-                issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
-                /* dK of the last step is there: release Q */
+                const auto start_dq = [&] {
+                    if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
+                    issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
+                };
+                const auto start_dp = [&] {
+                    mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
+                    issue_scores(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                };
+                const auto end_dq = [&] {
+                    wgmma_wait_group<1>(dQ);
+                    if (step == 0) return;
+                    if (is_leader) arrive_in_both(&s.ds_empty[last]);
+                    add_dq(dQ, p, s, t, last_head, last_q_tile, 1, last, last_parity);
+                };
+                /* wait dS: dQ of the last step (the first one's is dropped). dK of it is there: release Q. wait dO: dP */
+                DP_FIRST ? start_dp() : start_dq();
                 wgmma_wait_group<1>(dK);
                 if (is_leader && step > 0) arrive_in_both(&s.q_empty[last]);
-                /* wait dO: dP = V dO^T */
-                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                issue_scores(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                DP_FIRST ? start_dq() : start_dp();
                 /* dQ is there: release dS, add dQ */
-                wgmma_wait_group<1>(dQ);
-                if (step > 0) {
-                    if (is_leader) arrive_in_both(&s.ds_empty[last]);
-                    add_dq(dQ, p, s, t, last_head, last_q_tile, 1, turn_parity);
-                }
+                if (!DP_FIRST) end_dq();
                 /* wait P; dP is there: release dO, dS */
                 load_stats(d, s.d[do_stage(r)], threadIdx.x % 32);
                 mbarrier_wait(&s.p_full, r.stage);
@@ -408,7 +468,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                     const uint4 x = s.p[i * 32 + threadIdx.x % 128];
                     W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
                 }
-                wgmma_wait_group<0>(dP);
+                wgmma_wait_group<DP_FIRST>(dP);
                 if (is_leader) arrive_in_both(&s.do_empty[do_stage(r)]);
                 differentiate(dP, d, W, dS, p.keep_scale);
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
@@ -424,9 +484,10 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                     cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
                     mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
                 }
+                if (DP_FIRST) end_dq();
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
-                if (++q_tile == q_end) q_tile = q_begin, head_in_group++;
+                if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
             }
 
             /* The last step's dQ; nothing is read any more */
@@ -439,7 +500,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
             issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
             wgmma_wait_group<0>(dQ);
             if (is_leader) arrive_in_both(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
-            add_dq(dQ, p, s, t, last_head, last_q_tile, 1, turn_parity);
+            add_dq(dQ, p, s, t, last_head, last_q_tile, 1, last, last_parity);
             pin(dK);
             kv_parity ^= 1;
         }
@@ -464,22 +525,24 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 4);
         mbarrier_init(&s.p_full, 4);
         mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
-        mbarrier_init(&s.turn_come, 1), mbarrier_init(&s.dq_added, WARPS);
         for (int i = 0; i < DO_STAGES; i++)
             mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], CTAS * WARPS);
         for (int i = 0; i < 2; i++) {
             mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], CTAS * 4);
             mbarrier_init(&s.ds_full[i], 4), mbarrier_init(&s.ds_empty[i], CTAS * WARPS);
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], WARPS + DETERMINISTIC);
+            mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], WARPS);
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], WARPS + 2);
         }
         mbarrier_init_fence();
     }
+    griddepcontrol_wait(); /* for attn_bwd_prep, which this launch does not wait for */
     cluster_sync();
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
         if (warp == 0) produce_for_pair(p, s);
-        if (DETERMINISTIC && warp == 1) keep_order(p, s);
+        if (warp == 1) open_turns(p, s);
+        if (warp == 2) end_turns(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         if (wg == 1)
