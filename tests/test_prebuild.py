@@ -14,7 +14,7 @@ NAME = re.compile(
     r"attn_(fwd|bwd|bwd_wide)_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
 )
 DTYPES = ("bf16", "fp16")
-HELPER = re.compile(r"attn_bwd_(prep)_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_varlen)?")
+HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_varlen)?")
 
 
 ANY = re.compile(

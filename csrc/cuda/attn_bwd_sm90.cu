@@ -36,7 +36,6 @@
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
-#define DETERMINISTIC 1
 #ifndef KERNEL
 #define KERNEL attn_bwd_sm90
 #endif
@@ -78,19 +77,8 @@ static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
 
 /* What one lane does with each of the CTA's tiles; in the end it waits until all it has stored is there. Whole warp. */
 template <class work_on_tile> DEVICE void store_tiles(shared_memory &s, work_on_tile work) {
-    const bool is_leader = threadIdx.x % 32 == 0;
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (t.kv_tile < 0) break;
-        __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) {
-            work(t);
-            mbarrier_arrive(&s.tile_empty[tr.stage]);
-        }
-        __syncwarp();
-    }
-    if (is_leader) cp_async_bulk_wait_all();
+    lead_through_tiles(s, work);
+    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
 }
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */

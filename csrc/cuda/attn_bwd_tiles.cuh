@@ -11,7 +11,7 @@ typedef fa_attn_bwd_params params;
 
 constexpr int ROW_BYTES = CHUNK * 2;                                 /* swizzled */
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
-constexpr bool DYNAMIC = CAUSAL || LOCAL || VARLEN || DETERMINISTIC; /* tiles are taken from a counter */
+constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* of dO: what there is room for */
 
 /* What everybody must know of a tile. */
 struct tile {
@@ -46,6 +46,10 @@ struct ring {
         if (stage == 0) parity ^= 1;
     }
 };
+
+/* Where dO of a step lies, and the parity of its barriers. */
+DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
+DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
@@ -102,15 +106,11 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.idx = idx / p.pieces, t.piece = idx - t.idx * p.pieces;
         idx = t.idx;
     }
-    int head = idx / num_kv_tiles; /* dense: counts over the whole batch */
-    t.kv_tile = idx - head * num_kv_tiles;
-    if (DYNAMIC) {
-        const int num_heads = VARLEN ? p.h_kv : p.b * p.h_kv, in_groups = p.group_heads * num_kv_tiles;
-        const int group = idx / in_groups, in_group = idx - group * in_groups;
-        const int heads = min(p.group_heads, num_heads - group * p.group_heads);
-        t.kv_tile = in_group / heads;
-        head = group * p.group_heads + in_group % heads;
-    }
+    const int num_heads = VARLEN ? p.h_kv : p.b * p.h_kv, in_groups = p.group_heads * num_kv_tiles;
+    const int group = idx / in_groups, in_group = idx - group * in_groups;
+    const int heads = min(p.group_heads, num_heads - group * p.group_heads);
+    const int head = group * p.group_heads + in_group % heads; /* dense: counts over the whole batch */
+    t.kv_tile = in_group / heads;
     if (VARLEN) {
         t.head_kv = head;
         t.b_idx = find_sequence(p, t.kv_tile);
@@ -145,17 +145,68 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
 
 /* ---- producer -------------------------------------------------------------------------------------------------- */
 
-template <int ROWS>
-DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-        cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
+/* This CTA's first key of a tile, or that of the cluster's other one. What lies beyond the sequence's end is masked and not
+ * stored, whatever it holds, but no box may lie outside its map as a whole: see tensor_map.h. */
+DEVICE int key_to_load(const tile &t, int rank) {
+    const int key = t.kv_tile * BLOCK_KV + rank * KEYS;
+    return CTAS > 1 ? min(key, t.len_kv - 1) : key;
 }
 
-/* The next tile that nobody has taken. Whole warp. */
-DEVICE int take_tile(const params &p) {
+/* This CTA's keys, of K or V. */
+DEVICE void load_keys(u16 *dst, const fa_tensor_map *map, u64 *full, const tile &t) {
+    const int row = t.kv_row_0 + key_to_load(t, cluster_rank());
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+        cp_async_bulk_tensor_load(dst + c * KEYS * CHUNK, map, full, c * CHUNK, row, t.head_kv, t.kv_batch,
+                                  L2_EVICT_FIRST);
+}
+
+/* In a cluster each of the four warpgroups makes one chunk of dQ's columns; one too many make the last one again, for
+ * nothing. */
+DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
+DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
+
+/* The other CTA's part of K: the chunks that this one's dQ takes. */
+DEVICE void load_other_keys(u16 *dst, const params &p, u64 *full, const tile &t) {
+    const int row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
+#pragma unroll
+    for (int wg = 0; wg < 2; wg++)
+        cp_async_bulk_tensor_load(dst + wg * KEYS * CHUNK, &p.k, full, dq_chunk_to_load(wg) * CHUNK, row, t.head_kv,
+                                  t.kv_batch, L2_EVICT_FIRST);
+}
+
+/* BLOCK_Q rows of Q or dO. The CTAs of a cluster share them: each brings every other chunk, for both. */
+DEVICE void load_queries(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c += CTAS) {
+        const int chunk = c + cluster_rank();
+        if (chunk >= CHUNKS) break;
+        u16 *place = dst + chunk * BLOCK_Q * CHUNK;
+        if (CTAS > 1)
+            cp_async_bulk_tensor_multicast(place, map, full, chunk * CHUNK, row, head, batch, 3, L2_EVICT_LAST);
+        else
+            cp_async_bulk_tensor_load(place, map, full, chunk * CHUNK, row, head, batch, L2_EVICT_LAST);
+    }
+}
+
+/* The next tile that nobody has taken, of a cluster: CTA 0 takes it and tells the other. Whole warp. */
+template <class shared_memory> DEVICE int take_tile(const params &p, shared_memory &s, u32 &parity) {
     int idx = 0;
-    if (threadIdx.x % 32 == 0) idx = atomicAdd(p.tile_counter, 1);
+    if (threadIdx.x % 32 == 0) {
+        if (cluster_rank() == 0) idx = atomicAdd(p.tile_counter, 1);
+        if constexpr (CTAS > 1) {
+            if (cluster_rank() == 0) {
+                mbarrier_wait(&s.idx_empty, parity ^ 1);
+                st_async(&s.idx, &s.idx_full, idx, 1);
+            } else {
+                mbarrier_arrive_expect_tx(&s.idx_full, 4);
+                mbarrier_wait(&s.idx_full, parity);
+                idx = *(volatile int *)&s.idx;
+                mbarrier_arrive_remote(&s.idx_empty, 0);
+            }
+        }
+    }
+    parity ^= 1;
     return __shfl_sync(0xffffffffu, idx, 0);
 }
 
@@ -164,10 +215,10 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
-    constexpr u32 Q_BYTES = BLOCK_Q * COLUMNS * 2, KV_BYTES = BLOCK_KV * COLUMNS * 2, STAT_BYTES = BLOCK_Q * 4;
+    constexpr u32 Q_BYTES = sizeof s.q[0], KV_BYTES = sizeof s.v, STAT_BYTES = BLOCK_Q * 4;
     ring tr, r; /* of tiles, of steps */
-    u32 kv_parity = 0;
-    for (int idx = DYNAMIC ? take_tile(p) : blockIdx.x; idx < num_tiles; tr.next()) {
+    u32 kv_parity = 0, idx_parity = 0;
+    for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
         {
@@ -177,7 +228,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
             if (t.q_begin < t.q_end) {
-                const int key_row = t.kv_row_0 + t.kv_tile * BLOCK_KV;
+                const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
 #pragma unroll
                 for (int c = 0; c < CHUNKS; c++) { /* while the tile before still needs their places */
                     cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
@@ -195,20 +246,25 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                         u64 *full = &s.q_full[r.stage];
                         mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
                         mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                        load<BLOCK_Q>(s.q[r.stage], &p.q, full, row, head, t.q_batch, L2_EVICT_LAST);
+                        load_queries(s.q[r.stage], &p.q, full, row, head, t.q_batch);
                         cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
-                        full = &s.do_full[r.stage];
-                        mbarrier_wait(&s.do_empty[r.stage], r.parity ^ 1);
+                        full = &s.do_full[do_stage(r)];
+                        mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
                         mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                        load<BLOCK_Q>(s.dout[r.stage], &p.dout, full, row, head, t.q_batch, L2_EVICT_LAST);
-                        cp_async_bulk_load(s.d[r.stage], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
+                        load_queries(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
+                        cp_async_bulk_load(s.d[do_stage(r)], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
                         if (is_first) { /* behind Q and dO, which wait for nothing of the tile before */
                             mbarrier_wait(&s.k_empty, kv_parity ^ 1);
-                            mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
-                            load<BLOCK_KV>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                            if constexpr (CTAS > 1) {
+                                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof s.k_other);
+                                load_other_keys(s.k_other, p, &s.k_full, t);
+                            } else {
+                                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
+                            }
+                            load_keys(s.k, &p.k, &s.k_full, t);
                             mbarrier_wait(&s.v_empty, kv_parity ^ 1);
                             mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
-                            load<BLOCK_KV>(s.v, &p.v, &s.v_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
+                            load_keys(s.v, &p.v, &s.v_full, t);
                             is_first = false;
                         }
                     }
@@ -217,12 +273,28 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
             }
         }
         /* Not sooner: who takes a tile must begin it soon, or others wait for it, or end late. */
-        idx = DYNAMIC ? take_tile(p) : idx + gridDim.x;
+        idx = take_tile(p, s, idx_parity);
     }
     if (is_leader) {
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
         s.tiles[tr.stage].kv_tile = -1;
         mbarrier_arrive(&s.tile_full[tr.stage]);
+    }
+}
+
+/* What one lane does with each of the CTA's tiles. Whole warp. */
+template <class shared_memory, class work_on_tile> DEVICE void lead_through_tiles(shared_memory &s, work_on_tile work) {
+    const bool is_leader = threadIdx.x % 32 == 0;
+    for (ring tr;; tr.next()) {
+        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
+        const tile &t = s.tiles[tr.stage];
+        if (t.kv_tile < 0) break;
+        __syncwarp(); /* all have read it: the leader gives the tile's place away */
+        if (is_leader) {
+            work(t);
+            mbarrier_arrive(&s.tile_empty[tr.stage]);
+        }
+        __syncwarp();
     }
 }
 

@@ -23,7 +23,6 @@
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
-#define DETERMINISTIC 1
 #ifndef KERNEL
 #define KERNEL attn_bwd_wide_sm90
 #endif
@@ -36,9 +35,7 @@ static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's 
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
-constexpr int DS_BYTES = BLOCK_Q * KEYS * 2, Q_BYTES = BLOCK_Q * HEAD_DIM * 2, KV_BYTES = KEYS * HEAD_DIM * 2;
-constexpr int STAT_BYTES = BLOCK_Q * 4, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
-constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;
+constexpr int DS_BYTES = BLOCK_Q * KEYS * 2, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
 constexpr bool DP_FIRST = DO_STAGES > 1; /* before dQ of the last step, which runs under dS then: dO is early enough */
 
 /* Operands as in attn_bwd_sm90.cu. */
@@ -71,117 +68,6 @@ DEVICE void arrive_in_both(u64 *barrier) {
     mbarrier_arrive_remote(barrier, cluster_rank() ^ 1);
 }
 
-/* Where dO of a step lies, and the parity of its barriers. */
-DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
-DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
-
-/* The chunk of dQ's columns that a warpgroup makes; one too many make the last one again, for nothing. */
-DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
-DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
-
-/* ---- producer -------------------------------------------------------------------------------------------------- */
-
-/* This CTA's chunks of 64 rows, to both CTAs. */
-DEVICE void load_for_both(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c += CTAS) {
-        const int chunk = c + cluster_rank();
-        if (chunk >= CHUNKS) break;
-        cp_async_bulk_tensor_multicast(dst + chunk * BLOCK_Q * CHUNK, map, full, chunk * CHUNK, row, head, batch, 3,
-                                       L2_EVICT_LAST);
-    }
-}
-
-/* The first key that CTA `rank` loads. What lies beyond the sequence's end is masked and not stored, whatever it holds, but
- * no box may lie outside its map as a whole: see tensor_map.h. */
-DEVICE int key_to_load(const tile &t, int rank) { return min(t.kv_tile * BLOCK_KV + rank * KEYS, t.len_kv - 1); }
-
-/* The cluster's next tile. Whole warp. */
-DEVICE int next_tile(const params &p, shared_memory &s, u32 parity) {
-    int idx = 0;
-    if (threadIdx.x % 32 == 0) {
-        if (cluster_rank() == 0) {
-            idx = atomicAdd(p.tile_counter, 1);
-            mbarrier_wait(&s.idx_empty, parity ^ 1);
-            st_async(&s.idx, &s.idx_full, idx, 1);
-        } else {
-            mbarrier_arrive_expect_tx(&s.idx_full, 4);
-            mbarrier_wait(&s.idx_full, parity);
-            idx = *(volatile int *)&s.idx;
-            mbarrier_arrive_remote(&s.idx_empty, 0);
-        }
-    }
-    return __shfl_sync(0xffffffffu, idx, 0);
-}
-
-/* One warp; lane 0 does what one thread must do. */
-DEVICE void produce_for_pair(const params &p, shared_memory &s) {
-    const bool is_leader = threadIdx.x % 32 == 0;
-    const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
-    const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
-    ring tr, r; /* of tiles, of steps */
-    u32 kv_parity = 0, idx_parity = 0;
-    for (int idx = next_tile(p, s, 0); idx < num_tiles; tr.next()) {
-        const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
-        mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
-        {
-            const tile found = tile_at(p, idx, num_kv_tiles);
-            if (is_leader) s.tiles[tr.stage] = found;
-        }
-        if (is_leader) {
-            mbarrier_arrive(&s.tile_full[tr.stage]);
-            if (t.q_begin < t.q_end) {
-                const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
-                mbarrier_wait(&s.k_empty, kv_parity ^ 1);
-                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof(s.k_other));
-                load<KEYS>(s.k, &p.k, &s.k_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
-                const int other_row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
-#pragma unroll
-                for (int c = 0; c < 2; c++)
-                    cp_async_bulk_tensor_load(s.k_other + c * KEYS * CHUNK, &p.k, &s.k_full,
-                                              dq_chunk_to_load(c) * CHUNK, other_row, t.head_kv, t.kv_batch,
-                                              L2_EVICT_FIRST);
-                bool is_first = true;
-#pragma unroll 1
-                for (int g = 0; g < p.heads_per_kv; g++) {
-                    const int head = t.head_kv * p.heads_per_kv + g;
-                    const float *stats =
-                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab) * (2 * BLOCK_Q);
-#pragma unroll 1
-                    for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
-                        const int row = t.q_row_0 + i * BLOCK_Q;
-                        u64 *full = &s.q_full[r.stage];
-                        mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
-                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                        load_for_both(s.q[r.stage], &p.q, full, row, head, t.q_batch);
-                        cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
-                        if (is_first) {
-                            mbarrier_wait(&s.v_empty, kv_parity ^ 1);
-                            mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
-                            load<KEYS>(s.v, &p.v, &s.v_full, key_row, t.head_kv, t.kv_batch, L2_EVICT_FIRST);
-                            is_first = false;
-                        }
-                        full = &s.do_full[do_stage(r)];
-                        mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
-                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                        load_for_both(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
-                        cp_async_bulk_load(s.d[do_stage(r)], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
-                    }
-                }
-                kv_parity ^= 1;
-            }
-        }
-        /* Not sooner: who takes a tile must begin it soon, or others wait for it, or end late. */
-        idx_parity ^= 1;
-        idx = next_tile(p, s, idx_parity);
-    }
-    if (is_leader) {
-        mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
-        s.tiles[tr.stage].kv_tile = -1;
-        mbarrier_arrive(&s.tile_full[tr.stage]);
-    }
-}
-
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
 /* dQ = dS K, one chunk of columns. */
@@ -196,14 +82,24 @@ DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc,
     wgmma_commit_group();
 }
 
-/* dQ of query tile i, this warpgroup's chunk, when its turn has come. Whole warpgroup. */
-DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, int head_in_group,
-                   int i, int wg, int stage, u32 parity) {
+/* The step before, whose dQ comes now. */
+struct last_step {
+    int q_tile, head_in_group, stage;
+    u32 parity;
+};
+DEVICE last_step step_before(const ring &r, int q_tile, int head_in_group) {
+    return {q_tile, head_in_group, r.stage ^ 1, r.stage ? r.parity : r.parity ^ 1};
+}
+
+/* This warpgroup's chunk of a step's dQ, when its turn has come. Whole warpgroup. */
+DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, const last_step &last,
+                   int wg) {
     if (!p.dq.data) return;
-    const long long slab = (long long)(t.slab_head + head_in_group) * p.num_slabs + t.slab + i;
+    const int i = last.q_tile;
+    const long long slab = (long long)(t.slab_head + last.head_in_group) * p.num_slabs + t.slab + i;
     float *sums = p.dq_sums + slab * (2 * DQ_FLOATS) + dq_chunk(wg) * (BLOCK_Q * CHUNK) + threadIdx.x % 128 * 4;
     const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
-    mbarrier_wait(&s.turn_come[stage], parity);
+    mbarrier_wait(&s.turn_come[last.stage], last.parity);
     if (CHUNKS == 4 || dq_chunk(wg) < CHUNKS) {
         if (is_last) {
             if (!is_first) {
@@ -216,7 +112,7 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
             const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
             const float factors[2] = {p.scale, p.scale};
             u16 *base = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b +
-                        (t.head_kv * p.heads_per_kv + head_in_group) * p.dq.stride_h +
+                        (t.head_kv * p.heads_per_kv + last.head_in_group) * p.dq.stride_h +
                         (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
             store_rows(dq, factors, base, p.dq.stride_row, row, t.len_q, p.d - column);
         } else if (is_first) {
@@ -230,69 +126,50 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
         }
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.dq_added[stage]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.dq_added[last.stage]);
+}
+
+/* What one lane does in each step, whose query tile is i. Whole warp. */
+template <class work_on_step> DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step work) {
+    lead_through_tiles(s, [&](const tile &t) {
+#pragma unroll 1
+        for (int g = 0; g < p.heads_per_kv && p.dq.data; g++) {
+            const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
+#pragma unroll 1
+            for (int i = t.q_end - 1; i >= t.q_begin; i--) work(t, i, p.turns + (slab + i) * 2 + cluster_rank());
+        }
+    });
 }
 
 /* Two warps know when it is whose turn, so that the warpgroups wait neither for the memory nor for its fences. One looks
  * whether a step's turn has come, while the step before it may still be adding ... */
 DEVICE void open_turns(const params &p, shared_memory &s) {
-    const bool is_leader = threadIdx.x % 32 == 0;
     ring r; /* of steps */
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (t.kv_tile < 0) break;
-        __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) {
-#pragma unroll 1
-            for (int g = 0; g < p.heads_per_kv && p.dq.data; g++) {
-                const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
-#pragma unroll 1
-                for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
-                    const u32 *turn = p.turns + (slab + i) * 2 + cluster_rank();
-                    if (i < t.first_begin) {
-                        if (i < t.last_end)
-                            wait_turn_to_read(turn, turn_of(p, t, i));
-                        else
-                            wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
-                    }
-                    mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
-                    mbarrier_arrive(&s.turn_come[r.stage]);
-                }
-            }
-            mbarrier_arrive(&s.tile_empty[tr.stage]);
+    lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
+        if (i < t.first_begin) {
+            if (i < t.last_end)
+                wait_turn_to_read(turn, turn_of(p, t, i));
+            else
+                wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
         }
-        __syncwarp();
-    }
+        mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
+        mbarrier_arrive(&s.turn_come[r.stage]);
+        r.next();
+    });
 }
 
 /* ... and one, when both warpgroups have added, lets the next step but one begin and tells the other key tiles. Its fence
  * orders what others of the CTA have done before, if they have told so. It is behind by no more than two steps: a phase
  * of dq_added that it has not seen cannot be followed by the next one. */
 DEVICE void end_turns(const params &p, shared_memory &s) {
-    const bool is_leader = threadIdx.x % 32 == 0;
     ring r; /* of steps */
-    if (is_leader) mbarrier_arrive(&s.turn_come[0]), mbarrier_arrive(&s.turn_come[1]);
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (t.kv_tile < 0) break;
-        __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) {
-#pragma unroll 1
-            for (int g = 0; g < p.heads_per_kv && p.dq.data; g++) {
-                const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
-#pragma unroll 1
-                for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
-                    mbarrier_wait(&s.dq_added[r.stage], r.parity);
-                    mbarrier_arrive(&s.turn_come[r.stage]);
-                    if (i >= t.last_end) end_turn(p.turns + (slab + i) * 2 + cluster_rank());
-                }
-            }
-            mbarrier_arrive(&s.tile_empty[tr.stage]);
-        }
-        __syncwarp();
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn_come[0]), mbarrier_arrive(&s.turn_come[1]);
+    lead_through_steps(p, s, [&](const tile &t, int i, u32 *turn) {
+        mbarrier_wait(&s.dq_added[r.stage], r.parity);
+        mbarrier_arrive(&s.turn_come[r.stage]);
+        if (i >= t.last_end) end_turn(turn);
+        r.next();
+    });
 }
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
@@ -310,22 +187,48 @@ DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
                     dS[4 * g + 2], dS[4 * g + 3]);
 }
 
-DEVICE u32 k_descriptor_of_dq(const shared_memory &s, int wg) {
-    return matrix_descriptor(smem_address(s.k) + dq_chunk_to_load(wg) * KEYS * ROW_BYTES, 0);
+/* What a warpgroup's chunk of dQ is made of: descriptors of dS in stage 0, of this CTA's keys and of the other's. */
+struct dq_operands {
+    u32 ds, k, k_other;
+};
+DEVICE dq_operands dq_operands_of(const shared_memory &s, int wg) {
+    return {matrix_descriptor(smem_address(s.ds), 0),
+            matrix_descriptor(smem_address(s.k) + dq_chunk_to_load(wg) * KEYS * ROW_BYTES, 0),
+            matrix_descriptor(smem_address(s.k_other) + wg * KEYS * ROW_BYTES, 0)};
 }
-DEVICE u32 k_other_descriptor(const shared_memory &s, int wg) {
-    return matrix_descriptor(smem_address(s.k_other) + wg * KEYS * ROW_BYTES, 0);
+
+/* wait dS: dQ of the last step. A tile's first step has none before it: what lies there is multiplied, and dropped. */
+DEVICE void start_dq(float (&dq)[PAIR_DQ_REGS], shared_memory &s, const dq_operands &x, const last_step &last,
+                     bool is_there) {
+    if (is_there) mbarrier_wait(&s.ds_full[last.stage], last.parity);
+    issue_dq_of_pair(dq, x.ds + last.stage * DS_STAGE, x.k, x.k_other);
+}
+
+/* dQ is there: release dS, add dQ. */
+DEVICE void end_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, const last_step &last,
+                   int wg) {
+    if (threadIdx.x % 32 == 0) arrive_in_both(&s.ds_empty[last.stage]);
+    add_dq(dq, p, s, t, last, wg);
+}
+
+/* dQ of a tile's last step. Nothing is read any more then. */
+DEVICE void finish_dq(const params &p, shared_memory &s, const dq_operands &x, const tile &t, const last_step &last,
+                      int wg) {
+    float dQ[PAIR_DQ_REGS];
+    start_dq(dQ, s, x, last, true);
+    wgmma_wait_group<0>(dQ);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.k_empty);
+    end_dq(dQ, p, s, t, last, wg);
 }
 
 /* Warpgroup 0: P and dV. */
 DEVICE void consume_p(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
     const bool is_leader = threadIdx.x % 32 == 0;
-    const u32 k_desc = matrix_descriptor(smem_address(s.k), 0), k_dq_desc = k_descriptor_of_dq(s, 0);
-    const u32 k_other_desc = k_other_descriptor(s, 0);
+    const u32 k_desc = matrix_descriptor(smem_address(s.k), 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
-    const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds), 0);
+    const dq_operands operands = dq_operands_of(s, 0);
     float dV[KV_REGS];
     ring r; /* of steps */
     u32 kv_parity = 0;
@@ -347,17 +250,15 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
             wgmma_fence();
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
-                const int last = r.stage ^ 1;
-                const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
+                const last_step last = step_before(r, last_q_tile, last_head);
                 u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1];
                 float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
-                /* wait dS: dQ of the last step (the first one's is dropped) */
-                if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
-                issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
+                /* wait dS: dQ of the last step */
+                start_dq(dQ, s, operands, last, step > 0);
                 /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
                 wgmma_wait_group<1>(S);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
@@ -375,10 +276,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 issue_update(dV, P, do_desc_0 + r.stage * DO_STAGE);
                 /* dQ is there: release dS, add dQ */
                 wgmma_wait_group<1>(dQ);
-                if (step > 0) {
-                    if (is_leader) arrive_in_both(&s.ds_empty[last]);
-                    add_dq(dQ, p, s, t, last_head, last_q_tile, 0, last, last_parity);
-                }
+                if (step > 0) end_dq(dQ, p, s, t, last, 0);
                 /* dV is there: release dO. In the next step, behind the wait for Q, it is 5 to 8% slower from 4k on. */
                 wgmma_wait_group<0>(dV);
                 if (is_leader) arrive_in_both(&s.do_empty[do_stage(r)]);
@@ -387,15 +285,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
             }
 
-            /* The last step's dQ; nothing is read any more */
-            const int last = r.stage ^ 1;
-            const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
-            float dQ[PAIR_DQ_REGS];
-            mbarrier_wait(&s.ds_full[last], last_parity);
-            issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
-            wgmma_wait_group<0>(dQ);
-            if (is_leader) arrive_in_both(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
-            add_dq(dQ, p, s, t, last_head, last_q_tile, 0, last, last_parity);
+            finish_dq(p, s, operands, t, step_before(r, last_q_tile, last_head), 0);
             pin(dV);
             kv_parity ^= 1;
         }
@@ -409,11 +299,10 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
 DEVICE void consume_ds(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
     const bool is_leader = threadIdx.x % 32 == 0;
-    const u32 v_desc = matrix_descriptor(smem_address(s.v), 0), k_dq_desc = k_descriptor_of_dq(s, 1);
-    const u32 k_other_desc = k_other_descriptor(s, 1);
+    const u32 v_desc = matrix_descriptor(smem_address(s.v), 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), 0);
-    const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds), 0);
+    const dq_operands operands = dq_operands_of(s, 1);
     float dK[KV_REGS];
     ring r; /* of steps */
     u32 kv_parity = 0;
@@ -435,31 +324,24 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
             wgmma_fence();
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
-                const int last = r.stage ^ 1;
-                const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
+                const last_step last = step_before(r, last_q_tile, last_head);
                 u32 W[P_REGS], dS[P_REGS];
                 float dP[S_REGS], dQ[PAIR_DQ_REGS], d[STAT_REGS];
-                const auto start_dq = [&] {
-                    if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
-                    issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
-                };
                 const auto start_dp = [&] {
                     mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
                     issue_scores(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
                 };
-                const auto end_dq = [&] {
+                const auto release_ds_and_add = [&] {
                     wgmma_wait_group<1>(dQ);
-                    if (step == 0) return;
-                    if (is_leader) arrive_in_both(&s.ds_empty[last]);
-                    add_dq(dQ, p, s, t, last_head, last_q_tile, 1, last, last_parity);
+                    if (step > 0) end_dq(dQ, p, s, t, last, 1);
                 };
-                /* wait dS: dQ of the last step (the first one's is dropped). dK of it is there: release Q. wait dO: dP */
-                DP_FIRST ? start_dp() : start_dq();
+                /* wait dS: dQ of the last step. dK of it is there: release Q. wait dO: dP */
+                DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, step > 0);
                 wgmma_wait_group<1>(dK);
-                if (is_leader && step > 0) arrive_in_both(&s.q_empty[last]);
-                DP_FIRST ? start_dq() : start_dp();
+                if (is_leader && step > 0) arrive_in_both(&s.q_empty[last.stage]);
+                DP_FIRST ? start_dq(dQ, s, operands, last, step > 0) : start_dp();
                 /* dQ is there: release dS, add dQ */
-                if (!DP_FIRST) end_dq();
+                if (!DP_FIRST) release_ds_and_add();
                 /* wait P; dP is there: release dO, dS */
                 load_stats(d, s.d[do_stage(r)], threadIdx.x % 32);
                 mbarrier_wait(&s.p_full, r.stage);
@@ -484,23 +366,16 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                     cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
                     mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
                 }
-                if (DP_FIRST) end_dq();
+                if (DP_FIRST) release_ds_and_add();
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
                 if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
             }
 
-            /* The last step's dQ; nothing is read any more */
-            const int last = r.stage ^ 1;
-            const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
-            float dQ[PAIR_DQ_REGS];
+            const last_step last = step_before(r, last_q_tile, last_head);
             wgmma_wait_group<0>(dK);
-            if (is_leader) arrive_in_both(&s.q_empty[last]), mbarrier_arrive(&s.v_empty);
-            mbarrier_wait(&s.ds_full[last], last_parity);
-            issue_dq_of_pair(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc, k_other_desc);
-            wgmma_wait_group<0>(dQ);
-            if (is_leader) arrive_in_both(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
-            add_dq(dQ, p, s, t, last_head, last_q_tile, 1, last, last_parity);
+            if (is_leader) arrive_in_both(&s.q_empty[last.stage]), mbarrier_arrive(&s.v_empty);
+            finish_dq(p, s, operands, t, last, 1);
             pin(dK);
             kv_parity ^= 1;
         }
@@ -515,7 +390,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    if (smem_address(smem) % 1024) __trap();
+    if (smem_address(smem) % 1024) __trap(); /* NOTE: not SHARED_BASE, in a cluster */
     shared_memory &s = *(shared_memory *)smem;
     const int warp = uniform(threadIdx.x / 32), wg = warp / 4;
 
@@ -540,7 +415,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (warp == 0) produce_for_pair(p, s);
+        if (warp == 0) produce(p, s);
         if (warp == 1) open_turns(p, s);
         if (warp == 2) end_turns(p, s);
     } else {
