@@ -224,6 +224,7 @@ OUTLINE void softmax_step_scaling(const softmax_args *a) {
  * compilers turn the 64-bit products of fa_philox into 64-bit multiplications, which are several times slower. */
 static inline void dropout_patch(uint64_t seed, uint64_t stream, int64_t row_patch, int64_t col_patch,
                                  uint8_t bytes[FA_PATCH_COLS][FA_PATCH_ROWS]) {
+    enum { RUN = LANES < 8 ? LANES : 8 };
     for (int call = 0; call < FA_PHILOX_LANES; call += LANES) {
         uint32_t counter[2][LANES];
         for (int i = 0; i < LANES; i++) {
@@ -250,8 +251,9 @@ static inline void dropout_patch(uint64_t seed, uint64_t stream, int64_t row_pat
             UNROLL for (int byte = 0; byte < 4; byte++) {
                 uint8_t lanes[LANES];
                 vec_store_bytes(lanes, words[word], 8 * byte);
-                for (int i = 0; i < LANES; i += 8)
-                    memcpy(&bytes[8 * word + 2 * ((call + i) / 8) + byte % 2][8 * (byte / 2)], lanes + i, 8);
+                for (int i = 0; i < LANES; i += RUN)
+                    memcpy(&bytes[8 * word + 2 * ((call + i) / 8) + byte % 2][8 * (byte / 2) + (call + i) % 8],
+                           lanes + i, RUN);
             }
         }
     }

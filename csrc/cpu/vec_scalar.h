@@ -25,21 +25,39 @@
 #define UNROLL_ROWS 4
 #define BLOCK_Q     64
 #else
-#define LANES       8
+#define LANES       4
 #define WORD_ELEMS  1
-#define UNROLL_VECS 1
+#define UNROLL_VECS 2
 #define UNROLL_ROWS 4
 #define BLOCK_Q     32
 #endif
 
+/* gcc and clang know vectors of any processor, and give them their registers; elsewhere a vec is an array. Verbs are written
+ * once: after EACH_LANE, OF(a) is all of a vector or one of its lanes, BITS and FLOATS are the same 32 bits of each as the
+ * other type, and TRUTH makes a mask of a comparison. Left to find the vectors in loops over arrays, gcc takes four times as
+ * long. */
+#if defined(__GNUC__)
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vec_bits __attribute__((vector_size(4 * LANES)));
+#define EACH_LANE
+#define OF(a)     (a)
+#define BITS(a)   ((vec_bits)(a))
+#define FLOATS(x) ((vec)(x))
+#define TRUTH(x)  ((vec_bits)(x))
+#else
 typedef struct {
     float lane[LANES];
 } vec;
 typedef struct {
-    bool lane[LANES];
-} vec_mask;
-
+    uint32_t lane[LANES];
+} vec_bits;
 #define EACH_LANE for (int i = 0; i < LANES; i++)
+#define OF(a)     (a).lane[i]
+#define BITS(a)   fa_bits_of((a).lane[i])
+#define FLOATS(x) fa_f32_of_bits(x)
+#define TRUTH(x)  (0u - (uint32_t)(x))
+#endif
+typedef vec_bits vec_mask; /* all bits of a lane or none */
 
 /* ---- moving ---- */
 INLINE vec vec_load(const float *p) {
@@ -50,13 +68,13 @@ INLINE vec vec_load(const float *p) {
 INLINE void vec_store(float *p, vec a) { memcpy(p, &a, sizeof a); }
 /* The first n < LANES floats; nothing behind them is touched, the other lanes are 0. */
 INLINE vec vec_load_first(const float *p, int64_t n) {
-    vec r = {{0}};
-    memcpy(&r, p, (size_t)n * sizeof *p);
-    return r;
+    float lane[LANES] = {0};
+    memcpy(lane, p, (size_t)n * sizeof *p);
+    return vec_load(lane);
 }
 INLINE vec vec_set(float x) {
-    vec r;
-    EACH_LANE r.lane[i] = x;
+    vec r = {0};
+    EACH_LANE OF(r) = x - OF(r);
     return r;
 }
 INLINE vec vec_broadcast(const float *word) { return vec_set(*word); }
@@ -67,143 +85,153 @@ INLINE void vec_pin(vec *a) { (void)a; }
 
 /* ---- arithmetic ---- */
 INLINE vec vec_add(vec a, vec b) {
-    EACH_LANE a.lane[i] += b.lane[i];
+    EACH_LANE OF(a) += OF(b);
     return a;
 }
 INLINE vec vec_sub(vec a, vec b) {
-    EACH_LANE a.lane[i] -= b.lane[i];
+    EACH_LANE OF(a) -= OF(b);
     return a;
 }
 INLINE vec vec_mul(vec a, vec b) {
-    EACH_LANE a.lane[i] *= b.lane[i];
+    EACH_LANE OF(a) *= OF(b);
     return a;
 }
 INLINE vec vec_div(vec a, vec b) {
-    EACH_LANE a.lane[i] /= b.lane[i];
+    EACH_LANE OF(a) /= OF(b);
     return a;
 }
 /* a b + c */
 INLINE vec vec_fma(vec a, vec b, vec c) {
-    EACH_LANE c.lane[i] += a.lane[i] * b.lane[i];
+    EACH_LANE OF(c) += OF(a) * OF(b);
     return c;
 }
 /* acc + a b over the elements of a word */
 #if WORD_ELEMS == 2
 INLINE vec vec_dot(vec acc, vec a, vec b) {
-    EACH_LANE {
-        uint32_t x = fa_bits_of(a.lane[i]), y = fa_bits_of(b.lane[i]);
-        acc.lane[i] += fa_f32_of_bits(x << 16) * fa_f32_of_bits(y << 16);
-        acc.lane[i] += fa_f32_of_bits(x & 0xffff0000) * fa_f32_of_bits(y & 0xffff0000);
-    }
+    EACH_LANE OF(acc) += FLOATS(BITS(a) << 16) * FLOATS(BITS(b) << 16);
+    EACH_LANE OF(acc) += FLOATS(BITS(a) & 0xffff0000u) * FLOATS(BITS(b) & 0xffff0000u);
     return acc;
 }
 #else
 INLINE vec vec_dot(vec acc, vec a, vec b) { return vec_fma(a, b, acc); }
 #endif
-INLINE vec vec_max(vec a, vec b) {
-    EACH_LANE a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
-    return a;
-}
-INLINE vec vec_min(vec a, vec b) {
-    EACH_LANE a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i];
-    return a;
-}
 
 /* ---- masks ---- */
 INLINE vec_mask vec_le(vec a, vec b) {
     vec_mask m;
-    EACH_LANE m.lane[i] = a.lane[i] <= b.lane[i];
+    EACH_LANE OF(m) = TRUTH(OF(a) <= OF(b));
     return m;
 }
 INLINE vec_mask vec_lt(vec a, vec b) {
     vec_mask m;
-    EACH_LANE m.lane[i] = a.lane[i] < b.lane[i];
+    EACH_LANE OF(m) = TRUTH(OF(a) < OF(b));
     return m;
 }
 INLINE vec_mask mask_and(vec_mask a, vec_mask b) {
-    EACH_LANE a.lane[i] = a.lane[i] && b.lane[i];
+    EACH_LANE OF(a) &= OF(b);
     return a;
 }
 INLINE bool mask_any(vec_mask m) {
-    bool any = false;
-    EACH_LANE any |= m.lane[i];
-    return any;
+    uint32_t lane[LANES], any = 0;
+    memcpy(lane, &m, sizeof lane);
+    for (int i = 0; i < LANES; i++) any |= lane[i];
+    return any != 0;
 }
 /* LANES bytes against one limit */
 INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
+    uint32_t lane[LANES];
     vec_mask m;
-    EACH_LANE m.lane[i] = bytes[i] <= limit;
+    for (int i = 0; i < LANES; i++) lane[i] = bytes[i];
+    memcpy(&m, lane, sizeof m);
+    EACH_LANE OF(m) = TRUTH(OF(m) <= limit);
     return m;
 }
 INLINE vec vec_select(vec_mask m, vec yes, vec no) {
-    EACH_LANE no.lane[i] = m.lane[i] ? yes.lane[i] : no.lane[i];
+    EACH_LANE OF(no) = FLOATS((BITS(yes) & OF(m)) | (BITS(no) & ~OF(m)));
     return no;
 }
+INLINE vec vec_max(vec a, vec b) { return vec_select(vec_lt(b, a), a, b); }
+INLINE vec vec_min(vec a, vec b) { return vec_select(vec_lt(a, b), a, b); }
 
 /* ---- bits: the lanes as unsigned 32-bit integers ---- */
-INLINE vec vec_set_bits(uint32_t bits) { return vec_set(fa_f32_of_bits(bits)); }
+INLINE vec vec_set_bits(uint32_t bits) {
+    const vec_bits zero = {0};
+    vec r;
+    EACH_LANE OF(r) = FLOATS(OF(zero) | bits);
+    return r;
+}
 INLINE vec vec_xor(vec a, vec b) {
-    EACH_LANE a.lane[i] = fa_f32_of_bits(fa_bits_of(a.lane[i]) ^ fa_bits_of(b.lane[i]));
+    EACH_LANE OF(a) = FLOATS(BITS(a) ^ BITS(b));
     return a;
 }
 /* The high halves of the 64-bit products a factor; *low receives the low halves. */
 INLINE vec vec_multiply_bits(vec a, uint32_t factor, vec *low) {
-    vec high;
-    EACH_LANE {
-        uint64_t product = (uint64_t)fa_bits_of(a.lane[i]) * factor;
-        low->lane[i] = fa_f32_of_bits((uint32_t)product);
-        high.lane[i] = fa_f32_of_bits((uint32_t)(product >> 32));
+    uint32_t x[LANES], y[LANES];
+    memcpy(x, &a, sizeof x);
+    for (int i = 0; i < LANES; i++) {
+        const uint64_t product = (uint64_t)x[i] * factor;
+        x[i] = (uint32_t)(product >> 32);
+        y[i] = (uint32_t)product;
     }
-    return high;
+    memcpy(&a, x, sizeof a);
+    memcpy(low, y, sizeof y);
+    return a;
 }
 /* The byte of each lane that starts at bit `shift`: LANES bytes. */
 INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
-    EACH_LANE p[i] = (uint8_t)(fa_bits_of(a.lane[i]) >> shift);
+    uint32_t lane[LANES];
+    memcpy(lane, &a, sizeof lane);
+    for (int i = 0; i < LANES; i++) p[i] = (uint8_t)(lane[i] >> shift);
 }
 
 /* 2^a for a <= 126: a relative error of 1e-7, exactly 1 at 0, exactly 0 below -127, NaN stays NaN. The magic number
  * moves the nearest integer n into the low bits; 2^(a - n) is a polynomial whose constant term is 1. */
 INLINE vec vec_exp2(vec a) {
-    EACH_LANE {
-        float x = a.lane[i] < -126.0f ? -126.0f : a.lane[i], shifted = x + 0x1.8p23f, f = x - (shifted - 0x1.8p23f),
-              power;
-        uint32_t bits;
-        memcpy(&bits, &shifted, sizeof bits);
-        bits = (bits + 127) << 23;
-        memcpy(&power, &bits, sizeof power);
-        float p = 0.00132647273f * f + 0.00967151299f;
-        p = p * f + 0.0555073358f;
-        p = p * f + 0.240222424f;
-        p = p * f + 0.693147004f;
-        p = (p * f + 1.0f) * power;
-        a.lane[i] = a.lane[i] < -126.0f ? 0.0f : p;
-    }
-    return a;
+    const vec lowest = vec_set(-126.0f), magic = vec_set(0x1.8p23f);
+    const vec_mask is_zero = vec_lt(a, lowest);
+    const vec x = vec_select(is_zero, lowest, a), shifted = vec_add(x, magic), f = vec_sub(x, vec_sub(shifted, magic));
+    vec power, p = vec_fma(vec_set(0.00132647273f), f, vec_set(0.00967151299f));
+    EACH_LANE OF(power) = FLOATS((BITS(shifted) + 127u) << 23);
+    p = vec_fma(p, f, vec_set(0.0555073358f));
+    p = vec_fma(p, f, vec_set(0.240222424f));
+    p = vec_fma(p, f, vec_set(0.693147004f));
+    p = vec_mul(vec_fma(p, f, vec_set(1.0f)), power);
+    return vec_select(is_zero, vec_set(0.0f), p);
 }
 
 /* ---- the caller's 16-bit types, LANES elements at a time; stores round to nearest even ---- */
+OUTLINE void lanes_from_f16(float lane[LANES], const uint16_t half[LANES]) {
+    for (int i = 0; i < LANES; i++) lane[i] = fa_f32_from_f16(half[i]);
+}
+OUTLINE void lanes_to_f16(uint16_t half[LANES], const float lane[LANES]) {
+    for (int i = 0; i < LANES; i++) half[i] = fa_f16_from_f32(lane[i]);
+}
 INLINE vec vec_load_f16(const void *p) {
-    vec r;
     uint16_t half[LANES];
+    float lane[LANES];
     memcpy(half, p, sizeof half);
-    EACH_LANE r.lane[i] = fa_f32_from_f16(half[i]);
-    return r;
+    lanes_from_f16(lane, half);
+    return vec_load(lane);
 }
 INLINE vec vec_load_bf16(const void *p) {
-    vec r;
     uint16_t half[LANES];
+    float lane[LANES];
     memcpy(half, p, sizeof half);
-    EACH_LANE r.lane[i] = fa_f32_from_bf16(half[i]);
-    return r;
+    for (int i = 0; i < LANES; i++) lane[i] = fa_f32_from_bf16(half[i]);
+    return vec_load(lane);
 }
 INLINE void vec_store_f16(void *p, vec a) {
     uint16_t half[LANES];
-    EACH_LANE half[i] = fa_f16_from_f32(a.lane[i]);
+    float lane[LANES];
+    vec_store(lane, a);
+    lanes_to_f16(half, lane);
     memcpy(p, half, sizeof half);
 }
 INLINE void vec_store_bf16(void *p, vec a) {
     uint16_t half[LANES];
-    EACH_LANE half[i] = fa_bf16_from_f32(a.lane[i]);
+    float lane[LANES];
+    vec_store(lane, a);
+    for (int i = 0; i < LANES; i++) half[i] = fa_bf16_from_f32(lane[i]);
     memcpy(p, half, sizeof half);
 }
 
@@ -221,29 +249,30 @@ INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
 
 /* lane i: the sum of the lanes of a[i] */
 INLINE vec vec_sums(const vec a[LANES]) {
-    vec r;
-    EACH_LANE {
-        r.lane[i] = 0.0f;
-        for (int j = 0; j < LANES; j++) r.lane[i] += a[i].lane[j];
-    }
-    return r;
+    float lane[LANES][LANES], sum[LANES] = {0};
+    memcpy(lane, a, sizeof lane);
+    for (int j = 0; j < LANES; j++)
+        for (int i = 0; i < LANES; i++) sum[i] += lane[i][j];
+    return vec_load(sum);
 }
 
 /* row[i] lane j <-> row[j] lane i, for floats and words alike */
 INLINE void vec_transpose(vec row[LANES]) {
-    EACH_LANE for (int j = 0; j < i; j++) {
-        float t = row[i].lane[j];
-        row[i].lane[j] = row[j].lane[i];
-        row[j].lane[i] = t;
-    }
+    uint32_t from[LANES][LANES], to[LANES][LANES];
+    memcpy(from, row, sizeof from);
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[i][j] = from[j][i];
+    memcpy(row, to, sizeof to);
 }
 
 /* ---- words of two bf16 ---- */
 #if WORD_ELEMS == 2
 
 INLINE vec vec_join(const uint16_t even[LANES], const uint16_t odd[LANES]) {
+    uint32_t word[LANES];
     vec r;
-    EACH_LANE r.lane[i] = fa_f32_of_bits((uint32_t)odd[i] << 16 | even[i]);
+    for (int i = 0; i < LANES; i++) word[i] = (uint32_t)odd[i] << 16 | even[i];
+    memcpy(&r, word, sizeof r);
     return r;
 }
 /* Two vectors of floats, rounded to bf16, as words. */
@@ -268,7 +297,7 @@ INLINE vec vec_join_rows(const void *even, const void *odd) {
 }
 /* The first n < 2 LANES bf16 as words, zeros behind them. */
 INLINE vec vec_load_words_first(const void *p, int64_t n) {
-    vec r = {{0}};
+    vec r = {0};
     memcpy(&r, p, (size_t)n * sizeof(uint16_t));
     return r;
 }
@@ -291,4 +320,8 @@ INLINE vec_mode vec_enter(void) { return 0; }
 INLINE void vec_leave(vec_mode mode) { (void)mode; }
 
 #undef EACH_LANE
+#undef OF
+#undef BITS
+#undef FLOATS
+#undef TRUTH
 #endif
