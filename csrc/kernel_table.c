@@ -30,14 +30,15 @@ static const fa_row fwd_sm90_rows[] = {
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
 
-/* plan_cuda_fwd.c takes the row that costs a sequence least. One before it that serves the same, with tiles as high and
- * steps that cost no more, always costs less. */
+/* plan_cuda_fwd.c takes the row that costs a sequence least. That is never more than it costs with one before that serves
+ * the same in steps of as many rows and keys, each of which costs no more. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
-        if (t->d == mine->d && t->wgs == mine->wgs && t->block_kv * t->cost <= mine->block_kv * mine->cost &&
+        if (t->d == mine->d && t->wgs >= mine->wgs && t->block_kv >= mine->block_kv &&
+            t->wgs * t->block_kv * t->cost <= mine->wgs * mine->block_kv * mine->cost &&
             (fwd_sm90_rows[i].serves & wanted) == wanted)
             return false;
     }
