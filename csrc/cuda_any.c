@@ -34,9 +34,6 @@ static int piece_bytes(const fa_problem *p) {
     return (int)(offsets & -offsets);
 }
 
-/* A window wider than any sequence, small enough to be added to positions. */
-static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
-
 fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
     const fa_problem *p = call->problem;
     fa_cuda_problem a = {
@@ -61,8 +58,8 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .softmax_d_rows = (int)p->softmax_d.stride_h,
         .scale = (float)p->scale,
         .softcap = (float)p->softcap,
-        .window_left = clamp_window(p->window_left),
-        .window_right = clamp_window(p->window_right),
+        .window_left = fa_clamp_window(p->window_left),
+        .window_right = fa_clamp_window(p->window_right),
         .alibi_slopes = p->alibi_slopes,
         .alibi_stride_b = p->alibi_stride_b,
         .rng_state = (const unsigned long long *)p->rng_state,
@@ -102,16 +99,8 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
                              int64_t num_tasks, int threads, fa_error *err) {
     const fa_variant variant = {family, row, fa_dtype_feature(call->problem->dtype), call->gpu->capability};
-    CUkernel kernel;
-    if (num_tasks == 0) return FA_OK;
-    fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
-    if (status != FA_OK) return status;
-    void *arguments[] = {(void *)problem};
     const unsigned grid = num_tasks < INT32_MAX ? (unsigned)num_tasks : INT32_MAX;
-    return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, (unsigned)threads, 1, 1,
-                                                        (unsigned)fa_families[family].rows[row].shared_bytes,
-                                                        call->stream, arguments, NULL),
-                           "launching a kernel", err);
+    return fa_cuda_launch(call, variant, (fa_launch){grid, 1, 1, .threads = (unsigned)threads}, problem, err);
 }
 
 /* CTAs of one head: tiles of `rows` of the longest sequence, at least one. */

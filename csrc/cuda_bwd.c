@@ -11,8 +11,6 @@ enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 /* CTAs that share a tile's keys: those of a cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_family == FA_BWD_WIDE_SM90 ? 2 : 1; }
 
-static const float LOG2_E = 1.44269504f;
-
 /* Key heads that are walked together: as many as have their queries, dO and sums of dQ in 40 MB of the L2. */
 static int heads_in_group(const fa_problem *p) {
     const int64_t bytes = 8 * p->d * (p->len_q > 0 ? p->len_q : 1) * (p->h / p->h_kv), heads = p->b * p->h_kv;
@@ -44,9 +42,6 @@ static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     }
     if (a->group_heads > heads) a->group_heads = heads;
 }
-
-/* A window wider than any sequence, small enough to be added to positions. */
-static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
 
 static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
     return (fa_bwd_tensor){t->data, packed ? 0 : t->stride_b, t->stride_row, t->stride_h};
@@ -83,10 +78,10 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     choose_order(call, a);
 
     const float scale = (float)p->scale;
-    a->scale_log2 = (features & FA_SCORE ? 1 : scale) * LOG2_E;
+    a->scale_log2 = (features & FA_SCORE ? 1 : scale) * FA_LOG2_E;
     a->score_scale = a->scale = scale;
     a->softcap = (float)p->softcap;
-    a->window_left = clamp_window(p->window_left), a->window_right = clamp_window(p->window_right);
+    a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);
     a->alibi_slopes = p->alibi_slopes;
     a->alibi_stride_b = p->alibi_stride_b;
     a->rng_state = (const unsigned long long *)p->rng_state;
@@ -112,24 +107,14 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     return status;
 }
 
-/* One of the kernels, with the plan's features as far as its family knows them. is_early: it may begin while the kernel
- * before it ends, and waits for that one itself. */
+/* One of the kernels, with the plan's features as far as its family knows them. */
 static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, int64_t grid, unsigned threads,
-                        bool is_early, fa_attn_bwd_params *a, fa_error *err) {
+                        bool waits_itself, fa_attn_bwd_params *a, fa_error *err) {
     fa_variant variant = fa_plan_variant(call->plan, call->gpu);
-    CUkernel kernel;
-    void *arguments[] = {a};
     variant.family = family, variant.row = row;
     variant.features &= fa_families[family].knows;
-    if (grid == 0) return FA_OK;
-    fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
-    if (status != FA_OK) return status;
-    CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, .value = {1}};
-    const CUlaunchConfig config = {
-        (unsigned)grid, 1,      1,       threads, 1, 1, (unsigned)fa_families[family].rows[row].shared_bytes,
-        call->stream,   &early, is_early};
-    return fa_driver_check(call->driver->cuLaunchKernelEx(&config, (CUfunction)kernel, arguments, NULL),
-                           "launching a backward kernel", err);
+    const fa_launch shape = {(unsigned)grid, 1, 1, .threads = threads, .waits_itself = waits_itself};
+    return fa_cuda_launch(call, variant, shape, a, err);
 }
 
 fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {

@@ -6,11 +6,6 @@
 
 #include <limits.h>
 
-static const float LOG2_E = 1.44269504f;
-
-/* A window wider than any sequence, small enough to be added to positions. */
-static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
-
 static fa_division division_by(unsigned d) {
     unsigned bits = 0;
     while ((uint64_t)1 << bits < d) bits++;
@@ -63,12 +58,12 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .changes_scores = p->softcap > 0 || p->alibi_slopes || !(p->scale > 0),
         .score_scale = scale,
         .softcap = (float)p->softcap,
-        .window_left = clamp_window(p->window_left),
-        .window_right = clamp_window(p->window_right),
+        .window_left = fa_clamp_window(p->window_left),
+        .window_right = fa_clamp_window(p->window_right),
         .alibi_slopes = p->alibi_slopes,
         .alibi_stride_b = p->alibi_stride_b,
     };
-    a.scale_log2 = (a.changes_scores ? 1 : scale) * LOG2_E;
+    a.scale_log2 = (a.changes_scores ? 1 : scale) * FA_LOG2_E;
     a.lazy_margin = 8 / a.scale_log2;
     /* Of a cache without a row or a page no key can be read. */
     if ((p->block_table && p->num_pages == 0) || (p->cache_batch_idx && p->cache_rows == 0))
@@ -123,30 +118,22 @@ static int lowest_row(int row) {
 }
 
 /* With the kernel of one row of tiles.def. */
-static fa_status launch(const fa_cuda_call *call, int row, fa_attn_decode_params *a, fa_error *err) {
+static fa_status launch_row(const fa_cuda_call *call, int row, fa_attn_decode_params *a, fa_error *err) {
     const fa_decode_sm90_columns *tile = fa_decode_sm90_row(row);
     const int cluster = call->plan->cluster, ctas = call->gpu->num_sms * tile->ctas;
     fa_variant variant = fa_plan_variant(call->plan, call->gpu);
-    CUkernel kernel;
     variant.row = row;
-    fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
-    if (status != FA_OK) return status;
     choose_lanes(a, ctas < FA_DECODE_MAX_CTAS ? ctas : FA_DECODE_MAX_CTAS);
     if (cluster > 0) share_clusters(a, call->plan);
-    CUlaunchAttribute dimension = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, .value = {cluster, 1, 1}};
-    const CUlaunchConfig config = {.grid_x = (unsigned)(cluster > 0 ? cluster : a->lanes),
-                                   .grid_y = (unsigned)(cluster > 0 ? a->h_kv : a->groups),
-                                   .grid_z = (unsigned)(cluster > 0 ? a->groups : 1),
-                                   .block_x = 32 * (unsigned)(tile->warps_q * tile->teams),
-                                   .block_y = 1,
-                                   .block_z = 1,
-                                   .shared_bytes = (unsigned)fa_families[FA_DECODE_SM90].rows[row].shared_bytes,
-                                   .stream = call->stream,
-                                   .attributes = &dimension,
-                                   .num_attributes = cluster > 0};
-    void *arguments[] = {a};
-    return fa_driver_check(call->driver->cuLaunchKernelEx(&config, (CUfunction)kernel, arguments, NULL),
-                           "launching the decode kernel", err);
+    const fa_launch launch = {
+        .grid_x = (unsigned)(cluster > 0 ? cluster : a->lanes),
+        .grid_y = (unsigned)(cluster > 0 ? a->h_kv : a->groups),
+        .grid_z = (unsigned)(cluster > 0 ? a->groups : 1),
+        .threads = 32 * (unsigned)(tile->warps_q * tile->teams),
+        .cluster = (unsigned)cluster,
+        .waits_itself = true,
+    };
+    return fa_cuda_launch(call, variant, launch, a, err);
 }
 
 fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
@@ -177,9 +164,9 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     if (status == FA_OK && p->cu_seqlens_q && p->b > 1 && low != row &&
         p->len_q * a.heads_per_kv > call->plan->block_q) {
         a.max_rows = 16 * fa_decode_sm90_row(low)->warps_q;
-        status = launch(call, low, &a, err);
+        status = launch_row(call, low, &a, err);
         a.min_rows = a.max_rows + 1;
     }
     a.max_rows = INT_MAX;
-    return status == FA_OK ? launch(call, row, &a, err) : status;
+    return status == FA_OK ? launch_row(call, row, &a, err) : status;
 }

@@ -51,38 +51,35 @@ typedef struct {
 #define FA_OLDEST_DRIVER_NAME "12.3"
 
 /* X(symbol, parameters); every function returns a CUresult. */
-#define FA_DRIVER_SYMBOLS(X)                                                                                       \
-    X(cuInit, (unsigned flags))                                                                                    \
-    X(cuDriverGetVersion, (int *version))                                                                          \
-    X(cuGetErrorName, (CUresult error, const char **name))                                                         \
-    X(cuGetErrorString, (CUresult error, const char **text))                                                       \
-    X(cuDeviceGet, (CUdevice * device, int ordinal))                                                               \
-    X(cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                                          \
-    X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                            \
-    X(cuCtxGetCurrent, (CUcontext * context))                                                                      \
-    X(cuCtxPushCurrent_v2, (CUcontext context))                                                                    \
-    X(cuCtxPopCurrent_v2, (CUcontext * context))                                                                   \
-    X(cuLibraryLoadData, (CUlibrary * library, const void *image, int *jit_options, void **jit_values,             \
-                          unsigned num_jit, int *options, void **values, unsigned num))                            \
-    X(cuLibraryUnload, (CUlibrary library))                                                                        \
-    X(cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                                \
-    X(cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                          \
-    X(cuKernelGetFunction, (CUfunction * function, CUkernel kernel))                                               \
-    X(cuLaunchKernel,                                                                                              \
-      (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
-       unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters, void **extra))                 \
-    X(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra))      \
-    X(cuStreamIsCapturing, (CUstream stream, int *status))                                                         \
-    X(cuStreamSynchronize, (CUstream stream))                                                                      \
-    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                              \
-    X(cuMemAlloc_v2, (uint64_t *address, size_t bytes))                                                            \
-    X(cuMemsetD32Async, (uint64_t to, uint32_t value, size_t num, CUstream stream))                                \
-    X(cuMemsetD2D8Async,                                                                                           \
-      (uint64_t to, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))              \
-    X(cuMemcpyDtoDAsync_v2, (uint64_t to, uint64_t from, size_t bytes, CUstream stream))                           \
-    X(cuMemcpyDtoHAsync_v2, (void *to, uint64_t from, size_t bytes, CUstream stream))                              \
-    X(cuTensorMapEncodeTiled,                                                                                      \
-      (void *map, int data_type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride_bytes,    \
+#define FA_DRIVER_SYMBOLS(X)                                                                                    \
+    X(cuInit, (unsigned flags))                                                                                 \
+    X(cuDriverGetVersion, (int *version))                                                                       \
+    X(cuGetErrorName, (CUresult error, const char **name))                                                      \
+    X(cuGetErrorString, (CUresult error, const char **text))                                                    \
+    X(cuDeviceGet, (CUdevice * device, int ordinal))                                                            \
+    X(cuDeviceGetAttribute, (int *value, int attribute, CUdevice device))                                       \
+    X(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                                         \
+    X(cuCtxGetCurrent, (CUcontext * context))                                                                   \
+    X(cuCtxPushCurrent_v2, (CUcontext context))                                                                 \
+    X(cuCtxPopCurrent_v2, (CUcontext * context))                                                                \
+    X(cuLibraryLoadData, (CUlibrary * library, const void *image, int *jit_options, void **jit_values,          \
+                          unsigned num_jit, int *options, void **values, unsigned num))                         \
+    X(cuLibraryUnload, (CUlibrary library))                                                                     \
+    X(cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                             \
+    X(cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                       \
+    X(cuKernelGetFunction, (CUfunction * function, CUkernel kernel))                                            \
+    X(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra))   \
+    X(cuStreamIsCapturing, (CUstream stream, int *status))                                                      \
+    X(cuStreamSynchronize, (CUstream stream))                                                                   \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                           \
+    X(cuMemAlloc_v2, (uint64_t *address, size_t bytes))                                                         \
+    X(cuMemsetD32Async, (uint64_t to, uint32_t value, size_t num, CUstream stream))                             \
+    X(cuMemsetD2D8Async,                                                                                        \
+      (uint64_t to, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))           \
+    X(cuMemcpyDtoDAsync_v2, (uint64_t to, uint64_t from, size_t bytes, CUstream stream))                        \
+    X(cuMemcpyDtoHAsync_v2, (void *to, uint64_t from, size_t bytes, CUstream stream))                           \
+    X(cuTensorMapEncodeTiled,                                                                                   \
+      (void *map, int data_type, unsigned rank, void *base, const uint64_t *size, const uint64_t *stride_bytes, \
        const uint32_t *box, const uint32_t *element_stride, int interleave, int swizzle, int l2_promotion, int fill))
 
 typedef struct {

@@ -21,11 +21,6 @@ static int heads_in_group(const fa_problem *p) {
 
 /* ---- launch ---------------------------------------------------------------------------------------------------- */
 
-static const float LOG2_E = 1.44269504f;
-
-/* A window wider than any sequence, small enough to be added to positions. */
-static int clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
-
 static void fill_scalars(const fa_problem *p, const fa_fwd_sm90_columns *tile, unsigned features,
                          fa_attn_fwd_params *a) {
     const bool packed = features & FA_VARLEN;
@@ -49,11 +44,11 @@ static void fill_scalars(const fa_problem *p, const fa_fwd_sm90_columns *tile, u
 
     const float scale = (float)p->scale;
     const bool changes_scores = features & FA_SCORE;
-    a->scale_log2 = (changes_scores ? 1 : scale) * LOG2_E;
+    a->scale_log2 = (changes_scores ? 1 : scale) * FA_LOG2_E;
     a->lazy_margin = 8 / a->scale_log2;
     a->score_scale = scale;
     a->softcap = (float)p->softcap;
-    a->window_left = clamp_window(p->window_left), a->window_right = clamp_window(p->window_right);
+    a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);
     a->alibi_slopes = p->alibi_slopes;
     a->alibi_stride_b = p->alibi_stride_b;
     a->rng_state = (const unsigned long long *)p->rng_state;
@@ -80,10 +75,7 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->cuda_row);
     const unsigned features = call->plan->cuda_features;
     fa_attn_fwd_params a;
-    CUkernel kernel;
     const bool packed = features & FA_VARLEN;
-    fa_status status = fa_kernel_get(fa_plan_variant(call->plan, call->gpu), call->gpu, &kernel, err);
-    if (status != FA_OK) return status;
 
     fill_scalars(p, tile, features, &a);
     const int64_t tiles = most_tiles(p, tile, &a);
@@ -94,15 +86,13 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed},
                  box_kv = {tile->block_kv, columns, packed}, box_o = {16, columns, packed};
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
-    status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a.q, err);
+    fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a.q, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a.k, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a.v, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
     if (status != FA_OK) return status;
 
     a.counter_slot = needs_counter(p, &a, tiles, grid) ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
-    void *arguments[] = {&a};
-    return fa_driver_check(call->driver->cuLaunchKernel((CUfunction)kernel, grid, 1, 1, 128 * ((unsigned)tile->wgs + 1),
-                                                        1, 1, FA_SHARED_BYTES, call->stream, arguments, NULL),
-                           "launching the forward kernel", err);
+    const fa_launch launch = {grid, 1, 1, .threads = 128 * ((unsigned)tile->wgs + 1), .waits_itself = true};
+    return fa_cuda_launch(call, fa_plan_variant(call->plan, call->gpu), launch, &a, err);
 }

@@ -104,6 +104,79 @@ def test_compiled_into_cuda_graphs(dropout_p):
         assert not torch.equal(outs[2], outs[3])
 
 
+# ---- kernels that follow each other --------------------------------------------------------------------------------
+
+LATE = r"""
+extern "C" __global__ void copy_late(const int *x, int *to_x, const int *y, int *to_y, int num) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    const long long start = clock64();
+    while (clock64() - start < 400000) {}
+    for (int i = threadIdx.x; i < num; i += blockDim.x) to_x[i] = x[i], to_y[i] = y[i];
+}
+"""
+
+
+def followers():
+    cu, used = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 40, 300], [17, 200]))
+    cache = randn(2, 200, 2, 128)
+    return [
+        *(((1, 300, 4, d), lambda q: flash_attn_func(q, q, q, causal=True)) for d in (64, 128, 256)),
+        ((300, 4, 64), lambda q: flash_attn_varlen_func(q, q, q, cu, cu, 260, 260)),
+        ((2, 1, 4, 128), lambda q: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used)),
+        ((2, 1, 4, 128), lambda q: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, num_splits=1)),
+    ]
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="this torch compiles no kernels")
+@pytest.mark.parametrize("recorded", [False, True])
+def test_kernels_wait_for_one_that_lets_them_begin_early(recorded):
+    """It takes 0.2 ms, and only then writes their queries and reads what lies where their results will."""
+    copy_late = torch.cuda._compile_kernel(LATE, "copy_late", compute_capability="90")
+
+    def follow(call, q, new):
+        before = torch.full_like(q, 7)
+        copied, place = torch.zeros_like(q), before.data_ptr()
+        copy_late(args=[new, q, before, copied, q.numel() // 2], block=(256, 1, 1))
+        del before
+        out = call(q)
+        return out, copied, out.data_ptr() == place
+
+    for shape, call in followers():
+        new, q = randn(*shape), torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        want = call(new)
+        for _ in range(3):
+            q.zero_()
+            torch.cuda.synchronize()
+            if recorded:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out, copied, is_there = follow(call, q, new)
+                graph.replay()
+            else:
+                out, copied, is_there = follow(call, q, new)
+            assert torch.equal(out, want) and is_there and torch.all(copied == 7), shape
+
+
+def test_kernels_wait_for_fills_copies_and_other_streams():
+    other = torch.cuda.Stream()
+    for shape, call in followers():
+        new, q = randn(*shape), torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        want, none = call(new), call(q)
+        for _ in range(3):
+            torch.cuda._sleep(400000)
+            q.copy_(new)
+            assert torch.equal(call(q), want), shape
+            torch.cuda._sleep(400000)
+            q.zero_()
+            assert torch.equal(call(q), none), shape
+            with torch.cuda.stream(other):
+                other.wait_stream(torch.cuda.default_stream())
+                torch.cuda._sleep(400000)
+                q.copy_(new)
+            torch.cuda.current_stream().wait_stream(other)
+            assert torch.equal(call(q), want), shape
+
+
 # ---- FLASH_ATTN_CHECK ----------------------------------------------------------------------------------------------
 
 CHECKED = """
@@ -284,8 +357,102 @@ def test_threads_on_streams_of_their_own():
     assert not wrong
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def same_on_both(got, want):
+    return all(x.device.index == 1 and torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, want, strict=True))
+
+
+@TWO_GPUS
 def test_tensors_of_a_gpu_that_is_not_current():
     want = all_kinds(*inputs("cuda:0"))
-    got = all_kinds(*inputs("cuda:1"))
-    assert all(x.device.index == 1 and torch.equal(x.cpu(), y.cpu()) for x, y in zip(got, want))
+    assert same_on_both(all_kinds(*inputs("cuda:1")), want)
+    assert torch.cuda.current_device() == 0
+
+
+@TWO_GPUS
+def test_the_first_call_of_all_on_the_second_gpu():
+    """Kernels are loaded and memory is taken there, and nothing on the first."""
+    run("""
+        q = torch.randn(1, 100, 2, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
+        out = flash_attn_func(q, q, q, 0.2)
+        out.sum().backward()
+        assert out.device == q.grad.device == q.device
+        cache = torch.randn(1, 300, 2, 64, device="cuda:1", dtype=torch.bfloat16)
+        flash_attn_with_kvcache(q.detach()[:, :1], cache, cache, cache_seqlens=17)
+        torch.cuda.synchronize(1)
+        assert torch.cuda.current_device() == 0 and torch.cuda.memory_reserved(0) == 0 < torch.cuda.memory_reserved(1)
+    """)
+
+
+@TWO_GPUS
+def test_threads_on_both_gpus():
+    tensors = [inputs("cuda:0"), inputs("cuda:1")]
+    want, wrong = all_kinds(*tensors[0]), []
+    torch.cuda.synchronize()
+
+    def work(device):
+        for _ in range(10):
+            got = all_kinds(*tensors[device])
+            wrong.extend(i for i, (x, y) in enumerate(zip(got, want)) if not torch.equal(x.cpu(), y.cpu()))
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@TWO_GPUS
+def test_graphs_of_both_gpus_replayed_at_once():
+    """More tiles than SMs: each GPU counts its own."""
+    x = randn(2, 513, 64, 128)
+    graphs, outs = [], []
+    for device in range(2):
+        q = x.to(device)
+        with torch.cuda.device(device):
+            flash_attn_func(q, q, q, causal=True)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                outs.append(flash_attn_func(q, q, q, causal=True))
+        graphs.append(graph)
+    for _ in range(5):
+        for graph in graphs:
+            graph.replay()
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    want = flash_attn_func(x, x, x, causal=True)
+    assert torch.equal(outs[0], want) and same_on_both(outs[1:], [want])
+
+
+@TWO_GPUS
+def test_tensors_of_two_gpus_are_refused():
+    q, k = randn(1, 100, 2, 64), randn(1, 100, 2, 64).to("cuda:1")
+    with pytest.raises(RuntimeError, match="k .*cuda:1"):
+        flash_attn_func(q, k, k)
+    cu = torch.tensor([0, 100], dtype=torch.int32, device="cuda:1")
+    with pytest.raises(RuntimeError, match="cu_seqlens_q .*cuda:1"):
+        flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 100, 100)
+
+
+@TWO_GPUS
+def test_seeds_and_contents_of_the_second_gpu():
+    q = randn(1, 100, 2, 64).to("cuda:1")
+    torch.cuda.manual_seed_all(3)
+    first = forward(q, 0.3)
+    assert first[3].tolist() == [3, 0] and torch.cuda.default_generators[0].get_offset() == 0
+    run(
+        """
+        x = torch.randn(20, 2, 64, device="cuda:1", dtype=torch.bfloat16)
+        cu = torch.tensor([0, 8, 21], dtype=torch.int32, device="cuda:1")
+        try:
+            flash_attn_varlen_func(x, x, x, cu, cu, 20, 20)
+        except RuntimeError as error:
+            assert "must end at or before the 20 rows" in str(error), error
+        else:
+            raise AssertionError
+        """,
+        FLASH_ATTN_CHECK="1",
+    )

@@ -266,6 +266,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(128) char memory[];
     shared_memory &s = *reinterpret_cast<shared_memory *>(memory);
+    griddepcontrol_wait(); /* for what the stream does before */
     if (p.cu_seqlens_q) fill_unowned_rows(p);
     const bool is_cluster = HAS_CLUSTERS && p.cluster_bits > 0;
     piece x;

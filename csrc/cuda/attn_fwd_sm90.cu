@@ -402,6 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         s.packed.first = -32, s.packed.begin = s.packed.end = 0;
         mbarrier_init_fence();
     }
+    griddepcontrol_wait(); /* for what the stream does before; nothing in memory has been touched */
     __syncthreads();
 
     if (wg == 0) {

@@ -1,5 +1,5 @@
-/* What threads, TMA and the CTAs of a cluster tell each other on Hopper: mbarriers, and clusters, whose CTAs run at the same
- * time and reach each other's shared memory. One wrapper for each instruction; addresses are 32-bit (`smem_address`). */
+/* What threads, TMA, the CTAs of a cluster and kernels tell each other on Hopper: mbarriers; clusters, whose CTAs run at the
+ * same time and reach each other's shared memory; dependent launches. One wrapper for each instruction; addresses are 32-bit (`smem_address`). */
 #ifndef FA_PTX_CLUSTER_CUH
 #define FA_PTX_CLUSTER_CUH
 
@@ -86,5 +86,14 @@ DEVICE void st_async(float *dst, u64 *barrier, float4 x, u32 rank) {
         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mapa(smem_address(barrier), rank))
         : "memory");
 }
+
+/* ---- dependent launches [griddepcontrol] ----------------------------------------------------------------------
+ * Nothing happens where the launch did not ask for it. */
+
+/* Any thread of every CTA: the next kernel may begin where there is room for it. */
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+/* Until the kernel before has ended and what it wrote is visible. */
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 #endif

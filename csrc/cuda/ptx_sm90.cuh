@@ -9,15 +9,6 @@
 #include "ptx_sm80.cuh"
 #include "tensor_map.h"
 
-/* ---- dependent launches [griddepcontrol] ----------------------------------------------------------------------
- * Nothing happens where the launch did not ask for it. */
-
-/* Any thread of every CTA: the next kernel may begin where there is room for it. */
-DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-/* Until the kernel before has ended and what it wrote is visible. */
-DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 /* ---- registers [setmaxnreg] -----------------------------------------------------------------------------------
  * All four warps of a warpgroup, once. ptxas ignores both unless __launch_bounds__ has its second argument. */
 

@@ -59,29 +59,17 @@ static CUresult clear(uint64_t to, uint32_t value, size_t num, CUstream stream) 
     return 0;
 }
 
-static CUresult launch(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                       unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void **parameters,
-                       void **extra) {
+static CUresult launch(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
     emulated_kernel *kernel;
-    (void)stream, (void)extra;
-    if (grid_z * block_y * block_z != 1) return 1;
-    memcpy(&kernel, &function, sizeof kernel);
-    emulate_launch(
-        kernel, parameters[0],
-        &(emulated_shape){grid_x < 60 ? grid_x : 60, grid_y, 1, 1, block_x, shared_bytes}); /* CTAs take turns */
-    return 0;
-}
-
-static CUresult launch_ex(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
-    emulated_kernel *kernel;
-    const unsigned cluster = config->num_attributes > 0 ? (unsigned)config->attributes[0].value[0] : 1;
+    emulated_shape shape = {config->grid_x, config->grid_y, config->grid_z, 1, config->block_x, config->shared_bytes};
     (void)extra;
-    if (config->block_y * config->block_z != 1 || config->grid_x % cluster) return 1;
-    if (config->num_attributes > 0 && config->attributes[0].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return 1;
+    for (unsigned i = 0; i < config->num_attributes; i++)
+        if (config->attributes[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+            shape.cluster = (unsigned)config->attributes[i].value[0];
+    if (config->block_y * config->block_z != 1 || shape.grid_x % shape.cluster) return 1;
+    if (config->num_attributes == 0 && shape.grid_x > 60) shape.grid_x = 60; /* generic kernels: CTAs take turns */
     memcpy(&kernel, &function, sizeof kernel);
-    emulate_launch(kernel, parameters[0],
-                   &(emulated_shape){config->grid_x, config->grid_y, config->grid_z, cluster, config->block_x,
-                                     config->shared_bytes});
+    emulate_launch(kernel, parameters[0], &shape);
     return 0;
 }
 
@@ -98,10 +86,8 @@ static fa_gpu gpu = {.capability = 80, .num_sms = 1};
 
 /* The same problem on the emulated GPU; *run must stay where it is. */
 static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
-    static const fa_driver driver = {.cuLaunchKernel = launch,
-                                     .cuLaunchKernelEx = launch_ex,
-                                     .cuStreamIsCapturing = is_capturing,
-                                     .cuMemsetD32Async = clear};
+    static const fa_driver driver = {
+        .cuLaunchKernelEx = launch, .cuStreamIsCapturing = is_capturing, .cuMemsetD32Async = clear};
     const fa_machine machine = {.gpu_capability = gpu.capability, .gpu_sms = gpu.num_sms};
     fa_error err = {""};
     *run = (cuda_run){.problem = *p, .rng_state = {p->seed, p->offset}};

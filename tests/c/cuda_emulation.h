@@ -156,6 +156,7 @@ static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads
 /* ptx_cluster.cuh. What is sent comes at once, and is waited for by everyone in the cluster. */
 #define FA_PTX_CLUSTER_CUH
 static inline void cluster_arrive_relaxed() {}
+static inline void griddepcontrol_wait() {}
 static inline void cluster_wait() { emulated_cluster_sync(); }
 static inline void mbarrier_init(u64 *bytes, u32) { *bytes = 0; }
 static inline void mbarrier_init_fence() {}
