@@ -6,23 +6,26 @@
 
 typedef struct {
     int64_t num_slabs, num_heads; /* per head; heads that count */
-    int64_t num_cut, pieces;      /* key tiles that are cut along the queries: all or none; into how many */
+    int64_t num_tiles, num_cut;   /* dense: key tiles of all heads; how many of them, the last ones, are cut ... */
+    int64_t pieces;               /* ... along the queries into how many */
     size_t dq_sums, stats, kv_sums, turns, kv_turns, tile_counter; /* offsets */
     size_t bytes;
 } fa_bwd_workspace;
 
-/* Into how many pieces to cut each of `tiles` key tiles of `steps` steps along their `q_tiles` query tiles, when there are
- * too few for `sms` CTAs. In steps: a tile's beginning and end take about 2, and a piece's turn to add its dK and dV 1. */
-static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles, int64_t steps) {
+/* Into how many pieces to cut each of `tiles` key tiles of `steps` steps along their `q_tiles` query tiles, fewer than there
+ * are CTAs. In steps: a tile's beginning and end take about 2, and a piece's turn to add its dK and dV 1. Where the pieces
+ * come in rounds, or behind whole tiles, CTAs do not begin them together, and cutting must promise more than a third. */
+static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles, int64_t steps, bool behind) {
     int64_t best = 1, best_time = steps + 2;
-    for (int64_t n = 2; n <= 16 && n <= q_tiles && tiles * n <= sms; n++) {
-        const int64_t time = (steps + n - 1) / n + 2 + n;
+    for (int64_t n = 2; n <= 16 && n <= q_tiles; n++) {
+        const int64_t rounds = (tiles * n + sms - 1) / sms, time = rounds * ((steps + n - 1) / n + 2) + n;
+        if ((behind || rounds > 1) && 3 * time >= 2 * (steps + 2)) continue;
         if (time < best_time) best = n, best_time = time;
     }
     return best;
 }
 
-/* A packed sequence begins a slab of its own. sms: 0 cuts nothing. */
+/* A packed sequence begins a slab of its own. sms: 0 cuts nothing; else the tiles of a round that has too few for all. */
 static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, int block_q, int block_kv, int64_t sms) {
     const bool packed = p->cu_seqlens_q != NULL;
     fa_bwd_workspace w = {.num_slabs = packed         ? p->total_q / block_q + p->b + 1
@@ -31,11 +34,11 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
                           .num_heads = packed ? p->h : p->b * p->h};
     const size_t slabs = (size_t)(w.num_slabs * w.num_heads), rows = slabs * (size_t)block_q;
     w.pieces = 1;
-    if (!packed && p->window_left < 0 && p->window_right < 0) {
-        const int64_t tiles = (p->len_kv + block_kv - 1) / block_kv * p->b * p->h_kv;
-        const int64_t q_tiles = (p->len_q + block_q - 1) / block_q;
-        w.pieces = fa_bwd_pieces(tiles, sms, q_tiles, q_tiles * (p->h / p->h_kv));
-        w.num_cut = w.pieces > 1 ? tiles : 0;
+    w.num_tiles = (p->len_kv + block_kv - 1) / block_kv * p->b * p->h_kv;
+    if (!packed && p->window_left < 0 && p->window_right < 0 && sms > 0) {
+        const int64_t rest = w.num_tiles % sms, q_tiles = (p->len_q + block_q - 1) / block_q;
+        w.pieces = fa_bwd_pieces(rest, sms, q_tiles, q_tiles * (p->h / p->h_kv), w.num_tiles > sms);
+        w.num_cut = w.pieces > 1 ? rest : 0;
     }
     w.stats = w.dq_sums + rows * (size_t)d * sizeof(float);
     w.kv_sums = w.stats + 2 * rows * sizeof(float);

@@ -73,8 +73,8 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->cu_seqlens_q = p->cu_seqlens_q;
     a->cu_seqlens_k = p->cu_seqlens_k;
     a->num_kv_tiles = (int)((p->len_kv + block_kv - 1) / block_kv);
-    a->pieces = (int)w->pieces;
-    a->num_tiles = (int)(a->num_kv_tiles * p->b * p->h_kv * w->pieces);
+    a->num_whole = (int)(w->num_tiles - w->num_cut), a->num_cut = (int)w->num_cut, a->pieces = (int)w->pieces;
+    a->num_tiles = (int)(a->num_whole + w->num_cut * w->pieces);
     choose_order(call, a);
 
     const float scale = (float)p->scale;

@@ -165,7 +165,11 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
     [
         ({}, 32),  # 32 tiles in all, of 16 steps with each of two query heads
         ({"sms": 64}, 32),
-        ({"sms": 63}, 0),
+        ({"sms": 63}, 0),  # two rounds of pieces are not worth it
+        ({"sms": 32}, 0),
+        ({"sms": 31}, 1),  # one tile is left for a second round
+        ({"sms": 27}, 5),
+        ({"sms": 20}, 0),  # 12 are too many
         ({"len_q": 64}, 0),  # two steps are not worth a cut
         ({"right": 0}, 0),
         ({"packed": 1}, 0),
@@ -173,7 +177,7 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
     ],
     ids=str,
 )
-def test_too_few_key_tiles_are_cut(plan, numbers, cut):
+def test_key_tiles_of_a_round_with_too_few_are_cut(plan, numbers, cut):
     """They add up dK and dV of 128 keys in the workspace, and 8 warps count their pieces."""
     cut_bytes, bytes_ = (int(plan(**{"pass": 1} | {"sms": sms} | numbers | extra).splitlines()[0].split()[3])
                          for sms, extra in ((132, {}), (0, {"sms": 0})))  # fmt: skip

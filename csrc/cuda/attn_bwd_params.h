@@ -29,8 +29,8 @@ typedef struct {
     float *stats;       /* [slab, 2, BLOCK_Q] log2 of the row sums, then dO . O; 16 rows at a time in lanes' order */
     float *dq_sums;     /* [slab, warpgroup, register / 4, thread, 4] as the accumulators lie in registers */
     unsigned *turns;    /* [slab, 2] how many key tiles have added to the slab; above 128 columns: to each CTA's half */
-    float *kv_sums;     /* [tile, warp, register / 4, lane, 4] dK, then dV of a warp's 16 keys */
-    unsigned *kv_turns; /* [tile, warp] how many pieces have added to it */
+    float *kv_sums;     /* [cut tile, warp, register / 4, lane, 4] dK, then dV of a warp's 16 keys */
+    unsigned *kv_turns; /* [cut tile, warp] how many pieces have added to it */
     unsigned *tile_counter; /* the next tile that nobody has taken */
     int num_slabs;          /* per head */
 
@@ -39,8 +39,10 @@ typedef struct {
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
 
     int num_kv_tiles; /* dense: key tiles of one sequence */
-    int num_tiles;    /* dense: num_kv_tiles b h_kv pieces */
-    int pieces;       /* each tile is cut along the queries into so many; 1: none is */
+    int num_tiles;    /* dense: num_whole + num_cut pieces */
+    int num_whole;    /* the first ones */
+    int num_cut;      /* the others: each is cut along the queries ... */
+    int pieces;       /* ... into so many */
     int in_order;     /* all key tiles add to dQ in their order; 0: those between the first and the last in any */
     int group_heads;  /* longest-first order: key heads that are walked together, so that their queries stay in L2 */
 

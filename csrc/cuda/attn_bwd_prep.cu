@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     const slab_rows t = slab_at(p, slab);
     griddepcontrol_launch_dependents();
     if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
-    if (slab == 0 && p.pieces > 1)
-        for (int i = threadIdx.x; i < 8 * p.num_tiles / p.pieces; i += THREADS) p.kv_turns[i] = 0;
+    if (slab == 0)
+        for (int i = threadIdx.x; i < 8 * p.num_cut; i += THREADS) p.kv_turns[i] = 0;
     if (t.rows <= 0) return;
 
     const u16 *o = (const u16 *)p.o.data + t.b_idx * p.o.stride_b + t.head * p.o.stride_h;

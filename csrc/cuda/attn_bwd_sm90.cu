@@ -153,7 +153,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
 DEVICE void write_keys(const params &p, shared_memory &s) {
     u32 parity = 0;
     store_tiles(s, [&](const tile &t) {
-        const bool has_sums = !CUTS || p.pieces == 1 || t.piece == p.pieces - 1;
+        const bool has_sums = !CUTS || t.piece == t.pieces - 1;
         if (t.q_begin >= t.q_end) return;
 #pragma unroll 1
         for (int is_dk = 0; is_dk < 2; is_dk++) {
@@ -221,21 +221,27 @@ DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, u16 *place,
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
 }
 
-/* dK or dV of a cut tile, so far: the sum of the pieces before is added, or the sum is left to the next. Whole warp. */
+/* dK or dV of a cut tile, so far: the sum of the pieces before is added, or the sum is left to the next. All loads are under
+ * way together: the next piece waits for them. Whole warp. */
 DEVICE void add_pieces(float (&kv)[KV_REGS], float4 *sums, bool is_first, bool is_last) {
+    if (!is_first) {
+        float4 x[KV_REGS / 4];
 #pragma unroll
-    for (int i = 0; i < KV_REGS; i += 4, sums += 32) {
-        if (!is_first) {
-            const float4 x = __ldcg(sums);
-            kv[i] += x.x, kv[i + 1] += x.y, kv[i + 2] += x.z, kv[i + 3] += x.w;
-        }
-        if (!is_last) __stcg(sums, make_float4(kv[i], kv[i + 1], kv[i + 2], kv[i + 3]));
+        for (int i = 0; i < KV_REGS / 4; i++) x[i] = __ldcg(sums + 32 * i);
+#pragma unroll
+        for (int i = 0; i < KV_REGS / 4; i++)
+            kv[4 * i] += x[i].x, kv[4 * i + 1] += x[i].y, kv[4 * i + 2] += x[i].z, kv[4 * i + 3] += x[i].w;
+    }
+    if (!is_last) {
+#pragma unroll
+        for (int i = 0; i < KV_REGS / 4; i++)
+            __stcg(sums + 32 * i, make_float4(kv[4 * i], kv[4 * i + 1], kv[4 * i + 2], kv[4 * i + 3]));
     }
 }
 
 /* The pieces of a cut tile add up dK and dV in their order: the last one has the sums. Whole warp. */
 DEVICE void add_to_pieces(float (&dK)[KV_REGS], float (&dV)[KV_REGS], const params &p, const tile &t, int warp) {
-    const bool is_leader = threadIdx.x % 32 == 0, is_first = t.piece == 0, is_last = t.piece == p.pieces - 1;
+    const bool is_leader = threadIdx.x % 32 == 0, is_first = t.piece == 0, is_last = t.piece == t.pieces - 1;
     float4 *sums = (float4 *)p.kv_sums + (t.idx * 8 + warp) * (2 * KV_REGS / 4 * 32) + threadIdx.x % 32;
     u32 *turn = p.kv_turns + t.idx * 8 + warp;
     if (is_leader) wait_turn(turn, t.piece);
@@ -366,7 +372,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             float dQ[DQ_REGS];
             wgmma_wait_group<0>(dK);
             if (is_leader) mbarrier_arrive(&s.q_empty[last]);
-            if (CUTS && p.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
+            if (CUTS && t.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
             hand_over_keys(dV, p.keep_scale, s.v, &s.dv_full, key);

@@ -20,12 +20,13 @@ struct tile {
     int len_q, len_kv;
     int q_begin, q_end;       /* query tiles that see some key ... */
     int full_begin, full_end; /* ... and those of them all of whose rows see all BLOCK_KV keys */
-    int idx, piece;         /* where tiles are cut: its number in the launch, and which piece of its queries this is */
-    int first_begin;        /* query tiles from here on see no earlier key tile: this one begins their sum of dQ */
-    int last_end;           /* query tiles before it see no later key tile: this one completes their sum */
-    int kv_begin;           /* where the sequence begins in packed tensors */
-    int slab_head, slab;    /* of the group's first query head and of the sequence's first row */
-    int q_row_0, q_batch;   /* coordinates of the sequence's row 0 in the maps of q and dO, */
+    int idx, piece,
+        pieces;           /* where it is cut: its number among such, which piece of its queries this is, of how many */
+    int first_begin;      /* query tiles from here on see no earlier key tile: this one begins their sum of dQ */
+    int last_end;         /* query tiles before it see no later key tile: this one completes their sum */
+    int kv_begin;         /* where the sequence begins in packed tensors */
+    int slab_head, slab;  /* of the group's first query head and of the sequence's first row */
+    int q_row_0, q_batch; /* coordinates of the sequence's row 0 in the maps of q and dO, */
     int kv_row_0, kv_batch; /* and of k and v */
 };
 
@@ -33,7 +34,7 @@ struct tile {
 DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
 DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank() * KEYS; }
 
-constexpr bool CUTS = !WIDE && !CAUSAL && !LOCAL && !VARLEN; /* few tiles are cut along the queries */
+constexpr bool CUTS = !WIDE && !CAUSAL && !LOCAL && !VARLEN; /* the last tiles may be cut along the queries */
 
 constexpr u32 SHARED_BASE = 1024;
 
@@ -102,9 +103,10 @@ DEVICE q_range queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
  * that wait for each other, those of one head, begin apart. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
-    if (CUTS && p.pieces > 1) {
-        t.idx = idx / p.pieces, t.piece = idx - t.idx * p.pieces;
-        idx = t.idx;
+    t.pieces = 1, t.piece = 0;
+    if (CUTS && idx >= p.num_whole) {
+        t.pieces = p.pieces, t.idx = (idx - p.num_whole) / p.pieces, t.piece = idx - p.num_whole - t.idx * p.pieces;
+        idx = p.num_whole + t.idx;
     }
     const int num_heads = VARLEN ? p.h_kv : p.b * p.h_kv, in_groups = p.group_heads * num_kv_tiles;
     const int group = idx / in_groups, in_group = idx - group * in_groups;
@@ -129,7 +131,7 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
 
     const q_range seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
     t.q_begin = seen.begin, t.q_end = seen.end;
-    if (CUTS && p.pieces > 1) t.q_begin = seen.end * t.piece / p.pieces, t.q_end = seen.end * (t.piece + 1) / p.pieces;
+    if (CUTS && t.pieces > 1) t.q_begin = seen.end * t.piece / t.pieces, t.q_end = seen.end * (t.piece + 1) / t.pieces;
     const int shift = t.len_kv - t.len_q;
     const int first_key = t.kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, t.len_kv) - 1;
     int full_begin = 0, full_end = t.len_q; /* rows */
