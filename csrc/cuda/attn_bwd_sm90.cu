@@ -45,6 +45,7 @@
 constexpr int THREADS = 384, PRODUCER_REGS = 24, CONSUMER_REGS = 240;
 static_assert(BLOCK_KV == 128, "two warpgroups of 64 keys");
 static_assert(BLOCK_Q == 64 || BLOCK_Q == 128, "dQ is cut into two halves of 64 rows or of half the columns");
+constexpr bool KEEPS_ADDRESSES = HEAD_DIM > 64;
 static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM + 2 BLOCK_Q) / 2 of 232 registers");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
@@ -267,7 +268,7 @@ DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t
 
 /* One warpgroup. */
 DEVICE void consume(const params &p, shared_memory &s, const int wg) {
-    const int lane = kept(threadIdx.x % 32), warp = threadIdx.x / 32 % 4;
+    const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool is_leader = lane == 0;
     /* One address serves both ways of reading an operand: along the row the leading offset is not used. */
     const u32 k_desc = matrix_descriptor(smem_address(s.k) + wg * 64 * ROW_BYTES, 0);
@@ -280,10 +281,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * 2);
     constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * 2);
 
-    /* Where this lane stores in stage 0. Computed again in every step, in front of the stores, it cost 3 to 4% at 128
-     * columns. */
-    const u32 ds_at = kept(smem_address(s.ds) + wg * BLOCK_Q * ROW_BYTES + ds_offset());
-    const u32 dq_at = kept(smem_address(s.dq[0][wg] + warp * warp_floats(wg) + 4 * lane));
+    /* Where this lane stores in stage 0. Computed again in every step, in front of the stores, it costs 3 to 4% at 128
+     * columns, and kept 3 to 7% at 64. */
+    u32 ds_at = smem_address(s.ds) + wg * BLOCK_Q * ROW_BYTES + ds_offset();
+    u32 dq_at = smem_address(s.dq[0][wg] + warp * warp_floats(wg) + 4 * lane);
+    if (KEEPS_ADDRESSES) ds_at = kept(ds_at), dq_at = kept(dq_at);
 
     float dK[KV_REGS], dV[KV_REGS];
     ring r; /* of steps */
