@@ -20,22 +20,22 @@ static int heads_in_group(const fa_problem *p) {
 }
 
 /* In which order key tiles begin, and add to dQ, as measured (README.md). Up to 128 columns fewer heads together are
- * better, where all key tiles of a head then run at the same time. In a fixed order those of one head must begin at a
- * distance, and a causal one that is long wants more heads. At head_dim 64 a long causal problem is faster in a fixed
- * order: tiles that begin together add to the same rows at the same time. Above 128 columns one head after the other is
- * better without a mask. */
+ * better, where all key tiles of a head then run at the same time, but not where short causal tiles of up to 64 columns
+ * wait for each other. In a fixed order those of one head must begin at a distance: long causal ones want more heads than
+ * fit, others no more, or they may take half as long again. Above 128 columns one head after the other is better without a
+ * mask. */
 static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);
-    const bool is_long = p->len_kv > 2048, is_causal = call->plan->cuda_features & FA_CAUSAL;
+    const bool is_causal = call->plan->cuda_features & FA_CAUSAL, is_narrow = p->d <= 64;
     a->in_order = p->deterministic;
     a->group_heads = heads_in_group(p);
+    a->converts = is_causal && is_narrow && !a->in_order && p->len_kv > 1024;
     if (call->plan->cuda_family == FA_BWD_SM90) {
-        const bool is_narrow = p->d <= 64;
-        if (is_narrow && is_causal && is_long && !p->cu_seqlens_q) a->in_order = true;
-        if (a->in_order && is_long)
-            a->group_heads *= is_causal && p->len_kv > 8192 ? 4 : 2;
-        else if (!(is_narrow && is_causal) && a->group_heads > 1)
+        const bool waits = is_causal && (a->in_order || (is_narrow && !a->converts));
+        if (waits)
+            a->group_heads *= p->len_kv > 4096 ? 4 : p->len_kv > 2048 ? 2 : 1;
+        else if ((!a->in_order || p->len_kv <= 1024) && a->group_heads > 1)
             a->group_heads /= 2;
     } else if (!is_causal && !a->in_order) {
         a->group_heads = 1;

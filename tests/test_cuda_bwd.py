@@ -133,12 +133,23 @@ def test_a_fixed_order_repeats_bitwise(case):
     verify(case, deterministic=True, repeats=30)
 
 
+@pytest.mark.parametrize("d", (40, 64))
+@pytest.mark.parametrize("deterministic", BOTH)
+def test_long_and_causal(d, deterministic):
+    """More than 1024 keys: in any order and up to 64 columns, a warp of its own makes dQ of the sums."""
+    for n, m in ((1100, 1300), (1300, 1100), (200, 1030), ((1100, 0, 5, 450), (1200, 9, 0, 300))):
+        case = Case(n, m, b=1, h=4, h_kv=2, d=d, dtype="bf16", causal=True)
+        verify(case, deterministic=deterministic, repeats=10 if deterministic else 0)
+
+
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize("h", (8, 6))
 def test_a_fixed_order_of_many_tiles(d, causal, h):
-    """More tiles than SMs, so that tiles wait for tiles that other CTAs have yet to begin. With 6 heads, 24 tiles are left
-    for the third round of an H100, which are cut, and other ones where a sequence is alone."""
+    """More tiles than SMs, so that tiles wait for tiles that other CTAs have yet to begin.
+
+    With 6 heads 24 are left for the third round of an H100, which are cut, and other ones where a sequence is alone.
+    """
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 3000, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -149,9 +160,9 @@ def test_a_fixed_order_of_many_tiles(d, causal, h):
     loose = torch.autograd.grad(flash_attn_func(*leaves, causal=causal), leaves, dout)
     halves = ([x[i : i + 1].detach().requires_grad_() for x in leaves] for i in range(2))
     alone = [torch.autograd.grad(flash_attn_func(*x, causal=causal), x, dout[i : i + 1]) for i, x in enumerate(halves)]
-    for x, y, *each in zip(first, loose, *alone):
+    for x, y, *parts in zip(first, loose, *alone):
         torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(x, torch.cat(each), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(x, torch.cat(parts), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("d", (64, 128, 256))

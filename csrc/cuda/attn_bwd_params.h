@@ -44,6 +44,7 @@ typedef struct {
     int num_cut;      /* the others: each is cut along the queries ... */
     int pieces;       /* ... into so many */
     int in_order;     /* all key tiles add to dQ in their order; 0: those between the first and the last in any */
+    int converts;     /* causal, up to 64 columns: a converter makes dQ of the sums; 0: the warpgroups do */
     int group_heads;  /* longest-first order: key heads that are walked together, so that their queries stay in L2 */
 
     float scale_log2;              /* scores times this are exponents of 2 */

@@ -15,6 +15,7 @@
  *                 --do_full[s]-->     dP^T = V dO^T, dV += P^T dO           --do_empty[s]-->
  *   warpgroup     --ds_full[s]-->     both: dQ = dS K                       --ds_empty[s]-->
  *                 --dq_full[s]-->     writer warp s: adds dQ to memory      --dq_ready[s]-->
+ *   writer warp s --sum_full[s]-->    converter, which stores dK and dV too --dq_ready[s]--> warpgroups
  *
  * dQ of a query tile is computed one step later, when the other warpgroup's dS has long been there: nobody waits for a
  * barrier of both, and the warpgroups drift apart until the tensor cores always have a product to run:
@@ -28,6 +29,10 @@
  * last one's warpgroups add the sum to theirs and write dQ. So nothing need be zero before, nothing is left to do after,
  * and every bit repeats. A turn is passed on when the addition has arrived in the L2, 1 to 2 us after it was begun: as
  * the two writers have alternate steps, each has the time of two.
+ *
+ * Causal tiles complete a sum at their end, where the tiles before them have just come, too. Long ones of up to 64 columns
+ * do not wait for those: the writer adds this share as well, brings the sum, and the converter makes dQ of it while the
+ * warpgroups are in the next tile.
  *
  * Specification: cpu/reference.c. Limits and measurements: README.md. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
@@ -45,7 +50,7 @@
 constexpr int THREADS = 384, PRODUCER_REGS = 24, CONSUMER_REGS = 240;
 static_assert(BLOCK_KV == 128, "two warpgroups of 64 keys");
 static_assert(BLOCK_Q == 64 || BLOCK_Q == 128, "dQ is cut into two halves of 64 rows or of half the columns");
-constexpr bool KEEPS_ADDRESSES = HEAD_DIM > 64;
+constexpr bool CONVERTS = CAUSAL && HEAD_DIM <= 64, KEEPS_ADDRESSES = HEAD_DIM > 64;
 static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM + 2 BLOCK_Q) / 2 of 232 registers");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
@@ -63,24 +68,17 @@ struct shared_memory {
     alignas(16) float d[2][BLOCK_Q];             /* comes with dout */
     /* Arrivals. full: one, with TMA's bytes; ds_full, dq_full, dk_full, dv_full: one for each consumer warp. empty: one for
      * each consumer warp; v_empty, dk_empty: of the warp that stores dV and dK; tile_empty: consumer warps and writers;
-     * dq_ready: the writer's, and TMA's bytes where the sum comes with it. */
+     * dq_ready: the writer's, and TMA's bytes where the sum comes with it; or the converter's. sum_full: the writer's, and
+     * TMA's bytes. */
     u64 k_full, k_empty, v_full, v_empty, dk_full, dk_empty, dv_full;
     u64 q_full[2], q_empty[2], do_full[2], do_empty[2];
     u64 ds_full[2], ds_empty[2];
-    u64 dq_ready[2], dq_full[2];
+    u64 dq_ready[2], dq_full[2], sum_full[2];
     u64 tile_full[2], tile_empty[2];
     tile tiles[2];
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
-
-/* ---- warps that store ------------------------------------------------------------------------------------------ */
-
-/* What one lane does with each of the CTA's tiles; in the end it waits until all it has stored is there. Whole warp. */
-template <class work_on_tile> DEVICE void store_tiles(shared_memory &s, work_on_tile work) {
-    lead_through_tiles(s, work);
-    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
-}
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
@@ -93,15 +91,29 @@ static_assert(DQ_COLUMNS == CHUNK && 4 * (warp_floats(0) + warp_floats(1)) == SL
               "a warp's result is one box");
 constexpr u32 DQ_BYTES = SLAB_FLOATS * 4;
 
-/* Writer w: dQ of the steps of stage w, which are every other one.
+/* The result of a step to memory; its place is then free. One lane. */
+DEVICE void store_dq(const params &p, shared_memory &s, const tile &t, int stage, int i, int head) {
+#pragma unroll 1
+    for (int warp = 0; warp < 8; warp++)
+        cp_async_bulk_tensor_store(&p.dq_rows, s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4),
+                                   dq_column(warp / 4), t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
+                                   t.head_kv * p.heads_per_kv + head, t.q_batch);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_all_read();
+}
+
+/* Writer w: dQ of the steps of stage w, which are every other one. One lane.
  *
  *   first key tile of a query tile:  ready, wait dQ, store
  *   between:                         ready, wait dQ, wait turn, add
- *   last:                            wait turn, ready with the sum, wait the result, store it */
+ *   last:                            wait turn, ready with the sum, wait the result, store it
+ *   last, with a converter:          ready, wait turn, wait dQ, add, bring the sum; the converter is the next to be ready */
 DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
+    const bool converts = CONVERTS && p.converts;
     u32 parity = 0;
     int skip = w; /* steps of the tile that come before the next one of this stage */
-    store_tiles(s, [&](const tile &t) {
+    bool is_ready = false;
+    lead_through_tiles(s, [&](const tile &t) {
         const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
         int step = skip, i = t.q_end - 1 - skip, head = 0;
 #pragma unroll 1
@@ -111,82 +123,151 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
             const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
-            if (p.dq.data && is_last && !is_first) {
+            if (p.dq.data && is_last && !is_first && !converts) {
                 wait_turn_to_read(turn, turn_of(p, t, i));
                 mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
                 cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
-            } else {
+            } else if (!is_ready) {
                 mbarrier_arrive(&s.dq_ready[w]);
             }
-            if (p.dq.data && !is_last && !is_first) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
+            if (p.dq.data && !is_first) {
+                if (!is_last) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
+                if (is_last && converts) wait_turn_to_read(turn, turn_of(p, t, i));
+            }
             mbarrier_wait(&s.dq_full[w], parity);
             parity ^= 1;
             if (!p.dq.data) continue;
-            fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
-            if (is_last) {
-#pragma unroll 1
-                for (int warp = 0; warp < 8; warp++)
-                    cp_async_bulk_tensor_store(&p.dq_rows, s.dq[w][warp / 4] + warp % 4 * warp_floats(warp / 4),
-                                               dq_column(warp / 4),
-                                               t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
-                                               t.head_kv * p.heads_per_kv + head, t.q_batch);
-            } else if (is_first) {
-                cp_async_bulk_store(sums, s.dq[w][0], DQ_BYTES);
-            } else {
-                cp_reduce_async_bulk_add(sums, s.dq[w][0], DQ_BYTES);
+            is_ready = is_last && converts;
+            if (is_ready && is_first) { /* it is the sum */
+                mbarrier_arrive(&s.sum_full[w]);
+                continue;
             }
+            fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
+            if (is_last && !converts) {
+                store_dq(p, s, t, w, i, head);
+                continue;
+            }
+            if (is_first)
+                cp_async_bulk_store(sums, s.dq[w][0], DQ_BYTES);
+            else
+                cp_reduce_async_bulk_add(sums, s.dq[w][0], DQ_BYTES);
             cp_async_bulk_commit_group();
+            cp_async_bulk_wait_all();
             if (is_last) {
-                cp_async_bulk_wait_all_read();
+                fence_proxy_async_global();
+                mbarrier_arrive_expect_tx(&s.sum_full[w], DQ_BYTES);
+                cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.sum_full[w]);
             } else {
-                cp_async_bulk_wait_all();
                 end_turn(turn);
             }
         }
         skip = step - num_steps;
     });
+    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
 }
 
 /* ---- dK and dV ------------------------------------------------------------------------------------------------- */
 
-/* One warp stores them: dV from the place of V when the tile's last dP is done, dK from that of dS when its last dQ is. The
+/* One lane stores them: dV from the place of V when the tile's last dP is done, dK from that of dS when its last dQ is. The
  * next tile needs V sooner than a place for its dS. */
-DEVICE void write_keys(const params &p, shared_memory &s) {
-    u32 parity = 0;
-    store_tiles(s, [&](const tile &t) {
-        const bool has_sums = !CUTS || t.piece == t.pieces - 1;
-        if (t.q_begin >= t.q_end) return;
+DEVICE void store_keys(const params &p, shared_memory &s, const tile &t, const u32 parity) {
+    const bool has_sums = !CUTS || t.piece == t.pieces - 1;
 #pragma unroll 1
-        for (int is_dk = 0; is_dk < 2; is_dk++) {
-            mbarrier_wait(is_dk ? &s.dk_full : &s.dv_full, parity);
-            if (has_sums && (is_dk ? p.dk.data : p.dv.data)) {
-                fence_proxy_async(); /* for the warpgroups' stores */
+    for (int is_dk = 0; is_dk < 2; is_dk++) {
+        mbarrier_wait(is_dk ? &s.dk_full : &s.dv_full, parity);
+        if (has_sums && (is_dk ? p.dk.data : p.dv.data)) {
+            fence_proxy_async(); /* for the warpgroups' stores */
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++)
-                    cp_async_bulk_tensor_store(is_dk ? &p.dk_tiles : &p.dv_tiles,
-                                               (is_dk ? s.ds[0] : s.v) + c * BLOCK_KV * CHUNK, c * CHUNK,
-                                               t.kv_row_0 + t.kv_tile * BLOCK_KV, t.head_kv, t.kv_batch);
-                cp_async_bulk_commit_group();
-                cp_async_bulk_wait_all_read();
+            for (int c = 0; c < CHUNKS; c++)
+                cp_async_bulk_tensor_store(is_dk ? &p.dk_tiles : &p.dv_tiles,
+                                           (is_dk ? s.ds[0] : s.v) + c * BLOCK_KV * CHUNK, c * CHUNK,
+                                           t.kv_row_0 + t.kv_tile * BLOCK_KV, t.head_kv, t.kv_batch);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_all_read();
+        }
+        mbarrier_arrive(is_dk ? &s.dk_empty : &s.v_empty);
+    }
+}
+
+/* 16 columns of a box, from 16 g on, packed as registers of the accumulators lie; row: of the lane, in the box. Whole warp. */
+DEVICE void write_columns(u32 row, int g, const u32 (&two)[4]) {
+    stmatrix_x4(row + ((2 * g + threadIdx.x % 32 / 16) ^ threadIdx.x % 8) * 16, two[0], two[1], two[2], two[3]);
+}
+DEVICE u32 row_of_box(const void *box) { return smem_address(box) + threadIdx.x % 16 * ROW_BYTES; }
+
+/* A warp's share of a sum becomes a box in its own place, whose first half that is. Whole warp. */
+DEVICE void convert_sum(float *sum, float factor) {
+    const float4 *pieces = (const float4 *)sum + threadIdx.x % 32;
+    const u32 row = row_of_box(sum);
+    u32 two[2][4];
+#pragma unroll
+    for (int g = 0; g < CHUNK / 16; g++) {
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            const float4 x = pieces[32 * (2 * g + k / 2)];
+            two[g % 2][k] = cvt_x2<BF16>(x.x * factor, x.y * factor);
+            two[g % 2][k + 1] = cvt_x2<BF16>(x.z * factor, x.w * factor);
+        }
+        if (g == 1) {
+            __syncwarp(); /* all have read where the box goes */
+            write_columns(row, 0, two[0]);
+        }
+        if (g > 0) write_columns(row, g, two[g % 2]);
+    }
+}
+
+/* One warp: dK and dV; as a converter dQ, too, where the tile completes its sum, which is at the end of each head's steps.
+ * Nobody needs the places of the tile's last two steps before the next tile: dK and dV come before those. */
+DEVICE void write_keys(const params &p, shared_memory &s) {
+    u32 parity = 0, sum_parity = 0; /* of stage n: bit n */
+    int num_steps_before = 0;
+    go_through_tiles(s, [&](const tile &t, const bool is_leader) {
+        const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
+        if (num_steps <= 0) return;
+        const int last = CONVERTS && p.converts && p.dq.data ? min(t.last_end, t.q_end) - 1 : -1;
+        int i = last, head = last < t.q_begin ? p.heads_per_kv : 0;
+        bool has_stored = false;
+#pragma unroll 1
+        for (;;) {
+            const int step = head * num_q_tiles + t.q_end - 1 - i;
+            if (!has_stored && step >= num_steps - 2) {
+                has_stored = true;
+                if (is_leader) store_keys(p, s, t, parity);
+                __syncwarp();
             }
-            mbarrier_arrive(is_dk ? &s.dk_empty : &s.v_empty);
+            if (!CONVERTS || head == p.heads_per_kv) break;
+            const int stage = (num_steps_before + step) % 2;
+            mbarrier_wait(&s.sum_full[stage], sum_parity >> stage & 1);
+            sum_parity ^= 1 << stage;
+#pragma unroll 1
+            for (int warp = 0; warp < 8; warp++)
+                convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
+            fence_proxy_async();
+            __syncwarp();
+            if (is_leader) {
+                store_dq(p, s, t, stage, i, head);
+                mbarrier_arrive(&s.dq_ready[stage]);
+            }
+            __syncwarp();
+            if (--i < t.q_begin) i = last, head++;
         }
         parity ^= 1;
+        num_steps_before += num_steps;
     });
+    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
 }
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
 /* 16 rows and WIDTH columns of a warp's accumulators, times a factor, in 16 bits, as a box of TMA of 64 columns. Whole warp. */
 template <int WIDTH> DEVICE void write_box(void *box, const float *x, float factor) {
-    const int lane = threadIdx.x % 32, row = lane % 16;
-    const u32 address = smem_address(box) + row * ROW_BYTES;
+    const u32 row = row_of_box(box);
 #pragma unroll
     for (int g = 0; g < WIDTH / 16; g++) {
         u32 two[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) two[k] = cvt_x2<BF16>(x[8 * g + 2 * k] * factor, x[8 * g + 2 * k + 1] * factor);
-        stmatrix_x4(address + ((2 * g + lane / 16) ^ row % 8) * 16, two[0], two[1], two[2], two[3]);
+        write_columns(row, g, two);
     }
 }
 
@@ -297,7 +378,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int kv_tile = uniform(t.kv_tile);
         if (kv_tile < 0) break;
         const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
-        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end), last_end = uniform(t.last_end);
+        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+        const int last_end = CONVERTS && p.converts ? 0 : uniform(t.last_end);
         const int num_steps = (q_end - q_begin) * p.heads_per_kv;
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
@@ -418,6 +500,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], 8);
             mbarrier_init(&s.ds_full[i], 8), mbarrier_init(&s.ds_empty[i], 8);
             mbarrier_init(&s.dq_ready[i], 1), mbarrier_init(&s.dq_full[i], 8);
+            mbarrier_init(&s.sum_full[i], 1);
             mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 8 + 3);
         }
         mbarrier_init_fence();

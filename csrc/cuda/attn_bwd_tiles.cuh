@@ -284,20 +284,22 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     }
 }
 
-/* What one lane does with each of the CTA's tiles. Whole warp. */
-template <class shared_memory, class work_on_tile> DEVICE void lead_through_tiles(shared_memory &s, work_on_tile work) {
+/* What a warp does with each of the CTA's tiles, or one lane of it. Whole warp. */
+template <class shared_memory, class work_on_tile> DEVICE void go_through_tiles(shared_memory &s, work_on_tile work) {
     const bool is_leader = threadIdx.x % 32 == 0;
     for (ring tr;; tr.next()) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (t.kv_tile < 0) break;
+        work(t, is_leader);
         __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) {
-            work(t);
-            mbarrier_arrive(&s.tile_empty[tr.stage]);
-        }
-        __syncwarp();
+        if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
+}
+template <class shared_memory, class work_on_tile> DEVICE void lead_through_tiles(shared_memory &s, work_on_tile work) {
+    go_through_tiles(s, [&](const tile &t, bool is_leader) {
+        if (is_leader) work(t);
+    });
 }
 
 /* ---- who has added to dQ -------------------------------------------------------------------------------- */
