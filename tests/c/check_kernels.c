@@ -2,6 +2,7 @@
  * differences of itself and against a naive evaluation; dropout, conversion and cache append against their definitions.
  *
  *   check_kernels                 all tests
+ *   check_emulated --emulated     of the kernels that amx_emulation.h stands in for
  *   check_kernels --seed N        one random case in both passes and all dtypes, with its errors
  *   check_kernels --time [part]   GFLOPS of one thread, every kernel with that part in its name
  *
@@ -870,18 +871,12 @@ static int replay(uint64_t seed) {
     return !good;
 }
 
-/* Only the kernels that amx_emulation.h stands in for, and the reference. */
-#if defined(CHECK_EMULATED)
-#define IS_EMULATION true
-#else
-#define IS_EMULATION false
-#endif
-
 int main(int argc, char **argv) {
+    const bool is_emulation = argc > 1 && !strcmp(argv[1], "--emulated");
     fa_cpu_detect(&machine);
-    for (int isa = FA_ISA_REFERENCE + 1; IS_EMULATION && isa < FA_NUM_ISAS; isa++)
+    for (int isa = FA_ISA_REFERENCE + 1; is_emulation && isa < FA_NUM_ISAS; isa++)
         machine.isa_legal[isa] = isa == FA_ISA_AVX512BF16 || isa == FA_ISA_AMX;
-    if (IS_EMULATION) machine.isa = FA_ISA_AMX;
+    if (is_emulation) machine.isa = FA_ISA_AMX;
     for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
     if (argc > 2 && !strcmp(argv[1], "--seed")) return replay(strtoull(argv[2], NULL, 10));
     if (argc > 1 && !strcmp(argv[1], "--time")) return time_kernels(argc > 2 ? argv[2] : ""), 0;
@@ -919,6 +914,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_nonfinite),
     };
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
-    if (IS_EMULATION) return cmocka_run_group_tests(emulated_tests, NULL, NULL);
+    if (is_emulation) return cmocka_run_group_tests(emulated_tests, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

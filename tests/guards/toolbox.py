@@ -19,7 +19,7 @@ C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra"
 DEBIAN_PACKAGE = {
     "gcc": "gcc",
     "g++": "g++",
-    "clang": "clang libclang-rt-14-dev",
+    "clang": "clang",
     "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu",
     "nm": "binutils",
     "objdump": "binutils",
