@@ -1,0 +1,227 @@
+/* A tile of the backward meets a block of keys: S, dP -> P, dS -> dV, dK, dQ, for the pairs that see each other, while the
+ * products fetch what comes next. The sums: attn_bwd.h. */
+#ifndef FA_BWD_STEP_H
+#define FA_BWD_STEP_H
+
+#include "bwd_task.h"
+#include "elementwise_bwd.h"
+
+/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Strips of keys start at the first
+ * lane that sees them and stop at the last: on the diagonal half of the lanes see nothing. */
+static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
+                         int64_t word_stride, const float *rows, int64_t begin, int64_t end) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->keys_begin;
+    for (int64_t key = begin; key < end; key += strip) {
+        const int64_t stop = key + strip < end ? key + strip : end;
+        int64_t lane = 0, lane_end = tile->lanes;
+        if (masked)
+            fa_lanes_that_see(tile->first, tile->end, tile->lanes, WORD_ELEMS, t->block + key, t->block + stop, &lane,
+                              &lane_end);
+        if (lane == lane_end) continue;
+        const int64_t word = lane / WORD_ELEMS / PRODUCT_STRIP_K * PRODUCT_STRIP_K;
+        const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
+        product_add(&(product_args){.a = words + key * word_stride + word,
+                                    .a_stride = word_stride,
+                                    .b = rows + word * l->columns,
+                                    .b_stride = l->columns,
+                                    .c = grad + (key_0 + key) * l->columns,
+                                    .c_stride = l->columns,
+                                    .rows = stop - key,
+                                    .num_words = word_end - word,
+                                    .num_vecs = (int)((t->p->d + LANES - 1) / LANES),
+                                    .soon = &t->soon});
+    }
+}
+
+/* The same for elements of the rows that are not finite and were cleared (view: of dO or Q). */
+static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, const fa_view *view, float *grad,
+                                   const float *words, int64_t word_stride, int64_t begin, int64_t end) {
+    const int64_t columns = t->job->layout.columns;
+    for (int lane = 0; lane < tile->valid_lanes; lane++) {
+        const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
+        add_lane_nonfinite(grad + (t->block - t->keys_begin) * columns, columns, words, word_stride, lane,
+                           first > begin ? first : begin, stop < end ? stop : end,
+                           bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), t->p->d, t->p->dtype);
+    }
+}
+
+/* Some lane, other than those of padding, does not see every key of [begin, end) of the block. */
+static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    return tile->common_first > t->block + begin || tile->common_end < t->block + end;
+}
+
+/* S and dP of keys [begin, end) of the block become P and dS. at: where the tile's operands lie. */
+static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int64_t begin, int64_t end, float *p_rows,
+                          float *ds_rows, int64_t row_stride) {
+    const bwd_job *job = t->job;
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &job->layout;
+    const int64_t lanes = tile->lanes, num_keys = end - begin, from = PRODUCT_CACHED ? 0 : begin;
+
+    /* S^T = K Q^T, dP^T = V dO^T */
+    product_args scores = {.a = t->k + begin * l->words,
+                           .a_stride = l->words,
+                           .b = t->q_t + at,
+                           .b_stride = lanes,
+                           .c = t->scores + from * lanes,
+                           .c_stride = lanes,
+                           .rows = num_keys,
+                           .num_words = (p->d + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_vecs = (int)(lanes / LANES),
+                           .soon = &t->soon};
+    product_args dprob = scores;
+    dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + from * lanes;
+    const bool masked = bwd_is_masked(t, tile, begin, end);
+    if (masked && !PRODUCT_OVERLAPS) {
+        product_scores_seen(&scores, tile->first, tile->end, t->block + begin);
+        product_scores_seen(&dprob, tile->first, tile->end, t->block + begin);
+    } else {
+        product_scores(&scores);
+        product_scores(&dprob);
+    }
+
+    /* P, dS */
+    float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
+    const bool hides = masked || tile->lanes > tile->valid_lanes; /* zeros of padding may meet infinite keys: NaN */
+    const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* nobody asks for the bounds */
+    const int64_t key_0 = t->block + begin;
+    for (int lane = 0; lane < lanes && !plain; lane++) {
+        int64_t low = tile->first[lane] - key_0, high = tile->end[lane] - key_0;
+        first[lane] = (float)(low < 0 ? 0 : low < num_keys ? low : num_keys);
+        stop[lane] = (float)(high < 0 ? 0 : high < num_keys ? high : num_keys);
+        diagonal[lane] = (float)(tile->diagonal[lane] - key_0);
+    }
+    gradient_step(&(gradient_args){.scores = scores.c,
+                                   .dprob = dprob.c,
+                                   .p_rows = p_rows,
+                                   .ds_rows = ds_rows,
+                                   .row_stride = row_stride,
+                                   .ds_words = t->ds_words + begin / 2 * lanes,
+                                   .lanes = lanes,
+                                   .num_keys = num_keys,
+                                   .lse = tile->lse,
+                                   .delta = tile->delta,
+                                   .bytes = job->drops ? t->bytes + begin * lanes : NULL,
+                                   .keep_max = p->keep_max,
+                                   .scale = job->scale,
+                                   .kept = job->kept,
+                                   .options = {.softcap = job->softcap,
+                                               .slope = p->alibi_slopes ? tile->slope : NULL,
+                                               .diagonal = diagonal,
+                                               .first = first,
+                                               .end = stop,
+                                               .masked = hides}});
+}
+
+/* The rows that the next task reads first. Long sequences, whose keys are cut into ranges, do not need it. */
+static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t row_bytes = p->d * DTYPE_BYTES(p->dtype), g = p->h / p->h_kv;
+    const bwd_task next = {.p = p, .s = fa_sequence_at(p, task->b_idx), .head_kv = task->head_kv};
+    const int64_t num_keys = next.s.len_kv < l->block_kv ? next.s.len_kv : l->block_kv;
+    const int64_t num_lanes = next.s.len_q * g < l->block_q ? next.s.len_q * g : l->block_q;
+    if (l->shares > 1) return;
+    for (int64_t i = 0; i < num_keys; i++) {
+        const char *rows[] = {bwd_key_row(&next, &p->k, i), bwd_key_row(&next, &p->v, i)};
+        fetch_later(&t->soon, rows, 2, row_bytes);
+    }
+    for (int64_t i = 0; i < num_lanes; i++) {
+        const int64_t head = next.head_kv * g + i % g;
+        const char *rows[] = {bwd_query_row(p, &next.s, &p->q, i / g, head),
+                              bwd_query_row(p, &next.s, &p->dout, i / g, head)};
+        fetch_later(&t->soon, rows, 2, row_bytes);
+    }
+}
+
+/* dK and dV of keys of the next block, which a task of all ranges has not touched since its last pass. Of narrow rows enough is
+ * left in the second-level cache. */
+static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t first = t->block + l->block_kv - t->keys_begin + begin, end = t->keys_end - t->keys_begin;
+    if (l->shares > 1 || t->p->d <= 64) return;
+    for (int64_t j = first; j < first + num_keys && j < end; j++) {
+        const char *rows[] = {(const char *)(t->dk + j * l->columns), (const char *)(t->dv + j * l->columns)};
+        fetch_later(&t->soon, rows, 2, l->columns * 4);
+    }
+}
+
+/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, for the tile that
+ * opens next its rows of Q and dO, and after the task's last step what the next task begins with. */
+static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - i);
+    const char *rows[FA_MAX_BLOCK_Q_BWD];
+    t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
+    fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
+    bwd_fetch_gradients(t, t->num_fetched / 2, share / 2);
+    t->num_fetched += share;
+    int next = t->num_open;
+    while (next < t->num_tiles && !bwd_sees(&t->tiles[next], t->keys_begin, t->keys_end)) next++;
+    for (int is_dout = 0; is_dout < 2 && next < t->num_tiles; is_dout++) {
+        bwd_list_queries(t, is_dout ? &t->p->dout : &t->p->q, &t->tiles[next], rows);
+        fetch_later(&t->soon, rows, t->tiles[next].lanes, row_bytes);
+    }
+    if (t->next_task && i == t->num_tiles - 1) bwd_fetch_task(t, t->next_task);
+    const int64_t patches = (4 * num_keys + l->columns) / UNROLL_ROWS + 1;
+    t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
+}
+
+static void bwd_step_tile(bwd_task *t, int i) {
+    const bwd_job *job = t->job;
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &job->layout;
+    fa_bwd_tile *tile = &t->tiles[i];
+    const int64_t lanes = tile->lanes, at = i * l->tile_floats;
+    int64_t begin = tile->first_key > t->block ? tile->first_key - t->block : 0;
+    int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
+    if (begin >= end) return;
+    begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last are zeros */
+    while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
+    if (p->dq.data) bwd_enter_range(t, i);
+    bwd_fetch_during(t, i, end - begin);
+
+    /* Rows of P and dS, for bf16 half as long: behind the scores where those are kept short, else over them. */
+    const int64_t cached = PRODUCT_CACHED ? PRODUCT_CACHED : l->block_kv;
+    const int64_t row_stride = PRODUCT_CACHED ? lanes / WORD_ELEMS : lanes;
+    float *p_rows = t->scores + PRODUCT_CACHED * lanes, *ds_rows = t->dprob + PRODUCT_CACHED * lanes;
+    if (job->drops)
+        dropout_bytes(t->bytes, lanes, begin, end, p->seed,
+                      fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
+    for (int64_t key = begin, stop; key < end; key = stop) {
+        stop = key + cached < end ? key + cached : end;
+        bwd_step_keys(t, tile, at, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride);
+    }
+
+    /* dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T */
+    const bool masked = bwd_is_masked(t, tile, begin, end);
+    if (p->dv.data) bwd_add_keys(t, tile, masked, t->dv, p_rows, row_stride, t->dout + at, begin, end);
+    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, begin, end);
+    if (p->dv.data && !tile->dout_finite)
+        bwd_add_keys_nonfinite(t, tile, &p->dout, t->dv, p_rows, row_stride, begin, end);
+    if (p->dk.data && !tile->q_finite) bwd_add_keys_nonfinite(t, tile, &p->q, t->dk, ds_rows, row_stride, begin, end);
+    if (!p->dq.data) return;
+    const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : ds_rows;
+    const product_args dq = {.a = t->k_t + begin / WORD_ELEMS,
+                             .a_stride = l->k_t_stride,
+                             .b = ds_words + begin / WORD_ELEMS * lanes,
+                             .b_stride = lanes,
+                             .c = tile->dq_t,
+                             .c_stride = lanes,
+                             .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
+                             .num_words = (end - begin) / WORD_ELEMS,
+                             .num_vecs = (int)(lanes / LANES),
+                             .soon = &t->soon};
+    if (masked && !PRODUCT_OVERLAPS)
+        product_keys_seen(product_add, &dq, tile->first, tile->end, t->block + begin);
+    else
+        product_add(&dq);
+    for (int64_t key = begin; key < end && !t->k_finite; key++)
+        if (t->key_rows[key])
+            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, t->key_rows[key], p->d,
+                              p->dtype);
+}
+
+#endif

@@ -1,0 +1,190 @@
+/* One task of the backward at work: what it holds, how its tiles are opened and its blocks of keys packed, and where a tile's
+ * dQ is added. What it is all for: attn_bwd.h. */
+#ifndef FA_BWD_TASK_H
+#define FA_BWD_TASK_H
+
+#include "cpu.h"
+#include "bwd_layout.h"
+#include "elementwise.h"
+#include "lanes.h"
+#include "nonfinite.h"
+#include "pack.h"
+
+typedef struct {
+    const fa_problem *p;
+    fa_bwd_layout layout;
+    fa_task_list *list;
+    int threads;
+    char *scratch;        /* of worker 0 */
+    float *slabs;         /* [ranges][h_kv][slab_tiles][tile_floats] */
+    float scale, softcap; /* of the product, and of what softcap multiplies, in units of log2 */
+    float kept;           /* 1 / (1 - dropout_p) */
+    bool drops;           /* dropout is on and can drop something */
+} bwd_job;
+
+/* One task at work: the layout's offsets as pointers, its keys, and the block of keys that is packed now. */
+typedef struct {
+    const bwd_job *job;
+    const fa_problem *p;
+    fa_sequence s;
+    int64_t head_kv, keys_begin, keys_end, seen_first, seen_end; /* some row sees keys [seen_first, seen_end) */
+    int64_t range;                                               /* of the block */
+    int64_t first_tile;                                          /* of the pass */
+    float *q_t, *dout_t, *q, *dout, *dq_t, *dq_range, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
+    uint8_t *bytes;
+    fa_bwd_tile *tiles;
+    bool k_finite;                      /* all of the block's K, where K^T is packed */
+    int num_tiles, num_open;            /* tiles of the pass, and how many of them are open */
+    int64_t block;                      /* first key of the block */
+    const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
+    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
+    const fa_task *next_task;           /* during the last block: who comes next */
+    const char **pieces;                /* of soon */
+    fetch_queue soon;
+} bwd_task;
+
+static inline char *bwd_query_row(const fa_problem *p, const fa_sequence *s, const fa_view *view, int64_t row,
+                                  int64_t head) {
+    return (char *)view->data + fa_query_offset(view, s, row, head) * DTYPE_BYTES(p->dtype);
+}
+
+static inline char *bwd_key_row(const bwd_task *t, const fa_view *view, int64_t key) {
+    return (char *)view->data + fa_key_offset(t->p, view, &t->s, key, t->head_kv) * DTYPE_BYTES(t->p->dtype);
+}
+
+static float *bwd_slab(const bwd_job *job, const fa_sequence *s, int64_t range, int64_t head_kv, int64_t tile) {
+    const fa_bwd_layout *l = &job->layout;
+    int64_t row = job->p->cu_seqlens_q ? s->q_row : s->b_idx * s->len_q;
+    int64_t at = fa_bwd_slab_tile(job->p, s->b_idx, row, l->block_q) + tile;
+    return job->slabs + ((range * job->p->h_kv + head_kv) * l->slab_tiles + at) * l->tile_floats;
+}
+
+/* ---- open a tile ---- */
+
+/* A row that sees no key contributes nothing, and its dout may be anything. */
+static bool contributes(const fa_problem *p, const fa_sequence *s, int64_t row, int64_t head, int64_t *first,
+                        int64_t *end) {
+    fa_visible_keys(p, s, row, first, end);
+    return *first < *end && !isinf(*fa_row_stat(&p->lse, s, row, head));
+}
+
+static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t head_kv, int block_q, int64_t idx,
+                            fa_bwd_tile *tile) {
+    tile->valid_lanes = fa_place_lanes(p, s, head_kv, block_q, idx, tile->row, tile->head);
+    tile->lanes = (int)round_up(tile->valid_lanes, FA_PATCH_ROWS);
+}
+
+/* What the lanes see, their lse and delta. Lanes of padding see no key and have lse +inf. */
+static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_tile *tile) {
+    tile->first_key = tile->common_end = INT64_MAX;
+    tile->end_key = tile->common_first = 0;
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        bool valid = lane < tile->valid_lanes;
+        int64_t row = tile->row[lane], head = tile->head[lane], *first = &tile->first[lane], *end = &tile->end[lane];
+        tile->slope[lane] = 0.0f;
+        tile->diagonal[lane] = 0;
+        if (!valid || !contributes(p, s, row, head, first, end)) {
+            *first = *end = 0;
+            tile->lse[lane] = INFINITY;
+            tile->delta[lane] = 0.0f;
+            if (valid) tile->common_end = 0;
+            continue;
+        }
+        tile->lse[lane] = (float)(*fa_row_stat(&p->lse, s, row, head) * LOG2_E);
+        tile->delta[lane] = *fa_row_stat(&p->softmax_d, s, row, head);
+        tile->diagonal[lane] = row + s->len_kv - s->len_q;
+        if (p->alibi_slopes) tile->slope[lane] = (float)(p->alibi_slopes[s->b_idx * p->alibi_stride_b + head] * LOG2_E);
+        if (*first < tile->first_key) tile->first_key = *first;
+        if (*end > tile->end_key) tile->end_key = *end;
+        if (*first > tile->common_first) tile->common_first = *first;
+        if (*end < tile->common_end) tile->common_end = *end;
+    }
+}
+
+static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    return tile->first_key < end && begin < tile->end_key;
+}
+
+/* ---- dQ of a tile ---- */
+
+/* dQ is a sum over ranges in their order, and of each over its blocks, whoever computes it. A task of all ranges adds them up
+ * here: the first in dq_t, another in dq_range until it is complete. Where they are shared each has a slab; those are added last. */
+static void bwd_add_range(const bwd_task *t, int i) {
+    const fa_bwd_layout *l = &t->job->layout;
+    float *dq_t = t->dq_t + i * l->tile_floats;
+    const float *dq_range = t->tiles[i].dq_t;
+    if (l->shares > 1 || t->tiles[i].dq_range < 0 || dq_range == dq_t) return;
+    for (int64_t at = 0; at < l->columns * t->tiles[i].lanes; at += LANES)
+        vec_store(dq_t + at, vec_add(vec_load(dq_t + at), vec_load(dq_range + at)));
+}
+
+static void bwd_enter_range(const bwd_task *t, int i) {
+    const fa_bwd_layout *l = &t->job->layout;
+    fa_bwd_tile *tile = &t->tiles[i];
+    if (tile->dq_range == t->range) return;
+    bwd_add_range(t, i);
+    if (l->shares > 1)
+        tile->dq_t = bwd_slab(t->job, &t->s, t->range, t->head_kv, t->first_tile + i);
+    else
+        tile->dq_t = (tile->dq_range < 0 ? t->dq_t : t->dq_range) + i * l->tile_floats;
+    tile->dq_range = t->range;
+    memset(tile->dq_t, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
+}
+
+static void bwd_prepare_tile(const bwd_task *t, int i) {
+    fa_bwd_tile *tile = &t->tiles[i];
+    bwd_place_lanes(t->p, &t->s, t->head_kv, t->job->layout.block_q, t->first_tile + i, tile);
+    bwd_measure_lanes(t->p, &t->s, tile);
+    tile->dq_range = -1;
+}
+
+/* NULL for lanes that see no key. */
+static void bwd_list_queries(const bwd_task *t, const fa_view *view, const fa_bwd_tile *tile, const char **rows) {
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        const bool is_empty = tile->first[lane] >= tile->end[lane];
+        rows[lane] = is_empty ? NULL : bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]);
+    }
+}
+
+static void bwd_open_tile(const bwd_task *t, int i) {
+    const fa_bwd_layout *l = &t->job->layout;
+    const fa_problem *p = t->p;
+    fa_bwd_tile *tile = &t->tiles[i];
+    if (!bwd_sees(tile, t->keys_begin, t->keys_end)) return;
+    const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
+    bwd_list_queries(t, &p->q, tile, q_rows);
+    bwd_list_queries(t, &p->dout, tile, dout_rows);
+    const int64_t at = i * l->tile_floats;
+    pack_lanes(t->q_t + at, tile->lanes, q_rows, tile->lanes, p->d, p->dtype);
+    tile->q_finite = pack_pairs(t->q + at, l->columns, q_rows, tile->lanes, p->d, p->dtype);
+    pack_lanes(t->dout_t + at, tile->lanes, dout_rows, tile->lanes, p->d, p->dtype);
+    tile->dout_finite = pack_pairs(t->dout + at, l->columns, dout_rows, tile->lanes, p->d, p->dtype);
+    const int64_t num_words = tile->lanes / WORD_ELEMS * l->columns;
+    if (!tile->q_finite) clear_nonfinite(t->q + at, num_words);
+    if (!tile->dout_finite) clear_nonfinite(t->dout + at, num_words);
+}
+
+/* ---- pack a block of keys ---- */
+
+/* Rows of K, then of V, of the block that begins with key `block`; NULL for keys that nobody sees. */
+static void bwd_list_keys(const bwd_task *t, int64_t block, const char **rows) {
+    const int64_t block_kv = t->job->layout.block_kv;
+    for (int64_t j = 0; j < block_kv; j++) {
+        const bool is_seen = t->seen_first <= block + j && block + j < t->seen_end;
+        rows[j] = is_seen ? bwd_key_row(t, &t->p->k, block + j) : NULL;
+        rows[block_kv + j] = is_seen ? bwd_key_row(t, &t->p->v, block + j) : NULL;
+    }
+}
+
+static void bwd_pack_block(bwd_task *t) {
+    const fa_problem *p = t->p;
+    const fa_bwd_layout *l = &t->job->layout;
+    const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
+    pack_rows(t->k, l->words, k_rows, l->block_kv, p->d, p->dtype);
+    pack_rows(t->v, l->words, v_rows, l->block_kv, p->d, p->dtype);
+    if (!p->dq.data) return;
+    t->k_finite = pack_columns(t->k_t, l->k_t_stride, k_rows, l->block_kv, p->d, p->dtype);
+    if (!t->k_finite) clear_nonfinite(t->k_t, l->columns * l->k_t_stride);
+}
+
+#endif
