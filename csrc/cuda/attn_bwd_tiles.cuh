@@ -212,6 +212,10 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
     return __shfl_sync(0xffffffffu, idx, 0);
 }
 
+/* A tile's keys come behind its first Q and dO, which wait for less of the tile before; in a cluster, where that is 0.5 to 3%
+ * slower, K comes before them and V between. */
+constexpr bool KEYS_FIRST = CTAS > 1;
+
 /* One warp; lane 0 does what one thread must do. */
 template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
@@ -230,9 +234,25 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
             if (t.q_begin < t.q_end) {
+                const auto load_k = [&] {
+                    mbarrier_wait(&s.k_empty, kv_parity ^ 1);
+                    if constexpr (CTAS > 1) {
+                        mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof s.k_other);
+                        load_other_keys(s.k_other, p, &s.k_full, t);
+                    } else {
+                        mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
+                    }
+                    load_keys(s.k, &p.k, &s.k_full, t);
+                };
+                const auto load_v = [&] {
+                    mbarrier_wait(&s.v_empty, kv_parity ^ 1);
+                    mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
+                    load_keys(s.v, &p.v, &s.v_full, t);
+                };
+                if (KEYS_FIRST) load_k();
                 const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++) { /* while the tile before still needs their places */
+                for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* while the tile before still needs their places */
                     cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
                     cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
                 }
@@ -250,25 +270,13 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                         mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
                         load_queries(s.q[r.stage], &p.q, full, row, head, t.q_batch);
                         cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
+                        if (KEYS_FIRST && is_first) load_v(), is_first = false;
                         full = &s.do_full[do_stage(r)];
                         mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
                         mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
                         load_queries(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
                         cp_async_bulk_load(s.d[do_stage(r)], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
-                        if (is_first) { /* behind Q and dO, which wait for nothing of the tile before */
-                            mbarrier_wait(&s.k_empty, kv_parity ^ 1);
-                            if constexpr (CTAS > 1) {
-                                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof s.k_other);
-                                load_other_keys(s.k_other, p, &s.k_full, t);
-                            } else {
-                                mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
-                            }
-                            load_keys(s.k, &p.k, &s.k_full, t);
-                            mbarrier_wait(&s.v_empty, kv_parity ^ 1);
-                            mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
-                            load_keys(s.v, &p.v, &s.v_full, t);
-                            is_first = false;
-                        }
+                        if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
                     }
                 }
                 kv_parity ^= 1;
