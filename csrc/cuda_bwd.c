@@ -22,8 +22,8 @@ static int heads_in_group(const fa_problem *p) {
 /* In which order key tiles begin, and add to dQ, as measured (README.md). Up to 128 columns fewer heads together are
  * better, where all key tiles of a head then run at the same time, but not where short causal tiles of up to 64 columns
  * wait for each other. In a fixed order those of one head must begin at a distance: long causal ones want more heads than
- * fit, others no more, or they may take half as long again. Above 128 columns one head after the other is better without a
- * mask. */
+ * fit, others no more, or they may take half as long again. Above 128 columns a fixed order costs nothing where tiles are
+ * short and nothing is masked. */
 static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);
@@ -37,8 +37,14 @@ static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
             a->group_heads *= p->len_kv > 4096 ? 4 : p->len_kv > 2048 ? 2 : 1;
         else if ((!a->in_order || p->len_kv <= 1024) && a->group_heads > 1)
             a->group_heads /= 2;
-    } else if (!is_causal && !a->in_order) {
-        a->group_heads = 1;
+    } else {
+        const bool is_masked = call->plan->cuda_features & (FA_CAUSAL | FA_LOCAL);
+        if (!is_masked && p->len_kv <= 1024 && !p->cu_seqlens_q) a->in_order = true;
+        if (a->group_heads > 1) a->group_heads /= 2;
+        if (a->in_order && is_causal && a->group_heads < 8)
+            a->group_heads = 8;
+        else if (a->in_order && p->len_kv > 2048)
+            a->group_heads *= 2;
     }
     if (a->group_heads > heads) a->group_heads = heads;
 }

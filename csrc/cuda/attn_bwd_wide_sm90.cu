@@ -388,7 +388,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    if (smem_address(smem) % 1024) __trap(); /* NOTE: not SHARED_BASE, in a cluster */
+    if (smem_address(smem) % 1024) __trap(); /* not SHARED_BASE: in a cluster the upper byte is the rank */
     shared_memory &s = *(shared_memory *)smem;
     const int warp = uniform(threadIdx.x / 32), wg = warp / 4;
 
