@@ -115,11 +115,11 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
 
 /* One of the kernels, with the plan's features as far as its family knows them. */
 static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, int64_t grid, unsigned threads,
-                        bool waits_itself, fa_attn_bwd_params *a, fa_error *err) {
+                        fa_attn_bwd_params *a, fa_error *err) {
     fa_variant variant = fa_plan_variant(call->plan, call->gpu);
     variant.family = family, variant.row = row;
     variant.features &= fa_families[family].knows;
-    const fa_launch shape = {(unsigned)grid, 1, 1, .threads = threads, .waits_itself = waits_itself};
+    const fa_launch shape = {(unsigned)grid, 1, 1, .threads = threads, .waits_itself = true};
     return fa_cuda_launch(call, variant, shape, a, err);
 }
 
@@ -143,8 +143,8 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int ctas = ctas_of_tile(call), clusters = call->gpu->num_sms / ctas;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
-                    HELPER_THREADS, false, &a, err);
+                    HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)
-        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, true, &a, err);
+        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, &a, err);
     return status;
 }

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from test_cuda_fwd import why_not
@@ -117,64 +119,83 @@ extern "C" __global__ void copy_late(const int *x, int *to_x, const int *y, int 
 
 
 def followers():
+    """Shape of an argument and of a result, and a call that reads the one and writes the other."""
     cu, used = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 40, 300], [17, 200]))
     cache = randn(2, 200, 2, 128)
-    return [
-        *(((1, 300, 4, d), lambda q: flash_attn_func(q, q, q, causal=True)) for d in (64, 128, 256)),
-        ((300, 4, 64), lambda q: flash_attn_varlen_func(q, q, q, cu, cu, 260, 260)),
-        ((2, 1, 4, 128), lambda q: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used)),
-        ((2, 1, 4, 128), lambda q: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, num_splits=1)),
-    ]
+    mask = 0.125, True, -1, -1, 0.0, False, None
+
+    def dense(q, out):
+        flash_attn_2_cuda.fwd(q, q, q, out, None, 0.0, *mask)
+
+    def packed(q, out):
+        flash_attn_2_cuda.varlen_fwd(
+            q, q, q, out, cu, cu, None, None, None, None, 260, 260, 0.0, 0.125, False, *mask[1:]
+        )
+
+    def decode(num_splits, q, out):
+        flash_attn_2_cuda.fwd_kvcache(q, cache, cache, None, None, used, *[None] * 6, out, *mask[:5], True, num_splits)
+
+    def backward(saved, dout, dq):
+        grads = dq, torch.empty_like(dq), torch.empty_like(dq)
+        interface._flash_attn_backward(dout, *saved, *grads, 0.0, 0.125, False, -1, -1, 0.0, None, True)
+
+    for d in (64, 128, 256):
+        yield (1, 300, 4, d), dense
+    yield (300, 4, 64), packed
+    for num_splits in (0, 1):
+        yield (2, 1, 4, 128), partial(decode, num_splits)
+    for d in (64, 192):
+        x = randn(1, 300, 4, d)
+        yield (1, 300, 4, d), partial(backward, (x, x, x, *forward(x, 0.0)[:2]))
 
 
 @pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="this torch compiles no kernels")
 @pytest.mark.parametrize("recorded", [False, True])
 def test_kernels_wait_for_one_that_lets_them_begin_early(recorded):
-    """It takes 0.2 ms, and only then writes their queries and reads what lies where their results will."""
+    """It takes 0.2 ms, and only then writes their argument and reads what lies where their result will."""
     copy_late = torch.cuda._compile_kernel(LATE, "copy_late", compute_capability="90")
-
-    def follow(call, q, new):
-        before = torch.full_like(q, 7)
-        copied, place = torch.zeros_like(q), before.data_ptr()
-        copy_late(args=[new, q, before, copied, q.numel() // 2], block=(256, 1, 1))
-        del before
-        out = call(q)
-        return out, copied, out.data_ptr() == place
-
     for shape, call in followers():
-        new, q = randn(*shape), torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-        want = call(new)
+        new = randn(*shape)
+        x, out, copied, want = (torch.zeros_like(new) for _ in range(4))
+        call(new, want)
+
+        def follow(call=call, new=new, x=x, out=out, copied=copied):
+            copy_late(args=[new, x, out, copied, x.numel() // 2], block=(256, 1, 1))
+            call(x, out)
+
+        if recorded:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                follow()
         for _ in range(3):
-            q.zero_()
+            x.zero_(), out.fill_(7), copied.zero_()
             torch.cuda.synchronize()
-            if recorded:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out, copied, is_there = follow(call, q, new)
-                graph.replay()
-            else:
-                out, copied, is_there = follow(call, q, new)
-            assert torch.equal(out, want) and is_there and torch.all(copied == 7), shape
+            graph.replay() if recorded else follow()
+            assert torch.equal(out, want) and torch.all(copied == 7), shape
 
 
 def test_kernels_wait_for_fills_copies_and_other_streams():
     other = torch.cuda.Stream()
     for shape, call in followers():
-        new, q = randn(*shape), torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-        want, none = call(new), call(q)
+        new = randn(*shape)
+        x, out, want, none = (torch.zeros_like(new) for _ in range(4))
+        call(new, want), call(x, none)
         for _ in range(3):
             torch.cuda._sleep(400000)
-            q.copy_(new)
-            assert torch.equal(call(q), want), shape
+            x.copy_(new)
+            call(x, out)
+            assert torch.equal(out, want), shape
             torch.cuda._sleep(400000)
-            q.zero_()
-            assert torch.equal(call(q), none), shape
+            x.zero_()
+            call(x, out)
+            assert torch.equal(out, none), shape
             with torch.cuda.stream(other):
                 other.wait_stream(torch.cuda.default_stream())
                 torch.cuda._sleep(400000)
-                q.copy_(new)
+                x.copy_(new)
             torch.cuda.current_stream().wait_stream(other)
-            assert torch.equal(call(q), want), shape
+            call(x, out)
+            assert torch.equal(out, want), shape
 
 
 # ---- FLASH_ATTN_CHECK ----------------------------------------------------------------------------------------------

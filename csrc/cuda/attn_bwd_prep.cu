@@ -33,6 +33,7 @@ DEVICE float dot(const uint4 &x, const uint4 &y) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ fa_attn_bwd_params p) {
     const int slab = blockIdx.x, lane = threadIdx.x % LANES, column = 8 * lane;
+    griddepcontrol_wait(); /* for what the stream does before */
     const slab_rows t = slab_at(p, slab);
     griddepcontrol_launch_dependents();
     if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
