@@ -39,8 +39,6 @@ def most_spilled(name):
     options together spill a little everywhere. The generic kernels of 256 columns keep a few addresses elsewhere."""
     if name.startswith("attn_bwd_") and "sm90" in name:
         return 500 if re.search("score|dropout", name) else 200
-    if name.startswith("attn_fwd_sm90") and "_varlen" in name:
-        return 20
     return 128 if "any" in name and "_d256_" in name else 0
 
 

@@ -10,7 +10,7 @@ from harness import expected, join, problem, rows_of, slices
 from oracle import attention, dropout_keep
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.flash_attn_interface import _flash_attn_forward
+from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
 
 def why_not():
@@ -172,6 +172,33 @@ def test_another_stream_and_many_calls_at_once():
                 outs.append(flash_attn_func(q, k, v, causal=True))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected_out) for out in outs)
+
+
+@pytest.mark.parametrize("causal", BOTH)
+@pytest.mark.parametrize("d", (96, 128, 256))
+def test_packed_sequences_give_what_each_gives_alone(d, causal):
+    """More sequences than the kernel looks at together, of which some keys are not used. As above, every third head has
+    tiles that are done again: when they are, others of later sequences have begun."""
+    torch.manual_seed(0)
+    lengths = torch.randint(65, 400, (2, 70))
+    lengths[:, ::9] = torch.tensor([0, 1, 64, 65, 127, 128, 129, 257])
+    used = (lengths[1] * torch.rand(70)).int()
+    cu_q, cu_k = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int()
+    q = torch.randn(int(cu_q[-1]), 6, d)
+    k, v = (torch.randn(int(cu_k[-1]), 6, d) for _ in range(2))
+    falling = torch.cat([torch.linspace(30, 0.1, int(n)) for n in lengths[1]])
+    q[:, ::3] = q[:, ::3].abs()
+    k[:, ::3] = k[:, ::3].abs() * falling[:, None, None]
+    q, k, v = (x.bfloat16().cuda() for x in (q, k, v))
+    scale = d**-0.5
+    whole = int(lengths[0].max()), int(lengths[1].max()), 0.0, scale, causal
+    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, cu_q.cuda(), cu_k.cuda(), *whole, seqused_k=used.cuda())
+    for i in range(70):
+        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i] + used[i])
+        alone, alone_lse, *_ = _flash_attn_forward(
+            q[None, rows], k[None, keys], v[None, keys], 0.0, scale, causal, -1, -1, 0.0, None, False
+        )
+        assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
 
 
 def test_bad_offsets_stay_inside_the_tensors():

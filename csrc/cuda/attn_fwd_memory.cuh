@@ -18,9 +18,11 @@ struct shared_memory {
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[V_STAGES], v_empty[V_STAGES];
     u64 all_done;
+    u64 tile_wanted, tile_found; /* between producer and finder: one arrival each */
     tile tiles[TILES];
-    window packed; /* the producer's */
-    /* Tiles that failed, as each consumer warp found them; how many of them the producer has seen. */
+    window packed;    /* the finder's */
+    u64 seed, offset; /* of dropout */
+    /* Tiles that failed, as each consumer warp found them; how many of them the finder has seen. */
     int failed[4 * WGS][FAILED], num_failed[4 * WGS], num_seen[4 * WGS];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES, "an SM has 227 KiB for one CTA");

@@ -3,11 +3,12 @@
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d]    o like q    lse [b, h, len_q] float
  *
  * One CTA per SM stays for the whole launch. It takes tiles of BLOCK_Q rows of one head, one after the other, and walks
- * over their keys from the last tile to the first. One warp feeds, WGS warpgroups of 64 rows each compute:
+ * over their keys from the last tile to the first. One warp finds tiles, one thread loads, WGS warpgroups of 64 rows each
+ * compute:
  *
- *   producer warp --q_full[s]--> warpgroups: every S of the tile   --q_empty[s]--> producer warp
- *                 --k_full[s]--> warpgroups: S = Q K^T             --k_empty[s]-->
- *                 --v_full[s]--> warpgroups: O += P V              --v_empty[s]-->
+ *   finder --tile_found--> producer --q_full[s]--> warpgroups: every S of the tile   --q_empty[s]--> producer
+ *         <--tile_wanted--          --k_full[s]--> warpgroups: S = Q K^T             --k_empty[s]-->
+ *                                   --v_full[s]--> warpgroups: O += P V              --v_empty[s]-->
  *
  * The rings run on across tiles: while one tile ends, the next one's Q and keys arrive, and it is stored while the next
  * one's first scores are computed. Tensor cores work while exp2 runs, in two ways: a warpgroup issues S of the next keys
@@ -26,7 +27,8 @@
  * again, a tile takes of V only what each row sees.
  *
  * This file: the products and what a warpgroup does step by step. Pieces: attn_fwd_tiles.cuh, which tile is where;
- * _memory, rings and barriers; _producer, loads; _softmax, scores to P; _repeats, tiles done again; _output, O to memory.
+ * _memory, rings and barriers; _producer, finder and loads; _softmax, scores to P; _repeats, tiles done again; _output, O
+ * to memory.
  *
  * Specification: cpu/reference.c. Limits and measurements: README.md. */
 #include "attn_fwd_params.h"
@@ -55,20 +57,20 @@ constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40, CONSUMER_REGS = WGS == 4 ? 112
 constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* one row of a swizzled chunk */
 constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
 constexpr bool O_BY_TMA = HEAD_DIM <= 128;
-constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || VARLEN;
+constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
 constexpr bool IS_ANCHORED = BF16; /* fp16 has no room for P beyond 2^16 */
 constexpr bool PV_FIRST = O_WAIT == 2;
 constexpr bool O_IN_Q = O_BY_TMA && !LONGEST_FIRST; /* O leaves from where its Q was: V has the room */
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
-constexpr bool FINDS_EARLY = WGS < 3; /* the producer, the next tile; a producer of 32 registers has none to spare */
-constexpr bool Q_EARLY = FINDS_EARLY && Q_STAGES > 1;
-constexpr bool K_FIRST = Q_STAGES == 1; /* its place is free before Q's */
+constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1; /* before the last V of the tile before */
+constexpr bool K_FIRST = Q_STAGES == 1;           /* its place is free before Q's */
 constexpr int TILES = Q_STAGES + 2; /* known to consumers: a tile is stored while the next but one may be announced */
 constexpr int FAILED = 8;           /* of each warp, not yet repeated: more than the tiles that can be on their way */
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
+static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(WGS <= 4, "64 K registers: 3 warpgroups of 160, or 4 of 112, and a producer of 32 take them all");
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
@@ -119,9 +121,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
     constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
     const float scale_log2 = p.scale_log2, margin = p.lazy_margin;
-    u64 seed = 0, offset = 0, stream = 0;
-    u32 patch_row = 0;
-    if (DROPOUT) seed = p.rng_state[0], offset = p.rng_state[1];
     float slope = 0;
 
     float O[O_REGS];
@@ -135,7 +134,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     int diagonal = 0;         /* the last key that this thread's first row would see, if causal */
     int j = -1, kv_begin = 0; /* this step's key tile; the last one to visit */
     int exact_end = 0, full_begin = 0, full_end = 0;
-    int q_stage = 0; /* of the tile taken last */
     u32 q_desc = 0;
     bool has_o = false; /* a tile has begun and is not stored yet */
     const int column = 2 * (lane % 4);
@@ -159,7 +157,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         kr.next();
     };
     /* Of the tile taken last, or the one before it. */
-    const auto stage_of_q = [&](int before) { return Q_STAGES == 1 || before == 0 ? q_stage : q_stage ^ 1; };
+    const auto stage_of_q = [&](int before) { return Q_STAGES == 1 ? 0 : qr.stage ^ 1 ^ before; };
     const auto release_q = [&](int before) {
         __syncwarp(); /* other lanes have read the tile before, whose place may be taken now */
         if (is_leader) {
@@ -224,7 +222,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (row_of(i) == 0 ? first_row : second_row) rows.sum[row_of(i)] += S[i] + S[i + 1];
     };
     const auto pack = [&](float (&S)[S_REGS]) {
-        if (DROPOUT) drop(S, seed, stream, patch_row, j * (BLOCK_KV / 32), p.keep_max);
+        if (DROPOUT) {
+            const tile &t = tile_taken(0);
+            drop(S, s.seed, s.offset + (u64)(t.b_idx * p.h + t.head) * 32, (t.row + 64 * block) / 16 + warp,
+                 j * (BLOCK_KV / 32), p.keep_max);
+        }
 #pragma unroll
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
     };
@@ -321,7 +323,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         pin(O), pin(P);
         issue_pv();
         mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-        q_stage = qr.stage;
         qr.next(), tr.next();
         block = block + 1 == WGS ? 0 : block + 1; /* later rows may see more keys, or none be left: take turns */
         const tile &t = tile_taken(0);
@@ -337,10 +338,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
         diagonal = row + lane / 4 + shift;
-        q_desc = q_desc_0 + q_stage * Q_STAGE + block * Q_BLOCK;
+        q_desc = q_desc_0 + stage_of_q(0) * Q_STAGE + block * Q_BLOCK;
         if (SCORE && p.alibi_slopes && order == 0) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
-        if (DROPOUT) patch_row = row / 16;
-        if (DROPOUT) stream = offset + (u64)(t.b_idx * p.h + t.head) * 32;
         if (order < 0 || last < 0 || is_repeat) {
             /* The tile before; then, alone, one that failed */
             for (int before = 1; before >= 0 && (before || is_repeat); before--) {
@@ -397,17 +396,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int i = 0; i < STAGES; i++) mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * WGS);
         for (int i = 0; i < V_STAGES; i++) mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * WGS);
         mbarrier_init(&s.all_done, 4 * WGS);
+        mbarrier_init(&s.tile_wanted, 1), mbarrier_init(&s.tile_found, 1);
         for (int i = 0; i < 4 * WGS; i++) s.num_failed[i] = s.num_seen[i] = 0;
-        set_no_tile(s.tiles[TILES - 1], REPORT); /* which the producer takes as the one before the first */
         s.packed.first = -32, s.packed.begin = s.packed.end = 0;
         mbarrier_init_fence();
     }
     griddepcontrol_wait(); /* for what the stream does before; nothing in memory has been touched */
+    if (DROPOUT && threadIdx.x == 0) s.seed = p.rng_state[0], s.offset = p.rng_state[1];
     __syncthreads();
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (warp == 0) produce(p, s);
+        if (threadIdx.x == 0) produce(p, s);
+        if (warp == 1) find_tiles(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         consume(p, s, wg - 1);

@@ -1,5 +1,5 @@
 /* Tiles of attn_fwd_sm90.cu: which rows and keys tile number idx of a launch has, and in which order they come: row tiles
- * of a head side by side without a mask, the longest first with one and in packed sequences. */
+ * of a head side by side without a mask, the longest first with one. Packed: the longest of 32 sequences first. */
 #ifndef FA_ATTN_FWD_TILES_CUH
 #define FA_ATTN_FWD_TILES_CUH
 
@@ -22,15 +22,14 @@ struct tile {
     int is_repeat; /* it failed before: carefully now */
 };
 
-/* Without keys, and not one that came from the counter. */
-DEVICE void set_no_tile(tile &t, int row) { t.row = row, t.kv_begin = t.kv_end = 0, t.is_repeat = 1; }
+DEVICE void set_no_tile(tile &t, int row) { t.row = row, t.kv_begin = t.kv_end = 0, t.is_repeat = 0; }
 
 /* Packed sequences are looked at 32 at a time. Among them the longest comes first, so that a launch ends with short
  * tiles. */
 struct window {
-    int num_tiles;                      /* of all sequences and heads */
     int first, begin, end;              /* first sequence; tiles of the launch, of all heads: [begin, end) */
     int lane_begin[32], lane_tiles[32]; /* tiles of sequence first + lane */
+    span q[32], kv[32];                 /* where it lies; without keys that are not used */
 };
 
 /* A row sees keys [keys_begin, keys_end). diagonal: the row plus len_kv - len_q, its last key if it is causal. */
@@ -61,8 +60,10 @@ DEVICE void move_window(const params &p, window &w, int idx) {
         const int b_idx = first + lane;
         int len = -1, my_begin = begin, my_tiles = 0;
         if (b_idx < p.b) {
-            len = span_at(p.cu_seqlens_k, b_idx, p.len_kv).len;
-            my_tiles = p.h * ceil_div(span_at(p.cu_seqlens_q, b_idx, p.len_q).len, BLOCK_Q);
+            const span q = span_at(p.cu_seqlens_q, b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
+            len = p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len;
+            my_tiles = p.h * ceil_div(q.len, BLOCK_Q);
+            w.q[lane] = q, w.kv[lane] = {kv.begin, len};
         }
 #pragma unroll 1
         for (int i = 0; i < 32; i++) {
@@ -88,8 +89,8 @@ DEVICE void find_tile(const params &p, window &w, int idx, tile &t) {
         const int owner = __ffs(__ballot_sync(0xffffffffu, (u32)(idx - begin) < (u32)tiles)) - 1;
         b_idx = w.first + owner;
         in_order -= __shfl_sync(0xffffffffu, begin, owner);
-        const span q = span_at(p.cu_seqlens_q, b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
-        len_q = q.len, len_kv = p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len;
+        const span q = w.q[owner], kv = w.kv[owner];
+        len_q = q.len, len_kv = kv.len;
         q_tiles = ceil_div(len_q, BLOCK_Q), heads = p.h;
         if (is_leader) {
             t.row_0 = p.len_q - len_q, t.batch = q.begin + len_q, t.lse_row = q.begin;
