@@ -60,7 +60,7 @@ constexpr bool O_BY_TMA = HEAD_DIM <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
 constexpr bool IS_ANCHORED = BF16; /* fp16 has no room for P beyond 2^16 */
 constexpr bool PV_FIRST = O_WAIT == 2;
-constexpr bool O_IN_Q = O_BY_TMA && !LONGEST_FIRST; /* O leaves from where its Q was: V has the room */
+constexpr bool O_IN_Q = O_BY_TMA && !LONGEST_FIRST && BLOCK_KV > 64; /* from where its Q was: V has the room */
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1; /* before the last V of the tile before */
 constexpr bool K_FIRST = Q_STAGES == 1;           /* its place is free before Q's */
