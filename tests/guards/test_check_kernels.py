@@ -10,7 +10,7 @@ SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-rec
 BUILDS = {
     "gcc": ("gcc", "-O2"),
     "clang": ("clang", "-O2"),
-    "gcc with AddressSanitizer and UBSan": ("gcc", f"-O1 -g {SANITIZERS}"),
+    "gcc with AddressSanitizer and UBSan": ("gcc", f"-O1 -g1 {SANITIZERS}"),
 }
 
 
