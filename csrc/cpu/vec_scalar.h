@@ -34,16 +34,18 @@
 
 /* gcc and clang know vectors of any processor, and give them their registers; elsewhere a vec is an array. Verbs are written
  * once: after EACH_LANE, OF(a) is all of a vector or one of its lanes, BITS and FLOATS are the same 32 bits of each as the
- * other type, and TRUTH makes a mask of a comparison. Left to find the vectors in loops over arrays, gcc takes four times as
+ * other type, TRUTH makes a mask of a comparison, and WIDE makes 32 bits of 16. Left to find the vectors in loops over arrays, gcc takes four times as
  * long. */
 #if defined(__GNUC__)
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vec_bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vec_half __attribute__((vector_size(2 * LANES)));
 #define EACH_LANE
 #define OF(a)     (a)
 #define BITS(a)   ((vec_bits)(a))
 #define FLOATS(x) ((vec)(x))
 #define TRUTH(x)  ((vec_bits)(x))
+#define WIDE(h)   __builtin_convertvector(h, vec_bits)
 #else
 typedef struct {
     float lane[LANES];
@@ -51,11 +53,15 @@ typedef struct {
 typedef struct {
     uint32_t lane[LANES];
 } vec_bits;
+typedef struct {
+    uint16_t lane[LANES];
+} vec_half;
 #define EACH_LANE for (int i = 0; i < LANES; i++)
 #define OF(a)     (a).lane[i]
 #define BITS(a)   fa_bits_of((a).lane[i])
 #define FLOATS(x) fa_f32_of_bits(x)
 #define TRUTH(x)  (0u - (uint32_t)(x))
+#define WIDE(h)   ((uint32_t)(h).lane[i])
 #endif
 typedef vec_bits vec_mask; /* all bits of a lane or none */
 
@@ -200,25 +206,32 @@ INLINE vec vec_exp2(vec a) {
 }
 
 /* ---- the caller's 16-bit types, LANES elements at a time; stores round to nearest even ---- */
-OUTLINE void lanes_from_f16(float lane[LANES], const uint16_t half[LANES]) {
-    for (int i = 0; i < LANES; i++) lane[i] = fa_f32_from_f16(half[i]);
-}
 OUTLINE void lanes_to_f16(uint16_t half[LANES], const float lane[LANES]) {
     for (int i = 0; i < LANES; i++) half[i] = fa_f16_from_f32(lane[i]);
 }
+/* As fa_f32_from_f16, without branches: a subnormal is the mantissa behind 2^-14, less 2^-14. */
 INLINE vec vec_load_f16(const void *p) {
-    uint16_t half[LANES];
-    float lane[LANES];
-    memcpy(half, p, sizeof half);
-    lanes_from_f16(lane, half);
-    return vec_load(lane);
+    vec_half half;
+    vec_bits sign, rest, is_small, is_special, is_nan;
+    vec r, small;
+    memcpy(&half, p, sizeof half);
+    EACH_LANE OF(sign) = (WIDE(half) & 0x8000u) << 16;
+    EACH_LANE OF(rest) = (WIDE(half) & 0x7fffu) << 13;
+    EACH_LANE OF(is_small) = TRUTH(OF(rest) < 1u << 23);
+    EACH_LANE OF(is_special) = TRUTH(OF(rest) >= 31u << 23);
+    EACH_LANE OF(is_nan) = TRUTH(OF(rest) > 31u << 23);
+    EACH_LANE OF(rest) += (112u << 23) + (OF(is_special) & 112u << 23);
+    EACH_LANE OF(rest) |= OF(is_nan) & 0x400000u;
+    EACH_LANE OF(small) = FLOATS(OF(rest) + (1u << 23)) - 0x1p-14f;
+    EACH_LANE OF(r) = FLOATS((OF(rest) & ~OF(is_small)) | (BITS(small) & OF(is_small)) | OF(sign));
+    return r;
 }
 INLINE vec vec_load_bf16(const void *p) {
-    uint16_t half[LANES];
-    float lane[LANES];
-    memcpy(half, p, sizeof half);
-    for (int i = 0; i < LANES; i++) lane[i] = fa_f32_from_bf16(half[i]);
-    return vec_load(lane);
+    vec_half half;
+    vec r;
+    memcpy(&half, p, sizeof half);
+    EACH_LANE OF(r) = FLOATS(WIDE(half) << 16);
+    return r;
 }
 INLINE void vec_store_f16(void *p, vec a) {
     uint16_t half[LANES];
@@ -324,4 +337,5 @@ INLINE void vec_leave(vec_mode mode) { (void)mode; }
 #undef BITS
 #undef FLOATS
 #undef TRUTH
+#undef WIDE
 #endif
