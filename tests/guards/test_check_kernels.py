@@ -1,10 +1,12 @@
-"""Runs the C test program tests/c/check_kernels.c: each CPU kernel against the reference, plain and sanitized."""
+"""Runs the C test programs of tests/c: CPU kernels against the reference, plain and sanitized; texts of GPU kernels."""
 
 import os
+import re
 from pathlib import Path
 
+import flash_attn_2_cuda
 import pytest
-from toolbox import ROOT, lacking, run, tool
+from toolbox import CSRC, ROOT, lacking, run, tool
 
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer"
 BUILDS = {
@@ -31,3 +33,22 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
     command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", f"CC={tool('gcc')}"]
     printed = run(*command, f"CXX={tool('g++')}", f"BUILD={tmp_path}", "check_cuda")
     assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
+
+
+def packed_kernels():
+    """Hopper's rows that read packed sequences by TMA, with each mask: {name: arguments of cuda_kernel_source}."""
+    wanted = re.compile(r"attn_(fwd|bwd|bwd_wide)_sm90_bf16_\w*?kv\d+(_causal|_local)?_varlen")
+    return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
+
+
+@pytest.mark.parametrize("name", packed_kernels())
+def test_boxes_of_tma_begin_inside_their_maps(name, tmp_path):
+    _, options = flash_attn_2_cuda.cuda_kernel_source(*packed_kernels()[name])
+    constants = [option for option in options if option.startswith("-D")] + ["-DBACKWARD"] * name.startswith("attn_bwd")
+    c = ROOT / "tests" / "c"
+    run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
+    compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC]
+    run(
+        *compiler, *constants, c / "check_boxes.cpp", tmp_path / "engine.o", "-rdynamic", "-o", tmp_path / "check_boxes"
+    )
+    assert "begin inside" in run(tmp_path / "check_boxes")
