@@ -1,0 +1,169 @@
+/* The warps of attn_bwd_sm90.cu that write: two add dQ to memory, one stores dK and dV, and dQ, too, where it converts. */
+#ifndef FA_ATTN_BWD_WRITERS_CUH
+#define FA_ATTN_BWD_WRITERS_CUH
+
+#include "attn_bwd_memory.cuh"
+
+/* ---- dQ -------------------------------------------------------------------------------------------------------- */
+
+/* The result of a step to memory; its place is then free. One lane. */
+DEVICE void store_dq(const params &p, shared_memory &s, const tile &t, int stage, int i, int head) {
+#pragma unroll 1
+    for (int warp = 0; warp < 8; warp++)
+        cp_async_bulk_tensor_store(&p.dq_rows, s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4),
+                                   dq_column(warp / 4), t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
+                                   t.head_kv * p.heads_per_kv + head, t.q_batch);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_all_read();
+}
+
+/* Writer w: dQ of the steps of stage w, which are every other one. One lane.
+ *
+ *   first key tile of a query tile:  ready, wait dQ, store
+ *   between:                         ready, wait dQ, wait turn, add
+ *   last:                            wait turn, ready with the sum, wait the result, store it
+ *   last, with a converter:          ready, wait turn, wait dQ, add, bring the sum; the converter is the next to be ready */
+DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
+    const bool converts = CONVERTS && p.converts;
+    u32 parity = 0;
+    int skip = w; /* steps of the tile that come before the next one of this stage */
+    bool is_ready = false;
+    lead_through_tiles(s, [&](const tile &t) {
+        const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
+        int step = skip, i = t.q_end - 1 - skip, head = 0;
+#pragma unroll 1
+        for (; step < num_steps; step += 2, i -= 2) {
+            while (i < t.q_begin) i += num_q_tiles, head++;
+            const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
+            u32 *turn = p.turns + slab * 2;
+            float *sums = p.dq_sums + slab * SLAB_FLOATS;
+            const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
+            if (p.dq.data && is_last && !is_first && !converts) {
+                wait_turn_to_read(turn, turn_of(p, t, i));
+                mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
+                cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
+            } else if (!is_ready) {
+                mbarrier_arrive(&s.dq_ready[w]);
+            }
+            if (p.dq.data && !is_first) {
+                if (!is_last) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
+                if (is_last && converts) wait_turn_to_read(turn, turn_of(p, t, i));
+            }
+            mbarrier_wait(&s.dq_full[w], parity);
+            parity ^= 1;
+            if (!p.dq.data) continue;
+            is_ready = is_last && converts;
+            if (is_ready && is_first) { /* it is the sum */
+                mbarrier_arrive(&s.sum_full[w]);
+                continue;
+            }
+            fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
+            if (is_last && !converts) {
+                store_dq(p, s, t, w, i, head);
+                continue;
+            }
+            if (is_first)
+                cp_async_bulk_store(sums, s.dq[w][0], DQ_BYTES);
+            else
+                cp_reduce_async_bulk_add(sums, s.dq[w][0], DQ_BYTES);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_all();
+            if (is_last) {
+                fence_proxy_async_global();
+                mbarrier_arrive_expect_tx(&s.sum_full[w], DQ_BYTES);
+                cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.sum_full[w]);
+            } else {
+                end_turn(turn);
+            }
+        }
+        skip = step - num_steps;
+    });
+    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
+}
+
+/* ---- dK and dV ------------------------------------------------------------------------------------------------- */
+
+/* One lane stores them: dV from the place of V when the tile's last dP is done, dK from that of dS when its last dQ is. The
+ * next tile needs V sooner than a place for its dS. */
+DEVICE void store_keys(const params &p, shared_memory &s, const tile &t, const u32 parity) {
+    const bool has_sums = !CUTS || t.piece == t.pieces - 1;
+#pragma unroll 1
+    for (int is_dk = 0; is_dk < 2; is_dk++) {
+        mbarrier_wait(is_dk ? &s.dk_full : &s.dv_full, parity);
+        if (has_sums && (is_dk ? p.dk.data : p.dv.data)) {
+            fence_proxy_async(); /* for the warpgroups' stores */
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                cp_async_bulk_tensor_store(is_dk ? &p.dk_tiles : &p.dv_tiles,
+                                           (is_dk ? s.ds[0] : s.v) + c * BLOCK_KV * CHUNK, c * CHUNK,
+                                           t.kv_row_0 + t.kv_tile * BLOCK_KV, t.head_kv, t.kv_batch);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_all_read();
+        }
+        mbarrier_arrive(is_dk ? &s.dk_empty : &s.v_empty);
+    }
+}
+
+/* A warp's share of a sum becomes a box in its own place, whose first half that is. Whole warp. */
+DEVICE void convert_sum(float *sum, float factor) {
+    const float4 *pieces = (const float4 *)sum + threadIdx.x % 32;
+    const u32 row = row_of_box(sum);
+    u32 two[2][4];
+#pragma unroll
+    for (int g = 0; g < CHUNK / 16; g++) {
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            const float4 x = pieces[32 * (2 * g + k / 2)];
+            two[g % 2][k] = cvt_x2<BF16>(x.x * factor, x.y * factor);
+            two[g % 2][k + 1] = cvt_x2<BF16>(x.z * factor, x.w * factor);
+        }
+        if (g == 1) {
+            __syncwarp(); /* all have read where the box goes */
+            write_columns(row, 0, two[0]);
+        }
+        if (g > 0) write_columns(row, g, two[g % 2]);
+    }
+}
+
+/* One warp: dK and dV; as a converter dQ, too, where the tile completes its sum, which is at the end of each head's steps.
+ * Nobody needs the places of the tile's last two steps before the next tile: dK and dV come before those. */
+DEVICE void write_keys(const params &p, shared_memory &s) {
+    u32 parity = 0, sum_parity = 0; /* of stage n: bit n */
+    int num_steps_before = 0;
+    go_through_tiles(s, [&](const tile &t, const bool is_leader) {
+        const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
+        if (num_steps <= 0) return;
+        const int last = CONVERTS && p.converts && p.dq.data ? min(t.last_end, t.q_end) - 1 : -1;
+        int i = last, head = last < t.q_begin ? p.heads_per_kv : 0;
+        bool has_stored = false;
+#pragma unroll 1
+        for (;;) {
+            const int step = head * num_q_tiles + t.q_end - 1 - i;
+            if (!has_stored && step >= num_steps - 2) {
+                has_stored = true;
+                if (is_leader) store_keys(p, s, t, parity);
+                __syncwarp();
+            }
+            if (!CONVERTS || head == p.heads_per_kv) break;
+            const int stage = (num_steps_before + step) % 2;
+            mbarrier_wait(&s.sum_full[stage], sum_parity >> stage & 1);
+            sum_parity ^= 1 << stage;
+#pragma unroll 1
+            for (int warp = 0; warp < 8; warp++)
+                convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
+            fence_proxy_async();
+            __syncwarp();
+            if (is_leader) {
+                store_dq(p, s, t, stage, i, head);
+                mbarrier_arrive(&s.dq_ready[stage]);
+            }
+            __syncwarp();
+            if (--i < t.q_begin) i = last, head++;
+        }
+        parity ^= 1;
+        num_steps_before += num_steps;
+    });
+    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
+}
+
+#endif
