@@ -166,7 +166,7 @@ def machine():
 
 
 def run(options, kernels_of, per_score):
-    """Measures every problem and returns the rows.
+    """Measures every problem: the rows, as they come.
 
     kernels_of(d, h, causal, length): {name: (b, length, what makes a call without arguments)}.
     per_score: operations for each score and column of a head.
@@ -174,7 +174,6 @@ def run(options, kernels_of, per_score):
     base = machine()
     print(f"{base['device']}, torch {base['torch']}, cuDNN {base['cudnn']}: TFLOPS, MiB of memory")
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    rows = []
     for d, h, causal, length in problems(options):
         kernels = kernels_of(d, h, causal, length)
         calls = ready({name: make for name, (_, _, make) in kernels.items()})
@@ -185,20 +184,28 @@ def run(options, kernels_of, per_score):
             tflops = per_score * h * d * area(own_length, b) * (0.5 if causal else 1) / ms / 1e9
             row = {"kernel": name, "d": d, "b": b, "h": h, "length": own_length, "causal": causal, "mhz": mhz}
             row.update(ms=round(ms, 4), tflops=round(tflops, 1), mib=round(peak_memory(calls[name])))
-            rows.append({**base, **row})
+            yield {**base, **row}
             line += f"  {name} {tflops:4.0f}, {row['mib']}"
         print(f"d {d:3}  length {length:>6}  {'causal' if causal else 'full  '}  {mhz} MHz{line}", flush=True)
-    return rows
 
 
 def write(rows, path, columns=COLUMNS):
-    """The rows, and the command that made them."""
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    """The rows, as they come, each with the command that made them; returns them."""
+    words = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    if "--csv" in words:  # where they go says nothing about them
+        at = words.index("--csv")
+        del words[at : at + 2]
+    command = " ".join(words)
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, [*columns, "command"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, "command": command} for row in rows)
+        written = []
+        for row in rows:
+            writer.writerow({**row, "command": command})
+            file.flush()
+            written.append(row)
+    return written
 
 
 def read(path):
@@ -252,8 +259,7 @@ def main(options, stem, kernels_of, per_score):
     suffix = "_packed" if options.packed else ""
     path = options.csv or RESULTS / f"{stem}_{device_name()}{suffix}.csv"
     if not options.table:
-        rows = run(options, kernels_of, per_score)
-        write(rows, path)
+        rows = write(run(options, kernels_of, per_score), path)
         if not options.packed:
             plot(rows, path)
     print_table(path, options.lengths)

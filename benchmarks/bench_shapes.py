@@ -153,5 +153,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if not options.table:
         with torch.no_grad():
-            write(list(run(options)), options.csv, COLUMNS)
+            write(run(options), options.csv, COLUMNS)
     print_table(options.csv)
