@@ -112,7 +112,7 @@ def test_metadata_is_that_of_upstream(wheel):
 
 
 def test_wheel_works(wheel, install, tmp_path):
-    assert run(install(wheel), "-c", WORKS, cwd=tmp_path) == "works\n"
+    assert run(install(wheel), "-I", "-c", WORKS, cwd=tmp_path) == "works\n"
 
 
 def test_sdist_is_complete(sdist):
@@ -122,7 +122,7 @@ def test_sdist_is_complete(sdist):
 
 def test_sdist_works(sdist, install, tmp_path):
     python = install(sdist, "--no-build-isolation")
-    assert run(python, "-c", WORKS, cwd=tmp_path) == "works\n"
+    assert run(python, "-I", "-c", WORKS, cwd=tmp_path) == "works\n"
 
 
 def test_extension_builds_in_seconds(source, tmp_path):
