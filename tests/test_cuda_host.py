@@ -149,7 +149,9 @@ def followers():
         yield (1, 300, 4, d), partial(backward, (x, x, x, *forward(x, 0.0)[:2]))
 
 
-@pytest.mark.skipif(not hasattr(torch.cuda, "_compile_kernel"), reason="this torch compiles no kernels")
+@pytest.mark.skipif(
+    not hasattr(torch.cuda, "_compile_kernel"), reason="needs a PyTorch with torch.cuda._compile_kernel"
+)
 @pytest.mark.parametrize("recorded", [False, True])
 def test_kernels_wait_for_one_that_lets_them_begin_early(recorded):
     """It takes 0.2 ms, and only then writes their argument and reads what lies where their result will."""

@@ -25,10 +25,11 @@
  *   dQ to the writer   issue dP, dV; dS while dV runs
  *   dS to both         issue dK
  *
- * The key tiles add to a query tile's dQ in their order: the first stores its share, those between add theirs, and the
- * last one's warpgroups add the sum to theirs and write dQ. So nothing need be zero before, nothing is left to do after,
- * and every bit repeats. A turn is passed on when the addition has arrived in the L2, 1 to 2 us after it was begun: as
- * the two writers have alternate steps, each has the time of two.
+ * The first key tile of a query tile stores its share of dQ, those between add theirs, and the last one's warpgroups add
+ * the sum to theirs and write dQ. So nothing need be zero before, and nothing is left to do after. With in_order those
+ * between add in their order, too, and every bit of dQ repeats; dK and dV repeat anyway. A turn is passed on when the
+ * addition has arrived in the L2, 1 to 2 us after it was begun: as the two writers have alternate steps, each has the
+ * time of two.
  *
  * Causal tiles complete a sum at their end, where the tiles before them have just come, too. Long ones of up to 64 columns
  * do not wait for those: the writer adds this share as well, brings the sum, and the converter makes dQ of it while the

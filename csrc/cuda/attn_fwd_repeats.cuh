@@ -1,5 +1,5 @@
 /* Tiles of attn_fwd_sm90.cu that are done again: whose scores rose further above their anchor than floats reach, or to
- * which NaN or inf in V came through a P of zero. A warp finds out when the tile ends, the producer sends it once more,
+ * which NaN or inf in V came through a P of zero. A warp finds out when the tile ends, the finder gives it out again,
  * and then partly seen keys are added up by FMAs that skip what is masked. */
 #ifndef FA_ATTN_FWD_REPEATS_CUH
 #define FA_ATTN_FWD_REPEATS_CUH
