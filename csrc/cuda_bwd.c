@@ -19,11 +19,11 @@ static int heads_in_group(const fa_problem *p) {
     return (int)(group < heads ? group : heads);
 }
 
-/* In which order key tiles begin, and add to dQ, as measured (README.md). Up to 128 columns fewer heads together are
- * better, where all key tiles of a head then run at the same time, but not where short causal tiles of up to 64 columns
- * wait for each other. In a fixed order those of one head must begin at a distance: long causal ones want more heads than
- * fit, others no more, or they may take half as long again. Above 128 columns a fixed order costs nothing where tiles are
- * short and nothing is masked. */
+/* In which order key tiles begin, and add to dQ, as measured (cuda/measurements/backward.md). Up to 128 columns fewer
+ * heads together are better, where all key tiles of a head then run at the same time, but not where short causal tiles
+ * of up to 64 columns wait for each other. In a fixed order those of one head must begin at a distance: long causal
+ * ones want more heads than fit, others no more, or they may take half as long again. Above 128 columns a fixed order
+ * costs nothing where tiles are short and nothing is masked. */
 static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);

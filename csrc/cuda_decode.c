@@ -79,7 +79,8 @@ static void add_append(const fa_problem *p, fa_attn_decode_params *a) {
 }
 
 /* As many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads side by side: as many lanes
- * as leave at most one CTA in 32 over. Batch 16, cache 2048, 32 key heads: 8 lanes 183 us, 32 lanes 177 (cuda/README.md). */
+ * as leave at most one CTA in 32 over. Batch 16, cache 2048, 32 key heads: 8 lanes 183 us, 32 lanes 177
+ * (cuda/measurements/decode.md). */
 static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
     for (int lanes = 1; lanes <= a->h_kv && lanes <= most_ctas; lanes++)
         if (a->h_kv % lanes == 0 && most_ctas % lanes * 32 <= most_ctas) a->lanes = lanes;
