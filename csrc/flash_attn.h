@@ -2,7 +2,7 @@
  *
  *   args.c   turns tensors into an fa_problem: everything the maths needs, checked.
  *   plan.c   turns an fa_problem into an fa_plan: everything the hardware needs. Pure, printable.
- *   run.c    allocates what the plan asks for and executes it.
+ *   run.c    executes the plan, in a workspace that the caller brings.
  *
  * Letters, the same everywhere:  b batch, h query heads, h_kv key/value heads, g = h / h_kv, d head dimension,
  * len_q, len_kv lengths of one sequence. Strides count elements. Every tensor's last dimension is contiguous.
