@@ -103,7 +103,7 @@ DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, u16 *place,
     if (HEAD_DIM >= CHUNK) write_box<CHUNK>(place + key * CHUNK, kv, factor);
     if (HEAD_DIM > CHUNK) write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(full);
 }
 
 /* dK or dV of a cut tile, so far: the sum of the pieces before is added, or the sum is left to the next. All loads are under
@@ -153,7 +153,7 @@ DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t
 /* One warpgroup. */
 DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const bool is_leader = lane == 0;
+    const bool arrives = arrives_for_warp(lane);
     /* One address serves both ways of reading an operand: along the row the leading offset is not used. */
     const u32 k_desc = matrix_descriptor(smem_address(s.k) + wg * 64 * ROW_BYTES, 0);
     const u32 v_desc = matrix_descriptor(smem_address(s.v) + wg * 64 * ROW_BYTES, 0);
@@ -207,7 +207,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* dK of the last step is there: release its Q */
                 wgmma_wait_group<1>(dK);
-                if (is_leader && step > 0) mbarrier_arrive(&s.q_empty[last]);
+                if (arrives && step > 0) mbarrier_arrive(&s.q_empty[last]);
                 /* wait dS: dQ of the last step. NOTE: the first step computes one of what lies in dS and drops it. A
                  * branch around the products, or a first step of its own, and ptxas runs them one by one (C7512). */
                 if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
@@ -222,7 +222,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 load_stats(d, s.d[r.stage], lane);
                 wgmma_wait_group<0>(dQ);
                 if (step > 0) {
-                    if (is_leader) mbarrier_arrive(&s.ds_empty[last]);
+                    if (arrives) mbarrier_arrive(&s.ds_empty[last]);
                     hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
                     mbarrier_wait(&s.v_full, kv_parity);
@@ -231,7 +231,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_scores(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
                 issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
-                if (is_leader && step > 0) mbarrier_arrive(&s.dq_full[last]);
+                if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
                 differentiate(dP, d, WEIGHTED ? W : P, dS, p.keep_scale);
@@ -242,10 +242,10 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();
                 __syncwarp();
-                if (is_leader) mbarrier_arrive(&s.ds_full[r.stage]);
+                if (arrives) mbarrier_arrive(&s.ds_full[r.stage]);
                 /* dV is there: release dO */
                 wgmma_wait_group<1>(dV);
-                if (is_leader) mbarrier_arrive(&s.do_empty[r.stage]);
+                if (arrives) mbarrier_arrive(&s.do_empty[r.stage]);
 
                 r.next();
                 last_q_tile = q_tile;
@@ -258,25 +258,25 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
             float dQ[DQ_REGS];
             wgmma_wait_group<0>(dK);
-            if (is_leader) mbarrier_arrive(&s.q_empty[last]);
+            if (arrives) mbarrier_arrive(&s.q_empty[last]);
             if (CUTS && t.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
             hand_over_keys(dV, p.keep_scale, s.v, &s.dv_full, key);
             wgmma_wait_group<0>(dQ);
-            if (is_leader) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
+            if (arrives) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
             mbarrier_wait(&s.ds_empty[last], last_parity);
             hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
             hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
             __syncwarp();
-            if (is_leader) mbarrier_arrive(&s.dq_full[last]);
+            if (arrives) mbarrier_arrive(&s.dq_full[last]);
             kv_parity ^= 1;
         } else {
             store_zeros(p.dk, p, t, t.kv_tile * BLOCK_KV + key);
             store_zeros(p.dv, p, t, t.kv_tile * BLOCK_KV + key);
         }
         __syncwarp();
-        if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
+        if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
 }
 
@@ -295,16 +295,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (p.dq.data) prefetch_tensormap(&p.dq_rows);
         if (p.dk.data) prefetch_tensormap(&p.dk_tiles);
         if (p.dv.data) prefetch_tensormap(&p.dv_tiles);
-        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, 8);
+        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, of_warps(8));
         mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 1);
-        mbarrier_init(&s.dk_full, 8), mbarrier_init(&s.dk_empty, 1), mbarrier_init(&s.dv_full, 8);
+        mbarrier_init(&s.dk_full, of_warps(8)), mbarrier_init(&s.dk_empty, 1), mbarrier_init(&s.dv_full, of_warps(8));
         for (int i = 0; i < 2; i++) {
-            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 8);
-            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], 8);
-            mbarrier_init(&s.ds_full[i], 8), mbarrier_init(&s.ds_empty[i], 8);
-            mbarrier_init(&s.dq_ready[i], 1), mbarrier_init(&s.dq_full[i], 8);
+            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], of_warps(8));
+            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(8));
+            mbarrier_init(&s.ds_full[i], of_warps(8)), mbarrier_init(&s.ds_empty[i], of_warps(8));
+            mbarrier_init(&s.dq_ready[i], of_warps(1)), mbarrier_init(&s.dq_full[i], of_warps(8));
             mbarrier_init(&s.sum_full[i], 1);
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 8 + 3);
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(8 + 3));
         }
         mbarrier_init_fence();
     }

@@ -301,7 +301,7 @@ template <class shared_memory, class work_on_tile> DEVICE void go_through_tiles(
         if (t.kv_tile < 0) break;
         work(t, is_leader);
         __syncwarp(); /* all have read it: the leader gives the tile's place away */
-        if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
+        if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
 }
 template <class shared_memory, class work_on_tile> DEVICE void lead_through_tiles(shared_memory &s, work_on_tile work) {

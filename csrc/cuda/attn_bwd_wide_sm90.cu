@@ -126,7 +126,7 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
         }
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.dq_added[last.stage]);
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_added[last.stage]);
 }
 
 /* What one lane does in each step, whose query tile is i. Whole warp. */
@@ -210,14 +210,14 @@ DEVICE void finish_dq(const params &p, shared_memory &s, const dq_operands &x, c
     float dQ[PAIR_DQ_REGS];
     start_dq(dQ, s, x, last, true);
     wgmma_wait_group<0>(dQ);
-    if (threadIdx.x % 32 == 0) arrive_in_both(&s.ds_empty[last.stage]), mbarrier_arrive(&s.k_empty);
+    if (arrives_for_warp(threadIdx.x % 32)) arrive_in_both(&s.ds_empty[last.stage]), mbarrier_arrive(&s.k_empty);
     add_dq(dQ, p, s, t, last, wg);
 }
 
 /* Warpgroup 0: P and dV. */
 DEVICE void consume_p(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
-    const bool is_leader = threadIdx.x % 32 == 0;
+    const bool arrives = arrives_for_warp(threadIdx.x % 32);
     const u32 k_desc = matrix_descriptor(smem_address(s.k), 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
@@ -262,7 +262,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                     s.p[i * 32 + threadIdx.x % 128] =
                         make_uint4(weights[i], weights[i + 1], weights[i + 2], weights[i + 3]);
                 __syncwarp();
-                if (is_leader) mbarrier_arrive(&s.p_full);
+                if (arrives) mbarrier_arrive(&s.p_full);
                 /* wait dO: dV += P^T dO */
                 mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
                 pin(P);
@@ -270,12 +270,12 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 /* dQ is there: release dS, add dQ */
                 wgmma_wait_group<1>(dQ);
                 if (step > 0) {
-                    if (is_leader) arrive_in_both(&s.ds_empty[last.stage]);
+                    if (arrives) arrive_in_both(&s.ds_empty[last.stage]);
                     add_dq(dQ, p, s, t, last, 0);
                 }
                 /* dV is there: release dO. In the next step, behind the wait for Q, it is 5 to 8% slower from 4k on. */
                 wgmma_wait_group<0>(dV);
-                if (is_leader) arrive_in_both(&s.do_empty[do_stage(r)]);
+                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
                 if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
@@ -287,14 +287,14 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
         }
         store(dV, p.keep_scale, p.dv, t, first_key(t) + 16 * warp, p.d);
         __syncwarp();
-        if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
+        if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
 }
 
 /* Warpgroup 1: dS and dK. */
 DEVICE void consume_ds(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
-    const bool is_leader = threadIdx.x % 32 == 0;
+    const bool is_leader = threadIdx.x % 32 == 0, arrives = arrives_for_warp(threadIdx.x % 32);
     const u32 v_desc = matrix_descriptor(smem_address(s.v), 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), 0);
@@ -329,12 +329,12 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 };
                 const auto release_ds = [&] {
                     wgmma_wait_group<1>(dQ);
-                    if (is_leader && step > 0) arrive_in_both(&s.ds_empty[last.stage]);
+                    if (arrives && step > 0) arrive_in_both(&s.ds_empty[last.stage]);
                 };
                 /* wait dS: dQ of the last step. dK of it is there: release Q. wait dO: dP */
                 DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, step > 0);
                 wgmma_wait_group<1>(dK);
-                if (is_leader && step > 0) arrive_in_both(&s.q_empty[last.stage]);
+                if (arrives && step > 0) arrive_in_both(&s.q_empty[last.stage]);
                 DP_FIRST ? start_dq(dQ, s, operands, last, step > 0) : start_dp();
                 /* dQ is there: release dS */
                 if (!DP_FIRST) release_ds();
@@ -347,7 +347,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                     W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
                 }
                 wgmma_wait_group<DP_FIRST>(dP);
-                if (is_leader) arrive_in_both(&s.do_empty[do_stage(r)]);
+                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 differentiate(dP, d, W, dS, p.keep_scale);
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
@@ -361,6 +361,8 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 if (is_leader) {
                     cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
                     mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
+                } else if (arrives) {
+                    mbarrier_arrive(&s.ds_full[r.stage]);
                 }
                 /* add dQ. In front of dS, for which the other CTA and both next dQ wait, it is 5 to 14% slower. */
                 if (DP_FIRST) release_ds();
@@ -372,14 +374,14 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 
             const last_step last = step_before(r, last_q_tile, last_head);
             wgmma_wait_group<0>(dK);
-            if (is_leader) arrive_in_both(&s.q_empty[last.stage]), mbarrier_arrive(&s.v_empty);
+            if (arrives) arrive_in_both(&s.q_empty[last.stage]), mbarrier_arrive(&s.v_empty);
             finish_dq(p, s, operands, t, last, 1);
             pin(dK);
             kv_parity ^= 1;
         }
         store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);
         __syncwarp();
-        if (is_leader) mbarrier_arrive(&s.tile_empty[tr.stage]);
+        if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
 }
 
@@ -394,17 +396,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v), prefetch_tensormap(&p.dout);
-        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, WARPS);
-        mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, 4);
-        mbarrier_init(&s.p_full, 4);
+        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, of_warps(WARPS));
+        mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, of_warps(4));
+        mbarrier_init(&s.p_full, of_warps(4));
         mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
         for (int i = 0; i < DO_STAGES; i++)
-            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], CTAS * WARPS);
+            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(CTAS * WARPS));
         for (int i = 0; i < 2; i++) {
-            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], CTAS * 4);
-            mbarrier_init(&s.ds_full[i], 4), mbarrier_init(&s.ds_empty[i], CTAS * WARPS);
-            mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], WARPS);
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], WARPS + 2);
+            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], of_warps(CTAS * 4));
+            mbarrier_init(&s.ds_full[i], of_warps(4)), mbarrier_init(&s.ds_empty[i], of_warps(CTAS * WARPS));
+            mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], of_warps(WARPS));
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(WARPS + 2));
         }
         mbarrier_init_fence();
     }

@@ -38,6 +38,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
             const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
+            if (!is_ready) mbarrier_arrive_for_others(&s.dq_ready[w]);
             if (p.dq.data && is_last && !is_first && !converts) {
                 wait_turn_to_read(turn, turn_of(p, t, i));
                 mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
@@ -153,10 +154,8 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
                 convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
             fence_proxy_async();
             __syncwarp();
-            if (is_leader) {
-                store_dq(p, s, t, stage, i, head);
-                mbarrier_arrive(&s.dq_ready[stage]);
-            }
+            if (is_leader) store_dq(p, s, t, stage, i, head);
+            if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_ready[stage]);
             __syncwarp();
             if (--i < t.q_begin) i = last, head++;
         }

@@ -113,7 +113,7 @@ DEVICE void issue_output(float (&o)[O_REGS], const u32 (&p)[P_REGS], u32 v_desc)
 /* One warpgroup: 64 rows of each tile. It passes over keys that only other rows of the tile see. */
 DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, next_wg = wg + 1 == WGS ? 0 : wg + 1;
-    const bool is_leader = lane == 0;
+    const bool is_leader = lane == 0, arrives = arrives_for_warp(lane);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 k_desc_0 = matrix_descriptor(smem_address(s.k), 0);
     const u32 v_desc_0 = matrix_descriptor(smem_address(s.v), BLOCK_KV * ROW_BYTES);
@@ -149,18 +149,18 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         return s.tiles[i < 0 ? i + TILES : i];
     };
     const auto release_v = [&] {
-        if (is_leader) mbarrier_arrive(&s.v_empty[vr.stage]);
+        if (arrives) mbarrier_arrive(&s.v_empty[vr.stage]);
         vr.next();
     };
     const auto release_k = [&] {
-        if (is_leader) mbarrier_arrive(&s.k_empty[kr.stage]);
+        if (arrives) mbarrier_arrive(&s.k_empty[kr.stage]);
         kr.next();
     };
     /* Of the tile taken last, or the one before it. */
     const auto stage_of_q = [&](int before) { return Q_STAGES == 1 ? 0 : qr.stage ^ 1 ^ before; };
     const auto release_q = [&](int before) {
         __syncwarp(); /* other lanes have read the tile before, whose place may be taken now */
-        if (is_leader) {
+        if (arrives) {
             if (O_IN_Q) cp_async_bulk_wait_all_read();
             mbarrier_arrive(&s.q_empty[stage_of_q(before)]);
         }
@@ -358,7 +358,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (order == END) break;
             if (is_repeat) continue;
             if (order == REPORT) {
-                if (is_leader) mbarrier_arrive(&s.all_done);
+                if (arrives) mbarrier_arrive(&s.all_done);
             } else {
                 pass_until(kv_begin - 1);
                 if (row < t.len_q) store_zeros(p, t, row);
@@ -392,10 +392,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v);
         if (O_BY_TMA) prefetch_tensormap(&p.o);
-        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * WGS);
-        for (int i = 0; i < STAGES; i++) mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * WGS);
-        for (int i = 0; i < V_STAGES; i++) mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * WGS);
-        mbarrier_init(&s.all_done, 4 * WGS);
+        const u32 consumers = of_warps(4 * WGS);
+        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], consumers);
+        for (int i = 0; i < STAGES; i++) mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], consumers);
+        for (int i = 0; i < V_STAGES; i++) mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], consumers);
+        mbarrier_init(&s.all_done, consumers);
         mbarrier_init(&s.tile_wanted, 1), mbarrier_init(&s.tile_found, 1);
         for (int i = 0; i < 4 * WGS; i++) s.num_failed[i] = s.num_seen[i] = 0;
         s.packed.first = -32, s.packed.begin = s.packed.end = 0;

@@ -21,6 +21,19 @@ DEVICE void mbarrier_arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
+/* Of a warp that has met, how many lanes arrive: its leader does, for all. racecheck orders only what a lane has done that
+ * itself arrives, so it is shown a text in which 32 do: tests/test_cuda_racecheck.py. */
+constexpr u32 ARRIVING_LANES = 1;
+DEVICE bool arrives_for_warp(u32 lane) { return ARRIVING_LANES == 32 || lane == 0; }
+
+/* What a barrier counts where so many warps arrive. */
+DEVICE constexpr u32 of_warps(u32 warps) { return warps * ARRIVING_LANES; }
+
+/* One thread, beside its own arrival, where the barrier counts a warp. */
+DEVICE void mbarrier_arrive_for_others(u64 *barrier) {
+    for (u32 i = 1; i < ARRIVING_LANES; i++) mbarrier_arrive(barrier);
+}
+
 /* One thread: one arrival, and `bytes` that TMA will deliver before the phase can end. */
 DEVICE void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)

@@ -47,6 +47,7 @@ static void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int column, 
 #define mbarrier_wait(...)             ((void)0)
 #define mbarrier_arrive(...)           ((void)0)
 #define mbarrier_arrive_expect_tx(...) ((void)0)
+#define arrives_for_warp(lane)         ((lane) == 0)
 #define st_async(...)                  ((void)0)
 #define mbarrier_arrive_remote(...)    ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next one */
 #define fence_proxy_async_global()     ((void)0)

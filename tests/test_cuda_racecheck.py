@@ -1,0 +1,91 @@
+"""compute-sanitizer's racecheck over the kernels for Hopper: no hazard.
+
+racecheck takes an arrival at an mbarrier for that of one lane. Where a warp meets and its leader arrives for all, it
+reports what the other lanes have done; so it is shown kernels of whose warps all lanes arrive (ARRIVING_LANES in
+ptx_cluster.cuh). All of ours are instrumented: csrc/cuda/README.md says why.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import flash_attn_2_cuda
+import pytest
+from test_cuda_fwd import why_not
+
+import flash_attn
+
+CUDA = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
+TOOL = shutil.which("compute-sanitizer")
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here"),
+    pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed"),
+]
+
+# Forward and backward of problems: head_dim, is_packed, options.
+PROGRAM = """
+import json, sys, torch
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+cu = torch.tensor([0, 130, 131, 131, 400, 555], device="cuda", dtype=torch.int32)
+def randn(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+for head_dim, is_packed, options in json.loads(sys.argv[1]):
+    shape = (555,) if is_packed else (1, options.pop("length", 300))
+    q, k, v = (randn(*shape, heads, head_dim) for heads in (4, 2, 2))
+    if is_packed:
+        out = flash_attn_varlen_func(q, k, v, cu, cu, 269, 269, **options)
+    else:
+        out = flash_attn_func(q, k, v, **options)
+    out.backward(torch.ones_like(out))
+torch.cuda.synchronize()
+"""
+
+DENSE = [{}, {"causal": True, "dropout_p": 0.2}]
+PACKED = [{"causal": True}, {"window_size": (50, 20)}]
+PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 192, 256)}
+PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 192, 256)}
+PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
+PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]
+
+
+def racecheck(problems, folder):
+    """What compute-sanitizer says of the problems, with the module in a folder and the kernels' texts beside it."""
+    path = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    tool = [TOOL, "--tool", "racecheck", "--error-exitcode", "7", "--kernel-name", "kns=attn"]
+    command = [*tool, sys.executable, "-c", PROGRAM, json.dumps(problems)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Of PROBLEMS, where all lanes arrive, and of one where leaders do. Side by side: each waits for its compiler."""
+    folder = tmp_path_factory.mktemp("all_lanes_arrive")
+    (folder / Path(flash_attn_2_cuda.__file__).name).symlink_to(flash_attn_2_cuda.__file__)
+    shutil.copytree(CUDA, folder / "csrc" / "cuda")
+    header = folder / "csrc" / "cuda" / "ptx_cluster.cuh"
+    leaders_arrive = header.read_text()
+    all_arrive = leaders_arrive.replace("ARRIVING_LANES = 1;", "ARRIVING_LANES = 32;")
+    assert all_arrive != leaders_arrive
+    header.write_text(all_arrive)
+    with ThreadPoolExecutor(len(PROBLEMS) + 1) as pool:
+        futures = {name: pool.submit(racecheck, problems, folder) for name, problems in PROBLEMS.items()}
+        as_it_is = Path(flash_attn_2_cuda.__file__).parent
+        yield futures | {"leaders": pool.submit(racecheck, PROBLEMS["d128-dense"], as_it_is)}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_no_hazards(reports, name):
+    done = reports[name].result()
+    assert done.returncode == 0 and "RACECHECK SUMMARY: 0 hazards" in done.stdout, done.stdout + done.stderr
+
+
+def test_racecheck_sees_the_kernels(reports):
+    """Where leaders arrive it reports what their lanes have done."""
+    done = reports["leaders"].result()
+    assert done.returncode == 7 and "Race reported" in done.stdout, done.stdout + done.stderr
