@@ -1,6 +1,6 @@
 """Compiles GPU kernels before their first use: ``python -m flash_attn.build``.
 
-A kernel is compiled once, in one or two seconds, when a call asks for it first, and is then kept on disk. An image
+A kernel is compiled once, in a few seconds, when a call asks for it first, and is then kept on disk. An image
 or a server that must not wait compiles ahead. NVRTC compiles, which comes with PyTorch for CUDA; no GPU is needed.
 
     python -m flash_attn.build           fp16 and bf16, dense and packed, causal or not, every head dimension
