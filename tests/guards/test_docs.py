@@ -1,0 +1,43 @@
+"""What the documents point at is there: files, headings, results."""
+
+import re
+
+import pytest
+from toolbox import CSRC, ROOT, relative
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(CSRC.rglob("*.md"))]
+
+
+def headings(path):
+    """Anchors as GitHub makes them: lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_links_lead_somewhere(document):
+    links = re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    broken = []
+    for link in links:
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_results_that_are_named_exist(document):
+    names = set(re.findall(r"`(?:benchmarks/results/)?([\w*]+\.csv)`", document.read_text(encoding="utf-8")))
+    results = ROOT / "benchmarks" / "results"
+    assert sorted(name for name in names if not list(results.glob(name))) == []
+
+
+@pytest.mark.parametrize("folder", ["cpu", "cuda"])
+def test_readme_names_every_file(folder):
+    text = (CSRC / folder / "README.md").read_text(encoding="utf-8")
+    files = [path.name for path in (CSRC / folder).iterdir() if path.is_file() and path.suffix != ".md"]
+    assert sorted(name for name in files if f"`{name}`" not in text) == []
