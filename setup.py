@@ -56,12 +56,11 @@ class BuildExt(build_ext):
 
 
 c_files = sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c"))
-templates = [path for path in c_files if path.endswith("_tmpl.c")]  # included by other files, never compiled alone
 
 extension = Extension(
     "flash_attn_2_cuda",
-    sources=[path for path in c_files if path not in templates],
-    depends=templates + sorted(glob("csrc/*.h") + glob("csrc/*/*.h") + glob("csrc/*/*.def")),
+    sources=c_files,
+    depends=sorted(glob("csrc/*.h") + glob("csrc/*/*.h") + glob("csrc/*/*.def")),
     define_macros=[("Py_LIMITED_API", LIMITED_API)],
     libraries=[] if sys.platform == "win32" else ["m", "dl"],
     py_limited_api=True,
