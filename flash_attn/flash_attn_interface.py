@@ -21,7 +21,6 @@ into the same views of one packed gradient; the classes say only what comes pack
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from flash_attn._ops import check_layout, check_tensor, empty_like, flash_attn_2_cuda, round_multiple
 
@@ -222,7 +221,8 @@ def _backward(varlen, *arguments):
     return softmax_d
 
 
-def _gradients(ctx, dout):
+@torch.no_grad()
+def _first_gradients(ctx, dout):
     """Gradients of the tensors that were given, packed as they came; None for one that needs none.
 
     NOTE: compiled code writes dq, dk, dv apart and packs them afterwards. Inductor with dynamic shapes loses the offset
@@ -245,9 +245,30 @@ def _gradients(ctx, dout):
     return _pack(grads, len(tensors)) if compiling else grads
 
 
+def _gradients(ctx, dout):
+    grads = _first_gradients(ctx, dout)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph
+        grads = _LastDerivative.apply(len(grads), *grads, dout, *ctx.saved_tensors)
+    return grads
+
+
+class _LastDerivative(torch.autograd.Function):
+    """The first num tensors as they are, but a function of all of them, of which there is no derivative.
+
+    (torch's ``once_differentiable`` takes them for constants where dout requires no grad.)
+    """
+
+    @staticmethod
+    def forward(ctx, num, *tensors):
+        return tensors[:num]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("flash_attn has no second derivatives: its gradients cannot be differentiated again")
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, *_):
         """Only ``out`` carries a gradient; those of softmax_lse and S_dmask are dropped."""
         if ctx.paged:

@@ -456,11 +456,28 @@ def test_only_out_carries_a_gradient():
     assert_same(torch.autograd.grad(out.sum() + lse.sum(), q), want)
 
 
-def test_second_derivatives_are_refused():
-    q, dout = randn(1, 5, 2, 16).requires_grad_(), randn(1, 5, 2, 16).requires_grad_()
-    (dq,) = torch.autograd.grad(flash_attn_func(q, q, q), q, dout, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+@pytest.mark.parametrize("dout_requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: flash_attn_func(x, x, x),
+        lambda x: flash_attn_func(x, x, x, dropout_p=0.1),
+        lambda x: flash_attn_qkvpacked_func(torch.stack((x, x, x), 2)),
+        lambda x: torch.ops.flash_attn._flash_attn_forward(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False)[0],
+        lambda x: flash_attn_varlen_func(x[0], x[0], x[0], CU_Q, CU_Q, LONGEST, LONGEST)[None],
+    ],
+    ids=["dense", "dropout", "packed", "op", "varlen"],
+)
+def test_second_derivatives_are_refused(function, dout_requires_grad):
+    """Also where only weights before the attention are asked for, as by a gradient penalty."""
+    x, weight = randn(1, 12, 2, 16).requires_grad_(), randn(16, 16).requires_grad_()
+    dout = randn(1, 12, 2, 16).requires_grad_(dout_requires_grad)
+    torch.manual_seed(0)
+    (dx,) = torch.autograd.grad(function(x @ weight), x, dout, create_graph=True)
+    torch.manual_seed(0)
+    assert torch.equal(dx, *torch.autograd.grad(function(x @ weight), x, dout))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(dx.square().sum(), weight)
 
 
 def test_kvcache_carries_no_gradient():
