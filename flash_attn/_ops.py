@@ -75,7 +75,25 @@ def _row_results(q, lse_shape, s_dmask_shape):
     )
 
 
-@torch.library.register_fake("flash_attn::fwd")
+def _fake(op):
+    """Registers a fake that refuses tensors of several devices: if one is "meta", torch calls it in place of the op."""
+    names = [argument.name for argument in getattr(torch.ops.flash_attn, op).default._schema.arguments]
+
+    def register(fake):
+        @torch.library.register_fake(f"flash_attn::{op}")
+        def checked(*args, **kwargs):
+            given = {**dict(zip(names, args)), **kwargs}
+            for name, x in given.items():
+                if isinstance(x, torch.Tensor) and x.device != given["q"].device:
+                    raise RuntimeError(f"{name} must be on {given['q'].device}, where q is; it is on {x.device}")
+            return fake(*args, **kwargs)
+
+        return fake
+
+    return register
+
+
+@_fake("fwd")
 def _fwd(q, k, v, out, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
     check_layout("k", k, "batch_size", "seqlen_k", "num_heads_k", "head_size")
@@ -84,13 +102,13 @@ def _fwd(q, k, v, out, dropout_p, softmax_scale, causal, left, right, softcap, a
     return _row_results(q, (b, h, len_q), s_dmask)
 
 
-@torch.library.register_fake("flash_attn::_flash_attn_forward")
+@_fake("_flash_attn_forward")
 def _forward(q, k, v, dropout_p, *options):
     _keep_draws_apart(torch.ops.flash_attn._flash_attn_forward, dropout_p)
     return (empty_like(q), *_fwd(q, k, v, None, dropout_p, *options))
 
 
-@torch.library.register_fake("flash_attn::varlen_fwd")
+@_fake("varlen_fwd")
 def _varlen_fwd(
     q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
@@ -103,28 +121,28 @@ def _varlen_fwd(
     return _row_results(q, (h, total_q), (b, h, rows, cols) if return_softmax else None)
 
 
-@torch.library.register_fake("flash_attn::_flash_attn_varlen_forward")
+@_fake("_flash_attn_varlen_forward")
 def _varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, *args, **kwargs):
     _keep_draws_apart(torch.ops.flash_attn._flash_attn_varlen_forward, dropout_p)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return (empty_like(q), *_varlen_fwd(q, k, v, None, *lengths, dropout_p, *args, **kwargs))
 
 
-@torch.library.register_fake("flash_attn::_flash_attn_backward")
+@_fake("_flash_attn_backward")
 def _backward(dout, q, *_, **__):
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
     b, len_q, h, _ = q.shape
     return q.new_empty((b, h, round_multiple(len_q, 128)), dtype=torch.float32)
 
 
-@torch.library.register_fake("flash_attn::_flash_attn_varlen_backward")
+@_fake("_flash_attn_varlen_backward")
 def _varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, *_, **__):
     check_layout("q", q, "total_q", "num_heads", "head_size")
     total_q, h, _ = q.shape
     return q.new_empty((h, total_q + 128 * (cu_seqlens_q.shape[0] - 1)), dtype=torch.float32)
 
 
-@torch.library.register_fake("flash_attn::fwd_kvcache")
+@_fake("fwd_kvcache")
 def _fwd_kvcache(q, *_, **__):
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
     b, len_q, h, _ = q.shape

@@ -169,6 +169,24 @@ def test_arguments_that_the_ops_parser_refuses():
             torch.ops.flash_attn._flash_attn_forward(*arguments)
 
 
+META = torch.ones(2, 7, 2, 16, dtype=HALF, device="meta")
+DEVICES = [
+    ("k", lambda: flash_attn_func(half(2, 5, 4, 16), META, META), "k"),
+    ("v", lambda: flash_attn_func(half(2, 5, 4, 16), half(2, 7, 2, 16), META), "v"),
+    ("q", lambda: flash_attn_func(META, half(2, 7, 2, 16), half(2, 7, 2, 16)), "k"),
+    ("lengths", lambda: _flash_attn_varlen_forward(**{**packed(), "cu_seqlens_k": META.int()}), "cu_seqlens_k"),
+    ("cache", lambda: flash_attn_with_kvcache(half(2, 5, 4, 16), META, META), "k_cache"),
+    ("dq", lambda: _flash_attn_backward(**{**dense_backward(), "dq": META}), "dq"),
+]
+
+
+@pytest.mark.parametrize("call, name", [pytest.param(*row[1:], id=row[0]) for row in DEVICES])
+def test_tensors_of_several_devices(call, name):
+    """Those of device meta have no memory: what is said of their shapes must not pass for a result."""
+    with pytest.raises(RuntimeError, match=f"{name} must be on (cpu|meta), where q is; it is on (cpu|meta)"):
+        call()
+
+
 # ---- varlen forward ------------------------------------------------------------------------------------------------
 
 
