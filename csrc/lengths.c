@@ -48,7 +48,12 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
     p->cache_batch_idx = (const int32_t *)c->cache_batch_idx.data;
     TRY(check_block_table(c, p, err));
     p->cache_rows = p->block_table ? c->block_table.size[0] : c->k.size[0];
-    if (c->layout == FA_OP_KVCACHE && p->block_table) p->len_kv = p->block_table_cols * p->page_size;
+    const int64_t room = p->block_table ? p->block_table_cols * p->page_size : p->total_kv;
+    if (c->layout == FA_OP_KVCACHE && p->block_table) p->len_kv = room;
+    if (c->layout == FA_OP_VARLEN) { /* plans count with what there can be, whatever max_seqlen promises */
+        if (p->len_q > p->total_q) p->len_q = p->total_q;
+        if (p->len_kv > room) p->len_kv = room;
+    }
     return FA_OK;
 }
 
@@ -73,9 +78,10 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
     const bool kvcache = c->layout == FA_OP_KVCACHE;
     const char *used_name = kvcache ? "cache_seqlens" : "seqused_k";
     if (p->cu_seqlens_q) {
-        TRY(check_cu_seqlens(&c->cu_seqlens_q, p->cu_seqlens_q, p->b, p->total_q, p->len_q, "max_seqlen_q", err));
+        TRY(check_cu_seqlens(&c->cu_seqlens_q, p->cu_seqlens_q, p->b, p->total_q, c->max_seqlen_q, "max_seqlen_q",
+                             err));
         TRY(check_cu_seqlens(&c->cu_seqlens_k, p->cu_seqlens_k, p->b, p->block_table ? -1 : p->total_kv,
-                             p->seqused_k ? -1 : p->len_kv, "max_seqlen_k", err));
+                             p->seqused_k ? -1 : c->max_seqlen_k, "max_seqlen_k", err));
     }
     const char *cache_name = p->block_table ? "block_table" : c->k.name;
     for (int64_t i = 0; i < p->b; i++) {
@@ -97,9 +103,9 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
             REQUIRE(p->block_table || len <= room,
                     "%s must be at most the %" PRId64 " keys there are; element %" PRId64 " is %" PRId64, used_name,
                     room, i, len);
-            REQUIRE(kvcache || len <= p->len_kv,
+            REQUIRE(kvcache || len <= c->max_seqlen_k,
                     "max_seqlen_k is %" PRId64 ", less than the %" PRId64 " keys of sequence %" PRId64 " in seqused_k",
-                    p->len_kv, len, i);
+                    c->max_seqlen_k, len, i);
         }
         const int64_t end = len + p->len_new;
         if (p->block_table) {

@@ -123,8 +123,9 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
         void *unused;
         return make_contiguous(outputs, &c->q, 1, (int64_t[]){0}, c->q.dtype, &unused, err);
     }
-    p->s_dmask_rows = round_up_128(p->len_q);
-    p->s_dmask_cols = round_up_128(p->len_kv);
+    const bool packed = c->layout == FA_OP_VARLEN;
+    p->s_dmask_rows = round_up_128(packed ? c->max_seqlen_q : p->len_q);
+    p->s_dmask_cols = round_up_128(packed ? c->max_seqlen_k : p->len_kv);
     return make_contiguous(outputs, &c->q, 4, (int64_t[]){p->b, p->h, p->s_dmask_rows, p->s_dmask_cols}, c->q.dtype,
                            &p->s_dmask, err);
 }

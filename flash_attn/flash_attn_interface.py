@@ -237,7 +237,7 @@ def _first_gradients(ctx, dout):
     wanted = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
     compiling = torch.compiler.is_compiling()
     grads = [None if x is None else empty_like(x) for x in (_split(wanted) if compiling else wanted)]
-    zero_tensors = (False,) if lengths else ()
+    zero_tensors = (tensors[0].is_cpu,) if lengths else ()  # gradients of rows that belong to no sequence
     _backward(
         bool(lengths), maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, dropout_p,
         *_unfold(mask), alibi_slopes, deterministic, rng_state, *zero_tensors,

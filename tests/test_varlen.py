@@ -12,10 +12,12 @@ from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import offsets, ours, problem, verify
 from oracle import attention
 
+from flash_attn import flash_attn_interface as interface
 from flash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
 from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
 NAN = math.nan
+LARGEST = 2**63 - 1
 
 
 @pytest.mark.parametrize("case", in_dtypes(PACKED), ids=repr)
@@ -28,10 +30,18 @@ def test_max_seqlen_may_be_larger(isa):
     """max_seqlen is an upper bound, and may be a tensor without dimensions."""
     case = Case((5, 70, 0), (70, 33, 4), causal=True)
     p = problem(case)
-    want = ours(case, False).whole[0]
-    for max_q, max_k in ((500, 400), (torch.tensor(70), torch.tensor(70, dtype=torch.int32))):
-        got = flash_attn_varlen_func(p.q, p.k, p.v, p.cu_q, p.cu_k, max_q, max_k, causal=True)
-        assert torch.equal(got[:75], want[:75])
+    tensors = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
+    results = []
+    for max_q, max_k in (
+        (70, 33),
+        (500, 400),
+        (torch.tensor(70), torch.tensor(70)),
+        (2**31, 2**40),
+        (LARGEST, LARGEST),
+    ):
+        out = flash_attn_varlen_func(*tensors, p.cu_q, p.cu_k, max_q, max_k, causal=True)
+        results.append([out, *torch.autograd.grad(out, tensors, p.dout)])
+        assert all(map(torch.equal, results[-1], results[0]))
 
 
 def test_packed_equals_dense_of_each(isa):
@@ -86,6 +96,19 @@ def test_rows_outside_every_sequence(isa):
         dout, q, k, v, out, lse, *grads, *args, -1, -1, 0.0, None, False, rng, zero_tensors=True
     )  # fmt: skip
     for grad, rows in zip(grads, (14, 10, 10)):
+        assert grad[:rows].isfinite().all() and (grad[rows:] == 0).all()
+
+
+def test_gradients_outside_every_sequence_are_zero(isa, monkeypatch):
+    """They go on to the weights before the attention: what the memory held must not."""
+    monkeypatch.setattr(interface, "empty_like", lambda x: torch.full_like(x, NAN))
+    cu_q, cu_k = offsets((5, 0, 9)), offsets((7, 3, 0))
+    qkv = torch.randn(20, 3, 2, 16, requires_grad=True)
+    q, k, v = (torch.randn(n, 2, 16, requires_grad=True) for n in (20, 15, 15))
+    dout = torch.randn(20, 2, 16)
+    flash_attn_varlen_qkvpacked_func(qkv, cu_q, 9).backward(dout)
+    flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 7).backward(dout)
+    for grad, rows in ((qkv.grad, 14), (q.grad, 14), (k.grad, 10), (v.grad, 10)):
         assert grad[:rows].isfinite().all() and (grad[rows:] == 0).all()
 
 
