@@ -8,13 +8,15 @@
 
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */
 
-/* Query heads that are walked together: those of up to 16 key heads, as many as have their keys and values in 32 MB of
- * the L2. Causal on an H100, TFLOPS: head_dim 256 at length 16k 1 head 645, 2 691, 4 694; at 4k 4 heads 599, 8 632,
- * 16 633; at 1k 16 heads 451, 64 376. */
+/* Query heads that are walked together: those of as many key heads as have their keys and values in 32 MB of the L2, or,
+ * if they are more than 16, in 16 MB: with many, the heads' first tiles are long done when their last ones want the same
+ * keys. Fewer, and a launch ends with long tiles. Causal on an H100, TFLOPS: head_dim 256 at length 16k 1 head 645, 2 691,
+ * 4 694; at 4k 4 heads 599, 8 632, 16 633. In us: head_dim 128 at 512 16 heads 109.4, 32 106.9, 64 106.6, 128 121.3; at 1k
+ * 135.6, 134.9, 147.1; head_dim 64 at 512 16 heads 112.2, 64 110.0, 128 108.8; at 1k 16 164.6, 64 159.4. */
 static int heads_in_group(const fa_problem *p) {
     const int64_t kv_bytes = 4 * p->d * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
     int64_t kv_heads = 1;
-    while (kv_heads < 16 && 2 * kv_heads * kv_bytes <= 32 << 20) kv_heads *= 2;
+    while (2 * kv_heads * kv_bytes <= (kv_heads < 16 ? 32 : 16) << 20) kv_heads *= 2;
     int64_t group = kv_heads * (p->h / p->h_kv);
     return (int)(group < heads ? group : heads);
 }
