@@ -166,8 +166,10 @@ static fa_status check_alibi(const fa_call *c, fa_problem *p, fa_error *err) {
 
 static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_alibi(c, p, err));
-    REQUIRE(isfinite(c->softmax_scale), "softmax_scale must be finite; it is %g", c->softmax_scale);
-    REQUIRE(!isnan(c->softcap) && !isinf(c->softcap), "softcap must be finite; it is %g", c->softcap);
+    /* in fp32, whatever the dtype, also times log2(e) and divided by each other */
+    REQUIRE(fabs(c->softmax_scale) <= 1e30, "softmax_scale must be between -1e30 and 1e30; it is %g", c->softmax_scale);
+    REQUIRE(c->softcap <= 0 || (c->softcap >= 1e-30 && c->softcap <= 1e30),
+            "softcap must be off (0 or less) or between 1e-30 and 1e30; it is %g", c->softcap);
     p->scale = c->default_scale ? pow((double)p->d, -0.5) : c->softmax_scale;
     p->softcap = c->softcap > 0 ? c->softcap : 0;
 

@@ -118,6 +118,11 @@ FORWARD = [
     ("dropout_2", {"dropout_p": 2.0}, ["p_dropout < 1"]),
     ("dropout_negative", {"dropout_p": -0.1}, ["dropout"]),
     ("dropout_nan", {"dropout_p": math.nan}, ["dropout"]),
+    ("scale_nan", {"softmax_scale": math.nan}, ["softmax_scale", "nan"]),
+    ("scale_beyond_fp32", {"softmax_scale": -1e39}, ["softmax_scale", "-1e+39"]),
+    ("softcap_nan", {"softcap": math.nan}, ["softcap", "nan"]),
+    ("softcap_beyond_fp32", {"softcap": 1e39}, ["softcap", "1e+39"]),
+    ("softcap_below_fp32", {"softcap": 1e-40}, ["softcap", "1e-40"]),
 ]
 
 PRIVATE_FORWARD = [
@@ -132,7 +137,8 @@ def test_private_forward(changes, words):
 
 @rows(FORWARD)
 def test_public_forward(changes, words):
-    arguments = {k: v for k, v in dense().items() if k in ("q", "k", "v", "dropout_p", "alibi_slopes")}
+    private = "causal", "window_size_left", "window_size_right", "return_softmax"
+    arguments = {k: v for k, v in dense().items() if k not in private}
     refuse(flash_attn_func, arguments, changes, words)
 
 
