@@ -22,6 +22,20 @@ def test_many_tiles(case, isa):
     verify(case)
 
 
+@pytest.mark.parametrize("causal", BOTH)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("softmax_scale", (1e6, 1e12, -1e30))
+def test_scores_beyond_the_digits_of_fp32(softmax_scale, dtype, causal, isa):
+    """One key has all the weight."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 64).to(dtype) for n in (190, 300, 300))
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * softmax_scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(190, 300).tril(110) == 0, -math.inf)
+    want = torch.einsum("bhij,bjhd->bihd", torch.nn.functional.one_hot(scores.argmax(-1), 300).double(), v.double())
+    assert torch.equal(flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal).double(), want)
+
+
 @pytest.mark.parametrize("case", each(Case(65, 80, d=64), dtype=DTYPES, softcap=(3e4, 0.1)), ids=repr)
 def test_softcap_far_from_the_scores(case, isa):
     """tanh keeps its digits near 0, and where all is saturated it is 1 and its slope 0."""

@@ -108,6 +108,9 @@ INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec refere
  * counts as before. So O^T is almost never rescaled. Each lane decides for itself: its bits depend on no other. */
 #define LAZY_MAX 8.0f
 
+/* bf16: a fused product is exact, the maximum is rounded, and from here on they differ by more than exp2 should see. */
+#define FUSED_SCORES_MAX 0x1p24f
+
 /* Where products run beside vectors: keys between two calls of product_advance. */
 #define SOFTMAX_KEYS 16
 
@@ -128,8 +131,9 @@ typedef struct {
 } softmax_sums;
 
 /* P of one vector of lanes; the sums, and the highest score as it was stored. */
-INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS, int64_t lane, vec reference) {
-    const vec scale = vec_set(a->scale), zero = vec_set(0.0f);
+INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS, int64_t lane, vec scale,
+                                  vec reference) {
+    const vec zero = vec_set(0.0f);
     const int64_t lanes = a->lanes, end = a->end;
     const float *s = a->scores + a->begin * lanes + lane;
     float *p = a->p + a->begin / WORD_ELEMS * lanes + lane;
@@ -165,6 +169,14 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
     return x;
 }
 
+/* One vector of lanes of the scores, times scale and rounded like the maxima. */
+OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
+    for (int64_t key = a->begin; key < a->end; key++) {
+        float *at = (float *)a->scores + key * a->lanes + lane;
+        vec_store(at, vec_mul(vec_load(at), vec_set(a->scale)));
+    }
+}
+
 /* Scores become P. row_max goes from the old maximum to the new one, row_sum to the sum over all keys so far, and alpha
  * is the factor that the old accumulators need: 1 where there was no key yet, for they are zero.
  *
@@ -172,10 +184,12 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
  * first block hardly one does, and then the pass is repeated. */
 INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
     const bool KNOWN = SCALED || !PRODUCT_OVERLAPS;
-    const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), slack = vec_set(LAZY_MAX), scale = vec_set(a->scale);
+    const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), slack = vec_set(LAZY_MAX);
+    const vec fused_max = vec_set(FUSED_SCORES_MAX), one = vec_set(1.0f);
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
         const vec old = vec_load(a->row_max + lane);
-        vec m = old, reference;
+        vec m = old, reference, scale = vec_set(a->scale);
+        bool scaled = SCALED || WORD_ELEMS == 1;
         softmax_sums x;
         if (KNOWN) {
             m = vec_load(a->new_max + lane);
@@ -189,7 +203,12 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
         }
         for (;;) {
             reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
-            x = softmax_lanes(a, SCALED, DROPS, lane, reference);
+            if (!scaled && mask_any(vec_lt(fused_max, vec_max(reference, vec_sub(zero, reference))))) {
+                scale_scores(a, lane);
+                scale = one;
+                scaled = true;
+            }
+            x = softmax_lanes(a, SCALED, DROPS, lane, scale, reference);
             if (KNOWN) break;
             const vec high = vec_mul(x.highest, scale);
             const vec_mask grown = vec_lt(vec_add(m, slack), high);
@@ -197,7 +216,7 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
             m = vec_select(grown, high, m);
         }
         vec rescale = vec_exp2(vec_sub(old, reference));
-        rescale = vec_select(vec_le(old, lowest), vec_set(1.0f), rescale); /* of nothing */
+        rescale = vec_select(vec_le(old, lowest), one, rescale); /* of nothing */
         vec_store(a->alpha + lane, rescale);
         vec_store(a->row_max + lane, m);
         vec_store(a->row_sum + lane, vec_fma(vec_load(a->row_sum + lane), rescale, vec_add(x.sum_even, x.sum_odd)));
