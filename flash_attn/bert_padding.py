@@ -131,6 +131,9 @@ def pad_input(hidden_states, indices, batch, seqlen):
 
 def _pack(hidden_states, stored, lengths):
     """Tokens where ``stored`` [b, s] is true, their indices, and the offsets of sequences of ``lengths``."""
+    if stored.shape != hidden_states.shape[:2]:
+        came = f"it has {tuple(stored.shape)}, hidden_states {tuple(hidden_states.shape)}"
+        raise RuntimeError(f"the mask must have shape (batch_size, seqlen) of hidden_states; {came}")
     indices = stored.flatten().nonzero().flatten()
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     max_seqlen = int(lengths.max()) if lengths.numel() else 0

@@ -60,6 +60,14 @@ def test_nothing_to_pack(shape):
     assert pad_input(tokens, indices, *shape).equal(torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("unpad", [unpad_input, unpad_input_for_concatenated_sequences])
+@pytest.mark.parametrize("shape", [(3, 5), (3, 3), (2, 4), (4, 3), (12,)])
+def test_masks_of_another_shape(shape, unpad):
+    """Their flattened indices would name other tokens."""
+    with pytest.raises(RuntimeError, match="mask must have shape"):
+        unpad(torch.randn(3, 4, 5), torch.ones(shape, dtype=torch.int32))
+
+
 def test_concatenated_sequences():
     x = torch.randn(3, 6, 2)
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
