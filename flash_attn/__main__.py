@@ -3,6 +3,7 @@
 Exit status 1 if the kernels and the reference differ by more than rounding.
 """
 
+import argparse
 import os
 import platform
 import sys
@@ -172,6 +173,8 @@ def compare(dtype, causal, length=1024, heads=8, d=64):
 
 
 def main():
+    what = "Says what is installed and what this machine offers, checks the kernels and compares them with PyTorch's."
+    argparse.ArgumentParser(prog="python -m flash_attn", description=what).parse_args()
     isa = use_isa(flash_attn_2_cuda.cpu_isas()[-1])
     for name, value in facts():
         print(f"{name:<12}{value}")

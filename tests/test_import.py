@@ -71,3 +71,11 @@ def test_other_distributions_may_add_subpackages(tmp_path):
 def test_the_function_named_like_its_module():
     code = "import flash_attn.explain, flash_attn; print(callable(flash_attn.explain), flash_attn.__file__)"
     assert python(code).startswith("True ")
+
+
+@pytest.mark.parametrize(
+    "argument, status, words", [("--help", 0, "Says what is installed"), ("--wrong", 2, "--wrong")]
+)
+def test_the_command_reads_its_arguments(argument, status, words):
+    done = subprocess.run([sys.executable, "-m", "flash_attn", argument], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and words in done.stdout + done.stderr
