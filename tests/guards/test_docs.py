@@ -1,9 +1,10 @@
-"""What the documents point at is there: files, headings, results."""
+"""What the documents point at is there: files, headings, results; what they show runs."""
 
 import re
+import sys
 
 import pytest
-from toolbox import CSRC, ROOT, relative
+from toolbox import CSRC, ROOT, relative, run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(CSRC.rglob("*.md"))]
 
@@ -41,3 +42,11 @@ def test_readme_names_every_file(folder):
     text = (CSRC / folder / "README.md").read_text(encoding="utf-8")
     files = [path.name for path in (CSRC / folder).iterdir() if path.is_file() and path.suffix != ".md"]
     assert sorted(name for name in files if f"`{name}`" not in text) == []
+
+
+def test_examples_run_from_top_to_bottom():
+    """As who reads them types them, one after the other, in one session."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    printed = run(sys.executable, "-c", "".join(examples))
+    assert "torch.Size([2, 1024, 8, 64])" in printed and "forward on cpu: attn_fwd" in printed, printed
