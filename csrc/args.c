@@ -164,6 +164,9 @@ static fa_status check_alibi(const fa_call *c, fa_problem *p, fa_error *err) {
     return FA_OK;
 }
 
+/* -1: not bounded, and so is what is longer than any tensor. */
+static int64_t side_of_window(int64_t size) { return size < 0 || size > (int64_t)1 << 40 ? -1 : size; }
+
 static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_alibi(c, p, err));
     /* in fp32, whatever the dtype, also times log2(e) and divided by each other */
@@ -182,8 +185,8 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     p->wants_s_dmask = c->return_softmax;
     p->keep_max = (uint8_t)floorf(255.0f * (1.0f - (float)c->dropout_p));
 
-    p->window_left = c->window_left < 0 ? -1 : c->window_left;
-    p->window_right = c->causal ? 0 : c->window_right < 0 ? -1 : c->window_right;
+    p->window_left = side_of_window(c->window_left);
+    p->window_right = c->causal ? 0 : side_of_window(c->window_right);
 
     REQUIRE(c->num_splits <= 128, "num_splits > 128 not supported; num_splits is %" PRId64, c->num_splits);
     REQUIRE(!(c->layout == FA_OP_VARLEN && present(&c->block_table) && c->num_splits > 1),

@@ -124,8 +124,12 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
         return make_contiguous(outputs, &c->q, 1, (int64_t[]){0}, c->q.dtype, &unused, err);
     }
     const bool packed = c->layout == FA_OP_VARLEN;
-    p->s_dmask_rows = round_up_128(packed ? c->max_seqlen_q : p->len_q);
-    p->s_dmask_cols = round_up_128(packed ? c->max_seqlen_k : p->len_kv);
+    const int64_t rows = packed ? c->max_seqlen_q : p->len_q, cols = packed ? c->max_seqlen_k : p->len_kv;
+    if ((double)p->b * (double)p->h * (double)rows * (double)cols > 1e15) /* nor into 64 bits, perhaps */
+        return fa_fail(err, FA_ENOMEM, "S_dmask of %g x %g scores does not fit into any memory", (double)rows,
+                       (double)cols);
+    p->s_dmask_rows = round_up_128(rows);
+    p->s_dmask_cols = round_up_128(cols);
     return make_contiguous(outputs, &c->q, 4, (int64_t[]){p->b, p->h, p->s_dmask_rows, p->s_dmask_cols}, c->q.dtype,
                            &p->s_dmask, err);
 }

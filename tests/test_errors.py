@@ -228,6 +228,7 @@ VARLEN = [
     ("max_q_negative", {"max_seqlen_q": -1}, ["max_seqlen_q", "-1"]),
     ("dropout", {"dropout_p": 1.0}, ["p_dropout < 1"]),
 ]
+ENORMOUS = {"max_seqlen_q": 2**63 - 1, "max_seqlen_k": 2**63 - 1, "dropout_p": 0.1}
 
 PAGED = {"k": half(4, 3, 2, 16), "v": half(4, 3, 2, 16)}
 TABLE = [
@@ -265,6 +266,7 @@ PRIVATE_VARLEN = [
         ["num_splits > 1 is not supported for varlen paged KV"],
     ),
     ("s_dmask_without_dropout", {"return_softmax": True}, [S_DMASK]),
+    ("s_dmask_too_large", {**ENORMOUS, "return_softmax": True}, ["S_dmask", "memory"]),
 ]
 
 

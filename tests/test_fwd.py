@@ -22,6 +22,13 @@ def test_many_tiles(case, isa):
     verify(case)
 
 
+@pytest.mark.parametrize("size", (2**41, 2**63 - 1))
+def test_windows_beyond_every_tensor(size, isa):
+    q, k = torch.randn(1, 60, 2, 32), torch.randn(1, 80, 2, 32)
+    for near, far in (((-1, -1), (size, size)), ((-1, 5), (size, 5)), ((5, -1), (5, size))):
+        assert torch.equal(flash_attn_func(q, k, k, window_size=far), flash_attn_func(q, k, k, window_size=near))
+
+
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("softmax_scale", (1e6, 1e12, -1e30))
