@@ -32,10 +32,26 @@ static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
     }
 }
 
+/* dK and dV where q has no heads: nobody reads the keys. */
+static void zero_key_gradients(const fa_problem *p) {
+    fa_view gradients[] = {p->dk, p->dv};
+    const bool packed = p->cu_seqlens_k != NULL;
+    for (int i = 0; i < 2; i++)
+        for (int64_t b_idx = 0; b_idx < (packed ? 1 : p->b); b_idx++) {
+            zero_rows(p, &gradients[i], 0, packed ? p->cu_seqlens_k[p->b] : p->len_kv, p->h_kv);
+            if (gradients[i].data)
+                gradients[i].data =
+                    (char *)gradients[i].data + gradients[i].stride_b * (int64_t)fa_dtype_bytes(p->dtype);
+        }
+}
+
 fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                  const fa_pool *pool, fa_error *err) {
     if (problem->device == FA_CUDA) return fa_cuda_run(problem, plan, zero_tensors, workspace, err);
     fill_unowned_rows(problem, zero_tensors);
-    fa_cpu_run(problem, plan, workspace, pool);
+    if (problem->pass == FA_BWD && problem->h == 0)
+        zero_key_gradients(problem);
+    else
+        fa_cpu_run(problem, plan, workspace, pool);
     return FA_OK;
 }

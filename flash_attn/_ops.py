@@ -83,9 +83,11 @@ def _fake(op):
         @torch.library.register_fake(f"flash_attn::{op}")
         def checked(*args, **kwargs):
             given = {**dict(zip(names, args)), **kwargs}
+            q = given["q"]
+            check_tensor("q", q)
             for name, x in given.items():
-                if isinstance(x, torch.Tensor) and x.device != given["q"].device:
-                    raise RuntimeError(f"{name} must be on {given['q'].device}, where q is; it is on {x.device}")
+                if isinstance(x, torch.Tensor) and x.device != q.device:
+                    raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
             return fake(*args, **kwargs)
 
         return fake

@@ -11,6 +11,7 @@ from compare import DTYPES, check, check_lse, largest, size_of_values
 from oracle import kvcache
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import _flash_attn_backward
 
 NAN = math.nan
 
@@ -264,3 +265,17 @@ def test_same_batch_idx_twice_without_append():
 def test_long_decode(isa):
     """Decode over thousands of keys, split or not."""
     run(Cache(len_q=1, seqlens=(3000, 17, 2049), capacity=3001, d=64, h=8, h_kv=2, dtype="bf16"))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 0)}, {"alibi_slopes": torch.zeros(0)}])
+@pytest.mark.parametrize("len_q", [2, 40])
+def test_no_query_heads(len_q, options, isa):
+    """Nothing is computed, but keys are appended, and their gradients are 0."""
+    q, k = torch.randn(2, len_q, 0, 32, requires_grad=True), torch.randn(2, 90, 2, 32, requires_grad=True)
+    out = flash_attn_func(q, k, k, **options)
+    dq, dk, dv = torch.empty_like(q), torch.full_like(k, 7), torch.full_like(k, 7)
+    _flash_attn_backward(out, q, k, k, out, torch.empty(2, 0, len_q), dq, dk, dv, 0, 0.2, True, -1, -1, 0, None, False)
+    assert out.shape == q.shape and not dk.any() and not dv.any()
+    cache, new = torch.zeros(2, 90, 2, 32), torch.randn(2, 3, 2, 32)
+    assert flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=50, **options).shape == q.shape
+    assert torch.equal(cache[:, 50:53], new)

@@ -103,6 +103,7 @@ void fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
         if (p.rotary_cos) /* the plan put the rotated queries in front */
             p.q = (fa_view){workspace, p.len_q * p.h * p.d, p.h * p.d, p.d};
     }
+    if (p.h == 0) return; /* and groups of no heads to divide by */
     char *scratch = (char *)workspace + fa_rotated_q_bytes(problem);
     if (plan->num_decodes > 0) kernels->decode(&p, plan, scratch, pool);
     if (plan->num_decodes < p.b) kernels->fwd(&p, plan, scratch, pool);
