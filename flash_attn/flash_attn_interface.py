@@ -597,6 +597,8 @@ def flash_attn_with_kvcache(
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     q = maybe_contiguous(q)
+    if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
+        raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     elif cache_seqlens is not None:
