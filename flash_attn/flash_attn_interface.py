@@ -222,13 +222,12 @@ def _backward(varlen, *arguments):
 
 
 @torch.no_grad()
-def _first_gradients(ctx, dout):
+def _first_gradients(ctx, saved, dout):
     """Gradients of the tensors that were given, packed as they came; None for one that needs none.
 
     NOTE: compiled code writes dq, dk, dv apart and packs them afterwards. Inductor with dynamic shapes loses the offset
     of a view that an op writes into (pytorch/pytorch#198068).
     """
-    saved = ctx.saved_tensors
     max_seqlens, dropout_p, mask, deterministic = ctx.options
     num_lengths = len(max_seqlens)
     lengths = (*saved[len(saved) - num_lengths :], *max_seqlens)
@@ -246,9 +245,10 @@ def _first_gradients(ctx, dout):
 
 
 def _gradients(ctx, dout):
-    grads = _first_gradients(ctx, dout)
+    saved = ctx.saved_tensors  # once: a checkpoint computes them
+    grads = _first_gradients(ctx, saved, dout)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph
-        grads = _LastDerivative.apply(len(grads), *grads, dout, *ctx.saved_tensors)
+        grads = _LastDerivative.apply(len(grads), *grads, dout, *saved)
     return grads
 
 

@@ -465,8 +465,9 @@ def test_only_out_carries_a_gradient():
         lambda x: flash_attn_qkvpacked_func(torch.stack((x, x, x), 2)),
         lambda x: torch.ops.flash_attn._flash_attn_forward(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False)[0],
         lambda x: flash_attn_varlen_func(x[0], x[0], x[0], CU_Q, CU_Q, LONGEST, LONGEST)[None],
+        lambda x: checkpoint(lambda x: flash_attn_func(x, x, x), x, use_reentrant=False),
     ],
-    ids=["dense", "dropout", "packed", "op", "varlen"],
+    ids=["dense", "dropout", "packed", "op", "varlen", "checkpoint"],
 )
 def test_second_derivatives_are_refused(function, dout_requires_grad):
     """Also where only weights before the attention are asked for, as by a gradient penalty."""
