@@ -35,6 +35,7 @@ typedef struct {
     int num_slabs;          /* per head */
 
     int b, h, h_kv, heads_per_kv, d;
+    unsigned heads_inverse;                 /* 2^31 / heads_per_kv, rounded up: a division as a multiplication */
     int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
 

@@ -190,7 +190,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int key = 64 * wg + 16 * warp; /* this warp's first, in the tile */
 
         if (num_steps > 0) {
-            int q_tile = q_end - 1, last_q_tile = 0, head = t.head_kv * p.heads_per_kv;
             mbarrier_wait(&s.k_full, kv_parity);
             pin(dK), pin(dV);
             wgmma_fence();
@@ -214,8 +213,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
+                const auto [q_tile, head_in_group] = place_of_step(p, q_end, step);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
-                exponentiate(S, lse, P, W, p, t, q_tile, head, is_masked);
+                exponentiate(S, lse, P, W, p, t, q_tile, t.head_kv * p.heads_per_kv + head_in_group, is_masked);
                 pin(P); /* not later: dQ runs now */
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
@@ -223,6 +223,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 wgmma_wait_group<0>(dQ);
                 if (step > 0) {
                     if (arrives) mbarrier_arrive(&s.ds_empty[last]);
+                    const int last_q_tile = place_of_step(p, q_end, step - 1).q_tile;
                     hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
                     mbarrier_wait(&s.v_full, kv_parity);
@@ -248,8 +249,6 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (arrives) mbarrier_arrive(&s.do_empty[r.stage]);
 
                 r.next();
-                last_q_tile = q_tile;
-                if (--q_tile < q_begin) q_tile = q_end - 1, head++;
             }
 
             /* The last step's dQ. When both have their dS there, V has been read: its place serves dV. When both have
@@ -267,7 +266,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (arrives) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
             mbarrier_wait(&s.ds_empty[last], last_parity);
             hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
-            hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
+            hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, q_begin, q_begin < last_end);
             __syncwarp();
             if (arrives) mbarrier_arrive(&s.dq_full[last]);
             kv_parity ^= 1;

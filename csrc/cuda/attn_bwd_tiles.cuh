@@ -52,6 +52,17 @@ struct ring {
 DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
 DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
+/* What a step of a key tile is about: query tiles from the last to the first, and of each the heads of the group in turns. So
+ * key tiles of one head come to a query tile at the same time. Were it one head after the other, short causal tiles would
+ * wait at the end of each until the longest tile had been through with it. */
+struct step_place {
+    int q_tile, head_in_group;
+};
+DEVICE step_place place_of_step(const params &p, int q_end, int step) {
+    const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_kv */
+    return {q_end - 1 - before, step - before * p.heads_per_kv};
+}
+
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
 /* Packed: tiles of one head, over all sequences. Whole warp. */
@@ -258,26 +269,23 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 }
                 bool is_first = true;
 #pragma unroll 1
-                for (int g = 0; g < p.heads_per_kv; g++) {
-                    const int head = t.head_kv * p.heads_per_kv + g;
+                for (int i = t.q_end - 1, g = 0; i >= t.q_begin; r.next()) {
+                    const int row = t.q_row_0 + i * BLOCK_Q, head = t.head_kv * p.heads_per_kv + g;
                     const float *stats =
-                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab) * (2 * BLOCK_Q);
-#pragma unroll 1
-                    for (int i = t.q_end - 1; i >= t.q_begin; i--, r.next()) {
-                        const int row = t.q_row_0 + i * BLOCK_Q;
-                        u64 *full = &s.q_full[r.stage];
-                        mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
-                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                        load_queries(s.q[r.stage], &p.q, full, row, head, t.q_batch);
-                        cp_async_bulk_load(s.lse[r.stage], stats + i * (2 * BLOCK_Q), STAT_BYTES, full);
-                        if (KEYS_FIRST && is_first) load_v(), is_first = false;
-                        full = &s.do_full[do_stage(r)];
-                        mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
-                        mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                        load_queries(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
-                        cp_async_bulk_load(s.d[do_stage(r)], stats + i * (2 * BLOCK_Q) + BLOCK_Q, STAT_BYTES, full);
-                        if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
-                    }
+                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
+                    u64 *full = &s.q_full[r.stage];
+                    mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+                    mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
+                    load_queries(s.q[r.stage], &p.q, full, row, head, t.q_batch);
+                    cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
+                    if (KEYS_FIRST && is_first) load_v(), is_first = false;
+                    full = &s.do_full[do_stage(r)];
+                    mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
+                    mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
+                    load_queries(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
+                    cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
+                    if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
+                    if (++g == p.heads_per_kv) g = 0, i--;
                 }
                 kv_parity ^= 1;
             }

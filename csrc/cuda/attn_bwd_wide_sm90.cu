@@ -133,10 +133,10 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
 template <class work_on_step> DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step work) {
     lead_through_tiles(s, [&](const tile &t) {
 #pragma unroll 1
-        for (int g = 0; g < p.heads_per_kv && p.dq.data; g++) {
-            const long long slab = (long long)(t.slab_head + g) * p.num_slabs + t.slab;
+        for (int i = t.q_end - 1; i >= t.q_begin && p.dq.data; i--) {
+            u32 *turn = p.turns + ((long long)t.slab_head * p.num_slabs + t.slab + i) * 2 + cluster_rank();
 #pragma unroll 1
-            for (int i = t.q_end - 1; i >= t.q_begin; i--) work(t, i, p.turns + (slab + i) * 2 + cluster_rank());
+            for (int g = 0; g < p.heads_per_kv; g++, turn += 2ll * p.num_slabs) work(t, i, turn);
         }
     });
 }
@@ -232,17 +232,17 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
         if (uniform(t.kv_tile) < 0) break;
         const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
         const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
-        const int num_steps = (q_end - q_begin) * p.heads_per_kv;
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dV[i] = 0;
 
-        if (num_steps > 0) {
-            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = 0, last_head = 0;
+        if (q_begin < q_end) {
+            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
             mbarrier_wait(&s.k_full, kv_parity);
             pin(dV);
             wgmma_fence();
 #pragma unroll 1
-            for (int step = 0; step < num_steps; step++) {
+            while (q_tile >= q_begin) {
+                const bool is_first = last_q_tile < 0;
                 const last_step last = step_before(r, last_q_tile, last_head);
                 u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1];
                 float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
@@ -251,7 +251,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* wait dS: dQ of the last step */
-                start_dq(dQ, s, operands, last, step > 0);
+                start_dq(dQ, s, operands, last, !is_first);
                 /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
                 wgmma_wait_group<1>(S);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
@@ -269,7 +269,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 issue_update(dV, P, do_desc_0 + r.stage * DO_STAGE);
                 /* dQ is there: release dS, add dQ */
                 wgmma_wait_group<1>(dQ);
-                if (step > 0) {
+                if (!is_first) {
                     if (arrives) arrive_in_both(&s.ds_empty[last.stage]);
                     add_dq(dQ, p, s, t, last, 0);
                 }
@@ -278,7 +278,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
-                if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
+                if (++head_in_group == p.heads_per_kv) head_in_group = 0, q_tile--;
             }
 
             finish_dq(p, s, operands, t, step_before(r, last_q_tile, last_head), 0);
@@ -308,18 +308,18 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         const tile &t = s.tiles[tr.stage];
         if (uniform(t.kv_tile) < 0) break;
         const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
-        const int num_steps = (q_end - q_begin) * p.heads_per_kv;
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
 
-        if (num_steps > 0) {
-            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = 0, last_head = 0;
+        if (q_begin < q_end) {
+            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
             mbarrier_wait(&s.k_full, kv_parity); /* read for dQ; the other warpgroup's wait is not this one's */
             mbarrier_wait(&s.v_full, kv_parity);
             pin(dK);
             wgmma_fence();
 #pragma unroll 1
-            for (int step = 0; step < num_steps; step++) {
+            while (q_tile >= q_begin) {
+                const bool is_first = last_q_tile < 0;
                 const last_step last = step_before(r, last_q_tile, last_head);
                 u32 W[P_REGS], dS[P_REGS];
                 float dP[S_REGS], dQ[PAIR_DQ_REGS], d[STAT_REGS];
@@ -329,13 +329,13 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 };
                 const auto release_ds = [&] {
                     wgmma_wait_group<1>(dQ);
-                    if (arrives && step > 0) arrive_in_both(&s.ds_empty[last.stage]);
+                    if (arrives && !is_first) arrive_in_both(&s.ds_empty[last.stage]);
                 };
                 /* wait dS: dQ of the last step. dK of it is there: release Q. wait dO: dP */
-                DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, step > 0);
+                DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, !is_first);
                 wgmma_wait_group<1>(dK);
-                if (arrives && step > 0) arrive_in_both(&s.q_empty[last.stage]);
-                DP_FIRST ? start_dq(dQ, s, operands, last, step > 0) : start_dp();
+                if (arrives && !is_first) arrive_in_both(&s.q_empty[last.stage]);
+                DP_FIRST ? start_dq(dQ, s, operands, last, !is_first) : start_dp();
                 /* dQ is there: release dS */
                 if (!DP_FIRST) release_ds();
                 /* wait P; dP is there: release dO, dS */
@@ -366,10 +366,10 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 }
                 /* add dQ. In front of dS, for which the other CTA and both next dQ wait, it is 5 to 14% slower. */
                 if (DP_FIRST) release_ds();
-                if (step > 0) add_dq(dQ, p, s, t, last, 1);
+                if (!is_first) add_dq(dQ, p, s, t, last, 1);
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
-                if (--q_tile < q_begin) q_tile = q_end - 1, head_in_group++;
+                if (++head_in_group == p.heads_per_kv) head_in_group = 0, q_tile--;
             }
 
             const last_step last = step_before(r, last_q_tile, last_head);

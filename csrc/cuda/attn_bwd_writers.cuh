@@ -29,11 +29,11 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
     int skip = w; /* steps of the tile that come before the next one of this stage */
     bool is_ready = false;
     lead_through_tiles(s, [&](const tile &t) {
-        const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
-        int step = skip, i = t.q_end - 1 - skip, head = 0;
+        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_kv;
+        int step = skip;
 #pragma unroll 1
-        for (; step < num_steps; step += 2, i -= 2) {
-            while (i < t.q_begin) i += num_q_tiles, head++;
+        for (; step < num_steps; step += 2) {
+            const auto [i, head] = place_of_step(p, t.q_end, step);
             const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
@@ -126,26 +126,25 @@ DEVICE void convert_sum(float *sum, float factor) {
     }
 }
 
-/* One warp: dK and dV; as a converter dQ, too, where the tile completes its sum, which is at the end of each head's steps.
+/* One warp: dK and dV; as a converter dQ, too, where the tile completes its sum, which is in its last steps.
  * Nobody needs the places of the tile's last two steps before the next tile: dK and dV come before those. */
 DEVICE void write_keys(const params &p, shared_memory &s) {
     u32 parity = 0, sum_parity = 0; /* of stage n: bit n */
     int num_steps_before = 0;
     go_through_tiles(s, [&](const tile &t, const bool is_leader) {
-        const int num_q_tiles = t.q_end - t.q_begin, num_steps = num_q_tiles * p.heads_per_kv;
+        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_kv;
         if (num_steps <= 0) return;
-        const int last = CONVERTS && p.converts && p.dq.data ? min(t.last_end, t.q_end) - 1 : -1;
-        int i = last, head = last < t.q_begin ? p.heads_per_kv : 0;
+        const int num_sums = CONVERTS && p.converts && p.dq.data ? (t.last_end - t.q_begin) * p.heads_per_kv : 0;
+        int step = num_steps - clamp(num_sums, 0, num_steps);
         bool has_stored = false;
 #pragma unroll 1
         for (;;) {
-            const int step = head * num_q_tiles + t.q_end - 1 - i;
             if (!has_stored && step >= num_steps - 2) {
                 has_stored = true;
                 if (is_leader) store_keys(p, s, t, parity);
                 __syncwarp();
             }
-            if (!CONVERTS || head == p.heads_per_kv) break;
+            if (!CONVERTS || step == num_steps) break;
             const int stage = (num_steps_before + step) % 2;
             mbarrier_wait(&s.sum_full[stage], sum_parity >> stage & 1);
             sum_parity ^= 1 << stage;
@@ -154,10 +153,11 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
                 convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
             fence_proxy_async();
             __syncwarp();
+            const auto [i, head] = place_of_step(p, t.q_end, step);
             if (is_leader) store_dq(p, s, t, stage, i, head);
             if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_ready[stage]);
             __syncwarp();
-            if (--i < t.q_begin) i = last, head++;
+            step++;
         }
         parity ^= 1;
         num_steps_before += num_steps;
