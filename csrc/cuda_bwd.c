@@ -11,42 +11,58 @@ enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 /* CTAs that share a tile's keys: those of a cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_family == FA_BWD_WIDE_SM90 ? 2 : 1; }
 
-/* Key heads that are walked together: as many as have their queries, dO and sums of dQ in 40 MB of the L2. */
+/* Key heads that are walked together: as many as have their queries, dO and sums of dQ in 24 MB of the L2. */
 static int heads_in_group(const fa_problem *p) {
-    const int64_t bytes = 8 * p->d * (p->len_q > 0 ? p->len_q : 1) * (p->h / p->h_kv), heads = p->b * p->h_kv;
+    const int64_t rows = p->cu_seqlens_q ? p->total_q / p->b : p->len_q, heads = p->b * p->h_kv;
+    const int64_t bytes = 8 * p->d * (rows > 0 ? rows : 1) * (p->h / p->h_kv);
     int64_t group = 1;
-    while (group < heads && 2 * group * bytes <= 40 << 20) group *= 2;
+    while (group < heads && 2 * group * bytes <= 24 << 20) group *= 2;
     return (int)(group < heads ? group : heads);
 }
 
-/* In which order key tiles begin, and add to dQ, as measured (cuda/measurements/backward.md). Up to 128 columns fewer
- * heads together are better, where all key tiles of a head then run at the same time, but not where short causal tiles
- * of up to 64 columns wait for each other. In a fixed order those of one head must begin at a distance: long causal
- * ones want more heads than fit, others no more, or they may take half as long again. Above 128 columns a fixed order
- * costs nothing where tiles are short and nothing is masked. */
+/* In which order key tiles begin, and add to dQ, as measured (cuda/measurements/backward.md): what the choice depends on. */
+typedef struct {
+    int heads, heads_per_kv; /* key heads, of all sequences if dense; query heads of each */
+    int64_t ctas, tiles;     /* clusters, where these share a tile; key tiles of a head, in the mean */
+    bool is_causal, is_masked;
+} order_of_tiles;
+
+/* Whether a fixed order costs less than 2%, so that nobody need ask for it: without a mask, and where every CTA has many tiles. */
+static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
+    const int64_t longest = p->d <= 64 ? INT64_MAX : p->d > 96 && p->d <= 128 ? 8192 : 2048;
+    return !o->is_masked && p->len_q >= p->len_kv && p->len_kv <= longest && o->heads * o->tiles >= 8 * o->ctas;
+}
+
+/* Key heads that must be walked together, whatever they take of the L2. In a fixed order key tiles of one head follow each
+ * other, at a distance if other heads' lie between. With a causal mask they are of any length: of a group's all CTAs have
+ * some, or the last group ends late; and long ones of one head alone on the SMs come to the diagonal together. */
+static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
+    if (!o->is_causal) return in_order ? 1024 / p->d : 1;
+    const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_kv;
+    const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : 1;
+    return apart > busy ? apart : busy;
+}
+
+/* Short causal tiles of up to 64 columns wait for each other in any order, too, and want twice the heads. */
 static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
-    const int heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv);
-    const bool is_causal = call->plan->cuda_features & FA_CAUSAL, is_narrow = p->d <= 64;
-    a->in_order = p->deterministic;
-    a->group_heads = heads_in_group(p);
-    a->converts = is_causal && is_narrow && !a->in_order && p->len_kv > 1024;
-    if (call->plan->cuda_family == FA_BWD_SM90) {
-        const bool waits = is_causal && (a->in_order || (is_narrow && !a->converts));
-        if (waits)
-            a->group_heads *= p->len_kv > 4096 ? 4 : p->len_kv > 2048 ? 2 : 1;
-        else if ((!a->in_order || p->len_kv <= 1024) && a->group_heads > 1)
-            a->group_heads /= 2;
-    } else {
-        const bool is_masked = call->plan->cuda_features & (FA_CAUSAL | FA_LOCAL);
-        if (!is_masked && p->len_kv <= 1024 && !p->cu_seqlens_q) a->in_order = true;
-        if (a->group_heads > 1) a->group_heads /= 2;
-        if (a->in_order && is_causal && a->group_heads < 8)
-            a->group_heads = 8;
-        else if (a->in_order && p->len_kv > 2048)
-            a->group_heads *= 2;
-    }
-    if (a->group_heads > heads) a->group_heads = heads;
+    const unsigned features = call->plan->cuda_features;
+    const int64_t mean_kv = p->cu_seqlens_q ? p->total_kv / p->b : p->len_kv, block_kv = call->plan->block_kv;
+    const order_of_tiles o = {
+        .heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv),
+        .heads_per_kv = (int)(p->h / p->h_kv),
+        .ctas = call->gpu->num_sms / ctas_of_tile(call),
+        .tiles = mean_kv > 0 ? (mean_kv + block_kv - 1) / block_kv : 1,
+        .is_causal = features & FA_CAUSAL,
+        .is_masked = features & (FA_CAUSAL | FA_LOCAL),
+    };
+    a->in_order = p->deterministic || order_is_free(p, &o);
+    a->converts = o.is_causal && p->d <= 64 && !a->in_order && p->len_kv > 1024;
+    int64_t group = heads_in_group(p);
+    if (o.is_causal && p->d <= 64 && !a->converts) group *= 2;
+    const int64_t least = least_heads(p, &o, a->in_order);
+    if (group < least) group = least;
+    a->group_heads = (int)(group < o.heads ? group : o.heads);
 }
 
 static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
