@@ -6,11 +6,13 @@ is deterministic=True. TFLOPS count 10 b h len_q len_kv d operations, 14 with th
     python benchmarks/bench_bwd.py                     the table of csrc/cuda/README.md
     python benchmarks/bench_bwd.py --packed            packed sequences
     python benchmarks/bench_bwd.py --step              forward and backward together
+    python benchmarks/bench_bwd.py --gqa 4             four query heads to a key head
     python benchmarks/bench_bwd.py --table             the README's table from the file, nothing measured
     python benchmarks/bench_bwd.py --dims 128 --lengths 4096 --fa2
 
-Writes benchmarks/results/bwd_<device>.csv, bwd_<device>_packed.csv or step_<device>.csv (or --csv), each row with the
-peak of memory beyond what the call finds, and with matplotlib one plot for each head_dim beside it; prints the table.
+Writes benchmarks/results/bwd_<device>.csv, bwd_<device>_packed.csv, step_<device>.csv or bwd_gqa4_<device>.csv (or
+--csv), each row with the peak of memory beyond what the call finds; draws a plot for each head_dim where there
+is matplotlib; prints the table.
 """
 
 import argparse
@@ -36,20 +38,27 @@ def randn(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def ours(step, forward, shape, **options):
-    leaves = [randn(*shape).requires_grad_() for _ in range(3)]
-    return gradients(lambda: forward(*leaves, **options), leaves, randn(*shape), step)
+def inputs(shape, gqa):
+    """q, k, v and the gradient of the output; k and v with fewer heads."""
+    kv_shape = *shape[:-2], max(1, shape[-2] // gqa), shape[-1]
+    return [randn(*s).requires_grad_() for s in (shape, kv_shape, kv_shape)], randn(*shape)
 
 
-def sdpa(step, backend, shape, causal):
+def ours(step, forward, shape, gqa=1, **options):
+    leaves, dout = inputs(shape, gqa)
+    return gradients(lambda: forward(*leaves, **options), leaves, dout, step)
+
+
+def sdpa(step, backend, shape, gqa, causal):
     """Heads first, as strides of [b, s, h, d]."""
-    leaves = [randn(*shape).transpose(1, 2).requires_grad_() for _ in range(3)]
+    leaves, dout = inputs(shape, gqa)
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
 
     def forward():
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*leaves, is_causal=causal)
+            return F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=gqa > 1)
 
-    return gradients(forward, leaves, randn(*shape).transpose(1, 2), step)
+    return gradients(forward, leaves, dout.transpose(1, 2), step)
 
 
 def pytorch_varlen(*args, causal):
@@ -58,29 +67,29 @@ def pytorch_varlen(*args, causal):
     return varlen_attn(*args, window_size=(-1, 0 if causal else -1))
 
 
-def dense_kernels(step, d, h, causal, s, fa2):
+def dense_kernels(step, gqa, fa2, d, h, causal, s):
     shape = TOKENS // s, s, h, d
     kernels = {
-        "ours": partial(ours, step, flash_attn_func, shape, causal=causal),
-        "ours, in order": partial(ours, step, flash_attn_func, shape, causal=causal, deterministic=True),
-        "cuDNN": partial(sdpa, step, SDPBackend.CUDNN_ATTENTION, shape, causal),
+        "ours": partial(ours, step, flash_attn_func, shape, gqa, causal=causal),
+        "ours, in order": partial(ours, step, flash_attn_func, shape, gqa, causal=causal, deterministic=True),
+        "cuDNN": partial(sdpa, step, SDPBackend.CUDNN_ATTENTION, shape, gqa, causal),
     }
     if fa2:
-        kernels["FA2"] = partial(sdpa, step, SDPBackend.FLASH_ATTENTION, shape, causal)
+        kernels["FA2"] = partial(sdpa, step, SDPBackend.FLASH_ATTENTION, shape, gqa, causal)
     return {name: (TOKENS // s, s, make) for name, make in kernels.items()}
 
 
-def packed_kernels(step, d, h, causal, _length):
+def packed_kernels(step, gqa, d, h, causal, _length):
     cu, longest, shape = offsets(), int(LENGTHS.max()), (int(LENGTHS.sum()), h, d)
 
     def packed(function, **options):
         def forward(*leaves):
             return function(*leaves, cu, cu, longest, longest, causal=causal, **options)
 
-        return len(LENGTHS), "packed", partial(ours, step, forward, shape)
+        return len(LENGTHS), "packed", partial(ours, step, forward, shape, gqa)
 
     def dense(**options):
-        return *EQUAL, partial(ours, step, flash_attn_func, (*EQUAL, h, d), causal=causal, **options)
+        return *EQUAL, partial(ours, step, flash_attn_func, (*EQUAL, h, d), gqa, causal=causal, **options)
 
     return {
         "packed": packed(flash_attn_varlen_func),
@@ -95,12 +104,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     parser.add_argument("--fa2", action="store_true", help="PyTorch's flash attention too")
+    parser.add_argument("--gqa", type=int, default=1, help="query heads of each key head")
     parser.add_argument("--step", action="store_true", help="the forward too")
     options = parser.parse_args()
 
     def kernels_of(*problem):
         if options.packed:
-            return packed_kernels(options.step, *problem)
-        return dense_kernels(options.step, *problem, options.fa2)
+            return packed_kernels(options.step, options.gqa, *problem)
+        return dense_kernels(options.step, options.gqa, options.fa2, *problem)
 
-    main(options, "step" if options.step else "bwd", kernels_of, 14 if options.step else 10)
+    stem = ("step" if options.step else "bwd") + (f"_gqa{options.gqa}" if options.gqa > 1 else "")
+    main(options, stem, kernels_of, 14 if options.step else 10)
