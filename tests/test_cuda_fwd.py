@@ -175,10 +175,11 @@ def test_another_stream_and_many_calls_at_once():
 
 
 @pytest.mark.parametrize("causal", BOTH)
-@pytest.mark.parametrize("d", (96, 128, 256))
+@pytest.mark.parametrize("d", (96, 128, 192))
 def test_packed_sequences_give_what_each_gives_alone(d, causal):
     """More sequences than the kernel looks at together, of which some keys are not used. As above, every third head has
-    tiles that are done again: when they are, others of later sequences have begun."""
+    tiles that are done again: when they are, others of later sequences have begun. Head dimensions with a tile of one
+    size: of two, a short sequence alone takes the other."""
     torch.manual_seed(0)
     lengths = torch.randint(65, 400, (2, 70))
     lengths[:, ::9] = torch.tensor([0, 1, 64, 65, 127, 128, 129, 257])
