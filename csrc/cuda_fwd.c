@@ -81,7 +81,8 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
 
     fill_scalars(p, tile, features, &a);
     const int64_t tiles = most_tiles(p, tile, &a);
-    const unsigned grid = (unsigned)(tiles < call->gpu->num_sms ? tiles : call->gpu->num_sms); /* one CTA per SM */
+    const int64_t ctas = (int64_t)call->gpu->num_sms * tile->ctas;
+    const unsigned grid = (unsigned)(tiles < ctas ? tiles : ctas);
     if (grid == 0) return FA_OK; /* no query: nothing to write */
 
     const int columns = tile->d % 64 == 0 ? 64 : 32;

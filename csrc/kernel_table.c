@@ -20,24 +20,25 @@
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
 static const fa_row fwd_sm90_rows[] = {
-#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, cost, serves) \
-    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                       \
-     {d, block_kv, wgs, stages, q_stages, turn, o_wait, cost},                           \
-     serves,                                                                             \
-     FA_SHARED_BYTES},
+#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
+    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                             \
+     {d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
+     serves,                                                                                   \
+     FA_SHARED_BYTES_OF(ctas)},
 #include "cuda/tiles.def"
 };
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
 
 /* plan_cuda_fwd.c takes the row that costs a sequence least. That is never more than it costs with one before that serves
- * the same in steps of as many rows and keys, each of which costs no more. */
+ * the same in steps of as many rows and keys, each of which costs no more; but short sequences take steps of 64 keys. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
         if (t->d == mine->d && t->wgs >= mine->wgs && t->block_kv >= mine->block_kv &&
+            (t->block_kv <= 64 || mine->block_kv > 64) &&
             t->wgs * t->block_kv * t->cost <= mine->wgs * mine->block_kv * mine->cost &&
             (fwd_sm90_rows[i].serves & wanted) == wanted)
             return false;
@@ -153,7 +154,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                                "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh",
                                "attn_fwd_params.h", SM90_FILES},
                      .arch = 90,
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT"},
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),

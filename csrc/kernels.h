@@ -64,7 +64,7 @@ extern const fa_family fa_families[FA_NUM_FAMILIES];
 
 /* attn_fwd_sm90's columns. */
 typedef struct {
-    int d, block_kv, wgs, stages, q_stages, turn, o_wait, cost;
+    int d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
 

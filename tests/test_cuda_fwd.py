@@ -75,13 +75,14 @@ def test_tile_borders(d):
     for n, m in (*lengths, (256, 256), (450, 513)):
         for causal in BOTH:
             verify(Case(n, m, b=1, h=2, h_kv=1, d=d, dtype="bf16", causal=causal))
+    verify(Case(150, 300, b=1, h=2, h_kv=1, d=d, dtype="bf16", window=(100, 40)))
 
 
 @pytest.mark.parametrize("causal", BOTH)
 def test_many_short_sequences(causal):
-    """More than SMs, in a static order and from the counter."""
-    for n in (17, 48, 64, 77):
-        verify(Case(n, n, b=50, h=4, d=64, dtype="bf16", causal=causal))
+    """More tiles than CTAs, in a static order and, from 300 on, from the counter."""
+    for n in (17, 64, 77, 200, 300):
+        verify(Case(n, n, b=80, h=4, d=64, dtype="bf16", causal=causal))
 
 
 @pytest.mark.parametrize("d", (64, 128, 256))
@@ -91,8 +92,10 @@ def test_moving_maximum(case, d):
 
 
 @pytest.mark.parametrize("causal", BOTH)
-@pytest.mark.parametrize(("d", "n"), ((64, 900), (64, 1000), (128, 900), (256, 900)))
-def test_tiles_that_overflow_are_done_again(d, n, causal):
+@pytest.mark.parametrize(
+    ("d", "rows", "n"), ((64, 50, 900), (64, 900, 900), (64, 1000, 1000), (128, 900, 900), (256, 900, 900))
+)
+def test_tiles_that_overflow_are_done_again(d, rows, n, causal):
     """Keys are walked from the last to the first. Those of every third head grow towards the first, by more than floats
     can hold, so that the maximum of the first keys walked over is of no use. More tiles than SMs."""
     torch.manual_seed(0)
@@ -100,7 +103,7 @@ def test_tiles_that_overflow_are_done_again(d, n, causal):
     grows = (torch.arange(60) % 3 == 0)[:, None]
     q = torch.where(grows, q.abs(), q)
     k = torch.where(grows, k.abs() * torch.linspace(30, 0.1, n)[:, None, None], k)
-    q, k, v = (x.bfloat16() for x in (q, k, v))
+    q, k, v = (x.bfloat16() for x in (q[:, -rows:], k, v))
     out, lse, _ = flash_attn_func(q.cuda(), k.cuda(), v.cuda(), causal=causal, return_attn_probs=True)
     found = []
     for dtype in (torch.float64, torch.bfloat16, torch.float32):

@@ -25,7 +25,7 @@ struct shared_memory {
     /* Tiles that failed, as each consumer warp found them; how many of them the finder has seen. */
     int failed[4 * WGS][FAILED], num_failed[4 * WGS], num_seen[4 * WGS];
 };
-static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES, "an SM has 227 KiB for one CTA");
+static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");
 
 /* Position in a ring: the parity flips each time round. */
 template <int SIZE> struct ring {

@@ -4,8 +4,11 @@
 
 #include "tensor_map.h"
 
-#define FA_TILE_COUNTERS 16384  /* per kernel: launches of a dynamic order that may be in flight at once */
-#define FA_SHARED_BYTES  232448 /* an SM's 227 KiB: one CTA takes them all */
+#define FA_TILE_COUNTERS 16384 /* per kernel: launches of a dynamic order that may be in flight at once */
+
+/* Each of an SM's CTAs may have: it has 228 KiB, of which 1 goes with each. */
+#define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)
+#define FA_SHARED_BYTES          FA_SHARED_BYTES_OF(1)
 
 typedef struct {
     fa_tensor_map q, k, v, o;

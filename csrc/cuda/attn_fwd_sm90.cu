@@ -2,9 +2,9 @@
  *
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d]    o like q    lse [b, h, len_q] float
  *
- * One CTA per SM stays for the whole launch. It takes tiles of BLOCK_Q rows of one head, one after the other, and walks
- * over their keys from the last tile to the first. One warp finds tiles, one thread loads, WGS warpgroups of 64 rows each
- * compute:
+ * CTAS CTAs of an SM, mostly one, stay for the whole launch. Each takes tiles of BLOCK_Q rows of one head, one after the
+ * other, and walks over their keys from the last tile to the first. One warp finds tiles, one thread loads, WGS warpgroups
+ * of 64 rows each compute:
  *
  *   finder --tile_found--> producer --q_full[s]--> warpgroups: every S of the tile   --q_empty[s]--> producer
  *         <--tile_wanted--          --k_full[s]--> warpgroups: S = Q K^T             --k_empty[s]-->
@@ -39,8 +39,9 @@
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WGS) || !defined(STAGES) || !defined(Q_STAGES)
 #error "tiles: HEAD_DIM columns, BLOCK_KV keys, WGS warpgroups of 64 rows, STAGES of K and V, Q_STAGES of Q"
 #endif
-#if !defined(TURN) || !defined(O_WAIT)
-#error "schedule: TURN 0 never, 1 while issuing, 2 until S is there, O_WAIT 0 after, 1 amid, 2 before the exponentials"
+#if !defined(TURN) || !defined(O_WAIT) || !defined(CTAS)
+#error \
+    "schedule: TURN 0 never, 1 while issuing, 2 until S is there, O_WAIT 0 after, 1 amid, 2 before the exponentials, CTAS"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
@@ -53,7 +54,8 @@ typedef fa_attn_fwd_params params;
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40, CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : 232;
+constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
 constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* one row of a swizzled chunk */
 constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
 constexpr bool O_BY_TMA = HEAD_DIM <= 128;
@@ -72,7 +74,7 @@ constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f
 static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
 static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
-static_assert(WGS <= 4, "64 K registers: 3 warpgroups of 160, or 4 of 112, and a producer of 32 take them all");
+static_assert(CTAS * (PRODUCER_REGS + WGS * CONSUMER_REGS) <= 512, "64 K registers");
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout: patches of 32 keys");
 
@@ -383,7 +385,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ params p) {
     /* There is no static shared memory, so the dynamic one starts at 1024, as its alignment asks. */
     extern __shared__ __align__(1024) unsigned char smem[];
     shared_memory &s = *reinterpret_cast<shared_memory *>(smem);
