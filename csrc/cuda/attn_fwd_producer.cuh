@@ -72,21 +72,19 @@ DEVICE void produce(const params &p, shared_memory &s) {
     ring<TILES> tiles;
     u32 found_parity = 0;
 
-    /* Keys of only one tile are read once. */
-    const bool is_read_once = !VARLEN && p.num_q_tiles == 1 && p.heads_per_kv == 1;
-    const u64 kv_policy = is_read_once ? L2_EVICT_FIRST : L2_EVICT_LAST;
-
     /* The tile whose keys are loaded, at first one without any. NOTE: what the loads need is in registers. They are asked
      * for just in time: read from shared memory each time, all was 9% slower (head_dim 128, length 16k). */
     int kv_begin = 0, kv_end = 0, kv_row_0 = 0, kv_head = 0, kv_batch = 0;
     const auto load_k = [&](int j) {
         mbarrier_wait(&s.k_empty[k.stage], k.parity ^ 1);
-        load<BLOCK_KV>(s.k[k.stage], &p.k, &s.k_full[k.stage], kv_row_0 + j * BLOCK_KV, kv_head, kv_batch, kv_policy);
+        load<BLOCK_KV>(s.k[k.stage], &p.k, &s.k_full[k.stage], kv_row_0 + j * BLOCK_KV, kv_head, kv_batch,
+                       L2_EVICT_LAST);
         k.next();
     };
     const auto load_v = [&](int j) {
         mbarrier_wait(&s.v_empty[v.stage], v.parity ^ 1);
-        load<BLOCK_KV>(s.v[v.stage], &p.v, &s.v_full[v.stage], kv_row_0 + j * BLOCK_KV, kv_head, kv_batch, kv_policy);
+        load<BLOCK_KV>(s.v[v.stage], &p.v, &s.v_full[v.stage], kv_row_0 + j * BLOCK_KV, kv_head, kv_batch,
+                       L2_EVICT_LAST);
         v.next();
     };
     /* The next tile's, or without one only its place, in which consumers read what to do. */
