@@ -48,6 +48,7 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
                        "flash_attn: this GPU has compute capability %d.%d, and the kernels begin at 8.0; use "
                        "torch.nn.functional.scaled_dot_product_attention",
                        machine->gpu_capability / 10, machine->gpu_capability % 10);
+    if (p->h == 0) return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: on a GPU q must have at least one head");
     *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1};
     char reasons[FA_MESSAGE_BYTES - 64] = "";
     size_t at = 0;

@@ -47,7 +47,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
     const int64_t sms = id == FA_BWD_SM90 ? machine->gpu_sms : 0;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q, t->block_kv, sms);
-    const int64_t heads_per_kv = p->h_kv > 0 ? p->h / p->h_kv : 1;
+    const int64_t heads_per_kv = p->h / p->h_kv;
     NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && w.num_slabs * w.num_heads < INT32_MAX &&
               w.num_slabs * heads_per_kv * heads_per_kv < INT32_MAX &&
               p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,

@@ -325,6 +325,9 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
+        ({"h": 0}, "on a GPU q must have at least one head"),
+        ({"h": 0, "pass": 1}, "on a GPU q must have at least one head"),
+        ({"h": 0, "len_q": 1}, "on a GPU q must have at least one head"),
         ({"capability": 75}, "this GPU has compute capability 7.5, and the kernels begin at 8.0; use torch.nn.func"),
         ({"len_q": 2**40}, "it counts rows up to 2^30"),
     ],
