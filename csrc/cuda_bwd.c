@@ -90,7 +90,7 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->num_slabs = (int)w->num_slabs;
     a->b = (int)p->b, a->h = (int)p->h, a->h_kv = (int)p->h_kv, a->d = (int)p->d;
     a->heads_per_kv = (int)(p->h / p->h_kv);
-    a->heads_inverse = (1u << 31) / (unsigned)a->heads_per_kv + 1;
+    a->heads_inverse = FA_HEADS_INVERSE(a->heads_per_kv);
     a->len_q = (int)(packed ? p->total_q : p->len_q);
     a->len_kv = (int)(packed ? p->total_kv : p->len_kv);
     a->cu_seqlens_q = p->cu_seqlens_q;

@@ -4,6 +4,9 @@
 
 #include "tensor_map.h"
 
+/* 2 x times it, of 64 bits the upper 32, is x / heads, where x heads < 2^31. */
+#define FA_HEADS_INVERSE(heads) ((1u << 31) / (unsigned)(heads) + 1)
+
 /* A tensor [b, row, h, d] without TMA; strides count elements, packed tensors have stride_b 0. */
 typedef struct {
     void *data;
@@ -35,7 +38,7 @@ typedef struct {
     int num_slabs;          /* per head */
 
     int b, h, h_kv, heads_per_kv, d;
-    unsigned heads_inverse;                 /* 2^31 / heads_per_kv, rounded up: a division as a multiplication */
+    unsigned heads_inverse;                 /* FA_HEADS_INVERSE(heads_per_kv) */
     int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
 

@@ -85,6 +85,20 @@ static void kernel(const params &p) {
 }
 constexpr int NUM_CTAS = CTAS;
 
+/* A step's place is what dividing gives. */
+static void check_places(unsigned (*below)(unsigned)) {
+    for (int heads = 1; heads <= 256; heads++) {
+        params p = {};
+        p.heads_per_kv = heads, p.heads_inverse = FA_HEADS_INVERSE(heads);
+        for (int n = 0; n < 2000; n++) {
+            const int step = n < 3 * heads ? n : (int)below(0x7fffffffu / (unsigned)heads),
+                      q_end = step / heads + 1 + n;
+            const step_place at = place_of_step(p, q_end, step);
+            if (at.q_tile != q_end - 1 - step / heads || at.head_in_group != step % heads) abort();
+        }
+    }
+}
+
 #else
 
 #include "cuda/attn_fwd_params.h"
@@ -160,6 +174,9 @@ static void run(const void *p) { kernel(*(const params *)p); }
 int main() {
     static int offsets_q[100], offsets_kv[100], used[100];
     const emulated_shape shape = {NUM_CTAS, 1, 1, 1, 32, 0};
+#ifdef BACKWARD
+    check_places(below);
+#endif
     for (int n = 0; n < 60; n++) {
         params p = {};
         unsigned counter = 0;
