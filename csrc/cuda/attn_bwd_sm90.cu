@@ -6,8 +6,8 @@
  *   q, dO, dQ [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    sums of dQ: dq_sums
  *
  * One CTA per SM stays for the whole launch. It takes tiles of BLOCK_KV keys of one key head, one after the other, and
- * walks over the query tiles that see them, through all query heads of the group: dK and dV stay in registers. Two
- * warpgroups own 64 keys each. They compute S and dP transposed, keys down, queries across, because then P and dS lie in
+ * walks over the query tiles that see them, and at each through all query heads of the group: dK and dV stay in registers.
+ * Two warpgroups own 64 keys each. They compute S and dP transposed, keys down, queries across, because then P and dS lie in
  * registers as the products dV and dK take them; only dS goes through shared memory, for dQ:
  *
  *   producer warp --k_full, v_full--> both warpgroups  --k_empty, v_empty--> producer warp
