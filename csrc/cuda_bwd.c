@@ -11,10 +11,15 @@ enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 /* CTAs that share a tile's keys: those of a cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_family == FA_BWD_WIDE_SM90 ? 2 : 1; }
 
-/* Key heads that are walked together: as many as have their queries, dO and sums of dQ in 24 MB of the L2. */
+/* What a key head walks over: its queries, dO and sums of dQ. */
+static int64_t bytes_of_a_head(const fa_problem *p) {
+    const int64_t rows = p->cu_seqlens_q ? p->total_q / p->b : p->len_q;
+    return 8 * p->d * (rows > 0 ? rows : 1) * (p->h / p->h_kv);
+}
+
+/* Key heads that are walked together: as many as have theirs in 24 MB of the L2. */
 static int heads_in_group(const fa_problem *p) {
-    const int64_t rows = p->cu_seqlens_q ? p->total_q / p->b : p->len_q, heads = p->b * p->h_kv;
-    const int64_t bytes = 8 * p->d * (rows > 0 ? rows : 1) * (p->h / p->h_kv);
+    const int64_t heads = p->b * p->h_kv, bytes = bytes_of_a_head(p);
     int64_t group = 1;
     while (group < heads && 2 * group * bytes <= 24 << 20) group *= 2;
     return (int)(group < heads ? group : heads);
@@ -33,11 +38,16 @@ static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
     return !o->is_masked && p->len_q >= p->len_kv && p->len_kv <= longest && o->heads * o->tiles >= 8 * o->ctas;
 }
 
-/* Key heads that must be walked together, whatever they take of the L2. In a fixed order key tiles of one head follow each
- * other, at a distance if other heads' lie between. With a causal mask they are of any length: of a group's all CTAs have
- * some, or the last group ends late; and long ones of one head alone on the SMs come to the diagonal together. */
+/* Key heads that must be walked together. In a fixed order key tiles of one head follow each other, at a distance if other
+ * heads' lie between: of no more heads than the L2 has room for, or all depends on whether CTAs keep in step. With a causal
+ * mask tiles are of any length: of a group's all CTAs have some, or the last group ends late; and long ones of one head
+ * alone on the SMs come to the diagonal together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
-    if (!o->is_causal) return in_order ? 1024 / p->d : 1;
+    if (!o->is_causal) {
+        int64_t heads = in_order ? 1024 / p->d : 1;
+        while (heads > 1 && heads * bytes_of_a_head(p) > 50 << 20) heads /= 2;
+        return heads;
+    }
     const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_kv;
     const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : 1;
     return apart > busy ? apart : busy;
