@@ -11,26 +11,20 @@ enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 /* CTAs that share a tile's keys: those of a cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_family == FA_BWD_WIDE_SM90 ? 2 : 1; }
 
-/* What a key head walks over: its queries, dO and sums of dQ. */
-static int64_t bytes_of_a_head(const fa_problem *p) {
-    const int64_t rows = p->cu_seqlens_q ? p->total_q / p->b : p->len_q;
-    return 8 * p->d * (rows > 0 ? rows : 1) * (p->h / p->h_kv);
-}
-
-/* Key heads that are walked together: as many as have theirs in 24 MB of the L2. */
-static int heads_in_group(const fa_problem *p) {
-    const int64_t heads = p->b * p->h_kv, bytes = bytes_of_a_head(p);
-    int64_t group = 1;
-    while (group < heads && 2 * group * bytes <= 24 << 20) group *= 2;
-    return (int)(group < heads ? group : heads);
-}
-
 /* In which order key tiles begin, and add to dQ, as measured (cuda/measurements/backward.md): what the choice depends on. */
 typedef struct {
-    int heads, heads_per_kv; /* key heads, of all sequences if dense; query heads of each */
-    int64_t ctas, tiles;     /* clusters, where these share a tile; key tiles of a head, in the mean */
+    int heads, heads_per_tile; /* key heads or pieces of them, of all sequences if dense; query heads of each */
+    int64_t bytes;             /* what a head walks over: its queries, dO and sums of dQ */
+    int64_t ctas, tiles;       /* clusters, where these share a tile; key tiles of a head, in the mean */
     bool is_causal, is_masked;
 } order_of_tiles;
+
+/* Key heads that are walked together: as many as have their bytes in 24 MB of the L2. */
+static int64_t heads_in_group(const order_of_tiles *o) {
+    int64_t group = 1;
+    while (group < o->heads && 2 * group * o->bytes <= 24 << 20) group *= 2;
+    return group;
+}
 
 /* Whether a fixed order costs less than 2%, so that nobody need ask for it: without a mask, and where every CTA has many tiles. */
 static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
@@ -45,30 +39,33 @@ static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
     if (!o->is_causal) {
         int64_t heads = in_order ? 1024 / p->d : 1;
-        while (heads > 1 && heads * bytes_of_a_head(p) > 50 << 20) heads /= 2;
+        while (heads > 1 && heads * o->bytes > 50 << 20) heads /= 2;
         return heads;
     }
-    const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_kv;
+    const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
     const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : 1;
     return apart > busy ? apart : busy;
 }
 
 /* Short causal tiles of up to 64 columns wait for each other in any order, too, and want twice the heads. */
-static void choose_order(const fa_cuda_call *call, fa_attn_bwd_params *a) {
+static void choose_order(const fa_cuda_call *call, const fa_bwd_workspace *w, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const unsigned features = call->plan->cuda_features;
-    const int64_t mean_kv = p->cu_seqlens_q ? p->total_kv / p->b : p->len_kv, block_kv = call->plan->block_kv;
-    const order_of_tiles o = {
-        .heads = (int)(p->cu_seqlens_q ? p->h_kv : p->b * p->h_kv),
-        .heads_per_kv = (int)(p->h / p->h_kv),
+    const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t mean_q = packed ? p->total_q / p->b : p->len_q, mean_kv = packed ? p->total_kv / p->b : p->len_kv;
+    const int64_t block_kv = call->plan->block_kv;
+    order_of_tiles o = {
+        .heads = (int)((packed ? p->h_kv : p->b * p->h_kv) * w->head_pieces),
+        .heads_per_tile = (int)(p->h / p->h_kv / w->head_pieces),
         .ctas = call->gpu->num_sms / ctas_of_tile(call),
         .tiles = mean_kv > 0 ? (mean_kv + block_kv - 1) / block_kv : 1,
         .is_causal = features & FA_CAUSAL,
         .is_masked = features & (FA_CAUSAL | FA_LOCAL),
     };
+    o.bytes = 8 * p->d * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;
     a->in_order = p->deterministic || order_is_free(p, &o);
     a->converts = o.is_causal && p->d <= 64 && !a->in_order && p->len_kv > 1024;
-    int64_t group = heads_in_group(p);
+    int64_t group = heads_in_group(&o);
     if (o.is_causal && p->d <= 64 && !a->converts) group *= 2;
     const int64_t least = least_heads(p, &o, a->in_order);
     if (group < least) group = least;
@@ -99,8 +96,8 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->tile_counter = (unsigned *)(workspace + w->tile_counter);
     a->num_slabs = (int)w->num_slabs;
     a->b = (int)p->b, a->h = (int)p->h, a->h_kv = (int)p->h_kv, a->d = (int)p->d;
-    a->heads_per_kv = (int)(p->h / p->h_kv);
-    a->heads_inverse = FA_HEADS_INVERSE(a->heads_per_kv);
+    a->heads_per_tile = (int)(p->h / p->h_kv / w->head_pieces);
+    a->heads_inverse = FA_HEADS_INVERSE(a->heads_per_tile);
     a->len_q = (int)(packed ? p->total_q : p->len_q);
     a->len_kv = (int)(packed ? p->total_kv : p->len_kv);
     a->cu_seqlens_q = p->cu_seqlens_q;
@@ -108,7 +105,7 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->num_kv_tiles = (int)((p->len_kv + block_kv - 1) / block_kv);
     a->num_whole = (int)(w->num_tiles - w->num_cut), a->num_cut = (int)w->num_cut, a->pieces = (int)w->pieces;
     a->num_tiles = (int)(a->num_whole + w->num_cut * w->pieces);
-    choose_order(call, a);
+    choose_order(call, w, a);
 
     const float scale = (float)p->scale;
     a->scale_log2 = (features & FA_SCORE ? 1 : scale) * FA_LOG2_E;
@@ -165,7 +162,8 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     if (status != FA_OK) return status;
 
     /* CTAs of the main kernel: one per SM, but no more than there can be tiles. */
-    const int64_t tiles = p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv : a.num_tiles;
+    const int64_t tiles =
+        p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv * w.head_pieces : a.num_tiles;
     const int64_t slabs = w.num_slabs * w.num_heads;
     const int ctas = ctas_of_tile(call), clusters = call->gpu->num_sms / ctas;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;

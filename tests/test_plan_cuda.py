@@ -177,17 +177,31 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
         ({"sms": 27}, 5),
         ({"sms": 20}, 0),  # 12 are too many
         ({"len_q": 64}, 0),  # two steps are not worth a cut
+        # along the query heads: into pieces of two or more, of 1024 rows in all, 1536 or 6144 where tiles are many
         ({"right": 0}, 0),
         ({"packed": 1}, 0),
+        ({"right": 0, "h": 8}, 32),
+        ({"right": 0, "h": 8, "len_q": 1022}, 0),
+        ({"right": 0, "h": 8, "len_kv": 70000}, 0),  # four tiles a CTA
+        ({"right": 0, "h": 8, "len_q": 4096, "len_kv": 8192}, 256),
+        ({"right": 0, "h": 8, "len_q": 4096, "len_kv": 8192, "d": 96}, 0),
+        ({"right": 0, "h": 16, "len_q": 4096, "len_kv": 8192, "d": 96}, 256),
+        ({"left": 1000, "right": 0, "h": 8, "len_q": 4096}, 32),
+        ({"left": 300, "right": 0, "h": 8, "len_q": 4096}, 0),
+        ({"left": 300, "right": 2**62, "h": 8}, 32),
+        ({"right": 0, "h": 6}, 0),
+        ({"right": 0, "h": 12, "len_q": 2048}, 32),
+        ({"packed": 1, "h": 8}, 36),  # no more than these
+        ({"right": 0, "h": 8, "d": 256}, 0),
         ({"d": 256}, 0),
     ],
     ids=str,
 )
-def test_key_tiles_of_a_round_with_too_few_are_cut(plan, numbers, cut):
+def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
     """They add up dK and dV of 128 keys in the workspace, and 8 warps count their pieces."""
     cut_bytes, bytes_ = (int(plan(**{"pass": 1} | {"sms": sms} | numbers | extra).splitlines()[0].split()[3])
                          for sms, extra in ((132, {}), (0, {"sms": 0})))  # fmt: skip
-    assert cut_bytes - bytes_ == cut * (2 * 128 * 128 + 8) * 4
+    assert cut_bytes - bytes_ == cut * (2 * 128 * (96 if numbers.get("d") == 96 else 128) + 8) * 4
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ typedef struct {
     unsigned *tile_counter; /* the next tile that nobody has taken */
     int num_slabs;          /* per head */
 
-    int b, h, h_kv, heads_per_kv, d;
-    unsigned heads_inverse;                 /* FA_HEADS_INVERSE(heads_per_kv) */
+    int b, h, h_kv, d;
+    int heads_per_tile;                     /* query heads of a key head, or of one of its pieces */
+    unsigned heads_inverse;                 /* FA_HEADS_INVERSE(heads_per_tile) */
     int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
 

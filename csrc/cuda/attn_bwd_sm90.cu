@@ -183,7 +183,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
         const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
         const int last_end = CONVERTS && p.converts ? 0 : uniform(t.last_end);
-        const int num_steps = (q_end - q_begin) * p.heads_per_kv;
+        const int num_steps = (q_end - q_begin) * p.heads_per_tile;
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
 
@@ -215,7 +215,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 wgmma_wait_group<1>(S);
                 const auto [q_tile, head_in_group] = place_of_step(p, q_end, step);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
-                exponentiate(S, lse, P, W, p, t, q_tile, t.head_kv * p.heads_per_kv + head_in_group, is_masked);
+                exponentiate(S, lse, P, W, p, t, q_tile, t.first_head + head_in_group, is_masked);
                 pin(P); /* not later: dQ runs now */
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
@@ -258,7 +258,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             float dQ[DQ_REGS];
             wgmma_wait_group<0>(dK);
             if (arrives) mbarrier_arrive(&s.q_empty[last]);
-            if (CUTS && t.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
+            if (t.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
             hand_over_keys(dV, p.keep_scale, s.v, &s.dv_full, key);

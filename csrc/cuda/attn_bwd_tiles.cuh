@@ -17,6 +17,7 @@ constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* of dO: w
 struct tile {
     int kv_tile; /* in its sequence; -1: there are no more tiles */
     int b_idx, head_kv;
+    int first_head; /* query head, in its sequence */
     int len_q, len_kv;
     int q_begin, q_end;       /* query tiles that see some key ... */
     int full_begin, full_end; /* ... and those of them all of whose rows see all BLOCK_KV keys */
@@ -34,7 +35,8 @@ struct tile {
 DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
 DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank() * KEYS; }
 
-constexpr bool CUTS = !WIDE && !CAUSAL && !LOCAL && !VARLEN; /* the last tiles may be cut along the queries */
+/* Too few tiles are cut. Each query tile costs the same: the last ones, along the queries. Else: all, along the query heads. */
+constexpr bool CUTS_QUERIES = !WIDE && !CAUSAL && !LOCAL && !VARLEN, CUTS_HEADS = !WIDE && !CUTS_QUERIES;
 
 constexpr u32 SHARED_BASE = 1024;
 
@@ -59,8 +61,8 @@ struct step_place {
     int q_tile, head_in_group;
 };
 DEVICE step_place place_of_step(const params &p, int q_end, int step) {
-    const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_kv */
-    return {q_end - 1 - before, step - before * p.heads_per_kv};
+    const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_tile */
+    return {q_end - 1 - before, step - before * p.heads_per_tile};
 }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
@@ -111,19 +113,24 @@ DEVICE q_range queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
 }
 
 /* Tile number idx of the launch. Whole warp. Where there is a causal mask, longest first; heads run fastest, so that tiles
- * that wait for each other, those of one head, begin apart. */
+ * that wait for each other, those of one head, begin apart. So do the pieces of one: those of all key heads come before the
+ * next pieces. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
     t.pieces = 1, t.piece = 0;
-    if (CUTS && idx >= p.num_whole) {
+    if (CUTS_QUERIES && idx >= p.num_whole) {
         t.pieces = p.pieces, t.idx = (idx - p.num_whole) / p.pieces, t.piece = idx - p.num_whole - t.idx * p.pieces;
         idx = p.num_whole + t.idx;
     }
+    const int pieces = CUTS_HEADS ? p.pieces : 1; /* of a key head: each has query heads of its own */
     const int num_heads = VARLEN ? p.h_kv : p.b * p.h_kv, in_groups = p.group_heads * num_kv_tiles;
     const int group = idx / in_groups, in_group = idx - group * in_groups;
-    const int heads = min(p.group_heads, num_heads - group * p.group_heads);
-    const int head = group * p.group_heads + in_group % heads; /* dense: counts over the whole batch */
+    const int heads = min(p.group_heads, num_heads * pieces - group * p.group_heads);
+    const int part = group * p.group_heads + in_group % heads, piece = CUTS_HEADS ? part / num_heads : 0;
+    const int head = part - piece * num_heads; /* dense: of the whole batch */
     t.kv_tile = in_group / heads;
+    if (CUTS_HEADS) t.pieces = pieces, t.piece = piece, t.idx = head * num_kv_tiles + t.kv_tile;
+    t.slab_head = (head * pieces + piece) * p.heads_per_tile;
     if (VARLEN) {
         t.head_kv = head;
         t.b_idx = find_sequence(p, t.kv_tile);
@@ -131,18 +138,19 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.len_q = q.len, t.len_kv = kv.len, t.kv_begin = kv.begin;
         t.q_row_0 = p.len_q - q.len, t.q_batch = q.begin + q.len;
         t.kv_row_0 = p.len_kv - kv.len, t.kv_batch = kv.begin + kv.len;
-        t.slab_head = t.head_kv * p.heads_per_kv, t.slab = slab_begin(p, t.b_idx);
+        t.first_head = t.slab_head, t.slab = slab_begin(p, t.b_idx);
         num_kv_tiles = ceil_div(kv.len, BLOCK_KV);
     } else {
         t.b_idx = head / p.h_kv, t.head_kv = head - t.b_idx * p.h_kv;
         t.len_q = p.len_q, t.len_kv = p.len_kv, t.kv_begin = 0;
         t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
-        t.slab_head = head * p.heads_per_kv, t.slab = 0;
+        t.first_head = t.slab_head - t.b_idx * p.h, t.slab = 0;
     }
 
     const q_range seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
     t.q_begin = seen.begin, t.q_end = seen.end;
-    if (CUTS && t.pieces > 1) t.q_begin = seen.end * t.piece / t.pieces, t.q_end = seen.end * (t.piece + 1) / t.pieces;
+    if (CUTS_QUERIES && t.pieces > 1)
+        t.q_begin = seen.end * t.piece / t.pieces, t.q_end = seen.end * (t.piece + 1) / t.pieces;
     const int shift = t.len_kv - t.len_q;
     const int first_key = t.kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, t.len_kv) - 1;
     int full_begin = 0, full_end = t.len_q; /* rows */
@@ -231,7 +239,7 @@ constexpr bool KEYS_FIRST = CTAS > 1;
 template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
-    const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv : p.num_tiles;
+    const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
     constexpr u32 Q_BYTES = sizeof s.q[0], KV_BYTES = sizeof s.v, STAT_BYTES = BLOCK_Q * 4;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
@@ -270,7 +278,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 bool is_first = true;
 #pragma unroll 1
                 for (int i = t.q_end - 1, g = 0; i >= t.q_begin; r.next()) {
-                    const int row = t.q_row_0 + i * BLOCK_Q, head = t.head_kv * p.heads_per_kv + g;
+                    const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
                     const float *stats =
                         p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
                     u64 *full = &s.q_full[r.stage];
@@ -285,7 +293,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                     load_queries(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
                     cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
                     if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
-                    if (++g == p.heads_per_kv) g = 0, i--;
+                    if (++g == p.heads_per_tile) g = 0, i--;
                 }
                 kv_parity ^= 1;
             }

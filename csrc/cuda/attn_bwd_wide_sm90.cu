@@ -112,7 +112,7 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
             const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
             const float factors[2] = {p.scale, p.scale};
             u16 *base = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b +
-                        (t.head_kv * p.heads_per_kv + last.head_in_group) * p.dq.stride_h +
+                        (t.first_head + last.head_in_group) * p.dq.stride_h +
                         (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
             store_rows(dq, factors, base, p.dq.stride_row, row, t.len_q, p.d - column);
         } else if (is_first) {
@@ -136,7 +136,7 @@ template <class work_on_step> DEVICE void lead_through_steps(const params &p, sh
         for (int i = t.q_end - 1; i >= t.q_begin && p.dq.data; i--) {
             u32 *turn = p.turns + ((long long)t.slab_head * p.num_slabs + t.slab + i) * 2 + cluster_rank();
 #pragma unroll 1
-            for (int g = 0; g < p.heads_per_kv; g++, turn += 2ll * p.num_slabs) work(t, i, turn);
+            for (int g = 0; g < p.heads_per_tile; g++, turn += 2ll * p.num_slabs) work(t, i, turn);
         }
     });
 }
@@ -255,7 +255,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
                 wgmma_wait_group<1>(S);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
-                exponentiate(S, lse, P, W, p, t, q_tile, t.head_kv * p.heads_per_kv + head_in_group, is_masked);
+                exponentiate(S, lse, P, W, p, t, q_tile, t.first_head + head_in_group, is_masked);
                 const u32 *weights = WEIGHTED ? W : P;
 #pragma unroll
                 for (int i = 0; i < P_REGS; i += 4)
@@ -278,7 +278,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
-                if (++head_in_group == p.heads_per_kv) head_in_group = 0, q_tile--;
+                if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
             }
 
             finish_dq(p, s, operands, t, step_before(r, last_q_tile, last_head), 0);
@@ -369,7 +369,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 if (!is_first) add_dq(dQ, p, s, t, last, 1);
                 r.next();
                 last_q_tile = q_tile, last_head = head_in_group;
-                if (++head_in_group == p.heads_per_kv) head_in_group = 0, q_tile--;
+                if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
             }
 
             const last_step last = step_before(r, last_q_tile, last_head);

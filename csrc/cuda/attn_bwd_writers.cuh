@@ -12,7 +12,7 @@ DEVICE void store_dq(const params &p, shared_memory &s, const tile &t, int stage
     for (int warp = 0; warp < 8; warp++)
         cp_async_bulk_tensor_store(&p.dq_rows, s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4),
                                    dq_column(warp / 4), t.q_row_0 + i * BLOCK_Q + dq_row(warp / 4) + warp % 4 * 16,
-                                   t.head_kv * p.heads_per_kv + head, t.q_batch);
+                                   t.first_head + head, t.q_batch);
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_all_read();
 }
@@ -29,7 +29,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
     int skip = w; /* steps of the tile that come before the next one of this stage */
     bool is_ready = false;
     lead_through_tiles(s, [&](const tile &t) {
-        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_kv;
+        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_tile;
         int step = skip;
 #pragma unroll 1
         for (; step < num_steps; step += 2) {
@@ -87,7 +87,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
 /* One lane stores them: dV from the place of V when the tile's last dP is done, dK from that of dS when its last dQ is. The
  * next tile needs V sooner than a place for its dS. */
 DEVICE void store_keys(const params &p, shared_memory &s, const tile &t, const u32 parity) {
-    const bool has_sums = !CUTS || t.piece == t.pieces - 1;
+    const bool has_sums = t.piece == t.pieces - 1;
 #pragma unroll 1
     for (int is_dk = 0; is_dk < 2; is_dk++) {
         mbarrier_wait(is_dk ? &s.dk_full : &s.dv_full, parity);
@@ -132,9 +132,9 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
     u32 parity = 0, sum_parity = 0; /* of stage n: bit n */
     int num_steps_before = 0;
     go_through_tiles(s, [&](const tile &t, const bool is_leader) {
-        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_kv;
+        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_tile;
         if (num_steps <= 0) return;
-        const int num_sums = CONVERTS && p.converts && p.dq.data ? (t.last_end - t.q_begin) * p.heads_per_kv : 0;
+        const int num_sums = CONVERTS && p.converts && p.dq.data ? (t.last_end - t.q_begin) * p.heads_per_tile : 0;
         int step = num_steps - clamp(num_sums, 0, num_steps);
         bool has_stored = false;
 #pragma unroll 1

@@ -89,7 +89,7 @@ constexpr int NUM_CTAS = CTAS;
 static void check_places(unsigned (*below)(unsigned)) {
     for (int heads = 1; heads <= 256; heads++) {
         params p = {};
-        p.heads_per_kv = heads, p.heads_inverse = FA_HEADS_INVERSE(heads);
+        p.heads_per_tile = heads, p.heads_inverse = FA_HEADS_INVERSE(heads);
         for (int n = 0; n < 2000; n++) {
             const int step = n < 3 * heads ? n : (int)below(0x7fffffffu / (unsigned)heads),
                       q_end = step / heads + 1 + n;
@@ -180,10 +180,11 @@ int main() {
     for (int n = 0; n < 60; n++) {
         params p = {};
         unsigned counter = 0;
-        p.b = 1 + (int)below(n % 2 ? 70 : 6), p.heads_per_kv = 1 + (int)below(3);
+        const int heads = 1 + (int)below(3);
+        p.b = 1 + (int)below(n % 2 ? 70 : 6);
         const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, p.b);
         const int total_kv = make_offsets(offsets_kv, p.b);
-        p.h = h_kv * p.heads_per_kv, p.d = HEAD_DIM - 8 * (int)below(HEAD_DIM > 64 ? 4 : HEAD_DIM / 8);
+        p.h = h_kv * heads, p.d = HEAD_DIM - 8 * (int)below(HEAD_DIM > 64 ? 4 : HEAD_DIM / 8);
         p.len_q = total_q, p.len_kv = total_kv;
         p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;
         p.window_left = LOCAL && below(3) ? (int)below(300) : -1;
@@ -192,13 +193,15 @@ int main() {
         p.q = map_of(p.d, total_q, p.h, offsets_q);
         p.k = p.v = map_of(p.d, total_kv, h_kv, offsets_kv);
 #ifdef BACKWARD
-        p.dout = p.q, p.h_kv = h_kv;
+        p.heads_per_tile = heads, p.dout = p.q, p.h_kv = h_kv, p.pieces = CUTS_HEADS ? 1 + (int)below(3) : 1;
+        p.h *= p.pieces, p.q = p.dout = map_of(p.d, total_q, p.h, offsets_q);
         p.group_heads = p.group_heads < h_kv ? p.group_heads : h_kv;
         p.num_slabs = total_q / BLOCK_Q + p.b;
         static float stats[1]; /* an address: nothing is read */
         first_stat = p.stats = stats, last_stat = stats + (long)p.num_slabs * p.h * 2 * BLOCK_Q;
         p.tile_counter = &counter;
 #else
+        p.heads_per_kv = heads;
         p.group_heads = p.group_heads < p.h ? p.group_heads : p.h;
         for (int i = 0; i < p.b; i++) used[i] = (int)below(800);
         if (below(2)) p.seqused_k = used, p.k.words[USED] = p.v.words[USED] = (u64)used;
