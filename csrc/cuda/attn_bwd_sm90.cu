@@ -150,8 +150,8 @@ DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t
     }
 }
 
-/* One warpgroup. */
-DEVICE void consume(const params &p, shared_memory &s, const int wg) {
+/* One warpgroup. IS_GROUPED: a tile may have several query heads. */
+template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool arrives = arrives_for_warp(lane);
     /* One address serves both ways of reading an operand: along the row the leading offset is not used. */
@@ -183,7 +183,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
         const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
         const int last_end = CONVERTS && p.converts ? 0 : uniform(t.last_end);
-        const int num_steps = (q_end - q_begin) * p.heads_per_tile;
+        const int num_steps = (q_end - q_begin) * (IS_GROUPED ? p.heads_per_tile : 1);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
 
@@ -213,7 +213,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
-                const auto [q_tile, head_in_group] = place_of_step(p, q_end, step);
+                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, q_end, step);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
                 exponentiate(S, lse, P, W, p, t, q_tile, t.first_head + head_in_group, is_masked);
                 pin(P); /* not later: dQ runs now */
@@ -223,7 +223,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 wgmma_wait_group<0>(dQ);
                 if (step > 0) {
                     if (arrives) mbarrier_arrive(&s.ds_empty[last]);
-                    const int last_q_tile = place_of_step(p, q_end, step - 1).q_tile;
+                    const int last_q_tile = place_of_step<IS_GROUPED>(p, q_end, step - 1).q_tile;
                     hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
                     mbarrier_wait(&s.v_full, kv_parity);
@@ -317,6 +317,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (warp == 3) write_keys(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        consume(p, s, wg - 1);
+        if (HEAD_DIM > 64 || p.heads_per_tile > 1) /* a text of its own for one head: 1 to 2% */
+            consume<true>(p, s, wg - 1);
+        else
+            consume<false>(p, s, wg - 1);
     }
 }

@@ -60,7 +60,8 @@ DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity
 struct step_place {
     int q_tile, head_in_group;
 };
-DEVICE step_place place_of_step(const params &p, int q_end, int step) {
+template <bool IS_GROUPED = true> DEVICE step_place place_of_step(const params &p, int q_end, int step) {
+    if (!IS_GROUPED) return {q_end - 1 - step, 0};
     const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_tile */
     return {q_end - 1 - before, step - before * p.heads_per_tile};
 }
