@@ -236,9 +236,10 @@ def _first_gradients(ctx, saved, dout):
     wanted = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
     compiling = torch.compiler.is_compiling()
     grads = [None if x is None else empty_like(x) for x in (_split(wanted) if compiling else wanted)]
-    zero_tensors = (tensors[0].is_cpu,) if lengths else ()  # gradients of rows that belong to no sequence
+    packed = num_lengths > 0  # NOTE: torch 2.11 does not compile bool() of a tuple of tensors
+    zero_tensors = (tensors[0].is_cpu,) if packed else ()  # gradients of rows that belong to no sequence
     _backward(
-        bool(lengths), maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, dropout_p,
+        packed, maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, dropout_p,
         *_unfold(mask), alibi_slopes, deterministic, rng_state, *zero_tensors,
     )  # fmt: skip
     return _pack(grads, len(tensors)) if compiling else grads
