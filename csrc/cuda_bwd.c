@@ -15,7 +15,8 @@ static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_fami
 typedef struct {
     int heads, heads_per_tile; /* key heads or pieces of them, of all sequences if dense; query heads of each */
     int64_t bytes;             /* what a head walks over: its queries, dO and sums of dQ */
-    int64_t ctas, tiles;       /* clusters, where these share a tile; key tiles of a head, in the mean */
+    int64_t ctas;              /* clusters, where these share a tile */
+    int64_t tiles, all_tiles;  /* key tiles of a head, in the mean; of all, uncut */
     bool is_causal, is_masked;
 } order_of_tiles;
 
@@ -26,10 +27,18 @@ static int64_t heads_in_group(const order_of_tiles *o) {
     return group;
 }
 
-/* Whether a fixed order costs less than 2%, so that nobody need ask for it: without a mask, and where every CTA has many tiles. */
+/* Whether a fixed order costs less than 2%, so that nobody need ask for it: without a mask, and where every CTA has many tiles;
+ * causal with grouped heads and up to 64 columns, where it is even faster. */
 static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
     const int64_t longest = p->d <= 64 ? INT64_MAX : p->d > 96 && p->d <= 128 ? 8192 : 2048;
-    return !o->is_masked && p->len_q >= p->len_kv && p->len_kv <= longest && o->heads * o->tiles >= 8 * o->ctas;
+    if (o->is_masked) return o->is_causal && p->d <= 64 && p->h > p->h_kv && o->all_tiles >= 4 * o->ctas;
+    return p->len_q >= p->len_kv && p->len_kv <= longest && o->all_tiles >= 8 * o->ctas;
+}
+
+/* Half of the heads as often as it takes to have them in so much of the L2. */
+static int64_t heads_within(int64_t heads, const order_of_tiles *o, int64_t bytes) {
+    while (heads > 1 && heads * o->bytes > bytes) heads /= 2;
+    return heads;
 }
 
 /* Key heads that must be walked together. In a fixed order key tiles of one head follow each other, at a distance if other
@@ -37,13 +46,9 @@ static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
  * mask tiles are of any length: of a group's all CTAs have some, or the last group ends late; and long ones of one head
  * alone on the SMs come to the diagonal together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
-    if (!o->is_causal) {
-        int64_t heads = in_order ? 1024 / p->d : 1;
-        while (heads > 1 && heads * o->bytes > 50 << 20) heads /= 2;
-        return heads;
-    }
+    if (!o->is_causal) return in_order ? heads_within(1024 / p->d, o, 50 << 20) : 1;
     const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
-    const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : 1;
+    const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : heads_within(o->ctas / o->tiles, o, 32 << 20);
     return apart > busy ? apart : busy;
 }
 
@@ -62,6 +67,7 @@ static void choose_order(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
         .is_causal = features & FA_CAUSAL,
         .is_masked = features & (FA_CAUSAL | FA_LOCAL),
     };
+    o.all_tiles = p->h_kv * (packed ? p->total_kv / block_kv : p->b * o.tiles);
     o.bytes = 8 * p->d * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;
     a->in_order = p->deterministic || order_is_free(p, &o);
     a->converts = o.is_causal && p->d <= 64 && !a->in_order && p->len_kv > 1024;
@@ -69,7 +75,12 @@ static void choose_order(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     if (o.is_causal && p->d <= 64 && !a->converts) group *= 2;
     const int64_t least = least_heads(p, &o, a->in_order);
     if (group < least) group = least;
-    a->group_heads = (int)(group < o.heads ? group : o.heads);
+    if (group > o.heads) group = o.heads;
+    if (o.is_causal && group > 0) { /* groups alike: a small last one would end late */
+        const int64_t groups = o.heads / group;
+        group = (o.heads + groups - 1) / groups;
+    }
+    a->group_heads = (int)group;
 }
 
 static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
