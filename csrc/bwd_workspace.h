@@ -4,7 +4,7 @@
 
 #include "flash_attn.h"
 
-typedef struct {
+typedef struct fa_bwd_workspace {
     int64_t num_slabs, num_heads; /* per head; heads that count */
     int64_t num_tiles,
         num_cut;         /* key tiles of all heads, packed: at most; how many of them, the last ones, are cut ... */

@@ -158,6 +158,9 @@ typedef struct {
     int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
     int decode_threads;  /* of the decode kernel, where it has work */
     size_t workspace_bytes;
+    bool any_order;            /* Hopper's backward: key tiles add to dQ as they come, not in the order of the keys; */
+    bool converts;             /* a warp of its own makes dQ of the sums; */
+    int group_heads;           /* key heads that are walked together */
     int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
     unsigned cuda_features;    /* and what it must be able to do (kernels.h) */
     int num_ruled_out;

@@ -138,12 +138,13 @@ static PyObject *plan_as_dict(const fa_plan *plan) {
     }
     if (!ruled_out) return NULL;
     fa_plan_print(plan, text, sizeof text);
-    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:i,s:n,s:N,s:s}", "pass",
+    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:i,s:n,s:O,s:N,s:s}", "pass",
                          plan->pass == FA_FWD ? "fwd" : "bwd", "device", plan->device == FA_CPU ? "cpu" : "cuda",
                          "kernel", plan->kernel, "isa", plan->device == FA_CPU ? fa_isa_name(plan->isa) : "", "block_q",
                          plan->block_q, "block_kv", plan->block_kv, "tiles_per_task", plan->tiles_per_task, "threads",
                          plan->threads, "num_splits", plan->num_splits, "cluster", plan->cluster, "workspace_bytes",
-                         (Py_ssize_t)plan->workspace_bytes, "ruled_out", ruled_out, "text", text);
+                         (Py_ssize_t)plan->workspace_bytes, "any_order", plan->any_order ? Py_True : Py_False,
+                         "ruled_out", ruled_out, "text", text);
 }
 
 static PyObject *take_plans(PyObject *self, PyObject *unused) {

@@ -1,5 +1,5 @@
-/* What attn_bwd_sm90 and attn_bwd_wide_sm90 ask for, and the first row of cuda/tiles.def that has room for the head dimension and serves every
- * feature. */
+/* What attn_bwd_sm90 and attn_bwd_wide_sm90 ask for, and the first row of cuda/tiles.def that has room for the head
+ * dimension and serves every feature. */
 #include "bwd_workspace.h"
 #include "kernels.h"
 #include "plan_cuda.h"
@@ -59,5 +59,6 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = w.bytes;
+    if (p->b > 0) fa_plan_bwd_order(p, machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1), &w, plan);
     return NULL;
 }

@@ -12,6 +12,8 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
                        fa_isa_name(plan->isa), plan->tiles_per_task, plan->threads);
     if (plan->cluster > 0 && at > 0 && (size_t)at < room)
         at += snprintf(text + at, room - (size_t)at, ", clusters of %d", plan->cluster);
+    if (plan->any_order && at > 0 && (size_t)at < room)
+        at += snprintf(text + at, room - (size_t)at, ", dq added in any order");
     for (int i = 0; i < plan->num_ruled_out && at > 0 && (size_t)at < room; i++)
         at += snprintf(text + at, room - (size_t)at, "; ruled out %s: %s", plan->ruled_out[i].kernel,
                        plan->ruled_out[i].reason);

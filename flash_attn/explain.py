@@ -23,6 +23,7 @@ class Plan:
     num_splits: int = 0  # ranges of keys whose results are summed in order; 0: cut so that all CTAs have as much to do
     cluster: int = 0  # CTAs of a GPU that share a head's keys and hand each other their sums; 0: through memory
     workspace_bytes: int = 0
+    any_order: bool = False  # of a backward: dq is added up as its parts come, and repeats differ by rounding
     ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
     refusal: str = ""  # why nothing can run the call
     backward: Optional["Plan"] = None  # of the backward pass, if an input requires grad
@@ -38,6 +39,7 @@ class Plan:
                 f"    key splits       {self.num_splits or 'as many as it takes'}",
                 *([f"    clusters of      {self.cluster}"] if self.cluster else []),
                 f"    workspace        {self.workspace_bytes:,} bytes",
+                *(["    dq               added in any order"] if self.any_order else []),
             ]
         lines += [f"    ruled out        {kernel}: {reason}" for kernel, reason in self.ruled_out]
         if self.backward is not None:

@@ -69,6 +69,9 @@ def test_print():
     assert f"    workspace        {plan.workspace_bytes:,} bytes" in lines
     assert f"backward on cpu: {plan.backward.kernel}" in lines
     assert str(Plan("forward", "cpu", "name", ruled_out=[("other", "too old")])).endswith("other: too old")
+    in_any_order = "    dq               added in any order"
+    assert str(Plan("backward", "cuda:0", "name", any_order=True)).endswith(in_any_order)
+    assert in_any_order not in str(Plan("backward", "cuda:0", "name"))
 
 
 def test_nothing_is_written():

@@ -34,6 +34,7 @@ int main(int argc, char **argv) {
     static const int32_t offsets[3];
     static const float slopes[1];
     int64_t d = 128, stride = 0, offset = 0;
+    bool prints_order = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
                     .scale = 0.1, .window_left = -1, .window_right = -1};
@@ -51,6 +52,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
         if (strncmp(name, "ordered=", 8) == 0) p.deterministic = true;
+        if (strncmp(name, "order=", 6) == 0) prints_order = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "pages=", 6) == 0) p.block_table = offsets;
     }
@@ -64,6 +66,7 @@ int main(int argc, char **argv) {
     fa_plan plan;
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
+    if (prints_order) return printf("%d %d %d", plan.any_order, plan.converts, plan.group_heads), 0;
     printf("%s %d %d %zu %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.cluster);
     for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
     return 0;
@@ -79,6 +82,7 @@ def plan(tmp_path_factory):
         "plan_cuda",
         "plan_cuda_fwd",
         "plan_cuda_bwd",
+        "plan_cuda_order",
         "plan_cuda_decode",
         "plan_cuda_any",
         "kernels",
@@ -200,6 +204,37 @@ def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
     cut_bytes, bytes_ = (int(plan(**{"pass": 1} | {"sms": sms} | numbers | extra).splitlines()[0].split()[3])
                          for sms, extra in ((132, {}), (0, {"sms": 0})))  # fmt: skip
     assert cut_bytes - bytes_ == cut * (2 * 128 * (96 if numbers.get("d") == 96 else 128) + 8) * 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "any_order", "converts", "heads"),
+    [
+        ({"d": 64, "b": 33}, 0, 0, 32),  # without a mask in order, where CTAs have 8 tiles or more
+        ({"d": 64, "b": 32}, 1, 0, 32),
+        ({"d": 64, "b": 1, "h": 32, "len": 16384}, 0, 0, 4),  # as many as the L2 has room for
+        ({"b": 4, "h": 16, "len": 4096}, 0, 0, 8),
+        ({"b": 1, "h": 16, "len": 16384}, 1, 0, 1),
+        ({"b": 1, "h": 16, "len": 16384, "ordered": 1}, 0, 0, 2),
+        ({"d": 256, "b": 4, "h": 8, "len": 4096}, 1, 0, 2),
+        ({"d": 64, "b": 4, "h": 32, "len": 4096, "right": 0}, 1, 1, 8),
+        ({"d": 64, "b": 4, "h": 32, "len": 4096, "right": 0, "ordered": 1}, 0, 0, 32),
+        ({"d": 64, "b": 4, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 0, 0, 8),  # grouped heads: in order
+        ({"d": 64, "b": 1, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 1, 1, 8),  # but for few tiles
+        ({"d": 64, "b": 4, "h": 32, "h_kv": 8, "len": 4096, "left": 99, "right": 0}, 1, 0, 2),
+        ({"d": 96, "b": 4, "h": 20, "h_kv": 5, "len": 4096, "right": 0}, 1, 0, 10),  # not 8, 8 and 4
+        ({"d": 96, "b": 1, "h": 20, "h_kv": 5, "len": 16384, "right": 0}, 1, 0, 3),
+        ({"b": 8, "h": 32, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 4),  # a tile for every CTA, within 32 MB
+        ({"b": 8, "h": 16, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 8),
+        ({"d": 256, "b": 8, "h": 8, "h_kv": 2, "len": 2048, "right": 0}, 1, 0, 2),
+        ({"b": 0, "right": 0}, 0, 0, 0),
+    ],
+    ids=str,
+)
+def test_order_of_the_backward(plan, numbers, any_order, converts, heads):
+    length = numbers.get("len", 1024)
+    given = {name: value for name, value in numbers.items() if name != "len"}
+    given = {"pass": 1, "sms": 132, "order": 1, "h": 4, "len_q": length, "len_kv": length} | given
+    assert plan(**{"h_kv": given["h"]} | given) == f"{any_order} {converts} {heads}"
 
 
 @pytest.mark.parametrize(
