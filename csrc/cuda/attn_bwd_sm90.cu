@@ -317,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (warp == 3) write_keys(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        if (HEAD_DIM > 64 || p.heads_per_tile > 1) /* a text of its own for one head: 1 to 2% */
+        /* A text of its own for one head gives 1 to 2%. With more options it would double what spills. */
+        if (HEAD_DIM > 64 || SCORE || DROPOUT || p.heads_per_tile > 1)
             consume<true>(p, s, wg - 1);
         else
             consume<false>(p, s, wg - 1);
