@@ -4,12 +4,11 @@
 
 #include "flash_attn.h"
 
-typedef struct fa_bwd_workspace {
+typedef struct {
     int64_t num_slabs, num_heads; /* per head; heads that count */
-    int64_t num_tiles,
-        num_cut;         /* key tiles of all heads, packed: at most; how many of them, the last ones, are cut ... */
-    int64_t pieces;      /* ... into how many ... */
-    int64_t head_pieces; /* ... along the query heads of a key head, or 1: along the queries */
+    int64_t num_tiles;            /* key tiles of all heads, packed: at most so many; of them ... */
+    int64_t num_cut, pieces;      /* ... the last ones are cut into pieces ... */
+    int64_t head_pieces;          /* ... along the query heads of a key head, or 1: along the queries */
     size_t dq_sums, stats, kv_sums, turns, kv_turns, tile_counter; /* offsets */
     size_t bytes;
 } fa_bwd_workspace;

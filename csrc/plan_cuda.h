@@ -17,10 +17,9 @@ fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_bwd_sm90, fa_plan
 /* What of kernels.h' features the problem asks for, its dtype among them. */
 unsigned fa_cuda_features(const fa_problem *problem);
 
-/* Hopper's backward, plan_cuda_order.c: any_order, converts and group_heads of a plan that says all else. ctas: clusters of
- * those that share a tile. */
-struct fa_bwd_workspace;
-void fa_plan_bwd_order(const fa_problem *problem, int64_t ctas, const struct fa_bwd_workspace *w, fa_plan *plan);
+/* Hopper's backward, plan_cuda_order.c: any_order, converts and group_heads of a plan that says all else. ctas: that run at
+ * a time, or clusters where these share a tile. head_pieces: of a key head whose tiles are cut, bwd_workspace.h. */
+void fa_plan_bwd_order(const fa_problem *problem, int64_t ctas, int64_t head_pieces, fa_plan *plan);
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 

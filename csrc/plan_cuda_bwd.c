@@ -59,6 +59,6 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = w.bytes;
-    if (p->b > 0) fa_plan_bwd_order(p, machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1), &w, plan);
+    if (p->b > 0) fa_plan_bwd_order(p, machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1), w.head_pieces, plan);
     return NULL;
 }

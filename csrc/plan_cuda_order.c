@@ -1,6 +1,5 @@
 /* Hopper's backward: in which order key tiles begin, and whether they add to dQ in that order, as measured
  * (cuda/measurements/backward.md). */
-#include "bwd_workspace.h"
 #include "kernels.h"
 #include "plan_cuda.h"
 
@@ -46,13 +45,13 @@ static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in
 }
 
 /* Short causal tiles of up to 64 columns wait for each other in any order, too, and want twice the heads. */
-void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, const fa_bwd_workspace *w, fa_plan *plan) {
+void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, fa_plan *plan) {
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t mean_q = packed ? p->total_q / p->b : p->len_q, mean_kv = packed ? p->total_kv / p->b : p->len_kv;
     const int64_t block_kv = plan->block_kv;
     order_of_tiles o = {
-        .heads = (int)((packed ? p->h_kv : p->b * p->h_kv) * w->head_pieces),
-        .heads_per_tile = (int)(p->h / p->h_kv / w->head_pieces),
+        .heads = (int)((packed ? p->h_kv : p->b * p->h_kv) * head_pieces),
+        .heads_per_tile = (int)(p->h / p->h_kv / head_pieces),
         .ctas = ctas,
         .tiles = mean_kv > 0 ? (mean_kv + block_kv - 1) / block_kv : 1,
         .is_causal = plan->cuda_features & FA_CAUSAL,

@@ -226,6 +226,8 @@ def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
         ({"b": 8, "h": 32, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 4),  # a tile for every CTA, within 32 MB
         ({"b": 8, "h": 16, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 8),
         ({"d": 256, "b": 8, "h": 8, "h_kv": 2, "len": 2048, "right": 0}, 1, 0, 2),
+        ({"d": 64, "b": 33, "packed": 1}, 0, 0, 4),  # tiles of all sequences count
+        ({"d": 64, "b": 32, "packed": 1}, 1, 0, 4),
         ({"b": 0, "right": 0}, 0, 0, 0),
     ],
     ids=str,
