@@ -193,9 +193,9 @@ int main() {
         p.q = map_of(p.d, total_q, p.h, offsets_q);
         p.k = p.v = map_of(p.d, total_kv, h_kv, offsets_kv);
 #ifdef BACKWARD
-        p.heads_per_tile = heads, p.dout = p.q, p.h_kv = h_kv, p.pieces = CUTS_HEADS ? 1 + (int)below(3) : 1;
+        p.heads_per_tile = heads, p.h_kv = h_kv, p.pieces = CUTS_HEADS ? 1 + (int)below(3) : 1;
         p.h *= p.pieces, p.q = p.dout = map_of(p.d, total_q, p.h, offsets_q);
-        p.group_heads = p.group_heads < h_kv ? p.group_heads : h_kv;
+        p.group_heads = p.group_heads < h_kv * p.pieces ? p.group_heads : h_kv * p.pieces;
         p.num_slabs = total_q / BLOCK_Q + p.b;
         static float stats[1]; /* an address: nothing is read */
         first_stat = p.stats = stats, last_stat = stats + (long)p.num_slabs * p.h * 2 * BLOCK_Q;
