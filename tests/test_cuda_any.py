@@ -9,7 +9,7 @@ from cases import BOTH, DENSE, PACKED, SQUARE, TILES, TINY, VALUES, WINDOWS, Cas
 from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import check_gradients, expected, join, problem, rows_of, slices, truth
 from oracle import dropout_keep
-from test_cuda_fwd import on_gpu
+from test_cuda_fwd import on_gpu, skip_without_memory
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flash_attn_interface import (
@@ -243,8 +243,7 @@ def test_graph_replay_of_a_growing_cache():
 
 def test_beyond_2_to_the_31_elements():
     """The last sequence of a batch whose tensors have more than 2^31 elements."""
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GB of GPU memory")
+    skip_without_memory(30)
     b, n, h, d = 17, 8192, 128, 128
     q = torch.empty(b, n, h, d, device="cuda", dtype=torch.bfloat16)
     q[-1].normal_()

@@ -21,6 +21,12 @@ def why_not():
     return ""
 
 
+def skip_without_memory(gib):
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are: run it alone, without other workers")
+
+
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
 
 HALF = ("bf16", "fp16")
@@ -216,8 +222,7 @@ def test_bad_offsets_stay_inside_the_tensors():
 
 def test_beyond_2_to_the_31_elements():
     """The last sequence of a batch whose tensors have more than 2^31 elements."""
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GB of GPU memory")
+    skip_without_memory(30)
     b, n, h, d = 17, 8192, 128, 128
     q = torch.empty(b, n, h, d, device="cuda", dtype=torch.bfloat16)
     q[-1].normal_()

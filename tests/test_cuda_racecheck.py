@@ -24,7 +24,7 @@ TOOL = shutil.which("compute-sanitizer")
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here"),
-    pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not installed"),
+    pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH"),
 ]
 
 # Forward and backward of problems: head_dim, is_packed, options.

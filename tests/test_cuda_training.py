@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import BOTH
 from test_cuda_any import why_not
+from test_cuda_fwd import skip_without_memory
 from torch import nn
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
@@ -166,8 +167,7 @@ def test_memory_grows_with_the_length_only(d, deterministic, packed):
 @pytest.mark.parametrize("large", ("queries", "keys"))
 def test_beyond_2_to_the_31_elements(large, h, d):
     """The last sequence of a batch whose tensors, gradients and workspace have more than 2^31 elements."""
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GB of GPU memory")
+    skip_without_memory(30)
     b, n = 17, 8192
     many, few = torch.empty(b, n, h, d, device="cuda", dtype=torch.bfloat16), randn(b, 256, h, d)
     assert many.numel() > 2**31
