@@ -385,6 +385,7 @@ def flash_attn_func(
         softcap: scores become ``softcap * tanh(score / softcap)`` before bias and mask; 0 is off.
         alibi_slopes: fp32 ``[h]`` or ``[b, h]``: adds ``-slope * |i + len_kv - len_q - j|`` to the score. No gradient.
         deterministic: a backward that repeats bit for bit; also chosen by ``torch.use_deterministic_algorithms``.
+            Without it, dq may differ by rounding from run to run where ``explain`` says "added in any order".
         return_attn_probs: return the three results below instead of one.
     Returns:
         ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q. Rows that see no key are 0.
