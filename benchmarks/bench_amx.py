@@ -1,7 +1,7 @@
 """Times attention on this machine's processor against PyTorch's ``scaled_dot_product_attention``, call by call in turn.
 
-    python benchmarks/bench_amx.py [--threads 1 16] [--rounds 3]     under a minute; writes benchmarks/results/amx.csv
-    python benchmarks/bench_amx.py --table                           that file as the table of csrc/cpu/README.md
+    python benchmarks/bench_amx.py [--threads 1 16] [--rounds 3]     under a minute; writes amx.csv to the folder --out
+    python benchmarks/bench_amx.py --table      benchmarks/results/amx.csv as the table of csrc/cpu/README.md
 
 bf16 runs on AMX where the processor has it; ``--isa`` lowers the choice. fp32 is there to compare with. One row per
 case: GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) of the best call of either side, the median
@@ -31,6 +31,7 @@ from pathlib import Path
 import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
+from _results import RESULTS, add_out, save
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 
@@ -181,41 +182,38 @@ def main():
     parser.add_argument("--heads", type=int, help="default: 2 for one thread, 16 for more")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--isa", help="no better instruction set than this one")
-    parser.add_argument("--csv", type=Path, default=Path(__file__).parent / "results" / "amx.csv")
-    parser.add_argument("--table", action="store_true", help="print the table of the file; measure nothing")
+    add_out(parser)
+    parser.add_argument("--table", action="store_true", help="print the table of benchmarks/results; measure nothing")
     args = parser.parse_args()
     if args.table:
-        return print_table(args.csv)
+        return print_table(RESULTS / "amx.csv")
     engine.set_cpu_isa(args.isa)
     peaks = {threads: probe(threads, args.dims) for threads in args.threads}
-    with args.csv.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(FIELDS)
+    path = args.out / "amx.csv"
 
-        def add_row(threads, dtype, name, d, causal, length, heads, unit, own, sdpa, ratio):
-            row = [
-                datetime.date.today().isoformat(),
-                processor(),
-                torch.__version__,
-                best_isa(dtype, args.isa),
-                threads,
-            ]
-            row += [dtype, name, d, causal, length, heads, unit, round(own, 1), sdpa and round(sdpa, 1)]
-            row += [ratio and round(ratio, 2), round(peaks[threads]["read" if unit == "GB/s" else dtype], 1)]
-            writer.writerow(row)
-            file.flush()
-            print(*row[3:], sep="  ", flush=True)
+    def add_row(threads, dtype, name, d, causal, length, heads, unit, own, sdpa, ratio):
+        row = [
+            datetime.date.today().isoformat(),
+            processor(),
+            torch.__version__,
+            best_isa(dtype, args.isa),
+            threads,
+        ]
+        row += [dtype, name, d, causal, length, heads, unit, round(own, 1), sdpa and round(sdpa, 1)]
+        row += [ratio and round(ratio, 2), round(peaks[threads]["read" if unit == "GB/s" else dtype], 1)]
+        save([dict(zip(FIELDS, row))], path, FIELDS, FIELDS[1:12])
+        print(*row[3:], sep="  ", flush=True)
 
-        for threads in args.threads:
-            torch.set_num_threads(threads)
-            for d in args.dims if peaks[threads]["bfloat16"] else ():
-                add_row(threads, "bfloat16", "product", d, 0, 0, 0, "GFLOPS", peaks[threads][d], "", "")
-            for dtype in args.dtypes:
-                for d, backward, causal in itertools.product(args.dims, (False, True), (False, True)):
-                    add_row(threads, dtype, *measure(args, threads, dtype, d, backward, causal))
-                for row in measure_decode(args, getattr(torch, dtype)):
-                    add_row(threads, dtype, *row)
-    print_table(args.csv)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for d in args.dims if peaks[threads]["bfloat16"] else ():
+            add_row(threads, "bfloat16", "product", d, 0, 0, 0, "GFLOPS", peaks[threads][d], "", "")
+        for dtype in args.dtypes:
+            for d, backward, causal in itertools.product(args.dims, (False, True), (False, True)):
+                add_row(threads, dtype, *measure(args, threads, dtype, d, backward, causal))
+            for row in measure_decode(args, getattr(torch, dtype)):
+                add_row(threads, dtype, *row)
+    print_table(path)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ each visible pair of query and key forward, 10 d backward, a causal square as a 
 With one thread the clock is the thread's processor time, which other programs on the core hardly lengthen. With more it
 is the wall's, and PyTorch's spinning workers are given a few ms to go to sleep before the next call. Inputs are random.
 
-Writes benchmarks/results/cpu.csv, where a row replaces the older one of the same case, and cpu.png; --tables writes the
-tables of README.md and csrc/cpu/README.md from that file.
+Writes cpu.csv, where a row replaces the older one of the same case, and cpu.png to the folder --out; --tables writes
+the tables of README.md and csrc/cpu/README.md from benchmarks/results/cpu.csv.
 """
 
 import argparse
-import csv
 import ctypes
 import itertools
 import mmap
@@ -38,12 +37,12 @@ from typing import Callable, Optional
 import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
+from _results import RESULTS, add_out, read, save
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 BATCHES = (16, 32, 64, 128, 256)  # lengths of short sequences
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -329,23 +328,6 @@ def backward_of(call, leaves):
 KEY = ("cpu", "threads", "case", "dtype", "pass", "d", "len", "causal", "isa", "against")
 
 
-def write_csv(rows, path):
-    """A row replaces the one of the same case; the others stay. Returns them all, as text."""
-    path.parent.mkdir(exist_ok=True)
-    known = {}
-    if path.exists():
-        with open(path, newline="", encoding="utf-8") as file:
-            old = csv.DictReader(file)
-            if old.fieldnames == list(rows[0]):
-                known = {tuple(row[name] for name in KEY): row for row in old}
-    known.update({tuple(str(row[name]) for name in KEY): row for row in rows})
-    with open(path, "w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(known.values())
-    return [{name: str(value) for name, value in row.items()} for row in known.values()]
-
-
 def draw(rows, path):
     """Ratio to PyTorch, one panel a pass, one bar a case of one thread. Rows as the file has them."""
     import matplotlib
@@ -496,15 +478,13 @@ def main():
     parser.add_argument("--threads", type=int, nargs="*", default=sorted({1, torch.get_num_threads()}))
     parser.add_argument("--passes", choices=("fwd", "bwd"), nargs="*", default=["fwd", "bwd"])
     parser.add_argument("--seconds", type=float, default=0.4, help="of each pass of each case, but 3 rounds at least")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "cpu.csv")
-    parser.add_argument("--picture", type=Path, default=RESULTS / "cpu.png")
+    add_out(parser)
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--tables", action="store_true", help="write the tables of the documents from --csv and stop")
+    parser.add_argument("--tables", action="store_true", help="write the tables of the documents and stop")
     options = parser.parse_args()
 
     if options.tables:
-        with open(options.csv, newline="", encoding="utf-8") as file:
-            write_tables(list(csv.DictReader(file)))
+        write_tables(read(RESULTS / "cpu.csv"))
         return
     torch.manual_seed(0)
     chosen = [(threads, case) for threads in options.threads for case in cases(threads)]
@@ -525,7 +505,7 @@ def main():
                 flush=True,
             )
     if rows:
-        draw(write_csv(rows, options.csv), options.picture)
+        draw(save(rows, options.out / "cpu.csv", list(rows[0]), KEY), options.out / "cpu.png")
 
 
 if __name__ == "__main__":

@@ -14,28 +14,27 @@ Calls, each under no_grad and, where it has gradients, with tensors that need th
     sdpa                     torch.nn.functional.scaled_dot_product_attention
     two allocations          out and softmax_lse, nothing else
 
-One round times a batch of each, one after the other; a figure is the median over the rounds, in microseconds for one
+One round times a batch of each, in random order; a figure is the median over the rounds, in microseconds for one
 call. On a GPU the clock stops before the device is waited for. One CPU thread.
 
-Writes benchmarks/results/host.csv, beside the rows of other machines.
+Writes host.csv to the folder --out, beside the rows of other machines.
 """
 
 import argparse
-import csv
 import platform
+import random
 import time
-from pathlib import Path
 from statistics import median
 
 import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
+from _results import add_out, save
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
 from flash_attn.flash_attn_interface import _flash_attn_forward
 
-RESULTS = Path(__file__).resolve().parent / "results" / "host.csv"
 SHAPES = {"cpu": (1, 16, 1, 16), "cuda": (1, 64, 1, 64)}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
@@ -104,9 +103,10 @@ def that_run(calls):
 
 
 def microseconds(calls, device, rounds, batch):
-    times = {name: [] for name in calls}
+    times, order, rng = {name: [] for name in calls}, list(calls.items()), random.Random(0)
     for i in range(rounds + 1):
-        for name, call in calls.items():
+        rng.shuffle(order)
+        for name, call in order:
             start = time.perf_counter()
             for _ in range(batch):
                 call()
@@ -146,7 +146,7 @@ def main():
     parser.add_argument("--device", nargs="*", choices=SHAPES, default=["cpu", *["cuda"] * torch.cuda.is_available()])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--batch", type=int, default=200)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_out(parser)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -155,15 +155,7 @@ def main():
         for row in rows_of(device, options):
             rows.append(row)
             print(f"{device:5} {row['mode']:8} {row['call']:42} {row['us']:7.2f} us", flush=True)
-    measured = {(row["machine"], row["device"]) for row in rows}
-    if options.csv.exists():
-        with open(options.csv, newline="", encoding="utf-8") as old:
-            rows = [row for row in csv.DictReader(old) if (row["machine"], row["device"]) not in measured] + rows
-    options.csv.parent.mkdir(exist_ok=True)
-    with open(options.csv, "w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    save(rows, options.out / "host.csv", list(rows[0]), ("machine", "device", "mode", "call"))
 
 
 if __name__ == "__main__":

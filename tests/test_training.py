@@ -1,18 +1,11 @@
 """A small GPT learns real text with our attention as it does with PyTorch's own arithmetic."""
 
 import functools
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
+import train_gpt
 from cases import BOTH
-
-spec = importlib.util.spec_from_file_location(
-    "train_gpt", Path(__file__).resolve().parents[1] / "benchmarks/train_gpt.py"
-)
-train_gpt = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(train_gpt)
 
 SMALL = {"length": 130, "batch": 2, "layers": 2, "heads": 1, "head_dim": 64}
 STEPS = 40
