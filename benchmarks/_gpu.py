@@ -1,62 +1,60 @@
-"""What the benchmarks on a GPU share: problems, the rule of timing, the files they write, the tables of the README.
+"""What the benchmarks on a GPU share: problems, the two rules of timing, and the files they write.
 
 Problems: 16k tokens, hidden size 2048: for head_dim d there are 2048 / d heads, for length s 16k / s sequences. Packed:
 24 sequences of 64 .. 4096 tokens, 54,368 in all; beside them a dense batch of as many operations (0.04% fewer) that
 fills its tiles: 21 sequences of 2688, 3.8% more tokens. Input is N(0, 1) in bf16. TFLOPS count what the formula needs,
 half of it when causal.
 
-Timing: the kernels of a problem run in turns, one launch each, so that the board's clock, which wanders, is the same
-for all of them: CUDA events around every launch, the L2 flushed before it, the median of as many turns as fill
---seconds after a tenth of them as warm-up. The SM clock is read in the middle. Compare within a problem only.
+Timing has two rules, and each writes a file of its own:
+
+    turns      The kernels of a problem run launch by launch, in a random order in every turn, with the L2 flushed
+               before each launch. A figure is the median over as many turns as fill --seconds, after a tenth of them as
+               warm-up. All kernels of a problem see the same clock. Fast kernels profit from the pauses that slow
+               kernels and flushes give the board.
+    sustained  One kernel runs alone, back to back for --sustained-seconds, without a flush. Before that it runs for a
+               tenth of the time, uncounted. All kernels of a problem do so in random order, --sustained-runs times;
+               each run is a row. A training job sees these figures, because the board's power lowers the clock.
+
+NVML gives the SM clock (the median of samples) and the board's watts (energy divided by time). It needs the package
+nvidia-ml-py. Without the package, or where NVML does not answer, these columns are empty and a line says why.
 """
 
-import csv
 import datetime
-import subprocess
-import sys
-from pathlib import Path
+import random
+import threading
+import time
 from statistics import median
 
 import torch
+from _results import add_out, command, save
+from tables import print_tables
 
-RESULTS = Path(__file__).resolve().parent / "results"
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = torch.randint(64, 4097, (24,), generator=torch.Generator().manual_seed(0))
 EQUAL = 21, 2688  # sequences, length
-COLUMNS = [
-    "date",
-    "device",
-    "torch",
-    "cudnn",
-    "kernel",
-    "d",
-    "b",
-    "h",
-    "length",
-    "causal",
-    "ms",
-    "tflops",
-    "mhz",
-    "mib",
-]
+COLUMNS = ["date", "device", "torch", "cudnn", "kernel", "d", "b", "h", "length", "causal", "run"]
+COLUMNS += ["ms", "tflops", "mhz", "watts", "mib", "command"]
+KEY = ["device", "kernel", "d", "b", "h", "length", "causal", "run"]
+RULES = ["turns", "sustained"]
 
 
 def device_name():
-    """This GPU's, or that of the tables where there is none."""
-    return torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "NVIDIA_H100_80GB_HBM3"
+    return torch.cuda.get_device_name().replace(" ", "_")
 
 
-def add_options(parser, dims=(64, 128, 256), lengths=(1024, 4096, 16384), seconds=0.4):
+def add_options(parser, kernels, default, dims=(64, 128, 256), lengths=(1024, 4096, 16384), seconds=0.4):
     parser.add_argument("--dims", type=int, nargs="+", default=dims)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--seconds", type=float, default=seconds, help="for all kernels of a problem together")
+    parser.add_argument("--kernels", nargs="+", default=default, choices=kernels, help="unless packed")
     parser.add_argument(
         "--packed", action="store_true", help="packed sequences beside dense ones of as many operations"
     )
-    parser.add_argument("--csv", type=Path, help="where to write the figures, or what --table reads")
-    parser.add_argument(
-        "--table", action="store_true", help="measure nothing, print the table of the file: its --lengths"
-    )
+    parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES, help="how to time (default: both)")
+    parser.add_argument("--seconds", type=float, default=seconds, help="in turns: all kernels of a problem together")
+    parser.add_argument("--sustained-seconds", type=float, default=1.0, help="of each run of a kernel alone")
+    parser.add_argument("--sustained-runs", type=int, default=2, help="of each kernel")
+    parser.add_argument("--seed", type=int, default=0, help="of the random orders")
+    add_out(parser)
 
 
 def problems(options):
@@ -85,21 +83,63 @@ def area(length, b):
     return int((LENGTHS**2).sum()) if length == "packed" else b * length**2
 
 
-def clock():
-    """Asks for the SM clock without waiting for the answer."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i", "0"]
-    try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    except OSError:
-        return None
+class Meter:
+    """Samples this GPU's energy counter and SM clock in a thread while the context is open."""
 
+    interval = 0.02
+    _said = False
 
-def answer(asked):
-    """MHz, or None where nvidia-smi does not say."""
-    try:
-        return int(asked.communicate(timeout=10)[0].split()[0])
-    except (AttributeError, ValueError, IndexError, subprocess.TimeoutExpired):
-        return None
+    def __init__(self):
+        self.samples, self.device = [], None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.nvml = pynvml
+            self.device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        except Exception as error:  # no package, no library, no such GPU: NVML raises a class for each
+            self.say(error)
+
+    @classmethod
+    def say(cls, error):
+        if not cls._said:
+            print(f"  no SM clock or no watts: {error}")
+        cls._said = True
+
+    def _ask(self, function, *args):
+        try:
+            return function(self.device, *args)
+        except self.nvml.NVMLError as error:
+            self.say(error)
+
+    def _sample(self):
+        while not self.ended.wait(self.interval):
+            joules = self._ask(self.nvml.nvmlDeviceGetTotalEnergyConsumption)
+            mhz = self._ask(self.nvml.nvmlDeviceGetClockInfo, self.nvml.NVML_CLOCK_SM)
+            self.samples.append((time.monotonic(), joules and joules / 1000, mhz))
+
+    def __enter__(self):
+        if self.device is not None:
+            self.ended = threading.Event()
+            self.thread = threading.Thread(target=self._sample, daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.device is not None:
+            self.ended.set()
+            self.thread.join()
+
+    def between(self, begin, end):
+        """{"mhz", "watts"} of the samples in these seconds of time.monotonic(); None for what is not known."""
+        samples = [sample for sample in self.samples if begin <= sample[0] <= end]
+        clocks = [mhz for _, _, mhz in samples if mhz]
+        # The counter steps several times a second. Between two steps its slope is exact.
+        steps = [(at, now) for (_, before, _), (at, now, _) in zip(samples, samples[1:]) if now and now != before]
+        found = {"mhz": round(median(clocks)) if clocks else None, "watts": None}
+        if len(steps) > 1:
+            found["watts"] = round((steps[-1][1] - steps[0][1]) / (steps[-1][0] - steps[0][0]))
+        return found
 
 
 def launch(fn, flush):
@@ -125,25 +165,50 @@ def ready(kernels):
     return calls
 
 
-def measure(calls, seconds, flush):
-    """{name: milliseconds}, and MHz."""
+def shuffled(items, rng):
+    items = list(items)
+    rng.shuffle(items)
+    return items
+
+
+def in_turns(calls, seconds, flush, rng):
+    """({name: milliseconds}, MHz) by the rule "turns"."""
     pairs = [launch(call, flush) for call in calls.values() for _ in range(3)]
     torch.cuda.synchronize()
     turns = max(5, int(seconds * 1000 / (sum(begin.elapsed_time(end) for begin, end in pairs) / 3)))
     pairs = {name: [] for name in calls}
-    asked = None
-    for turn in range(-max(1, turns // 10), turns):
-        if turn == turns // 2:
-            torch.cuda.synchronize()  # nvidia-smi looks while the second half runs
-            asked = clock()
-        for name, call in calls.items():
-            pair = launch(call, flush)
-            if turn >= 0:
-                pairs[name].append(pair)
-    torch.cuda.synchronize()
-    return {name: median(begin.elapsed_time(end) for begin, end in found) for name, found in pairs.items()}, answer(
-        asked
-    )
+    with Meter() as meter:
+        start = time.monotonic()
+        for turn in range(-max(1, turns // 10), turns):
+            for name, call in shuffled(calls.items(), rng):
+                pair = launch(call, flush)
+                if turn >= 0:
+                    pairs[name].append(pair)
+        torch.cuda.synchronize()
+    mhz = meter.between(start, time.monotonic())["mhz"]
+    return {name: median(begin.elapsed_time(end) for begin, end in found) for name, found in pairs.items()}, mhz
+
+
+def alone(call, seconds):
+    """{"ms", "mhz", "watts"} by the rule "sustained"."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(3):
+        call()
+    end.record()
+    end.synchronize()
+    times = max(3, int(seconds * 1000 / (begin.elapsed_time(end) / 3)))
+    with Meter() as meter:
+        for _ in range(times // 10):
+            call()
+        begin.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        now = time.monotonic()
+    elapsed = begin.elapsed_time(end)
+    return {"ms": elapsed / times, **meter.between(now - elapsed / 1000, now)}
 
 
 def peak_memory(fn):
@@ -165,101 +230,46 @@ def machine():
     }
 
 
-def run(options, kernels_of, per_score):
-    """Measures every problem: the rows, as they come.
+def measure(options, calls, flush, rng):
+    """(rule, kernel, {"run", "ms", "mhz", "watts"}) of every kernel by every rule that the options ask for."""
+    if "turns" in options.rules:
+        times, mhz = in_turns(calls, options.seconds, flush, rng)
+        for name, ms in times.items():
+            yield "turns", name, {"ms": ms, "mhz": mhz}
+    for run in range(options.sustained_runs if "sustained" in options.rules else 0):
+        for name, call in shuffled(calls.items(), rng):
+            yield "sustained", name, {"run": run, **alone(call, options.sustained_seconds)}
+
+
+def main(options, stem, kernels_of, per_score):
+    """Measures every problem, writes the rows of each rule as they come, prints the tables.
 
     kernels_of(d, h, causal, length): {name: (b, length, what makes a call without arguments)}.
     per_score: operations for each score and column of a head.
     """
-    base = machine()
-    print(f"{base['device']}, torch {base['torch']}, cuDNN {base['cudnn']}: TFLOPS, MiB of memory")
+    base, rng = {**machine(), "command": command()}, random.Random(options.seed)
+    suffix = "_packed" if options.packed else ""
+    paths = {
+        rule: options.out / f"{stem}{'_sustained' if rule == 'sustained' else ''}_{base['device']}{suffix}.csv"
+        for rule in options.rules
+    }
+    print(f"{base['device']}, torch {base['torch']}, cuDNN {base['cudnn']}: TFLOPS, MHz, watts", flush=True)
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     for d, h, causal, length in problems(options):
         kernels = kernels_of(d, h, causal, length)
         calls = ready({name: make for name, (_, _, make) in kernels.items()})
-        times, mhz = measure(calls, options.seconds, flush)
-        line = ""
-        for name, ms in times.items():
+        mib = {name: round(peak_memory(call)) for name, call in calls.items()}
+        rows = {rule: [] for rule in options.rules}
+        for rule, name, found in measure(options, calls, flush, rng):
             b, own_length, _ = kernels[name]
-            tflops = per_score * h * d * area(own_length, b) * (0.5 if causal else 1) / ms / 1e9
-            row = {"kernel": name, "d": d, "b": b, "h": h, "length": own_length, "causal": causal, "mhz": mhz}
-            row.update(ms=round(ms, 4), tflops=round(tflops, 1), mib=round(peak_memory(calls[name])))
-            yield {**base, **row}
-            line += f"  {name} {tflops:4.0f}, {row['mib']}"
-        print(f"d {d:3}  length {length:>6}  {'causal' if causal else 'full  '}  {mhz} MHz{line}", flush=True)
-
-
-def write(rows, path, columns=COLUMNS):
-    """The rows, as they come, each with the command that made them; returns them."""
-    words = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    if "--csv" in words:  # where they go says nothing about them
-        at = words.index("--csv")
-        del words[at : at + 2]
-    command = " ".join(words)
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*columns, "command"], lineterminator="\n")
-        writer.writeheader()
-        written = []
-        for row in rows:
-            writer.writerow({**row, "command": command})
-            file.flush()
-            written.append(row)
-    return written
-
-
-def read(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def print_table(path, wanted):
-    """The README's: a line for each head_dim, a column for each kernel, TFLOPS at these lengths, causal in brackets."""
-    rows = read(path)
-    names, dims = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kernel", "d"))
-    lengths = sorted({int(row["length"]) for row in rows if row["length"] != "packed"} & {*wanted, EQUAL[1]})
-    found = {(r["d"], r["kernel"], r["length"], r["causal"]): float(r["tflops"]) for r in rows}
-    print(f"\n{rows[0]['device']}, {rows[0]['date']}, {path.name}")
-    print(f"| head_dim | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
-    for d in dims:
-        cells = []
-        for name in names:
-            pairs = [
-                tuple(found.get((d, name, s, c)) for c in ("False", "True")) for s in ["packed", *map(str, lengths)]
-            ]
-            cells.append(" / ".join(f"{full:.0f} ({causal or 0:.0f})" for full, causal in pairs if full is not None))
-        print(f"| {d} | {' | '.join(cells)} |")
-
-
-def plot(rows, path):
-    """One picture for each head_dim: TFLOPS over length."""
-    try:
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        return
-    for d in dict.fromkeys(row["d"] for row in rows):
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-        for axis, causal in zip(axes, (False, True)):
-            for name in dict.fromkeys(row["kernel"] for row in rows):
-                of_name = [r for r in rows if (r["kernel"], r["d"], r["causal"]) == (name, d, causal)]
-                axis.plot([r["length"] for r in of_name], [r["tflops"] for r in of_name], marker="o", label=name)
-            axis.set(
-                title=f"head_dim {d}{', causal' if causal else ''}", xlabel="length", xscale="log", ylabel="TFLOPS"
-            )
-            axis.set_ylim(bottom=0)
-            axis.grid(alpha=0.3)
-        axes[0].legend()
-        figure.tight_layout()
-        figure.savefig(path.with_name(f"{path.stem}_d{d}.svg"))
-        plt.close(figure)
-
-
-def main(options, stem, kernels_of, per_score):
-    """What every such benchmark does: measure, write, draw, and print the table; or only print it."""
-    suffix = "_packed" if options.packed else ""
-    path = options.csv or RESULTS / f"{stem}_{device_name()}{suffix}.csv"
-    if not options.table:
-        rows = write(run(options, kernels_of, per_score), path)
-        if not options.packed:
-            plot(rows, path)
-    print_table(path, options.lengths)
+            tflops = per_score * h * d * area(own_length, b) * (0.5 if causal else 1) / found["ms"] / 1e9
+            row = {**base, "kernel": name, "d": d, "b": b, "h": h, "length": own_length, "causal": causal, **found}
+            row.update(ms=round(found["ms"], 4), tflops=round(tflops, 1), mib=mib[name])
+            rows[rule].append(row)
+        for rule in options.rules:
+            save(rows[rule], paths[rule], COLUMNS, KEY)
+            figures = [f"{r['kernel']} {r['tflops']:.0f} {r['mhz']} {r.get('watts') or ''}" for r in rows[rule]]
+            where = f"d {d:3}  length {length:>6}  {'causal' if causal else 'full  '}"
+            print(f"{where}  {rule:9}  {'  '.join(figures)}", flush=True)
+        del kernels, calls
+    print_tables(options.out, base["device"])

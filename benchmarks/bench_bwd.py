@@ -1,18 +1,17 @@
-"""Backward on a GPU beside cuDNN and PyTorch's own flash attention, in turns in one process.
+"""Backward on a GPU beside cuDNN and PyTorch's own flash attention (FA2): in turns, and each alone.
 
-Problems and timing: _gpu.py. The time is that of dq, dk and dv from saved tensors, helper kernels included; "in order"
-is deterministic=True. TFLOPS count 10 b h len_q len_kv d operations, 14 with the forward.
+Problems and the two rules of timing: _gpu.py. The time is that of dq, dk and dv from saved tensors, helper kernels
+included; "in order" is deterministic=True. TFLOPS count 10 b h len_q len_kv d operations, 14 with the forward.
 
-    python benchmarks/bench_bwd.py                     the table of csrc/cuda/README.md
+    python benchmarks/bench_bwd.py                     both rules: about three and a half minutes
+    python benchmarks/bench_bwd.py --rules turns       only in turns: half a minute
     python benchmarks/bench_bwd.py --packed            packed sequences
     python benchmarks/bench_bwd.py --step              forward and backward together
     python benchmarks/bench_bwd.py --gqa 4             four query heads to a key head
-    python benchmarks/bench_bwd.py --table             the README's table from the file, nothing measured
-    python benchmarks/bench_bwd.py --dims 128 --lengths 4096 --fa2
+    python benchmarks/bench_bwd.py --dims 128 --lengths 4096 --kernels ours cuDNN
 
-Writes benchmarks/results/bwd_<device>.csv, bwd_<device>_packed.csv, step_<device>.csv or bwd_gqa4_<device>.csv (or
---csv), each row with the peak of memory beyond what the call finds; draws a plot for each head_dim where there
-is matplotlib; prints the table.
+Writes bwd_<device>.csv (in turns) and bwd_sustained_<device>.csv to the folder --out; step.., bwd_gqa4.. and
+.._packed.csv with these options. Each row has the peak of memory beyond what the call finds. Prints the tables.
 """
 
 import argparse
@@ -67,16 +66,18 @@ def pytorch_varlen(*args, causal):
     return varlen_attn(*args, window_size=(-1, 0 if causal else -1))
 
 
-def dense_kernels(step, gqa, fa2, d, h, causal, s):
+KERNELS = ["ours", "ours, in order", "cuDNN", "FA2"]
+
+
+def dense_kernels(names, step, gqa, d, h, causal, s):
     shape = TOKENS // s, s, h, d
     kernels = {
         "ours": partial(ours, step, flash_attn_func, shape, gqa, causal=causal),
         "ours, in order": partial(ours, step, flash_attn_func, shape, gqa, causal=causal, deterministic=True),
         "cuDNN": partial(sdpa, step, SDPBackend.CUDNN_ATTENTION, shape, gqa, causal),
+        "FA2": partial(sdpa, step, SDPBackend.FLASH_ATTENTION, shape, gqa, causal),
     }
-    if fa2:
-        kernels["FA2"] = partial(sdpa, step, SDPBackend.FLASH_ATTENTION, shape, gqa, causal)
-    return {name: (TOKENS // s, s, make) for name, make in kernels.items()}
+    return {name: (TOKENS // s, s, kernels[name]) for name in names}
 
 
 def packed_kernels(step, gqa, d, h, causal, _length):
@@ -101,9 +102,8 @@ def packed_kernels(step, gqa, d, h, causal, _length):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser)
-    parser.add_argument("--fa2", action="store_true", help="PyTorch's flash attention too")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, KERNELS, KERNELS)
     parser.add_argument("--gqa", type=int, default=1, help="query heads of each key head")
     parser.add_argument("--step", action="store_true", help="the forward too")
     options = parser.parse_args()
@@ -111,7 +111,7 @@ if __name__ == "__main__":
     def kernels_of(*problem):
         if options.packed:
             return packed_kernels(options.step, options.gqa, *problem)
-        return dense_kernels(options.step, options.gqa, options.fa2, *problem)
+        return dense_kernels(options.kernels, options.step, options.gqa, *problem)
 
     stem = ("step" if options.step else "bwd") + (f"_gqa{options.gqa}" if options.gqa > 1 else "")
     main(options, stem, kernels_of, 14 if options.step else 10)

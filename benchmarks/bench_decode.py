@@ -6,37 +6,38 @@ torch.Tensor.copy_, reads and writes counted, in the same run. Pages lie in rand
 with the call, rotary turns it and the query.
 
 Timing: each call captured in a CUDA graph, as a server runs it, over as many caches in turn as fill 1 GB, so that none
-waits in L2 (`warm`: one cache, again and again); the median of the replays, then the next kernel, `--rounds` times; the
-table shows the median of the rounds. Host time: 1000 calls in a row, nothing captured, while the GPU has little to do.
+waits in L2 (`warm`: one cache, again and again); the median of the replays, then the next kernel. The kernels of a case
+take turns, in random order, `--rounds` times; a figure is the median of the rounds. Host time: 1000 calls in a row,
+nothing captured, while the GPU has little to do.
 
-    python benchmarks/bench_decode.py                  the table of csrc/cuda/README.md
+    python benchmarks/bench_decode.py
     python benchmarks/bench_decode.py --kernels ours cudnn --cases 0 5      without FlexAttention, which compiles first
     python benchmarks/bench_decode.py --splits 0 1 4   other num_splits
 
-Writes benchmarks/results/decode_<device>.csv, where rows of the same kernel and problem are replaced and others stay,
-and, with matplotlib, a plot beside it.
+Writes decode_<device>.csv to the folder --out, prints the table and, with matplotlib, draws a picture beside the file.
 """
 
 import argparse
-import csv
 import datetime
 import functools
+import random
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
-from _gpu import compiled_flex
+from _gpu import compiled_flex, shuffled
+from _results import add_out, command, read, save
+from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_with_kvcache
 
-RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = [
     "date", "device", "torch", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits", "us", "tb_s", "copy",
+    "command",
 ]  # fmt: skip
-KEY = ("kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits")
+KEY = ("device", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits")
 DENSE, APPENDS, PAGES = "dense", "appends", (1, 16, 64, 256)
 # b, cache, h, h_kv, d, layouts
 CASES = [
@@ -175,43 +176,6 @@ def host_calls():
     yield "SDPA", DENSE, lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def table(rows):
-    """The README's: TB/s of cache, and microseconds."""
-    columns = {DENSE: (DENSE, "ours"), "a key appended, rotary": (APPENDS, "ours")}
-    columns |= {f"pages of {page}" if page == 1 else str(page): (f"pages of {page}", "ours") for page in PAGES}
-    columns |= {name: (DENSE, name) for name in PEERS.values() if any(row["kernel"] == name for row in rows)}
-    print(f"| batch x cache, heads, head_dim | {' | '.join(columns)} |")
-    print("|---" * (len(columns) + 1) + "|")
-    for case in dict.fromkeys(tuple(int(row[x]) for x in ("b", "cache", "h", "h_kv", "d")) for row in rows):
-        cells = []
-        for layout, kernel in columns.values():
-            found = [row for row in rows if key_of(row) == (kernel, layout, *map(str, case), "0")]
-            cells.append(f"{float(found[0]['tb_s']):.2f} ({float(found[0]['us']):.1f} us)" if found else "")
-        b, cache, h, h_kv, d = case
-        if any(cells):
-            print(f"| {b} x {cache}, {h}/{h_kv}, {d} | {' | '.join(cells)} |")
-
-
-def key_of(row):
-    return tuple(str(row[name]) for name in KEY)
-
-
-def save(rows, path):
-    """Writes them in place of the file's rows of the same kernels and problems; returns all rows."""
-    old = []
-    if path.exists():
-        with open(path, newline="") as file:
-            old = list(csv.DictReader(file))
-    new = {key_of(row): row for row in rows}
-    merged = [new.pop(key_of(row), row) for row in old] + list(new.values())
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(merged)
-    return merged
-
-
 def plot(rows, path):
     try:
         import matplotlib.pyplot as plt
@@ -238,23 +202,19 @@ def plot(rows, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of the cases")
     parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=["ours", *PEERS])
-    parser.add_argument("--csv", type=Path, help="where the results go; the plot goes beside them")
-    parser.add_argument("--table", type=Path, help="print the README's table of these results, and measure nothing")
+    add_out(parser)
     options = parser.parse_args()
-    if options.table:
-        with open(options.table, newline="") as file:
-            table(list(csv.DictReader(file)))
-        return
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
-    path = options.csv or RESULTS / f"decode_{device}.csv"
-    rows = []
+    base["command"] = command()
+    path = options.out / f"decode_{device}.csv"
+    rows, rng = [], random.Random(0)
 
     def note(kernel, layout, case, num_splits, us, **more):
         sizes = dict(zip(("b", "cache", "h", "h_kv", "d"), case))
@@ -277,8 +237,9 @@ def main():
         copy = copy_speed()
         jobs = [("ours", layout, num_splits) for layout in layouts for num_splits in options.splits]
         jobs = (jobs if "ours" in options.kernels else []) + [(x, DENSE, 0) for x in options.kernels if x != "ours"]
-        line = []
-        for kernel, layout, num_splits in jobs:
+        line, graphs = [], {}
+        for job in jobs:
+            kernel, layout, num_splits = job
             copies = 8 if layout == "warm" else max(1, -(-SOME_BYTES // cache_bytes))
             if kernel == "ours":
                 calls = our_calls(layout, *case, num_splits, 1 if layout == "warm" else copies)
@@ -286,18 +247,24 @@ def main():
             else:
                 calls = peer_calls(kernel, *case, copies)
             graph = captured(calls)
-            if graph is None:
-                continue
-            us = median(replay_us(graph, copies) for _ in range(options.rounds))
-            del graph, calls
+            if graph is not None:
+                graphs[job] = graph, calls  # the calls own what the graph reads
+        times = {job: [] for job in graphs}
+        for _ in range(options.rounds):
+            for job, (graph, calls) in shuffled(graphs.items(), rng):
+                times[job].append(replay_us(graph, len(calls)))
+        graphs.clear()
+        for (kernel, layout, num_splits), found in times.items():
+            us = median(found)
             speed = cache_bytes / us / 1e6
             name = note(
                 PEERS.get(kernel, kernel), layout, case, num_splits, us, tb_s=round(speed, 3), copy=round(copy, 3)
             )
             line.append(f"{name} {speed:.3f} ({us:.1f} us)")
         print(f"b{b} x {cache} {h}/{h_kv} d{d}, copy {copy:.3f}: " + ", ".join(line), flush=True)
-        everything = save(rows, path)
-    plot(everything, path.with_suffix(".svg"))
+        save(rows, path, COLUMNS, KEY)
+    plot(read(path), path.with_suffix(".svg"))
+    print_tables(options.out, device)
 
 
 if __name__ == "__main__":

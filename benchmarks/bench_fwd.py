@@ -1,15 +1,15 @@
-"""Forward on a GPU beside cuDNN, PyTorch's own flash attention and FlexAttention, in turns in one process.
+"""Forward on a GPU beside cuDNN, PyTorch's own flash attention (FA2) and FlexAttention: in turns, and each alone.
 
-Problems and timing: _gpu.py. TFLOPS count 4 b h len_q len_kv d operations, half of them when causal.
+Problems and the two rules of timing: _gpu.py. TFLOPS count 4 b h len_q len_kv d operations, half of them when causal.
 
-    python benchmarks/bench_fwd.py                     the table of csrc/cuda/README.md
+    python benchmarks/bench_fwd.py                     both rules: about two and a half minutes
+    python benchmarks/bench_fwd.py --rules turns       only in turns: half a minute
     python benchmarks/bench_fwd.py --packed            packed sequences beside dense ones of as many operations
-    python benchmarks/bench_fwd.py --table             the README's table from the file, nothing measured
-    python benchmarks/bench_fwd.py --kernels ours cuDNN --dims 128 --lengths 4096 --csv two.csv
+    python benchmarks/bench_fwd.py --kernels ours FlexAttention --dims 128 --lengths 4096
 
 FlexAttention compiles for every problem first: seconds, or one where torch finds its cache of the run before.
-Writes benchmarks/results/fwd_<device>.csv or fwd_<device>_packed.csv (or --csv), each row with the peak of memory
-beyond what the call finds, and with matplotlib one plot for each head_dim beside it; prints the table.
+Writes fwd_<device>.csv (in turns) and fwd_sustained_<device>.csv, with --packed .._packed.csv, to the folder --out.
+Each row has the peak of memory beyond what the call finds. Prints the tables. tables.py draws the pictures.
 """
 
 import argparse
@@ -83,9 +83,8 @@ def dense_kernels(names, d, h, causal, s):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser)
-    parser.add_argument("--kernels", nargs="+", default=list(DENSE), choices=list(DENSE), help="unless packed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, list(DENSE), ["ours", "cuDNN", "FA2"])
     options = parser.parse_args()
     with torch.no_grad():
         main(options, "fwd", packed_kernels if options.packed else partial(dense_kernels, options.kernels), 4)

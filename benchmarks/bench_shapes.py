@@ -1,24 +1,25 @@
 """Forward on a GPU for shapes that are in no other table: short, odd, unequal, grouped, other head dimensions, fp32.
 
-Timing: _gpu.py, every kernel of PyTorch that takes the problem in turns with ours. "generic" is ours with
+Timing: in turns, see _gpu.py, every kernel of PyTorch that takes the problem in turns with ours. "generic" is ours with
 FLASH_ATTN_CUDA_KERNEL=any, "ours" without. TFLOPS count 4 b h d operations for each score that the mask leaves.
 
     python benchmarks/bench_shapes.py
     python benchmarks/bench_shapes.py --only d=40 fp32
-    python benchmarks/bench_shapes.py --table          the table from the file, nothing measured
 
-Writes benchmarks/results/shapes_<device>.csv (or --csv) and prints the table.
+Writes shapes_<device>.csv to the folder --out and prints the table.
 """
 
 import argparse
 import os
+import random
 import warnings
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _gpu import RESULTS, device_name, machine, measure, peak_memory, read, ready, write
+from _gpu import in_turns, machine, peak_memory, ready
+from _results import add_out, command, save
+from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func
@@ -58,7 +59,8 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 SIZES = "b", "len_q", "len_kv", "h", "h_kv", "d"
-COLUMNS = "date", "device", "torch", "cudnn", "kernel", "shape", *SIZES, "causal", "dtype", "ms", "tflops", "mhz", "mib"
+PROBLEM = "kernel", "shape", *SIZES, "causal", "dtype"
+COLUMNS = "date", "device", "torch", "cudnn", *PROBLEM, "run", "ms", "tflops", "mhz", "mib", "command"
 
 
 def tensors(shape, dtype):
@@ -113,19 +115,20 @@ def scores(len_q, len_kv, causal):
 
 
 def run(options):
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    flush, rng = torch.empty(256 << 20, dtype=torch.int8, device="cuda"), random.Random(0)
     for name, shape, causal, dtype in SHAPES:
         if options.only and not any(word in name.replace(" ", "") for word in options.only):
             continue
         calls = ready(kernels_of(name, shape, causal, dtype))
-        times, mhz = measure(calls, options.seconds, flush)
+        times, mhz = in_turns(calls, options.seconds, flush, rng)
         b, len_q, len_kv, h, _, d = shape
         operations = 4 * b * h * d * scores(len_q, len_kv, causal)
         print(f"{name:24} " + "  ".join(f"{kernel} {ms:.3f} ms" for kernel, ms in times.items()), flush=True)
         for kernel, ms in times.items():
             yield {
                 **machine(),
-                **dict(zip(("kernel", "shape", *SIZES, "causal", "dtype"), (kernel, name, *shape, causal, dtype))),
+                "command": command(),
+                **dict(zip(PROBLEM, (kernel, name, *shape, causal, dtype))),
                 "ms": round(ms, 4),
                 "tflops": round(operations / ms / 1e9, 1),
                 "mhz": mhz,
@@ -133,25 +136,14 @@ def run(options):
             }
 
 
-def print_table(path):
-    rows = read(path)
-    kernels = ["ours", "generic", *BACKENDS]
-    print(f"\n{rows[0]['device']}, {rows[0]['date']}, {path.name}: TFLOPS")
-    print(f"| shape | {' | '.join(kernels)} |\n|{'---|' * (len(kernels) + 1)}")
-    for name in dict.fromkeys(row["shape"] for row in rows):
-        found = {row["kernel"]: float(row["tflops"]) for row in rows if row["shape"] == name}
-        cells = [f"{found[kernel]:.3g}" if kernel in found else "" for kernel in kernels]
-        print(f"| {name} | {' | '.join(cells)} |")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="shapes whose names, without spaces, hold one of these words")
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a shape together")
-    parser.add_argument("--csv", type=Path, default=RESULTS / f"shapes_{device_name()}.csv")
-    parser.add_argument("--table", action="store_true", help="measure nothing, print the table of the file")
+    add_out(parser)
     options = parser.parse_args()
-    if not options.table:
-        with torch.no_grad():
-            write(run(options), options.csv, COLUMNS)
-    print_table(options.csv)
+    path = options.out / f"shapes_{machine()['device']}.csv"
+    with torch.no_grad():
+        for row in run(options):
+            save([row], path, COLUMNS, ("device", *PROBLEM))
+    print_tables(options.out, machine()["device"])

@@ -1,0 +1,331 @@
+"""The tables and pictures of the documents, made from the files in benchmarks/results.
+
+    python benchmarks/tables.py                    prints every table
+    python benchmarks/tables.py --write            replaces the tables in the documents
+    python benchmarks/tables.py --pictures         draws the pictures beside the files
+    python benchmarks/tables.py --folder FOLDER    reads the files in another folder
+
+A document says "<!-- table: NAME -->" and "<!-- end of table -->"; what stands between them is written here, and
+tests/guards/test_docs.py checks it. A table whose files are absent stays as it is.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from statistics import mean
+
+from _results import RESULTS, read
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE = "NVIDIA_H100_80GB_HBM3"
+LENGTHS = 1024, 4096, 16384
+DTYPES = "bf16", "fp16"
+
+
+class Missing(Exception):
+    """The files of a table are absent."""
+
+
+def rows_of(source, name):
+    """Of a file; source: its folder and the device."""
+    folder, device = source
+    path = folder / name.replace("<device>", device)
+    if not path.exists():
+        raise Missing(path.name)
+    return read(path)
+
+
+def grid(header, body):
+    """A table's lines, of cells."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
+    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]]
+
+
+def title(kernel, rows):
+    number = next((row["cudnn"] for row in rows if row.get("cudnn")), "0")
+    version = f"{int(number) // 10000}.{int(number) // 100 % 100}"
+    return {"cuDNN": f"cuDNN {version}", "FA2": "PyTorch's flash (FA2)"}.get(kernel, kernel)
+
+
+def caption(name, rows, text=""):
+    """Where and when, which rule, and the file: a line below the table."""
+    if "turns" in text and "run" not in rows[0]:
+        text = text.replace("turns", "turns of a fixed sequence")  # files from before the order was random
+    devices, torches, dates = (sorted({row[key] for row in rows}) for key in ("device", "torch", "date"))
+    words = [*(x.removeprefix("NVIDIA_").replace("_", " ") for x in devices), *(f"torch {x}" for x in torches), *dates]
+    clocks = [int(row["mhz"]) for row in rows if row.get("mhz")]
+    clock = f" SM clock {min(clocks)} to {max(clocks)} MHz." if clocks else ""
+    return ["", f"{text}{', '.join(words)}; `{name.replace('<device>', devices[0])}`.{clock}"]
+
+
+def tflops(rows):
+    """{(kernel, d, length, causal): TFLOPS, the mean of a cell's runs}."""
+    runs = {}
+    for row in rows:
+        key = row["kernel"], int(row["d"]), row["length"], row["causal"] == "True"
+        runs.setdefault(key, []).append(float(row["tflops"]))
+    return {key: mean(of_cell) for key, of_cell in runs.items()}
+
+
+def spread(rows):
+    """The largest difference between two runs of a cell, in percent of their mean."""
+    runs = {}
+    for row in rows:
+        runs.setdefault(tuple(row[x] for x in ("kernel", "d", "length", "causal")), []).append(float(row["tflops"]))
+    return max(100 * (max(of_cell) - min(of_cell)) / mean(of_cell) for of_cell in runs.values())
+
+
+def cell(found, kernel, d, lengths):
+    """TFLOPS at these lengths, causal in brackets."""
+    parts = []
+    for length in lengths:
+        full, causal = (found.get((kernel, d, str(length), mask)) for mask in (False, True))
+        brackets = f" ({causal:.0f})" if causal else ""
+        parts += [f"{full:.0f}{brackets}"] if full else []
+    return " / ".join(parts)
+
+
+def speed(name, word, rule):
+    """A line for each head_dim, a column for each kernel."""
+
+    def table(source):
+        rows = rows_of(source, name)
+        rows = [row for row in rows if row["length"] in map(str, LENGTHS)]
+        found = tflops(rows)
+        kernels = list(dict.fromkeys(kernel for kernel, *_ in found))
+        order = ["ours", "ours, in order", "cuDNN", "FA2", "FlexAttention"]
+        kernels.sort(key=order.index)
+        body = [
+            [f"d = {d}", *(cell(found, kernel, d, LENGTHS) for kernel in kernels)]
+            for d in sorted({d for _, d, *_ in found})
+        ]
+        text = f"{rule}. "
+        if any(row.get("run") for row in rows):
+            text = f"{rule}; two runs of a cell differ by {spread(rows):.1f}% at most. "
+        return grid([word, *(title(kernel, rows) for kernel in kernels)], body) + caption(name, rows, text)
+
+    return table
+
+
+def packed(source):
+    """Packed sequences beside a dense batch, forward and backward."""
+    files = "fwd_<device>_packed.csv", "bwd_<device>_packed.csv"
+    both = [rows_of(source, name) for name in files]
+    found = [tflops(rows) for rows in both]
+    kernels = {"packed": "packed", "dense": "2688", "PyTorch's varlen_attn": "packed"}
+    body = [
+        [str(d), *(cell(of_pass, kernel, d, [length]) for of_pass in found for kernel, length in kernels.items())]
+        for d in sorted({d for _, d, *_ in found[0]})
+    ]
+    columns = ["packed", "dense", "PyTorch's"]
+    header = ["head_dim", *(f"{word} {x}" for word in ("forward:", "backward:") for x in columns)]
+    lines = grid(header, body)
+    for name, rows in zip(files, both):
+        lines += caption(name, rows, "In turns. ")
+    return lines
+
+
+def power(source):
+    """What each kernel gives alone at length 16k, beside the board's power and clock."""
+    lines, body, captions = [], [], []
+    kernels = ["ours", "ours, in order", "cuDNN", "FA2"]
+    for word, name in (("forward", "fwd_sustained_<device>.csv"), ("backward", "bwd_sustained_<device>.csv")):
+        rows = [row for row in rows_of(source, name) if row["length"] == "16384"]
+        captions += caption(name, rows, "Sustained. ")
+        for d in sorted({int(row["d"]) for row in rows}):
+            for causal in "False", "True":
+                cells = []
+                for kernel in kernels:
+                    runs = [r for r in rows if (r["kernel"], int(r["d"]), r["causal"]) == (kernel, d, causal)]
+                    units = {"tflops": "", "watts": " W", "mhz": " MHz"}
+                    values = {x: [float(run[x]) for run in runs if run[x]] for x in units}
+                    cells.append(", ".join(f"{mean(values[x]):.0f}{unit}" for x, unit in units.items() if values[x]))
+                body.append([f"{word}, d = {d}{', causal' if causal == 'True' else ''}", *cells])
+    used = [i for i in range(len(kernels) + 1) if any(line[i] for line in body)]
+    body = [[line[i] for i in used] for line in body]
+    lines += grid([["", *(title(kernel, rows) for kernel in kernels)][i] for i in used], body)
+    return lines + captions
+
+
+def peers(source):
+    """Every cell divided by cuDNN's TFLOPS at 16k with the same head_dim and mask, of the same run."""
+    theirs = rows_of(source, "peers_<device>.csv")
+    body = []
+    for word, name in (("forward", "fwd_<device>.csv"), ("backward", "bwd_<device>.csv")):
+        ours = tflops(rows_of(source, name))
+        for d in sorted({d for _, d, *_ in ours}):
+            of_d = [row for row in theirs if (row["pass"], int(row["head_dim"])) == (word, d)]
+            if not of_d:
+                continue
+            cells = [[], []]
+            for length in LENGTHS:
+                ratios = [[], []]
+                for causal, suffix in ((False, ""), (True, "_causal")):
+                    best = max(float(row[f"tflops_{length // 1024}k{suffix}"]) for row in of_d)
+                    ratios[0].append(best / float(of_d[0][f"cudnn_16k{suffix}"]))
+                    ratios[1].append(ours["ours", d, str(length), causal] / ours["cuDNN", d, "16384", causal])
+                for i, (full, masked) in enumerate(ratios):
+                    cells[i].append(f"{full:.2f} ({masked:.2f})")
+            body.append([f"{word}, {d}", *(" / ".join(parts) for parts in cells)])
+    return grid(["", "best of FA3, FA4", "ours"], body)
+
+
+def decode(source):
+    """TB/s of cache, and microseconds."""
+    name = "decode_<device>.csv"
+    rows = [row for row in rows_of(source, name) if not row["layout"].startswith("host")]
+    found = {}
+    for row in rows:
+        if row["num_splits"] == "0":
+            case = tuple(int(row[x]) for x in ("b", "cache", "h", "h_kv", "d"))
+            found[case, row["layout"], row["kernel"]] = f"{float(row['tb_s']):.2f} ({float(row['us']):.1f} us)"
+    columns = {"dense": ("dense", "ours"), "a key appended, rotary": ("appends", "ours")}
+    columns |= {f"pages of {n}" if n == 1 else str(n): (f"pages of {n}", "ours") for n in (1, 16, 64, 256)}
+    columns |= {x: ("dense", x) for x in ("SDPA cuDNN", "SDPA FA2", "FlexAttention")}
+    columns = {name: key for name, key in columns.items() if any((layout, k) == key for _, layout, k in found)}
+    body = []
+    for case in dict.fromkeys(case for case, *_ in found):
+        cells = [found.get((case, *key), "") for key in columns.values()]
+        b, cache, h, h_kv, d = case
+        if any(cells):
+            body.append([f"{b} x {cache}, {h}/{h_kv}, {d}", *cells])
+    copies = [float(row["copy"]) for row in rows if row["copy"]]
+    text = f"A copy of memory in the same run: {min(copies):.2f} to {max(copies):.2f} TB/s. "
+    return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
+
+
+def shapes(source):
+    """TFLOPS of shapes that are in no other table."""
+    name = "shapes_<device>.csv"
+    rows = rows_of(source, name)
+    kernels = ["ours", "generic", "cuDNN", "FA2", "efficient", "math"]
+    found = {(row["shape"], row["kernel"]): f"{float(row['tflops']):.3g}" for row in rows}
+    kernels = [kernel for kernel in kernels if any(kernel == k for _, k in found)]
+    shapes = dict.fromkeys(shape for shape, _ in found)
+    body = [[shape, *(found.get((shape, kernel), "") for kernel in kernels)] for shape in shapes]
+    return grid(["shape", *kernels], body) + caption(name, rows, "TFLOPS in turns. ")
+
+
+def exactness(source):
+    """Relative errors: the range over head dimensions and masks, and the worst ratio to cuDNN in one cell."""
+    name = "exactness_<device>.csv"
+    rows = rows_of(source, name)
+    kernels = list(dict.fromkeys(row["kernel"] for row in rows))
+    body = []
+    for inputs in dict.fromkeys(row["inputs"] for row in rows):
+        for dtype in DTYPES:
+            for tensor in "out", "dq", "dk", "dv":
+                found = {}
+                for row in rows:
+                    if (row["inputs"], row["dtype"]) == (inputs, dtype) and row[tensor]:
+                        found.setdefault(row["kernel"], {})[row["d"], row["causal"]] = float(row[tensor])
+                if not found:
+                    continue
+                cells = []
+                for kernel in kernels:
+                    low, high = (f(found[kernel].values()) if kernel in found else None for f in (min, max))
+                    cells.append("" if low is None else f"{low:.2e} to {high:.2e}")
+                both = [x for x in found.get("ours", {}) if x in found.get("cuDNN", {})]
+                worst = max((found["ours"][x] / found["cuDNN"][x] for x in both), default=None)
+                # Where one key dominates, an error may be zero but for the last bit: a ratio says nothing.
+                says = worst is not None and "dominates" not in inputs
+                body.append([f"{inputs}, {dtype}: {tensor}", *cells, f"{worst:.3f}" if says else ""])
+    header = ["", *(title(kernel, rows) for kernel in kernels), "worst ratio of ours to cuDNN"]
+    return grid(header, body) + caption(name, rows)
+
+
+TABLES = {
+    "forward, sustained": speed("fwd_sustained_<device>.csv", "forward", "Sustained"),
+    "backward, sustained": speed("bwd_sustained_<device>.csv", "backward", "Sustained"),
+    "power": power,
+    "forward, in turns": speed("fwd_<device>.csv", "forward", "In turns"),
+    "backward, in turns": speed("bwd_<device>.csv", "backward", "In turns"),
+    "forward and backward, in turns": speed("step_<device>.csv", "forward and backward", "In turns"),
+    "grouped heads": speed("bwd_gqa4_<device>.csv", "backward, four query heads to a key head", "In turns"),
+    "96 columns": speed("bwd_96_<device>.csv", "backward", "In turns"),
+    "packed": packed,
+    "peers": peers,
+    "decode": decode,
+    "other shapes": shapes,
+    "exactness": exactness,
+}
+BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.S)
+
+
+def made(name, folder=RESULTS, device=DEVICE):
+    """The text of a table; raises Missing."""
+    return "\n".join(TABLES[name]((folder, device))) + "\n"
+
+
+def documents():
+    return [ROOT / "README.md", *sorted((ROOT / "csrc" / "cuda").rglob("*.md"))]
+
+
+def write_documents(folder):
+    def block(match):
+        try:
+            return f"{match[1]}{made(match[2], folder)}{match[4]}"
+        except Missing as missing:
+            print(f"{match[2]}: stays as it is, there is no {missing}")
+            return match[0]
+
+    for path in documents():
+        old = path.read_text(encoding="utf-8")
+        path.write_text(BLOCK.sub(block, old), encoding="utf-8")
+
+
+def print_tables(folder, device=DEVICE):
+    """All whose files are there."""
+    for name in TABLES:
+        try:
+            print(f"\n{name}\n\n{made(name, folder, device)}")
+        except Missing:
+            pass
+
+
+def draw(folder):
+    """TFLOPS in turns over the length, a picture for each pass and head_dim."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "flash-attn"  # the same file from the same rows
+    for stem in "fwd", "bwd":
+        path = folder / f"{stem}_{DEVICE}.csv"
+        if not path.exists():
+            continue
+        found = tflops(read(path))
+        for d in sorted({d for _, d, *_ in found}):
+            figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+            for axis, causal in zip(axes, (False, True)):
+                for kernel in dict.fromkeys(kernel for kernel, *_ in found):
+                    points = sorted(
+                        (int(length), speed)
+                        for (of, dim, length, mask), speed in found.items()
+                        if (of, dim, mask) == (kernel, d, causal)
+                    )
+                    axis.plot(*zip(*points), marker="o", label=kernel)
+                name = f"head_dim {d}{', causal' if causal else ''}"
+                axis.set(title=name, xlabel="length", xscale="log", ylabel="TFLOPS")
+                axis.set_ylim(bottom=0)
+                axis.grid(alpha=0.3)
+            axes[0].legend()
+            figure.tight_layout()
+            figure.savefig(path.with_name(f"{path.stem}_d{d}.svg"), metadata={"Date": None})
+            plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--write", action="store_true", help="replace the tables in the documents")
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures into the folder")
+    options = parser.parse_args()
+    if options.write:
+        write_documents(options.folder)
+    if options.pictures:
+        draw(options.folder)
+    if not options.write and not options.pictures:
+        print_tables(options.folder)
+
+
+if __name__ == "__main__":
+    main()
