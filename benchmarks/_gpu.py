@@ -12,7 +12,7 @@ Timing has two rules, and each writes a file of its own:
                warm-up. All kernels of a problem see the same clock. Fast kernels profit from the pauses that slow
                kernels and flushes give the board.
     sustained  One kernel runs alone, back to back for --sustained-seconds, without a flush. Before that it runs for a
-               tenth of the time, uncounted. All kernels of a problem do so in random order, --sustained-runs times;
+               fifth of the time, uncounted. All kernels of a problem do so in random order, --sustained-runs times;
                each run is a row. A training job sees these figures, because the board's power lowers the clock.
 
 NVML gives the SM clock (the median of samples) and the board's watts (energy divided by time). It needs the package
@@ -32,7 +32,7 @@ from tables import print_tables
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = torch.randint(64, 4097, (24,), generator=torch.Generator().manual_seed(0))
 EQUAL = 21, 2688  # sequences, length
-COLUMNS = ["date", "device", "torch", "cudnn", "kernel", "d", "b", "h", "length", "causal", "run"]
+COLUMNS = ["date", "device", "torch", "cudnn", "rule", "kernel", "d", "b", "h", "length", "causal", "run"]
 COLUMNS += ["ms", "tflops", "mhz", "watts", "mib", "command"]
 KEY = ["device", "kernel", "d", "b", "h", "length", "causal", "run"]
 RULES = ["turns", "sustained"]
@@ -199,7 +199,7 @@ def alone(call, seconds):
     end.synchronize()
     times = max(3, int(seconds * 1000 / (begin.elapsed_time(end) / 3)))
     with Meter() as meter:
-        for _ in range(times // 10):
+        for _ in range(times // 5):
             call()
         begin.record()
         for _ in range(times):
@@ -263,7 +263,17 @@ def main(options, stem, kernels_of, per_score):
         for rule, name, found in measure(options, calls, flush, rng):
             b, own_length, _ = kernels[name]
             tflops = per_score * h * d * area(own_length, b) * (0.5 if causal else 1) / found["ms"] / 1e9
-            row = {**base, "kernel": name, "d": d, "b": b, "h": h, "length": own_length, "causal": causal, **found}
+            row = {
+                **base,
+                "rule": rule,
+                "kernel": name,
+                "d": d,
+                "b": b,
+                "h": h,
+                "length": own_length,
+                "causal": causal,
+                **found,
+            }
             row.update(ms=round(found["ms"], 4), tflops=round(tflops, 1), mib=mib[name])
             rows[rule].append(row)
         for rule in options.rules:

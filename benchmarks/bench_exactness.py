@@ -8,8 +8,8 @@ gets the same q, k, v and dO, all N(0, 1) and rounded to the dtype; fp64 gets th
 
     N(0,1)               scale 1 / sqrt(d)
     scores x 4           scale 4 / sqrt(d)
-    one key dominates    row i is 8 times a key that the row sees, drawn at random: that key's weight is nearly 1 in all
-                         rows. out and dv only, because dq and dk are nearly zero there.
+    one key dominates    row i has the direction of a key that the row sees, drawn at random, and a score of 40 nats
+                         with this key: its weight is nearly 1. out and dv only, because dq and dk are nearly zero.
 
 Writes exactness_<device>.csv to the folder --out and prints the table.
 """
@@ -39,12 +39,14 @@ def tensors(inputs, dtype, shape, causal, seed):
     """q, k, v, dO [b, s, h, d] and the scale."""
     generator = torch.Generator("cuda").manual_seed(seed)
     q, k, v, dout = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(4))
+    scale = (4 if inputs == "scores x 4" else 1) * shape[-1] ** -0.5
     if inputs == DOMINATED:
         length = shape[1]
         seen = torch.arange(1, length + 1, device="cuda") if causal else torch.full((length,), length, device="cuda")
         key = (torch.rand(length, device="cuda", generator=generator) * seen).long()
-        q = 8 * k[:, key]
-    return (q, k, v, dout), (4 if inputs == "scores x 4" else 1) * shape[-1] ** -0.5
+        one = k[:, key].float()
+        q = (40 / scale * one / (one * one).sum(-1, keepdim=True)).to(dtype)
+    return (q, k, v, dout), scale
 
 
 def exact(q, k, v, dout, scale, causal):

@@ -60,7 +60,7 @@ BACKENDS = {
 }
 SIZES = "b", "len_q", "len_kv", "h", "h_kv", "d"
 PROBLEM = "kernel", "shape", *SIZES, "causal", "dtype"
-COLUMNS = "date", "device", "torch", "cudnn", *PROBLEM, "run", "ms", "tflops", "mhz", "mib", "command"
+COLUMNS = "date", "device", "torch", "cudnn", "rule", *PROBLEM, "ms", "tflops", "mhz", "mib", "command"
 
 
 def tensors(shape, dtype):
@@ -127,6 +127,7 @@ def run(options):
         for kernel, ms in times.items():
             yield {
                 **machine(),
+                "rule": "turns",
                 "command": command(),
                 **dict(zip(PROBLEM, (kernel, name, *shape, causal, dtype))),
                 "ms": round(ms, 4),

@@ -4,6 +4,7 @@
     python benchmarks/tables.py --write            replaces the tables in the documents
     python benchmarks/tables.py --pictures         draws the pictures beside the files
     python benchmarks/tables.py --folder FOLDER    reads the files in another folder
+    python benchmarks/tables.py --take FOLDER      puts the rows of another folder's files into benchmarks/results
 
 A document says "<!-- table: NAME -->" and "<!-- end of table -->"; what stands between them is written here, and
 tests/guards/test_docs.py checks it. A table whose files are absent stays as it is.
@@ -11,15 +12,17 @@ tests/guards/test_docs.py checks it. A table whose files are absent stays as it 
 
 import argparse
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 
-from _results import RESULTS, read
+from _results import RESULTS, read, save
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA_H100_80GB_HBM3"
 LENGTHS = 1024, 4096, 16384
 DTYPES = "bf16", "fp16"
+FLOPS_OF_A_CLOCK = 132 * 4096  # 132 SMs of an H100 or H200, dense products of 16 bits
 
 
 class Missing(Exception):
@@ -49,13 +52,16 @@ def title(kernel, rows):
 
 def caption(name, rows, text=""):
     """Where and when, which rule, and the file: a line below the table."""
-    if "turns" in text and "run" not in rows[0]:
+    if "turns" in text and not any(row.get("rule") for row in rows):
         text = text.replace("turns", "turns of a fixed sequence")  # files from before the order was random
+    with_ours = {row["command"] for row in rows if row["kernel"] in ("ours", "packed") and "command" in row}
+    apart = {row["kernel"] for row in rows if "command" in row and row["command"] not in with_ours}
+    others = f"{' and '.join(sorted(apart))}: another run. " if apart and with_ours else ""
     devices, torches, dates = (sorted({row[key] for row in rows}) for key in ("device", "torch", "date"))
     words = [*(x.removeprefix("NVIDIA_").replace("_", " ") for x in devices), *(f"torch {x}" for x in torches), *dates]
     clocks = [int(row["mhz"]) for row in rows if row.get("mhz")]
     clock = f" SM clock {min(clocks)} to {max(clocks)} MHz." if clocks else ""
-    return ["", f"{text}{', '.join(words)}; `{name.replace('<device>', devices[0])}`.{clock}"]
+    return ["", f"{text}{others}{', '.join(words)}; `{name.replace('<device>', devices[0])}`.{clock}"]
 
 
 def tflops(rows):
@@ -126,11 +132,13 @@ def packed(source):
 
 
 def power(source):
-    """What each kernel gives alone at length 16k, beside the board's power and clock."""
+    """Alone at length 16k: TFLOPS, watts, clock, and the share of what tensor cores do at that clock."""
     lines, body, captions = [], [], []
     kernels = ["ours", "ours, in order", "cuDNN", "FA2"]
     for word, name in (("forward", "fwd_sustained_<device>.csv"), ("backward", "bwd_sustained_<device>.csv")):
         rows = [row for row in rows_of(source, name) if row["length"] == "16384"]
+        if not rows:
+            raise Missing(f"row of length 16384 in {name}")
         captions += caption(name, rows, "Sustained. ")
         for d in sorted({int(row["d"]) for row in rows}):
             for causal in "False", "True":
@@ -139,7 +147,11 @@ def power(source):
                     runs = [r for r in rows if (r["kernel"], int(r["d"]), r["causal"]) == (kernel, d, causal)]
                     units = {"tflops": "", "watts": " W", "mhz": " MHz"}
                     values = {x: [float(run[x]) for run in runs if run[x]] for x in units}
-                    cells.append(", ".join(f"{mean(values[x]):.0f}{unit}" for x, unit in units.items() if values[x]))
+                    words = [f"{mean(values[x]):.0f}{unit}" for x, unit in units.items() if values[x]]
+                    if values["mhz"]:
+                        peak = FLOPS_OF_A_CLOCK * mean(values["mhz"]) / 1e6
+                        words.append(f"{mean(values['tflops']) / peak:.0%}")
+                    cells.append(", ".join(words))
                 body.append([f"{word}, d = {d}{', causal' if causal == 'True' else ''}", *cells])
     used = [i for i in range(len(kernels) + 1) if any(line[i] for line in body)]
     body = [[line[i] for i in used] for line in body]
@@ -189,7 +201,7 @@ def decode(source):
         b, cache, h, h_kv, d = case
         if any(cells):
             body.append([f"{b} x {cache}, {h}/{h_kv}, {d}", *cells])
-    copies = [float(row["copy"]) for row in rows if row["copy"]]
+    copies = [float(row["copy"]) for row in rows if row["copy"] and row["kernel"] == "ours"]
     text = f"A copy of memory in the same run: {min(copies):.2f} to {max(copies):.2f} TB/s. "
     return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
 
@@ -234,6 +246,64 @@ def exactness(source):
     return grid(header, body) + caption(name, rows)
 
 
+# Files that do not say it themselves.
+COMMANDS = {
+    "amx.csv": "python benchmarks/bench_amx.py",
+    "decode_NVIDIA*.csv": "python benchmarks/bench_decode.py",
+    "host.csv": "python benchmarks/bench_host.py",
+    "peers_*.csv": "not kept",
+    "train_gpt_cuda.csv": "python benchmarks/train_gpt.py",
+}
+DATES = {"peers_*.csv": "2026-11-22", "train_gpt_cuda.csv": "2026-11-22"}
+MACHINES = {"peers_*.csv": "another H100", "train_gpt_cuda.csv": "H100 80GB HBM3"}
+
+
+def of_file(name, table, otherwise=""):
+    return next((text for pattern, text in table.items() if fnmatch(name, pattern)), otherwise)
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def named():
+    """(name or pattern of a file, document, heading above) of every file of results that a document names."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "csrc").rglob("*.md"))]:
+        heading = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            heading = line.lstrip("# ") if re.match("#+ ", line) else heading
+            for name in re.findall(r"[\w*]+\.(?:csv|svg)", line):
+                yield name, path, heading
+
+
+def files(source):
+    """Every file of the folder: who names it, and where the rows come from."""
+    folder, _ = source
+    mentions = list(named())
+    body = []
+    for path in sorted(folder.glob("*.csv")):
+        rows = read(path)
+        if path.stem.startswith("train_gpt"):
+            rows = rows[:1]
+        machines = {row.get(key) or "" for row in rows for key in ("device", "machine", "cpu", "processor")}
+        machines = {x.removeprefix("NVIDIA").replace("_", " ").strip() for x in machines} - {"", "cpu", "cuda"}
+        dates = {row["date"] for row in rows if "date" in row} or {of_file(path.name, DATES)}
+        commands = sorted({row["command"] for row in rows if row.get("command")})
+        default = "an experiment; the document says which"
+        if len(commands) > 3 or not commands or commands[0].startswith("experiment"):
+            kept = "several, in the rows" if commands else of_file(path.name, COMMANDS, default)
+            commands = [kept]
+        links = dict.fromkeys(
+            f"[{document.relative_to(ROOT)}](../../{document.relative_to(ROOT)}#{anchor(heading)})"
+            for name, document, heading in mentions
+            if fnmatch(path.name, name)
+        )
+        commands = [f"`{text}`" if text.startswith(("python", "ncu")) else text for text in commands]
+        where = ", ".join(sorted(machines)) or of_file(path.name, MACHINES)
+        body.append([f"`{path.name}`", ", ".join(links), where, ", ".join(sorted(dates)), "; ".join(commands)])
+    return grid(["file", "named in", "machine", "date", "command"], body)
+
+
 TABLES = {
     "forward, sustained": speed("fwd_sustained_<device>.csv", "forward", "Sustained"),
     "backward, sustained": speed("bwd_sustained_<device>.csv", "backward", "Sustained"),
@@ -248,6 +318,7 @@ TABLES = {
     "decode": decode,
     "other shapes": shapes,
     "exactness": exactness,
+    "files": files,
 }
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.S)
 
@@ -258,7 +329,8 @@ def made(name, folder=RESULTS, device=DEVICE):
 
 
 def documents():
-    return [ROOT / "README.md", *sorted((ROOT / "csrc" / "cuda").rglob("*.md"))]
+    """Those with tables, the list of files last: it follows what the others name."""
+    return [ROOT / "README.md", *sorted((ROOT / "csrc" / "cuda").rglob("*.md")), RESULTS / "README.md"]
 
 
 def write_documents(folder):
@@ -276,7 +348,7 @@ def write_documents(folder):
 
 def print_tables(folder, device=DEVICE):
     """All whose files are there."""
-    for name in TABLES:
+    for name in [name for name in TABLES if name != "files"]:
         try:
             print(f"\n{name}\n\n{made(name, folder, device)}")
         except Missing:
@@ -313,17 +385,37 @@ def draw(folder):
             plt.close(figure)
 
 
+MEASURED = (
+    "date python torch flash_attn cudnn rule ms tflops mhz watts mib us tb_s copy command out dq dk dv sdpa_us".split()
+)
+
+
+def take(folder):
+    """Rows replace those of the same problem, kernel and machine; rows that were not measured again stay."""
+    for path in sorted(folder.glob("*.csv")):
+        rows = read(path)
+        columns = list(rows[0])
+        known = RESULTS / path.name
+        if known.exists():
+            columns += [name for name in read(known)[0] if name not in columns]
+        save(rows, known, columns, [name for name in columns if name not in MEASURED])
+        print(f"{len(rows)} rows into {known.relative_to(ROOT)}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--take", type=Path, metavar="FOLDER", help="put another folder's rows into benchmarks/results")
     parser.add_argument("--write", action="store_true", help="replace the tables in the documents")
     parser.add_argument("--pictures", action="store_true", help="draw the pictures into the folder")
     options = parser.parse_args()
+    if options.take:
+        take(options.take)
     if options.write:
         write_documents(options.folder)
     if options.pictures:
         draw(options.folder)
-    if not options.write and not options.pictures:
+    if not options.write and not options.pictures and not options.take:
         print_tables(options.folder)
 
 

@@ -2,11 +2,15 @@
 
 import re
 import sys
+from fnmatch import fnmatch
 
 import pytest
+import tables
 from toolbox import CSRC, ROOT, relative, run
 
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(CSRC.rglob("*.md"))]
+DOCUMENTS.append(RESULTS / "README.md")
 
 
 def headings(path):
@@ -32,9 +36,31 @@ def test_links_lead_somewhere(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_results_that_are_named_exist(document):
-    names = set(re.findall(r"`(?:benchmarks/results/)?([\w*]+\.csv)`", document.read_text(encoding="utf-8")))
-    results = ROOT / "benchmarks" / "results"
-    assert sorted(name for name in names if not list(results.glob(name))) == []
+    names = set(re.findall(r"`(?:benchmarks/results/)?([\w*]+\.(?:csv|svg))`", document.read_text(encoding="utf-8")))
+    assert sorted(name for name in names if not list(RESULTS.glob(name))) == []
+
+
+def test_every_result_is_named():
+    """Rows that no table and no sentence needs are not kept. The list of files in their own README does not count."""
+    names = {name for name, _, _ in tables.named()}
+    files = [path.name for path in RESULTS.iterdir() if path.name != "README.md"]
+    assert sorted(file for file in files if not any(fnmatch(file, name) for name in names)) == []
+
+
+@pytest.mark.parametrize(
+    "document, name, text",
+    [
+        pytest.param(document, name, text, id=f"{relative(document)}-{name}")
+        for document in tables.documents()
+        for _, name, text, _ in tables.BLOCK.findall(document.read_text(encoding="utf-8"))
+    ],
+)
+def test_tables_are_those_of_the_results(document, name, text):
+    try:
+        made = tables.made(name)
+    except tables.Missing:
+        made = ""  # not measured: then nothing stands there
+    assert text == made, "python benchmarks/tables.py --write"
 
 
 @pytest.mark.parametrize("folder", ["cpu", "cuda"])
