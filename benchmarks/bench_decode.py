@@ -136,7 +136,7 @@ def our_calls(layout, b, cache, h, h_kv, d, num_splits, copies):
 
 def peer_calls(peer, b, cache, h, h_kv, d, copies):
     q = torch.randn(b, h, 1, d, device="cuda", dtype=torch.bfloat16)
-    flex = compiled_flex()
+    flex = compiled_flex() if peer == "flex" else None
     calls = []
     for _ in range(copies):
         k, v = (torch.randn(b, h_kv, cache, d, device="cuda", dtype=q.dtype) for _ in range(2))
