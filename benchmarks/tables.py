@@ -91,8 +91,31 @@ def cell(found, kernel, d, lengths):
     return " / ".join(parts)
 
 
-def speed(name, word, rule):
-    """A line for each head_dim, a column for each kernel."""
+def between(values, form="{:.0f}"):
+    low, high = form.format(min(values)), form.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def cost_of_order(rows):
+    """How much slower the fixed order is, as a sentence."""
+    found = tflops(rows)
+    costs = {False: [], True: []}
+    for (kernel, d, length, causal), speed in found.items():
+        if kernel == "ours" and ("ours, in order", d, length, causal) in found:
+            costs[causal].append(100 * (1 - found["ours, in order", d, length, causal] / speed))
+    full, causal = (between(costs[mask], "{:.1f}") for mask in (False, True))
+    return f"In order costs {full}% of the TFLOPS without a mask, {causal}% with a causal mask."
+
+
+def memory(rows):
+    """MiB beyond the inputs, as a sentence."""
+    kernels = [kernel for kernel in ("ours", "cuDNN", "FA2") if any(row["kernel"] == kernel for row in rows)]
+    needs = [f"{kernel} {between([int(row['mib']) for row in rows if row['kernel'] == kernel])}" for kernel in kernels]
+    return f"MiB beyond the inputs: {', '.join(needs)}."
+
+
+def speed(name, word, rule, *sentences):
+    """A line for each head_dim, a column for each kernel; sentences(rows) below."""
 
     def table(source):
         rows = rows_of(source, name)
@@ -108,7 +131,8 @@ def speed(name, word, rule):
         text = f"{rule}. "
         if any(row.get("run") for row in rows):
             text = f"{rule}; two runs of a cell differ by {spread(rows):.1f}% at most. "
-        return grid([word, *(title(kernel, rows) for kernel in kernels)], body) + caption(name, rows, text)
+        lines = grid([word, *(title(kernel, rows) for kernel in kernels)], body) + caption(name, rows, text)
+        return [*lines, *(sentence(rows) for sentence in sentences)]
 
     return table
 
@@ -126,8 +150,14 @@ def packed(source):
     columns = ["packed", "dense", "PyTorch's"]
     header = ["head_dim", *(f"{word} {x}" for word in ("forward:", "backward:") for x in columns)]
     lines = grid(header, body)
-    for name, rows in zip(files, both):
-        lines += caption(name, rows, "In turns. ")
+    for word, name, rows, speeds in zip(("forward", "backward"), files, both, found):
+        pairs = [
+            (speeds["packed", d, "packed", mask], speeds["dense", d, "2688", mask])
+            for kernel, d, _, mask in speeds
+            if kernel == "packed"
+        ]
+        losses = between([100 * (1 - ragged / dense) for ragged, dense in pairs])
+        lines += caption(name, rows, f"The {word} loses {losses}% to dense. In turns. ")
     return lines
 
 
@@ -162,7 +192,7 @@ def power(source):
 def peers(source):
     """Every cell divided by cuDNN's TFLOPS at 16k with the same head_dim and mask, of the same run."""
     theirs = rows_of(source, "peers_<device>.csv")
-    body = []
+    body, drift = [], []
     for word, name in (("forward", "fwd_<device>.csv"), ("backward", "bwd_<device>.csv")):
         ours = tflops(rows_of(source, name))
         for d in sorted({d for _, d, *_ in ours}):
@@ -175,11 +205,14 @@ def peers(source):
                 for causal, suffix in ((False, ""), (True, "_causal")):
                     best = max(float(row[f"tflops_{length // 1024}k{suffix}"]) for row in of_d)
                     ratios[0].append(best / float(of_d[0][f"cudnn_16k{suffix}"]))
-                    ratios[1].append(ours["ours", d, str(length), causal] / ours["cuDNN", d, "16384", causal])
+                    cudnn = ours["cuDNN", d, "16384", causal]
+                    ratios[1].append(ours["ours", d, str(length), causal] / cudnn)
+                    drift.append(100 * (cudnn / float(of_d[0][f"cudnn_16k{suffix}"]) - 1))
                 for i, (full, masked) in enumerate(ratios):
                     cells[i].append(f"{full:.2f} ({masked:.2f})")
             body.append([f"{word}, {d}", *(" / ".join(parts) for parts in cells)])
-    return grid(["", "best of FA3, FA4", "ours"], body)
+    text = f"cuDNN at 16k differs from their run by {between(drift, '{:+.0f}')}%: the columns compare no closer."
+    return [*grid(["", "best of FA3, FA4", "ours"], body), "", text]
 
 
 def decode(source):
@@ -309,9 +342,9 @@ TABLES = {
     "backward, sustained": speed("bwd_sustained_<device>.csv", "backward", "Sustained"),
     "power": power,
     "forward, in turns": speed("fwd_<device>.csv", "forward", "In turns"),
-    "backward, in turns": speed("bwd_<device>.csv", "backward", "In turns"),
-    "forward and backward, in turns": speed("step_<device>.csv", "forward and backward", "In turns"),
-    "grouped heads": speed("bwd_gqa4_<device>.csv", "backward, four query heads to a key head", "In turns"),
+    "backward, in turns": speed("bwd_<device>.csv", "backward", "In turns", cost_of_order),
+    "forward and backward, in turns": speed("step_<device>.csv", "forward and backward", "In turns", memory),
+    "grouped heads": speed("bwd_gqa4_<device>.csv", "backward, four query heads to a key head", "In turns", memory),
     "96 columns": speed("bwd_96_<device>.csv", "backward", "In turns"),
     "packed": packed,
     "peers": peers,
