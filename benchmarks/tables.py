@@ -60,7 +60,7 @@ def caption(name, rows, text=""):
     devices, torches, dates = (sorted({row[key] for row in rows}) for key in ("device", "torch", "date"))
     words = [*(x.removeprefix("NVIDIA_").replace("_", " ") for x in devices), *(f"torch {x}" for x in torches), *dates]
     clocks = [int(row["mhz"]) for row in rows if row.get("mhz")]
-    clock = f" SM clock {min(clocks)} to {max(clocks)} MHz." if clocks else ""
+    clock = f" SM clock {between(clocks)} MHz." if clocks else ""
     return ["", f"{text}{others}{', '.join(words)}; `{name.replace('<device>', devices[0])}`.{clock}"]
 
 
@@ -130,7 +130,7 @@ def speed(name, word, rule, *sentences):
         ]
         text = f"{rule}. "
         if any(row.get("run") for row in rows):
-            text = f"{rule}; two runs of a cell differ by {spread(rows):.1f}% at most. "
+            text = f"{rule}; runs of a cell differ by {spread(rows):.1f}% at most. "
         lines = grid([word, *(title(kernel, rows) for kernel in kernels)], body) + caption(name, rows, text)
         return [*lines, *(sentence(rows) for sentence in sentences)]
 
@@ -270,11 +270,10 @@ def exactness(source):
                 for kernel in kernels:
                     low, high = (f(found[kernel].values()) if kernel in found else None for f in (min, max))
                     cells.append("" if low is None else f"{low:.2e} to {high:.2e}")
-                both = [x for x in found.get("ours", {}) if x in found.get("cuDNN", {})]
-                worst = max((found["ours"][x] / found["cuDNN"][x] for x in both), default=None)
-                # Where one key dominates, an error may be zero but for the last bit: a ratio says nothing.
-                says = worst is not None and "dominates" not in inputs
-                body.append([f"{inputs}, {dtype}: {tensor}", *cells, f"{worst:.3f}" if says else ""])
+                theirs = found.get("cuDNN", {})  # zero to the last bit where one key dominates
+                ratios = [error / theirs[x] for x, error in found.get("ours", {}).items() if theirs.get(x)]
+                worst = f"{max(ratios):.3f}" if ratios and max(ratios) < 100 else ""
+                body.append([f"{inputs}, {dtype}: {tensor}", *cells, worst])
     header = ["", *(title(kernel, rows) for kernel in kernels), "worst ratio of ours to cuDNN"]
     return grid(header, body) + caption(name, rows)
 

@@ -1,7 +1,8 @@
-"""Benchmarks do not erase results: where they write, and which rows they replace."""
+"""Benchmarks do not erase results: where they write, and which rows they replace. What they make of NVML's samples."""
 
 import argparse
 
+import _gpu
 import _results
 import pytest
 from toolbox import ROOT, relative
@@ -43,3 +44,12 @@ def test_out_is_not_committed_unless_asked():
     _results.add_out(parser)
     out = parser.parse_args([]).out
     assert f"/{relative(out)}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+def test_watts_are_energy_between_two_steps_of_the_counter():
+    """The counter steps every 100 ms and is read every 20 ms; 2 J a step are 20 W, whenever the window begins."""
+    meter = _gpu.Meter()
+    meter.samples = [(0.02 * i, 100 + 2 * (i // 5), 1500 if i % 2 else 1400) for i in range(100)]
+    assert meter.between(0.31, 1.63) == {"mhz": 1450, "watts": 20}
+    meter.samples = [(at, None, None) for at, _, _ in meter.samples]
+    assert meter.between(0.31, 1.63) == {"mhz": None, "watts": None}
