@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from flash_attn import flash_attn_interface as interface
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 TRACED = "aot_eager_decomp_partition"
@@ -131,7 +132,15 @@ def test_checkpoint_repeats_the_forward(device, dropout_p, reentrant):
     assert_equal(*found)
 
 
-def test_the_switch_of_torch_asks_for_a_fixed_order(device):
+def test_the_switch_of_torch_asks_for_a_fixed_order(device, monkeypatch):
+    """On the CPU, where the order is always fixed, only the question shows."""
+    asked, backward = [], interface._backward
+
+    def watched(varlen, *arguments):
+        asked.append(arguments[16])
+        return backward(varlen, *arguments)
+
+    monkeypatch.setattr(interface, "_backward", watched)
     tensors = leaves(device, 1, 1500, 4, 64)
     want = gradients(flash_attn_func(*tensors, **OPTIONS), tensors)
     try:
@@ -140,6 +149,8 @@ def test_the_switch_of_torch_asks_for_a_fixed_order(device):
             assert_equal(gradients(flash_attn_func(*tensors, causal=True), tensors), want)
     finally:
         torch.use_deterministic_algorithms(False)
+    gradients(flash_attn_func(*tensors, causal=True), tensors)
+    assert asked == [True] * 4 + [False]
 
 
 # ---- one graph -----------------------------------------------------------------------------------------------------

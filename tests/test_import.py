@@ -64,8 +64,14 @@ def test_other_distributions_may_add_subpackages(tmp_path):
     package.mkdir(parents=True)
     (tmp_path / "flash_attn" / "__init__.py").touch()
     (package / "__init__.py").write_text("answer = 42")
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import flash_attn.from_elsewhere as x; print(x.answer)"
-    assert python(code) == "42"
+    ours = os.path.dirname(
+        os.path.dirname(flash_attn.__file__)
+    )  # before the other one, where an editable install is not
+    code = f"""
+        import sys; sys.path[:] = [{ours!r}, *sys.path, {str(tmp_path)!r}]
+        import flash_attn.from_elsewhere; print(flash_attn.from_elsewhere.answer, flash_attn.__version__)
+    """
+    assert python(code) == f"42 {flash_attn.__version__}"
 
 
 def test_the_function_named_like_its_module():

@@ -8,6 +8,7 @@ import inspect
 import flash_attn_2_cuda
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -288,6 +289,17 @@ def test_results_and_gradients_are_laid_out_like_the_inputs():
     assert flash_attn_func(last_outside, k, v).is_contiguous()
 
 
+def test_overlapping_rows_have_results_and_gradients_apart():
+    """Windows of one sequence, which ``torch.empty_like`` would give another last dimension."""
+    q, k, v = (randn(400 + i).as_strided((1, 5, 2, 16), (0, 1, 1, 1)) for i in range(3))
+    assert torch.empty_like(q).stride(-1) != 1
+    want, want_grads = run(flash_attn_func, [x.contiguous() for x in (q, k, v)])
+    got, grads = run(flash_attn_func, (q, k, v))
+    assert_same([*got, *grads], [*want, *want_grads])
+    with Ops():
+        assert_same([flash_attn_with_kvcache(q, k, v)], want)
+
+
 class Ops(TorchDispatchMode):
     """Records the ops that run."""
 
@@ -347,13 +359,24 @@ def test_watched_calls_are_the_same_calls_by_the_name_of_the_op(i):
             assert x.shape == y.shape and x.stride() == y.stride() and torch.equal(x, y)
 
 
-def test_a_checkpoint_may_be_watched_when_it_repeats():
+@pytest.mark.parametrize(
+    "function",
+    [
+        flash_attn_qkvpacked_func,
+        lambda qkv: flash_attn_func(*qkv.unbind(2), alibi_slopes=torch.tensor([0.1, 0.2])),
+        lambda qkv: flash_attn_varlen_func(*qkv.flatten(0, 1).unbind(1), offsets(5), offsets(5), 5, 5)[None],
+    ],
+    ids=["packed", "slopes", "varlen"],
+)
+def test_a_checkpoint_may_be_watched_when_it_repeats(function):
+    """Slopes and lengths are saved last: in their places must lie the same tensors."""
     qkv = randn(1, 5, 3, 2, 16).requires_grad_()
-    want = run(flash_attn_qkvpacked_func, (qkv,), dout=torch.ones(1, 5, 2, 16))[1][0]
-    out = checkpoint(flash_attn_qkvpacked_func, qkv, use_reentrant=False)
+    want = run(function, (qkv,), dout=torch.ones(1, 5, 2, 16))[1][0]
+    out = checkpoint(function, qkv, use_reentrant=False)
     with Ops() as ops:
         (got,) = torch.autograd.grad(out, qkv, torch.ones_like(out))
-    assert torch.equal(got, want) and ops.names().count("_flash_attn_forward") == 1
+    assert torch.equal(got, want)
+    assert sum(name in ("_flash_attn_forward", "_flash_attn_varlen_forward") for name in ops.names()) == 1
 
 
 def test_unowned_rows_of_the_private_varlen_forward_are_zero():
@@ -479,6 +502,33 @@ def test_second_derivatives_are_refused(function, dout_requires_grad):
     assert torch.equal(dx, *torch.autograd.grad(function(x @ weight), x, dout))
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(dx.square().sum(), weight)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: flash_attn_func(x, x, x),
+        lambda x: flash_attn_qkvpacked_func(torch.stack((x, x, x), 2)),
+        lambda x: flash_attn_varlen_func(x[0], x[0], x[0], CU_Q, CU_Q, LONGEST, LONGEST),
+    ],
+    ids=["dense", "packed", "varlen"],
+)
+def test_forward_derivatives_are_refused(function):
+    x = randn(1, 12, 2, 16)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        function(forward_ad.make_dual(x, x))
+
+
+def test_ops_that_write_into_given_results_have_no_gradients():
+    """Autograd lets them pass: it neither warns nor looks for a backward."""
+    q, out = randn(1, 5, 2, 16).requires_grad_(), torch.empty(1, 5, 2, 16)
+    mask, ops = (0.25, False, -1, -1, 0.0), torch.ops.flash_attn
+    results = [
+        *ops.fwd(q, q, q, out, 0.0, *mask, None, False),
+        *ops.varlen_fwd(q[0], q[0], q[0], out[0], offsets(5), offsets(5), 5, 5, 0.0, *mask),
+        ops.fwd_kvcache(q, q, q, *[None] * 9, out, *mask, True, 0),
+    ]
+    assert not any(x.requires_grad for x in (out, *results))
 
 
 def test_kvcache_carries_no_gradient():

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from ranks import on_ranks
@@ -257,6 +258,26 @@ def test_mha_generates_with_lengths_of_its_own():
     close(step, torch.stack([whole[0, 3:4], whole[1, 5:6]]))
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+@pytest.mark.parametrize("flash", BOTH)
+def test_mha_generates_for_some_rows_of_the_batch(flash, rotary_dim):
+    """Rows 1 and 2 of caches of four: a prompt of 3 tokens, then one, then one with lengths that are given."""
+    mha = MHA(64, 4, causal=True, layer_idx=0, rotary_emb_dim=rotary_dim, use_flash_attn=flash)
+    x = torch.randn(2, 5, 64)
+    with torch.no_grad():
+        whole = mha(x)
+        params = InferenceParams(max_seqlen=5, max_batch_size=4, batch_size_offset=1)
+        params.key_value_memory_dict[0] = cache = mha.allocate_inference_cache(4, 5).fill_(7)
+        steps = []
+        for first, last in ((0, 3), (3, 4), (4, 5)):
+            if last == 5 and flash:
+                params.lengths_per_sample = torch.tensor([0, 4, 4, 0], dtype=torch.int32)
+            steps.append(mha(x[:, first:last], inference_params=params))
+            params.seqlen_offset = last
+    close(torch.cat(steps, 1), whole)
+    assert cache[[0, 3]].eq(7).all() and cache[1:3].ne(7).all()
+
+
 def test_linear_residual():
     linear, x = LinearResidual(3, 4), torch.randn(2, 3)
     y, residual = linear(x)
@@ -322,6 +343,17 @@ def test_prenorm_block(norm_cls):
     assert half(x.bfloat16())[1].dtype == torch.float32
     no_mlp = Block(32, partial(MHA, num_heads=2), nn.Identity)
     assert not hasattr(no_mlp, "norm2") and no_mlp(x)[1] is not None
+
+
+@pytest.mark.parametrize("shared", BOTH)
+@pytest.mark.parametrize("sequence_parallel", BOTH)
+@pytest.mark.parametrize("cls, names", [(Block, 2), (ParallelBlock, 2), (partial(ParallelBlock, tied_norm=True), 1)])
+def test_norms_say_what_the_ranks_do_with_them(cls, names, sequence_parallel, shared):
+    block = cls(32, partial(MHA, num_heads=2), sequence_parallel=sequence_parallel, mark_shared_params=shared)
+    for flag, wanted in (("_sequence_parallel", sequence_parallel), ("_shared_params", shared)):
+        marked = {name for name, param in block.named_parameters() if getattr(param, flag, False)}
+        norms = {f"norm{i + 1}.{kind}" for i in range(names) for kind in ("weight", "bias")}
+        assert marked == (norms if wanted else set())
 
 
 @pytest.mark.parametrize("return_residual", BOTH)
@@ -424,6 +456,28 @@ def parameters_of_ranks(rank, group):
     model.weight.grad, model.bias.grad = torch.ones(2, 2), torch.tensor([1.0, 10.0]) * (rank + 1)
     allreduce_sequence_parallel_grad(model, group)
     assert model.weight.grad.eq(1).all() and model.bias.grad.tolist() == [3, 30]
+    gradients_of_every_dtype(rank, group)
+
+
+def gradients_of_every_dtype(rank, group):
+    """One message each: what is summed in another dtype is rounded otherwise, or cut."""
+    messages, all_reduce_once = [], dist.all_reduce
+    model = nn.ParameterDict({
+        name: nn.Parameter(torch.zeros(size, dtype=dtype))
+        for name, size, dtype in (("a", 2, torch.bfloat16), ("b", 3, torch.float32), ("c", 1, torch.bfloat16))
+    })  # fmt: skip
+    for name, param in model.items():
+        param._sequence_parallel, param.grad = True, torch.full_like(param, (rank + 1) * (1 + ord(name) - ord("a")))
+
+    def counted(tensor, **options):
+        messages.append((tensor.dtype, tensor.numel()))
+        return all_reduce_once(tensor, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        allreduce_sequence_parallel_grad(model, group)
+    assert messages == [(torch.bfloat16, 3), (torch.float32, 3)]
+    assert [param.grad.tolist() for param in model.values()] == [[3, 3], [6, 6, 6], [9]]
 
 
 def split_layers(rank, group):
