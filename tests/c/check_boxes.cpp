@@ -1,4 +1,5 @@
-/* Where TMA reads: the boxes that attn_fwd_sm90 and both backward kernels ask for, over random packed problems. Each must
+/* Who works on what in attn_fwd_sm90 and both backward kernels, and where TMA reads for it, over random problems. The tiles of
+ * a launch are all tiles, each once; what they say of themselves is what the mask says, asked pair by pair. Each box must
  * begin inside its map (csrc/cuda/tensor_map.h says what happens otherwise) and in the rows of its own sequence. The kernel's
  * own code chooses the tiles, and in the backward brings them, on the emulated warp of cuda_emulation.h; of the forward the
  * boxes of a tile are named here as produce() in attn_fwd_producer.cuh does.
@@ -10,14 +11,22 @@
 /* ---- in place of ptx_sm90.cuh ------------------------------------------------------------------------------------ */
 
 /* What a test map's words say; tensors are [row, head, column]. */
-enum { COLUMNS_OF, ROWS_OF, HEADS_OF, OFFSETS, USED };
+enum { COLUMNS_OF, ROWS_OF, HEADS_OF, OFFSETS, USED, BATCHES_OF, BOX_BYTES };
 static long num_boxes;
+
+#define EXPECT(...)                                                                   \
+    do {                                                                              \
+        if (__VA_ARGS__) break;                                                       \
+        fprintf(stderr, "line %d: this does not hold: " #__VA_ARGS__ "\n", __LINE__); \
+        abort();                                                                      \
+    } while (0)
 
 static void check_box(const fa_tensor_map *map, int column, int row, int head, int end) {
     const unsigned long long *w = map->words;
     const int *offsets = (const int *)w[OFFSETS], *used = (const int *)w[USED], rows = (int)w[ROWS_OF];
-    bool is_there = false;
-    for (int i = 0; offsets[i] < rows; i++) { /* row i of the sequence that ends before row e: (rows - len + i, e) */
+    bool is_there = !VARLEN && row >= 0 && row < rows && end >= 0 && (unsigned long long)end < w[BATCHES_OF];
+    for (int i = 0; VARLEN && offsets[i] < rows;
+         i++) { /* row i of the sequence that ends before row e: (rows - len + i, e) */
         const int len = used ? min(used[i], offsets[i + 1] - offsets[i]) : offsets[i + 1] - offsets[i];
         if (offsets[i] + len == end && row >= rows - len && row < rows) is_there = true;
     }
@@ -25,32 +34,81 @@ static void check_box(const fa_tensor_map *map, int column, int row, int head, i
     if (is_there && column >= 0 && (unsigned long long)column < w[COLUMNS_OF] && head >= 0 &&
         (unsigned long long)head < w[HEADS_OF])
         return;
-    fprintf(stderr, "a box begins outside: column %d, row %d of %d, head %d, sequence that ends at %d\n", column, row,
-            rows, head, end);
+    fprintf(stderr, "a box begins outside: column %d, row %d of %d, head %d, %s %d\n", column, row, rows, head,
+            VARLEN ? "sequence that ends at" : "sequence", end);
     abort();
 }
+
+/* Bytes that the barriers are told of, that come, and that should. */
+static long announced, delivered, wanted;
 
 enum : u64 { L2_EVICT_FIRST, L2_EVICT_LAST };
 static void cp_async_bulk_tensor_load(void *, const fa_tensor_map *map, u64 *, int column, int row, int head, int end,
                                       u64) {
     check_box(map, column, row, head, end);
+    delivered += (long)map->words[BOX_BYTES];
 }
 static void cp_async_bulk_tensor_multicast(void *, const fa_tensor_map *map, u64 *, int column, int row, int head,
                                            int end, int, u64) {
     check_box(map, column, row, head, end);
+    delivered += 2 * (long)map->words[BOX_BYTES];
 }
 static void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int column, int row, int head, int end) {
     check_box(map, column, row, head, end);
 }
 
-/* The producer waits for nobody. */
-#define mbarrier_wait(...)             ((void)0)
-#define mbarrier_arrive(...)           ((void)0)
-#define mbarrier_arrive_expect_tx(...) ((void)0)
-#define arrives_for_warp(lane)         ((lane) == 0)
-#define st_async(...)                  ((void)0)
-#define mbarrier_arrive_remote(...)    ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next one */
-#define fence_proxy_async_global()     ((void)0)
+/* The producer waits for nobody. But its waits for one barrier must ask for one parity after the other: 1, that of a phase
+ * which has been, and 0. CTA 1's for the number of a tile begin with 0. */
+static struct {
+    u64 *barrier;
+    u32 parity;
+} waits[16];
+static void wait_in_turn(u64 *barrier, u32 parity) {
+    if (threadIdx.x > 0) return;
+    int i = 0;
+    while (waits[i].barrier && waits[i].barrier != barrier) i++;
+    EXPECT(i < 15 && (waits[i].barrier ? parity == (waits[i].parity ^ 1) : parity == 1 || HEAD_DIM > 128));
+    waits[i] = {barrier, parity};
+}
+#define mbarrier_wait                             wait_in_turn
+#define mbarrier_arrive(...)                      ((void)0)
+#define mbarrier_arrive_expect_tx(barrier, bytes) ((void)(announced += (long)(bytes)))
+#define arrives_for_warp(lane)                    ((lane) == 0)
+#define st_async(...)                             ((void)(delivered += 4))
+#define mbarrier_arrive_remote(...)               ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next one */
+#define fence_proxy_async_global()                ((void)0)
+
+#ifndef BACKWARD
+constexpr int BLOCK_Q = 64 * WGS;
+#endif
+
+/* ---- what should be ------------------------------------------------------------------------------------------------ */
+
+enum { MAX_SEQUENCES = 80, MAX_TILES = 16, MAX_HEADS = 16 };
+static struct { /* of a sequence; tiles [of queries][of keys] */
+    int q_begin, kv_begin, len_q, len_kv, q_tiles, kv_tiles;
+    bool sees[MAX_TILES][MAX_TILES], full[MAX_TILES][MAX_TILES]; /* some pair of the two, all with BLOCK_KV keys */
+    int found[MAX_HEADS][MAX_TILES];
+} truth[MAX_SEQUENCES];
+
+static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_kv, int left, int right) {
+    auto &x = truth[b_idx];
+    x = {q_begin, kv_begin, len_q, len_kv, (len_q + BLOCK_Q - 1) / BLOCK_Q, (len_kv + BLOCK_KV - 1) / BLOCK_KV};
+    for (auto &row : x.full)
+        for (bool &full : row) full = true;
+    for (int i = 0; i < len_q; i++) {
+        const int diagonal = i + len_kv - len_q;
+        for (int j = 0; j < x.kv_tiles; j++) {
+            bool some = false, all = true;
+            for (int key = j * BLOCK_KV; key < (j + 1) * BLOCK_KV; key++) {
+                const bool is_seen =
+                    key < len_kv && (left < 0 || key >= diagonal - left) && (right < 0 || key <= diagonal + right);
+                some |= is_seen, all &= is_seen;
+            }
+            x.sees[i / BLOCK_Q][j] |= some, x.full[i / BLOCK_Q][j] &= all;
+        }
+    }
+}
 
 /* ---- the kernels' tiles -------------------------------------------------------------------------------------------- */
 
@@ -59,7 +117,10 @@ static void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int column, 
 static const float *first_stat, *last_stat;
 static void cp_async_bulk_load(void *, const void *src, u32 bytes, u64 *) {
     const char *begin = (const char *)src;
-    if (begin >= (const char *)first_stat && begin + bytes <= (const char *)last_stat) return;
+    if (begin >= (const char *)first_stat && begin + bytes <= (const char *)last_stat) {
+        delivered += bytes;
+        return;
+    }
     fprintf(stderr, "statistics from outside\n");
     abort();
 }
@@ -69,7 +130,7 @@ static int atomicAdd(unsigned *counter, int x) { return (int)(*counter += (unsig
 #include "cuda/attn_bwd_tiles.cuh"
 
 struct shared_memory {
-    u16 k[1], k_other[1], v[KEYS * COLUMNS], q[2][BLOCK_Q * COLUMNS], dout[2][BLOCK_Q * COLUMNS];
+    u16 k[1], k_other[2 * KEYS * CHUNK], v[KEYS * COLUMNS], q[2][BLOCK_Q * COLUMNS], dout[2][BLOCK_Q * COLUMNS];
     float lse[2][BLOCK_Q], d[2][BLOCK_Q];
     u64 k_full, k_empty, v_full, v_empty, q_full[2], q_empty[2], do_full[2], do_empty[2], tile_full[2], tile_empty[2];
     u64 idx_full, idx_empty;
@@ -78,12 +139,110 @@ struct shared_memory {
 };
 static shared_memory s;
 
+static void check_tile(const params &p, const tile &t, int idx) {
+    EXPECT(0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head_kv && t.head_kv < p.h_kv);
+    auto &x = truth[t.b_idx];
+    EXPECT(t.len_q == x.len_q && t.len_kv == x.len_kv && t.kv_begin == x.kv_begin);
+    EXPECT(0 <= t.kv_tile && t.kv_tile < x.kv_tiles && 0 <= t.piece && t.piece < t.pieces && t.pieces <= 16);
+    EXPECT(t.q_row_0 == (VARLEN ? p.len_q - x.len_q : 0) && t.q_batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
+    EXPECT(t.kv_row_0 == (VARLEN ? p.len_kv - x.len_kv : 0) &&
+           t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
+    int &found = x.found[t.head_kv][t.kv_tile]; /* a bit for each piece */
+    EXPECT(!(found & 1 << t.piece));
+    found |= 1 << t.piece;
+    /* An earlier key tile adds first: it must have been taken first. */
+    EXPECT(t.kv_tile == 0 || CUTS_QUERIES || x.found[t.head_kv][t.kv_tile - 1] & 1 << t.piece);
+
+    const int pieces = CUTS_HEADS ? p.pieces : 1, piece = CUTS_HEADS ? t.piece : 0;
+    EXPECT(t.first_head == (t.head_kv * pieces + piece) * p.heads_per_tile);
+    EXPECT(t.slab_head == t.first_head + (VARLEN ? 0 : t.b_idx * p.h));
+    if (CUTS_HEADS) EXPECT(t.pieces == p.pieces);
+    if (CUTS_QUERIES) EXPECT(t.pieces == (idx < p.num_whole ? 1 : p.pieces));
+    static int owners[1 << 20][3]; /* of the sums of what is cut */
+    if (t.pieces > 1) {
+        EXPECT(0 <= t.idx && t.idx < (CUTS_QUERIES ? p.num_cut : 1 << 20));
+        int *owner = owners[t.idx], mine[] = {1 + t.b_idx, t.head_kv, t.kv_tile};
+        if (t.piece == 0) memcpy(owner, mine, sizeof mine);
+        EXPECT(!memcmp(owner, mine, sizeof mine));
+    }
+
+    /* The pieces of a tile that is cut along the queries share them out, and none is empty that need not be. */
+    const int begin = CUTS_QUERIES ? x.q_tiles * t.piece / t.pieces : 0;
+    const int end = CUTS_QUERIES ? x.q_tiles * (t.piece + 1) / t.pieces : x.q_tiles;
+    const long other_keys = CTAS > 1 ? sizeof s.k_other : 0, stat_bytes = BLOCK_Q * 4;
+    if (t.q_begin < t.q_end) wanted += CTAS * (2 * (long)sizeof s.v + other_keys);
+    for (int i = 0; i < x.q_tiles; i++) {
+        const bool is_step = t.q_begin <= i && i < t.q_end, sees = x.sees[i][t.kv_tile];
+        EXPECT(is_step == (sees && begin <= i && i < end));
+        int before = 0, behind = 0, first = -1;
+        for (int j = 0; j < x.kv_tiles; j++) {
+            if (x.sees[i][j] && first < 0) first = j;
+            (j < t.kv_tile ? before : behind) += x.sees[i][j] && j != t.kv_tile;
+        }
+        const kv_range seen = key_tiles_of(p, x.len_q, x.len_kv, i);
+        EXPECT(first < 0 ? seen.begin >= seen.end : seen.begin == first && seen.end == first + before + behind + sees);
+        if (!is_step) continue;
+        wanted += CTAS * p.heads_per_tile * 2 * ((long)sizeof s.q[0] + stat_bytes);
+        EXPECT((t.full_begin <= i && i < t.full_end) == x.full[i][t.kv_tile]);
+        EXPECT((i >= t.first_begin) == (before == 0) && (i < t.last_end) == (behind == 0));
+        EXPECT(turn_of(p, t, i) == (u32)before);
+    }
+}
+
+/* The slabs of a head: those of a sequence are its own. */
+static void check_slabs(const params &p) {
+    for (int head = 0; head < (VARLEN ? 1 : p.b) * p.h; head++) {
+        int rows = 0, want = 0;
+        for (int i = 0; i < p.num_slabs; i++) {
+            const slab_rows t = slab_at(p, head * p.num_slabs + i);
+            if (t.rows <= 0) continue;
+            EXPECT(0 <= t.b_idx && t.b_idx < p.b && t.head == (VARLEN ? head : head % p.h));
+            EXPECT(VARLEN || t.b_idx == head / p.h);
+            const auto &x = truth[t.b_idx];
+            EXPECT(t.begin == x.q_begin && t.row % BLOCK_Q == 0 && t.row < x.len_q);
+            EXPECT(t.rows == min(x.len_q - t.row, BLOCK_Q));
+            EXPECT(i == (VARLEN ? slab_begin(p, t.b_idx) : 0) + t.row / BLOCK_Q);
+            rows += t.rows;
+        }
+        for (int b_idx = 0; b_idx < p.b; b_idx++)
+            if (VARLEN || b_idx == head / p.h) want += truth[b_idx].len_q;
+        EXPECT(rows == want);
+    }
+}
+
 static void kernel(const params &p) {
     s.idx = 0;
+    memset(waits, 0, sizeof waits);
     __syncwarp();
+    if (cluster_rank() == 0) {
+        const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
+        const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
+        for (int idx = 0; idx < num_tiles; idx++) {
+            const tile t = tile_at(p, idx, num_kv_tiles);
+            if (threadIdx.x == 0) check_tile(p, t, idx);
+        }
+        if (threadIdx.x == 0 && CTAS > 1)
+            wanted += 4 * (num_tiles + 1); /* numbers of tiles, and that there are no more */
+    }
     produce(p, s);
 }
 constexpr int NUM_CTAS = CTAS;
+
+static void check_all_found(const params &p) {
+    const int all = (1 << (CUTS_HEADS ? p.pieces : 1)) - 1, cut = (1 << p.pieces) - 1;
+    for (int b_idx = 0; b_idx < p.b; b_idx++)
+        for (int head = 0; head < p.h_kv; head++)
+            for (int i = 0; i < truth[b_idx].kv_tiles; i++) {
+                const int found = truth[b_idx].found[head][i];
+                EXPECT(found == all || (CUTS_QUERIES && found == cut));
+            }
+}
+
+/* Number n of a ring of two lies in place n % 2, and is used for the n / 2-th time. */
+static void check_rings() {
+    ring r;
+    for (u32 n = 0; n < 9; n++, r.next()) EXPECT(r.stage == (int)(n % 2) && r.parity == n / 2 % 2);
+}
 
 /* A step's place is what dividing gives. */
 static void check_places(unsigned (*below)(unsigned)) {
@@ -103,15 +262,37 @@ static void check_places(unsigned (*below)(unsigned)) {
 
 #include "cuda/attn_fwd_params.h"
 typedef fa_attn_fwd_params params;
-constexpr int BLOCK_Q = 64 * WGS, NUM_CTAS = 1;
+constexpr int NUM_CTAS = 1;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
 #include "cuda/attn_fwd_tiles.cuh"
 
 static window w;
 static tile t;
 
+static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
+    EXPECT(t.idx == idx && 0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head && t.head < p.h);
+    auto &x = truth[t.b_idx];
+    EXPECT(t.len_q == x.len_q && t.len_kv == x.len_kv && t.kv_head == t.head / p.heads_per_kv);
+    EXPECT(t.row_0 == (VARLEN ? p.len_q - x.len_q : 0) && t.batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
+    EXPECT(t.kv_row_0 == (VARLEN ? p.len_kv - x.len_kv : 0) &&
+           t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
+    EXPECT(t.lse_row == (VARLEN ? x.q_begin : 0));
+    const int i = t.row / BLOCK_Q;
+    EXPECT(t.row % BLOCK_Q == 0 && 0 <= t.row && t.row < x.len_q);
+    EXPECT(x.found[t.head][i]++ == is_again || is_again);
+    for (int j = 0; j < x.kv_tiles; j++) EXPECT(x.sees[i][j] == (t.kv_begin <= j && j < t.kv_end));
+    EXPECT(t.kv_begin >= 0 && t.kv_end <= x.kv_tiles);
+    if (is_again) return;
+    /* The longest first: a head's last rows, and the most keys of 32 packed sequences. */
+    EXPECT(i == x.q_tiles - 1 || x.found[t.head][i + 1] || !LONGEST_FIRST);
+    EXPECT(i == 0 || x.found[t.head][i - 1] || LONGEST_FIRST);
+    for (int other = t.b_idx / 32 * 32; VARLEN && other < p.b && other < t.b_idx / 32 * 32 + 32; other++)
+        if (truth[other].len_kv > x.len_kv && truth[other].q_tiles > 0)
+            EXPECT(truth[other].found[p.h - 1][LONGEST_FIRST ? 0 : truth[other].q_tiles - 1]);
+}
+
 static void kernel(const params &p) {
-    const int num_tiles = count_packed_tiles(p) * p.h;
+    const int num_tiles = VARLEN ? count_packed_tiles(p) * p.h : p.num_tiles;
     w.first = -32, w.begin = w.end = 0;
     __syncwarp();
     for (int n = 0; n < num_tiles + 5; n++) {
@@ -120,17 +301,21 @@ static void kernel(const params &p) {
         find_tile(p, w, idx, t);
         __syncwarp();
         if (threadIdx.x == 0) {
-            if (t.row >= t.len_q) abort();
+            check_tile(p, t, idx, n >= num_tiles);
             for (int column = 0; column < p.d; column += HEAD_DIM % 64 ? 32 : 64) {
                 check_box(&p.q, column, t.row_0 + t.row, t.head, t.batch);
-                for (int j = t.kv_begin; j < t.kv_end; j++) {
+                for (int j = t.kv_begin; j < t.kv_end; j++)
                     check_box(&p.k, column, t.kv_row_0 + j * BLOCK_KV, t.kv_head, t.kv_batch);
-                    if (j * BLOCK_KV >= t.len_kv) abort();
-                }
             }
         }
         __syncwarp();
     }
+}
+
+static void check_all_found(const params &p) {
+    for (int b_idx = 0; b_idx < p.b; b_idx++)
+        for (int head = 0; head < p.h; head++)
+            for (int i = 0; i < truth[b_idx].q_tiles; i++) EXPECT(truth[b_idx].found[head][i] >= 1);
 }
 
 #endif
@@ -162,8 +347,9 @@ static int make_offsets(int *offsets, int b) {
     return offsets[b];
 }
 
-static fa_tensor_map map_of(int d, int rows, int heads, const int *offsets) {
+static fa_tensor_map map_of(int d, int rows, int heads, const int *offsets, int b) {
     fa_tensor_map map = {};
+    map.words[BATCHES_OF] = (u64)b;
     map.words[COLUMNS_OF] = (u64)d, map.words[ROWS_OF] = (u64)rows, map.words[HEADS_OF] = (u64)heads;
     map.words[OFFSETS] = (u64)offsets;
     return map;
@@ -171,42 +357,77 @@ static fa_tensor_map map_of(int d, int rows, int heads, const int *offsets) {
 
 static void run(const void *p) { kernel(*(const params *)p); }
 
+/* Offsets that mean nothing stay within the tensor. */
+static void check_spans() {
+    for (int n = 0; n < 1000; n++) {
+        const int total = (int)below(50), cu[] = {(int)below(100) - 25, (int)below(100) - 25};
+        const span x = span_at(cu, 0, total);
+        EXPECT(0 <= x.begin && x.begin <= total && 0 <= x.len && x.len <= total - x.begin);
+        if (0 <= cu[0] && cu[0] <= cu[1] && cu[1] <= total) EXPECT(x.begin == cu[0] && x.len == cu[1] - cu[0]);
+    }
+}
+
 int main() {
     static int offsets_q[100], offsets_kv[100], used[100];
     const emulated_shape shape = {NUM_CTAS, 1, 1, 1, 32, 0};
+    check_spans();
 #ifdef BACKWARD
     check_places(below);
+    check_rings();
 #endif
     for (int n = 0; n < 60; n++) {
         params p = {};
         unsigned counter = 0;
         const int heads = 1 + (int)below(3);
-        p.b = 1 + (int)below(n % 2 ? 70 : 6);
-        const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, p.b);
-        const int total_kv = make_offsets(offsets_kv, p.b);
+        p.b = 1 + (int)below(n % 2 && VARLEN ? 70 : 6);
+        const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, VARLEN ? p.b : 1);
+        const int total_kv = make_offsets(offsets_kv, VARLEN ? p.b : 1);
         p.h = h_kv * heads, p.d = HEAD_DIM - 8 * (int)below(HEAD_DIM > 64 ? 4 : HEAD_DIM / 8);
-        p.len_q = total_q, p.len_kv = total_kv;
-        p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;
+        p.len_q = total_q, p.len_kv = total_kv; /* dense: of each sequence */
+        if (VARLEN) p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;
         p.window_left = LOCAL && below(3) ? (int)below(300) : -1;
         p.window_right = CAUSAL ? 0 : LOCAL && below(3) ? (int)below(300) : -1;
         p.group_heads = 1 + (int)below(4);
-        p.q = map_of(p.d, total_q, p.h, offsets_q);
-        p.k = p.v = map_of(p.d, total_kv, h_kv, offsets_kv);
+        p.q = map_of(p.d, total_q, p.h, offsets_q, p.b);
+        p.k = p.v = map_of(p.d, total_kv, h_kv, offsets_kv, p.b);
+        if (!VARLEN && p.group_heads > p.b * h_kv) p.group_heads = p.b * h_kv;
 #ifdef BACKWARD
         p.heads_per_tile = heads, p.h_kv = h_kv, p.pieces = CUTS_HEADS ? 1 + (int)below(3) : 1;
-        p.h *= p.pieces, p.q = p.dout = map_of(p.d, total_q, p.h, offsets_q);
-        p.group_heads = p.group_heads < h_kv * p.pieces ? p.group_heads : h_kv * p.pieces;
-        p.num_slabs = total_q / BLOCK_Q + p.b;
+        p.h *= CUTS_HEADS ? p.pieces : 1, p.q = p.dout = map_of(p.d, total_q, p.h, offsets_q, p.b);
+        p.q.words[BOX_BYTES] = p.dout.words[BOX_BYTES] = BLOCK_Q * CHUNK * 2;
+        p.k.words[BOX_BYTES] = p.v.words[BOX_BYTES] = KEYS * CHUNK * 2;
+        if (VARLEN) p.group_heads = min(p.group_heads, h_kv * p.pieces);
+        p.num_kv_tiles = ceil_div(total_kv, BLOCK_KV), p.num_whole = p.num_kv_tiles * p.b * h_kv;
+        if (CUTS_QUERIES && total_q > 2 * BLOCK_Q)
+            p.pieces = 1 + (int)below(3), p.num_cut = p.pieces > 1 ? (int)below(p.num_whole + 1) : 0,
+            p.num_whole -= p.num_cut;
+        p.num_tiles = p.num_whole * (CUTS_HEADS ? p.pieces : 1) + p.num_cut * p.pieces;
+        p.num_slabs = VARLEN ? total_q / BLOCK_Q + p.b : ceil_div(total_q, BLOCK_Q);
         static float stats[1]; /* an address: nothing is read */
-        first_stat = p.stats = stats, last_stat = stats + (long)p.num_slabs * p.h * 2 * BLOCK_Q;
+        first_stat = p.stats = stats;
+        last_stat = stats + (long)p.num_slabs * p.h * (VARLEN ? 1 : p.b) * 2 * BLOCK_Q;
         p.tile_counter = &counter;
 #else
         p.heads_per_kv = heads;
         p.group_heads = p.group_heads < p.h ? p.group_heads : p.h;
+        p.num_q_tiles = ceil_div(total_q, BLOCK_Q), p.num_tiles = p.num_q_tiles * p.b * p.h;
         for (int i = 0; i < p.b; i++) used[i] = (int)below(800);
-        if (below(2)) p.seqused_k = used, p.k.words[USED] = p.v.words[USED] = (u64)used;
+        if (VARLEN && below(2)) p.seqused_k = used, p.k.words[USED] = p.v.words[USED] = (u64)used;
 #endif
+        for (int i = 0; i < p.b; i++) {
+            const int *q = offsets_q + (VARLEN ? i : 0), *kv = offsets_kv + (VARLEN ? i : 0);
+            int len_kv = kv[1] - kv[0];
+#ifndef BACKWARD
+            if (p.seqused_k) len_kv = min(len_kv, used[i]);
+#endif
+            find_truth(i, q[0], kv[0], q[1] - q[0], len_kv, p.window_left, p.window_right);
+        }
         emulate_launch(run, &p, &shape);
+        check_all_found(p);
+#ifdef BACKWARD
+        check_slabs(p);
+        EXPECT(announced == wanted && delivered == wanted);
+#endif
     }
     printf("%ld boxes begin inside their maps\n", num_boxes);
     return num_boxes < 1000;

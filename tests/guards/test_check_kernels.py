@@ -35,15 +35,17 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
     assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
 
 
-def packed_kernels():
-    """Hopper's rows that read packed sequences by TMA, with each mask: {name: arguments of cuda_kernel_source}."""
-    wanted = re.compile(r"attn_(fwd|bwd|bwd_wide)_sm90_bf16_\w*?kv\d+(_causal|_local)?_varlen")
+def scheduled_kernels():
+    """Hopper's rows with each mask, packed, and some that are not: {name: arguments of cuda_kernel_source}."""
+    mask = r"kv\d+(_causal|_local)?"
+    some = r"(fwd_sm90_bf16_d(64_q192|192_q128)|bwd\w*_bf16_d(64|96|192)_q\d+)"
+    wanted = re.compile(rf"attn_((fwd|bwd|bwd_wide)_sm90_bf16_\w*?{mask}_varlen|{some}{mask})")
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
 
-@pytest.mark.parametrize("name", packed_kernels())
-def test_boxes_of_tma_begin_inside_their_maps(name, tmp_path):
-    _, options = flash_attn_2_cuda.cuda_kernel_source(*packed_kernels()[name])
+@pytest.mark.parametrize("name", scheduled_kernels())
+def test_tiles_are_found_once_and_boxes_of_tma_begin_inside_their_maps(name, tmp_path):
+    _, options = flash_attn_2_cuda.cuda_kernel_source(*scheduled_kernels()[name])
     constants = [option for option in options if option.startswith("-D")] + ["-DBACKWARD"] * name.startswith("attn_bwd")
     c = ROOT / "tests" / "c"
     run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
