@@ -357,7 +357,9 @@ VARLEN_BACKWARD = [
     ("max_q_low", {"max_seqlen_q": 4}, ["max_seqlen_q", "4", "5"]),
     ("lse_shape", {"softmax_lse": torch.ones(9, 4)}, ["softmax_lse"]),
     ("dout_shape", {"dout": half(8, 4, 16)}, ["dout must have shape"]),
+    ("dq_shape", {"dq": half(8, 4, 16)}, ["dq must have shape"]),
     ("dk_shape", {"dk": half(9, 2, 16)}, ["dk must have shape"]),
+    ("dv_shape", {"dv": half(9, 2, 16)}, ["dv must have shape"]),
 ]
 
 

@@ -17,7 +17,7 @@ static long num_boxes;
 #define EXPECT(...)                                                                   \
     do {                                                                              \
         if (__VA_ARGS__) break;                                                       \
-        fprintf(stderr, "line %d: this does not hold: " #__VA_ARGS__ "\n", __LINE__); \
+        fprintf(stderr, "line %d: this does not hold: %s\n", __LINE__, #__VA_ARGS__); \
         abort();                                                                      \
     } while (0)
 

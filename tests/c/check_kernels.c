@@ -19,6 +19,7 @@
 #include <cmocka.h>
 #include "definitions.h"
 #include "naive.h"
+#include "cpu/bwd_layout.h"
 #include <time.h>
 
 /* ---- one random case ----------------------------------------------------------------------------------------- */
@@ -197,6 +198,76 @@ static void test_thread_counts(void **state) {
         check_thread_counts(FA_FWD, seed % 2 ? FA_F32 : FA_BF16, seed);
         check_thread_counts(FA_BWD, seed % 2 ? FA_F32 : FA_BF16, seed);
     }
+}
+
+/* ---- tasks ----------------------------------------------------------------------------------------------------- */
+
+/* Keys of [begin, end) between the first and the last that lane idx block_q and those behind it see; a lane is a row and one
+ * of the heads that share keys, or with dropout a row of one head. */
+static int64_t keys_of_tile(const fa_problem *p, const fa_sequence *s, int block_q, int64_t idx, int64_t begin,
+                            int64_t end) {
+    const int64_t g = p->h / p->h_kv;
+    int64_t low = INT64_MAX, high = -1;
+    for (int64_t lane = 0; lane < block_q; lane++) {
+        const int64_t row = p->dropout_p > 0 ? idx / g * block_q + lane : (idx * block_q + lane) / g;
+        if (row >= s->len_q) continue;
+        int64_t first, last;
+        fa_visible_keys(p, s, row, &first, &last);
+        if (first < low) low = first;
+        if (last > high) high = last;
+    }
+    int64_t count = 0;
+    for (int64_t key = begin; key < end; key++) count += low <= key && key < high;
+    return count;
+}
+
+/* The tasks of a call are all of its work, each piece once, the dearest first, and cost what they say. */
+static void check_tasks(const fa_problem *p, int block_q, int tiles_per_task, int ranges, int shares) {
+    enum { BLOCK_KV = 32 };
+    const bool forward = p->pass == FA_FWD;
+    const int64_t count = forward ? fa_fwd_tasks(p, block_q, tiles_per_task, NULL)
+                                  : fa_bwd_tasks(p, block_q, BLOCK_KV, ranges, shares, NULL);
+    fa_task *tasks = guarded_alloc((size_t)count * sizeof *tasks, 64, true);
+    assert_int_equal(forward ? fa_fwd_tasks(p, block_q, tiles_per_task, tasks)
+                             : fa_bwd_tasks(p, block_q, BLOCK_KV, ranges, shares, tasks),
+                     count);
+    fa_sort_tasks(tasks, count);
+    int64_t places = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const fa_task *t = &tasks[i], *before = &tasks[i > 0 ? i - 1 : 0];
+        assert_true(t->begin < t->end && (!forward || t->end - t->begin <= tiles_per_task) && t->cost <= before->cost);
+        if (i > 0 && t->cost == before->cost)
+            assert_true(before->b_idx != t->b_idx       ? before->b_idx < t->b_idx
+                        : before->head_kv != t->head_kv ? before->head_kv < t->head_kv
+                                                        : before->begin < t->begin);
+        for (int64_t j = 0; j < i; j++) /* no tile and no range is in two of them */
+            assert_true(tasks[j].b_idx != t->b_idx || tasks[j].head_kv != t->head_kv || tasks[j].end <= t->begin ||
+                        t->end <= tasks[j].begin);
+        places += t->end - t->begin;
+        const fa_sequence s = fa_sequence_at(p, t->b_idx);
+        int64_t cost = 0, begin = 0, end = s.len_kv;
+        if (!forward) fa_bwd_ranges(&s, BLOCK_KV, ranges, t->begin, t->end, &begin, &end);
+        for (int64_t tile = forward ? t->begin : 0; tile < (forward ? t->end : fa_num_tiles(p, &s, block_q)); tile++)
+            cost += keys_of_tile(p, &s, block_q, tile, begin, end);
+        assert_int_equal(t->cost, cost);
+    }
+    int64_t all = forward ? 0 : p->b * p->h_kv * ranges; /* with the above: each of them is in one */
+    for (int64_t b_idx = 0; forward && b_idx < p->b; b_idx++) {
+        const fa_sequence s = fa_sequence_at(p, b_idx);
+        all += p->h_kv * fa_num_tiles(p, &s, block_q);
+    }
+    assert_int_equal(places, all);
+}
+
+static void test_tasks(void **state) {
+    (void)state;
+    for (uint64_t seed = 3000; seed < 3100; seed++)
+        for (int pass = FA_FWD; pass <= FA_BWD; pass++) {
+            const test_case c = case_make(seed, (fa_pass)pass, FA_F32);
+            const int ranges = 1 + (int)(seed % 5);
+            check_tasks(&c.p, seed % 2 ? 16 : 48, 1 + (int)(seed % 4), ranges, seed % 3 ? ranges : 1);
+            guarded_free_all();
+        }
 }
 
 /* ---- absent gradients ---------------------------------------------------------------------------------------- */
@@ -511,6 +582,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_bwd_bf16),
         cmocka_unit_test(test_bwd_f16),
         cmocka_unit_test(test_bwd_f64),
+        cmocka_unit_test(test_tasks),
         cmocka_unit_test(test_thread_counts),
         cmocka_unit_test(test_absent_gradients),
         cmocka_unit_test(test_silent_rows),
