@@ -131,6 +131,7 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     p->dq = view_of(&c->dq);
     p->dk = view_of(&c->dk);
     p->dv = view_of(&c->dv);
+    p->paged = paged;
     if (paged) {
         p->num_pages = k[0];
         p->page_size = k[1];

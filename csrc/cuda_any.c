@@ -21,11 +21,11 @@ static uint64_t offsets_of(const fa_view *t, int64_t element_bytes, int64_t batc
 /* The largest piece, up to 16 bytes, that all rows consist of and start at multiples of. */
 static int piece_bytes(const fa_problem *p) {
     const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
-    const int64_t kv_batches = p->block_table         ? p->num_pages
+    const int64_t kv_batches = p->paged               ? p->num_pages
                                : p->cu_seqlens_k      ? 1
                                : p->cache_rows > p->b ? p->cache_rows
                                                       : p->b;
-    const int64_t kv_rows = p->block_table ? p->page_size : p->cu_seqlens_k ? p->total_kv : p->len_kv;
+    const int64_t kv_rows = p->paged ? p->page_size : p->cu_seqlens_k ? p->total_kv : p->len_kv;
     const fa_view *like_q[] = {&p->q, &p->o, &p->dout, &p->dq}, *like_k[] = {&p->k, &p->v, &p->dk, &p->dv};
     uint64_t offsets = 16 | (uint64_t)(p->d * bytes);
     for (int i = 0; i < 4; i++)
@@ -73,6 +73,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .seqused_k = p->seqused_k,
         .leftpad_k = p->leftpad_k,
         .cache_batch_idx = p->cache_batch_idx,
+        .paged = p->paged,
         .block_table = p->block_table,
         .block_table_stride = p->block_table_stride,
         .block_table_cols = (int)p->block_table_cols,
@@ -91,7 +92,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .piece_bytes = piece_bytes(p),
         .zero_tensors = p->cu_seqlens_q && call->zero_tensors,
     };
-    if (p->block_table && p->num_pages == 0) a.block_table_cols = 0; /* no key can be read */
+    if (p->num_pages == 0) a.block_table_cols = 0; /* no key can be read */
     if (p->cache_batch_idx && p->cache_rows == 0) a.cache_batch_idx = NULL, a.block_table_cols = a.len_kv = 0;
     return a;
 }

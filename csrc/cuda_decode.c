@@ -18,7 +18,7 @@ static fa_decode_cache cache_of(const fa_view *t) {
 }
 
 static fa_attn_decode_params params_of(const fa_problem *p) {
-    const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->block_table;
+    const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
     const float scale = (float)p->scale;
     fa_attn_decode_params a = {
         .q = p->q.data,
@@ -41,9 +41,9 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .d = (int)p->d,
         .len_q = (int)p->len_q,
         .total_q = (int)p->total_q,
-        .capacity = (int)(packed_keys      ? p->total_kv
-                          : p->block_table ? p->block_table_cols * p->page_size
-                                           : p->len_kv),
+        .capacity = (int)(packed_keys ? p->total_kv
+                          : p->paged  ? p->block_table_cols * p->page_size
+                                      : p->len_kv),
         .len_new = (int)p->len_new,
         .num_caches = (int)p->cache_rows,
         .cu_seqlens_q = p->cu_seqlens_q,
@@ -66,7 +66,7 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
     a.scale_log2 = (a.changes_scores ? 1 : scale) * FA_LOG2_E;
     a.lazy_margin = 8 / a.scale_log2;
     /* Of a cache without a row or a page no key can be read. */
-    if ((p->block_table && p->num_pages == 0) || (p->cache_batch_idx && p->cache_rows == 0))
+    if ((p->paged && p->num_pages == 0) || (p->cache_batch_idx && p->cache_rows == 0))
         a.capacity = 0, a.cache_batch_idx = NULL, a.block_table = NULL;
     return a;
 }

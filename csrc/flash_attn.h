@@ -88,12 +88,14 @@ typedef struct {
     void *s_dmask; /* [b, h, s_dmask_rows, s_dmask_cols] in dtype: +-exp(s - row max), minus where dropped; or NULL */
     int64_t s_dmask_rows, s_dmask_cols;
 
-    /* Where sequences lie (see sequence.h). All arrays live on the problem's device. */
+    /* Where sequences lie (see sequence.h). All arrays live on the problem's device. An array without elements is NULL, too:
+     * that of an empty batch, or a block table without columns. So `paged` says whether there are pages. */
     const int32_t *cu_seqlens_q, *cu_seqlens_k; /* [b + 1]; NULL: dense */
     const int32_t *seqused_k;                   /* [b] keys in use (kvcache: before the append); NULL: all */
     const int32_t *leftpad_k;                   /* [b] leading keys to skip; NULL: 0 */
     const int32_t *cache_batch_idx;             /* [b] row of the cache (or of the block table); NULL: identity */
-    const int32_t *block_table;                 /* [rows, block_table_cols] page numbers; NULL: not paged */
+    bool paged;                                 /* k and v are pages, which block_table names */
+    const int32_t *block_table;                 /* [rows, block_table_cols] page numbers */
     int64_t block_table_stride, block_table_cols;
     int64_t page_size, num_pages;
     int64_t cache_rows; /* that cache_batch_idx may name: of the cache, or of the block table */

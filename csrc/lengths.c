@@ -16,8 +16,11 @@ static fa_status check_block_table(const fa_call *c, fa_problem *p, fa_error *er
     REQUIRE(present(&c->cache_batch_idx) || t->size[0] == p->b,
             "block_table must have shape (batch_size, max_num_blocks_per_seq) with batch_size %" PRId64 "; it has %s",
             p->b, shape_words(t, &w));
+    REQUIRE(t->size[1] == 0 || p->page_size <= INT64_MAX / t->size[1],
+            "block_table has %" PRId64 " columns of pages of %" PRId64 " keys, more keys than can be counted",
+            t->size[1], p->page_size);
     p->block_table = (const int32_t *)t->data;
-    p->block_table_stride = t->size[0] > 1 ? t->stride[0] : 0;
+    p->block_table_stride = t->size[0] > 1 && t->size[1] > 0 ? t->stride[0] : 0;
     p->block_table_cols = t->size[1];
     return FA_OK;
 }
@@ -47,9 +50,9 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
     p->leftpad_k = (const int32_t *)c->leftpad_k.data;
     p->cache_batch_idx = (const int32_t *)c->cache_batch_idx.data;
     TRY(check_block_table(c, p, err));
-    p->cache_rows = p->block_table ? c->block_table.size[0] : c->k.size[0];
-    const int64_t room = p->block_table ? p->block_table_cols * p->page_size : p->total_kv;
-    if (c->layout == FA_OP_KVCACHE && p->block_table) p->len_kv = room;
+    p->cache_rows = p->paged ? c->block_table.size[0] : c->k.size[0];
+    const int64_t room = p->paged ? p->block_table_cols * p->page_size : p->total_kv;
+    if (c->layout == FA_OP_KVCACHE && p->paged) p->len_kv = room;
     if (c->layout == FA_OP_VARLEN) { /* plans count with what there can be, whatever max_seqlen promises */
         if (p->len_q > p->total_q) p->len_q = p->total_q;
         if (p->len_kv > room) p->len_kv = room;
@@ -80,10 +83,10 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
     if (p->cu_seqlens_q) {
         TRY(check_cu_seqlens(&c->cu_seqlens_q, p->cu_seqlens_q, p->b, p->total_q, c->max_seqlen_q, "max_seqlen_q",
                              err));
-        TRY(check_cu_seqlens(&c->cu_seqlens_k, p->cu_seqlens_k, p->b, p->block_table ? -1 : p->total_kv,
+        TRY(check_cu_seqlens(&c->cu_seqlens_k, p->cu_seqlens_k, p->b, p->paged ? -1 : p->total_kv,
                              p->seqused_k ? -1 : c->max_seqlen_k, "max_seqlen_k", err));
     }
-    const char *cache_name = p->block_table ? "block_table" : c->k.name;
+    const char *cache_name = p->paged ? "block_table" : c->k.name;
     for (int64_t i = 0; i < p->b; i++) {
         int64_t row = i;
         if (p->cache_batch_idx) {
@@ -93,14 +96,14 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
                     p->cache_rows, cache_name, i, row);
         }
         /* keys before the append, and how many there may be */
-        int64_t room = p->cu_seqlens_k && !p->block_table ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i]
-                       : p->block_table                   ? p->block_table_cols * p->page_size
-                                                          : p->len_kv;
+        int64_t room = p->cu_seqlens_k && !p->paged ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i]
+                       : p->paged                   ? p->block_table_cols * p->page_size
+                                                    : p->len_kv;
         int64_t len = p->cu_seqlens_k ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i] : p->len_kv;
         if (p->seqused_k) {
             len = p->seqused_k[i];
             REQUIRE(len >= 0, "%s must be at least 0; element %" PRId64 " is %" PRId64, used_name, i, len);
-            REQUIRE(p->block_table || len <= room,
+            REQUIRE(p->paged || len <= room,
                     "%s must be at most the %" PRId64 " keys there are; element %" PRId64 " is %" PRId64, used_name,
                     room, i, len);
             REQUIRE(kvcache || len <= c->max_seqlen_k,
@@ -108,8 +111,8 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
                     c->max_seqlen_k, len, i);
         }
         const int64_t end = len + p->len_new;
-        if (p->block_table) {
-            const int64_t pages = (end + p->page_size - 1) / p->page_size;
+        if (p->paged) {
+            const int64_t pages = end / p->page_size + (end % p->page_size > 0);
             REQUIRE(end <= room,
                     "block_table has %" PRId64 " columns of pages of %" PRId64 " keys, room for %" PRId64
                     "; sequence %" PRId64 " needs %" PRId64 " (%s %" PRId64 " and %" PRId64 " new)",

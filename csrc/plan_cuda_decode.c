@@ -79,18 +79,17 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
 
 const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
-    const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->block_table;
-    const bool has_cache =
-        p->block_table || p->leftpad_k || p->cache_batch_idx || p->k_new.data || (p->seqused_k && !packed);
+    const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
+    const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || (p->seqused_k && !packed);
     const int64_t rows = p->len_q * (p->h / p->h_kv);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
-    const extent cache = {p->block_table         ? p->num_pages
+    const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1
                           : p->cache_rows > p->b ? p->cache_rows
                                                  : p->b,
-                          p->block_table ? p->page_size
-                          : packed_keys  ? p->total_kv
-                                         : p->len_kv,
+                          p->paged      ? p->page_size
+                          : packed_keys ? p->total_kv
+                                        : p->len_kv,
                           p->h_kv};
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -117,9 +116,7 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
 
-    const int64_t capacity = packed_keys      ? p->total_kv
-                             : p->block_table ? p->block_table_cols * p->page_size
-                                              : p->len_kv;
+    const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;
     const int64_t q_tiles =
         packed ? ceil_div(p->total_q * (p->h / p->h_kv), plan->block_q) + p->b : p->b * ceil_div(rows, plan->block_q);

@@ -12,7 +12,7 @@ typedef struct {
     int64_t len_q, len_kv; /* visible lengths: after seqused_k, append and left padding */
     int64_t kv_batch;      /* index times stride_b of k and v; unused when paged */
     int64_t kv_row;        /* row of key 0 counted from kv_batch's start (paged: from the start of page 0) */
-    const int32_t *pages;  /* the sequence's row of the block table; NULL: not paged */
+    const int32_t *pages;  /* paged: the sequence's row of the block table */
 } fa_sequence;
 
 static inline fa_sequence fa_sequence_at(const fa_problem *p, int64_t b_idx) {
@@ -23,7 +23,7 @@ static inline fa_sequence fa_sequence_at(const fa_problem *p, int64_t b_idx) {
         s.len_q = p->cu_seqlens_q[b_idx + 1] - s.q_row;
     }
     if (p->cu_seqlens_k) {
-        s.kv_row = p->block_table ? 0 : p->cu_seqlens_k[b_idx];
+        s.kv_row = p->paged ? 0 : p->cu_seqlens_k[b_idx];
         s.len_kv = p->cu_seqlens_k[b_idx + 1] - p->cu_seqlens_k[b_idx];
     } else {
         s.kv_batch = cache_row;
@@ -43,7 +43,7 @@ static inline fa_sequence fa_sequence_at(const fa_problem *p, int64_t b_idx) {
 static inline int64_t fa_key_offset(const fa_problem *p, const fa_view *kv, const fa_sequence *s, int64_t j,
                                     int64_t head_kv) {
     int64_t row = s->kv_row + j;
-    if (s->pages)
+    if (p->paged)
         return (int64_t)s->pages[row / p->page_size] * kv->stride_b + (row % p->page_size) * kv->stride_row +
                head_kv * kv->stride_h;
     return s->kv_batch * kv->stride_b + row * kv->stride_row + head_kv * kv->stride_h;

@@ -117,7 +117,7 @@ static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t e
         const char *row = NULL;
         memset(rows, 0, (size_t)block_kv * sizeof *rows);
         for (int64_t j = begin; j < end; j++) {
-            if (row && !t->s.pages)
+            if (row && !p->paged)
                 row += view->stride_row * bytes;
             else
                 row = (const char *)view->data + fa_key_offset(p, view, &t->s, block + j, t->head_kv) * bytes;

@@ -63,7 +63,7 @@ static void list_rows(const decode_task *t, const fa_view *view, int64_t first, 
     const int64_t bytes = DTYPE_BYTES(p->dtype);
     for (int64_t j = 0; j < n;) {
         int64_t run = n - j, in_page = p->page_size - (t->s.kv_row + first + j) % (p->page_size ? p->page_size : 1);
-        if (t->s.pages && in_page < run) run = in_page;
+        if (p->paged && in_page < run) run = in_page;
         const char *row = (const char *)view->data + fa_key_offset(p, view, &t->s, first + j, t->head_kv) * bytes;
         for (int64_t end = j + run; j < end; j++, row += view->stride_row * bytes) rows[j] = row;
     }

@@ -50,7 +50,7 @@ typedef struct {
     const int *seqused_k;          /* [b] keys before the append; NULL: all */
     const int *leftpad_k;          /* [b] leading keys to skip; NULL: none */
     const int *cache_batch_idx;    /* [b] row of the cache; NULL: identity */
-    const int *block_table;        /* [num_caches, table_cols] page numbers; NULL: not paged */
+    const int *block_table;        /* [num_caches, table_cols] page numbers; NULL: not paged, or a capacity of 0 */
     int window_left, window_right; /* -1: unlimited; causal is right = 0 */
     fa_division by_heads_per_kv, by_groups;
 

@@ -36,6 +36,7 @@ typedef struct {
     long long s_dmask_rows, s_dmask_cols;
 
     const int *cu_seqlens_q, *cu_seqlens_k, *seqused_k, *leftpad_k, *cache_batch_idx, *block_table;
+    int paged; /* k and v are pages; block_table may be NULL all the same, if it has no entries */
     long long block_table_stride;
     int block_table_cols, page_size, num_pages;
     int cache_rows; /* that cache_batch_idx may name */

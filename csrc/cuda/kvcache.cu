@@ -48,7 +48,7 @@ DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
     const int position = append_position(p, b_idx) + t;
     if (position >= s.capacity) return;
-    if (s.pages) {
+    if (p.paged) {
         const int page = s.pages[position / p.page_size];
         if (page < 0 || page >= p.num_pages) return;
     }

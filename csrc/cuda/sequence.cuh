@@ -18,7 +18,7 @@ struct sequence {
     int kv_batch;      /* index times stride_b of k and v; unused when paged */
     int kv_row;        /* row of key 0 counted from kv_batch's start (paged: from the start of page 0) */
     int capacity;      /* keys that fit, left padding included */
-    const int *pages;  /* the sequence's row of the block table; NULL: not paged */
+    const int *pages;  /* paged: the sequence's row of the block table */
 };
 
 DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
@@ -29,13 +29,13 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
         s.len_q = clamp(p.cu_seqlens_q[b_idx + 1], s.q_row, p.total_q) - s.q_row;
     }
     if (p.cu_seqlens_k) {
-        const int total = p.block_table ? 0x7fffffff : p.total_kv;
+        const int total = p.paged ? 0x7fffffff : p.total_kv;
         const int begin = clamp(p.cu_seqlens_k[b_idx], 0, total);
         s.len_kv = s.capacity = clamp(p.cu_seqlens_k[b_idx + 1], begin, total) - begin;
-        s.kv_row = p.block_table ? 0 : begin;
+        s.kv_row = p.paged ? 0 : begin;
         s.kv_batch = 0;
     }
-    if (p.block_table) {
+    if (p.paged) {
         s.pages = p.block_table + cache_row * p.block_table_stride;
         s.capacity = (int)min((long long)p.block_table_cols * p.page_size, 0x40000000ll);
     }
@@ -54,7 +54,7 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
 DEVICE long long cache_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, const sequence &s, int row,
                               int head_kv) {
     long long batch = s.kv_batch;
-    if (s.pages) {
+    if (p.paged) {
         batch = clamp(s.pages[row / p.page_size], 0, p.num_pages - 1);
         row %= p.page_size;
     }

@@ -176,7 +176,7 @@ static void draw_placement(test_case *c, random_source *r) {
         p->num_pages = cache_rows * p->block_table_cols;
         int32_t *table = random_ints(r, p->num_pages, 1, c->at_end);
         random_shuffle(r, table, p->num_pages);
-        p->block_table = table;
+        p->paged = true, p->block_table = table;
         for (int64_t i = 0; i < p->b; i++) { /* pages that the sequence does not need are not there */
             int64_t cache_row = p->cache_batch_idx ? p->cache_batch_idx[i] : i;
             int64_t keys = p->cu_seqlens_k ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i] : p->seqused_k[i];
@@ -260,7 +260,7 @@ static void case_print(const test_case *c) {
         (unsigned long long)c->seed, p->pass == FA_FWD ? "fwd" : "bwd", fa_dtype_name(p->dtype), (int)p->b, (int)p->h,
         (int)p->h_kv, (int)p->d, (int)p->len_q, (int)p->len_kv, (int)p->window_left, (int)p->window_right, p->softcap,
         p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " varlen" : "",
-        p->block_table ? " paged" : "", p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "",
+        p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "",
         c->hides_nan ? " hidden-nan" : "");
 }
 

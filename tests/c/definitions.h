@@ -208,7 +208,7 @@ static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleav
     if (paged) {
         p.page_size = 7, p.block_table_stride = 8, p.block_table_cols = 8, p.num_pages = 24;
         random_shuffle(&r, table, 24);
-        p.block_table = table;
+        p.paged = true, p.block_table = table;
     }
     tensor k = tensor_make(&p, paged ? 24 : 3, paged ? 7 : CACHE_LEN, p.h_kv, ROWS_THEN_HEADS, true);
     tensor v = tensor_make(&p, paged ? 24 : 3, paged ? 7 : CACHE_LEN, p.h_kv, HEADS_THEN_ROWS, true);
