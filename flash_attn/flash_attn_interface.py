@@ -247,10 +247,14 @@ def _first_gradients(ctx, saved, dout):
 
 def _gradients(ctx, dout):
     saved = ctx.saved_tensors  # once: a checkpoint computes them
-    grads = _first_gradients(ctx, saved, dout)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph
-        grads = _LastDerivative.apply(len(grads), *grads, dout, *saved)
-    return grads
+    return without_second_derivative(_first_gradients(ctx, saved, dout), dout, *saved)
+
+
+def without_second_derivative(grads, *inputs):
+    """Gradients that are a function of the inputs, of which with create_graph the derivative raises: there is none."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grads
+    return _LastDerivative.apply(len(grads), *grads, *inputs)
 
 
 class _LastDerivative(torch.autograd.Function):

@@ -144,3 +144,16 @@ def split_vocabulary(rank, group):
 
 def test_split_vocabulary(tmp_path):
     on_ranks(split_vocabulary, tmp_path)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dloss_requires_grad", [False, True])
+def test_there_is_no_second_derivative(dloss_requires_grad, inplace):
+    x, labels = problem()
+    x.requires_grad_()
+    loss = CrossEntropyLoss(inplace_backward=inplace)(x, labels)
+    dloss = torch.ones((), requires_grad=dloss_requires_grad)
+    (dx,) = torch.autograd.grad(loss, x, dloss, create_graph=True)
+    assert dx.requires_grad
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(dx.square().sum(), x)

@@ -11,7 +11,8 @@ logits, rank 0 the first; lse, the label's logit and the smoothing sum are then 
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+
+from flash_attn.flash_attn_interface import without_second_derivative
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
 
@@ -74,9 +75,14 @@ class CrossEntropyLoss(torch.autograd.Function):
         return losses, z_losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dlosses, dz_losses):
-        logits, lse, columns, kept, here = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            dlogits = CrossEntropyLoss._gradient(ctx, dlosses, *saved)
+        return (*without_second_derivative([dlogits], dlosses, *saved), *[None] * 8)
+
+    @staticmethod
+    def _gradient(ctx, dlosses, logits, lse, columns, kept, here):
         dlogits = logits if ctx.inplace_backward else torch.empty_like(logits)
         scale = torch.where(kept, dlosses * ctx.logit_scale, 0.0)  # ignored rows get zeros
         label_weight = torch.where(here, scale * (1 - ctx.smoothing), 0.0)
@@ -88,7 +94,7 @@ class CrossEntropyLoss(torch.autograd.Function):
                 p -= ctx.smoothing / ctx.num_classes
             p = torch.where(kept[rows, None], p * scale[rows, None], 0.0)
             dlogits[rows] = p.scatter_add_(1, columns[rows, None], -label_weight[rows, None])
-        return (dlogits,) + (None,) * 8
+        return dlogits
 
 
 def cross_entropy_loss(
