@@ -5,6 +5,7 @@
 #include "python_api.h"
 
 #include "call.h"
+#include "cpu/cpu.h"
 #include "kernels.h"
 #include "lock.h"
 #include "module.h"
@@ -283,14 +284,8 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int exec_module(PyObject *module) {
-    fa_error err = {""};
-    if (!(fa_torch_module = PyImport_ImportModule("torch"))) return -1;
-    if (!(fa_tensor_type = PyObject_GetAttrString(fa_torch_module, "Tensor"))) return -1;
-    if (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK) {
-        PyErr_SetString(PyExc_ImportError, err.text);
-        return -1;
-    }
+/* False, and an exception: a variable says what it may not. */
+static bool read_environment(void) {
     const char *log = getenv("FLASH_ATTN_LOG"), *isa = getenv("FLASH_ATTN_CPU_ISA");
     const char *check = getenv("FLASH_ATTN_CHECK");
     log_plans = log && strcmp(log, "plan") == 0;
@@ -299,9 +294,24 @@ static int exec_module(PyObject *module) {
     if (chosen < 0) {
         PyErr_Format(PyExc_ImportError,
                      "FLASH_ATTN_CPU_ISA is '%s'; allowed are reference, scalar, avx2, avx512, avx512bf16, amx", isa);
-        return -1;
+        return false;
     }
     fa_this_machine.isa = (fa_isa)chosen;
+    return true;
+}
+
+static int exec_module(PyObject *module) {
+    static bool is_registered; /* by the first import of this process that came so far */
+    fa_error err = {""};
+    if (!(fa_torch_module = PyImport_ImportModule("torch"))) return -1;
+    if (!(fa_tensor_type = PyObject_GetAttrString(fa_torch_module, "Tensor"))) return -1;
+    fa_cpu_detect(&fa_this_machine);
+    if (!read_environment()) return -1;
+    if (!is_registered && (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK)) {
+        PyErr_SetString(PyExc_ImportError, err.text);
+        return -1;
+    }
+    is_registered = true;
     if (PyModule_AddFunctions(module, fa_positional_functions) < 0) return -1;
     if (PyModule_AddFunctions(module, fa_direct_functions) < 0) return -1;
     return PyModule_AddIntConstant(module, "__torch_abi__", (long)(FA_TORCH_ABI_VERSION >> 48));

@@ -373,7 +373,6 @@ fa_status fa_register_ops(fa_error *err) {
     /* The libraries live as long as the process: ops cannot be unregistered safely while Python may call them. */
     TorchLibraryHandle def = NULL, impl[2] = {NULL, NULL};
     const char *const keys[2] = {"CPU", "CUDA"};
-    fa_cpu_detect(&fa_this_machine);
     int failed = fa_torch.aoti_torch_library_init_def("flash_attn", __FILE__, __LINE__, &def);
     for (int k = 0; k < 2 && !failed; k++)
         failed = fa_torch.aoti_torch_library_init_impl("flash_attn", keys[k], __FILE__, __LINE__, &impl[k]);

@@ -14,6 +14,7 @@ tests/test_compile.py holds them together.
 """
 
 import sys
+import threading
 
 import torch
 
@@ -25,7 +26,18 @@ except ModuleNotFoundError as error:
         "`pip install -e .` in the source tree"
     ) from error
 
-__all__ = ["check_layout", "check_tensor", "empty_like", "flash_attn_2_cuda", "round_multiple"]
+__all__ = [
+    "check_layout",
+    "check_tensor",
+    "empty_like",
+    "flash_attn_2_cuda",
+    "forget_own_kernels",
+    "is_first_import",
+    "round_multiple",
+]
+
+# Fakes and formulas are registered once in a process, as the ops are, however often Python forgets this module.
+is_first_import = not torch._C._dispatch_has_kernel_for_dispatch_key("flash_attn::fwd", "Meta")
 
 
 def round_multiple(x, m):
@@ -80,7 +92,6 @@ def _fake(op):
     names = [argument.name for argument in getattr(torch.ops.flash_attn, op).default._schema.arguments]
 
     def register(fake):
-        @torch.library.register_fake(f"flash_attn::{op}")
         def checked(*args, **kwargs):
             given = {**dict(zip(names, args)), **kwargs}
             q = given["q"]
@@ -90,6 +101,8 @@ def _fake(op):
                     raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
             return fake(*args, **kwargs)
 
+        if is_first_import:
+            torch.library.register_fake(f"flash_attn::{op}", checked)
         return fake
 
     return register
@@ -151,14 +164,77 @@ def _fwd_kvcache(q, *_, **__):
     return q.new_empty((b, h, len_q), dtype=torch.float32)
 
 
-# The forward ops may draw from the random generator (dropout). The tag tells the tracers, so that a compiled graph that
-# recomputes an op in its backward restores the generator's state first. The C shim can tag only from torch 2.12 on.
-for _name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd"):
-    _op = getattr(torch.ops.flash_attn, _name).default
-    _op._tags = [*_op._tags, torch.Tag.nondeterministic_seeded]
-    _op._nondeterministic_seeded = True
+class _Drawn(threading.local):
+    state = None  # inside of a call that vmap repeats: the randomness, and the generator's state before
 
-# Ops without gradients: autograd lets them pass. (Its default would look for gradients, and warn.)
-_library = torch.library.Library("flash_attn", "IMPL")
-for _name in ("fwd", "varlen_fwd", "fwd_kvcache"):
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+_drawn = _Drawn()
+
+
+def _drawing_as_vmap_says(name):
+    """The op inside ``torch.vmap``, which repeats it for each part of a batch: dropout as its randomness asks."""
+    op = getattr(torch.ops.flash_attn, name).default
+    at = [argument.name for argument in op._schema.arguments].index("dropout_p")
+    rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.FuncTorchVmapMode)
+
+    def draw(keyset, *args):
+        if args[at] == 0:
+            return op.redispatch(keyset & rest, *args)
+        rng = torch.cuda if args[0].is_cuda else torch
+        if _drawn.state is not None:
+            if _drawn.state[0] == "same":
+                rng.set_rng_state(_drawn.state[1])
+            return op.redispatch(keyset & rest, *args)
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+        randomness = retrieve_current_functorch_interpreter().randomness()
+        is_batched = any(isinstance(x, torch.Tensor) and torch._C._functorch.is_batchedtensor(x) for x in args)
+        if randomness == "error" or (randomness == "different" and not is_batched):
+            where = "" if randomness == "error" else " where no argument is batched"
+            raise RuntimeError(f"vmap: flash_attn draws random numbers, refused by randomness={randomness!r}{where}")
+        _drawn.state = randomness, rng.get_rng_state()
+        try:
+            return op.redispatch(keyset & rest, *args)
+        finally:
+            _drawn.state = None
+
+    return draw
+
+
+def _mark_ops():
+    """What the C shim cannot say of an op.
+
+    The forward ops may draw from the random generator (dropout). The tag tells the tracers, so that a compiled graph
+    that recomputes an op in its backward restores the generator's state first. (The C shim can tag only from torch 2.12
+    on.) Ops without gradients autograd lets pass. (Its default would look for gradients, and warn.) What vmap asks of
+    random numbers it leaves to kernels of its own key.
+    """
+    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd"):
+        op = getattr(torch.ops.flash_attn, name).default
+        op._tags = [*op._tags, torch.Tag.nondeterministic_seeded]
+        op._nondeterministic_seeded = True
+    library = torch.library.Library("flash_attn", "IMPL")
+    for name in ("fwd", "varlen_fwd", "fwd_kvcache"):
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
+        library.impl(name, _drawing_as_vmap_says(name), "FuncTorchVmapMode", with_keyset=True)
+    torch.ops.flash_attn._library = library  # which takes them along when it goes
+
+
+if is_first_import:
+    _mark_ops()
+
+
+def forget_own_kernels():
+    """Takes ours out of torch.library's set of kernels from Python: the direct functions look there for others'."""
+    kernels = getattr(torch.library, "_impls", set())
+    for name in (
+        "_flash_attn_forward",
+        "_flash_attn_varlen_forward",
+        "_flash_attn_backward",
+        "_flash_attn_varlen_backward",
+        "fwd",
+        "varlen_fwd",
+        "fwd_kvcache",
+    ):
+        kernels.difference_update(f"flash_attn/{name}/{key}" for key in ("Meta", "Autograd", "FuncTorchVmapMode"))

@@ -22,7 +22,15 @@ into the same views of one packed gradient; the classes say only what comes pack
 import torch
 from torch.autograd import forward_ad
 
-from flash_attn._ops import check_layout, check_tensor, empty_like, flash_attn_2_cuda, round_multiple
+from flash_attn._ops import (
+    check_layout,
+    check_tensor,
+    empty_like,
+    flash_attn_2_cuda,
+    forget_own_kernels,
+    is_first_import,
+    round_multiple,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -737,5 +745,7 @@ def _differentiate(op, save):
     torch.library.register_autograd(op.default, backward, setup_context=save)
 
 
-_differentiate(_wrapped_flash_attn_forward, _save_dense)
-_differentiate(_wrapped_flash_attn_varlen_forward, _save_varlen)
+if is_first_import:
+    _differentiate(_wrapped_flash_attn_forward, _save_dense)
+    _differentiate(_wrapped_flash_attn_varlen_forward, _save_varlen)
+    forget_own_kernels()

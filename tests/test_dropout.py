@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
 
 def rounded(n):
     return -(-n // 128) * 128
@@ -140,3 +142,26 @@ def test_share_dropped():
     p = problem(case)
     s_dmask = flash_attn_func(p.q, p.k, p.v, 0.17, return_attn_probs=True)[2][:, :, :300, :300]
     assert abs(torch.signbit(s_dmask).double().mean().item() - (1 - 212 / 256)) < 5e-3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.filterwarnings("ignore:.*batching rule")
+def test_vmap_says_how_random_numbers_are_drawn(device):
+    one, others = torch.randn(1, 40, 2, 16, device=device), torch.zeros(3, 1, device=device)
+    q = one.expand(3, *one.shape)
+
+    def attend(q, other, p=0.5):
+        return flash_attn_func(q, q, q, p) + other
+
+    for x, dim in ((q, 0), (one, None)):
+        same = torch.vmap(attend, (dim, 0), randomness="same")(x, others)
+        assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
+        for other in (torch.vmap(attend, (dim, 0)), torch.vmap(attend, (dim, 0), randomness="error")):
+            with pytest.raises(RuntimeError, match="randomness='error'"):
+                other(x, others)
+        without = torch.vmap(lambda q, other: attend(q, other, 0.0), (dim, 0))(x, others)
+        assert torch.equal(without[0], without[2])
+    different = torch.vmap(attend, randomness="different")(q, others)
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="where no argument is batched"):
+        torch.vmap(attend, (None, 0), randomness="different")(one, others)

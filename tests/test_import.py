@@ -59,6 +59,46 @@ def test_import_is_quick_and_light():
     assert {name.partition(".")[0] for name in modules.split()} <= {"flash_attn", "flash_attn_2_cuda", "pkgutil"}
 
 
+FORGET = "for name in [x for x in sys.modules if x.startswith('flash_attn')]: del sys.modules[name]"
+
+
+def test_import_again():
+    """After sys.modules has been emptied: the ops are those of the first import."""
+    said = python(f"""
+        import sys, torch, flash_attn
+        for _ in range(2):
+            {FORGET}
+            import flash_attn
+        import flash_attn.flash_attn_interface as interface
+        x = torch.randn(2, 5, 2, 16, requires_grad=True)
+        out = flash_attn.flash_attn_func(x, x, x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        op = torch.ops.flash_attn._flash_attn_forward
+        (same,) = torch.autograd.grad(op(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False)[0].sum(), x)
+        op(*[x.detach().to("meta")] * 3, 0.0, 0.25, False, -1, -1, 0.0, None, False)
+        interface.flash_attn_gpu.fwd(*[x] * 3, None, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
+        print(torch.equal(grad, same), torch.Tag.nondeterministic_seeded in op.default.tags)
+    """)
+    assert said == "True True"
+
+
+def test_import_after_a_misspelt_instruction_set():
+    said = python(f"""
+        import os, sys
+        os.environ["FLASH_ATTN_CPU_ISA"] = "avx"
+        {IMPORT.strip().replace(chr(10), chr(10) + " " * 8)}
+        {FORGET}
+        os.environ["FLASH_ATTN_CPU_ISA"] = "scalar"
+        import flash_attn, torch
+        x = torch.ones(1, 2, 1, 8)
+        print(flash_attn.explain(flash_attn.flash_attn_func, x, x, x).isa)
+    """)
+    assert said.splitlines() == [
+        "FLASH_ATTN_CPU_ISA is 'avx'; allowed are reference, scalar, avx2, avx512, avx512bf16, amx",
+        "scalar",
+    ]
+
+
 def test_other_distributions_may_add_subpackages(tmp_path):
     package = tmp_path / "flash_attn" / "from_elsewhere"
     package.mkdir(parents=True)
