@@ -68,10 +68,9 @@ static fa_status check_last_dims(const fa_call *c, fa_error *err) {
         REQUIRE(!present(others[i].t) || last_dim_contiguous(others[i].t),
                 "%s must have contiguous last dimension; %s has stride %" PRId64 " there", others[i].what,
                 others[i].t->name, others[i].t->stride[others[i].t->ndim - 1]);
-    const fa_tensor *written[] = {c->pass == FA_BWD ? &c->dq : &c->out, &c->dk, &c->dv,
-                                  present(&c->k_new) ? &c->k : &c->dk, present(&c->k_new) ? &c->v : &c->dv};
-    for (size_t i = 0; i < sizeof written / sizeof *written; i++)
-        REQUIRE(!present(written[i]) || !overlaps_itself(written[i]),
+    const fa_tensor *written[MAX_WRITTEN];
+    for (int i = written_tensors(c, written) - 1; i >= 0; i--)
+        REQUIRE(!overlaps_itself(written[i]),
                 "%s is written and must not overlap itself; it is an expanded tensor (stride 0)", written[i]->name);
     return FA_OK;
 }
@@ -230,6 +229,47 @@ static fa_status check_saved(const fa_call *c, fa_problem *p, fa_error *err) {
     return FA_OK;
 }
 
+/* ---- the tensors themselves --------------------------------------------------------------------------------- */
+
+static fa_status check_storages(const fa_call *c, fa_error *err) {
+    const fa_tensor *given[] = {&c->q,
+                                &c->k,
+                                &c->v,
+                                &c->out,
+                                &c->alibi_slopes,
+                                &c->cu_seqlens_q,
+                                &c->cu_seqlens_k,
+                                &c->seqused_k,
+                                &c->leftpad_k,
+                                &c->block_table,
+                                &c->k_new,
+                                &c->v_new,
+                                &c->rotary_cos,
+                                &c->rotary_sin,
+                                &c->cache_batch_idx,
+                                &c->dout,
+                                &c->softmax_lse,
+                                &c->dq,
+                                &c->dk,
+                                &c->dv,
+                                &c->rng_state};
+    for (size_t i = 0; i < sizeof given / sizeof *given; i++)
+        if (present(given[i])) TRY(check_memory(given[i], err));
+    return FA_OK;
+}
+
+/* As PyTorch's own operators refuse it, in its words. */
+static fa_status check_leaves(const fa_call *c, fa_error *err) {
+    const fa_tensor *written[MAX_WRITTEN];
+    if (!fa_torch.aoti_torch_grad_mode_is_enabled()) return FA_OK;
+    for (int i = written_tensors(c, written) - 1; i >= 0; i--) {
+        const char *what = fa_leaf_in(written[i]->handle);
+        REQUIRE(!what, "%sa leaf Variable that requires grad is being used in an in-place operation: %s is written",
+                what, written[i]->name);
+    }
+    return FA_OK;
+}
+
 /* ---- all of it -------------------------------------------------------------------------------------------------- */
 
 fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
@@ -242,12 +282,14 @@ fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     p->device = c->q.device_type == fa_torch.cuda ? FA_CUDA : FA_CPU;
     p->device_idx = c->q.device_idx;
     TRY(check_dtypes(c, &p->dtype, err));
+    TRY(check_storages(c, err));
     TRY(check_shapes(c, p, err));
     TRY(check_last_dims(c, err));
     TRY(check_lengths(c, p, err));
     TRY(check_append(c, p, err));
     TRY(check_options(c, p, err));
     TRY(check_saved(c, p, err));
+    TRY(check_leaves(c, err));
     if (p->device == FA_CPU) return check_values(c, p, err);
     return fa_checks_values_on_gpu ? check_values_on_gpu(c, p, err) : FA_OK;
 }

@@ -7,7 +7,7 @@
 
 /* A tensor argument: its handle and what we asked of it once. Sizes and strides are borrowed from the tensor. */
 typedef struct {
-    AtenTensorHandle handle; /* NULL: absent */
+    AtenTensorHandle handle; /* borrowed from whoever calls; NULL: absent */
     const char *name;        /* as in the op's schema, for messages */
     void *data;
     int64_t ndim;
@@ -48,6 +48,12 @@ typedef struct {
     int num;
 } fa_outputs;
 fa_status fa_make_outputs(const fa_call *call, bool draw_seed, fa_problem *problem, fa_outputs *outputs, fa_error *err);
+
+/* module.c: does the tensor require grad, and is it a leaf ("") or a view of one ("a view of ")? Otherwise NULL. */
+const char *fa_leaf_in(AtenTensorHandle t);
+
+/* module.c: autograd shall know that the tensor is written in place. */
+void fa_bump_version(AtenTensorHandle t);
 
 /* module.c: a seed from torch's default CPU generator, as an op in Python would draw it. */
 fa_status fa_draw_seed(uint64_t *seed, fa_error *err);

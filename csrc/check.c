@@ -55,6 +55,40 @@ bool overlaps_itself(const fa_tensor *t) {
     return false;
 }
 
+static int64_t bytes_of_dtype(int32_t dtype) {
+    if (dtype == fa_torch.f64 || dtype == fa_torch.i64) return 8;
+    if (dtype == fa_torch.f32 || dtype == fa_torch.i32) return 4;
+    return dtype == fa_torch.f16 || dtype == fa_torch.bf16 ? 2 : 1;
+}
+
+/* FSDP and offloading free a storage with untyped_storage().resize_(0); the tensor keeps its shape. */
+fa_status check_memory(const fa_tensor *t, fa_error *err) {
+    int64_t elements = 1, first = 0, bytes = 0;
+    for (int64_t i = 0; i < t->ndim; i++) {
+        if (t->size[i] == 0) return FA_OK;
+        elements += (t->size[i] - 1) * t->stride[i];
+    }
+    fa_torch.aoti_torch_get_storage_offset(t->handle, &first);
+    fa_torch.aoti_torch_get_storage_size(t->handle, &bytes);
+    const int64_t wanted = (first + elements) * bytes_of_dtype(t->dtype);
+    words w;
+    REQUIRE(t->data && wanted <= bytes,
+            "%s has shape %s, for which its storage must hold %" PRId64 " bytes; it holds %" PRId64
+            " (has it been freed or resized?)",
+            t->name, shape_words(t, &w), wanted, bytes);
+    return FA_OK;
+}
+
+int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]) {
+    const bool appends = c->pass == FA_FWD && present(&c->k_new);
+    const fa_tensor *candidates[MAX_WRITTEN] = {c->pass == FA_BWD ? &c->dq : &c->out, appends ? &c->k : &c->dk,
+                                                appends ? &c->v : &c->dv};
+    int num = 0;
+    for (int i = 0; i < MAX_WRITTEN; i++)
+        if (present(candidates[i]) && !(candidates[i] == &c->out && c->fresh_out)) written[num++] = candidates[i];
+    return num;
+}
+
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err) {
     words here, there;
     REQUIRE(t->device_type == q->device_type && (t->device_type == fa_torch.cpu || t->device_idx == q->device_idx),

@@ -32,6 +32,13 @@ bool last_dim_contiguous(const fa_tensor *t);
 bool contiguous(const fa_tensor *t);
 bool overlaps_itself(const fa_tensor *t);
 
+/* Does its storage hold all that sizes and strides reach? */
+fa_status check_memory(const fa_tensor *t, fa_error *err);
+
+/* The tensors of the caller that the call writes, at most three. */
+#define MAX_WRITTEN 3
+int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]);
+
 /* dims: the symbolic shape that messages show. */
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err);
 fa_status check_rank(const fa_tensor *t, int64_t ndim, const char *dims, fa_error *err);

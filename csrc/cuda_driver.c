@@ -81,7 +81,7 @@ static fa_status load_driver(fa_driver *found, fa_error *err) {
     if (result != 0) {
         const char *text = NULL;
         found->cuGetErrorString(result, &text);
-        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the CUDA driver does not start: %s", text ? text : "?");
+        return fa_fail(err, FA_EFAILED, "flash_attn: the CUDA driver does not start: %s", text ? text : "?");
     }
     return FA_OK;
 }
@@ -109,8 +109,8 @@ fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     const char *name = NULL, *text = NULL;
     driver.cuGetErrorName(result, &name);
     driver.cuGetErrorString(result, &text);
-    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: %s failed with %s (%d): %s", attempt, name ? name : "an error",
-                   result, text ? text : "unknown to the driver");
+    return fa_fail(err, FA_EFAILED, "flash_attn: %s failed with %s (%d): %s", attempt, name ? name : "an error", result,
+                   text ? text : "unknown to the driver");
 }
 
 /* ---- GPUs ------------------------------------------------------------------------------------------------------ */

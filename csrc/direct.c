@@ -1,8 +1,9 @@
 /* Ops called from Python past torch's dispatcher, which takes longer than all the rest of a small call.
  *
- * That is right where nobody would notice: plain tensors, and no tracer, mode, functorch transform, forward-mode AD or
- * profiler that wants to see the op. Everything else, and every error, is left to the dispatcher: then a function here
- * returns None and has done nothing. (torch.compile is the caller's to look for: it must not trace into this file.)
+ * That is right where nobody would notice: plain tensors, and no tracer, mode, functorch transform, forward-mode AD,
+ * profiler or observer that wants to see the op, nor a kernel that somebody else put in its place. Everything else, and
+ * what is wrong with an argument, is left to the dispatcher: then a function here returns None and has done nothing.
+ * (torch.compile is the caller's to look for: it must not trace into this file.)
  *
  * Tensors are read through torch's table of C functions for DLPack; results are torch's own tensors, made as for an op.
  * Where a torch lacks what this needs, None is all there is. */
@@ -17,8 +18,10 @@
 /* ---- what is asked of torch, found at the first call --------------------------------------------------------------- */
 
 static const fa_dl_exchange *exchange;
-static PyObject *watchers[4], *num_function_modes, *function_mode_at, *default_device;
+static PyObject *watchers[3], *num_function_modes, *function_mode_at, *default_device;
 static PyObject *forward_ad, *forward_ad_globals, *level_name, *requires_grad_name;
+static PyObject *python_kernels;    /* torch.library's set of "namespace/op/dispatch key" */
+static Py_ssize_t offset_of_tensor; /* in a torch.Tensor's object: there lies what the C shim calls a handle */
 static PyObject *empty_strided_cuda, *dtype_f16, *dtype_bf16, *dtype_f32; /* the first: NULL where there is none */
 static enum { UNKNOWN, FOUND, MISSING } state;
 
@@ -30,6 +33,28 @@ static PyObject *find(const char *module, const char *name) {
     return found;
 }
 
+/* Two fresh tensors whose objects hold the address of their TensorImpl in the same place. 0: no such place. */
+static Py_ssize_t find_tensor(void) {
+    Py_ssize_t offset = 0, size = 0;
+    for (int i = 0; i < 2; i++) {
+        PyObject *tensor = PyObject_CallMethod(fa_torch_module, "empty", "i", 1);
+        PyObject *address = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
+        PyObject *basic_size = PyObject_GetAttrString(fa_tensor_type, "__basicsize__");
+        void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
+        if (i == 0) {
+            size = basic_size ? PyLong_AsSsize_t(basic_size) : 0;
+            for (Py_ssize_t at = sizeof(PyObject); at + (Py_ssize_t)sizeof impl <= size && !offset; at += sizeof impl)
+                if (impl && memcmp((char *)tensor + at, &impl, sizeof impl) == 0) offset = at;
+        } else if (!impl || !offset || memcmp((char *)tensor + offset, &impl, sizeof impl) != 0) {
+            offset = 0;
+        }
+        Py_XDECREF(basic_size);
+        Py_XDECREF(address);
+        Py_XDECREF(tensor);
+    }
+    return offset;
+}
+
 static bool find_all(void) {
     empty_strided_cuda = find("torch._C._dynamo.guards", "_empty_strided_cuda");
     PyErr_Clear();
@@ -38,10 +63,11 @@ static bool find_all(void) {
     exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* it lives as long as the process */
     Py_DECREF(capsule);
     return exchange && exchange->major == 1 && exchange->from_object && fa_torch.wrap &&
+           fa_torch.has_record_callbacks && (offset_of_tensor = find_tensor()) &&
+           (python_kernels = find("torch.library", "_impls")) && PyAnySet_Check(python_kernels) &&
            (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
            (watchers[1] = find("torch._C", "_are_functorch_transforms_active")) &&
            (watchers[2] = find("torch._C", "_is_tracing")) &&
-           (watchers[3] = find("torch.autograd", "_profiler_enabled")) &&
            (num_function_modes = find("torch._C", "_len_torch_function_stack")) &&
            (function_mode_at = find("torch._C", "_get_function_stack_at")) &&
            (default_device = find("torch.utils._device", "DeviceContext")) && (dtype_f16 = find("torch", "float16")) &&
@@ -84,13 +110,35 @@ static bool is_watched_says_python(void) {
     return has_function_mode(num);
 }
 
+static bool has_key_of_ours(void) {
+    PyObject *keys = PySequence_List(python_kernels), *name = PyUnicode_FromString("flash_attn/");
+    bool found = !keys || !name;
+    for (Py_ssize_t i = 0; !found && i < PyList_Size(keys); i++)
+        found = PyUnicode_Tailmatch(PyList_GetItem(keys, i), name, 0, PY_SSIZE_T_MAX, -1) != 0; /* -1: failed */
+    Py_XDECREF(keys);
+    Py_XDECREF(name);
+    return found;
+}
+
+/* Has torch.library been given a kernel of somebody else's for one of our ops? (flash_attn takes its own out of the set.)
+ * The set has thousands of members, so it is looked through when their number changes; what changes in it without, a kernel
+ * that goes and another one that comes, is found where it is for the call's op and device. */
+static bool is_overridden(PyObject *key) {
+    static Py_ssize_t looked_through = -1;
+    static bool has_ours;
+    const Py_ssize_t size = PySet_Size(python_kernels);
+    if (size != looked_through) has_ours = has_key_of_ours(), looked_through = size;
+    return has_ours || PySet_Contains(python_kernels, key) != 0;
+}
+
 static bool is_watched(void) {
     const fa_torch_abi *t = &fa_torch;
+    if (t->has_record_callbacks()) return true;
     if (!t->tells_states) {
         if (is_watched_says_python()) return true;
     } else {
         const void *const *layers = t->functorch_layers();
-        if (t->num_dispatch_modes() > 0 || layers[0] != layers[1] || *t->tracing_state() || t->profiler_is_enabled() ||
+        if (t->num_dispatch_modes() > 0 || layers[0] != layers[1] || *t->tracing_state() ||
             has_function_mode((long)t->num_function_modes()))
             return true;
     }
@@ -113,24 +161,17 @@ static int32_t dtype_of(const fa_dl_tensor *t) {
     }
 }
 
-static bool is_empty(const fa_dl_tensor *t) {
-    for (int32_t i = 0; i < t->ndim; i++)
-        if (t->shape[i] == 0) return true;
-    return false;
-}
-
 /* Only torch.Tensor itself: a subclass may want to see the op. NOTE: a tensor that is the negative of its memory (the
  * imaginary part of a conjugate) steps over the real parts: its columns do not lie side by side, unless there is one.
  * Such columns are refused, here those of one number and later the others; torch._neg_view can make others (asking costs
- * 0.06 us a tensor; docs/differences.md). Nor do autograd's zeros have memory. */
+ * 0.06 us a tensor; docs/differences.md). Autograd's zeros have no memory, which the checks see. */
 static bool read_tensor(PyObject *object, fa_tensor *t) {
     fa_dl_tensor dl;
     if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
     const bool on_gpu = dl.device_type == FA_DL_CUDA;
     if (!on_gpu && dl.device_type != FA_DL_CPU) return false;
     if (dl.dtype_code != FA_DL_INT && dl.ndim > 0 && dl.shape[dl.ndim - 1] == 1) return false;
-    if (!dl.data && !is_empty(&dl)) return false;
-    t->handle = (AtenTensorHandle)object; /* only to be told from NULL */
+    t->handle = (AtenTensorHandle)((char *)object + offset_of_tensor);
     t->data = (char *)dl.data + dl.byte_offset;
     t->ndim = dl.ndim;
     t->size = dl.shape;
@@ -199,12 +240,15 @@ static bool read_arguments(const fa_signature *signature, PyObject *args, fa_cal
 }
 
 static bool requires_grad(const fa_tensor *t) {
-    return is_true(PyObject_GetAttr((PyObject *)t->handle, requires_grad_name));
+    if (!t->handle) return false;
+    if (fa_torch.knows_tensors) return fa_torch_requires_grad(t->handle);
+    return is_true(PyObject_GetAttr((PyObject *)((char *)t->handle - offset_of_tensor), requires_grad_name));
 }
 
 static bool wants_gradients(const fa_call *call) {
     return fa_torch.aoti_torch_grad_mode_is_enabled() &&
-           (requires_grad(&call->q) || requires_grad(&call->k) || requires_grad(&call->v));
+           (requires_grad(&call->q) || requires_grad(&call->k) || requires_grad(&call->v) ||
+            requires_grad(&call->k_new) || requires_grad(&call->v_new));
 }
 
 /* ---- results --------------------------------------------------------------------------------------------------------- */
@@ -295,25 +339,38 @@ enum {
     NUM_FUNCTIONS
 };
 
-/* Tensors that want gradients: who calls does without; or records them, and needs lse for it; or the op does. */
+/* Tensors that want gradients: who calls does without; or records them, and needs lse for it; or the op is called, which
+ * records them, or has none, of which flash_attn_with_kvcache then warns. */
 typedef enum { IGNORED, NEED_LSE, LEFT_TO_THE_OP } gradients;
 
+#define DENSE        "_flash_attn_forward"
+#define PACKED       "_flash_attn_varlen_forward"
+#define DENSE_GRADS  "_flash_attn_backward"
+#define PACKED_GRADS "_flash_attn_varlen_backward"
 static const struct {
-    const char *op;
-    bool only_out; /* return out alone */
+    const char *op, *instead_of; /* the arguments'; and torch's op that is not called */
+    bool only_out;               /* return out alone */
     gradients gradients;
 } functions[NUM_FUNCTIONS] = {
-    [ATTENTION] = {"_forward", true, NEED_LSE},
-    [VARLEN_ATTENTION] = {"_varlen_forward", true, NEED_LSE},
-    [FORWARD] = {"_forward", false, IGNORED},
-    [VARLEN_FORWARD] = {"_varlen_forward", false, IGNORED},
-    [KVCACHE_ATTENTION] = {"fwd_kvcache", true, IGNORED},
-    [KVCACHE_FORWARD] = {"fwd_kvcache", false, IGNORED},
-    [FLASH_ATTN_FORWARD] = {"_flash_attn_forward", false, LEFT_TO_THE_OP},
-    [FLASH_ATTN_VARLEN_FORWARD] = {"_flash_attn_varlen_forward", false, LEFT_TO_THE_OP},
-    [FLASH_ATTN_BACKWARD] = {"_flash_attn_backward", false, IGNORED},
-    [FLASH_ATTN_VARLEN_BACKWARD] = {"_flash_attn_varlen_backward", false, IGNORED},
+    [ATTENTION] = {"_forward", DENSE, true, NEED_LSE},
+    [VARLEN_ATTENTION] = {"_varlen_forward", PACKED, true, NEED_LSE},
+    [FORWARD] = {"_forward", DENSE, false, IGNORED},
+    [VARLEN_FORWARD] = {"_varlen_forward", PACKED, false, IGNORED},
+    [KVCACHE_ATTENTION] = {"fwd_kvcache", "fwd_kvcache", true, LEFT_TO_THE_OP},
+    [KVCACHE_FORWARD] = {"fwd_kvcache", "fwd_kvcache", false, LEFT_TO_THE_OP},
+    [FLASH_ATTN_FORWARD] = {DENSE, DENSE, false, LEFT_TO_THE_OP},
+    [FLASH_ATTN_VARLEN_FORWARD] = {PACKED, PACKED, false, LEFT_TO_THE_OP},
+    [FLASH_ATTN_BACKWARD] = {DENSE_GRADS, DENSE_GRADS, false, IGNORED},
+    [FLASH_ATTN_VARLEN_BACKWARD] = {PACKED_GRADS, PACKED_GRADS, false, IGNORED},
 };
+
+/* As torch.library's set has a kernel of the function's op: borrowed, or NULL. */
+static PyObject *kernel_key(int which, bool on_gpu) {
+    static PyObject *keys[NUM_FUNCTIONS][2];
+    PyObject **key = &keys[which][on_gpu];
+    if (!*key) *key = PyUnicode_FromFormat("flash_attn/%s/%s", functions[which].instead_of, on_gpu ? "CUDA" : "CPU");
+    return *key;
+}
 
 static PyObject *call_function(int which, PyObject *args) {
     static const fa_signature *signatures[NUM_FUNCTIONS];
@@ -329,6 +386,8 @@ static PyObject *call_function(int which, PyObject *args) {
     fa_begin_call(signature, &call);
     call.only_out = functions[which].only_out;
     if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
+    PyObject *key = kernel_key(which, call.q.device_type == fa_torch.cuda);
+    if (!key || is_overridden(key)) goto refuse;
     if (functions[which].gradients != IGNORED && wants_gradients(&call)) {
         if (functions[which].gradients == LEFT_TO_THE_OP || PyErr_Occurred()) goto refuse;
         call.only_out = false;
@@ -338,6 +397,10 @@ static PyObject *call_function(int which, PyObject *args) {
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
     Py_END_ALLOW_THREADS if (status == FA_OK) return results_of(out, &outputs);
+    if (status != FA_EINVAL) { /* the op would fail in the same way, and perhaps write a second time */
+        Py_XDECREF(out);
+        return fa_raise(status, &err);
+    }
 refuse:
     Py_XDECREF(out);
     PyErr_Clear();

@@ -17,14 +17,15 @@
 
 #define FA_MAX_HEAD_DIM 256
 
-/* ---- status ------------------------------------------------------------------------------------------------ */
+/* ---- status, and the exception that module.c makes of it ------------------------------------------------------------------------------------------------ */
 
 typedef enum {
     FA_OK = 0,
-    FA_EINVAL,       /* the caller's arguments do not fit; the message names the argument */
-    FA_ENOMEM,       /* an allocation failed */
-    FA_EUNSUPPORTED, /* legal, but nothing here can run it; the message says what is missing */
-    FA_EPYTHON,      /* a Python exception is pending on this thread */
+    FA_EINVAL,       /* the caller's arguments do not fit; the message names the argument: RuntimeError */
+    FA_ENOMEM,       /* an allocation failed: MemoryError */
+    FA_EUNSUPPORTED, /* legal, but nothing here can run it; the message says what is missing: NotImplementedError */
+    FA_EFAILED,      /* what should have worked did not, in the driver or the compiler: RuntimeError */
+    FA_EPYTHON,      /* Python raised an exception, which module.c keeps: that one */
 } fa_status;
 
 #define FA_MESSAGE_BYTES 512

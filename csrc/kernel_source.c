@@ -87,7 +87,7 @@ static fa_status read_file(const char *name, const char **text, fa_error *err) {
     while (files[i].name && strcmp(files[i].name, name) != 0) i++;
     if (!files[i].name) {
         if (!(files[i].text = read_text(name)))
-            return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: cannot read the kernels' source %s/%s", folder, name);
+            return fa_fail(err, FA_EFAILED, "flash_attn: cannot read the kernels' source %s/%s", folder, name);
         files[i].name = name;
     }
     *text = files[i].text;
@@ -179,17 +179,17 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
     nvrtcResult result = nvrtc->nvrtcCompileProgram(program, options.num, options.list);
     if (result != 0) {
         first_error(nvrtc, program, line, sizeof line);
-        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
+        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
                        nvrtc->minor, name, folder, line);
     }
     if (nvrtc->nvrtcGetCUBINSize(program, &cubin->bytes) != 0 || cubin->bytes == 0)
-        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major,
-                       nvrtc->minor, variant.arch);
+        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major, nvrtc->minor,
+                       variant.arch);
     cubin->data = malloc(cubin->bytes);
     if (!cubin->data) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a compiled kernel");
     return nvrtc->nvrtcGetCUBIN(program, cubin->data) == 0
                ? FA_OK
-               : fa_fail(err, FA_EUNSUPPORTED, "flash_attn: NVRTC does not hand over its cubin");
+               : fa_fail(err, FA_EFAILED, "flash_attn: NVRTC does not hand over its cubin");
 }
 
 fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {

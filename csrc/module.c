@@ -16,6 +16,79 @@
 
 PyObject *fa_torch_module, *fa_tensor_type;
 
+/* ---- failures -------------------------------------------------------------------------------------------------------- */
+
+/* The last failure of an op on this thread, and with FA_EPYTHON the exception, which is ours. */
+static THREAD_LOCAL struct {
+    fa_status status;
+    fa_error err;
+    PyObject *type, *value, *traceback;
+} failure;
+
+static void drop_exception(void) {
+    Py_CLEAR(failure.type);
+    Py_CLEAR(failure.value);
+    Py_CLEAR(failure.traceback);
+}
+
+/* Takes the pending exception, so that C code and the dispatcher can go on to where it is raised. */
+static void keep_exception(void) {
+    drop_exception();
+    PyErr_Fetch(&failure.type, &failure.value, &failure.traceback);
+}
+
+PyObject *fa_raise(fa_status status, const fa_error *err) {
+    if (status == FA_EPYTHON && failure.type) {
+        PyErr_Restore(failure.type, failure.value, failure.traceback);
+        failure.type = failure.value = failure.traceback = NULL;
+        return NULL;
+    }
+    PyErr_SetString(status == FA_ENOMEM         ? PyExc_MemoryError
+                    : status == FA_EUNSUPPORTED ? PyExc_NotImplementedError
+                                                : PyExc_RuntimeError,
+                    err->text);
+    return NULL;
+}
+
+void fa_note_failure(fa_status status, const fa_error *err) {
+    failure.status = status;
+    if (status != FA_OK) failure.err = *err;
+}
+
+void fa_mend_exception(void) {
+    PyObject *type, *value, *traceback;
+    if (failure.status == FA_OK || failure.status == FA_EINVAL || !PyErr_ExceptionMatches(PyExc_RuntimeError)) return;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *words = value ? PyObject_Str(value) : NULL, *ours = PyUnicode_FromString(failure.err.text);
+    const bool is_ours = words && ours && PyUnicode_Contains(words, ours) == 1;
+    Py_XDECREF(words);
+    Py_XDECREF(ours);
+    PyErr_Clear();
+    if (!is_ours) {
+        PyErr_Restore(type, value, traceback);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    fa_raise(failure.status, &failure.err);
+    failure.status = FA_OK;
+}
+
+/* Python's try .. except around an op: what the exception is. */
+static PyObject *mended_exception(PyObject *self, PyObject *exception) {
+    PyObject *type, *value, *traceback;
+    (void)self;
+    PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+    fa_mend_exception();
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return value;
+}
+
 /* ---- dropout seed ---------------------------------------------------------------------------------------------------- */
 
 /* Ops run without the interpreter lock; drawing is Python's business because generators have no C interface. */
@@ -44,7 +117,7 @@ static uint64_t as_number(PyObject *number) {
 
 static fa_status drawn_or_not(const char *what, fa_error *err) {
     if (!PyErr_Occurred()) return FA_OK;
-    PyErr_Clear();
+    keep_exception();
     return fa_fail(err, FA_EPYTHON, "%s could not draw the dropout seed", what);
 }
 
@@ -95,6 +168,61 @@ void fa_release_drawn(void *owner) {
     PyGILState_STATE state = PyGILState_Ensure();
     Py_XDECREF((PyObject *)owner);
     PyGILState_Release(state);
+}
+
+/* ---- tensors that are written ------------------------------------------------------------------------------------------ */
+
+/* Each asks Python where libtorch has no C++ function that tells. */
+
+static bool is_attribute_true(PyObject *object, const char *name) {
+    PyObject *value = PyObject_GetAttrString(object, name);
+    const bool truth = value && PyObject_IsTrue(value) == 1;
+    Py_XDECREF(value);
+    return truth;
+}
+
+static const char *leaf_in_says_python(AtenTensorHandle t) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    const char *what = NULL;
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
+    PyObject *base = tensor ? PyObject_GetAttrString(tensor, "_base") : NULL;
+    if (base && is_attribute_true(tensor, "requires_grad")) {
+        if (is_attribute_true(tensor, "is_leaf"))
+            what = "";
+        else if (base != Py_None && is_attribute_true(base, "is_leaf"))
+            what = "a view of ";
+    }
+    Py_XDECREF(base);
+    Py_XDECREF(tensor);
+    PyErr_Clear();
+    PyGILState_Release(state);
+    return what;
+}
+
+const char *fa_leaf_in(AtenTensorHandle t) {
+    if (!fa_torch.knows_tensors) return leaf_in_says_python(t);
+    if (!fa_torch_requires_grad(t)) return NULL;
+    if (fa_torch.is_leaf(t)) return "";
+    return fa_torch.is_view(t) && fa_torch.is_leaf(fa_torch.base_of_view(t)) ? "a view of " : NULL;
+}
+
+static void bump_version_by_python(AtenTensorHandle t) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL, *done = NULL;
+    PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
+    if (tensor && graph) done = PyObject_CallMethod(graph, "increment_version", "O", tensor);
+    Py_XDECREF(done);
+    Py_XDECREF(graph);
+    Py_XDECREF(tensor);
+    PyErr_Clear(); /* a tensor made in inference mode has no version */
+    PyGILState_Release(state);
+}
+
+void fa_bump_version(AtenTensorHandle t) {
+    if (!fa_torch.knows_tensors)
+        bump_version_by_python(t);
+    else if (!fa_torch.is_inference(t)) /* it has no version, and no gradient can ask for one */
+        fa_torch.bump_version(t);
 }
 
 /* ---- plans ----------------------------------------------------------------------------------------------------------- */
@@ -244,7 +372,7 @@ static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
     fa_status status;
     if (!read_variant(args, "build_cuda_kernel", &variant)) return NULL;
     Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
-    Py_END_ALLOW_THREADS if (status != FA_OK) return PyErr_Format(PyExc_RuntimeError, "%s", err.text);
+    Py_END_ALLOW_THREADS if (status != FA_OK) return fa_raise(status, &err);
     return PyBool_FromLong(compiled);
 }
 
@@ -271,6 +399,8 @@ static PyMethodDef methods[] = {
     {"set_cpu_isa", set_cpu_isa, METH_O,
      "set_cpu_isa(name) -> the instruction set in use from now on: the best that is no "
      "better than name; None is the best there is"},
+    {"mended_exception", mended_exception, METH_O,
+     "mended_exception(error) -> the exception that an op's failure is, of which the dispatcher made a RuntimeError"},
     {"plan_only", plan_only, METH_O, "plan_only(on): while on, calls of this thread are planned but not run"},
     {"take_plans", take_plans, METH_NOARGS,
      "take_plans() -> the plans collected on this thread since the last call, as dicts"},

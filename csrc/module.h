@@ -13,6 +13,9 @@ extern fa_machine fa_this_machine;
 /* module.c: is this thread only collecting plans (nothing may run, no seed may be drawn)? */
 bool fa_plan_only(void);
 
+/* module.c: an op of this thread has failed, or (FA_OK) begins; the dispatcher will tell Python no more than the text. */
+void fa_note_failure(fa_status status, const fa_error *err);
+
 /* module.c: FLASH_ATTN_CHECK=1. */
 extern bool fa_checks_values_on_gpu;
 

@@ -4,7 +4,7 @@
  * the texts joined; unpacking walks the same list. Then every op takes the same road:
  *
  *   unpack -> fa_check_call (args.c) -> fa_plan_make (plan.c) -> fa_make_outputs (outputs.c) -> fa_run (run.c) -> pack */
-#include "call.h"
+#include "check.h"
 #include "cuda_memory.h"
 #include "module.h"
 #include "ops.h"
@@ -178,6 +178,14 @@ fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err) {
     return fill_lengths(&call->seqused_k, length, err);
 }
 
+/* Of a tensor that has no address: None where the schema wants a tensor comes as one that is not defined. */
+static fa_status why_unreadable(const fa_tensor *t, fa_error *err) {
+    bool is_defined = true;
+    if (fa_torch.aoti_torch_is_defined) fa_torch.aoti_torch_is_defined(t->handle, &is_defined);
+    return fa_fail(err, FA_EINVAL, is_defined ? "%s has no memory to read" : "%s must be a tensor; it is None",
+                   t->name);
+}
+
 static fa_status unpack(const fa_signature *signature, const StableIValue *stack, fa_call *call, fa_error *err) {
     fa_status status = FA_OK;
     fa_begin_call(signature, call);
@@ -198,9 +206,9 @@ static fa_status unpack(const fa_signature *signature, const StableIValue *stack
             AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
             if (!handle) continue;
             read_tensor(handle, t);
-            int failed = s->is_mutable ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
-                                       : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
-            if (failed) status = fa_fail(err, FA_EINVAL, "%s has no memory to read", t->name);
+            const int failed = s->is_mutable ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
+                                             : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
+            if (failed && status == FA_OK) status = why_unreadable(t, err);
             break;
         }
         case FA_SLOT_BOOL: *(bool *)place = (value & 0xff) != 0; break;
@@ -284,6 +292,8 @@ fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
     if (status == FA_OK) fa_note_plan(&plan);
     if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only(), &problem, outputs, err);
     if (status != FA_OK || fa_plan_only()) return status;
+    const fa_tensor *written[MAX_WRITTEN];
+    for (int i = written_tensors(call, written) - 1; i >= 0; i--) fa_bump_version(written[i]->handle);
     status = run_with_workspace(call, &problem, &plan, err);
     if (status != FA_OK)
         while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
@@ -297,12 +307,14 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     fa_error err;
     outputs.num = 0;
     err.text[0] = '\0';
+    fa_note_failure(FA_OK, &err);
     fa_status status = unpack(&signatures[op_idx], stack, &call, &err);
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     release(&signatures[op_idx], &call);
     if (status == FA_OK && (uint64_t)outputs.num != num_outputs)
         status = fa_fail(&err, FA_EINVAL, "flash_attn::%s made %d results where its schema has %d", ops[op_idx].name,
                          outputs.num, (int)num_outputs);
+    if (status != FA_OK) fa_note_failure(status, &err);
     if (status != FA_OK) fa_torch.aoti_torch_check(false, __func__, __FILE__, __LINE__, err.text);
     for (int i = 0; i < outputs.num; i++) stack[i] = (StableIValue)(uintptr_t)outputs.tensor[i];
 }

@@ -126,7 +126,7 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
     const bool packed = c->layout == FA_OP_VARLEN;
     const int64_t rows = packed ? c->max_seqlen_q : p->len_q, cols = packed ? c->max_seqlen_k : p->len_kv;
     if ((double)p->b * (double)p->h * (double)rows * (double)cols > 1e15) /* nor into 64 bits, perhaps */
-        return fa_fail(err, FA_ENOMEM, "S_dmask of %g x %g scores does not fit into any memory", (double)rows,
+        return fa_fail(err, FA_EINVAL, "S_dmask of %g x %g scores does not fit into any memory", (double)rows,
                        (double)cols);
     p->s_dmask_rows = round_up_128(rows);
     p->s_dmask_cols = round_up_128(cols);

@@ -231,7 +231,8 @@ static PyObject *call_function(int which, PyObject *args) {
         Py_INCREF(values[(int)f->op_slots[i]]);
         PyTuple_SetItem(op_args, i, values[(int)f->op_slots[i]]);
     }
-    if (!(result = PyObject_Call(op_callables[which], op_args, NULL)) || !(list = PyList_New(0))) goto cleanup;
+    if (!(result = PyObject_Call(op_callables[which], op_args, NULL))) fa_mend_exception();
+    if (!result || !(list = PyList_New(0))) goto cleanup;
     for (int m = 0; m < f->num_made; m++)
         if (PyList_Append(list, values[(int)f->made[m].slot]) < 0) goto failed;
     if (PyTuple_Check(result)) {

@@ -13,6 +13,7 @@ static void *find_symbol(void *library, const char *symbol) { return (void *)Get
 #define TORCH_PYTHON_LIBRARY "torch_python.dll"
 #define OPERATOR_DELETE      "??3@YAXPEAX@Z"
 #define THPVARIABLE_WRAP     "?THPVariable_Wrap@@YAPEAU_object@@AEBVTensorBase@at@@@Z"
+#define HAS_CALLBACKS        "?hasCallbacks@at@@YA_NXZ"
 #else
 #include <dlfcn.h>
 static void *open_loaded(const char *name) { return dlopen(name, RTLD_LAZY | RTLD_NOLOAD); }
@@ -27,6 +28,7 @@ static void *find_symbol(void *library, const char *symbol) { return dlsym(libra
 #endif
 #define OPERATOR_DELETE  "_ZdlPv"
 #define THPVARIABLE_WRAP "_Z16THPVariable_WrapRKN2at10TensorBaseE"
+#define HAS_CALLBACKS    "_ZN2at12hasCallbacksEv"
 #endif
 
 fa_torch_abi fa_torch;
@@ -69,6 +71,17 @@ fa_status fa_torch_load(fa_error *err) {
     }
     FA_TORCH_STATES(FIND_STATE)
 #undef FIND_STATE
+    void *has_callbacks = find_symbol(library, HAS_CALLBACKS);
+    memcpy(&found.has_record_callbacks, &has_callbacks, sizeof has_callbacks);
+    found.knows_tensors = true;
+#define FIND_TENSOR_FUNCTION(member, result, parameter, name) \
+    {                                                         \
+        void *address = find_symbol(library, name);           \
+        memcpy(&found.member, &address, sizeof address);      \
+        found.knows_tensors &= address != NULL;               \
+    }
+    FA_TORCH_TENSOR_FUNCTIONS(FIND_TENSOR_FUNCTION)
+#undef FIND_TENSOR_FUNCTION
     found.cpu = found.aoti_torch_device_type_cpu();
     found.cuda = found.aoti_torch_device_type_cuda();
     found.f16 = found.aoti_torch_dtype_float16();
@@ -96,5 +109,5 @@ fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err) 
     }
     return current_stream(device_idx, stream) == 0
                ? FA_OK
-               : fa_fail(err, FA_EUNSUPPORTED, "flash_attn: PyTorch has no current stream on cuda:%d", device_idx);
+               : fa_fail(err, FA_EFAILED, "flash_attn: PyTorch has no current stream on cuda:%d", device_idx);
 }

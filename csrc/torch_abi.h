@@ -48,6 +48,8 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(aoti_torch_get_device_index, "2.4", required, AOTITorchError, (AtenTensorHandle t, int32_t *idx))      \
     X(torch_get_mutable_data_ptr, "2.10", required, AOTITorchError, (AtenTensorHandle t, void **data))       \
     X(torch_get_const_data_ptr, "2.10", required, AOTITorchError, (AtenTensorHandle t, const void **data))   \
+    X(aoti_torch_get_storage_size, "2.4", required, AOTITorchError, (AtenTensorHandle t, int64_t *bytes))    \
+    X(aoti_torch_get_storage_offset, "2.4", required, AOTITorchError, (AtenTensorHandle t, int64_t *offset)) \
     X(aoti_torch_empty_strided, "2.4", required, AOTITorchError,                                             \
       (int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,       \
        int32_t device_idx, AtenTensorHandle *t))                                                             \
@@ -67,6 +69,7 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(aoti_torch_dtype_int32, "2.4", required, int32_t, (void))                                              \
     X(aoti_torch_dtype_int64, "2.4", required, int32_t, (void))                                              \
     X(aoti_torch_dtype_uint8, "2.4", required, int32_t, (void))                                              \
+    X(aoti_torch_is_defined, "2.10", optional, AOTITorchError, (AtenTensorHandle t, bool *is_defined))       \
     X(torch_delete_stable_ivalue, "2.13", optional, AOTITorchError, (StableIValue * slot))
 
 /* States of the calling thread that only C++ functions tell, found by their mangled names. X(member, result, name).
@@ -76,8 +79,16 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(num_dispatch_modes, int64_t, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")     \
     X(num_function_modes, int64_t, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv")    \
     X(functorch_layers, const void *const *, "_ZN2at9functorch20getDynamicLayerStackEv") \
-    X(tracing_state, const void *const *, "_ZN5torch3jit6tracer15getTracingStateEv")     \
-    X(profiler_is_enabled, bool, "_ZN5torch8profiler4impl15profilerEnabledEv")
+    X(tracing_state, const void *const *, "_ZN5torch3jit6tracer15getTracingStateEv")
+
+/* What only C++ functions tell of a tensor or do with it. X(member, result, parameter, name). */
+#define FA_TORCH_TENSOR_FUNCTIONS(X)                                                                    \
+    X(requires_grad, bool, const void *impl, "_ZNK3c1010TensorImpl13requires_gradEv")                   \
+    X(is_leaf, bool, AtenTensorHandle t, "_ZNK2at10TensorBase7is_leafEv")                               \
+    X(is_view, bool, AtenTensorHandle t, "_ZNK2at10TensorBase7is_viewEv")                               \
+    X(base_of_view, AtenTensorHandle, AtenTensorHandle t, "_ZNK2at10TensorBase5_baseEv") /* borrowed */ \
+    X(is_inference, bool, AtenTensorHandle t, "_ZN2at6native12is_inferenceERKNS_6TensorE")              \
+    X(bump_version, void, AtenTensorHandle t, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE")
 
 typedef struct {
 #define FA_TORCH_MEMBER(symbol, since, need, result, parameters) result(*symbol) parameters;
@@ -92,6 +103,13 @@ typedef struct {
     FA_TORCH_STATES(FA_TORCH_STATE)
 #undef FA_TORCH_STATE
     bool tells_states; /* all of them were found */
+    /* Does anybody want to see this thread's operators: a profiler, an observer of all threads? NULL: this torch does not
+     * tell. */
+    bool (*has_record_callbacks)(void);
+#define FA_TORCH_TENSOR_FUNCTION(member, result, parameter, name) result (*member)(parameter);
+    FA_TORCH_TENSOR_FUNCTIONS(FA_TORCH_TENSOR_FUNCTION)
+#undef FA_TORCH_TENSOR_FUNCTION
+    bool knows_tensors; /* all of these were found */
     /* Answers that cannot change. */
     int32_t cpu, cuda;                         /* device types */
     int32_t f16, bf16, f32, f64, i32, i64, u8; /* dtypes */
@@ -101,6 +119,11 @@ extern fa_torch_abi fa_torch;
 
 /* Fills fa_torch. FA_EUNSUPPORTED, with one sentence, if torch is not loaded or too old. */
 fa_status fa_torch_load(fa_error *err);
+
+/* The tensor's gradient is asked for; where C++ functions tell of tensors. */
+static inline bool fa_torch_requires_grad(AtenTensorHandle t) {
+    return fa_torch.requires_grad(*(const void *const *)t); /* a tensor is a pointer to its TensorImpl */
+}
 
 /* The cudaStream_t that PyTorch queues work on, from the part of libtorch that only CUDA builds have. */
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err);

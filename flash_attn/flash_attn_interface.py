@@ -19,6 +19,8 @@ into the same views of one packed gradient; the classes say only what comes pack
 (csrc/args.c); here is only what has to happen before there is an op.
 """
 
+import warnings
+
 import torch
 from torch.autograd import forward_ad
 
@@ -155,6 +157,19 @@ def _distinct(*arguments):
     return distinct
 
 
+def _call(op, *arguments):
+    """``op(*arguments)``; an exception that the dispatcher made a RuntimeError is raised as what it was."""
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        exception = _direct.mended_exception(error)
+        if exception is error:
+            raise
+        raise exception from None
+
+
 # ---- one forward and one backward ----------------------------------------------------------------------------------
 
 
@@ -189,7 +204,8 @@ def _attend(
     if direct is None:
         forward = _wrapped_flash_attn_varlen_forward if lengths else _wrapped_flash_attn_forward
         paged = () if block_table is None else (block_table,)
-        out, softmax_lse, s_dmask, rng_state = forward(
+        out, softmax_lse, s_dmask, rng_state = _call(
+            forward,
             *_split(tensors),
             *lengths,
             dropout_p,
@@ -225,7 +241,7 @@ def _backward(varlen, *arguments):
         softmax_d = direct(*arguments)
     if softmax_d is None:
         op = _wrapped_flash_attn_varlen_backward if varlen else _wrapped_flash_attn_backward
-        softmax_d = op(*arguments)
+        softmax_d = _call(op, *arguments)
     return softmax_d
 
 
@@ -560,6 +576,22 @@ def _check_cache(name, cache):
         raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
 
 
+_has_warned = False
+
+
+def _warn_of_gradients(*tensors):
+    """Once: ``flash_attn_with_kvcache`` drops the gradients that are asked for."""
+    global _has_warned
+    if _has_warned or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _any_requires_grad(tensors):
+        return
+    _has_warned = True
+    warnings.warn(
+        "flash_attn_with_kvcache has no backward: its result requires no grad, although an input does. Call it under "
+        "torch.no_grad(), or flash_attn_func for gradients.",
+        stacklevel=3,
+    )
+
+
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -596,7 +628,7 @@ def flash_attn_with_kvcache(
     Raises:
         AssertionError: the last dimension of a cache is not contiguous.
         RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
-    No gradients.
+    No gradients: where an input requires one, a warning says so once.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
     if not torch.compiler.is_compiling():
@@ -607,6 +639,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
+    _warn_of_gradients(q, k_cache, v_cache, k, v)
     check_tensor("q", q)
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
@@ -619,9 +652,9 @@ def flash_attn_with_kvcache(
         check_tensor("cache_seqlens", cache_seqlens)
     new_and_indices = (k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table)
     out = empty_like(q)
-    softmax_lse = _fwd_kvcache(
-        q, k_cache, v_cache, *[x if x is None else maybe_contiguous(x) for x in new_and_indices], alibi_slopes, out,
-        softmax_scale, causal, *_as_window(window_size), softcap, rotary_interleaved, num_splits,
+    softmax_lse = _call(
+        _fwd_kvcache, q, k_cache, v_cache, *[x if x is None else maybe_contiguous(x) for x in new_and_indices],
+        alibi_slopes, out, softmax_scale, causal, *_as_window(window_size), softcap, rotary_interleaved, num_splits,
     )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
 
@@ -645,9 +678,9 @@ def _flash_attn_forward(
         )  # fmt: skip
         if results is not None:
             return results
-    return _wrapped_flash_attn_forward(
-        *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, return_softmax,
+    return _call(
+        _wrapped_flash_attn_forward, *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
     )  # fmt: skip
 
 
@@ -672,10 +705,10 @@ def _flash_attn_varlen_forward(
         )  # fmt: skip
         if results is not None:
             return results
-    return _wrapped_flash_attn_varlen_forward(
-        *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
+    return _call(
+        _wrapped_flash_attn_varlen_forward, *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
     )  # fmt: skip
 
 

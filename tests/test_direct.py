@@ -193,6 +193,53 @@ def test_refused_while_watched(watch):
     assert dense() is not None
 
 
+def test_observers_of_every_thread_see_the_op(tmp_path):
+    """ExecutionTraceObserver and the profiler of all threads: callbacks that the state of the thread does not show."""
+    assert dense() is not None
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    observer.start()
+    assert dense() is None
+    flash_attn_func(Q, K, V)
+    observer.stop()
+    observer.unregister_callback()
+    assert "flash_attn::_flash_attn_forward" in (tmp_path / "trace.json").read_text()
+    assert dense() is not None
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    seen = []
+    with torch.profiler.profile(experimental_config=config) as profile:
+        thread = threading.Thread(target=lambda: seen.append((dense(), flash_attn_func(Q, K, V))))
+        thread.start()
+        thread.join()
+    assert seen[0][0] is None
+    assert "flash_attn::_flash_attn_forward" in {event.key for event in profile.key_averages()}
+    assert dense() is not None
+
+
+def nothing(q, k, v, *_):
+    return torch.zeros_like(q), q.new_zeros(2, 4, 5), q.new_zeros(0), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that a kernel is overridden
+@pytest.mark.parametrize("key", ["CPU", "AutogradCPU", "Autograd"])
+def test_kernels_of_others_are_called(key):
+    with torch.library._scoped_library("flash_attn", "IMPL") as library:
+        library.impl("_flash_attn_forward", nothing, key)
+        assert dense() is None and not flash_attn_func(Q, K, V).any()
+    assert dense() is not None and flash_attn_func(Q, K, V).any()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_kernel_that_comes_when_another_goes():
+    """torch.library knows as many kernels as before."""
+    with torch.library._scoped_library("test_direct", "DEF") as library:
+        library.define("f(Tensor x) -> Tensor")
+        library.impl("f", torch.clone, "CPU")
+        assert dense() is not None
+    with torch.library._scoped_library("flash_attn", "IMPL") as library:
+        library.impl("_flash_attn_forward", nothing, "CPU")
+        assert dense() is None
+
+
 def test_function_modes_see_the_op():
     with Functions() as mode:
         same(flash_attn_func(Q, K, V), flash_attn_func(Q, K, V))

@@ -3,10 +3,13 @@
 #include <type_traits>
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/Tensor.h>
 #include <ATen/dlpack.h>
+#include <ATen/ops/is_inference_native.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
-#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -30,7 +33,20 @@ SAME_STATE(num_dispatch_modes, c10::impl::TorchDispatchModeTLS::stack_len, int64
 SAME_STATE(num_function_modes, at::impl::PythonTorchFunctionTLS::stack_len, int64_t)
 SAME_STATE(tracing_state, torch::jit::tracer::getTracingState,
            const std::shared_ptr<torch::jit::tracer::TracingState> &)
-SAME_STATE(profiler_is_enabled, torch::profiler::impl::profilerEnabled, bool)
+SAME_STATE(has_record_callbacks, at::hasCallbacks, bool)
+
+// A tensor is a pointer to its TensorImpl, and a reference to it, or `this`, is a handle.
+static_assert(sizeof(at::Tensor) == sizeof(void *) && sizeof(at::TensorBase) == sizeof(void *),
+              "a handle's first word");
+#define SAME_FUNCTION(function, ...)                                     \
+    static_assert(std::is_same<decltype(&function), __VA_ARGS__>::value, \
+                  #function ": csrc/torch_abi.h and the installed torch disagree");
+SAME_FUNCTION(c10::TensorImpl::requires_grad, bool (c10::TensorImpl::*)() const)
+SAME_FUNCTION(at::TensorBase::is_leaf, bool (at::TensorBase::*)() const)
+SAME_FUNCTION(at::TensorBase::is_view, bool (at::TensorBase::*)() const)
+SAME_FUNCTION(at::TensorBase::_base, const at::TensorBase &(at::TensorBase::*)() const)
+SAME_FUNCTION(at::native::is_inference, bool (*)(const at::Tensor &))
+SAME_FUNCTION(torch::autograd::impl::bump_version, void (*)(const at::Tensor &))
 
 static_assert(sizeof(StableIValue) == 8, "a slot of a boxed call has 64 bits");
 

@@ -22,17 +22,21 @@ SYMBOLS = {
         aoti_torch_get_device_type aoti_torch_get_device_index aoti_torch_empty_strided
         aoti_torch_delete_tensor_object aoti_torch_check aoti_torch_grad_mode_is_enabled
         aoti_torch_device_type_cpu aoti_torch_device_type_cuda
+        aoti_torch_get_storage_size aoti_torch_get_storage_offset
         aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
         aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
     """,
     (2, 7): "aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def",
     (2, 10): """
         torch_library_impl torch_parallel_for torch_get_num_threads
-        torch_get_mutable_data_ptr torch_get_const_data_ptr
+        torch_get_mutable_data_ptr torch_get_const_data_ptr aoti_torch_is_defined
     """,
     (2, 13): "torch_delete_stable_ivalue",
 }
-WITHOUT_OPTIONAL = {"torch_delete_stable_ivalue": "slots are freed with C++'s operator delete, as torch did until 2.12"}
+WITHOUT_OPTIONAL = {
+    "torch_delete_stable_ivalue": "slots are freed with C++'s operator delete, as torch did until 2.12",
+    "aoti_torch_is_defined": "the message about a None says that the tensor has no memory",
+}
 
 
 def release(text):
@@ -112,8 +116,9 @@ def test_the_mangled_names_are_in_the_installed_libraries():
     """Without them calls still work, but slower: through the dispatcher, or asking Python who watches."""
     (wrap,) = re.findall(r'THPVARIABLE_WRAP "(_Z\w+)"', (CSRC / "torch_abi.c").read_text())
     assert wrap in exported_by("libtorch_python.so")
-    states = re.findall(r'"(_Z\w+)"', (CSRC / "torch_abi.h").read_text())
-    assert len(states) == 5 and set(states) <= exported_by("libtorch_cpu.so", "libc10.so")
+    names = re.findall(r'"(_Z\w+)"', (CSRC / "torch_abi.h").read_text())
+    names += re.findall(r'HAS_CALLBACKS +"(_Z\w+)"', (CSRC / "torch_abi.c").read_text())
+    assert len(names) == 11 and set(names) <= exported_by("libtorch_cpu.so", "libc10.so")
     # This one's header includes what torch does not ship: its type is not among those that abi_types.cpp checks.
     header = Path(torch.__file__).parent / "include" / "ATen" / "functorch" / "DynamicLayer.h"
     assert "TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();" in header.read_text()

@@ -1,0 +1,138 @@
+"""Tensors whose storage has been freed, as FSDP and offloading do it, or cut: a sentence that names the tensor.
+
+Every tensor argument of every op, through torch's dispatcher and past it, on both devices.
+"""
+
+import pytest
+import torch
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_interface as interface
+
+OPS = torch.ops.flash_attn
+ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not ON_GPU, reason="no GPU of 8.0 or newer"))]
+
+
+def half(*shape):
+    return torch.randn(shape, dtype=torch.float16)
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+SLOPES = {"alibi_slopes": torch.rand(4)}
+MASK = {"softmax_scale": 0.2, "causal": False, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
+QKV = {"q": half(2, 5, 4, 16), "k": half(2, 7, 2, 16), "v": half(2, 7, 2, 16)}
+ROWS = {name: x.flatten(0, 1) for name, x in QKV.items()}
+CU = {"cu_seqlens_q": i32(0, 4, 10), "cu_seqlens_k": i32(0, 9, 14), "max_seqlen_q": 6, "max_seqlen_k": 9}
+DENSE = {**QKV, "dropout_p": 0.0, **MASK, **SLOPES, "return_softmax": False}
+PACKED = {**ROWS, **CU, "dropout_p": 0.0, **MASK, **SLOPES, "seqused_k": i32(3, 5), "leftpad_k": i32(1, 0)}
+PAGES = {
+    **CU,
+    "q": ROWS["q"],
+    "k": half(4, 5, 2, 16),
+    "v": half(4, 5, 2, 16),
+    "block_table": i32(0, 1, 2, 3).view(2, 2),
+}
+
+
+def backward(q, k, v, lse):
+    grads = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    saved = {"dout": torch.randn_like(q), "out": torch.randn_like(q), "softmax_lse": lse}
+    return {
+        **saved,
+        **grads,
+        "dropout_p": 0.5,
+        **MASK,
+        **SLOPES,
+        "deterministic": False,
+        "rng_state": torch.tensor([3, 0]),
+    }
+
+
+DENSE_BACKWARD = {**QKV, **backward(*QKV.values(), torch.zeros(2, 4, 5))}
+PACKED_BACKWARD = {**ROWS, **CU, **backward(*ROWS.values(), torch.zeros(4, 10))}
+CACHES = {"q": half(2, 1, 4, 32), "k_cache": half(3, 10, 2, 32), "v_cache": half(3, 10, 2, 32)}
+NEW = {"k": half(2, 3, 2, 32), "v": half(2, 3, 2, 32), "rotary_cos": half(16, 8), "rotary_sin": half(16, 8)}
+IDX = {"cache_batch_idx": i32(0, 2), "leftpad_k": i32(1, 0), "seqlens_k": i32(2, 5)}
+KVCACHE = {
+    **CACHES, **NEW, **IDX, "block_table": None, **SLOPES, "out": half(2, 1, 4, 32), **MASK, "rotary_interleaved": True,
+    "num_splits": 0,
+}  # fmt: skip
+IN_PAGES = {"k_cache": half(6, 5, 2, 32), "v_cache": half(6, 5, 2, 32), "block_table": i32(0, 1, 2, 3, 4, 5).view(3, 2)}
+CALLS = [
+    ("op", OPS._flash_attn_forward, DENSE),
+    ("op", OPS._flash_attn_varlen_forward, PACKED),
+    ("op", OPS.fwd, {**DENSE, "out": half(2, 5, 4, 16)}),
+    ("op", OPS.varlen_fwd, {**PACKED, "out": half(10, 4, 16)}),
+    ("op", OPS._flash_attn_backward, DENSE_BACKWARD),
+    ("op", OPS._flash_attn_varlen_backward, PACKED_BACKWARD),
+    ("op", OPS.fwd_kvcache, KVCACHE),
+    ("op", OPS.fwd_kvcache, {**KVCACHE, **IN_PAGES}),
+    ("direct", interface._flash_attn_forward, DENSE),
+    ("direct", interface._flash_attn_varlen_forward, PACKED),
+    ("direct", interface._flash_attn_backward, DENSE_BACKWARD),
+    ("direct", interface._flash_attn_varlen_backward, PACKED_BACKWARD),
+    ("direct", flash_attn_func, {**QKV, **SLOPES}),
+    ("direct", flash_attn_varlen_func, {**PAGES, **SLOPES}),
+    ("direct", flash_attn_with_kvcache, {**CACHES, **NEW, **SLOPES, "cache_seqlens": IDX["seqlens_k"]}),
+]
+ROWS_OF_TESTS = [
+    pytest.param(function, arguments, name, id=f"{door}-{function.__name__}-{name}")
+    for door, function, arguments in CALLS
+    for name, x in arguments.items()
+    if isinstance(x, torch.Tensor)
+]
+
+
+def copied(arguments, device):
+    return {name: x.clone().to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kept", ["nothing", "all but a byte", "all"])
+@pytest.mark.parametrize("function, arguments, name", ROWS_OF_TESTS)
+def test_the_tensor_is_named(function, arguments, name, kept, device):
+    arguments = copied(arguments, device)
+    # Views of larger memory: what counts is what the view reaches.
+    x = arguments[name]
+    memory = torch.cat([x.flatten()[:1], x.flatten(), x.flatten()[:1]])
+    arguments[name] = memory[1:-1].view(x.shape)
+    needed = (x.numel() + 1) * x.element_size()
+    memory.untyped_storage().resize_({"nothing": 0, "all but a byte": needed - 1, "all": needed}[kept])
+    if kept == "all":
+        function(**arguments)
+        return
+    names = {"cache_seqlens": "seqlens_k"}
+    with pytest.raises(
+        RuntimeError, match=f"^{names.get(name, name)} has shape .*storage must hold {needed} bytes; it holds"
+    ):
+        function(**arguments)
+
+
+def test_gradients_of_freed_tensors():
+    """The backward of what was freed after the forward."""
+    q, k, v = (x.clone().requires_grad_() for x in QKV.values())
+    out = flash_attn_func(q, k, v)
+    k.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="^k has shape"):
+        out.sum().backward()
+
+
+def test_empty_tensors_need_no_storage():
+    q, k, v = (x.clone() for x in QKV.values())
+    k, v = k[:, :0], v[:, :0]
+    k.untyped_storage().resize_(0), v.untyped_storage().resize_(0)
+    assert not flash_attn_func(q, k, v).any()
+
+
+@pytest.mark.parametrize("given", [(), ("cu_seqlens_q",), ("cu_seqlens_k",)])
+def test_lengths_that_are_none(given):
+    """The first one that is missing is named."""
+    arguments = {**PACKED, **{name: None for name in ("cu_seqlens_q", "cu_seqlens_k") if name not in given}}
+    missing = "cu_seqlens_k" if "cu_seqlens_q" in given else "cu_seqlens_q"
+    for function in (OPS._flash_attn_varlen_forward, interface._flash_attn_varlen_forward):
+        with pytest.raises(RuntimeError, match=f"{missing} must be a tensor; it is None"):
+            function(**arguments)

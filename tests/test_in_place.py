@@ -1,0 +1,170 @@
+"""What is written in place, as autograd must know it: caches, a given out, dq, dk, dv; by ops and past the dispatcher.
+
+Versions move, leaves that require grad are refused in PyTorch's words, and a decode that drops gradients says so.
+"""
+
+import warnings
+
+import flash_attn_2_cuda as raw
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_interface as interface
+
+OPS = torch.ops.flash_attn
+MASK = (0.3, False, -1, -1, 0.0)
+ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not ON_GPU, reason="no GPU of 8.0 or newer"))]
+
+
+class Watcher(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=DEVICES)
+def tensors(request):
+    def make(*shape):
+        torch.manual_seed(0)
+        return torch.randn(shape, device=request.param)
+
+    return make
+
+
+@pytest.fixture(params=["direct", "op"])
+def route(request):
+    """The direct functions refuse a call that a mode watches."""
+    if request.param == "direct":
+        yield
+    else:
+        with Watcher():
+            yield
+
+
+def versions(*tensors):
+    return [x._version for x in tensors]
+
+
+def append(q, caches, new):
+    return flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=3)
+
+
+def test_caches(tensors, route):
+    q, new, caches = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16), [tensors(2, 8, 2, 16) for _ in range(2)]
+    flash_attn_with_kvcache(q, *caches, cache_seqlens=3)
+    assert versions(q, new, *caches) == [0, 0, 0, 0]  # nothing was written
+    append(q, caches, new)
+    assert versions(q, new, *caches) == [0, 0, 1, 1]
+
+
+def test_a_cache_that_a_backward_needs(tensors, route):
+    q, new, caches = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16), [tensors(2, 8, 2, 16) for _ in range(2)]
+    w = torch.ones_like(caches[0], requires_grad=True)
+    y = (caches[0] * w).sum()
+    append(q, caches, new)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_given_out(tensors):
+    q, k = tensors(2, 5, 4, 16), tensors(2, 7, 2, 16)
+    out = torch.empty_like(q)
+    OPS.fwd(q, k, k, out, 0.0, *MASK, None, False)
+    raw.fwd(q, k, k, out, None, 0.0, *MASK, False, None)
+    assert versions(q, k, out) == [0, 0, 2]
+    part = tensors(3, 5, 4, 16)
+    OPS.fwd(q, k, k, part[1:], 0.0, *MASK, None, False)
+    assert part._version == 1  # the counter is that of the whole memory
+
+
+@pytest.mark.parametrize("missing", [None, 0, 2])
+def test_gradients(missing, tensors, route):
+    q, k = tensors(2, 5, 4, 16), tensors(2, 7, 2, 16)
+    out, lse, *_ = interface._flash_attn_forward(q, k, k, 0.0, *MASK, None, False)
+    grads = [torch.empty_like(x) for x in (q, k, k)]
+    wanted = [x for i, x in enumerate(grads) if i != missing]
+    given = [x if i != missing else None for i, x in enumerate(grads)]
+    interface._flash_attn_backward(out, q, k, k, out, lse, *given, 0.0, *MASK, None, False)
+    assert versions(out, lse, q, k, *wanted) == [0] * 4 + [1] * len(wanted)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_leaves_that_require_grad(is_view, tensors, route):
+    """As PyTorch: an error where gradients are recorded, in its words."""
+
+    def leaf(like):
+        x = torch.zeros_like(like).requires_grad_()
+        return x[:] if is_view else x
+
+    words = (
+        "a view of " if is_view else ""
+    ) + "a leaf Variable that requires grad is being used in an in-place operation: "
+    with pytest.raises(RuntimeError, match=words[:-2]):
+        leaf(tensors(3)).zero_()
+    q, k, new = tensors(2, 5, 4, 16), tensors(2, 7, 2, 16), tensors(2, 1, 2, 16)
+    out, lse = torch.empty_like(q), tensors(2, 4, 5)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
+    calls = {
+        "k_cache": lambda: append(q, (leaf(k), k.clone()), new),
+        "v_cache": lambda: append(q, (k.clone(), leaf(k)), new),
+        "out": lambda: OPS.fwd(q, k, k, leaf(q), 0.0, *MASK, None, False),
+        "dq": lambda: interface._flash_attn_backward(
+            out, q, k, k, out, lse, leaf(q), *grads[1:], 0.0, *MASK, None, False
+        ),
+        "dk": lambda: interface._flash_attn_backward(
+            out, q, k, k, out, lse, None, leaf(k), None, 0.0, *MASK, None, False
+        ),
+        "dv": lambda: interface._flash_attn_backward(
+            out, q, k, k, out, lse, None, None, leaf(k), 0.0, *MASK, None, False
+        ),
+    }
+    for name, call in calls.items():
+        with warnings.catch_warnings(), pytest.raises(RuntimeError, match=f"{words}{name} is written"):
+            warnings.simplefilter("ignore")
+            call()
+        with torch.no_grad():
+            call()
+
+
+def test_tensors_of_inference_mode(tensors, route):
+    """They have no version, and may be written outside of it."""
+    q, new = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16)
+    with torch.inference_mode():
+        caches = [torch.zeros_like(tensors(2, 8, 2, 16)) for _ in range(2)]
+        append(q, caches, new)
+    append(q, caches, 2 * new)
+    assert torch.equal(caches[0][:, 3:4], 2 * new)
+
+
+def test_dropped_gradients(tensors, route, monkeypatch):
+    """One warning in a process, which names the way out; none where nobody asked for gradients."""
+    monkeypatch.setattr(interface, "_has_warned", False)
+    q, cache = tensors(2, 1, 4, 16).requires_grad_(), tensors(2, 8, 2, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            flash_attn_with_kvcache(q, cache, cache)
+        flash_attn_with_kvcache(q.detach(), cache, cache)
+    with pytest.warns(UserWarning, match="flash_attn_with_kvcache has no backward") as told:
+        for _ in range(2):
+            out = flash_attn_with_kvcache(q, cache, cache)
+    assert len(told) == 1 and told[0].filename == __file__ and not out.requires_grad
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "k", "v"])
+def test_any_input_may_require_grad(name, tensors, monkeypatch):
+    monkeypatch.setattr(interface, "_has_warned", False)
+    inputs = {"q": tensors(2, 1, 4, 16), "k": tensors(2, 1, 2, 16), "v": tensors(2, 1, 2, 16)}
+    inputs = {**inputs, "k_cache": tensors(2, 8, 2, 16), "v_cache": tensors(2, 8, 2, 16)}
+    inputs[name] = inputs[name].requires_grad_() * 1  # no leaf
+    with pytest.warns(UserWarning, match="flash_attn_with_kvcache has no backward"):
+        flash_attn_with_kvcache(**inputs, cache_seqlens=2)
+
+
+def test_training_writes_nothing_of_the_callers(tensors):
+    q, k = tensors(2, 5, 4, 16).requires_grad_(), tensors(2, 7, 2, 16).requires_grad_()
+    out = flash_attn_func(q, k, k)
+    out.sum().backward()
+    assert versions(q, k, out) == [0, 0, 0]
