@@ -203,12 +203,9 @@ static void combine_row(const decode_job *job, const fa_sequence *s, int64_t hea
         for (int64_t c = 0; c < job->columns; c += LANES)
             vec_store(o + c, vec_fma(vec_load(x + row * job->columns + c), weight, vec_load(o + c)));
     }
-    int64_t first, last;
-    fa_visible_keys(p, s, i, &first, &last);
-    const bool is_empty = first >= last;
-    /* A row whose scores are all -inf has the sum 0: NaN, as 0 / 0 is. */
-    float lse = sum == 0.0f ? NAN : (float)(largest * LN_2 + log(sum));
-    *fa_row_stat(&p->lse, s, i, head) = is_empty ? INFINITY : lse;
+    const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite one has given 1 or more */
+    *fa_row_stat(&p->lse, s, i, head) = is_empty ? INFINITY : (float)(largest * LN_2 + log(sum));
+    if (is_empty) memset(o, 0, sizeof o); /* 0 times inf has left NaN */
     unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(p->dtype), p->d, o,
                is_empty ? 0.0f : 1.0f / sum, p->dtype);
 }

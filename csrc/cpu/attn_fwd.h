@@ -352,21 +352,22 @@ static void close_tile(const fwd_task *t, int i) {
     const fa_problem *p = t->p;
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[i];
-    float factor[FA_MAX_BLOCK_Q];
+    float factor[FA_MAX_BLOCK_Q], *o_t = t->o_t + i * l->columns * l->block_q;
     char *rows[FA_MAX_BLOCK_Q];
     const float kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f;
     for (int lane = 0; lane < tile->lanes; lane += LANES)
         vec_store(factor + lane, vec_div(vec_set(kept), vec_load(tile->row_sum + lane)));
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
-        const bool is_empty = tile->first[lane] >= tile->end[lane];
         const float sum = tile->row_sum[lane];
-        if (is_empty) factor[lane] = 0.0f;
+        const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite one has given 1 or more */
         rows[lane] = query_row(t, &p->o, tile, lane);
-        /* A row whose scores are all -inf has the sum 0: NaN, as 0 / 0 is. */
-        float lse = sum == 0.0f ? NAN : (float)(tile->row_max[lane] * LN_2 + log(sum));
-        *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) = is_empty ? INFINITY : lse;
+        *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
+            is_empty ? INFINITY : (float)(tile->row_max[lane] * LN_2 + log(sum));
+        if (!is_empty) continue;
+        factor[lane] = 0.0f;
+        for (int64_t c = 0; c < l->columns; c++) o_t[c * tile->lanes + lane] = 0.0f; /* 0 times inf has left NaN */
     }
-    unpack_lanes(rows, tile->valid_lanes, p->d, t->o_t + i * l->columns * l->block_q, tile->lanes, factor, p->dtype);
+    unpack_lanes(rows, tile->valid_lanes, p->d, o_t, tile->lanes, factor, p->dtype);
 }
 
 /* ---- tasks and workers ---- */

@@ -10,14 +10,26 @@
  *   ds_ij = p_ij (z_ij dout_i.v_j - delta_i)    with softcap also times 1 - tanh^2
  *   dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i z_ij p_ij dout_i
  *
- * A pair that is masked is skipped, never multiplied by zero: what lies there may be NaN. Sums over rows run over all
- * g query heads of the key's head. Nothing is stored between the loops, so the work is done twice and the memory is
+ * A pair that is masked is skipped, never multiplied by zero: what lies there may be NaN. Everything else is plain
+ * arithmetic:
+ *
+ *   every visible score is -inf      the row counts as one that sees no key: o 0, lse +inf, and the backward skips it
+ *   some visible score is finite     a score of -inf has p = 0; 0 times an infinite element of k, v, q or dout is NaN
+ *   some score is +inf or NaN        o and lse are NaN, and so is whatever the backward adds for the row
+ *
+ * Where tensors are not fp64, the kernels hold scores as fp32 in units of log2. A score beyond that is infinite here, too.
+ *
+ * Sums over rows run over all g query heads of the key's head. Nothing is stored between the loops, so the work is done twice and the memory is
  * a few rows on the stack. Every output row belongs to one call of one task: threads cannot change a bit. */
 #include "convert.h"
 #include "cpu.h"
 #include "dropout.h"
 #include "../sequence.h"
+#include <float.h>
 #include <math.h>
+#include <string.h>
+
+#define LN_2 0.693147180559945309
 
 /* ---- rows of d elements in any dtype ------------------------------------------------------------------------- */
 
@@ -71,17 +83,24 @@ static void load_key(row dst, const head_view *a, const fa_view *kv, int64_t j) 
     load_row(dst, kv->data, fa_key_offset(a->p, kv, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
 }
 
+/* Beyond the numbers of fp32 in units of log2, a score is infinite. */
+static double in_range(const fa_problem *p, double s) {
+    return p->dtype != FA_F64 && fabs(s) > FLT_MAX * LN_2 ? copysign(INFINITY, s) : s;
+}
+
 /* The score of row i and key j; *capped receives tanh(s / softcap) for the derivative. */
 static double score(const head_view *a, const row q, const row k, int64_t i, int64_t j, double *capped) {
     const fa_problem *p = a->p;
-    double s = p->scale * dot(q, k, p->d);
+    double qk = dot(q, k, p->d), s;
+    if (p->dtype != FA_F64 && fabs(qk) > FLT_MAX) qk = copysign(INFINITY, qk);
+    s = p->scale * qk;
     *capped = 0;
     if (p->softcap > 0) {
         *capped = tanh(s / p->softcap);
         s = p->softcap * *capped;
     }
     if (p->alibi_slopes) s -= a->slope * fabs((double)(i + a->s.len_kv - a->s.len_q - j));
-    return s;
+    return in_range(p, s);
 }
 
 static bool is_kept(const head_view *a, int64_t i, int64_t j) {
@@ -106,6 +125,9 @@ static double row_max(const head_view *a, const row q, int64_t i, int64_t first,
     return largest;
 }
 
+/* exp(s - largest), where -inf is no number to subtract. */
+static double weight_of(double s, double largest) { return exp(largest == -INFINITY ? s : s - largest); }
+
 /* ---- forward ------------------------------------------------------------------------------------------------- */
 
 static void forward_row(const head_view *a, int64_t i) {
@@ -120,12 +142,13 @@ static void forward_row(const head_view *a, int64_t i) {
         row k, v;
         load_key(k, a, &p->k, j);
         load_key(v, a, &p->v, j);
-        double weight = exp(score(a, q, k, i, j, &capped) - largest);
+        double weight = weight_of(score(a, q, k, i, j, &capped), largest);
         sum += weight; /* dropout comes after the normalisation */
         add_scaled(o, weight * dropout_factor(a, i, j), v, p->d);
     }
-    bool is_empty = first >= end;
-    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 0 : 1 / sum, p->d, p->dtype);
+    bool is_empty = sum == 0; /* no key, or none whose score is above -inf */
+    if (is_empty) memset(o, 0, sizeof o);
+    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : 1 / sum, p->d, p->dtype);
     *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? INFINITY : (float)(largest + log(sum));
 }
 
@@ -160,7 +183,7 @@ static void s_dmask_heads(int64_t begin, int64_t end, void *ctx) {
             for (int64_t j = first; j < last; j++) {
                 row k;
                 load_key(k, &a, &p->k, j);
-                double weight = exp(score(&a, q, k, i, j, &capped) - largest);
+                double weight = weight_of(score(&a, q, k, i, j, &capped), largest);
                 bool is_dropped = p->dropout_p > 0 && !is_kept(&a, i, j);
                 fa_store_element(p->s_dmask, offset + j, is_dropped ? -weight : weight, p->dtype);
             }

@@ -68,14 +68,23 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
 #pragma unroll
             for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
             largest = quad_max(largest);
-            const float base = largest == -INF ? 0 : largest * factor; /* nothing seen yet, or only scores of -inf */
+            const float scaled = __fmul_rn(largest, factor);
+            const float base = scaled == -INF ? 0 : scaled; /* nothing seen yet, or only scores of -inf */
+            float unscaled = factor;
+            if (fabsf(base) > 0x1p24f) { /* a fused product would differ from base by more than an exponent should see */
+                unscaled = 1;
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; e++) s[m][n][e] = __fmul_rn(s[m][n][e], factor);
+            }
             rescale[m][half] = ex2(__fmul_rn(row.max, factor) - base); /* rounded as base was, not fused */
             is_raised |= rescale[m][half] != 1;
             row.max = largest;
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) sum += s[m][n][e] = ex2(fmaf(s[m][n][e], factor, -base));
+                for (int e = 2 * half; e < 2 * half + 2; e++) sum += s[m][n][e] = ex2(fmaf(s[m][n][e], unscaled, -base));
             row.sum = row.sum * rescale[m][half] + sum;
         }
     if (__any_sync(WHOLE_WARP, is_raised))
@@ -135,9 +144,8 @@ DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, in
                        int half, row_state row, float unit) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
-    const bool is_empty = first_key(p, s, i) >= end_key(p, s, i);
-    /* a sum of zero: every score is -inf */
-    const float rest = fmaf(row.max, unit * LOG2_E, -__fmul_rn(row.max, unit * LOG2_E));
+    const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
+    const bool is_empty = sum == 0 && base == -INF; /* no key, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
     if (lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty ? INF : lse;
     store_row(p, (element *)p.o.data + query_offset(p.o, s, i, head), o, half, p.keep_scale / sum, is_empty);

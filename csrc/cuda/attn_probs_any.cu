@@ -44,6 +44,7 @@ DEVICE void write_row(const fa_cuda_problem &p, shared_memory &shared, const seq
     if (lane() == 0) shared.largest[warp()] = largest;
     __syncthreads();
     for (int w = 0; w < THREADS / 32; w++) largest = fmaxf(largest, shared.largest[w]);
+    if (largest == -INF) largest = 0; /* only scores of -inf: exp(-inf) is 0 */
     for (long long j = threadIdx.x; j < p.s_dmask_cols; j += THREADS) {
         float x = 0;
         if (j >= begin && j < end) {

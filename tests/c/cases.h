@@ -252,6 +252,62 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     return c;
 }
 
+/* Scores of -inf, and now and then of +inf, at keys that rows see: one column of k is beyond what fp32 can multiply by 4 (fp16:
+ * is infinite) at some keys, and 0 at others. All keys, the first ones, the last ones, every other tile, or any. */
+static inline void plant_infinite_scores(const test_case *c, random_source *r) {
+    const fa_problem *p = &c->p;
+    const double huge = p->dtype == FA_F16 ? INFINITY : 0x1.8p127;
+    const int64_t column = random_below(r, p->d), kind = random_below(r, 5), tile = 16 << random_below(r, 4);
+    const int64_t wrong_rows = random_chance(r, 20) ? 7 : 0;
+    const int64_t zero_rows = p->pass == FA_FWD && random_chance(r, 30) ? 3 : 0; /* their dq would add up such keys */
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        const fa_sequence s = fa_sequence_at(p, b_idx);
+        const int64_t edge = random_below(r, s.len_kv + 1);
+        for (int64_t i = 0; i < s.len_q; i++)
+            for (int64_t head = 0; head < p->h; head++) {
+                const double x = zero_rows && i % zero_rows == 1 ? 0 : wrong_rows && i % wrong_rows == 2 ? -4 : 4;
+                fa_store_element(p->q.data, fa_query_offset(&p->q, &s, i, head) + column, x, p->dtype);
+            }
+        for (int64_t j = 0; j < s.len_kv; j++) {
+            const bool is_huge = kind == 0   ? true
+                                 : kind == 1 ? j < edge
+                                 : kind == 2 ? j >= edge
+                                 : kind == 3 ? j / tile % 2 == 0
+                                             : random_chance(r, 50);
+            for (int64_t head = 0; head < p->h_kv; head++)
+                fa_store_element(p->k.data, fa_key_offset(p, &p->k, &s, j, head) + column, is_huge ? -huge : 0,
+                                 p->dtype);
+        }
+    }
+}
+
+/* NaN in the same places as in the reference, infinities with the same sign, and the rest close to it. cancelled: the size of
+ * what may have cancelled. */
+static inline bool is_same_kind(const void *x, const void *reference, int64_t num_elements, fa_dtype dtype,
+                                double cancelled) {
+    static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
+    double largest = cancelled, worst = 0;
+    bool same = true;
+    for (int64_t i = 0; i < num_elements; i++) {
+        const double a = fa_load_element(x, i, dtype), b = fa_load_element(reference, i, dtype);
+        if (isfinite(a) && isfinite(b))
+            worst = fmax(worst, fabs(a - b)), largest = fmax(largest, fabs(b));
+        else
+            same = same && (a == b || (isnan(a) && isnan(b)));
+    }
+    return same && worst <= fmax(1e-4, 8 * half_unit[dtype]) * (1 + largest);
+}
+
+/* Values that sums in fp32 just hold. */
+#define HUGE_VALUES(dtype) ((dtype) == FA_F16 ? 0x1p8 : 0x1p100)
+static inline void plant_huge_values(const test_case *c) {
+    const fa_problem *p = &c->p;
+    for (int64_t i = 0; i < c->v.num_elements; i++) {
+        const double x = fa_load_element(c->v.view.data, i, p->dtype);
+        fa_store_element(c->v.view.data, i, x * HUGE_VALUES(p->dtype), p->dtype);
+    }
+}
+
 static void case_print(const test_case *c) {
     const fa_problem *p = &c->p;
     printf(
