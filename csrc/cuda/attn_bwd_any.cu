@@ -88,12 +88,13 @@ DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tenso
 DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], element *queries,
                                float (&s)[BLOCKS][N][4], float (&dp)[BLOCKS][N][4]) {
     element *first_query = queries + 2 * (laneid() % 4) * PITCH;
+    bool is_silent = false;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             row_stats q;
-            if (OWNS_KEYS) q = stats_behind(first_query, 8 * n + e % 2);
+            if (OWNS_KEYS) q = stats_behind(first_query, 8 * n + e % 2), is_silent |= q.lse == INF;
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
                 if (!OWNS_KEYS) q = own[m][e / 2];
@@ -102,6 +103,14 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
                 if (ADDS_DS) dp[m][n][e] = prob * (dp[m][n][e] - q.delta);
             }
         }
+    if (!is_silent) return;
+#pragma unroll
+    for (int n = 0; n < N; n++) /* zeros stand for a query that saw nothing: times an infinite key they are NaN */
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (stats_behind(first_query, 8 * n + e % 2).lse == INF)
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++) s[m][n][e] = dp[m][n][e] = 0;
 }
 
 /* The same for a block of [16, WALK] and for all problems: own rows from `own_row` on, walked rows from `walk` on. Bit

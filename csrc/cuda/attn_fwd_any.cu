@@ -71,7 +71,8 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
             const float scaled = __fmul_rn(largest, factor);
             const float base = scaled == -INF ? 0 : scaled; /* nothing seen yet, or only scores of -inf */
             float unscaled = factor;
-            if (fabsf(base) > 0x1p24f) { /* a fused product would differ from base by more than an exponent should see */
+            if (fabsf(base) >
+                0x1p24f) { /* a fused product would differ from base by more than an exponent should see */
                 unscaled = 1;
 #pragma unroll
                 for (int n = 0; n < N; n++)
@@ -84,7 +85,8 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) sum += s[m][n][e] = ex2(fmaf(s[m][n][e], unscaled, -base));
+                for (int e = 2 * half; e < 2 * half + 2; e++)
+                    sum += s[m][n][e] = ex2(fmaf(s[m][n][e], unscaled, -base));
             row.sum = row.sum * rescale[m][half] + sum;
         }
     if (__any_sync(WHOLE_WARP, is_raised))

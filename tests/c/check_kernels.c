@@ -448,7 +448,8 @@ static bool check_nonfinite(uint64_t seed, fa_pass pass, fa_dtype dtype, plant k
         for (int i = first; i < end; i++) wipe(outputs[i].ours, dtype);
         run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end);
         for (int i = first; i < end; i++) {
-            if (is_same_kind(outputs[i].ours->view.data, expected[i], outputs[i].ours->num_elements, dtype, cancelled)) continue;
+            if (is_same_kind(outputs[i].ours->view.data, expected[i], outputs[i].ours->num_elements, dtype, cancelled))
+                continue;
             printf("  %s: %s is not what the reference has\n", fa_isa_name((fa_isa)isa), outputs[i].name);
             good = false;
         }
@@ -597,8 +598,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_infinite_scores),
     };
     const struct CMUnitTest emulated_tests[] = {
-        cmocka_unit_test(test_fwd_bf16),         cmocka_unit_test(test_bwd_bf16),  cmocka_unit_test(test_thread_counts),
-        cmocka_unit_test(test_absent_gradients), cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores),
+        cmocka_unit_test(test_fwd_bf16),      cmocka_unit_test(test_bwd_bf16),
+        cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_absent_gradients),
+        cmocka_unit_test(test_nonfinite),     cmocka_unit_test(test_infinite_scores),
     };
     const struct CMUnitTest cuda_tests[] = {
         cmocka_unit_test(test_append),      cmocka_unit_test(test_reference_s_dmask),
