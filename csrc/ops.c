@@ -229,7 +229,9 @@ static void release(const fa_signature *signature, const fa_call *call) {
 
 /* ---- the road of every call ------------------------------------------------------------------------------------- */
 
-static void torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) { fa_torch.torch_parallel_for(0, n, 1, fn, ctx); }
+static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
+    return fa_torch.torch_parallel_for(0, n, 1, fn, ctx) == 0;
+}
 
 static const fa_pool torch_pool = {torch_parallel_for};
 

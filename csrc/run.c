@@ -2,6 +2,7 @@
 #include "run.h"
 
 #include "cuda_run.h"
+#include "sequence.h"
 
 #include <math.h>
 #include <string.h>
@@ -48,10 +49,11 @@ static void zero_key_gradients(const fa_problem *p) {
 fa_status fa_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                  const fa_pool *pool, fa_error *err) {
     if (problem->device == FA_CUDA) return fa_cuda_run(problem, plan, zero_tensors, workspace, err);
+    if (fa_is_idle(problem)) return FA_OK;
     fill_unowned_rows(problem, zero_tensors);
     if (problem->pass == FA_BWD && problem->h == 0)
         zero_key_gradients(problem);
-    else
-        fa_cpu_run(problem, plan, workspace, pool);
+    else if (!fa_cpu_run(problem, plan, workspace, pool))
+        return fa_fail(err, FA_ENOMEM, "torch could not start the threads of the call");
     return FA_OK;
 }

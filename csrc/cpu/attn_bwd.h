@@ -214,7 +214,7 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-static void attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
     const int shares = fa_bwd_shares(p, plan->num_splits, plan->threads);
     int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, shares, tasks);
@@ -237,9 +237,10 @@ static void attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
     for (int i = 0; i < 3 && steps[i]; i++) {
         if (plan->threads == 1)
             steps[i](0, 1, &job); /* too little to wake anybody */
-        else
-            pool->parallel_for(plan->threads, steps[i], &job);
+        else if (!pool->parallel_for(plan->threads, steps[i], &job))
+            return false;
     }
+    return true;
 }
 
 #endif

@@ -220,7 +220,7 @@ static void run_combine_tasks(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-static void attn_decode(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     int64_t *first_partial = workspace;
     first_partial[0] = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -239,13 +239,12 @@ static void attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
                       .softcap = (float)(p->softcap * LOG2_E)};
     job.heads_per_task = fa_decode_heads_per_task(p, job.num_partials, plan->decode_threads);
     const int64_t num_tasks = job.num_partials * ((p->h_kv + job.heads_per_task - 1) / job.heads_per_task);
-    if (plan->decode_threads == 1) {
-        run_decode_tasks(0, num_tasks, &job);
-        run_combine_tasks(0, p->b * p->h, &job);
-    } else {
-        pool->parallel_for(num_tasks, run_decode_tasks, &job);
-        pool->parallel_for(p->b * p->h, run_combine_tasks, &job);
-    }
+    if (plan->decode_threads > 1)
+        return pool->parallel_for(num_tasks, run_decode_tasks, &job) &&
+               pool->parallel_for(p->b * p->h, run_combine_tasks, &job);
+    run_decode_tasks(0, num_tasks, &job);
+    run_combine_tasks(0, p->b * p->h, &job);
+    return true;
 }
 
 #endif

@@ -435,7 +435,7 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-static void attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
     int64_t num_tasks = fa_fwd_tasks(p, plan->block_q, plan->tiles_per_task, tasks);
     fa_task_list list = {tasks, num_tasks, 0};
@@ -449,10 +449,9 @@ static void attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
         .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
         .softcap = (float)(p->softcap * LOG2_E),
         .drops = p->dropout_p > 0 && p->keep_max < 255};
-    if (plan->threads == 1)
-        run_workers(0, 1, &job); /* too little to wake anybody */
-    else
-        pool->parallel_for(plan->threads, run_workers, &job);
+    if (plan->threads > 1) return pool->parallel_for(plan->threads, run_workers, &job);
+    run_workers(0, 1, &job); /* too little to wake anybody */
+    return true;
 }
 
 #endif

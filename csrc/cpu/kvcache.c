@@ -74,9 +74,9 @@ static void append_tokens(int64_t begin, int64_t end, void *ctx) {
     }
 }
 
-void fa_cpu_append(const fa_problem *problem, void *q_rotated, const fa_pool *pool) {
+bool fa_cpu_append(const fa_problem *problem, void *q_rotated, const fa_pool *pool) {
     append_job job = {.p = problem, .q_rotated = q_rotated};
     bool has_rotary = problem->rotary_cos && q_rotated;
     int64_t num_tasks = problem->b * (problem->len_new + (has_rotary ? problem->len_q : 0));
-    if (num_tasks) pool->parallel_for(num_tasks, append_tokens, &job);
+    return num_tasks == 0 || pool->parallel_for(num_tasks, append_tokens, &job);
 }

@@ -160,9 +160,9 @@ static void forward_heads(int64_t begin, int64_t end, void *ctx) {
     }
 }
 
-void fa_reference_fwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+bool fa_reference_fwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     (void)plan, (void)workspace;
-    pool->parallel_for(problem->b * problem->h, forward_heads, (void *)problem);
+    return pool->parallel_for(problem->b * problem->h, forward_heads, (void *)problem);
 }
 
 /* ---- s_dmask ------------------------------------------------------------------------------------------------- */
@@ -191,8 +191,8 @@ static void s_dmask_heads(int64_t begin, int64_t end, void *ctx) {
     }
 }
 
-void fa_reference_s_dmask(const fa_problem *problem, const fa_pool *pool) {
-    pool->parallel_for(problem->b * problem->h, s_dmask_heads, (void *)problem);
+bool fa_reference_s_dmask(const fa_problem *problem, const fa_pool *pool) {
+    return pool->parallel_for(problem->b * problem->h, s_dmask_heads, (void *)problem);
 }
 
 /* ---- backward ------------------------------------------------------------------------------------------------ */
@@ -272,9 +272,9 @@ static void backward_key_heads(int64_t begin, int64_t end, void *ctx) {
     }
 }
 
-void fa_reference_bwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
+bool fa_reference_bwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     (void)plan, (void)workspace;
-    pool->parallel_for(problem->b * problem->h, backward_query_heads, (void *)problem);
-    if (problem->dk.data || problem->dv.data)
-        pool->parallel_for(problem->b * problem->h_kv, backward_key_heads, (void *)problem);
+    if (!pool->parallel_for(problem->b * problem->h, backward_query_heads, (void *)problem)) return false;
+    if (!problem->dk.data && !problem->dv.data) return true;
+    return pool->parallel_for(problem->b * problem->h_kv, backward_key_heads, (void *)problem);
 }

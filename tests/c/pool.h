@@ -34,7 +34,10 @@ static void *pool_worker(void *arg) {
     return NULL;
 }
 
-static void pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), void *ctx) {
+static int pool_fails_in = -1; /* calls; -1: never */
+
+static bool pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), void *ctx) {
+    if (pool_fails_in >= 0 && pool_fails_in-- == 0) return false;
     pool_range ranges[MAX_POOL_THREADS];
     pthread_t threads[MAX_POOL_THREADS];
     int64_t num_ranges = n < pool_threads ? n : pool_threads;
@@ -44,8 +47,23 @@ static void pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), v
         if (pthread_create(&threads[i], NULL, pool_worker, &ranges[i])) abort();
     if (num_ranges) pool_worker(&ranges[0]);
     for (int64_t i = 1; i < num_ranges; i++) pthread_join(threads[i], NULL);
+    return true;
 }
 
 static const fa_pool test_pool = {pool_parallel_for};
+
+/* The plan runs, and says so whichever call of the pool fails. */
+static inline bool notices_a_failing_pool(const fa_problem *p, const fa_plan *plan, void *workspace) {
+    const int many = 1000;
+    pool_fails_in = many;
+    bool good = fa_cpu_run(p, plan, workspace, &test_pool);
+    const int num_calls = many - pool_fails_in;
+    for (int n = 0; n < num_calls; n++) {
+        pool_fails_in = n;
+        good = !fa_cpu_run(p, plan, workspace, &test_pool) && good;
+    }
+    pool_fails_in = -1;
+    return good && num_calls > 0;
+}
 
 #endif

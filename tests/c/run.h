@@ -49,7 +49,7 @@ static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     assert_true(plan.kernel[0] && memchr(plan.kernel, 0, sizeof plan.kernel));
     assert_true(plan.threads >= 1 && plan.threads <= threads && plan.isa <= isa);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
-    fa_cpu_run(p, &plan, workspace, &test_pool);
+    assert_true(fa_cpu_run(p, &plan, workspace, &test_pool));
 }
 #endif
 
