@@ -83,6 +83,7 @@ static fa_status check_last_dims(const fa_call *c, fa_error *err) {
 
 static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     const bool packed = c->layout == FA_OP_VARLEN, paged = present(&c->block_table);
+    words w;
     const char *q_dims = packed ? Q_PACKED : Q_DIMS;
     const char *k_dims = paged ? K_PAGED : packed ? K_PACKED : c->layout == FA_OP_KVCACHE ? K_CACHE : K_DIMS;
     const int64_t q_ndim = packed ? 3 : 4, k_ndim = packed && !paged ? 3 : 4;
@@ -104,6 +105,13 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(p->h % p->h_kv == 0,
             "Number of heads in key/value must divide number of heads in query; k has %" PRId64 ", q has %" PRId64,
             p->h_kv, p->h);
+
+    /* Tensors of any size cost no memory where they are expanded, or where another size is 0. */
+    const double most = 0x1p62, heads = (double)p->h * (double)p->d, heads_kv = (double)p->h_kv * (double)p->d;
+    REQUIRE(p->b <= INT32_MAX && p->h <= INT32_MAX && (double)p->b * (double)p->len_q * fmax(heads, 1) < most,
+            "q must have at most 2147483647 sequences and heads, and 2^62 elements; it has %s", shape_words(&c->q, &w));
+    REQUIRE((double)k[0] * (packed && !paged ? 1 : (double)p->len_kv) * heads_kv < most,
+            "k must have fewer than 2^62 elements; it has %s", shape_words(&c->k, &w));
 
     const int64_t kv_rows = p->len_kv;
     if (packed && !paged) {

@@ -87,7 +87,8 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
                              p->seqused_k ? -1 : c->max_seqlen_k, "max_seqlen_k", err));
     }
     const char *cache_name = p->paged ? "block_table" : c->k.name;
-    for (int64_t i = 0; i < p->b; i++) {
+    const bool has_values = p->cu_seqlens_q || p->seqused_k || p->leftpad_k || p->cache_batch_idx || p->paged;
+    for (int64_t i = 0; i < p->b && (has_values || p->len_new > 0); i++) {
         int64_t row = i;
         if (p->cache_batch_idx) {
             row = p->cache_batch_idx[i];

@@ -39,6 +39,12 @@ static inline fa_sequence fa_sequence_at(const fa_problem *p, int64_t b_idx) {
     return s;
 }
 
+/* No row of q, no new key, and no gradient of a key: nothing to compute and nothing to write, however many sequences. Packed ones
+ * have an element of cu_seqlens each. */
+static inline bool fa_is_idle(const fa_problem *p) {
+    return p->total_q * p->h == 0 && p->len_new == 0 && !p->cu_seqlens_q && (p->pass == FA_FWD || p->total_kv == 0);
+}
+
 /* Element offset of key j (or, with a negative j, of left padding) of one key/value head in a view of k or v. */
 static inline int64_t fa_key_offset(const fa_problem *p, const fa_view *kv, const fa_sequence *s, int64_t j,
                                     int64_t head_kv) {

@@ -234,3 +234,24 @@ def test_upstream_grid(case):
         grad, simple = join(getattr(got, name)), join(getattr(plain, name))
         rounded = join(getattr(ref, name)).to(grad.dtype)
         assert error(grad, rounded) <= m * error(simple, rounded) + a, name
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_rows_of_minus_infinity_alone_contribute_nothing(dtype, isa):
+    """Rows without another score: dq 0, and dk and dv as if they were not there, whatever k, v, q and dout hold."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, n, 2, 32).to(dtype) for n in (100, 90, 90, 100))
+    q[..., 0], k[..., 0] = 0.0, 1.0
+    k[:, 5, :, 0] = 2.0
+    silent = torch.zeros(100, dtype=torch.bool)
+    silent[[0, 3, 40, 41, 42, 63, 64, 99]] = True
+    rows = [x[:, ~silent].clone().requires_grad_() for x in (q,)] + [x.clone().requires_grad_() for x in (k, v)]
+    want = torch.autograd.grad(flash_attn_func(*rows), rows, dout[:, ~silent])
+    q[:, silent, :, 0] = -math.inf
+    dout[:, silent] = math.nan
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dq, dk, dv = torch.autograd.grad(flash_attn_func(*leaves), leaves, dout)
+    assert (dq[:, silent] == 0).all()
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for got, exact in zip((dq[:, ~silent], dk, dv), want):
+        torch.testing.assert_close(got, exact, rtol=tolerance, atol=tolerance)

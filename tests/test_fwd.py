@@ -1,6 +1,9 @@
 """Dense forward: every case of the table on every instruction set, in every dtype."""
 
 import math
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -160,3 +163,60 @@ def test_upstream_grid(case):
     out, simple = join(got.out), join(plain.out)
     rounded = join(ref.out).to(out.dtype)
     assert error(out, rounded) <= 2 * error(simple, rounded) + 1e-5
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("values", (1.0, math.inf))
+def test_scores_of_minus_infinity_alone(values, dtype, isa):
+    """A row that has no other score counts as one that sees nothing, whatever v holds; tiles of them leave no trace."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 32).to(dtype) for n in (70, 300, 300))
+    q[..., 0], k[..., 0], v[..., 0] = 1, 0, values
+    k[:, 128:, 0, 0] = -math.inf  # head 0: the last tiles
+    k[:, :256, 1, 0] = -math.inf  # head 1: the first ones
+    k[:, 256:, 1] -= 90  # and what is left lies far below 0
+    q[:, :35, 1, 0], k[:, 256:, 1, 0] = math.inf, -1.0  # half of the rows of head 1: everything
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert (out[0, :35, 1] == 0).all() and (lse[0, 1, :35] == math.inf).all()
+    assert lse[0, 0].isfinite().all() and lse[0, 1, 35:].isfinite().all()
+    for head, rows, keys in ((0, slice(0, 70), slice(0, 128)), (1, slice(35, 70), slice(256, 300))):
+        want, want_lse = attention(*(x[0, at, head : head + 1].double() for x, at in ((q, rows), (k, keys), (v, keys))))
+        torch.testing.assert_close(out[0, rows, head, 1:].double(), want[:, 0, 1:], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse[0, head, rows].double(), want_lse[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("b", (10**9, 2**40))
+def test_more_sequences_than_can_be_counted(b):
+    """Expanded tensors: where there is nothing to compute the call returns at once; where they cannot be numbered it says so."""
+    x = torch.zeros(1, 1, 1, 8)
+    empty, one, no_heads = x[:, :0].expand(b, 0, 1, 8), x.expand(b, 1, 1, 8), x[:, :, :0].expand(b, 1, 0, 8)
+    for q, k in ((empty, one), (empty, empty), (no_heads, one)):
+        if b < 2**31:
+            assert flash_attn_func(q, k, k).shape == q.shape
+            q = q.clone().requires_grad_()
+            flash_attn_func(q, q[..., :1, :], q[..., :1, :]).sum().backward() if q.shape[2] else None
+        else:
+            with pytest.raises(RuntimeError, match="q must have at most 2147483647 sequences"):
+                flash_attn_func(q, k, k)
+
+
+def test_no_memory_to_work_in():
+    """In a process of its own, whose address space has an end."""
+    program = """
+import resource, torch
+from flash_attn.flash_attn_interface import _flash_attn_backward
+torch.set_num_threads(1)
+n = 2**21
+q, lse = torch.zeros(1, 64, 1, 256), torch.zeros(1, 1, 64)
+k = torch.zeros(1, 1, 1, 256).expand(1, n, 1, 256)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**28,) * 2)
+try:
+    _flash_attn_backward(
+        q, q, k, k, q, lse, torch.empty_like(q), None, None, 0.0, 1.0, False, -1, -1, 0.0, None, False, None
+    )
+except (MemoryError, RuntimeError) as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert re.search(r"there are no \d{9,} bytes of memory to work in", done.stdout), done.stdout + done.stderr
