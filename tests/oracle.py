@@ -50,13 +50,60 @@ def attention(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, s
     if slopes is not None:
         s = s + alibi_bias(slopes, len_q, len_kv)
     see = visible(len_q, len_kv, causal, window)
-    blind = ~see.any(dim=1)  # rows that see no key
     s = s.masked_fill(~see, -math.inf)
-    p = torch.softmax(s, dim=-1).masked_fill(blind[:, None], 0)
-    lse = torch.logsumexp(s, dim=-1).masked_fill(blind, math.inf)
+    blind = (s == -math.inf).all(dim=-1)  # rows that see no key, or none whose score is above -inf
+    s = s.masked_fill(blind[..., None], 0)
+    p = torch.softmax(s, dim=-1).masked_fill(blind[..., None], 0)
+    lse = torch.logsumexp(s, dim=-1).masked_fill(blind, math.inf) if len_kv else s.new_full((h, len_q), math.inf)
     if keep is not None:
         p = p.masked_fill(~keep, 0) / (1 - dropout_p)
     return torch.einsum("hij,jhd->ihd", p.to(v.dtype), v), lse
+
+
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def by_pairs(q, k, v, dout, scale, causal, window, softcap, slopes=None, keep=None, dropout_p=0.0, fp32_scores=True):
+    """attention() and its gradients pair by pair, in float64: what a row does not see is left out, not multiplied by 0.
+
+    For inputs that hold infinities and NaN. fp32_scores: scores beyond fp32 in units of log2 are infinite. Returns
+    out, lse, dq, dk, dv. Every element of every pair is a number in memory: for small problems.
+    """
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    (len_q, h, _), (len_kv, h_kv, _) = q.shape, k.shape
+    q, dout = (x.transpose(0, 1)[:, :, None] for x in (q, dout))  # [h, len_q, 1, d]
+    k, v = (x.repeat_interleave(h // h_kv, dim=1).transpose(0, 1)[:, None] for x in (k, v))  # [h, 1, len_kv, d]
+
+    def in_range(x, most):
+        return torch.where(x.abs() > most, x.sign() * math.inf, x) if fp32_scores else x
+
+    s = scale * in_range((q * k).sum(-1), FP32_MAX)
+    capped = torch.tanh(s / softcap) if softcap > 0 else torch.zeros_like(s)
+    if softcap > 0:
+        s = softcap * capped
+    if slopes is not None:
+        s = s + alibi_bias(slopes.double(), len_q, len_kv)
+    s = in_range(s, FP32_MAX * math.log(2))
+    see = visible(len_q, len_kv, causal, window).expand(s.shape)
+    largest = s.masked_fill(~see | s.isnan(), -math.inf).amax(-1) if len_kv else s.new_full((h, len_q), -math.inf)
+    shift = largest.masked_fill(largest == -math.inf, 0)[..., None]
+    weight = torch.exp(s - shift).masked_fill(~see, 0)
+    total = weight.sum(-1)
+    blind = total == 0
+    z = torch.ones_like(s) if keep is None else keep.double() / (1 - dropout_p)
+    out = ((weight * z)[..., None] * v).masked_fill(~see[..., None], 0).sum(2) / total[..., None]
+    out = out.masked_fill(blind[..., None], 0)
+    lse = (largest + total.log()).masked_fill(blind, math.inf)
+
+    alive = (see & ~blind[..., None])[..., None]
+    prob = torch.exp(s - lse[..., None])
+    delta = (dout[:, :, 0] * out).sum(-1, keepdim=True)
+    ds = prob * (z * (dout * v).sum(-1) - delta) * (1 - capped * capped)
+    dq = scale * (ds[..., None] * k).masked_fill(~alive, 0).sum(2)
+    dk = scale * (ds[..., None] * q).masked_fill(~alive, 0).sum(1)
+    dv = ((prob * z)[..., None] * dout).masked_fill(~alive, 0).sum(1)
+    dk, dv = (x.unflatten(0, (h_kv, h // h_kv)).sum(1).transpose(0, 1) for x in (dk, dv))
+    return out.transpose(0, 1), lse, dq.transpose(0, 1), dk, dv
 
 
 # ---- dropout: which elements the generator keeps -------------------------------------------------------------------

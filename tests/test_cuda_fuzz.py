@@ -9,6 +9,7 @@ python tests/test_cuda_fuzz.py "Case(len_q=65, len_kv=1, d=64, dtype='bf16', cau
 import sys
 from dataclasses import replace
 
+import fuzz
 import pytest
 from cases import BOTH, Case
 from hypothesis import given, note, settings
@@ -39,6 +40,13 @@ def test_what_hopper_takes(dtype, deterministic, case):
 @given(problems())
 def test_anything(case):
     replay(case, False)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_small_problems(part):
+    """Infinities that rows see, zeros of every size, memory of NaN: see fuzz.py."""
+    num = (EXAMPLES or 400) // 8
+    assert fuzz.run_range(fuzz.run_on_cuda, part * num, (part + 1) * num, bytearray(8)), "the cases that are printed"
 
 
 if __name__ == "__main__":

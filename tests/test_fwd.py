@@ -187,7 +187,7 @@ def test_scores_of_minus_infinity_alone(values, dtype, isa):
 
 @pytest.mark.parametrize("b", (10**9, 2**40))
 def test_more_sequences_than_can_be_counted(b):
-    """Expanded tensors: where there is nothing to compute the call returns at once; where they cannot be numbered it says so."""
+    """Expanded tensors: with nothing to compute a call returns at once; sequences beyond int32 are refused."""
     x = torch.zeros(1, 1, 1, 8)
     empty, one, no_heads = x[:, :0].expand(b, 0, 1, 8), x.expand(b, 1, 1, 8), x[:, :, :0].expand(b, 1, 0, 8)
     for q, k in ((empty, one), (empty, empty), (no_heads, one)):
