@@ -69,24 +69,23 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
             for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
             largest = quad_max(largest);
             const float scaled = __fmul_rn(largest, factor);
-            const float base = scaled == -INF ? 0 : scaled; /* nothing seen yet, or only scores of -inf */
-            float unscaled = factor;
-            if (fabsf(base) >
-                0x1p24f) { /* a fused product would differ from base by more than an exponent should see */
-                unscaled = 1;
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; e++) s[m][n][e] = __fmul_rn(s[m][n][e], factor);
-            }
+            const float base = scaled == -INF ? 0 : scaled;            /* nothing seen yet, or only scores of -inf */
             rescale[m][half] = ex2(__fmul_rn(row.max, factor) - base); /* rounded as base was, not fused */
             is_raised |= rescale[m][half] != 1;
             row.max = largest;
+            if (fabsf(base) <= 0x1p24f) {
 #pragma unroll
-            for (int n = 0; n < N; n++)
+                for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++)
-                    sum += s[m][n][e] = ex2(fmaf(s[m][n][e], unscaled, -base));
+                    for (int e = 2 * half; e < 2 * half + 2; e++)
+                        sum += s[m][n][e] = ex2(fmaf(s[m][n][e], factor, -base));
+            } else { /* a fused product would differ from base by more than an exponent should see */
+#pragma unroll
+                for (int n = 0; n < N; n++)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; e++)
+                        sum += s[m][n][e] = ex2(__fmul_rn(s[m][n][e], factor) - base);
+            }
             row.sum = row.sum * rescale[m][half] + sum;
         }
     if (__any_sync(WHOLE_WARP, is_raised))
