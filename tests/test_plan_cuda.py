@@ -33,7 +33,7 @@ int main(int argc, char **argv) {
     static char memory[64];
     static const int32_t offsets[3];
     static const float slopes[1];
-    int64_t d = 128, stride = 0, offset = 0;
+    int64_t d = 128, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
     bool prints_order = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
@@ -45,7 +45,9 @@ int main(int argc, char **argv) {
         SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("len_kv", p.len_kv)
         SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
-        SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset) SET("new", p.len_new)
+        SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
+        SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)
+        SET("new", p.len_new)
         SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
         SET("splits", p.num_splits)
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
@@ -60,14 +62,19 @@ int main(int argc, char **argv) {
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
     void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
     fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};
+    if (stride_h) view.stride_h = stride_h;
+    if (stride_b) view.stride_b = stride_b;
     p.q = p.k = p.v = view;
+    if (k_batch) p.k.stride_b = k_batch;
+    if (v_batch) p.v.stride_b = v_batch;
     if (p.rotary_dim) p.rotary_cos = p.rotary_sin = memory;
     if (p.len_new) p.k_new = p.v_new = view;
     fa_plan plan;
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
     if (prints_order) return printf("%d %d %d", plan.any_order, plan.converts, plan.group_heads), 0;
-    printf("%s %d %d %zu %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.cluster);
+    printf("%s %d %d %zu %d %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.num_splits,
+           plan.cluster);
     for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
     return 0;
 }
@@ -140,8 +147,8 @@ def plan(tmp_path_factory):
 )
 def test_kernel(plan, numbers, kernel):
     first, *ruled_out = plan(**numbers).splitlines()
-    name, block_q, block_kv, workspace, _ = first.split()
-    assert name == kernel and workspace == "0"
+    name, block_q, block_kv, workspace, num_splits, _ = first.split()
+    assert name == kernel and workspace == "0" and num_splits == "1"
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
     why_not_decode = "it has no dropout" if "dropout" in numbers else "it is for few queries over many keys"
     assert ruled_out.pop(0) == f"attn_decode_sm90: {why_not_decode}"
@@ -162,7 +169,7 @@ def test_kernel(plan, numbers, kernel):
     ids=str,
 )
 def test_kernel_of_the_backward(plan, numbers, kernel):
-    name, block_q, block_kv, workspace, _ = plan(**numbers).splitlines()[0].split()
+    name, block_q, block_kv, workspace, *_ = plan(**numbers).splitlines()[0].split()
     assert name == kernel and re.search(rf"_q{block_q}kv{block_kv}", name)
     d, sums = int(re.search(r"_d(\d+)", name)[1]), 2 * 1024 * 4
     assert sums * (d + 2) * 4 <= int(workspace) <= 1.2 * sums * (d + 2) * 4
@@ -275,11 +282,41 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 )
 def test_few_queries_and_caches(plan, numbers, kernel):
     first, *_ = plan(**numbers).splitlines()
-    name, block_q, block_kv, workspace, _ = first.split()
+    name, block_q, block_kv, workspace, *_ = first.split()
     assert name == kernel
     if "decode" in name:
         assert name.endswith(f"_q{block_q}") and block_kv == ("32" if "d192_q64" in name else "64")
         assert 0 < int(workspace) < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"len_q": 1, "len_kv": 1, "b": 1, "stride": 4}, "fwd_sm90"),
+        ({"len_q": 1, "len_kv": 1, "stride": 4}, "fwd_any"),  # rows of two sequences
+        ({"h": 1, "h_kv": 1, "stride_h": 4}, "fwd_sm90"),
+        ({"stride_h": 4}, "fwd_any"),
+        ({"b": 1, "stride_b": 4}, "fwd_sm90"),
+        ({"packed": 1, "stride_b": 4}, "fwd_sm90"),
+        ({"stride_b": 4}, "fwd_any"),
+        ({"len_q": 1, "h": 1, "h_kv": 1, "stride_h": 4}, "decode_sm90"),
+        ({"len_q": 1, "stride_h": 4}, "fwd_any"),
+        ({"len_q": 1, "b": 1, "stride_b": 4}, "decode_sm90"),
+        ({"len_q": 1, "stride_b": 4}, "fwd_any"),
+    ],
+    ids=str,
+)
+def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
+    assert plan(**numbers).startswith(f"attn_{kernel}_")
+
+
+@pytest.mark.parametrize("name", ["k_batch", "v_batch"])
+def test_decoding_counts_either_cache_with_32_bits(plan, name):
+    last_key = 1023 * 4 * 128 + 128  # of the second head; pieces of 8 elements
+    for stride, fits in ((2**35 - 16 - last_key, True), (2**35 - 8 - last_key, False), (-8, False)):
+        first, *ruled_out = plan(**{"len_q": 1, name: stride}).splitlines()
+        assert first.startswith("attn_decode_sm90_" if fits else "attn_fwd_sm90_")
+        assert fits or "attn_decode_sm90: it addresses up to 64 GB of keys and of values" in ruled_out
 
 
 @pytest.mark.parametrize(
