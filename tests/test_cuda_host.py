@@ -255,6 +255,64 @@ def test_contents_are_checked_on_demand():
     assert "FLASH_ATTN_CHECK=1 does not check calls that a CUDA graph records" in run(CHECKED, FLASH_ATTN_CHECK="1")
 
 
+# ---- tensors of several devices ------------------------------------------------------------------------------------
+
+
+def calls_with_every_tensor():
+    """{id: (function, arguments)} with every tensor that a call may be given, q first."""
+    q, k, cache, new = randn(2, 5, 4, 64), randn(2, 40, 2, 64), randn(2, 40, 2, 64), randn(2, 3, 2, 64)
+    cos, lse, slopes = randn(40, 16), torch.ones(2, 4, 5), torch.rand(4)
+    cu_q, cu_k, two, table, rng = (
+        torch.tensor(x, dtype=dtype)
+        for x, dtype in (
+            ([0, 5, 10], torch.int32),
+            ([0, 40, 80], torch.int32),
+            ([0, 1], torch.int32),
+            ([[0], [1]], torch.int32),
+            ([0, 0], torch.int64),
+        )
+    )
+    rows, scale = (
+        {"q": q.flatten(0, 1), "k": k.flatten(0, 1), "v": k.flatten(0, 1)},
+        {"dropout_p": 0.0, "softmax_scale": 1.0},
+    )
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 5, "max_seqlen_k": 40, "causal": False}
+    packed = {**rows, **lengths, **scale, "leftpad_k": two, "seqused_k": two, "alibi_slopes": slopes}
+    mask = {"causal": False, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "deterministic": False}
+    backward = {"q": q, "k": k, "v": k, "dout": q, "out": q, "softmax_lse": lse, "dq": q, "dk": k, "dv": k}
+    calls = {
+        "dense": (flash_attn_func, {"q": q, "k": k, "v": k, "alibi_slopes": slopes}),
+        "packed": (interface._flash_attn_varlen_forward, packed),
+        "pages": (interface._flash_attn_varlen_forward, {**packed, "k": cache, "v": cache, "block_table": table}),
+        "cache": (
+            flash_attn_with_kvcache,
+            {
+                "q": q, "k_cache": cache, "v_cache": cache, "k": new, "v": new, "cache_seqlens": two, "rotary_cos": cos,
+                "rotary_sin": cos, "cache_batch_idx": two, "cache_leftpad": two,
+            },
+        ),
+        "backward": (
+            interface._flash_attn_backward,
+            {**backward, **scale, "dropout_p": 0.1, **mask, "alibi_slopes": slopes, "rng_state": rng},
+        ),
+    }  # fmt: skip
+    moved = lambda x: x.cuda() if torch.is_tensor(x) else x  # noqa: E731
+    return {id_: (function, {k: moved(x) for k, x in given.items()}) for id_, (function, given) in calls.items()}
+
+
+@pytest.mark.parametrize("id_", ["dense", "packed", "pages", "cache", "backward"])
+def test_a_tensor_on_the_cpu_is_refused(id_):
+    """Whichever it is: its address means nothing to the GPU."""
+    function, arguments = calls_with_every_tensor()[id_]
+    tensors = [name for name, x in arguments.items() if torch.is_tensor(x)]
+    for name in tensors[1:]:
+        with pytest.raises(RuntimeError, match="must be on CUDA .cuda:0., where q is; it is on the CPU"):
+            function(**{**arguments, name: arguments[name].cpu()})
+            pytest.fail(f"{name} was taken")
+    with pytest.raises(RuntimeError, match=f"{tensors[1]} must be on the CPU, where q is|k must be on the CPU"):
+        function(**{**arguments, "q": arguments["q"].cpu()})
+
+
 # ---- rows that nobody owns -----------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 /* The decode kernel of every instruction set against csrc/cpu/reference.c: few queries, up to four splits of the keys,
  * every placement, page size and mask, with new keys and rotary, in guarded memory (cases.h). check_cuda_decode: the same
- * for attn_decode_sm90, compiled for the CPU (cuda_emulation.h).
+ * for attn_decode_sm90, compiled for the CPU (cuda_emulation.h), which serves prompts, too.
  *
  *   check_decode                all tests
  *   check_decode --seed N       one random case in all dtypes, with its errors
@@ -86,6 +86,7 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     p->h = p->h_kv * g;
     p->d = head_dims[seed % (uint64_t)COUNT(head_dims)];
     p->len_q = random_chance(r, 40) ? 1 : random_below(r, 16 / g + 1);
+    if (IS_CUDA && random_chance(r, 8)) p->len_q = 1 + random_below(r, 120 / g); /* prompts: several tiles of rows */
     p->len_kv = random_chance(r, 25) ? 700 + random_below(r, 900) : random_length(r);
     p->num_splits = random_chance(r, 30) ? 1 + random_below(r, 4) : 0;
     draw_placement(&c, r);
