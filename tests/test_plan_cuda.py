@@ -396,6 +396,24 @@ def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
     assert plan(new=1, rotary=64, d=64, capability=80).split()[3] == str(2 * 1024 * 4 * 64 * 2)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "apart"),
+    [
+        ({"new": 9}, 1024),  # more than the kernel appends itself
+        ({"new": 9, "len_q": 40}, 40 * 1024),
+        ({"new": 9, "len_q": 1, "h": 34, "b": 1}, 34 * 128),
+        ({"new": 8}, 0),
+        ({"new": 8, "len_q": 40}, 40 * 1024),  # more rows than one tile has
+    ],
+    ids=str,
+)
+def test_turned_queries_lie_beside_the_parts_of_a_decode(plan, numbers, apart):
+    plain, turned = (
+        int(plan(**{"d": 64, "len_q": 1, "sms": 132} | numbers | extra).split()[3]) for extra in ({}, {"rotary": 64})
+    )
+    assert turned - plain == (apart + 255) // 256 * 256
+
+
 def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
     monkeypatch.setenv("KERNELS", "any")
     first, *ruled_out = plan(d=128).splitlines()

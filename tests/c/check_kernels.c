@@ -270,6 +270,51 @@ static void test_tasks(void **state) {
         }
 }
 
+/* ---- why not a stronger instruction set --------------------------------------------------------------------------- */
+
+static void test_reasons(void **state) {
+    (void)state;
+    static const struct {
+        fa_dtype dtype;
+        fa_isa chosen;
+        bool is_legal;
+        int num;
+        const char *reason;
+    } cases[] = {
+        {FA_F16, FA_ISA_AMX, true, 2, "it multiplies bf16, the tensors are fp16"},
+        {FA_F32, FA_ISA_AMX, true, 2, "it multiplies bf16, the tensors are fp32"},
+        {FA_F64, FA_ISA_AMX, true, FA_NUM_ISAS - 1, "fp64 runs on the reference only"},
+        {FA_BF16, FA_ISA_AMX, true, 0, ""},
+        {FA_F16, FA_ISA_REFERENCE, true, FA_NUM_ISAS - 1,
+         "the choice was lowered: FLASH_ATTN_CPU_ISA or set_cpu_isa()"},
+        {FA_F16, FA_ISA_AMX, false, FA_NUM_ISAS - 1, "this processor or operating system does not offer it"},
+    };
+    for (size_t n = 0; n < COUNT(cases); n++)
+        for (int pass = FA_FWD; pass <= FA_BWD; pass++) {
+            const fa_problem p = {.pass = (fa_pass)pass,
+                                  .dtype = cases[n].dtype,
+                                  .b = 1,
+                                  .h = 1,
+                                  .h_kv = 1,
+                                  .d = 32,
+                                  .len_q = 64,
+                                  .len_kv = 64,
+                                  .total_q = 64,
+                                  .total_kv = 64,
+                                  .scale = 1,
+                                  .window_left = -1,
+                                  .window_right = -1};
+            fa_machine all = machine;
+            fa_plan plan;
+            fa_error err;
+            all.isa = cases[n].chosen;
+            for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) all.isa_legal[isa] = cases[n].is_legal;
+            assert_int_equal(fa_plan_make(&p, &all, &plan, &err), FA_OK);
+            assert_int_equal(plan.num_ruled_out, cases[n].num);
+            for (int i = 0; i < plan.num_ruled_out; i++) assert_string_equal(plan.ruled_out[i].reason, cases[n].reason);
+        }
+}
+
 /* ---- absent gradients ---------------------------------------------------------------------------------------- */
 
 /* Any subset of dq, dk, dv may be asked for; what is asked for does not depend on the rest. */
@@ -590,6 +635,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_bwd_f16),
         cmocka_unit_test(test_bwd_f64),
         cmocka_unit_test(test_tasks),
+        cmocka_unit_test(test_reasons),
         cmocka_unit_test(test_thread_counts),
         cmocka_unit_test(test_absent_gradients),
         cmocka_unit_test(test_silent_rows),
