@@ -38,7 +38,7 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
 def scheduled_kernels():
     """Hopper's rows with each mask, packed, and some that are not: {name: arguments of cuda_kernel_source}."""
     mask = r"kv\d+(_causal|_local)?"
-    some = r"(fwd_sm90_bf16_d(64_q192|192_q128)|bwd\w*_bf16_d(64|96|192)_q\d+)"
+    some = r"(fwd_sm90_bf16_d(64_q192|192_q128)|bwd\w*_sm90_bf16_d(64|96|192)_q\d+)"
     wanted = re.compile(rf"attn_((fwd|bwd|bwd_wide)_sm90_bf16_\w*?{mask}_varlen|{some}{mask})")
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
