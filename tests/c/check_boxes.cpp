@@ -385,8 +385,8 @@ int main() {
         p.h = h_kv * heads, p.d = HEAD_DIM - 8 * (int)below(HEAD_DIM > 64 ? 4 : HEAD_DIM / 8);
         p.len_q = total_q, p.len_kv = total_kv; /* dense: of each sequence */
         if (VARLEN) p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;
-        p.window_left = LOCAL && below(3) ? (int)below(300) : -1;
-        p.window_right = CAUSAL ? 0 : LOCAL && below(3) ? (int)below(300) : -1;
+        p.window_left = LOCAL && below(3) ? (int)below(below(3) ? 300 : 2) : -1;
+        p.window_right = CAUSAL ? 0 : LOCAL && below(3) ? (int)below(below(3) ? 300 : 2) : -1;
         p.group_heads = 1 + (int)below(4);
         p.q = map_of(p.d, total_q, p.h, offsets_q, p.b);
         p.k = p.v = map_of(p.d, total_kv, h_kv, offsets_kv, p.b);
