@@ -76,7 +76,8 @@ def ship(extension, archs, jobs, say=print):
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     manifest = []
     for path in sorted(folder.glob("*.cubin")):
-        name, key = path.stem.rsplit("-", 1)
+        name, key, _compiler = path.stem.rsplit("-", 2)  # a wheel is made with one compiler
+        path = path.rename(path.with_name(f"{name}-{key}.cubin"))
         content = path.read_bytes()
         manifest.append(
             {"name": name, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -10,11 +10,11 @@ Writes shapes_<device>.csv to the folder --out and prints the table.
 """
 
 import argparse
-import os
 import random
 import warnings
 from functools import partial
 
+import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
 from _gpu import in_turns, machine, peak_memory, ready
@@ -90,11 +90,11 @@ def generic(shape, causal, dtype):
     call = ours(shape, causal, dtype)
 
     def generic_call():
-        os.environ["FLASH_ATTN_CUDA_KERNEL"] = "any"
+        flash_attn_2_cuda.set_cuda_kernels("any")
         try:
             return call()
         finally:
-            del os.environ["FLASH_ATTN_CUDA_KERNEL"]
+            flash_attn_2_cuda.set_cuda_kernels(None)
 
     return generic_call
 

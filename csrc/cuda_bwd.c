@@ -95,7 +95,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t sms = call->gpu->num_sms;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q, tile->block_kv, is_wide ? 0 : sms);
     fa_attn_bwd_params a;
-    if (p->b == 0) return FA_OK;
+    if (p->b == 0 || p->total_q + p->total_kv == 0) return FA_OK; /* no gradient: nothing to write */
     fill_scalars(call, &w, &a);
     fa_status status = fill_maps(call, &a, err);
     if (status != FA_OK) return status;

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "environment.h"
 #include "lock.h"
 #include "torch_abi.h"
 
@@ -109,6 +110,13 @@ fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     const char *name = NULL, *text = NULL;
     driver.cuGetErrorName(result, &name);
     driver.cuGetErrorString(result, &text);
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) {
+        size_t free_bytes = 0, bytes = 0;
+        driver.cuMemGetInfo_v2(&free_bytes, &bytes);
+        return fa_fail(err, FA_ENOMEM_GPU,
+                       "CUDA out of memory: %s failed with %s (%d); of the GPU's %zu MiB %zu are free", attempt,
+                       name ? name : "an error", result, bytes >> 20, free_bytes >> 20);
+    }
     return fa_fail(err, FA_EFAILED, "flash_attn: %s failed with %s (%d): %s", attempt, name ? name : "an error", result,
                    text ? text : "unknown to the driver");
 }
@@ -200,14 +208,14 @@ static void *open_in_folders(const char *root, const char *const *folders, size_
 }
 
 static void *open_nvrtc(void) {
-    char packages[1024];
-    const char *path = getenv("FLASH_ATTN_NVRTC"), *toolkit = getenv("CUDA_HOME");
-    void *library = path && *path ? open_library(path) : NULL;
+    char path[1024], packages[1024], toolkit[1024];
+    void *library = fa_environment_get(FA_FLASH_ATTN_NVRTC, path, sizeof path) ? open_library(path) : NULL;
     for (size_t i = 0; !library && i < NUM(nvrtc_names); i++) library = open_loaded(nvrtc_names[i]);
     if (!library && find_packages_folder(packages, sizeof packages))
         library = open_in_folders(packages, nvrtc_folders, NUM(nvrtc_folders));
     for (size_t i = 0; !library && i < NUM(nvrtc_names); i++) library = open_library(nvrtc_names[i]);
-    if (!library && toolkit) library = open_in_folders(toolkit, toolkit_folders, NUM(toolkit_folders));
+    if (!library && fa_environment_get(FA_CUDA_HOME, toolkit, sizeof toolkit))
+        library = open_in_folders(toolkit, toolkit_folders, NUM(toolkit_folders));
     return library;
 }
 
@@ -221,6 +229,15 @@ static void open_builtins(const fa_nvrtc *found) {
     snprintf(path, sizeof path, "%.*s" BUILTINS_NAME, (int)(slash + 1 - found->path), found->path, found->major,
              found->minor);
     open_library(path);
+}
+
+/* Releases of one version differ in nothing else that the library says. 0: unknown. */
+static long size_of_file(const char *path) {
+    FILE *file = *path ? fopen(path, "rb") : NULL;
+    long bytes = 0;
+    if (file && (fseek(file, 0, SEEK_END) != 0 || (bytes = ftell(file)) < 0)) bytes = 0;
+    if (file) fclose(file);
+    return bytes;
 }
 
 static fa_status load_nvrtc(fa_nvrtc *found, fa_error *err) {
@@ -243,6 +260,7 @@ static fa_status load_nvrtc(fa_nvrtc *found, fa_error *err) {
     void *address;
     memcpy(&address, &found->nvrtcVersion, sizeof address);
     if (!path_of_address(address, found->path, sizeof found->path)) found->path[0] = '\0';
+    found->identity = (uint32_t)(1000 * found->major + 10 * found->minor) ^ (uint32_t)size_of_file(found->path) << 8;
     open_builtins(found);
     return FA_OK;
 }

@@ -11,17 +11,23 @@
 /* ---- the driver --------------------------------------------------------------------------------------------- */
 
 typedef int CUresult; /* 0: success */
+enum { CUDA_ERROR_OUT_OF_MEMORY = 2 };
 typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUlib_st *CUlibrary;
+typedef struct CUgraph_st *CUgraph;
+typedef struct CUuserObject_st
+    *CUuserObject;                  /* what a graph keeps, with a function that is called when no graph does */
 typedef struct CUkern_st *CUkernel; /* of no context: launched as a CUfunction, it runs in the current one */
 
 enum {
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+    CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK = 111,
+    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1, /* the static one */
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
     CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
     CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
@@ -30,6 +36,9 @@ enum {
     CU_TENSOR_MAP_L2_PROMOTION_128B = 2,
     CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
     CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
+    CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1,
+    CU_GRAPH_USER_OBJECT_MOVE = 1,
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
 };
@@ -68,11 +77,19 @@ typedef struct {
     X(cuLibraryGetKernel, (CUkernel * kernel, CUlibrary library, const char *name))                             \
     X(cuKernelSetAttribute, (int attribute, int value, CUkernel kernel, CUdevice device))                       \
     X(cuKernelGetFunction, (CUfunction * function, CUkernel kernel))                                            \
+    X(cuKernelGetAttribute, (int *value, int attribute, CUkernel kernel, CUdevice device))                      \
     X(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra))   \
     X(cuStreamIsCapturing, (CUstream stream, int *status))                                                      \
+    X(cuStreamGetCaptureInfo_v3, (CUstream stream, int *status, uint64_t *id, CUgraph *graph,                   \
+                                  const void **dependencies, const void **edges, size_t *num_dependencies))     \
+    X(cuUserObjectCreate,                                                                                       \
+      (CUuserObject * object, void *value, void (*destroy)(void *), unsigned references, unsigned flags))       \
+    X(cuUserObjectRelease, (CUuserObject object, unsigned references))                                          \
+    X(cuGraphRetainUserObject, (CUgraph graph, CUuserObject object, unsigned references, unsigned flags))       \
     X(cuStreamSynchronize, (CUstream stream))                                                                   \
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                           \
     X(cuMemAlloc_v2, (uint64_t *address, size_t bytes))                                                         \
+    X(cuMemGetInfo_v2, (size_t *free_bytes, size_t *bytes))                                                     \
     X(cuMemsetD32Async, (uint64_t to, uint32_t value, size_t num, CUstream stream))                             \
     X(cuMemsetD2D8Async,                                                                                        \
       (uint64_t to, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))           \
@@ -103,7 +120,8 @@ typedef struct {
 fa_status fa_driver_get(const fa_driver **driver, fa_error *err);
 fa_status fa_gpu_get(int device_idx, const fa_gpu **gpu, fa_error *err);
 
-/* FA_OK, or a message: what was attempted, and the driver's name and words for the error. */
+/* FA_OK, or a message: what was attempted, and the driver's name and words for the error; FA_ENOMEM_GPU where the GPU's
+ * memory is full. */
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err);
 
 /* Makes the GPU's primary context current between the two calls, if it is not. */
@@ -137,7 +155,8 @@ typedef struct {
     FA_NVRTC_SYMBOLS(FA_NVRTC_MEMBER)
 #undef FA_NVRTC_MEMBER
     int major, minor;
-    char path[512]; /* of the library */
+    uint32_t identity; /* of its release: version and size of the library */
+    char path[512];    /* of the library */
 } fa_nvrtc;
 
 /* Looks, in this order, at FLASH_ATTN_NVRTC (a path), at what is already loaded, at the folders of NVIDIA's packages

@@ -83,7 +83,7 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t tiles = most_tiles(p, tile, &a);
     const int64_t ctas = (int64_t)call->gpu->num_sms * tile->ctas;
     const unsigned grid = (unsigned)(tiles < ctas ? tiles : ctas);
-    if (grid == 0) return FA_OK; /* no query: nothing to write */
+    if (grid == 0 || p->total_q == 0) return FA_OK; /* no query: nothing to write */
 
     const int columns = tile->d % 64 == 0 ? 64 : 32;
     const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed},

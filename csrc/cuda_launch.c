@@ -3,12 +3,28 @@
 
 #include <string.h>
 
+#include "cuda_memory.h"
+
+/* Loads the kernel, if that has not been done, and launches it. FA_ENOMEM_GPU: nothing has been launched. */
+static fa_status launch_once(const fa_cuda_call *call, fa_variant variant, const CUlaunchConfig *config,
+                             const void *parameters, fa_error *err) {
+    CUkernel kernel;
+    void *arguments[] = {(void *)parameters};
+    if (!fa_kernel_is_loaded(variant, call->gpu, &kernel)) {
+        fa_read_environment_in_python();
+        fa_status status = fa_kernel_load(variant, call->gpu, &kernel, err);
+        if (status != FA_OK) return status;
+    }
+    const CUresult result = call->driver->cuLaunchKernelEx(config, (CUfunction)kernel, arguments, NULL);
+    if (result == 0) return FA_OK;
+    char attempt[FA_VARIANT_NAME_BYTES + 32] = "launching the kernel ";
+    fa_variant_name(variant, attempt + strlen(attempt));
+    return fa_driver_check(result, attempt, err);
+}
+
 fa_status fa_cuda_launch(const fa_cuda_call *call, fa_variant variant, fa_launch launch, const void *parameters,
                          fa_error *err) {
-    CUkernel kernel;
     if (launch.grid_x == 0 || launch.grid_y == 0 || launch.grid_z == 0) return FA_OK;
-    fa_status status = fa_kernel_get(variant, call->gpu, &kernel, err);
-    if (status != FA_OK) return status;
     CUlaunchAttribute attributes[2];
     unsigned num = 0;
     if (launch.waits_itself)
@@ -29,10 +45,10 @@ fa_status fa_cuda_launch(const fa_cuda_call *call, fa_variant variant, fa_launch
         .attributes = attributes,
         .num_attributes = num,
     };
-    void *arguments[] = {(void *)parameters};
-    const CUresult result = call->driver->cuLaunchKernelEx(&config, (CUfunction)kernel, arguments, NULL);
-    if (result == 0) return FA_OK;
-    char attempt[FA_VARIANT_NAME_BYTES + 16] = "launching ";
-    fa_variant_name(variant, attempt + strlen(attempt));
-    return fa_driver_check(result, attempt, err);
+    fa_status status = launch_once(call, variant, &config, parameters, err);
+    /* The driver wants memory for a kernel's code and, at its first launch, for what its threads keep outside registers. It
+     * may lie in torch's allocator, unused. */
+    if (status == FA_ENOMEM_GPU && fa_cuda_make_room(call->driver, call->stream))
+        status = launch_once(call, variant, &config, parameters, err);
+    return status;
 }

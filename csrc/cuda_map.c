@@ -33,18 +33,22 @@ static kept_map *place_of(const description *of) {
 }
 
 static description describe(const fa_problem *p, const fa_view *t, int64_t num_rows, int64_t num_heads, fa_box box) {
-    const uint64_t row_bytes = (uint64_t)t->stride_row * 2, some_rows = num_rows > 0 ? (uint64_t)num_rows : 1;
+    const uint64_t row_bytes = (uint64_t)t->stride_row * 2, rows = (uint64_t)num_rows;
     description of = {
         .base = t->data,
-        .size = {(uint64_t)p->d, some_rows, (uint64_t)num_heads, (uint64_t)p->b},
+        .size = {(uint64_t)p->d, rows, (uint64_t)num_heads, (uint64_t)p->b},
         .stride_bytes = {row_bytes, (uint64_t)t->stride_h * 2, (uint64_t)t->stride_b * 2},
         .columns = (uint32_t)box.columns,
         .rows = (uint32_t)box.rows,
         .data_type = p->dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
-    if (box.packed) {
-        of.base = (char *)t->data - some_rows * row_bytes;
-        of.size[3] = some_rows + 1;
+    if (rows ==
+        0) { /* The driver describes no empty tensor, and no kernel reads a tile of this one: any memory does. */
+        of.base = p->q.data ? p->q.data : p->k.data;
+        of.size[1] = of.size[2] = of.size[3] = 1;
+    } else if (box.packed) {
+        of.base = (char *)t->data - rows * row_bytes;
+        of.size[3] = rows + 1;
         of.stride_bytes[2] = row_bytes;
     }
     for (int i = 0; i < 3; i++) /* of one row, head or sequence the stride means nothing and may be anything */

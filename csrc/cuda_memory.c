@@ -19,6 +19,13 @@ fa_status fa_cuda_enter(int device_idx, fa_cuda_place *place, fa_error *err) {
 
 void fa_cuda_leave(const fa_cuda_place *place) { fa_context_leave(&place->guard); }
 
+bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
+    int capturing = 0;
+    if (driver->cuStreamIsCapturing(stream, &capturing) != 0 || capturing) return false;
+    fa_empty_torch_cache();
+    return true;
+}
+
 bool fa_cuda_is_capturing(const fa_cuda_place *place) {
     int capturing = 0;
     return place->driver->cuStreamIsCapturing(place->stream, &capturing) == 0 && capturing != 0;
@@ -82,7 +89,7 @@ fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUs
     CUresult result = 0;
     if (p->pass == FA_FWD) {
         result = zero_rows(p, &p->o, p->total_q, p->h, driver, stream);
-        if (result == 0 && p->h * p->total_q > 0)
+        if (result == 0 && p->lse.data && p->lse.stride_h > 0 && p->h * p->total_q > 0) /* not the spare row */
             result =
                 driver->cuMemsetD32Async(address(p->lse.data), minus_infinity, (size_t)(p->h * p->total_q), stream);
     } else {
@@ -90,6 +97,19 @@ fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUs
         if (result == 0) result = zero_rows(p, &p->dk, p->total_kv, p->h_kv, driver, stream);
         if (result == 0) result = zero_rows(p, &p->dv, p->total_kv, p->h_kv, driver, stream);
     }
+    return fa_driver_check(result, "filling the GPU's memory", err);
+}
+
+fa_status fa_cuda_zero_key_gradients(const fa_problem *p, const fa_driver *driver, CUstream stream, fa_error *err) {
+    const bool packed = p->cu_seqlens_k != NULL;
+    const fa_view *gradients[] = {&p->dk, &p->dv};
+    CUresult result = 0;
+    for (int i = 0; i < 2; i++)
+        for (int64_t b_idx = 0; b_idx < (packed ? 1 : p->b) && gradients[i]->data && result == 0; b_idx++) {
+            fa_view of_batch = *gradients[i];
+            of_batch.data = (char *)of_batch.data + (size_t)(b_idx * of_batch.stride_b) * fa_dtype_bytes(p->dtype);
+            result = zero_rows(p, &of_batch, packed ? p->total_kv : p->len_kv, p->h_kv, driver, stream);
+        }
     return fa_driver_check(result, "filling the GPU's memory", err);
 }
 
@@ -109,7 +129,7 @@ static fa_status allocate_spare(int device_idx, fa_error *err) {
     place.driver->cuThreadExchangeStreamCaptureMode(&mode);
     if (status == FA_OK) atomic_store_explicit(&spare[device_idx], (float *)(uintptr_t)rows, memory_order_release);
     fa_cuda_leave(&place);
-    return status;
+    return status == FA_ENOMEM_GPU ? FA_OK : status; /* full: this call's lse goes to its workspace */
 }
 
 fa_status fa_cuda_spare_lse(fa_problem *p, const fa_plan *plan, fa_error *err) {
@@ -121,7 +141,7 @@ fa_status fa_cuda_spare_lse(fa_problem *p, const fa_plan *plan, fa_error *err) {
             status = allocate_spare(p->device_idx, err);
         fa_lock_release(&lock);
     }
-    if (status == FA_OK)
-        p->lse = (fa_row_stats){.data = atomic_load_explicit(&spare[p->device_idx], memory_order_acquire)};
+    float *rows = atomic_load_explicit(&spare[p->device_idx], memory_order_acquire);
+    if (status == FA_OK && rows) p->lse = (fa_row_stats){.data = rows};
     return status;
 }

@@ -26,9 +26,21 @@ fa_status fa_cuda_copy(const fa_cuda_place *place, void *to, uint64_t from, size
 fa_status fa_cuda_read(const fa_cuda_place *place, void *to, const void *from, size_t bytes, fa_error *err);
 fa_status fa_cuda_wait(const fa_cuda_place *place, fa_error *err);
 
+/* Where the GPU's memory is full: torch's allocator gives back what it holds unused. False: it cannot now, since the stream
+ * records a CUDA graph. The caller holds no lock. */
+bool fa_cuda_make_room(const fa_driver *driver, CUstream stream);
+
+/* module.c, both with Python's lock: torch.cuda.empty_cache(), and what the environment says (environment.h). */
+void fa_empty_torch_cache(void);
+void fa_read_environment_in_python(void);
+
 /* zero_tensors of a packed problem, for kernels that leave alone what belongs to no sequence: before they run, out or the
  * gradients become 0 and lse becomes -inf, all of them, since the host does not know where the last sequence ends. */
 fa_status fa_cuda_zero_tensors(const fa_problem *problem, const fa_driver *driver, CUstream stream, fa_error *err);
+
+/* dk and dv become 0. */
+fa_status fa_cuda_zero_key_gradients(const fa_problem *problem, const fa_driver *driver, CUstream stream,
+                                     fa_error *err);
 
 /* Gives a problem whose lse nobody wants one row of the GPU's memory, which all its heads write over each other and nobody
  * reads. Leaves lse as it is where the plan's kernel might read it or the row would be too short. */

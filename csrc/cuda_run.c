@@ -14,6 +14,21 @@ static bool fills_unowned_rows(int family) {
     return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90;
 }
 
+static fa_status run_with_heads(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const int family = call->plan->cuda_family;
+    fa_status status = FA_OK;
+    if (p->zero_tensors && !fills_unowned_rows(family))
+        status = fa_cuda_zero_tensors(p, call->driver, call->stream, err);
+    return status == FA_OK ? launchers[family](call, err) : status;
+}
+
+/* A q without heads: keys are appended, and nobody reads them, so that their gradients are zero. */
+static fa_status run_without_heads(const fa_cuda_call *call, fa_error *err) {
+    return call->problem->pass == FA_FWD ? fa_cuda_append(call, NULL, err)
+                                         : fa_cuda_zero_key_gradients(call->problem, call->driver, call->stream, err);
+}
+
 fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                       fa_error *err) {
     fa_cuda_call call = {.problem = problem, .plan = plan, .zero_tensors = zero_tensors, .workspace = workspace};
@@ -25,9 +40,7 @@ fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_
     if (status == FA_OK) status = fa_context_enter(call.gpu, &guard, err);
     if (status != FA_OK) return status;
     call.stream = (CUstream)stream;
-    if (problem->zero_tensors && !fills_unowned_rows(plan->cuda_family))
-        status = fa_cuda_zero_tensors(problem, call.driver, call.stream, err);
-    if (status == FA_OK) status = launchers[plan->cuda_family](&call, err);
+    status = problem->h > 0 ? run_with_heads(&call, err) : run_without_heads(&call, err);
     fa_context_leave(&guard);
     return status;
 }

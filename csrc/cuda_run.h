@@ -58,7 +58,9 @@ fa_status fa_cuda_append(const fa_cuda_call *call, void *q_rotated, fa_error *er
 
 /* cuda_slots.c: a slot of the kernel's own counters for this launch. Two launches that may run at the same time must not
  * share one. Launches of one stream follow each other, so a stream keeps its slot. A captured launch may be replayed
- * beside anything: it gets a slot for ever. -1: none is left. */
+ * beside anything but its own graph: what a stream adds to a graph has a slot for as long as the graph lives. -1: none is
+ * left, and the launch does without. num_slots: at most FA_MOST_SLOTS. */
+enum { FA_MOST_SLOTS = 4096 };
 int fa_cuda_slot(const fa_cuda_call *call, int num_slots);
 
 #endif

@@ -23,6 +23,7 @@ typedef enum {
     FA_OK = 0,
     FA_EINVAL,       /* the caller's arguments do not fit; the message names the argument: RuntimeError */
     FA_ENOMEM,       /* an allocation failed: MemoryError */
+    FA_ENOMEM_GPU,   /* the GPU's memory is full: torch.OutOfMemoryError */
     FA_EUNSUPPORTED, /* legal, but nothing here can run it; the message says what is missing: NotImplementedError */
     FA_EFAILED,      /* what should have worked did not, in the driver or the compiler: RuntimeError */
     FA_EPYTHON,      /* Python raised an exception, which module.c keeps: that one */
@@ -142,7 +143,8 @@ typedef struct {
     const char *gpu_kernels; /* only kernels with this in their names, as FLASH_ATTN_CUDA_KERNEL says; NULL: all */
 } fa_machine;
 
-#define FA_MAX_RULED_OUT 16
+#define FA_KERNEL_NAME_BYTES 96 /* of the longest name */
+#define FA_MAX_RULED_OUT     16
 typedef struct {
     const char *kernel, *reason; /* text that lives as long as the program */
 } fa_ruled_out;
@@ -151,11 +153,11 @@ typedef struct {
     fa_pass pass;
     fa_device device;
     fa_isa isa;
-    char kernel[64];       /* operator, instruction set, row: attn_fwd_avx512_bf16_d64_q64kv128 */
-    int block_q, block_kv; /* rows and keys of one tile */
-    int tiles_per_task;    /* query tiles that share one packed block of keys */
-    int threads;           /* workers used, at most the machine's */
-    int num_splits;        /* key ranges of the backward (or of a decode) that are summed in order */
+    char kernel[FA_KERNEL_NAME_BYTES]; /* operator, instruction set, row: attn_fwd_avx512_bf16_d64_q64kv128 */
+    int block_q, block_kv;             /* rows and keys of one tile */
+    int tiles_per_task;                /* query tiles that share one packed block of keys */
+    int threads;                       /* workers used, at most the machine's */
+    int num_splits;                    /* key ranges of the backward (or of a decode) that are summed in order */
     int cluster; /* CTAs of a GPU that share the keys of a head and hand each other their sums; 0: through memory */
     int num_clusters;    /* at most, of one launch */
     int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */

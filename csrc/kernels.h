@@ -40,7 +40,7 @@ typedef enum {
     FA_NUM_FAMILIES
 } fa_family_id;
 
-enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 15 };
+enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 15, FA_SHARED_ALIGNMENT = 1024 };
 
 typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's, then the shape's */
@@ -58,6 +58,7 @@ typedef struct {
     const fa_row *rows;
     int num_rows;
     bool (*chooses)(int row, unsigned features); /* does a plan ever take the row for these? */
+    bool aligns_shared; /* counts on dynamic shared memory that begins at FA_SHARED_ALIGNMENT */
 } fa_family;
 
 extern const fa_family fa_families[FA_NUM_FAMILIES];
@@ -98,7 +99,7 @@ typedef struct {
     int arch; /* 90: compiled for compute capability 9.0 */
 } fa_variant;
 
-#define FA_VARIANT_NAME_BYTES 96
+#define FA_VARIANT_NAME_BYTES FA_KERNEL_NAME_BYTES
 void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]);
 
 /* Does a plan ever choose this variant? False also where the row or the features make no sense. */
@@ -108,10 +109,13 @@ bool fa_variant_is_chosen(fa_variant variant);
  * compiled. Needs no GPU. */
 fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err);
 
-/* The kernel, ready to launch on the GPU. Any thread; the first call for a variant may take seconds. The variant of a
- * plan is fa_plan_variant(). */
+/* The variant of a plan. */
 fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu);
-fa_status fa_kernel_get(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err);
+
+/* The kernel, ready to launch on the GPU, whose context is current: if it is loaded; or loaded now, which may take seconds.
+ * FA_ENOMEM_GPU, nothing of it stays, and the next call tries again. Any thread. */
+bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel);
+fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err);
 
 /* ---- between the files of this part --------------------------------------------------------------------------- */
 
@@ -135,7 +139,7 @@ bool fa_module_folder(char *path, size_t room);
 
 /* kernel_cache.c: cubins on disk. A file that is absent, damaged or another variant's is not found. */
 bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin);
-bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin);
+bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin); /* false, after one warning: not kept */
 uint64_t fa_hash(uint64_t seed, const void *data, size_t bytes);
 
 #endif

@@ -6,6 +6,7 @@
 
 #include "call.h"
 #include "cpu/cpu.h"
+#include "environment.h"
 #include "kernels.h"
 #include "lock.h"
 #include "module.h"
@@ -41,6 +42,12 @@ PyObject *fa_raise(fa_status status, const fa_error *err) {
     if (status == FA_EPYTHON && failure.type) {
         PyErr_Restore(failure.type, failure.value, failure.traceback);
         failure.type = failure.value = failure.traceback = NULL;
+        return NULL;
+    }
+    if (status == FA_ENOMEM_GPU) {
+        PyObject *type = PyObject_GetAttrString(fa_torch_module, "OutOfMemoryError");
+        if (type) PyErr_SetString(type, err->text);
+        Py_XDECREF(type);
         return NULL;
     }
     PyErr_SetString(status == FA_ENOMEM         ? PyExc_MemoryError
@@ -131,21 +138,34 @@ fa_status fa_draw_seed(uint64_t *seed, fa_error *err) {
     return status;
 }
 
+/* Between reading the offset and writing it Python must not run another thread, which would draw the same numbers. So all
+ * that both need is made before: in between only integers are, for which Python collects no garbage and lets nobody in.
+ * NOTE: torch's own operators advance the offset under a lock that only C++ can take. One that draws on another thread at
+ * the very moment may still meet this. */
+static void advance(PyObject *generator, uint64_t steps, uint64_t state[2]) {
+    PyObject *seed = PyObject_GetAttrString(generator, "initial_seed");
+    PyObject *get = PyObject_GetAttrString(generator, "get_offset");
+    PyObject *set = PyObject_GetAttrString(generator, "set_offset");
+    PyObject *nothing = PyTuple_New(0), *offset = PyTuple_New(1), *done = NULL;
+    if (seed && get && set && nothing && offset) {
+        state[0] = as_number(PyObject_Call(seed, nothing, NULL));
+        state[1] = as_number(PyObject_Call(get, nothing, NULL));
+        PyObject *next = PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(state[1] + steps);
+        if (next && PyTuple_SetItem(offset, 0, next) == 0) done = PyObject_Call(set, offset, NULL);
+    }
+    PyObject *all[] = {seed, get, set, nothing, offset, done};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) Py_XDECREF(all[i]);
+}
+
 fa_status fa_advance_gpu_generator(int device_idx, uint64_t steps, uint64_t state[2], fa_error *err) {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *cuda = PyObject_GetAttrString(fa_torch_module, "cuda"), *generator = NULL, *done = NULL;
+    PyObject *cuda = PyObject_GetAttrString(fa_torch_module, "cuda"), *generator = NULL;
     PyObject *generators = cuda ? PyObject_GetAttrString(cuda, "default_generators") : NULL;
     if (generators) generator = PySequence_GetItem(generators, device_idx);
-    if (generator) {
-        state[0] = as_number(PyObject_CallMethod(generator, "initial_seed", NULL));
-        state[1] = as_number(PyObject_CallMethod(generator, "get_offset", NULL));
-        if (!PyErr_Occurred())
-            done = PyObject_CallMethod(generator, "set_offset", "K", (unsigned long long)(state[1] + steps));
-    }
+    if (generator) advance(generator, steps, state);
     Py_XDECREF(cuda);
     Py_XDECREF(generators);
     Py_XDECREF(generator);
-    Py_XDECREF(done);
     fa_status status = drawn_or_not("torch.cuda's generator", err);
     PyGILState_Release(gil);
     return status;
@@ -228,6 +248,7 @@ void fa_bump_version(AtenTensorHandle t) {
 /* ---- plans ----------------------------------------------------------------------------------------------------------- */
 
 #define MAX_PLANS 8
+enum { PLAN_TEXT_BYTES = 4096 }; /* all that can be ruled out, in words */
 static THREAD_LOCAL struct {
     bool only;
     int num;
@@ -241,7 +262,7 @@ bool fa_plan_only(void) { return collected.only; }
 
 void fa_note_plan(const fa_plan *plan) {
     if (log_plans) {
-        char text[1024];
+        char text[PLAN_TEXT_BYTES];
         fa_plan_print(plan, text, sizeof text);
         fprintf(stderr, "flash_attn: %s\n", text);
     }
@@ -258,7 +279,7 @@ static PyObject *plan_only(PyObject *self, PyObject *on) {
 }
 
 static PyObject *plan_as_dict(const fa_plan *plan) {
-    char text[1024];
+    char text[PLAN_TEXT_BYTES];
     PyObject *ruled_out = PyList_New(0);
     for (int i = 0; ruled_out && i < plan->num_ruled_out; i++) {
         PyObject *pair = Py_BuildValue("(ss)", plan->ruled_out[i].kernel, plan->ruled_out[i].reason);
@@ -371,9 +392,32 @@ static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
     bool compiled = false;
     fa_status status;
     if (!read_variant(args, "build_cuda_kernel", &variant)) return NULL;
+    fa_environment_read();
     Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
     Py_END_ALLOW_THREADS if (status != FA_OK) return fa_raise(status, &err);
     return PyBool_FromLong(compiled);
+}
+
+/* Words that are left stay in memory: a call on another thread may be reading them. */
+static bool leave_cuda_kernels(const char *words) {
+    const size_t bytes = words ? strlen(words) + 1 : 0;
+    char *copy = bytes > 1 ? malloc(bytes) : NULL;
+    if (bytes > 1 && !copy) return false;
+    if (copy) memcpy(copy, words, bytes);
+    fa_this_machine.gpu_kernels = copy;
+    return true;
+}
+
+static PyObject *set_cuda_kernels(PyObject *self, PyObject *words) {
+    (void)self;
+    PyObject *bytes = NULL;
+    if (words != Py_None && !PyUnicode_Check(words))
+        return PyErr_Format(PyExc_TypeError, "set_cuda_kernels(): words must be a str or None");
+    if (words != Py_None && !(bytes = PyUnicode_AsUTF8String(words))) return NULL;
+    const bool done = leave_cuda_kernels(bytes ? PyBytes_AsString(bytes) : NULL);
+    Py_XDECREF(bytes);
+    if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
 }
 
 static PyObject *cuda_kernel_source(PyObject *self, PyObject *args) {
@@ -409,6 +453,9 @@ static PyMethodDef methods[] = {
     {"build_cuda_kernel", build_cuda_kernel, METH_VARARGS,
      "build_cuda_kernel(family, row, features, arch) -> True if the kernel had to be compiled, False if the disk cache "
      "has it"},
+    {"set_cuda_kernels", set_cuda_kernels, METH_O,
+     "set_cuda_kernels(words): from now on only kernels with the words in their names, as FLASH_ATTN_CUDA_KERNEL says; "
+     "None: all"},
     {"cuda_kernel_source", cuda_kernel_source, METH_VARARGS,
      "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
     {NULL, NULL, 0, NULL},
@@ -427,6 +474,11 @@ static bool read_environment(void) {
         return false;
     }
     fa_this_machine.isa = (fa_isa)chosen;
+    fa_environment_read();
+    if (!leave_cuda_kernels(getenv("FLASH_ATTN_CUDA_KERNEL"))) {
+        PyErr_NoMemory();
+        return false;
+    }
     return true;
 }
 

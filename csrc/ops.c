@@ -171,7 +171,8 @@ fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err) {
     const int64_t b = q->ndim > 0 ? q->size[0] : 0, one = 1;
     AtenTensorHandle handle = NULL;
     if (fa_torch.aoti_torch_empty_strided(1, &b, &one, fa_torch.i32, q->device_type, q->device_idx, &handle) != 0)
-        return fa_fail(err, FA_ENOMEM, "torch could not allocate the lengths of the call");
+        return fa_fail(err, q->device_type == fa_torch.cpu ? FA_ENOMEM : FA_ENOMEM_GPU,
+                       "out of memory: there is none for the lengths of the call");
     read_tensor(handle, &call->seqused_k);
     if (fa_torch.torch_get_mutable_data_ptr(handle, &call->seqused_k.data) != 0)
         return fa_fail(err, FA_ENOMEM, "the lengths of the call have no memory");
@@ -258,7 +259,8 @@ static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, co
         if (fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
                                               &workspace) != 0 ||
             fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
-            status = fa_fail(err, FA_ENOMEM, "torch could not allocate %zu bytes of workspace", bytes);
+            status =
+                fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: %s needs %zu bytes of workspace", plan->kernel, bytes);
     }
     if (status == FA_OK) {
         bool fresh_out = call->pass == FA_FWD && (!call->out.handle || call->fresh_out);
@@ -275,8 +277,6 @@ static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_erro
     const fa_gpu *gpu;
     fa_status status = fa_gpu_get(problem->device_idx, &gpu, err);
     if (status == FA_OK) machine->gpu_capability = gpu->capability, machine->gpu_sms = gpu->num_sms;
-    const char *kernels = getenv("FLASH_ATTN_CUDA_KERNEL");
-    if (kernels && *kernels) machine->gpu_kernels = kernels;
     return status;
 }
 
@@ -317,6 +317,7 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
         status = fa_fail(&err, FA_EINVAL, "flash_attn::%s made %d results where its schema has %d", ops[op_idx].name,
                          outputs.num, (int)num_outputs);
     if (status != FA_OK) fa_note_failure(status, &err);
+    if (status == FA_ENOMEM_GPU) fa_torch_throw_out_of_memory(__func__, __FILE__, __LINE__, err.text);
     if (status != FA_OK) fa_torch.aoti_torch_check(false, __func__, __FILE__, __LINE__, err.text);
     for (int i = 0; i < outputs.num; i++) stack[i] = (StableIValue)(uintptr_t)outputs.tensor[i];
 }

@@ -35,7 +35,8 @@ static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, 
                       const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
     AtenTensorHandle t = NULL;
     if (fa_torch.aoti_torch_empty_strided(ndim, size, stride, dtype, like->device_type, like->device_idx, &t) != 0)
-        return fa_fail(err, FA_ENOMEM, "torch could not allocate an output of the call");
+        return fa_fail(err, like->device_type == fa_torch.cpu ? FA_ENOMEM : FA_ENOMEM_GPU,
+                       "out of memory: torch could not allocate an output of the call");
     outputs->tensor[outputs->num++] = t;
     if (fa_torch.torch_get_mutable_data_ptr(t, data) != 0)
         return fa_fail(err, FA_ENOMEM, "an output of the call has no memory");

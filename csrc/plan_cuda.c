@@ -36,10 +36,7 @@ void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
 
 static void name_kernel(fa_plan *plan, int arch) {
     const fa_variant variant = {(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, arch};
-    char name[FA_VARIANT_NAME_BYTES];
-    fa_variant_name(variant, name);
-    const size_t length = strlen(name), room = sizeof plan->kernel - 1;
-    memcpy(plan->kernel, name, length < room ? length : room); /* the plan was zero: the text is terminated */
+    fa_variant_name(variant, plan->kernel);
 }
 
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
@@ -48,7 +45,6 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
                        "flash_attn: this GPU has compute capability %d.%d, and the kernels begin at 8.0; use "
                        "torch.nn.functional.scaled_dot_product_attention",
                        machine->gpu_capability / 10, machine->gpu_capability % 10);
-    if (p->h == 0) return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: on a GPU q must have at least one head");
     *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1};
     char reasons[FA_MESSAGE_BYTES - 64] = "";
     size_t at = 0;

@@ -95,6 +95,11 @@ fa_status fa_torch_load(fa_error *err) {
     return FA_OK;
 }
 
+void *fa_torch_symbol(const char *name) {
+    void *library = open_loaded(TORCH_CPU_LIBRARY);
+    return library ? find_symbol(library, name) : NULL;
+}
+
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err) {
     typedef AOTITorchError stream_fn(int32_t device_idx, void **stream);
     static stream_fn *_Atomic found;

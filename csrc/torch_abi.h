@@ -124,6 +124,27 @@ fa_status fa_torch_load(fa_error *err);
 static inline bool fa_torch_requires_grad(AtenTensorHandle t) {
     return fa_torch.requires_grad(*(const void *const *)t); /* a tensor is a pointer to its TensorImpl */
 }
+/* A symbol of libtorch or of what it is linked with; NULL: there is none. */
+void *fa_torch_symbol(const char *name);
+
+/* torch_throw.c: throws c10::OutOfMemoryError, which becomes torch.OutOfMemoryError. Returns if this torch, or this platform,
+ * has not what it takes. The caller has released everything. */
+void fa_torch_throw_out_of_memory(const char *function, const char *file, uint32_t line, const char *message);
+
+/* Of C++, as torch_throw.c hands them over: c10::SourceLocation, std::string, room for a c10::Error. */
+typedef struct {
+    const char *function, *file;
+    uint32_t line;
+} fa_cpp_location;
+typedef struct {
+    char *data;
+    size_t length;
+    union {
+        char small[16];
+        size_t room;
+    };
+} fa_cpp_string;
+#define FA_CPP_ERROR_BYTES 1024
 
 /* The cudaStream_t that PyTorch queues work on, from the part of libtorch that only CUDA builds have. */
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err);

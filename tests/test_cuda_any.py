@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import flash_attn_2_cuda
 import pytest
 import test_kvcache
 import torch
@@ -32,8 +33,10 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is h
 
 
 @pytest.fixture(autouse=True)
-def generic_kernels(monkeypatch):
-    monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "any")
+def generic_kernels():
+    flash_attn_2_cuda.set_cuda_kernels("any")
+    yield
+    flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 def run(case, backward, deterministic=False):

@@ -68,7 +68,7 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver_program")
     (folder / "main.c").write_text(PROGRAM)
-    files = [folder / "main.c", CSRC / "cuda_driver.c", CSRC / "torch_abi.c"]
+    files = [folder / "main.c", *(CSRC / f"{name}.c" for name in ("cuda_driver", "environment", "torch_abi"))]
     command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, *files, "-ldl", "-lpthread"]
     subprocess.run([*command, "-o", folder / "ask"], check=True)
     return folder / "ask"

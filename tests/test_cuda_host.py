@@ -1,5 +1,6 @@
 """What the host does around the kernels on a GPU: seeds, CUDA graphs, FLASH_ATTN_CHECK, rows that nobody owns."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -59,6 +60,26 @@ def test_the_seed_is_the_generators_and_the_offset_advances():
     assert torch.equal(forward(q, 0.3)[3], inside[3])
 
 
+def test_threads_draw_apart():
+    """Also where Python collects garbage, and so changes threads, whenever it may."""
+    q, drawn, thresholds = randn(1, 16, 1, 64), [], gc.get_threshold()
+    forward(q, 0.3)
+
+    def work():
+        drawn.extend([forward(q, 0.3)[3] for _ in range(300)])
+
+    gc.set_threshold(1)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(set(torch.stack(drawn)[:, 1].tolist())) == 1200
+
+
 def test_every_replay_of_a_graph_draws_anew():
     q = randn(2, 70, 3, 64)
     forward(q, 0.3)
@@ -104,6 +125,34 @@ def test_compiled_into_cuda_graphs(dropout_p):
         assert all(torch.equal(out, flash_attn_func(q + 1, q, q)) for out in outs)
     else:
         assert not torch.equal(outs[2], outs[3])
+
+
+def test_graphs_give_their_counters_back():
+    """More graphs than there are slots for those that live, of two kernels that count and on two streams."""
+    q, cache, x = randn(2, 1, 8, 128), randn(2, 4000, 2, 128), randn(2, 600, 64, 64)
+    other = torch.cuda.Stream()
+
+    def calls():
+        outs = [flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3999), flash_attn_func(x, x, x, causal=True)]
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            outs.append(flash_attn_func(x, x, x, causal=True))
+        torch.cuda.current_stream().wait_stream(other)
+        return outs
+
+    want, kept = calls(), []
+    for i in range(1200):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = calls()
+        if i % 300 == 0:
+            kept.append((graph, outs))
+    for graph, outs in kept:
+        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for _, outs in kept for x, y in zip(outs, want))
 
 
 # ---- kernels that follow each other --------------------------------------------------------------------------------
@@ -355,6 +404,177 @@ def test_rows_beyond_the_spare_lse():
     options = {"window_size": (70, 0)}
     assert torch.equal(
         flash_attn_varlen_func(*args, **options), flash_attn_varlen_func(*args, **options, return_attn_probs=True)[0]
+    )
+
+
+# ---- nothing at all ------------------------------------------------------------------------------------------------
+
+# b, len_q, len_kv, h, h_kv; lengths of q and of k of packed sequences.
+NOTHING = [(0, 5, 7, 4, 2), (2, 0, 7, 4, 2), (2, 5, 0, 4, 2), (2, 0, 0, 4, 2), (2, 5, 7, 0, 2), (0, 0, 0, 0, 2)]
+NOTHING_PACKED = [((0, 0, 0), (3, 0, 5)), ((3, 0, 5), (0, 0, 0)), ((0, 0), (0, 0)), ((0,), (200,)), ((), ())]
+# Of flash_attn_with_kvcache: b, len_q, capacity, new keys, h; pages of a block table [b, columns] on a pool, or none.
+NOTHING_CACHED = [
+    *((b, len_q, capacity, len_new, h, None) for b, len_q, capacity, len_new, h in [
+        (0, 1, 64, 1, 4), (2, 0, 64, 1, 4), (2, 1, 0, 0, 4), (2, 1, 64, 0, 4), (2, 1, 64, 1, 0), (2, 0, 0, 0, 4)]),
+    (2, 1, 0, 0, 4, (0, 5)), (2, 1, 0, 0, 4, (0, 0)), (0, 1, 0, 0, 4, (3, 5)), (2, 3, 0, 0, 4, (0, 1)),
+]  # fmt: skip
+
+
+def same_on_gpu(call, *tensors):
+    """What the call returns and writes on the GPU, whose free memory is NaN, is what it does on the CPU."""
+    results = []
+    for device in ("cpu", "cuda"):
+        if device == "cuda":
+            poison = [torch.full((64 << k,), float("nan"), device=device) for k in range(8) for _ in range(4)]
+            del poison
+        results.append(call(*(x.to(device) for x in tensors)))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.cpu().float(), want.float(), rtol=0.03, atol=0.03, equal_nan=True)
+
+
+def with_gradients(attend):
+    def call(q, k, v, *rest):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse, *_ = attend(*leaves, *rest)
+        return out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return call
+
+
+KINDS = [(torch.bfloat16, 64, True), (torch.float16, 192, False), (torch.float32, 40, True)]
+each_kind = pytest.mark.parametrize(("dtype", "d", "causal"), KINDS, ids=str)
+
+
+@each_kind
+@pytest.mark.parametrize("sizes", NOTHING, ids=str)
+def test_nothing(sizes, dtype, d, causal):
+    b, len_q, len_kv, h, h_kv = sizes
+    q, k = torch.randn(b, len_q, h, d).to(dtype), torch.randn(b, len_kv, h_kv, d).to(dtype)
+    same_on_gpu(with_gradients(partial(flash_attn_func, causal=causal, return_attn_probs=True)), q, k, k)
+
+
+@each_kind
+@pytest.mark.parametrize("lengths", NOTHING_PACKED, ids=str)
+def test_nothing_packed(lengths, dtype, d, causal):
+    cu_q, cu_k = (torch.tensor((0, *torch.tensor(x).cumsum(0)), dtype=torch.int32) for x in lengths)
+    q, k = (torch.randn(sum(x), h, d).to(dtype) for x, h in zip(lengths, (4, 2)))
+    for max_seqlens in {tuple(max(x, default=0) for x in lengths), (7, 300)}:
+        attend = partial(flash_attn_varlen_func, causal=causal, return_attn_probs=True)
+        call = with_gradients(lambda q, k, v, cu_q, cu_k, m=max_seqlens: attend(q, k, v, cu_q, cu_k, *m))
+        same_on_gpu(call, q, k, k, cu_q, cu_k)
+
+
+@each_kind
+@pytest.mark.parametrize("sizes", NOTHING_CACHED, ids=str)
+def test_nothing_cached(sizes, dtype, d, causal):
+    b, len_q, capacity, len_new, h, paged = sizes
+    q, new = torch.randn(b, len_q, h, d).to(dtype), torch.randn(b, len_new, 2, d).to(dtype)
+    pages, columns = paged or (b, 0)
+    cache = torch.randn(pages, 16 if paged else capacity, 2, d).to(dtype)
+    seqlens, table = torch.zeros(b, dtype=torch.int32), torch.zeros(b, columns, dtype=torch.int32)
+
+    def call(q, k, v, new, seqlens, table):
+        k, v = k.clone(), v.clone()
+        fresh = (new, new) if len_new else ()
+        out, lse = flash_attn_with_kvcache(
+            q, k, v, *fresh, cache_seqlens=seqlens, block_table=table if paged else None, causal=causal,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        return out, lse, k, v
+
+    same_on_gpu(call, q, cache, cache, new, seqlens, table)
+
+
+# ---- no memory left ------------------------------------------------------------------------------------------------
+
+ALONE = pytest.mark.skipif(
+    os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1",
+    reason="fills the GPU's memory: run it without other workers",
+)
+
+FULL = """
+def fill():
+    held = []
+    for size in (1 << 30, 1 << 28, 12 << 20, 1 << 20):
+        try:
+            while True:
+                held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            pass
+    return held
+
+def refused(call):
+    try:
+        call()
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+half = dict(device="cuda", dtype=torch.bfloat16)
+q, cache = torch.randn(2, 1, 8, 128, **half), torch.randn(2, 512, 2, 128, **half)
+x = [torch.randn(1, 70, 2, d, **half) for d in (64, 128, 256)]
+leaves = [y.clone().requires_grad_() for y in x]
+calls = [lambda y=y: flash_attn_func(y, y, y, causal=True) for y in x]
+calls += [lambda y=y, q=q: torch.autograd.grad(flash_attn_func(q, y, y), q, y)[0] for y, q in zip(x, leaves)]
+calls += [lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=300, num_splits=1)]
+"""
+
+# The decode kernel has counters of 2.4 MB, for which nothing is left; of the others some find room.
+FIRST_CALLS = """
+held = fill()
+said = [refused(call) for call in calls]
+assert "loading the kernel attn_decode_sm90_bf16_d128" in said[-1] and "CUDA_ERROR_OUT_OF_MEMORY" in said[-1], said
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):  # through torch's dispatcher
+    assert "loading the kernel attn_decode_sm90_bf16_d128" in refused(calls[-1])
+del held
+torch.cuda.empty_cache()
+first = [call() for call in calls]
+torch.cuda.synchronize()
+"""
+
+UNUSED = """
+held = fill()
+del held
+second = [call() for call in calls]
+torch.cuda.synchronize()
+"""
+
+COMPARE = """
+sdpa = torch.nn.functional.scaled_dot_product_attention
+for y, out in zip(x, {outs}):
+    y = y.float().transpose(1, 2)
+    want = sdpa(y, y, y, is_causal=True).transpose(1, 2)
+    assert (out.float() - want).abs().max() < 0.03
+keys = cache[:, :300].float().repeat_interleave(4, 2).transpose(1, 2)
+want = sdpa(q.float().transpose(1, 2), keys, keys)
+assert ({outs}[-1].float() - want.transpose(1, 2)).abs().max() < 0.03
+"""
+
+
+@ALONE
+def test_kernels_that_found_no_memory_are_loaded_later():
+    run(FULL + FIRST_CALLS + COMPARE.format(outs="first"))
+
+
+@ALONE
+def test_memory_that_torch_holds_unused_goes_to_kernels():
+    run(FULL + UNUSED + COMPARE.format(outs="second"))
+
+
+@ALONE
+def test_a_workspace_that_finds_no_memory():
+    run(
+        FULL
+        + """
+calls[-1]()
+held = fill()
+decode = lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=300, num_splits=7)
+said = refused(decode)
+assert said.startswith("CUDA out of memory: attn_decode_sm90_bf16_d128") and "bytes of workspace" in said, said
+del held
+decode()
+torch.cuda.synchronize()
+"""
     )
 
 

@@ -3,8 +3,10 @@
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
+import flash_attn_2_cuda
 import pytest
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
@@ -96,6 +98,8 @@ def plan(tmp_path_factory):
         "kernel_table",
         "kernel_source",
         "kernel_cache",
+        "cache_files",
+        "environment",
         "cuda_driver",
         "torch_abi",
     )
@@ -392,6 +396,25 @@ def test_backward_of_every_dtype(plan):
         assert all(int(re.search(r"_d(\d+)", kernel)[1]) >= d for d, kernel in found.items())
 
 
+@pytest.mark.parametrize("more", ({}, {"pass": 1}, {"len_q": 1}, {"packed": 1}), ids=str)
+def test_queries_without_heads_go_to_the_generic_kernels(plan, more):
+    first, *ruled_out = plan(h=0, **more).splitlines()
+    assert "_any_" in first.split()[0] and any("it wants a query head" in line for line in ruled_out)
+
+
+@pytest.mark.parametrize("backward", (0, 1))
+def test_kernels_are_named_in_full(plan, backward):
+    """As the list of all kernels names them, which the tests of the list compare with tiles.def."""
+    names = {name for name, *_ in flash_attn_2_cuda.cuda_kernels()}
+    options = [{}, {"right": 0}, {"left": 5}], [{}, {"packed": 1}], [{}, {"softcap": 1}], [{}, {"dropout": 0.1}]
+    found = set()
+    for d in (64, 96, 128, 192, 256):
+        for chosen in product(*options):
+            numbers = {key: value for option in chosen for key, value in option.items()}
+            found.add(plan(d=d, dtype=0, **{"pass": backward}, **numbers).split()[0])
+    assert found <= names and max(map(len, found)) == max(len(name) for name in names if ("bwd" in name) == backward)
+
+
 def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
     assert plan(new=1, rotary=64, d=64, capability=80).split()[3] == str(2 * 1024 * 4 * 64 * 2)
 
@@ -431,9 +454,6 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ({"h": 0}, "on a GPU q must have at least one head"),
-        ({"h": 0, "pass": 1}, "on a GPU q must have at least one head"),
-        ({"h": 0, "len_q": 1}, "on a GPU q must have at least one head"),
         ({"capability": 75}, "this GPU has compute capability 7.5, and the kernels begin at 8.0; use torch.nn.func"),
         ({"len_q": 2**40}, "it counts rows up to 2^30"),
     ],

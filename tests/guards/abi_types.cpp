@@ -8,6 +8,7 @@
 #include <ATen/ops/is_inference_native.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -47,6 +48,14 @@ SAME_FUNCTION(at::TensorBase::is_view, bool (at::TensorBase::*)() const)
 SAME_FUNCTION(at::TensorBase::_base, const at::TensorBase &(at::TensorBase::*)() const)
 SAME_FUNCTION(at::native::is_inference, bool (*)(const at::Tensor &))
 SAME_FUNCTION(torch::autograd::impl::bump_version, void (*)(const at::Tensor &))
+
+static_assert(sizeof(fa_cpp_location) == sizeof(c10::SourceLocation) && sizeof(fa_cpp_location) > 16 &&
+                  std::is_trivially_copyable<c10::SourceLocation>::value,
+              "a location is passed in memory");
+static_assert(sizeof(fa_cpp_string) == sizeof(std::string), "csrc/torch_throw.c makes a std::string");
+static_assert(sizeof(c10::Error) <= FA_CPP_ERROR_BYTES && sizeof(c10::OutOfMemoryError) == sizeof(c10::Error) &&
+                  std::is_base_of<c10::Error, c10::OutOfMemoryError>::value,
+              "csrc/torch_throw.c makes a c10::OutOfMemoryError of a c10::Error");
 
 static_assert(sizeof(StableIValue) == 8, "a slot of a boxed call has 64 bits");
 
