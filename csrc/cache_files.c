@@ -227,10 +227,8 @@ static bool survey_file(const char *name, void *context) {
     if ((!s->is_ours(name) && !is_unfinished(name)) || strlen(name) >= NAME_BYTES ||
         fstatat(s->folder->handle, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode))
         return true;
-    if (is_ahead_of_the_clock(info.st_mtime)) { /* a clock was set: from now on the file grows old like others */
+    if (is_ahead_of_the_clock(info.st_mtime)) /* a clock was set: from now on the file grows old like others */
         utimensat(s->folder->handle, name, NULL, AT_SYMLINK_NOFOLLOW);
-        info.st_mtime = s->now;
-    }
     if (is_unfinished(name)) {
         if (info.st_mtime + SAFE_SECONDS < s->now) unlinkat(s->folder->handle, name, 0);
         return true;

@@ -11,7 +11,7 @@
 /* ---- the driver --------------------------------------------------------------------------------------------- */
 
 typedef int CUresult; /* 0: success */
-enum { CUDA_ERROR_OUT_OF_MEMORY = 2 };
+enum { CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2 };
 typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;

@@ -5,6 +5,14 @@
 
 #include "cuda_memory.h"
 
+/* NOTE: on a full GPU the first launch of a kernel fails with CUDA_ERROR_INVALID_VALUE, though each step of its loading
+ * said that all is well (H100, driver of CUDA 13). So that error means memory where there is hardly any. */
+static bool memory_is_short(const fa_driver *driver) {
+    enum { SHORT = 64 << 20 };
+    size_t free_bytes = 0, bytes = 0;
+    return driver->cuMemGetInfo_v2(&free_bytes, &bytes) == 0 && free_bytes < SHORT;
+}
+
 /* Loads the kernel, if that has not been done, and launches it. FA_ENOMEM_GPU: nothing has been launched. */
 static fa_status launch_once(const fa_cuda_call *call, fa_variant variant, const CUlaunchConfig *config,
                              const void *parameters, fa_error *err) {
@@ -15,8 +23,10 @@ static fa_status launch_once(const fa_cuda_call *call, fa_variant variant, const
         fa_status status = fa_kernel_load(variant, call->gpu, &kernel, err);
         if (status != FA_OK) return status;
     }
-    const CUresult result = call->driver->cuLaunchKernelEx(config, (CUfunction)kernel, arguments, NULL);
+    CUresult result = call->driver->cuLaunchKernelEx(config, (CUfunction)kernel, arguments, NULL);
     if (result == 0) return FA_OK;
+    if (result == CUDA_ERROR_INVALID_VALUE && memory_is_short(call->driver)) result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (result == CUDA_ERROR_OUT_OF_MEMORY) fa_kernel_give_up(variant, call->gpu, kernel);
     char attempt[FA_VARIANT_NAME_BYTES + 32] = "launching the kernel ";
     fa_variant_name(variant, attempt + strlen(attempt));
     return fa_driver_check(result, attempt, err);

@@ -35,10 +35,11 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
 
 /* An open-addressed table of the kernels that are ready on a GPU. Each GPU loads a library of its own: one that could not
  * be loaded on one GPU is given back whole, and others keep theirs. Entries are written under the lock, `number` last, and
- * never change again, so that they are read without it. */
+ * are of that number from then on, so that they are read without it. */
 typedef struct {
-    _Atomic uint64_t number; /* of variant and GPU; 0: free */
-    CUkernel kernel;
+    _Atomic uint64_t number;  /* of variant and GPU; 0: free */
+    _Atomic(CUkernel) kernel; /* NULL: given up, to be loaded again */
+    atomic_int num_given_up;
 } loaded;
 
 enum { TABLE_SLOTS = 8192 };
@@ -139,12 +140,12 @@ static fa_status set_up(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel,
     loaded *entry = entry_of(number, &found); /* again: another thread may have been here */
     if (!entry)
         return fa_fail(err, FA_ENOMEM, "flash_attn: more than %d CUDA kernels in one process", (int)TABLE_SLOTS);
-    if (!found) {
-        status = find(driver, variant, gpu, &entry->kernel, err);
-        if (status != FA_OK) return status;
-        atomic_store_explicit(&entry->number, number, memory_order_release);
-    }
-    *kernel = entry->kernel;
+    *kernel = found ? atomic_load_explicit(&entry->kernel, memory_order_acquire) : NULL;
+    if (*kernel) return FA_OK;
+    status = find(driver, variant, gpu, kernel, err);
+    if (status != FA_OK) return status;
+    atomic_store_explicit(&entry->kernel, *kernel, memory_order_release);
+    atomic_store_explicit(&entry->number, number, memory_order_release);
     return FA_OK;
 }
 
@@ -166,8 +167,17 @@ bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
     bool found;
     const loaded *entry = entry_of(number_of(variant, gpu), &found);
     if (!entry || !found) return false;
-    *kernel = entry->kernel;
-    return true;
+    *kernel = atomic_load_explicit(&entry->kernel, memory_order_acquire);
+    return *kernel != NULL;
+}
+
+/* Its library stays: another thread may be about to launch it. */
+void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel) {
+    enum { MOST_COPIES = 16 };
+    bool found;
+    loaded *entry = entry_of(number_of(variant, gpu), &found);
+    if (entry && found && atomic_fetch_add(&entry->num_given_up, 1) < MOST_COPIES)
+        atomic_compare_exchange_strong(&entry->kernel, &kernel, NULL);
 }
 
 fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {

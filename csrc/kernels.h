@@ -117,6 +117,10 @@ fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu);
 bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel);
 fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err);
 
+/* After a launch that failed for want of memory: the driver may never launch this copy of the kernel. The next call loads
+ * another, a few times at most. */
+void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel);
+
 /* ---- between the files of this part --------------------------------------------------------------------------- */
 
 typedef struct {

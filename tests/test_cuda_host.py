@@ -147,7 +147,7 @@ def test_graphs_give_their_counters_back():
             outs = calls()
         if i % 300 == 0:
             kept.append((graph, outs))
-    for graph, outs in kept:
+    for graph, _ in kept:
         for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
             with torch.cuda.stream(stream):
                 graph.replay()
@@ -458,8 +458,8 @@ def test_nothing(sizes, dtype, d, causal):
 def test_nothing_packed(lengths, dtype, d, causal):
     cu_q, cu_k = (torch.tensor((0, *torch.tensor(x).cumsum(0)), dtype=torch.int32) for x in lengths)
     q, k = (torch.randn(sum(x), h, d).to(dtype) for x, h in zip(lengths, (4, 2)))
+    attend = partial(flash_attn_varlen_func, causal=causal, return_attn_probs=True)
     for max_seqlens in {tuple(max(x, default=0) for x in lengths), (7, 300)}:
-        attend = partial(flash_attn_varlen_func, causal=causal, return_attn_probs=True)
         call = with_gradients(lambda q, k, v, cu_q, cu_k, m=max_seqlens: attend(q, k, v, cu_q, cu_k, *m))
         same_on_gpu(call, q, k, k, cu_q, cu_k)
 
@@ -568,7 +568,7 @@ def test_a_workspace_that_finds_no_memory():
         + """
 calls[-1]()
 held = fill()
-decode = lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=300, num_splits=7)
+decode = lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=300)
 said = refused(decode)
 assert said.startswith("CUDA out of memory: attn_decode_sm90_bf16_d128") and "bytes of workspace" in said, said
 del held

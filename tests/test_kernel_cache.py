@@ -31,6 +31,13 @@ PROGRAM = r"""
 #include <string.h>
 #include <time.h>
 
+/* Every file is a day old. */
+static void age_all(void) {
+    char command[1200];
+    snprintf(command, sizeof command, "touch -d yesterday %s/*", getenv("FLASH_ATTN_CACHE_DIR"));
+    if (system(command) != 0) exit(3);
+}
+
 bool fa_module_folder(char *path, size_t room) {
     return getenv("MODULE_FOLDER") && (size_t)snprintf(path, room, "%s", getenv("MODULE_FOLDER")) < room;
 }
@@ -67,8 +74,10 @@ int main(int argc, char **argv) {
     fa_blob blob = {0};
     if (strcmp(argv[1], "stress") == 0) return stress(argv[2], atof(argv[3]));
     if (strcmp(argv[1], "write") == 0)
-        for (int i = 4; i < argc; i++)
+        for (int i = 4; i < argc; i++) {
             fa_cache_write(argv[2], key + (uint64_t)i - 4, &(fa_blob){argv[i], strlen(argv[i])});
+            if (getenv("AGED")) age_all();
+        }
     else if (fa_cache_read(argv[2], key, &blob))
         printf("%.*s", (int)blob.bytes, blob.data);
     else
@@ -198,6 +207,8 @@ def test_a_process_keeps_all_that_it_wrote(cache):
     assert len(names(cache.folder)) == 30
     cache("write", "attn_b", 0, TEXT)  # another process, soon after
     assert len(names(cache.folder)) == 31
+    cache("write", "attn_c", 0, *[TEXT] * 15, AGED="1")  # while a clock jumps
+    assert sum(name.startswith("attn_c") for name in names(cache.folder)) == 15
 
 
 def test_what_was_not_used_for_longest_goes(cache):

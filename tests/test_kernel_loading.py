@@ -36,7 +36,7 @@ static _Thread_local struct {
     int fails_at, with, times; /* the step, the result, how often */
     int loads, unloads, launches, static_shared, compilations, emptied, capturing;
     bool has_file;
-    uint64_t filled;
+    uint64_t filled, free_bytes;
     const char *launched;
 } state;
 static fa_error err;
@@ -127,6 +127,9 @@ static CUresult fill_rows(uint64_t to, size_t pitch, unsigned char value, size_t
     (void)to, (void)pitch, (void)value, (void)width, (void)height, (void)s;
     return 0;
 }
+static CUresult memory(size_t *free_bytes, size_t *bytes) {
+    return *free_bytes = state.free_bytes, *bytes = 1 << 30, 0;
+}
 static CUresult current(CUcontext *context) { return *context = NULL, 0; }
 static CUresult allocate(uint64_t *address, size_t bytes) {
     *address = bytes;
@@ -139,11 +142,11 @@ static const fa_driver driver = {
     .cuKernelGetFunction = get_function, .cuThreadExchangeStreamCaptureMode = exchange, .cuLaunchKernelEx = launch,
     .cuStreamIsCapturing = is_capturing, .cuStreamGetCaptureInfo_v3 = capture_info, .cuUserObjectCreate = create,
     .cuUserObjectRelease = release, .cuGraphRetainUserObject = retain, .cuMemsetD32Async = fill,
-    .cuMemsetD2D8Async = fill_rows, .cuCtxGetCurrent = current, .cuMemAlloc_v2 = allocate,
+    .cuMemGetInfo_v2 = memory, .cuMemsetD2D8Async = fill_rows, .cuCtxGetCurrent = current, .cuMemAlloc_v2 = allocate,
 };
 static const fa_gpu gpus[2] = {{.device = 0, .capability = 90}, {.device = 1, .capability = 90}};
 
-/* ---- what lies around --------------------------------------------------------------------------------------------- */
+/* ---- what lies around ------------------------------------------------------------------------------------------ */
 
 fa_status fa_driver_get(const fa_driver **out, fa_error *e) { return (void)e, *out = &driver, FA_OK; }
 fa_status fa_gpu_get(int idx, const fa_gpu **gpu, fa_error *e) { return (void)e, *gpu = &gpus[idx], FA_OK; }
@@ -253,6 +256,20 @@ static void launches(void) {
                 state.times = 0;
                 CHECK(launch_one(some) == FA_OK && state.launches == 1 + works && state.emptied == !capturing);
             }
+    for (int is_short = 0; is_short < 2; is_short++) { /* what the driver says of a first launch on a full GPU */
+        state.fails_at = LAUNCH, state.with = CUDA_ERROR_INVALID_VALUE, state.times = 1, state.emptied = 0;
+        state.free_bytes = is_short ? 1 << 20 : 1 << 29;
+        state.capturing = state.loads = 0;
+        CHECK(launch_one(some) == (is_short ? FA_OK : FA_EUNSUPPORTED));
+        CHECK(state.emptied == is_short && state.loads == is_short); /* by a copy of the kernel of its own */
+        CHECK(launch_one(some) == FA_OK && state.loads == is_short);
+    }
+    state.free_bytes = 1 << 20;
+    for (int i = 0; i < 100; i++) {
+        state.times = 2;
+        CHECK(launch_one(some) == FA_ENOMEM_GPU);
+    }
+    CHECK(state.loads < 20 && launch_one(some) == FA_OK);
     state.fails_at = LAUNCH, state.with = 719, state.times = 1, state.emptied = 0;
     CHECK(launch_one(some) == FA_EUNSUPPORTED && state.emptied == 0);
     CHECK(strstr(err.text, "launching the kernel attn_fwd_sm90_bf16"));
