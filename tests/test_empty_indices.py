@@ -4,6 +4,7 @@ Caches lie inside larger memory, whose every byte is compared afterwards. On the
 not got is an error. On a GPU, where the host reads no lengths, it sees no key and writes nothing.
 """
 
+import flash_attn_2_cuda
 import pytest
 import torch
 
@@ -17,11 +18,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu), pytest.param("cuda any"
 
 
 @pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
+def device(request):
     device, *kernels = request.param.split()
-    if kernels:
-        monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", *kernels)
-    return device
+    if not kernels:
+        yield device
+        return
+    flash_attn_2_cuda.set_cuda_kernels(*kernels)
+    yield device
+    flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 @pytest.fixture
