@@ -519,8 +519,8 @@ calls += [lambda y=y, q=q: torch.autograd.grad(flash_attn_func(q, y, y), q, y)[0
 calls += [lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=300, num_splits=1)]
 """
 
-# The decode kernel has counters of 2.4 MB, for which nothing is left; of the others some find room. Driver and kernel decide
-# whether loading or the first launch finds that out.
+# The decode kernel has counters of 2.4 MB, for which nothing is left. Of the other kernels some find room. The driver
+# fails when it loads a kernel, or at the first launch.
 FIRST_CALLS = """
 held = fill()
 said = [refused(call) for call in calls]

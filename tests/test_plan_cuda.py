@@ -58,7 +58,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "ordered=", 8) == 0) p.deterministic = true;
         if (strncmp(name, "order=", 6) == 0) prints_order = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
-        if (strncmp(name, "pages=", 6) == 0) p.block_table = offsets;
+        if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
     p.d = d;
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
