@@ -64,7 +64,6 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .alibi_stride_b = p->alibi_stride_b,
     };
     a.scale_log2 = (a.changes_scores ? 1 : scale) * FA_LOG2_E;
-    a.lazy_margin = 8 / a.scale_log2;
     /* Of a cache without a row or a page no key can be read. */
     if ((p->paged && p->num_pages == 0) || (p->cache_batch_idx && p->cache_rows == 0))
         a.capacity = 0, a.cache_batch_idx = NULL, a.block_table = NULL;

@@ -74,7 +74,6 @@ typedef struct {
     int rotary_rows, rotary_dim, rotary_interleaved, rotary_q_by_row; /* as in ../flash_attn.h */
 
     float scale_log2;           /* scores times this are exponents of 2 */
-    float lazy_margin;          /* the row max may lag by this much, in units of the scores: a factor 2^8 in P */
     int changes_scores;         /* softcap, ALiBi, or a scale that is not positive: score_scale comes first */
     float score_scale, softcap; /* softcap 0: off */
     const float *alibi_slopes;  /* [h], or [b, h] with alibi_stride_b; NULL: none */

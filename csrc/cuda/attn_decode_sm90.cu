@@ -44,6 +44,8 @@ constexpr int BLOCK_KV = TEAM_KEYS * TEAMS;
 constexpr int PIECES = HEAD_DIM / 8, ROW_BYTES = 16 * PIECES; /* of a row: pieces of 16 bytes */
 constexpr bool HAS_CLUSTERS = WARPS_Q == 1; /* what CTAs send each other has room beside the results of the warps */
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
+/* The largest P of a row is 2^-HEADROOM: of values as large as bf16's, sums over 2^HEADROOM keys stay floats. */
+constexpr float HEADROOM = BF16 ? 24 : 0;
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
@@ -148,7 +150,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     if (p.rotary_cos) load_turned_queries(p, s.q, t, head);
     count_parts(p, s.work.w, t, x);
 
-    softmax_rows stats = {{-INF, -INF}, {0, 0}, {-INF, -INF}, {0, 0}};
+    softmax_rows stats = {{-INF, -INF}, {0, 0}, {0, 0}};
     float o[GROUPS_O][4];
 #pragma unroll
     for (int n = 0; n < GROUPS_O; n++)
@@ -251,7 +253,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int row = lane / 4 + 8 * r;
         if (lane % 4 == 0) {
-            s.warp.stats[warp][row][0] = stats.max[r] == -INF ? -INF : stats.max_log2[r];
+            s.warp.stats[warp][row][0] = stats.max[r] == -INF ? -INF : stats.max[r] * p.scale_log2 + HEADROOM;
             s.warp.stats[warp][row][1] = sum;
         }
 #pragma unroll

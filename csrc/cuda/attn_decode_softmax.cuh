@@ -7,10 +7,9 @@
 /* Registers of a thread: it holds two rows, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 columns the
  * columns 2 (l % 4) + {0, 1}: register i of a group belongs to row i / 2, column i % 2. */
 struct softmax_rows {
-    float max[2];      /* m: at most lazy_margin below the largest score so far; -inf: no key yet */
-    float max_log2[2]; /* c m, what exponents are measured from; 0 while m is -inf */
-    float limit[2];    /* m + lazy_margin: a score above it raises m */
-    float sum[2];      /* of this thread's columns */
+    float max[2];  /* m: the largest score so far; -inf: none but -inf yet */
+    float base[2]; /* m, or 0 while it is -inf */
+    float sum[2];  /* of this thread's columns */
 };
 
 /* One of a thread's two rows: what it sees, and how its scores change. Found anew where it is needed, which is seldom. */
@@ -56,22 +55,22 @@ DEVICE void mask_scores(float (&s)[GROUPS_S][4], const query_row (&rows)[2], int
         }
 }
 
-/* S becomes P. Where a score exceeds what m allows, m is raised to the largest, and O and l follow. */
+/* S becomes P. Where a score exceeds m, m is raised to the largest, and O and l follow: the largest P is a power of two,
+ * which 16 bits hold exactly. */
 DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softmax_rows &rows, const params &p) {
     float largest[2] = {-INF, -INF};
 #pragma unroll
     for (int n = 0; n < GROUPS_S; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) largest[i / 2] = fmaxf(largest[i / 2], s[n][i]);
-    if (__any_sync(0xffffffffu, largest[0] > rows.limit[0] || largest[1] > rows.limit[1])) {
+    if (__any_sync(0xffffffffu, largest[0] > rows.max[0] || largest[1] > rows.max[1])) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float x = fmaxf(largest[r], rows.max[r]);
             x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
             x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-            const float max_log2 = x == -INF ? 0 : x * p.scale_log2;
-            const float alpha = rows.max[r] == -INF ? 0 : ex2(rows.max_log2[r] - max_log2);
-            rows.max[r] = x, rows.max_log2[r] = max_log2, rows.limit[r] = x + p.lazy_margin;
+            const float alpha = rows.max[r] == -INF ? 0 : ex2((rows.max[r] - x) * p.scale_log2);
+            rows.max[r] = x, rows.base[r] = x == -INF ? 0 : x;
             rows.sum[r] *= alpha;
 #pragma unroll
             for (int n = 0; n < GROUPS_O; n++) o[n][2 * r] *= alpha, o[n][2 * r + 1] *= alpha;
@@ -81,7 +80,7 @@ DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softm
     for (int n = 0; n < GROUPS_S; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            s[n][i] = ex2(fmaf(s[n][i], p.scale_log2, -rows.max_log2[i / 2]));
+            s[n][i] = ex2(fmaf(s[n][i] - rows.base[i / 2], p.scale_log2, -HEADROOM));
             rows.sum[i / 2] += s[n][i];
         }
 }
