@@ -47,7 +47,6 @@ static void fill_scalars(const fa_problem *p, const fa_fwd_sm90_columns *tile, u
     const float scale = (float)p->scale;
     const bool changes_scores = features & FA_SCORE;
     a->scale_log2 = (changes_scores ? 1 : scale) * FA_LOG2_E;
-    a->lazy_margin = 8 / a->scale_log2;
     a->score_scale = scale;
     a->softcap = (float)p->softcap;
     a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);

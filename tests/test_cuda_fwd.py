@@ -120,6 +120,22 @@ def test_tiles_that_overflow_are_done_again(d, rows, n, causal):
     check_lse(lse[0].cpu(), ref[1], plain_fp32[1], DTYPES["bf16"])
 
 
+@pytest.mark.parametrize("causal", BOTH)
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_a_tile_done_again_stores_only_the_rows_that_failed(d, causal):
+    """Rows of other warps keep the bits that they have without the row that overflows: they are stored once."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 600, 60, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0], k[..., 0] = 0, 0
+    k[:, 200, :, 0] = 8
+    plain = flash_attn_func(q, k, v, causal=causal)
+    q[:, 405, ::2, 0] = 25 * math.sqrt(d)  # 200 nats above the keys that are seen first
+    out = flash_attn_func(q, k, v, causal=causal)
+    assert torch.equal(out[:, 405, ::2], v[:, 200, ::2])
+    others = torch.arange(600) // 16 != 405 // 16
+    assert torch.equal(out[:, others], plain[:, others])
+
+
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 @pytest.mark.parametrize("window", ((-1, 0), (70, 20), (-1, 130)), ids=str)
@@ -137,6 +153,147 @@ def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
     out = flash_attn_func(q.cuda(), k.cuda(), v.cuda(), window_size=window)[0].cpu()
     assert not out[hit].isfinite().any()
     check("out", out.masked_fill(hit, 0), ref.masked_fill(hit, 0), plain.masked_fill(hit, 0), scale=largest(ref))
+
+
+LOW = 64.0  # q and k of -LOW and LOW: scores of -LOW^2 times the scale, below exp's range
+
+
+def with_extremes(len_q, len_kv, d, dtype):
+    """q, k, v [len, 10, d], of which each head has other extremes: scores of -inf in whole tiles at either end, in
+    turns, at random, everywhere or but once; of +inf; NaN; huge scores; huge values; rows of q that are infinite."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 10, d, generator=gen) for n in (len_q, len_kv, len_kv))
+    q[..., 0], k[..., 0] = 1, 0
+    q[:, :6, 1], k[:, :6, 1] = LOW, -LOW
+    j = torch.arange(len_kv)
+    minus_inf = torch.zeros(len_kv, 10, dtype=torch.bool)
+    minus_inf[:, 0] = j >= len_kv - 2 * len_kv // 3
+    minus_inf[:, 1] = j < len_kv // 2
+    minus_inf[:, 2] = j // 64 % 2 == 1
+    minus_inf[:, 3] = torch.rand(len_kv, generator=gen) < 0.7
+    minus_inf[:, 4] = True
+    minus_inf[:, 5] = j != len_kv // 3
+    k[..., 0].masked_fill_(minus_inf, -math.inf)
+    k[len_kv // 2, 6, 0] = math.inf
+    k[len_kv // 4, 6, 2] = math.nan
+    k[:, 7] *= 1e15 if dtype == "bf16" else 1e3
+    v[:, 8] = v[:, 8].sign() * 0.98 * torch.finfo(DTYPES[dtype]).max
+    v[:, 8, ::2] = v[:, 8, ::2].abs()
+    k[:, 9, 0] = -1
+    q[::3, 9, 0] = math.inf
+    return [x.to(DTYPES[dtype]) for x in (q, k, v)]
+
+
+def check_extremes(name, out, lse, v, ref, ref_lse, plain, plain_lse):
+    """Of one sequence; NaN exactly where it belongs, out and lse alike. plain: the same in float32."""
+    out, lse = out.cpu(), lse.cpu()
+    bad_rows = ref.isnan().any(dim=-1, keepdim=True).expand_as(out)
+    bad = bad_rows[..., 0].transpose(0, 1)  # torch.logsumexp is +inf where a score is
+    for head in range(out.shape[1]):
+        wrong = (lse[head].isnan() != bad[head]).nonzero().flatten().tolist()
+        assert not wrong, f"{name}, head {head}: {len(wrong)} rows of lse should (not) be NaN: {wrong[:20]}"
+        wrong = (out[:, head].isnan() != bad_rows[:, head]).any(dim=-1).nonzero().flatten().tolist()
+        assert not wrong, f"{name}, head {head}: {len(wrong)} rows of out should (not) be NaN: {wrong[:20]}"
+        parts = [x[:, head].masked_fill(bad_rows[:, head], 0) for x in (out, ref, plain.to(out.dtype))]
+        check(f"{name}, head {head}: out", *parts, scale=max(largest(parts[1]), size_of_values(v[:, head])))
+        check_lse(*(x[head].masked_fill(bad[head], 0) for x in (lse, ref_lse, plain_lse)), out.dtype)
+
+
+def found_plainly(q, k, v, **options):
+    ref, plain = (attention(*(x.to(dtype) for x in (q, k, v)), **options) for dtype in (torch.float64, torch.float32))
+    return *ref, *plain
+
+
+SEEN = [{}, {"causal": True}, {"window": (90, 20)}, {"softcap": 30.0}]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+def test_extremes_that_are_seen(d, dtype):
+    """Dense, and packed between other sequences. Of 200 rows and of many; more rows than keys see none of them, too."""
+    for len_q, len_kv in ((600, 600), (200, 700), (300, 140)):
+        q, k, v = with_extremes(len_q, len_kv, d, dtype)
+        on = [x.cuda() for x in (q, k, v)]
+        packed = [torch.cat([x[:33], x, x[:7]]) for x in on]
+        cu = [torch.tensor([0, 33, n + 33, n + 40], dtype=torch.int32, device="cuda") for n in (len_q, len_kv)]
+        for options in SEEN:
+            name, found = f"{len_q} x {len_kv}, {options}", found_plainly(q, k, v, **options)
+            asked = {"window_size" if key == "window" else key: x for key, x in options.items()}
+            out, lse, _ = flash_attn_func(*(x[None] for x in on), return_attn_probs=True, **asked)
+            check_extremes(name, out[0], lse[0], v, *found)
+            out, lse, _ = flash_attn_varlen_func(*packed, *cu, len_q, len_kv, return_attn_probs=True, **asked)
+            rows = slice(33, len_q + 33)
+            check_extremes(f"{name}, packed", out[rows], lse[:, rows], v, *found)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_extremes_that_are_seen_with_dropout(d, dtype):
+    """Heads of scores that are -inf; what is dropped is multiplied by zero."""
+    q, k, v = (x[:, :6] for x in with_extremes(300, 400, d, dtype))
+    out, lse, _, rng = _flash_attn_forward(
+        *(x[None].cuda() for x in (q, k, v)), 0.3, d**-0.5, True, -1, -1, 0.0, None, False
+    )
+    seed, offset = (int(x) for x in rng.tolist())
+    options = {"causal": True, "keep": dropout_keep(seed, offset, 0, 6, 300, 400, 0.3), "dropout_p": 0.3}
+    check_extremes("dropout", out[0], lse[0], v, *found_plainly(q, k, v, **options))
+
+
+def test_a_row_whose_first_keys_have_no_score():
+    """The last tile's scores are -inf, all others lie below what floats can hold beside an anchor of zero."""
+    q, k, v = (torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, -128:, :, 0] = -math.inf
+    q[..., 1], k[..., 1] = LOW, -LOW
+    out, lse, _ = flash_attn_func(q, k, v, softmax_scale=1 / 8, return_attn_probs=True)
+    ref, ref_lse = attention(*(x[0].double().cpu() for x in (q, k, v)), scale=1 / 8)
+    assert (out[0].double().cpu() - ref).abs().max() < 0.01 and (lse[0].cpu() - ref_lse).abs().max() < 1e-3
+
+
+def poisoned_repeats(call, times):
+    """Calls again and again, with NaN where the results will lie: all of them written, and the same bits."""
+    want = [x.clone() for x in call()]
+    assert not any(x.isnan().any() for x in want)
+    met, found = 0, call()
+    for _ in range(times):
+        places = {x.data_ptr() for x in found}
+        for x in found:
+            x.fill_(math.nan)
+        del found, x
+        found = call()
+        met += places == {x.data_ptr() for x in found}
+        assert all(torch.equal(x, y) for x, y in zip(found, want))
+    assert met > times // 2, "the allocator gave other memory than what was poisoned"
+
+
+MOSTLY_IDLE = [
+    (8, 200, 40000, {"window_size": (126, 278)}),
+    (4, 2000, 300, {"causal": True}),
+    (2, 5000, 5000, {"window_size": (0, 0)}),
+    (300, 70, 20, {"causal": True}),
+]
+
+
+@pytest.mark.parametrize("d", (64, 128, 192))
+@pytest.mark.parametrize(("b", "len_q", "len_kv", "options"), MOSTLY_IDLE)
+def test_every_element_is_written(b, len_q, len_kv, options, d):
+    """Few keys of many are seen, or few rows see any."""
+    q = torch.randn(b, len_q, 2, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(b, len_kv, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    poisoned_repeats(lambda: flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2], 250)
+
+
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("causal", BOTH)
+def test_every_element_is_written_of_sequences_mostly_empty(causal, d):
+    """3000 packed sequences, most of which have no row, no key or neither."""
+    gen = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 200, (2, 3000), generator=gen) * (torch.rand(2, 3000, generator=gen) < 0.05)
+    cu_q, cu_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().cuda() for x in lengths)
+    q, k, v = (torch.randn(int(n), 2, d, device="cuda", dtype=torch.bfloat16) for n in (cu_q[-1], cu_k[-1], cu_k[-1]))
+    longest = [int(x.max()) for x in lengths]
+    call = lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=causal, return_attn_probs=True)[:2]  # noqa: E731
+    poisoned_repeats(call, 200)
 
 
 @pytest.mark.parametrize("case", [case for case in in_turns(VALUES, HALF) if suits(case)], ids=repr)

@@ -23,7 +23,10 @@ struct shared_memory {
     window packed;    /* the finder's */
     u64 seed, offset; /* of dropout */
     /* Tiles that failed, as each consumer warp found them; how many of them the finder has seen. */
-    int failed[4 * WGS][FAILED], num_failed[4 * WGS], num_seen[4 * WGS];
+    struct {
+        int tile, rows; /* its number in the launch, which 16 of its rows */
+    } failed[4 * WGS][FAILED];
+    int num_failed[4 * WGS], num_seen[4 * WGS];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");
 

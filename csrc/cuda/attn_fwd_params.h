@@ -29,7 +29,6 @@ typedef struct {
     int counter_slot; /* of the kernel's tile counters; -1: static order */
 
     float scale_log2;              /* scores times this are exponents of 2 */
-    float lazy_margin;             /* the row max may lag by this much, in units of the scores: a factor 2^8 in P */
     float score_scale;             /* softcap and ALiBi: what S = Q K^T is multiplied by first */
     float softcap;                 /* 0: off */
     int window_left, window_right; /* -1: unlimited; causal is right = 0 */

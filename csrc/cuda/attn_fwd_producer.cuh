@@ -32,12 +32,13 @@ DEVICE void find_tiles(const params &p, shared_memory &s) {
     for (u32 parity = 0;; parity ^= 1) {
         mbarrier_wait(&s.tile_wanted, parity);
         if (is_taken) next = is_dynamic ? fetch_tile(p, num_tiles) : next + gridDim.x;
-        const int failed = failed_tile(s), idx = failed >= 0 ? failed : next;
+        u32 rows = 0;
+        const int failed = failed_tile(s, rows), idx = failed >= 0 ? failed : next;
         const bool is_last = idx == NONE;
         tile &t = s.tiles[tiles.stage]; /* nobody reads what was there: all have left the tile after it */
         if (idx < num_tiles) {
             find_tile(p, s.packed, idx, t);
-            if (is_leader) t.is_repeat = failed >= 0;
+            if (is_leader) t.repeated = rows;
             is_taken = failed < 0;
         } else {
             if (is_leader) set_no_tile(t, is_last ? END : REPORT);

@@ -8,25 +8,35 @@
 #include "attn_fwd_softmax.cuh"
 
 /* Did P, its sum or O leave the range of floats, or V hold NaN or inf? Then O or the sum stayed inf or NaN, or the sum is
- * huge. An m that is the maximum of some keys is never too large: the sum is at least 1. Whole warp. */
+ * huge. Or are scores so large that c S - c m says little? An m that is the maximum of some keys is never too large.
+ * Whole warp. */
 DEVICE bool has_failed(const float (&o)[O_REGS], const softmax_rows &rows) {
     float zeros[4] = {0, 0, 0, 0}; /* chains of additions that do not wait for each other */
 #pragma unroll
     for (int i = 0; i < O_REGS; i++) zeros[i % 4] = fmaf(o[i], 0, zeros[i % 4]);
     const float zero = (zeros[0] + zeros[1]) + (zeros[2] + zeros[3]);
     const float limit = __int_as_float((127 + 96) << 23); /* 2^96 */
-    return __any_sync(0xffffffffu, !(zero == 0 && rows.sum[0] < limit && rows.sum[1] < limit));
+    const float most = 1 << 20;
+    return __any_sync(0xffffffffu, !(zero == 0 && rows.sum[0] < limit && rows.sum[1] < limit &&
+                                     fabsf(rows.max_log2[0]) < most && fabsf(rows.max_log2[1]) < most));
 }
 
-/* A tile that a consumer warp has found to fail, or -1. Whole warp: lane l looks at consumer warp l. */
-DEVICE int failed_tile(shared_memory &s) {
+/* A tile that consumer warps have found to fail, or -1, and a bit for each 16 of its rows that did. NOTE: others of its
+ * rows may be found later. They are done again then; every row is stored once. Whole warp: lane l looks at consumer warp
+ * l. */
+DEVICE int failed_tile(shared_memory &s, u32 &rows) {
     const int lane = threadIdx.x % 32;
     const bool is_new = lane < 4 * WGS && *(volatile int *)&s.num_failed[lane] != s.num_seen[lane];
     const u32 found = __ballot_sync(0xffffffffu, is_new);
     if (!found) return -1;
-    const int mine = is_new ? *(volatile int *)&s.failed[lane][s.num_seen[lane] % FAILED] : -1;
+    int mine = -1, my_rows = 0;
+    if (is_new) {
+        const volatile auto &failed = s.failed[lane][s.num_seen[lane] % FAILED];
+        mine = failed.tile, my_rows = failed.rows;
+    }
     const int idx = __shfl_sync(0xffffffffu, mine, __ffs(found) - 1);
     if (mine == idx) s.num_seen[lane]++;
+    rows = __reduce_or_sync(0xffffffffu, mine == idx ? 1u << my_rows : 0);
     return idx;
 }
 

@@ -18,13 +18,14 @@
  *   warpgroup 0   | S1 P0V | softmax 1      | S2 P1V | softmax 2      |
  *   warpgroup 1            | S1 P0V | softmax 1      | S2 P1V | softmax 2
  *
- * The row maximum is anchored: P = 2^(c S - c m) gives the same quotient for every m that does not overflow. In bf16,
- * which has the range of float, m is the maximum of the first keys that a row sees and then stays. What overflows remains
- * inf or NaN: a tile is checked when it ends, and one that failed is done again with the maximum of every step. In fp16
- * m may lag by a factor 2^8 in P: asking costs one integer maximum and one vote, raising is rare.
+ * The row maximum lags: P = 2^(c S - c m) gives the same quotient for every m that does not overflow. m is the maximum of
+ * the first keys that a row sees. Later it is raised where a P exceeds the largest so far and weighs in the row's sum: P
+ * is rounded to 16 bits, which costs no digit of a power of two, and m makes the P of its own key one. Asking costs one
+ * vote, about the sum that a step has added.
  *
- * The same check finds rows that NaN or inf in V has reached through a P of zero, where they do not see the key. Done
- * again, a tile takes of V only what each row sees.
+ * What overflows remains inf or NaN: a tile is checked when it ends, and one that failed is done again with the maximum of
+ * every step. The same check finds rows that NaN or inf in V has reached through a P of zero, where they do not see the
+ * key. Done again, a tile takes of V only what each row sees.
  *
  * This file: the products and what a warpgroup does step by step. Pieces: attn_fwd_tiles.cuh, which tile is where;
  * _memory, rings and barriers; _producer, finder and loads; _softmax, scores to P; _repeats, tiles done again; _output, O
@@ -60,7 +61,6 @@ constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* one row of a swizzle
 constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
 constexpr bool O_BY_TMA = HEAD_DIM <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
-constexpr bool IS_ANCHORED = BF16; /* fp16 has no room for P beyond 2^16 */
 constexpr bool PV_FIRST = O_WAIT == 2;
 constexpr bool O_IN_Q = O_BY_TMA && !LONGEST_FIRST && BLOCK_KV > 64; /* from where its Q was: V has the room */
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
@@ -68,6 +68,9 @@ constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1; /* before the last V of the ti
 constexpr bool K_FIRST = Q_STAGES == 1;           /* its place is free before Q's */
 constexpr int TILES = Q_STAGES + 2; /* known to consumers: a tile is stored while the next but one may be announced */
 constexpr int FAILED = 8;           /* of each warp, not yet repeated: more than the tiles that can be on their way */
+/* The largest P of a row is 2^-HEADROOM: of values as large as bf16's, sums over 2^HEADROOM keys stay floats. */
+constexpr float HEADROOM = BF16 ? 24 : 0;
+constexpr float LARGE_SHARE = 0.4f; /* of what a thread has summed: keys above it are large */
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
@@ -122,7 +125,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
     constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
     constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
-    const float scale_log2 = p.scale_log2, margin = p.lazy_margin;
+    const float scale_log2 = p.scale_log2;
     float slope = 0;
 
     float O[O_REGS];
@@ -188,14 +191,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const tile &t = tile_taken(before);
         const int block_then = block >= before ? block - before : block - before + WGS;
         const int first_row = t.row + 64 * block_then + 16 * warp;
-        if (before && uniform(has_failed(O, rows))) { /* what is done again ends alone, before the next tile */
-            if (is_leader) {
+        if (uniform(before ? has_failed(O, rows) : (t.repeated >> (4 * block_then + warp) & 1) == 0)) {
+            if (before && is_leader) {
                 const int num_failed = s.num_failed[4 * wg + warp];
-                s.failed[4 * wg + warp][num_failed % FAILED] = t.idx;
+                s.failed[4 * wg + warp][num_failed % FAILED] = {t.idx, 4 * block_then + warp};
                 __threadfence_block();
                 *(volatile int *)&s.num_failed[4 * wg + warp] = num_failed + 1;
             }
-        } else {
+        } else { /* rows that did not fail have been stored */
             float factor[2], lse[2];
             finish_rows(rows, p, t, first_row, factor, lse);
             if constexpr (O_BY_TMA)
@@ -215,13 +218,21 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const auto begin_rows = [&] {
 #pragma unroll
         for (int i = 0; i < O_REGS; i++) O[i] = 0;
-        rows = {{-INF, -INF}, {0, 0}, {0, 0}, {(int)0x80000000, (int)0x80000000}};
+        rows = {{-INF, -INF}, {0, 0}, {0, 0}};
     };
-    /* S is by now P. */
-    const auto sum_rows = [&](const float (&S)[S_REGS], bool first_row, bool second_row) {
+    /* S is by now P. Four keys are added first, and the largest of such sums is kept: no P is larger. */
+    const auto sum_rows = [&](const float (&S)[S_REGS], step_sums &step, bool first_row, bool second_row) {
 #pragma unroll
         for (int i = 0; i < S_REGS; i += 2)
-            if (row_of(i) == 0 ? first_row : second_row) rows.sum[row_of(i)] += S[i] + S[i + 1];
+            if (i % 8 < 4 && (row_of(i) == 0 ? first_row : second_row)) {
+                const float four = (S[i] + S[i + 1]) + (S[i + 4] + S[i + 5]);
+                step.sum[row_of(i)] += four;
+                step.largest[row_of(i)] = max(step.largest[row_of(i)], __float_as_int(four));
+            }
+    };
+    const auto round_p = [&](const float (&S)[S_REGS]) {
+#pragma unroll
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
     };
     const auto pack = [&](float (&S)[S_REGS]) {
         if (DROPOUT) {
@@ -229,14 +240,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             drop(S, s.seed, s.offset + (u64)(t.b_idx * p.h + t.head) * 32, (t.row + 64 * block) / 16 + warp,
                  j * (BLOCK_KV / 32), p.keep_max);
         }
-#pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+        round_p(S);
     };
     /* One step. The first of a tile has no P V; it stores the tile before instead. */
     const auto step = [&](const bool starts) __attribute__((always_inline)) {
         /* wait K, V, turn: S = Q K^T, O += P V of the keys before.  NOTE: S is a new array in every step. Carried
          * from one to the next, its old values stay alive, and ptxas runs the products one by one (C7511). */
         float S[S_REGS], alpha[2];
+        step_sums added = {{0, 0}, {0, 0}};
         if (!starts && PV_FIRST) wait_v();
         mbarrier_wait(&s.k_full[kr.stage], kr.parity);
         if (TURN) bar_sync(BAR_TURN + wg, 256);
@@ -261,25 +272,35 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 
         if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
         const bool is_exact = starts || j >= exact_end || (LOCAL && j < full_begin);
-        const bool is_raised = starts || (IS_ANCHORED ? is_exact : exceeds_max(S, rows) || is_exact);
+        const bool is_raised = is_exact || (j == 0 && overflows(S, rows, scale_log2));
         if (is_raised) {
             if (j >= full_end || (LOCAL && j < full_begin))
                 mask_scores(S, p, tile_taken(0).len_kv, j * BLOCK_KV + column, diagonal);
-            raise_max(S, rows, alpha, scale_log2, margin);
+            raise_max(S, rows, alpha, scale_log2, false);
+            /* While a row has seen no score but -inf, there is no anchor yet. */
+            if (__any_sync(0xffffffffu, rows.max[0] == -INF || rows.max[1] == -INF)) exact_end = min(exact_end, j - 1);
             if (!starts && PV_FIRST) raise_o(alpha);
         }
         exponentiate_rows(S, rows, scale_log2, true, O_WAIT != 1 || starts);
-        sum_rows(S, true, O_WAIT != 1 || starts);
+        sum_rows(S, added, true, O_WAIT != 1 || starts);
         if (!starts && !PV_FIRST) {
-            settle(O_WAIT == 1 ? rows.sum[0] : rows.sum[0] + rows.sum[1], s.o);
+            settle(O_WAIT == 1 ? added.sum[0] : added.sum[0] + added.sum[1], s.o);
             /* O is there: release V, raise O to the new maximum */
             wgmma_wait_group<0>(O);
             release_v();
             if (is_raised) raise_o(alpha);
         }
         /* The second row's exponentials, while the first row's P is packed */
-        if (O_WAIT == 1 && !starts) exponentiate_rows(S, rows, scale_log2, false, true), sum_rows(S, false, true);
+        if (O_WAIT == 1 && !starts)
+            exponentiate_rows(S, rows, scale_log2, false, true), sum_rows(S, added, false, true);
         pack(S);
+        /* A P that weighs in its row raises m: its rounding would show. */
+        if (!starts && has_large_p(rows, added)) {
+            raise_to_p(S, rows, added, alpha);
+            raise_o(alpha);
+            round_p(S);
+        }
+        rows.sum[0] += added.sum[0], rows.sum[1] += added.sum[1];
         if (starts) {
             if (O_IN_Q && has_o) release_q(1); /* O of the tile before has left it */
             has_o = true;
@@ -299,10 +320,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 
         if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
         mask_scores(S, p, t.len_kv, j * BLOCK_KV + column, diagonal);
-        raise_max(S, rows, alpha, scale_log2, margin);
+        raise_max(S, rows, alpha, scale_log2, true);
         raise_o(alpha);
-        exponentiate_rows(S, rows, scale_log2, true, true);
-        sum_rows(S, true, true);
+        exponentiate_exactly(S, rows, scale_log2);
+        step_sums added = {{0, 0}, {0, 0}};
+        sum_rows(S, added, true, true);
+        rows.sum[0] += added.sum[0], rows.sum[1] += added.sum[1];
         pack(S);
 
         wait_v();
@@ -334,7 +357,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int order = uniform(min(t.row, 0));
         const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
         const int last = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
-        const bool is_repeat = uniform(!is_idle && order == 0 && t.is_repeat);
+        const bool is_repeat = uniform(!is_idle && order == 0 && t.repeated);
         j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
         const int row = first_row + 16 * warp; /* the warp's first */
         wgmma_wait_group<0>(O);
@@ -363,7 +386,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (arrives) mbarrier_arrive(&s.all_done);
             } else {
                 pass_until(kv_begin - 1);
-                if (row < t.len_q) store_zeros(p, t, row);
+                if (row < t.len_q && !t.repeated) store_zeros(p, t, row);
             }
             release_q(0);
             continue;

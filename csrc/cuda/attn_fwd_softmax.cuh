@@ -13,10 +13,9 @@ DEVICE constexpr int column_of(int i) { return 8 * (i / 4) + i % 2; }
 
 /* The running softmax of two rows. */
 struct softmax_rows {
-    float max[2];      /* m: at most the largest score so far, in fp16 at most lazy_margin below it; -inf: no key yet */
-    float max_log2[2]; /* c m, what exponents are measured from; 0 while m is -inf */
+    float max[2];      /* -inf: no score above -inf yet, so there is no m */
+    float max_log2[2]; /* c m + HEADROOM, what exponents are measured from; 0 without m */
     float sum[2];      /* of this thread's columns */
-    int threshold[2];  /* the bits of m + lazy_margin as an integer: a score at or above it raises m */
 };
 
 /* Softcap and ALiBi, in natural units; first_key and diagonal as in mask_scores.
@@ -44,39 +43,86 @@ DEVICE void mask_scores(float (&s)[S_REGS], const params &p, int len_kv, int fir
     }
 }
 
-/* Does some score of this warp exceed what m allows? Floats compare as integers wherever the larger is positive. */
-DEVICE bool exceeds_max(const float (&s)[S_REGS], const softmax_rows &rows) {
-    int largest[2][2];
+/* What a step adds to the two rows. */
+struct step_sums {
+    float sum[2];
+    int largest[2]; /* of the sums of four keys: the bits of a float */
+};
+
+/* The larger of two floats that are not negative, or are both looked at as far as they are not. */
+DEVICE int larger(int x, float y) { return max(x, __float_as_int(y)); }
+
+/* Is a score so far above m that P might not be a float, or not in fp16? Where m is negative, some go unnoticed; the tile
+ * fails then. Whole warp. */
+DEVICE bool overflows(const float (&s)[S_REGS], const softmax_rows &rows, float scale_log2) {
+    int largest[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int &x = largest[row_of(i)][i / 4];
-        x = i % 2 ? max(x, __float_as_int(s[i])) : __float_as_int(s[i]);
-    }
-#pragma unroll
-    for (int i = 8; i < S_REGS; i += 2) {
-        int &x = largest[row_of(i)][i / 4 % 2];
-        x = max(max(x, __float_as_int(s[i])), __float_as_int(s[i + 1]));
-    }
-    return __any_sync(0xffffffffu, max(largest[0][0], largest[0][1]) >= rows.threshold[0] ||
-                                       max(largest[1][0], largest[1][1]) >= rows.threshold[1]);
+    for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], s[i]);
+    const float limit = BF16 ? 64 : 8;
+    return __any_sync(0xffffffffu, fmaf(__int_as_float(largest[0]), scale_log2, -rows.max_log2[0]) > limit ||
+                                       fmaf(__int_as_float(largest[1]), scale_log2, -rows.max_log2[1]) > limit);
 }
 
-/* Raises m to the largest score. What was summed under the old m is to be multiplied by alpha. */
-DEVICE void raise_max(const float (&s)[S_REGS], softmax_rows &rows, float (&alpha)[2], float scale_log2, float margin) {
+/* The largest of four lanes' x. */
+DEVICE float max_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+/* Raises m to the largest score. What was summed under the old m is to be multiplied by alpha. is_exact: it has been the
+ * largest score before. */
+DEVICE void raise_max(const float (&s)[S_REGS], softmax_rows &rows, float (&alpha)[2], float scale_log2,
+                      bool is_exact) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float old = rows.max[r], old_log2 = rows.max_log2[r];
-        float even = old, odd = old;
+        float even = -INF, odd = -INF;
 #pragma unroll
         for (int i = 2 * r; i < S_REGS; i += 4) even = fmaxf(even, s[i]), odd = fmaxf(odd, s[i + 1]);
-        float x = fmaxf(even, odd);
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-        rows.max[r] = x;
-        rows.max_log2[r] = x == -INF ? 0 : x * scale_log2;
-        alpha[r] = old == -INF ? 0 : ex2(old_log2 - rows.max_log2[r]);
+        const float x = max_of_quad(fmaxf(even, odd)), x_log2 = x * scale_log2 + HEADROOM;
+        rows.max[r] = fmaxf(old, x);
+        rows.max_log2[r] = rows.max[r] == -INF ? 0 : old == -INF ? x_log2 : fmaxf(old_log2, x_log2);
+        alpha[r] = old == -INF ? 0 : ex2(is_exact ? (old - rows.max[r]) * scale_log2 : old_log2 - rows.max_log2[r]);
         rows.sum[r] *= alpha[r];
-        rows.threshold[r] = x + margin >= 0 ? __float_as_int(x + margin) : (int)0x80000000;
+    }
+}
+
+/* Does some P, or four of them together, exceed that of m's own key, and weigh in the row's sum? `rows` is still without
+ * the step; a thread knows the sum of its own columns, a quarter of the row's. Whole warp. */
+DEVICE bool has_large_p(const softmax_rows &rows, const step_sums &step) {
+    const float one = __int_as_float((127 - (int)HEADROOM) << 23);
+    bool is_large = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        is_large |= __int_as_float(step.largest[r]) > fminf(fmaxf(LARGE_SHARE * rows.sum[r], one), 256 * one);
+    return __any_sync(0xffffffffu, is_large);
+}
+
+/* S is P by now. Where one exceeds that of m's own key, m is raised to its score, and P follows. Whole warp. */
+DEVICE void raise_to_p(float (&s)[S_REGS], softmax_rows &rows, step_sums &step, float (&alpha)[2]) {
+    int largest[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], s[i]);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float growth = fmaxf(0, lg2(max_of_quad(__int_as_float(largest[r]))) + HEADROOM);
+        const float next = rows.max_log2[r] + growth;
+        /* Beyond what alpha can be, P may be inf, too: NaN, which fails. */
+        alpha[r] = growth < 120 ? ex2(rows.max_log2[r] - next) : __int_as_float(0x7fffffff);
+        rows.max_log2[r] = next;
+        rows.sum[r] *= alpha[r], step.sum[r] *= alpha[r];
+    }
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) s[i] *= alpha[row_of(i)];
+}
+
+/* S becomes P, where every step raises m to the largest score: right for huge scores, too, of which c S - c m is a
+ * difference of roundings. */
+DEVICE void exponentiate_exactly(float (&s)[S_REGS], const softmax_rows &rows, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) {
+        const float m = rows.max[row_of(i)] == -INF ? 0 : rows.max[row_of(i)];
+        s[i] = ex2(fmaf(s[i] - m, scale_log2, -HEADROOM));
     }
 }
 

@@ -18,11 +18,11 @@ struct tile {
     int row_0, batch;       /* coordinates of the sequence's row 0 in the maps of q and o ... */
     int kv_row_0, kv_batch; /* ... and in those of k and v */
     int kv_head;
-    int lse_row;   /* where the sequence starts in lse */
-    int is_repeat; /* it failed before: carefully now */
+    int lse_row;  /* where the sequence starts in lse */
+    u32 repeated; /* a bit for each 16 rows that failed before: carefully now; 0 for a tile that is new */
 };
 
-DEVICE void set_no_tile(tile &t, int row) { t.row = row, t.kv_begin = t.kv_end = 0, t.is_repeat = 0; }
+DEVICE void set_no_tile(tile &t, int row) { t.row = row, t.kv_begin = t.kv_end = 0, t.repeated = 0; }
 
 /* Packed sequences are looked at 32 at a time. Among them the longest comes first, so that a launch ends with short
  * tiles. */
