@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
 from oracle import attention
-from test_cuda_fwd import why_not
+from test_cuda_fwd import check_extremes, found_plainly, poisoned_repeats, why_not, with_extremes
 from test_kvcache import CASES, Cache
 from test_kvcache import run as run_on
 
@@ -258,6 +258,37 @@ def test_many_streams_at_once():
                 outs.append((i, flash_attn_with_kvcache(q, k, v, cache_seqlens=n)))
     torch.cuda.synchronize()
     assert all(torch.equal(out, want[i]) for i, out in outs)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", (64, 96, 128, 256))
+@pytest.mark.parametrize(("len_q", "len_kv"), ((1, 3000), (3, 700), (16, 1100)))
+def test_extremes_that_are_seen(len_q, len_kv, d, dtype):
+    """In one part, in many, in clusters; in pages."""
+    q, k, v = with_extremes(len_q, len_kv, d, dtype)
+    on, page = [x[None].cuda() for x in (q, k, v)], 20
+    pools = [x[0].view(-1, page, *x.shape[2:]) for x in on[1:]]
+    table = torch.arange(len_kv // page, dtype=torch.int32, device="cuda")[None]
+    seqlens = torch.tensor([len_kv], dtype=torch.int32, device="cuda")
+    for options in ({}, {"causal": True}, {"window": (900, 0)}, {"softcap": 30.0}):
+        found = found_plainly(q, k, v, **options)
+        asked = {"window_size" if key == "window" else key: x for key, x in options.items()}
+        asked |= {"cache_seqlens": seqlens, "return_softmax_lse": True}
+        for num_splits in (0, 1, 5):
+            out, lse = flash_attn_with_kvcache(*on, num_splits=num_splits, **asked)
+            check_extremes(f"{options}, {num_splits}", out[0], lse[0], v, *found)
+            out, lse = flash_attn_with_kvcache(on[0], *pools, block_table=table, num_splits=num_splits, **asked)
+            check_extremes(f"{options}, {num_splits}, pages", out[0], lse[0], v, *found)
+
+
+@pytest.mark.parametrize("page", (0, 16))
+@pytest.mark.parametrize("num_splits", (0, 1, 7))
+def test_every_element_is_written(num_splits, page):
+    """Caches most of which are empty, or whose keys lie outside the window."""
+    for lengths, window in (((0,) * 100 + (3000, 1), (-1, -1)), ((0, 0), (-1, -1)), ((5000,) * 3 + (0,) * 20, (10, 0))):
+        q, k, v, seqlens, table = decode_problem(lengths, max(lengths) + 1, 8, 2, 128, page)
+        options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits, "window_size": window}
+        poisoned_repeats(lambda: flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options), 300)  # noqa: B023
 
 
 BAD = (-(2**31), -1, 10**6, 2**31 - 1)
