@@ -8,7 +8,8 @@ import pytest
 import torch
 from cases import BOTH, DENSE, PACKED, TINY, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
 from compare import DTYPES
-from harness import check_gradients, expected, problem, rows_of, truth
+from harness import check_gradients, expected, offsets, problem, rows_of, truth
+from poison import check_repeats
 from test_cuda_fwd import HALF, on_gpu, why_not
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -196,6 +197,49 @@ def test_gradients_repeat_bitwise(d, deterministic):
         again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         assert torch.equal(first[1], again[1]) and torch.equal(first[2], again[2])
         assert not deterministic or torch.equal(first[0], again[0])
+
+
+# Most key tiles have no query. Lengths of queries and keys, of sequences or packed; window; repeats.
+EMPTY_TILES = {
+    "window_far_from_most_keys": ([200] * 8, [40000] * 8, (126, 278), 500),
+    "few_queries": ([3] * 2, [20000] * 2, (0, 0), 500),
+    "no_query": ([0, 0, 70], [9000, 16000, 130], (-1, -1), 500),
+    "thousands_of_empty_sequences": ([0, 0, 3, 0] * 1000, [0, 5, 0, 0] * 1000, (-1, -1), 100),
+    "one_sequence_among_thousands": ([0] * 2000 + [300] + [0] * 2000, [0] * 2000 + [300] + [1] * 2000, (-1, 0), 100),
+}
+
+
+@pytest.mark.parametrize(
+    "d, dtype", ((64, "bf16"), (96, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16"), (64, "fp32"))
+)
+@pytest.mark.parametrize("deterministic", BOTH)
+@pytest.mark.parametrize("name", EMPTY_TILES)
+def test_every_element_is_written_again_and_again(name, d, dtype, deterministic):
+    """The memory of the gradients holds NaN. fp32 is for the generic kernels."""
+    lengths_q, lengths_kv, window, repeats = EMPTY_TILES[name]
+    if dtype == "fp32":
+        repeats = 20
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": DTYPES[dtype]}
+    rest = (0.0, d**-0.5, False, *window, 0.0, None)
+    if len(set(lengths_q)) == len(set(lengths_kv)) == 1:
+        q, k = (torch.randn(len(n), n[0], 2, d, **options) for n in (lengths_q, lengths_kv))
+        v, dout = torch.randn_like(k), torch.randn_like(q)
+        out, lse, _, rng = _flash_attn_forward(q, k, v, *rest, False)
+        saved, backward = (), _flash_attn_backward
+    else:
+        q, k = (torch.randn(sum(n), 2, d, **options) for n in (lengths_q, lengths_kv))
+        v, dout = torch.randn_like(k), torch.randn_like(q)
+        saved = (offsets(lengths_q).cuda(), offsets(lengths_kv).cuda(), max(lengths_q), max(lengths_kv))
+        out, lse, _, rng = _flash_attn_varlen_forward(q, k, v, *saved, *rest)
+        backward = _flash_attn_varlen_backward
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    check_repeats(
+        lambda: backward(dout, q, k, v, out, lse, dq, dk, dv, *saved, *rest, deterministic, rng_state=rng),
+        {"dq": dq, "dk": dk, "dv": dv},
+        repeats,
+        in_any_order=() if deterministic else ("dq",),
+    )
 
 
 def test_gradients_of_views_and_none():

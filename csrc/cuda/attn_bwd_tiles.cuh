@@ -218,13 +218,13 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
         if (cluster_rank() == 0) idx = atomicAdd(p.tile_counter, 1);
         if constexpr (CTAS > 1) {
             if (cluster_rank() == 0) {
-                mbarrier_wait(&s.idx_empty, parity ^ 1);
+                mbarrier_wait_cluster(&s.idx_empty, parity ^ 1);
                 st_async(&s.idx, &s.idx_full, idx, 1);
             } else {
                 mbarrier_arrive_expect_tx(&s.idx_full, 4);
-                mbarrier_wait(&s.idx_full, parity);
+                mbarrier_wait_cluster(&s.idx_full, parity);
                 idx = *(volatile int *)&s.idx;
-                mbarrier_arrive_remote(&s.idx_empty, 0);
+                mbarrier_arrive_remote_release(&s.idx_empty, 0); /* not before the number has been read */
             }
         }
     }

@@ -54,6 +54,20 @@ DEVICE void mbarrier_wait(u64 *barrier, u32 parity) {
                  : "memory");
 }
 
+/* The same where another CTA of the cluster has written, or tells what it has read. */
+DEVICE void mbarrier_wait_cluster(u64 *barrier, u32 parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra finished;\n"
+                 "bra again;\n"
+                 "finished:\n"
+                 "}" ::"r"(smem_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
 /* ---- clusters [Cluster Dimension, mapa] ----------------------------------------------------------------------- */
 
 /* An address in this CTA's shared memory, as it is in the cluster's CTA `rank`. */
@@ -77,6 +91,13 @@ DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;
  * has written: that would wait until all its additions have reached the L2. */
 DEVICE void mbarrier_arrive_remote(u64 *barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(smem_address(barrier), rank)) : "memory");
+}
+
+/* One thread: the same, after all that this thread has read and written. An ordinary load from shared memory need not have
+ * been made when a later arrival reaches the other CTA, unless something waits for its value. */
+DEVICE void mbarrier_arrive_remote_release(u64 *barrier, u32 rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapa(smem_address(barrier), rank))
+                 : "memory");
 }
 
 /* One thread: to a place of the cluster's CTA `rank`, and its bytes to a barrier there. [st.async] */

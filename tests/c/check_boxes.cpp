@@ -71,11 +71,12 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
     waits[i] = {barrier, parity};
 }
 #define mbarrier_wait                             wait_in_turn
+#define mbarrier_wait_cluster                     wait_in_turn
 #define mbarrier_arrive(...)                      ((void)0)
 #define mbarrier_arrive_expect_tx(barrier, bytes) ((void)(announced += (long)(bytes)))
 #define arrives_for_warp(lane)                    ((lane) == 0)
 #define st_async(...)                             ((void)(delivered += 4))
-#define mbarrier_arrive_remote(...)               ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next one */
+#define mbarrier_arrive_remote_release(...)       ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next one */
 #define fence_proxy_async_global()                ((void)0)
 
 #ifndef BACKWARD
