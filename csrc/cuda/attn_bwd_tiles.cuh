@@ -337,15 +337,8 @@ DEVICE u32 turn_of(const params &p, const tile &t, int i) {
     return t.kv_tile - seen.begin;
 }
 
-/* One lane: until `rank` key tiles have added to the slab. Not an acquire: what follows is an addition, which cannot begin
- * before the wait is over and happens in the L2. */
+/* One lane: until `rank` key tiles have added to the slab. What follows reads their sum or adds to it, maybe through TMA. */
 DEVICE void wait_turn(const u32 *turn, u32 rank) {
-    u32 seen;
-    do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-    while (seen < rank);
-}
-/* The same before the sum is read, through TMA. */
-DEVICE void wait_turn_to_read(const u32 *turn, u32 rank) {
     u32 seen;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
     while (seen < rank);

@@ -146,12 +146,7 @@ template <class work_on_step> DEVICE void lead_through_steps(const params &p, sh
 DEVICE void open_turns(const params &p, shared_memory &s) {
     ring r; /* of steps */
     lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
-        if (i < t.first_begin) {
-            if (i < t.last_end)
-                wait_turn_to_read(turn, turn_of(p, t, i));
-            else
-                wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
-        }
+        if (i < t.first_begin) wait_turn(turn, i < t.last_end || p.in_order ? turn_of(p, t, i) : 1);
         mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
         mbarrier_arrive(&s.turn_come[r.stage]);
         r.next();

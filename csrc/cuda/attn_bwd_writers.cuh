@@ -40,15 +40,14 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
             if (!is_ready) mbarrier_arrive_for_others(&s.dq_ready[w]);
             if (p.dq.data && is_last && !is_first && !converts) {
-                wait_turn_to_read(turn, turn_of(p, t, i));
+                wait_turn(turn, turn_of(p, t, i));
                 mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
                 cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
             } else if (!is_ready) {
                 mbarrier_arrive(&s.dq_ready[w]);
             }
             if (p.dq.data && !is_first) {
-                if (!is_last) wait_turn(turn, p.in_order ? turn_of(p, t, i) : 1);
-                if (is_last && converts) wait_turn_to_read(turn, turn_of(p, t, i));
+                if (!is_last || converts) wait_turn(turn, is_last || p.in_order ? turn_of(p, t, i) : 1);
             }
             mbarrier_wait(&s.dq_full[w], parity);
             parity ^= 1;
