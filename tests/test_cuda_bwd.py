@@ -242,6 +242,28 @@ def test_every_element_is_written_again_and_again(name, d, dtype, deterministic)
     )
 
 
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("deterministic", BOTH)
+@pytest.mark.parametrize("n", (300, 1300))
+def test_rows_whose_scores_are_all_minus_infinity(d, n, deterministic):
+    """They see nothing: dq is zero although k holds infinities, and nothing of dk and dv comes from them."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for h in (2, 1, 1, 2))
+    blind = 100
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :blind, :, 0] = -math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, causal=True, deterministic=deterministic)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert (out[:, :blind] == 0).all() and (dq[:, :blind] == 0).all()
+    assert (dk[:, :blind] == 0).all() and (dv[:, :blind] == 0).all()
+    others = [x[:, blind:].detach().requires_grad_() for x in leaves]
+    want = torch.autograd.grad(flash_attn_func(*others, causal=True), others, dout[:, blind:])
+    # in column 0 dq is 0 times -inf, as in plain arithmetic
+    for x, y in zip((dq[..., 1:], dk, dv), (want[0][..., 1:], *want[1:])):
+        torch.testing.assert_close(x[:, blind:], y, atol=2e-2, rtol=2e-2)
+
+
 def test_gradients_of_views_and_none():
     """dq, dk, dv may be slices of one buffer; None asks for nothing."""
     torch.manual_seed(0)

@@ -31,7 +31,8 @@ typedef struct {
      * Dense: head n of b h, and a sequence's slabs begin at 0. Packed: head n of h; see slab_begin. */
     float *stats;       /* [slab, 2, BLOCK_Q] log2 of the row sums, then dO . O; 16 rows at a time in lanes' order */
     float *dq_sums;     /* [slab, warpgroup, register / 4, thread, 4] as the accumulators lie in registers */
-    unsigned *turns;    /* [slab, 2] how many key tiles have added to the slab; above 128 columns: to each CTA's half */
+    unsigned *turns;    /* [slab, 2] how many key tiles have added to the slab, and 1 if a row of it sees nothing;
+                           above 128 columns: how many to each CTA's half */
     float *kv_sums;     /* [cut tile, warp, register / 4, lane, 4] dK, then dV of a warp's 16 keys */
     unsigned *kv_turns; /* [cut tile, warp] how many pieces have added to it */
     unsigned *tile_counter; /* the next tile that nobody has taken */

@@ -1,7 +1,8 @@
 /* Before attn_bwd_sm90 and attn_bwd_wide_sm90: what their products need of each query row. Zeros in dQ where no key is
  * seen.
  *
- *   D = rowsum(dO O)    lse in powers of 2; +inf, hence P = 0, for rows that see no key or lie beyond the sequence
+ *   D = rowsum(dO O)    lse in powers of 2; +inf, hence P = 0, for rows that see no key (or whose scores are all -inf) or
+ *                       lie beyond the sequence. Up to 128 columns slabs with such rows are marked in `turns`.
  *
  * One CTA per slab. A row of HEAD_DIM columns is read by LANES lanes, 16 bytes each. Bound by memory: reads O and dO. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
@@ -65,9 +66,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
                 *(uint4 *)(dq + (long long)(t.begin + t.row + row) * p.dq.stride_row + column) = make_uint4(0, 0, 0, 0);
         }
     }
-    if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
 
     float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);
+    bool is_blind = false; /* some row of this thread sees no key, or none whose score is more than -inf */
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / ROWS; i++) {
         const int row = i * ROWS + threadIdx.x / LANES;
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         float lse = INF;
         if (row < t.rows) {
             lse = p.lse.data[t.b_idx * p.lse.stride_b + t.head * p.lse.stride_h + t.begin + t.row + row];
-            if (lse == INF || lse == -INF) sum = 0, lse = INF;
+            if (lse == INF || lse == -INF) sum = 0, lse = INF, is_blind = true;
             p.softmax_d.data[t.b_idx * p.softmax_d.stride_b + t.head * p.softmax_d.stride_h + t.begin + t.row + row] =
                 sum;
         } else {
@@ -88,4 +89,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         stats[place] = lse * LOG2_E;
         stats[BLOCK_Q + place] = sum;
     }
+    is_blind = __syncthreads_or(is_blind);
+    if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = !WIDE && threadIdx.x == 1 && is_blind;
 }

@@ -93,13 +93,14 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int key = at.key + 8 * r;
-        int begin = -1, end = 1 << 30; /* rows, from this thread's first */
+        int begin = -1,
+            end = at.len_kv - at.row; /* rows, from this thread's first. Beyond the last one Q is 0, K may be inf. */
         if (CAUSAL || (LOCAL && p.window_right >= 0)) begin = key - (CAUSAL ? 0 : p.window_right) - at.row;
-        if (LOCAL && p.window_left >= 0) end = key + p.window_left - at.row + 1;
+        if (LOCAL && p.window_left >= 0) end = min(end, key + p.window_left - at.row + 1);
         if (key >= at.len_kv) end = 0, begin = 1 << 30;
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (key_of(i) == r && (first + row_of(i) < begin || (LOCAL && first + row_of(i) >= end))) s[i] = -INF;
+            if (key_of(i) == r && (first + row_of(i) < begin || first + row_of(i) >= end)) s[i] = -INF;
     }
 }
 

@@ -20,7 +20,7 @@ struct tile {
     int first_head; /* query head, in its sequence */
     int len_q, len_kv;
     int q_begin, q_end;       /* query tiles that see some key ... */
-    int full_begin, full_end; /* ... and those of them all of whose rows see all BLOCK_KV keys */
+    int full_begin, full_end; /* ... and those of them with BLOCK_Q rows that see all BLOCK_KV keys */
     int idx, piece,
         pieces;           /* where it is cut: its number among such, which piece of its queries this is, of how many */
     int first_begin;      /* query tiles from here on see no earlier key tile: this one begins their sum of dQ */
@@ -158,7 +158,7 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     if (CAUSAL || (LOCAL && p.window_right >= 0)) full_begin = max(last_key - shift - (CAUSAL ? 0 : p.window_right), 0);
     if (LOCAL && p.window_left >= 0) full_end = clamp(first_key - shift + p.window_left + 1, 0, full_end);
     t.full_begin = ceil_div(full_begin, BLOCK_Q);
-    t.full_end = full_end == t.len_q ? ceil_div(full_end, BLOCK_Q) : full_end / BLOCK_Q; /* rows beyond: lse is inf */
+    t.full_end = full_end / BLOCK_Q;
     t.first_begin = t.kv_tile == 0 ? 0 : queries_of(p, t.kv_tile - 1, t.len_q, t.len_kv).end;
     t.last_end = first_key + BLOCK_KV >= t.len_kv ? seen.end : queries_of(p, t.kv_tile + 1, t.len_q, t.len_kv).begin;
     if (last_key - first_key < BLOCK_KV - 1) t.full_end = 0;

@@ -109,6 +109,13 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
                     dq[x] += sum.x, dq[x + 1] += sum.y, dq[x + 2] += sum.z, dq[x + 3] += sum.w;
                 }
             }
+            /* A row that sees no key, or none whose score is more than -inf: its dS is zero, but K may hold infinities. */
+            const float *lse = p.stats + slab * (2 * BLOCK_Q) + threadIdx.x % 128 / 32 * 16;
+            const bool is_blind[2] = {lse[stat_place(threadIdx.x % 32 / 4)] == INF,
+                                      lse[stat_place(threadIdx.x % 32 / 4 + 8)] == INF};
+#pragma unroll
+            for (int x = 0; x < PAIR_DQ_REGS; x++)
+                if (is_blind[x / 2 % 2]) dq[x] = 0;
             const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
             const float factors[2] = {p.scale, p.scale};
             u16 *base = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b +

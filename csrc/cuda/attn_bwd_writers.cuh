@@ -17,6 +17,23 @@ DEVICE void store_dq(const params &p, shared_memory &s, const tile &t, int stage
     cp_async_bulk_wait_all_read();
 }
 
+/* A row that sees no key, or none whose score is more than -inf, has a dQ of zeros. Its dS is zero, but K may hold infinities.
+ * Its parts of the results of a step are overwritten before they are stored. One lane. */
+DEVICE void clear_blind_rows(const params &p, shared_memory &s, int stage, const u32 *turn) {
+    if (!turn[1]) return;
+    const float *lse = p.stats + (turn - p.turns) * BLOCK_Q;
+#pragma unroll 1
+    for (int row = 0; row < BLOCK_Q; row++) {
+        if (lse[row / 16 * 16 + stat_place(row % 16)] != INF) continue;
+#pragma unroll 1
+        for (int wg = BLOCK_Q == 128 ? row / 64 : 0; wg < (BLOCK_Q == 128 ? row / 64 + 1 : 2); wg++) {
+            uint4 *pieces = (uint4 *)(s.dq[stage][wg] + row % 64 / 16 * warp_floats(wg)) + row % 16 * (ROW_BYTES / 16);
+#pragma unroll 1
+            for (int i = 0; i < ROW_BYTES / 16; i++) pieces[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
 /* Writer w: dQ of the steps of stage w, which are every other one. One lane.
  *
  *   first key tile of a query tile:  ready, wait dQ, store
@@ -57,6 +74,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
                 mbarrier_arrive(&s.sum_full[w]);
                 continue;
             }
+            if (is_last && !converts) clear_blind_rows(p, s, w, turn);
             fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
             if (is_last && !converts) {
                 store_dq(p, s, t, w, i, head);
@@ -150,9 +168,13 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
 #pragma unroll 1
             for (int warp = 0; warp < 8; warp++)
                 convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
+            const auto [i, head] = place_of_step(p, t.q_end, step);
+            __syncwarp(); /* all have written */
+            if (is_leader)
+                clear_blind_rows(p, s, stage,
+                                 p.turns + ((long long)(t.slab_head + head) * p.num_slabs + t.slab + i) * 2);
             fence_proxy_async();
             __syncwarp();
-            const auto [i, head] = place_of_step(p, t.q_end, step);
             if (is_leader) store_dq(p, s, t, stage, i, head);
             if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_ready[stage]);
             __syncwarp();
