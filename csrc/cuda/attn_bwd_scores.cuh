@@ -19,24 +19,40 @@ DEVICE constexpr int stat_of(int i) { return i / 8 * 4 + i / 4 % 2 * 2 + i % 2; 
 
 constexpr u32 HIGH = matrix_descriptor_high(ROW_BYTES);
 
-/* One value for each query row that this thread meets. */
+/* One value for each query row that this thread meets: four, and all. */
+DEVICE float4 four_stats(const float *stats, int group, int lane) {
+    return *(const float4 *)(stats + 16 * group + 4 * (lane % 4));
+}
 DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
 #pragma unroll
     for (int i = 0; i < STAT_REGS; i += 4) {
-        const float4 four = *(const float4 *)(stats + 4 * i + 4 * (lane % 4));
+        const float4 four = four_stats(stats, i / 4, lane);
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
 }
 
-/* S^T = K Q^T for the 64 keys of this warpgroup; dP^T = V dO^T alike. */
-DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
+/* The sum of dP begins with -D, for which there are no registers. Otherwise D is read when dP has come: with dropout, where dP
+ * is scaled first; at 64 columns in fp16, which has no registers left; at 192, where ptxas would wait for dK before (C7517). */
+constexpr bool STARTS_WITH_D = !DROPOUT && (WIDE ? DO_STAGES == 1 : BF16 || BLOCK_Q < 128);
+
+DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
+#pragma unroll
+    for (int g = 0; g < S_REGS / 8 && STARTS_WITH_D; g++) {
+        const float4 four = four_stats(stats, g, lane);
+        float *x = dp + 8 * g;
+        x[0] = x[2] = -four.x, x[1] = x[3] = -four.y, x[4] = x[6] = -four.z, x[5] = x[7] = -four.w;
+    }
+}
+
+/* S^T = K Q^T for the 64 keys of this warpgroup; dP^T = V dO^T alike, added to what is there. */
+template <bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
         const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
         wgmma<BLOCK_Q, BF16>::ss<HIGH, HIGH>(s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk),
                                              q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
-                                             k > 0);
+                                             ADDS || k > 0);
     }
     wgmma_commit_group();
 }
@@ -126,11 +142,10 @@ DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
     return bits;
 }
 
-/* P of register i, for dV; and what dS is weighted with, where that is something else: P times softcap's derivative,
- * its sign bit set where dropout drops the element. */
-DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS],
-                         u32 (&W)[WEIGHTED ? P_REGS : 1], const params &p, const tile &t, int q_tile, int head,
-                         bool is_masked) {
+/* P of register i, for dV, in 16 bits. s becomes what dS is weighted with: the exact P, times softcap's derivative, its sign
+ * bit set where dropout drops the element. */
+DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
+                         const tile &t, int q_tile, int head, bool is_masked) {
     if constexpr (!WEIGHTED) {
         if (is_masked) {
             const place at = place_of(t, q_tile);
@@ -155,26 +170,69 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
             u32 drop = 0;
             if (DROPOUT) drop = dropped(p, (u64)(t.b_idx * p.h + head) * 32, at.key, q_tile * (BLOCK_Q / 16) + g);
 #pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                u32 &w = W[4 * g + i / 2];
-                w = SCORE ? cvt_x2<BF16>(x[i] * factor[i], x[i + 1] * factor[i + 1]) : cvt_x2<BF16>(x[i], x[i + 1]);
-                if (drop >> i & 1) x[i] = 0, w |= 0x8000u;
-                if (drop >> (i + 1) & 1) x[i + 1] = 0, w |= 0x80000000u;
-                P[4 * g + i / 2] = cvt_x2<BF16>(x[i], x[i + 1]);
+            for (int i = 0; i < 8; i += 2)
+                P[4 * g + i / 2] = cvt_x2<BF16>(drop >> i & 1 ? 0 : x[i], drop >> (i + 1) & 1 ? 0 : x[i + 1]);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                if (SCORE) x[i] *= factor[i];
+                if (drop >> i & 1) x[i] = -x[i];
             }
         }
     }
 }
 
-/* dS = P (dP - D), in 16 bits; weights: P or W of above. */
-DEVICE void differentiate(const float (&dp)[S_REGS], const float (&d)[STAT_REGS], const u32 *weights, u32 (&dS)[P_REGS],
-                          float keep_scale) {
+/* A thread's first weights stay floats, as many as there are registers for: three quarters of them at 128 columns, and ptxas
+ * runs the products one by one (C7512). Of each other a byte of what rounding took off is kept beside its 16 bits. bf16: the
+ * byte of the float behind those 16 bits, whose sign says which way it was rounded. fp16, whose exponents end sooner: the
+ * difference times 2^26, in e5m2. */
+constexpr int KEPT_WEIGHTS = HEAD_DIM == 96 ? S_REGS : S_REGS / 2;
+constexpr int REST_REGS = KEPT_WEIGHTS < S_REGS ? (S_REGS - KEPT_WEIGHTS) / 4 : 1;
+constexpr float REST_FACTOR = 1 << 26;
+
+DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P_REGS], u32 (&rest)[REST_REGS]) {
+#pragma unroll
+    for (int i = KEPT_WEIGHTS / 4; i < S_REGS / 4; i++) {
+        u32 two[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const float *x = weights + 4 * i + 2 * k;
+            float low, high;
+            unpack_x2<BF16>(rounded[2 * i + k], low, high);
+            two[k] = BF16 ? prmt(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x0051)
+                          : cvt_e5m2_x2((x[0] - low) * REST_FACTOR, (x[1] - high) * REST_FACTOR);
+        }
+        rest[i - KEPT_WEIGHTS / 4] = prmt(two[0], two[1], 0x5410);
+    }
+}
+DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS], int i) {
+    const u32 four = rest[(i - KEPT_WEIGHTS) / 4];
+    float two[2], rests[2];
+    unpack_x2<BF16>(rounded[i / 2], two[0], two[1]);
+    if constexpr (BF16) return __uint_as_float(__float_as_uint(two[i % 2]) + prmt(four, 0, 0x8800 + 0x1111 * (i % 4)));
+    unpack_x2<false>(prmt(four, 0, i % 4 < 2 ? 0x1404 : 0x3424), rests[0], rests[1]);
+    return fmaf(rests[i % 2], 1 / REST_FACTOR, two[i % 2]);
+}
+
+/* dS = P (dP - D), in 16 bits. dp: dP, without D where it started with that; stats: D, in shared memory; weight(i):
+ * s of above. */
+template <class weight_of_register>
+DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
+                          weight_of_register weight) {
 #pragma unroll
     for (int i = 0; i < P_REGS; i++) {
-        float low, high, x = dp[2 * i], y = dp[2 * i + 1];
-        unpack_x2<BF16>(DROPOUT ? weights[i] & 0x7fff7fffu : weights[i], low, high);
-        if (DROPOUT) x = weights[i] & 0x8000u ? 0 : x * keep_scale, y = weights[i] >> 31 ? 0 : y * keep_scale;
-        dS[i] = cvt_x2<BF16>(low * (x - d[stat_of(2 * i)]), high * (y - d[stat_of(2 * i + 1)]));
+        float x[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const float w = weight(2 * i + k);
+            x[k] = dp[2 * i + k];
+            if (DROPOUT) x[k] = __float_as_uint(w) >> 31 ? 0 : x[k] * keep_scale;
+            if (!STARTS_WITH_D) {
+                const float4 four = four_stats(stats, i / 4, threadIdx.x % 4);
+                x[k] -= i % 4 < 2 ? (k ? four.y : four.x) : (k ? four.w : four.z);
+            }
+            x[k] *= DROPOUT ? fabsf(w) : w;
+        }
+        dS[i] = cvt_x2<BF16>(x[0], x[1]);
     }
 }
 

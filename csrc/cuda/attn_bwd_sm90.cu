@@ -150,8 +150,18 @@ DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t
     }
 }
 
+/* The 16 bits of what dS is weighted with. */
+template <int N>
+DEVICE const u32 (&weights_among(const u32 (&P)[P_REGS], const u32 (&W)[N])) [P_REGS] {
+    if constexpr (WEIGHTED)
+        return W;
+    else
+        return P;
+}
+
 /* One warpgroup. IS_GROUPED: a tile may have several query heads. */
-template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s, const int wg) {
+template <bool IS_GROUPED>
+DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool arrives = arrives_for_warp(lane);
     /* One address serves both ways of reading an operand: along the row the leading offset is not used. */
@@ -197,8 +207,8 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
             for (int step = 0; step < num_steps; step++) {
                 const int last = r.stage ^ 1;
                 const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
-                u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1], dS[P_REGS];
-                float S[S_REGS], dQ[DQ_REGS], dP[S_REGS], lse[STAT_REGS], d[STAT_REGS];
+                u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1], rest[REST_REGS], dS[P_REGS];
+                float S[S_REGS], dQ[DQ_REGS], dP[S_REGS], lse[STAT_REGS];
 
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
@@ -215,11 +225,15 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 wgmma_wait_group<1>(S);
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, q_end, step);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
-                exponentiate(S, lse, P, W, p, t, q_tile, t.first_head + head_in_group, is_masked);
-                pin(P); /* not later: dQ runs now */
+                exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
+#pragma unroll
+                for (int i = KEPT_WEIGHTS / 2; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+                const auto &weights = weights_among(P, W);
+                split_weights(S, weights, rest);
+                pin(P);
+                if (KEPT_WEIGHTS < S_REGS) pin(rest); /* not later: dQ runs now */
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
-                load_stats(d, s.d[r.stage], lane);
                 wgmma_wait_group<0>(dQ);
                 if (step > 0) {
                     if (arrives) mbarrier_arrive(&s.ds_empty[last]);
@@ -229,13 +243,15 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
                 /* dP = V dO^T, dV += P^T dO */
-                issue_scores(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
+                start_dp_sum(dP, s.d[r.stage], lane);
+                issue_scores<STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
                 issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
                 if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
-                differentiate(dP, d, WEIGHTED ? W : P, dS, p.keep_scale);
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale,
+                              [&](int i) { return i < KEPT_WEIGHTS ? S[i] : weight_of(weights, rest, i); });
                 /* wait for a place for dS; in the first step it is the last tile's dK that must have left it */
                 mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * 2));

@@ -46,7 +46,7 @@ struct shared_memory {
     alignas(1024) u16 q[2][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 dout[DO_STAGES][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 ds[2][2][KEYS * BLOCK_Q]; /* [stage], this CTA's keys and the other's; a row is a key */
-    alignas(1024) uint4 p[BLOCK_Q * KEYS / 8];  /* [register / 4][thread], what dS is weighted with */
+    alignas(1024) float4 p[BLOCK_Q * KEYS / 4]; /* [register / 4][thread], what dS is weighted with */
     alignas(16) float lse[2][BLOCK_Q];          /* comes with q */
     alignas(16) float d[DO_STAGES][BLOCK_Q];    /* comes with dout */
     /* Arrivals. full: one, with TMA's bytes; p_full: warps of warpgroup 0; ds_full: warps of warpgroup 1, with the bytes
@@ -246,7 +246,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
             while (q_tile >= q_begin) {
                 const bool is_first = last_q_tile < 0;
                 const last_step last = step_before(r, last_q_tile, last_head);
-                u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1];
+                u32 P[P_REGS];
                 float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
@@ -257,12 +257,10 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
                 wgmma_wait_group<1>(S);
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
-                exponentiate(S, lse, P, W, p, t, q_tile, t.first_head + head_in_group, is_masked);
-                const u32 *weights = WEIGHTED ? W : P;
+                exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #pragma unroll
-                for (int i = 0; i < P_REGS; i += 4)
-                    s.p[i * 32 + threadIdx.x % 128] =
-                        make_uint4(weights[i], weights[i + 1], weights[i + 2], weights[i + 3]);
+                for (int i = 0; i < S_REGS; i += 4)
+                    s.p[i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
                 __syncwarp();
                 if (arrives) mbarrier_arrive(&s.p_full);
                 /* wait dO: dV += P^T dO */
@@ -323,11 +321,12 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
             while (q_tile >= q_begin) {
                 const bool is_first = last_q_tile < 0;
                 const last_step last = step_before(r, last_q_tile, last_head);
-                u32 W[P_REGS], dS[P_REGS];
-                float dP[S_REGS], dQ[PAIR_DQ_REGS], d[STAT_REGS];
+                u32 dS[P_REGS];
+                float W[S_REGS], dP[S_REGS], dQ[PAIR_DQ_REGS];
                 const auto start_dp = [&] {
                     mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                    issue_scores(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                    start_dp_sum(dP, s.d[do_stage(r)], threadIdx.x % 32);
+                    issue_scores<STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
                 };
                 const auto release_ds = [&] {
                     wgmma_wait_group<1>(dQ);
@@ -341,16 +340,20 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 /* dQ is there: release dS */
                 if (!DP_FIRST) release_ds();
                 /* wait P; dP is there: release dO, dS */
-                load_stats(d, s.d[do_stage(r)], threadIdx.x % 32);
                 mbarrier_wait(&s.p_full, r.stage);
 #pragma unroll
-                for (int i = 0; i < P_REGS; i += 4) {
-                    const uint4 x = s.p[i * 32 + threadIdx.x % 128];
+                for (int i = 0; i < S_REGS; i += 4) {
+                    const float4 x = s.p[i * 32 + threadIdx.x % 128];
                     W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
                 }
                 wgmma_wait_group<DP_FIRST>(dP);
-                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                differentiate(dP, d, W, dS, p.keep_scale);
+                if (STARTS_WITH_D && arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
+                differentiate(dP, dS, s.d[do_stage(r)], p.keep_scale, [&](int i) { return W[i]; });
+                if (!STARTS_WITH_D) {
+                    pin(dS);
+                    __syncwarp(); /* all have read D, which comes with dO */
+                    if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
+                }
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));

@@ -159,4 +159,11 @@ template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
     return packed;
 }
 
+/* Four of the eight bytes of a and b, a's first: a digit of `selector` for each, 8 more for its sign in all bits. [prmt] */
+DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+    return bytes;
+}
+
 #endif

@@ -143,6 +143,13 @@ template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &hig
             : "r"(packed));
 }
 
+/* Two floats in 8 bits each, of the exponents of fp16: the upper half of its 16. Too large ones become the largest. */
+DEVICE u32 cvt_e5m2_x2(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 /* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
  * Whole warpgroup:  fence, products, commit, wait, and only then read D, change A's registers or free the shared
  * memory. D [64, N] float: register i of lane l in warp w is row 16 w + l / 4 + 8 (i / 2 % 2), column
