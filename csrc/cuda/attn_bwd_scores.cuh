@@ -181,17 +181,15 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
     }
 }
 
-/* A thread's first weights stay floats, as many as there are registers for: three quarters of them at 128 columns, and ptxas
- * runs the products one by one (C7512). Of each other a byte of what rounding took off is kept beside its 16 bits. bf16: the
- * byte of the float behind those 16 bits, whose sign says which way it was rounded. fp16, whose exponents end sooner: the
- * difference times 2^26, in e5m2. */
-constexpr int KEPT_WEIGHTS = HEAD_DIM == 96 ? S_REGS : S_REGS / 2;
-constexpr int REST_REGS = KEPT_WEIGHTS < S_REGS ? (S_REGS - KEPT_WEIGHTS) / 4 : 1;
+/* Weights beside their 16 bits, in fewer registers than as floats: a byte of what rounding took off. bf16: the byte of the
+ * float behind those 16 bits, whose sign says which way it was rounded. fp16, whose exponents end sooner: the difference
+ * times 2^26, in e5m2. */
+constexpr int REST_REGS = S_REGS / 4;
 constexpr float REST_FACTOR = 1 << 26;
 
 DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P_REGS], u32 (&rest)[REST_REGS]) {
 #pragma unroll
-    for (int i = KEPT_WEIGHTS / 4; i < S_REGS / 4; i++) {
+    for (int i = 0; i < REST_REGS; i++) {
         u32 two[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -201,11 +199,11 @@ DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P
             two[k] = BF16 ? prmt(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x0051)
                           : cvt_e5m2_x2((x[0] - low) * REST_FACTOR, (x[1] - high) * REST_FACTOR);
         }
-        rest[i - KEPT_WEIGHTS / 4] = prmt(two[0], two[1], 0x5410);
+        rest[i] = prmt(two[0], two[1], 0x5410);
     }
 }
 DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS], int i) {
-    const u32 four = rest[(i - KEPT_WEIGHTS) / 4];
+    const u32 four = rest[i / 4];
     float two[2], rests[2];
     unpack_x2<BF16>(rounded[i / 2], two[0], two[1]);
     if constexpr (BF16) return __uint_as_float(__float_as_uint(two[i % 2]) + prmt(four, 0, 0x8800 + 0x1111 * (i % 4)));

@@ -227,11 +227,10 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 const bool is_masked = q_tile < full_begin || q_tile >= full_end;
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #pragma unroll
-                for (int i = KEPT_WEIGHTS / 2; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+                for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
                 const auto &weights = weights_among(P, W);
                 split_weights(S, weights, rest);
-                pin(P);
-                if (KEPT_WEIGHTS < S_REGS) pin(rest); /* not later: dQ runs now */
+                pin(P), pin(rest); /* not later: dQ runs now */
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
                 wgmma_wait_group<0>(dQ);
@@ -250,8 +249,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
-                differentiate(dP, dS, s.d[r.stage], p.keep_scale,
-                              [&](int i) { return i < KEPT_WEIGHTS ? S[i] : weight_of(weights, rest, i); });
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return weight_of(weights, rest, i); });
                 /* wait for a place for dS; in the first step it is the last tile's dK that must have left it */
                 mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * 2));
