@@ -38,11 +38,12 @@ DEVICE row_place place_of(const params &p, const item &t, int head, int row) {
 DEVICE void write_output(const params &p, const item &t, int head, int row, int column, const float (&o)[4], float max,
                          float sum) {
     const row_place at = place_of(p, t, head, row);
-    const float factor = sum == 0 ? 0 : 1 / sum;
+    float x[4]; /* 0 where the row sees nothing, whatever V holds */
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = sum == 0 ? 0 : o[i] * (1 / sum);
     if (column < p.d) {
         u16 *dst = (u16 *)p.o + t.b_idx * p.o_stride_b + (t.s.q_row + at.i) * p.o_stride_row + at.h_idx * p.o_stride_h;
-        *(uint2 *)(dst + column) =
-            make_uint2(cvt_x2<BF16>(o[0] * factor, o[1] * factor), cvt_x2<BF16>(o[2] * factor, o[3] * factor));
+        *(uint2 *)(dst + column) = make_uint2(cvt_x2<BF16>(x[0], x[1]), cvt_x2<BF16>(x[2], x[3]));
     }
     if (column == 0)
         p.lse[t.b_idx * p.lse_stride_b + at.h_idx * p.lse_stride_h + t.s.q_row + at.i] =

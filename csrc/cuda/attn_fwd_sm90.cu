@@ -201,6 +201,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         } else { /* rows that did not fail have been stored */
             float factor[2], lse[2];
             finish_rows(rows, p, t, first_row, factor, lse);
+            if (__any_sync(0xffffffffu, lse[0] == INF || lse[1] == INF)) { /* rows that see nothing, whatever V holds */
+#pragma unroll
+                for (int i = 0; i < O_REGS; i++)
+                    if (lse[row_of(i)] == INF) O[i] = 0;
+            }
             if constexpr (O_BY_TMA)
                 store_by_tma(O, factor, p, t, place_of_o(before, block_then), first_row);
             else
