@@ -161,10 +161,10 @@ static int32_t dtype_of(const fa_dl_tensor *t) {
     }
 }
 
-/* Only torch.Tensor itself: a subclass may want to see the op. NOTE: a tensor that is the negative of its memory (the
- * imaginary part of a conjugate) steps over the real parts: its columns do not lie side by side, unless there is one.
- * Such columns are refused, here those of one number and later the others; torch._neg_view can make others (asking costs
- * 0.06 us a tensor; docs/differences.md). Autograd's zeros have no memory, which the checks see. */
+/* Only torch.Tensor itself: a subclass may want to see the op. Nor one that is the negative of its memory, of which only a
+ * flag says so. NOTE: where this torch does not tell, such columns are refused if they do not lie side by side, as those of
+ * the imaginary part of a conjugate; or, here, if they are one number. torch._neg_view can make others. Autograd's zeros
+ * have no memory, which the checks see. */
 static bool read_tensor(PyObject *object, fa_tensor *t) {
     fa_dl_tensor dl;
     if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
@@ -172,6 +172,7 @@ static bool read_tensor(PyObject *object, fa_tensor *t) {
     if (!on_gpu && dl.device_type != FA_DL_CPU) return false;
     if (dl.dtype_code != FA_DL_INT && dl.ndim > 0 && dl.shape[dl.ndim - 1] == 1) return false;
     t->handle = (AtenTensorHandle)((char *)object + offset_of_tensor);
+    if (fa_torch.knows_tensors && fa_torch.is_negative(t->handle)) return false;
     t->data = (char *)dl.data + dl.byte_offset;
     t->ndim = dl.ndim;
     t->size = dl.shape;

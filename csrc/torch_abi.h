@@ -88,6 +88,7 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(is_view, bool, AtenTensorHandle t, "_ZNK2at10TensorBase7is_viewEv")                               \
     X(base_of_view, AtenTensorHandle, AtenTensorHandle t, "_ZNK2at10TensorBase5_baseEv") /* borrowed */ \
     X(is_inference, bool, AtenTensorHandle t, "_ZN2at6native12is_inferenceERKNS_6TensorE")              \
+    X(is_negative, bool, AtenTensorHandle t, "_ZN2at6native6is_negERKNS_6TensorE")                      \
     X(bump_version, void, AtenTensorHandle t, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE")
 
 typedef struct {

@@ -147,6 +147,7 @@ ONE_COLUMN = randn(2, 5, 4, 1)
         lambda: dense(Q.mT.contiguous().mT),
         lambda: dense(negative(Q), negative(K), negative(V)),
         lambda: dense(*[negative(ONE_COLUMN)] * 3),
+        lambda: dense(torch._neg_view(Q)),
         lambda: dense(slopes=[1.0]),
         lambda: dense(slopes=SLOPES[:3]),
         lambda: dense(mask=(0.3, 1, (4, -1), 0.0)),

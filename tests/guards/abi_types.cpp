@@ -6,6 +6,7 @@
 #include <ATen/Tensor.h>
 #include <ATen/dlpack.h>
 #include <ATen/ops/is_inference_native.h>
+#include <ATen/ops/is_neg_native.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Exception.h>
@@ -47,6 +48,7 @@ SAME_FUNCTION(at::TensorBase::is_leaf, bool (at::TensorBase::*)() const)
 SAME_FUNCTION(at::TensorBase::is_view, bool (at::TensorBase::*)() const)
 SAME_FUNCTION(at::TensorBase::_base, const at::TensorBase &(at::TensorBase::*)() const)
 SAME_FUNCTION(at::native::is_inference, bool (*)(const at::Tensor &))
+SAME_FUNCTION(at::native::is_neg, bool (*)(const at::Tensor &))
 SAME_FUNCTION(torch::autograd::impl::bump_version, void (*)(const at::Tensor &))
 
 static_assert(sizeof(fa_cpp_location) == sizeof(c10::SourceLocation) && sizeof(fa_cpp_location) > 16 &&
