@@ -165,14 +165,18 @@ def _fwd_kvcache(q, *_, **__):
 
 
 class _Drawn(threading.local):
-    state = None  # inside of a call that vmap repeats: the randomness, and the generator's state before
+    def __init__(self):
+        self.levels = []  # of calls that vmap repeats, the innermost's first: level, randomness, the generator's state
 
 
 _drawn = _Drawn()
 
 
 def _drawing_as_vmap_says(name):
-    """The op inside ``torch.vmap``, which repeats it for each part of a batch: dropout as its randomness asks."""
+    """The op inside ``torch.vmap``, which repeats it for each part of a batch: dropout as its randomness asks.
+
+    A vmap inside of another one comes here first, and each of its parts is repeated by the other one.
+    """
     op = getattr(torch.ops.flash_attn, name).default
     at = [argument.name for argument in op._schema.arguments].index("dropout_p")
     rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.FuncTorchVmapMode)
@@ -180,23 +184,25 @@ def _drawing_as_vmap_says(name):
     def draw(keyset, *args):
         if args[at] == 0:
             return op.redispatch(keyset & rest, *args)
-        rng = torch.cuda if args[0].is_cuda else torch
-        if _drawn.state is not None:
-            if _drawn.state[0] == "same":
-                rng.set_rng_state(_drawn.state[1])
-            return op.redispatch(keyset & rest, *args)
         from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-        randomness = retrieve_current_functorch_interpreter().randomness()
-        is_batched = any(isinstance(x, torch.Tensor) and torch._C._functorch.is_batchedtensor(x) for x in args)
+        rng = torch.cuda if args[0].is_cuda else torch
+        interpreter = retrieve_current_functorch_interpreter()
+        level, randomness = interpreter.level(), interpreter.randomness()
+        if _drawn.levels and _drawn.levels[-1][0] == level:
+            if randomness == "same":
+                rng.set_rng_state(_drawn.levels[-1][2])
+            return op.redispatch(keyset & rest, *args)
+
+        is_batched = any(torch._C._functorch.maybe_get_level(x) == level for x in args if isinstance(x, torch.Tensor))
         if randomness == "error" or (randomness == "different" and not is_batched):
             where = "" if randomness == "error" else " where no argument is batched"
             raise RuntimeError(f"vmap: flash_attn draws random numbers, refused by randomness={randomness!r}{where}")
-        _drawn.state = randomness, rng.get_rng_state()
+        _drawn.levels.append((level, randomness, rng.get_rng_state()))
         try:
             return op.redispatch(keyset & rest, *args)
         finally:
-            _drawn.state = None
+            _drawn.levels.pop()
 
     return draw
 

@@ -165,3 +165,23 @@ def test_vmap_says_how_random_numbers_are_drawn(device):
     assert not torch.equal(different[0], different[1])
     with pytest.raises(RuntimeError, match="where no argument is batched"):
         torch.vmap(attend, (None, 0), randomness="different")(one, others)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("inner", ["same", "different", "error"])
+@pytest.mark.parametrize("outer", ["same", "different", "error"])
+@pytest.mark.filterwarnings("ignore:.*batching rule")
+def test_each_vmap_says_how_random_numbers_are_drawn(device, inner, outer):
+    q = torch.randn(1, 40, 2, 16, device=device).expand(2, 2, 1, 40, 2, 16)
+
+    def attend():
+        rows = torch.vmap(lambda q: flash_attn_func(q, q, q, 0.5), randomness=inner)
+        return torch.vmap(rows, randomness=outer)(q)
+
+    if "error" in (inner, outer):
+        with pytest.raises(RuntimeError, match="randomness='error'"):
+            attend()
+        return
+    out = attend()
+    assert torch.equal(out[0, 0], out[1, 0]) == (outer == "same")
+    assert torch.equal(out[0, 0], out[0, 1]) == (inner == "same")
