@@ -15,6 +15,7 @@ tests/test_compile.py holds them together.
 
 import sys
 import threading
+import warnings
 
 import torch
 
@@ -34,6 +35,7 @@ __all__ = [
     "forget_own_kernels",
     "is_first_import",
     "round_multiple",
+    "warn_of_gradients",
 ]
 
 # Fakes and formulas are registered once in a process, as the ops are, however often Python forgets this module.
@@ -65,6 +67,23 @@ def empty_like(x):
     like = torch.empty_like(x)
     torn = like.dim() > 0 and like.stride(-1) != 1 and like.shape[-1] > 1
     return torch.empty_like(x, memory_format=torch.contiguous_format) if torn else like
+
+
+_has_warned = False
+
+
+def warn_of_gradients(*tensors):
+    """Once: ``flash_attn_with_kvcache`` drops the gradients that are asked for."""
+    global _has_warned
+    if torch.compiler.is_dynamo_compiling() or _has_warned or not torch.is_grad_enabled():
+        return  # a call that is compiled comes here again, from its fake
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        _has_warned = True
+        warnings.warn(
+            "flash_attn_with_kvcache has no backward: its result requires no grad, although an input does. Call it "
+            "under torch.no_grad(), or flash_attn_func for gradients.",
+            stacklevel=3,
+        )
 
 
 def _keep_draws_apart(op, dropout_p):
@@ -158,7 +177,8 @@ def _varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, 
 
 
 @_fake("fwd_kvcache")
-def _fwd_kvcache(q, *_, **__):
+def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
+    warn_of_gradients(q, k_cache, v_cache, k, v)
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
     b, len_q, h, _ = q.shape
     return q.new_empty((b, h, len_q), dtype=torch.float32)

@@ -19,8 +19,6 @@ into the same views of one packed gradient; the classes say only what comes pack
 (csrc/args.c); here is only what has to happen before there is an op.
 """
 
-import warnings
-
 import torch
 from torch.autograd import forward_ad
 
@@ -32,6 +30,7 @@ from flash_attn._ops import (
     forget_own_kernels,
     is_first_import,
     round_multiple,
+    warn_of_gradients,
 )
 
 __all__ = [
@@ -576,22 +575,6 @@ def _check_cache(name, cache):
         raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
 
 
-_has_warned = False
-
-
-def _warn_of_gradients(*tensors):
-    """Once: ``flash_attn_with_kvcache`` drops the gradients that are asked for."""
-    global _has_warned
-    if _has_warned or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _any_requires_grad(tensors):
-        return
-    _has_warned = True
-    warnings.warn(
-        "flash_attn_with_kvcache has no backward: its result requires no grad, although an input does. Call it under "
-        "torch.no_grad(), or flash_attn_func for gradients.",
-        stacklevel=3,
-    )
-
-
 def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -639,7 +622,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
-    _warn_of_gradients(q, k_cache, v_cache, k, v)
+    warn_of_gradients(q, k_cache, v_cache, k, v)
     check_tensor("q", q)
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)

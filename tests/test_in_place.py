@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import _ops, flash_attn_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
 
 OPS = torch.ops.flash_attn
@@ -140,7 +140,7 @@ def test_tensors_of_inference_mode(tensors, route):
 
 def test_dropped_gradients(tensors, route, monkeypatch):
     """One warning in a process, which names the way out; none where nobody asked for gradients."""
-    monkeypatch.setattr(interface, "_has_warned", False)
+    monkeypatch.setattr(_ops, "_has_warned", False)
     q, cache = tensors(2, 1, 4, 16).requires_grad_(), tensors(2, 8, 2, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,12 +155,24 @@ def test_dropped_gradients(tensors, route, monkeypatch):
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache", "k", "v"])
 def test_any_input_may_require_grad(name, tensors, monkeypatch):
-    monkeypatch.setattr(interface, "_has_warned", False)
+    monkeypatch.setattr(_ops, "_has_warned", False)
     inputs = {"q": tensors(2, 1, 4, 16), "k": tensors(2, 1, 2, 16), "v": tensors(2, 1, 2, 16)}
     inputs = {**inputs, "k_cache": tensors(2, 8, 2, 16), "v_cache": tensors(2, 8, 2, 16)}
     inputs[name] = inputs[name].requires_grad_() * 1  # no leaf
     with pytest.warns(UserWarning, match="flash_attn_with_kvcache has no backward"):
         flash_attn_with_kvcache(**inputs, cache_seqlens=2)
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_dropped_gradients_of_a_compiled_call(wants, tensors, monkeypatch):
+    monkeypatch.setattr(_ops, "_has_warned", False)
+    q, cache = tensors(2, 1, 4, 16).requires_grad_(wants), tensors(2, 8, 2, 16)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda q: flash_attn_with_kvcache(q, cache, cache), backend="eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        compiled(q)
+    assert ["has no backward" in str(warning.message) for warning in told] == [True] * wants
 
 
 def test_training_writes_nothing_of_the_callers(tensors):
