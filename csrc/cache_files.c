@@ -34,9 +34,10 @@ static void make_folders(const char *path) {
         }
 }
 
-/* The open folder is asked, and all that follows goes through it, so that it cannot be exchanged in between. */
-static const char *why_not_trusted(int handle) {
+/* The open folder or file is asked, and all that follows goes through it, so that it cannot be exchanged in between. */
+static const char *why_not_trusted(fa_folder_kind kind, int handle) {
     struct stat info;
+    if (kind == FA_FOLDER_OF_THE_PACKAGE) return NULL;
     if (fstat(handle, &info) != 0) return strerror(errno);
     if (info.st_uid != geteuid() && info.st_uid != 0) return "it belongs to another user";
     if (info.st_mode & (S_IWGRP | S_IWOTH)) return "others may write to it";
@@ -50,7 +51,8 @@ const char *fa_folder_open(fa_folder *folder, const char *path, fa_folder_kind k
     if (make) make_folders(path);
     folder->handle = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder->handle < 0) return errno == ENOENT && !make ? "" : strerror(errno);
-    const char *why = kind == FA_FOLDER_OF_THE_PACKAGE ? NULL : why_not_trusted(folder->handle);
+    folder->kind = kind;
+    const char *why = why_not_trusted(kind, folder->handle);
     if (why) close(folder->handle);
     return why;
 }
@@ -90,7 +92,8 @@ char *fa_folder_read(const fa_folder *folder, const char *name, size_t most_byte
     char *content = NULL;
     const int file = openat(folder->handle, name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) return NULL;
-    if (fstat(file, &info) == 0 && S_ISREG(info.st_mode) && (uint64_t)info.st_size <= most_bytes) {
+    if (fstat(file, &info) == 0 && S_ISREG(info.st_mode) && (uint64_t)info.st_size <= most_bytes &&
+        !why_not_trusted(folder->kind, file)) {
         *bytes = (size_t)info.st_size;
         content = malloc(*bytes + 1);
         if (content && !read_all(file, content, *bytes)) {

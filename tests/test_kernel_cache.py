@@ -306,6 +306,17 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache, mode):
     assert cache("read", "kernel", 7) == ("planted", "")
 
 
+@pytest.mark.parametrize("mode", (0o620, 0o602))
+def test_a_file_that_others_may_write_to_counts_as_absent(cache, mode):
+    """Folders are closed behind those who came before, or unpacked with the modes that files had elsewhere."""
+    cache("write", "kernel", 7, "planted")
+    (path,) = cache.folder.iterdir()
+    path.chmod(mode)
+    assert cache("read", "kernel", 7) == ("absent", "")
+    assert cache("write", "kernel", 7, "mine") == ("", "") and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert cache("read", "kernel", 7) == ("mine", "")
+
+
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders to others")
 
 
@@ -316,6 +327,18 @@ def test_a_folder_of_another_user_is_not_used(cache):
     out, said = cache("read", "kernel", 7)
     assert out == "absent"
     one_warning(said, "it belongs to another user")
+
+
+@AS_ROOT
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_another_user_counts_as_absent(cache, tmp_path, is_link):
+    cache("write", "kernel", 7, "planted")
+    (path,) = cache.folder.iterdir()
+    if is_link:
+        path = path.rename(tmp_path / "elsewhere")
+        (cache.folder / "kernel-0000000000000007-0000000d.cubin").symlink_to(path)
+    os.chown(path, 12345, -1)
+    assert cache("read", "kernel", 7) == ("absent", "")
 
 
 @AS_ROOT
