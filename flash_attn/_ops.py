@@ -33,13 +33,21 @@ __all__ = [
     "empty_like",
     "flash_attn_2_cuda",
     "forget_own_kernels",
-    "is_first_import",
+    "register_once",
     "round_multiple",
     "warn_of_gradients",
 ]
 
-# Fakes and formulas are registered once in a process, as the ops are, however often Python forgets this module.
-is_first_import = not torch._C._dispatch_has_kernel_for_dispatch_key("flash_attn::fwd", "Meta")
+
+def register_once(what, register, *arguments):
+    """``register(*arguments)``, once in a process, as the ops are registered, however often Python forgets this module.
+
+    An import that ended in the middle, with Ctrl-C, is taken up where it was.
+    """
+    done = vars(torch.ops.flash_attn).setdefault("_registered", set())
+    if what not in done:
+        register(*arguments)
+        done.add(what)
 
 
 def round_multiple(x, m):
@@ -120,8 +128,7 @@ def _fake(op):
                     raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
             return fake(*args, **kwargs)
 
-        if is_first_import:
-            torch.library.register_fake(f"flash_attn::{op}", checked)
+        register_once(f"fake of {op}", torch.library.register_fake, f"flash_attn::{op}", checked)
         return fake
 
     return register
@@ -247,8 +254,7 @@ def _mark_ops():
     torch.ops.flash_attn._library = library  # which takes them along when it goes
 
 
-if is_first_import:
-    _mark_ops()
+register_once("marks", _mark_ops)
 
 
 def forget_own_kernels():

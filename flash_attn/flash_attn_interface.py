@@ -28,7 +28,7 @@ from flash_attn._ops import (
     empty_like,
     flash_attn_2_cuda,
     forget_own_kernels,
-    is_first_import,
+    register_once,
     round_multiple,
     warn_of_gradients,
 )
@@ -761,7 +761,6 @@ def _differentiate(op, save):
     torch.library.register_autograd(op.default, backward, setup_context=save)
 
 
-if is_first_import:
-    _differentiate(_wrapped_flash_attn_forward, _save_dense)
-    _differentiate(_wrapped_flash_attn_varlen_forward, _save_varlen)
-    forget_own_kernels()
+register_once("formula of the dense op", _differentiate, _wrapped_flash_attn_forward, _save_dense)
+register_once("formula of the packed op", _differentiate, _wrapped_flash_attn_varlen_forward, _save_varlen)
+register_once("all", forget_own_kernels)

@@ -82,6 +82,43 @@ def test_import_again():
     assert said == "True True"
 
 
+@pytest.mark.parametrize("where", ["register_fake", "register_autograd"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_import_after_one_that_was_interrupted(where, number):
+    """What the first one did not come to is not missing in silence: gradients of the ops were."""
+    assert (
+        python(f"""
+        import sys, torch
+        register, calls = torch.library.{where}, []
+        def interrupted(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == {number}:
+                raise KeyboardInterrupt
+            return register(*args, **kwargs)
+        torch.library.{where} = interrupted
+        try:
+            import flash_attn
+        except KeyboardInterrupt:
+            print("interrupted")
+        torch.library.{where} = register
+        for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+            del sys.modules[name]
+        import flash_attn
+        from flash_attn import flash_attn_interface as interface
+        x = torch.randn(1, 5, 2, 16, requires_grad=True)
+        out = interface._flash_attn_forward(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False)[0]
+        (again,) = torch.autograd.grad(flash_attn.flash_attn_func(x, x, x, softmax_scale=0.25).sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], again)
+        cu = torch.tensor([0, 5], dtype=torch.int32)
+        options = cu, cu, 5, 5, 0.0, 0.25, False
+        rows = interface._flash_attn_varlen_forward(x[0], x[0], x[0], *options)[0]
+        torch.testing.assert_close(torch.autograd.grad(rows.sum(), x)[0], again)
+        assert not [name for name in torch.library._impls if name.startswith("flash_attn/")]
+        """)
+        == "interrupted"
+    )
+
+
 def test_import_after_a_misspelt_instruction_set():
     said = python(f"""
         import os, sys
