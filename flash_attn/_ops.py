@@ -191,6 +191,13 @@ def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
     return q.new_empty((b, h, len_q), dtype=torch.float32)
 
 
+def _rng_of(x):
+    """Reads and sets the state of the generator that dropout of the tensor draws from."""
+    if not x.is_cuda:
+        return torch.get_rng_state, torch.set_rng_state
+    return (lambda: torch.cuda.get_rng_state(x.device)), (lambda state: torch.cuda.set_rng_state(state, x.device))
+
+
 class _Drawn(threading.local):
     def __init__(self):
         self.levels = []  # of calls that vmap repeats, the innermost's first: level, randomness, the generator's state
@@ -213,19 +220,19 @@ def _drawing_as_vmap_says(name):
             return op.redispatch(keyset & rest, *args)
         from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-        rng = torch.cuda if args[0].is_cuda else torch
+        get_rng_state, set_rng_state = _rng_of(args[0])
         interpreter = retrieve_current_functorch_interpreter()
         level, randomness = interpreter.level(), interpreter.randomness()
         if _drawn.levels and _drawn.levels[-1][0] == level:
             if randomness == "same":
-                rng.set_rng_state(_drawn.levels[-1][2])
+                set_rng_state(_drawn.levels[-1][2])
             return op.redispatch(keyset & rest, *args)
 
         is_batched = any(torch._C._functorch.maybe_get_level(x) == level for x in args if isinstance(x, torch.Tensor))
         if randomness == "error" or (randomness == "different" and not is_batched):
             where = "" if randomness == "error" else " where no argument is batched"
             raise RuntimeError(f"vmap: flash_attn draws random numbers, refused by randomness={randomness!r}{where}")
-        _drawn.levels.append((level, randomness, rng.get_rng_state()))
+        _drawn.levels.append((level, randomness, get_rng_state()))
         try:
             return op.redispatch(keyset & rest, *args)
         finally:

@@ -6,9 +6,10 @@ from cases import OPTIONS, PACKED, Case
 from compare import check
 from harness import drawn_seed, join, ours, problem
 from oracle import attention, dropout_keep
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from flash_attn import _ops, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_forward
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -165,6 +166,17 @@ def test_vmap_says_how_random_numbers_are_drawn(device):
     assert not torch.equal(different[0], different[1])
     with pytest.raises(RuntimeError, match="where no argument is batched"):
         torch.vmap(attend, (None, 0), randomness="different")(one, others)
+
+
+def test_vmap_asks_the_generator_of_the_tensors_gpu(monkeypatch):
+    """Which need not be the current one."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": asked.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": asked.append(str(device)))
+    with FakeTensorMode():
+        get_rng_state, set_rng_state = _ops._rng_of(torch.empty(3, device="cuda:1"))
+    set_rng_state(get_rng_state())
+    assert asked == ["cuda:1"] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
