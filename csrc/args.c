@@ -266,6 +266,25 @@ static fa_status check_storages(const fa_call *c, fa_error *err) {
     return FA_OK;
 }
 
+/* What one part of the call writes, another would read, or write over. One cache for keys and values is right where both
+ * get the same. Each row of q is read before its row of out is written, so out may lie there. */
+static fa_status check_apart(const fa_call *c, fa_error *err) {
+    const fa_tensor *written[MAX_WRITTEN];
+    const fa_tensor *read[] = {&c->k, &c->v, &c->q, &c->out, &c->dout};
+    const bool backward = c->pass == FA_BWD;
+    const bool same_cache = present(&c->k_new) && c->k_new.data == c->v_new.data && !present(&c->rotary_cos);
+    for (int i = written_tensors(c, written) - 1; i >= 0; i--) {
+        for (int j = 0; j < i; j++)
+            REQUIRE(!share_memory(written[i], written[j]) || (written[j] == &c->k && same_cache),
+                    "%s and %s are both written and must not share memory", written[j]->name, written[i]->name);
+        for (int j = 0; j < (backward ? 5 : 2); j++)
+            REQUIRE(!share_memory(written[i], read[j]) || written[i] == read[j] || written[i] == &c->k ||
+                        written[i] == &c->v,
+                    "%s is written and must not share memory with %s, which is read", written[i]->name, read[j]->name);
+    }
+    return FA_OK;
+}
+
 /* As PyTorch's own operators refuse it, in its words. */
 static fa_status check_leaves(const fa_call *c, fa_error *err) {
     const fa_tensor *written[MAX_WRITTEN];
@@ -297,6 +316,7 @@ fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_append(c, p, err));
     TRY(check_options(c, p, err));
     TRY(check_saved(c, p, err));
+    TRY(check_apart(c, err));
     TRY(check_leaves(c, err));
     if (p->device == FA_CPU) return check_values(c, p, err);
     return fa_checks_values_on_gpu ? check_values_on_gpu(c, p, err) : FA_OK;

@@ -29,21 +29,22 @@ const char *device_words(int32_t device_type, int32_t device_idx, words *w) {
     return w->text;
 }
 
-static int64_t num_elements(const fa_tensor *t) {
-    int64_t n = 1;
-    for (int64_t i = 0; i < t->ndim; i++) n *= t->size[i];
-    return n;
+static bool is_empty(const fa_tensor *t) {
+    for (int64_t i = 0; i < t->ndim; i++)
+        if (t->size[i] == 0) return true;
+    return false;
 }
 
 /* A stride means something only if its dimension has more than one element and the tensor has any. */
 bool last_dim_contiguous(const fa_tensor *t) {
-    return t->ndim == 0 || t->size[t->ndim - 1] <= 1 || t->stride[t->ndim - 1] == 1 || num_elements(t) == 0;
+    return t->ndim == 0 || t->size[t->ndim - 1] <= 1 || t->stride[t->ndim - 1] == 1 || is_empty(t);
 }
 
 bool contiguous(const fa_tensor *t) {
     int64_t stride = 1;
+    if (is_empty(t)) return true;
     for (int64_t i = t->ndim - 1; i >= 0; i--) {
-        if (t->size[i] > 1 && t->stride[i] != stride) return num_elements(t) == 0;
+        if (t->size[i] > 1 && t->stride[i] != stride) return false;
         stride *= t->size[i];
     }
     return true;
@@ -51,7 +52,7 @@ bool contiguous(const fa_tensor *t) {
 
 bool overlaps_itself(const fa_tensor *t) {
     for (int64_t i = 0; i < t->ndim; i++)
-        if (t->size[i] > 1 && t->stride[i] == 0) return num_elements(t) > 0;
+        if (t->size[i] > 1 && t->stride[i] == 0) return !is_empty(t);
     return false;
 }
 
@@ -64,10 +65,8 @@ static int64_t bytes_of_dtype(int32_t dtype) {
 /* FSDP and offloading free a storage with untyped_storage().resize_(0); the tensor keeps its shape. */
 fa_status check_memory(const fa_tensor *t, fa_error *err) {
     int64_t elements = 1, first = 0, bytes = 0;
-    for (int64_t i = 0; i < t->ndim; i++) {
-        if (t->size[i] == 0) return FA_OK;
-        elements += (t->size[i] - 1) * t->stride[i];
-    }
+    if (is_empty(t)) return FA_OK;
+    for (int64_t i = 0; i < t->ndim; i++) elements += (t->size[i] - 1) * t->stride[i];
     fa_torch.aoti_torch_get_storage_offset(t->handle, &first);
     fa_torch.aoti_torch_get_storage_size(t->handle, &bytes);
     const int64_t wanted = (first + elements) * bytes_of_dtype(t->dtype);
@@ -87,6 +86,10 @@ int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]) {
     for (int i = 0; i < MAX_WRITTEN; i++)
         if (present(candidates[i]) && !(candidates[i] == &c->out && c->fresh_out)) written[num++] = candidates[i];
     return num;
+}
+
+bool share_memory(const fa_tensor *x, const fa_tensor *y) {
+    return present(x) && present(y) && x->data == y->data && !is_empty(x) && !is_empty(y);
 }
 
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err) {

@@ -39,6 +39,9 @@ fa_status check_memory(const fa_tensor *t, fa_error *err);
 #define MAX_WRITTEN 3
 int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]);
 
+/* Do they begin at the same element? Views that overlap elsewhere are not found. */
+bool share_memory(const fa_tensor *x, const fa_tensor *y);
+
 /* dims: the symbolic shape that messages show. */
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err);
 fa_status check_rank(const fa_tensor *t, int64_t ndim, const char *dims, fa_error *err);

@@ -180,3 +180,36 @@ def test_training_writes_nothing_of_the_callers(tensors):
     out = flash_attn_func(q, k, k)
     out.sum().backward()
     assert versions(q, k, out) == [0, 0, 0]
+
+
+def test_what_is_written_shares_no_memory():
+    """With what is read, or with what is written beside it; wrong numbers in silence otherwise."""
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    out, lse, *_ = raw.fwd(q, k, v, None, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
+    for x, name in ((k, "k"), (v, "v")):
+        with pytest.raises(RuntimeError, match=f"out is written and must not share memory with {name}, which is read"):
+            raw.fwd(q, k, v, x, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
+    there = raw.fwd(q.clone(), k, v, (held := q.clone()), None, 0.0, 0.25, False, -1, -1, 0.0, False, None)[0]
+    assert there.data_ptr() == held.data_ptr() and torch.equal(there, out)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    options = (None, 0.0, 0.25, False, -1, -1, 0.0, True, None, None)
+    for given, said in (
+        ((dq, dk, dk), "dk and dv are both written"),
+        ((dq, dq, dv), "dq and dk are both written"),
+        ((q, dk, dv), "dq is written and must not share memory with q, which is read"),
+        ((dq, dk, out), "dv is written and must not share memory with out, which is read"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            raw.bwd(out, q, k, v, out, lse, *given, *options)
+
+
+def test_one_cache_for_keys_and_values():
+    """Right where both get the same, and where nothing is written."""
+    cache, new = torch.randn(1, 40, 2, 16), torch.randn(1, 3, 2, 16)
+    q = torch.randn(1, 3, 2, 16)
+    want = flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=20)
+    assert torch.equal(flash_attn_with_kvcache(q, cache, cache, cache_seqlens=20), want)
+    want = flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, cache_seqlens=20)
+    assert torch.equal(flash_attn_with_kvcache(q, held := cache.clone(), held, new, new, cache_seqlens=20), want)
+    with pytest.raises(RuntimeError, match="k_cache and v_cache are both written and must not share memory"):
+        flash_attn_with_kvcache(q, cache, cache, new, new.clone(), cache_seqlens=20)
