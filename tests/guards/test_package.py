@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 import resource
 import sys
 import sysconfig
@@ -150,3 +151,18 @@ def test_max_jobs_sets_how_many_compilers_run(source, tmp_path, jobs):
     run(*command, cwd=source, env=environment)
     running = list(itertools.accumulate(int(step) for step in log.read_text().split()))
     assert max(running) == jobs
+
+
+def test_kernels_are_compiled_with_the_headers_they_include():
+    """NVRTC knows no folder: what kernel_table.c lists is all that a text can include. nvcc would find the rest."""
+    table = (ROOT / "csrc/kernel_table.c").read_text(encoding="utf-8")
+    lists = dict(re.findall(r"#define (\w+_FILES)\s+(.*)", table))
+    families = re.findall(r"\.files = \{(.*?)\}", table, re.DOTALL)
+    assert len(families) >= 10
+    for family in families:
+        while macro := re.search(r"\b\w+_FILES\b", family):
+            family = family.replace(macro[0], lists[macro[0]])
+        files = re.findall(r'"([^"]+)"', family)
+        for file in files:
+            included = re.findall(r'^#include "([^"]+)"', (ROOT / "csrc/cuda" / file).read_text("utf-8"), re.MULTILINE)
+            assert set(included) <= set(files), (files[0], file)
