@@ -277,9 +277,10 @@ static inline void plant_infinite_scores(const test_case *c, random_source *r) {
             for (int64_t head = 0; head < p->h_kv; head++)
                 fa_store_element(p->k.data, fa_key_offset(p, &p->k, &s, j, head) + column, is_huge ? -huge : 0,
                                  p->dtype);
-        /* Where nothing is seen, nothing of V shows. */
-        if (kind == 0 && p->pass == FA_FWD && !wrong_rows && !zero_rows && s.len_kv > 0)
-            fa_store_element(p->v.data, fa_key_offset(p, &p->v, &s, edge % s.len_kv, 0) + column, INFINITY, p->dtype);
+            /* Where nothing is seen, nothing of V shows. */
+            if (kind == 0 && p->pass == FA_FWD && !wrong_rows && !zero_rows && s.len_kv > 0)
+                fa_store_element(p->v.data, fa_key_offset(p, &p->v, &s, edge % s.len_kv, 0) + column, INFINITY,
+                                 p->dtype);
         }
     }
 }
