@@ -186,6 +186,11 @@ def _varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, 
 @_fake("fwd_kvcache")
 def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
     warn_of_gradients(q, k_cache, v_cache, k, v)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if k is not None and torch.is_grad_enabled() and cache.requires_grad and cache.is_leaf:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation: " + f"{name} is written"
+            )
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
     b, len_q, h, _ = q.shape
     return q.new_empty((b, h, len_q), dtype=torch.float32)

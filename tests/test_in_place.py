@@ -213,3 +213,15 @@ def test_one_cache_for_keys_and_values():
     assert torch.equal(flash_attn_with_kvcache(q, held := cache.clone(), held, new, new, cache_seqlens=20), want)
     with pytest.raises(RuntimeError, match="k_cache and v_cache are both written and must not share memory"):
         flash_attn_with_kvcache(q, cache, cache, new, new.clone(), cache_seqlens=20)
+
+
+def test_a_compiled_call_refuses_a_leaf_too():
+    q, new = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 2, 16)
+    leaf, cache = torch.randn(1, 20, 2, 16, requires_grad=True), torch.randn(1, 20, 2, 16)
+    append = torch.compile(
+        lambda: flash_attn_with_kvcache(q, cache, leaf, new, new, cache_seqlens=3), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is .* v_cache is written"):
+        append()
+    with torch.no_grad():
+        assert append().shape == q.shape
