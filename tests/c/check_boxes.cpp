@@ -81,6 +81,9 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 
 #ifndef BACKWARD
 constexpr int BLOCK_Q = 64 * WGS;
+constexpr bool IS_BACKWARD = false;
+#else
+constexpr bool IS_BACKWARD = true;
 #endif
 
 /* ---- what should be ------------------------------------------------------------------------------------------------ */
@@ -95,8 +98,9 @@ static struct { /* of a sequence; tiles [of queries][of keys] */
 static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_kv, int left, int right) {
     auto &x = truth[b_idx];
     x = {q_begin, kv_begin, len_q, len_kv, (len_q + BLOCK_Q - 1) / BLOCK_Q, (len_kv + BLOCK_KV - 1) / BLOCK_KV};
-    for (auto &row : x.full)
-        for (bool &full : row) full = true;
+    for (int i = 0; i < MAX_TILES; i++)
+        for (bool &full : x.full[i])
+            full = !IS_BACKWARD || (i + 1) * BLOCK_Q <= len_q; /* rows beyond are masked there */
     for (int i = 0; i < len_q; i++) {
         const int diagonal = i + len_kv - len_q;
         for (int j = 0; j < x.kv_tiles; j++) {
