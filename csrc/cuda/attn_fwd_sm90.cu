@@ -135,9 +135,10 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     ring<STAGES> kr;
     ring<V_STAGES> vr;
     ring<TILES> tr;
-    int block = wg;           /* which 64 rows of the tile */
-    int diagonal = 0;         /* the last key that this thread's first row would see, if causal */
-    int j = -1, kv_begin = 0; /* this step's key tile; the last one to visit */
+    int block = wg;                /* which 64 rows of the tile */
+    int diagonal = 0;              /* the last key that this thread's first row would see, if causal */
+    int next_j = -1, kv_begin = 0; /* the key tile of the next step; the last one to visit */
+    int goes_on = 0;               /* there is a next step */
     int exact_end = 0, full_begin = 0, full_end = 0;
     u32 q_desc = 0;
     bool has_o = false; /* a tile has begun and is not stored yet */
@@ -170,10 +171,10 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             mbarrier_arrive(&s.q_empty[stage_of_q(before)]);
         }
     };
-    /* Passes over key tiles from j down to end, which other warpgroups see. */
+    /* Passes over key tiles from next_j down to end, which other warpgroups see. */
     const auto pass_until = [&](int end) {
 #pragma unroll 1
-        for (; j > end; j--) {
+        for (; next_j > end; next_j--) {
             mbarrier_wait(&s.k_full[kr.stage], kr.parity);
             if (TURN) bar_sync(BAR_TURN + wg, 256), bar_arrive(BAR_TURN + next_wg, 256);
             release_k();
@@ -225,21 +226,21 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         for (int i = 0; i < O_REGS; i++) O[i] = 0;
         rows = {{-INF, -INF}, {0, 0}, {0, 0}};
     };
-    /* S is by now P. Four keys are added first, and the largest of such sums is kept: no P is larger. */
-    const auto sum_rows = [&](const float (&S)[S_REGS], step_sums &step, bool first_row, bool second_row) {
+    /* S is by now P. Four keys are added first, and the largest of such sums is kept, as bits: no P is larger. */
+    const auto sum_rows = [&](const float (&S)[S_REGS], int (&largest)[2], bool first_row, bool second_row) {
 #pragma unroll
         for (int i = 0; i < S_REGS; i += 2)
             if (i % 8 < 4 && (row_of(i) == 0 ? first_row : second_row)) {
                 const float four = (S[i] + S[i + 1]) + (S[i + 4] + S[i + 5]);
-                step.sum[row_of(i)] += four;
-                step.largest[row_of(i)] = max(step.largest[row_of(i)], __float_as_int(four));
+                rows.sum[row_of(i)] += four;
+                largest[row_of(i)] = max(largest[row_of(i)], __float_as_int(four));
             }
     };
     const auto round_p = [&](const float (&S)[S_REGS]) {
 #pragma unroll
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
     };
-    const auto pack = [&](float (&S)[S_REGS]) {
+    const auto pack = [&](float (&S)[S_REGS], int j) {
         if (DROPOUT) {
             const tile &t = tile_taken(0);
             drop(S, s.seed, s.offset + (u64)(t.b_idx * p.h + t.head) * 32, (t.row + 64 * block) / 16 + warp,
@@ -252,7 +253,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         /* wait K, V, turn: S = Q K^T, O += P V of the keys before.  NOTE: S is a new array in every step. Carried
          * from one to the next, its old values stay alive, and ptxas runs the products one by one (C7511). */
         float S[S_REGS], alpha[2];
-        step_sums added = {{0, 0}, {0, 0}};
+        int largest[2] = {0, 0};
+        const int j = next_j--;
+        const bool is_special = starts || j >= exact_end || j == 0 || (LOCAL && j < full_begin);
+        goes_on = next_j >= kv_begin;
+        pin(goes_on); /* known before the votes: after them every step would wait for it */
         if (!starts && PV_FIRST) wait_v();
         mbarrier_wait(&s.k_full[kr.stage], kr.parity);
         if (TURN) bar_sync(BAR_TURN + wg, 256);
@@ -276,20 +281,23 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (!O_IN_Q && j == kv_begin) release_q(0);
 
         if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
-        const bool is_exact = starts || j >= exact_end || (LOCAL && j < full_begin);
-        const bool is_raised = is_exact || (j == 0 && overflows(S, rows, scale_log2));
+        /* Most steps pass by on one branch. The first keys of a sequence may be far above all others. */
+        const bool is_raised =
+            is_special && (starts || j >= exact_end || (LOCAL && j < full_begin) || overflows(S, rows, scale_log2));
         if (is_raised) {
             if (j >= full_end || (LOCAL && j < full_begin))
                 mask_scores(S, p, tile_taken(0).len_kv, j * BLOCK_KV + column, diagonal);
             raise_max(S, rows, alpha, scale_log2, false);
             /* While a row has seen no score but -inf, there is no anchor yet. */
-            if (__any_sync(0xffffffffu, rows.max[0] == -INF || rows.max[1] == -INF)) exact_end = min(exact_end, j - 1);
+            if (__any_sync(0xffffffffu, rows.max[0] == -INF || rows.max[1] == -INF))
+                exact_end = uniform(min(exact_end, j - 1));
             if (!starts && PV_FIRST) raise_o(alpha);
         }
         exponentiate_rows(S, rows, scale_log2, true, O_WAIT != 1 || starts);
-        sum_rows(S, added, true, O_WAIT != 1 || starts);
+        const float limits[2] = {limit_of_p(rows.sum[0]), limit_of_p(rows.sum[1])};
+        sum_rows(S, largest, true, O_WAIT != 1 || starts);
         if (!starts && !PV_FIRST) {
-            settle(O_WAIT == 1 ? added.sum[0] : added.sum[0] + added.sum[1], s.o);
+            settle(O_WAIT == 1 ? rows.sum[0] : rows.sum[0] + rows.sum[1], s.o);
             /* O is there: release V, raise O to the new maximum */
             wgmma_wait_group<0>(O);
             release_v();
@@ -297,15 +305,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         }
         /* The second row's exponentials, while the first row's P is packed */
         if (O_WAIT == 1 && !starts)
-            exponentiate_rows(S, rows, scale_log2, false, true), sum_rows(S, added, false, true);
-        pack(S);
+            exponentiate_rows(S, rows, scale_log2, false, true), sum_rows(S, largest, false, true);
+        pack(S, j);
         /* A P that weighs in its row raises m: its rounding would show. */
-        if (!starts && has_large_p(rows, added)) {
-            raise_to_p(S, rows, added, alpha);
+        if (!starts && any_exceeds(largest, limits)) {
+            raise_to_p(S, rows, alpha);
             raise_o(alpha);
             round_p(S);
         }
-        rows.sum[0] += added.sum[0], rows.sum[1] += added.sum[1];
         if (starts) {
             if (O_IN_Q && has_o) release_q(1); /* O of the tile before has left it */
             has_o = true;
@@ -321,20 +328,19 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         if (TURN) bar_arrive(BAR_TURN + next_wg, 256);
         wgmma_wait_group<0>(S);
         release_k();
-        if (!O_IN_Q && j == kv_begin) release_q(0);
+        if (!O_IN_Q && next_j == kv_begin) release_q(0);
 
-        if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
-        mask_scores(S, p, t.len_kv, j * BLOCK_KV + column, diagonal);
+        if (SCORE) change_scores(S, p, slope, next_j * BLOCK_KV + column, diagonal);
+        mask_scores(S, p, t.len_kv, next_j * BLOCK_KV + column, diagonal);
         raise_max(S, rows, alpha, scale_log2, true);
         raise_o(alpha);
         exponentiate_exactly(S, rows, scale_log2);
-        step_sums added = {{0, 0}, {0, 0}};
-        sum_rows(S, added, true, true);
-        rows.sum[0] += added.sum[0], rows.sum[1] += added.sum[1];
-        pack(S);
+        int largest[2] = {0, 0};
+        sum_rows(S, largest, true, true);
+        pack(S, next_j);
 
         wait_v();
-        const int keys = j * BLOCK_KV, first_diagonal = t.row + 64 * block + t.len_kv - t.len_q;
+        const int keys = next_j * BLOCK_KV, first_diagonal = t.row + 64 * block + t.len_kv - t.len_q;
         const bool all_seen =
             keys_begin(p, first_diagonal + 63) <= keys && keys + BLOCK_KV <= keys_end(p, first_diagonal, t.len_kv);
         if (uniform(all_seen)) {
@@ -363,7 +369,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
         const int last = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
         const bool is_repeat = uniform(!is_idle && order == 0 && t.repeated);
-        j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
+        next_j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
         const int row = first_row + 16 * warp; /* the warp's first */
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
@@ -378,7 +384,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                     begin_rows();
                     has_o = true;
 #pragma unroll 1
-                    for (; j >= kv_begin; j--) repeat_step();
+                    for (; next_j >= kv_begin; next_j--) repeat_step();
                 }
                 if (O_IN_Q) bar_sync(BAR_GROUP + wg, 128); /* the warps have read the Q whose place O takes */
                 if (has_o) finish(before);
@@ -406,7 +412,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         pass_until(last);
         step(true);
 #pragma unroll 1
-        for (j--; j >= kv_begin; j--) step(false);
+        while (goes_on) step(false);
     }
     if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* shared memory outlives its readers */
 }

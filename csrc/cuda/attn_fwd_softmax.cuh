@@ -43,12 +43,6 @@ DEVICE void mask_scores(float (&s)[S_REGS], const params &p, int len_kv, int fir
     }
 }
 
-/* What a step adds to the two rows. */
-struct step_sums {
-    float sum[2];
-    int largest[2]; /* of the sums of four keys: the bits of a float */
-};
-
 /* The larger of two floats that are not negative, or are both looked at as far as they are not. */
 DEVICE int larger(int x, float y) { return max(x, __float_as_int(y)); }
 
@@ -82,24 +76,26 @@ DEVICE void raise_max(const float (&s)[S_REGS], softmax_rows &rows, float (&alph
         const float x = max_of_quad(fmaxf(even, odd)), x_log2 = x * scale_log2 + HEADROOM;
         rows.max[r] = fmaxf(old, x);
         rows.max_log2[r] = rows.max[r] == -INF ? 0 : old == -INF ? x_log2 : fmaxf(old_log2, x_log2);
-        alpha[r] = old == -INF ? 0 : ex2(is_exact ? (old - rows.max[r]) * scale_log2 : old_log2 - rows.max_log2[r]);
+        const float change = is_exact ? (old - rows.max[r]) * scale_log2 : old_log2 - rows.max_log2[r];
+        alpha[r] = ex2(old == -INF ? -INF : change);
         rows.sum[r] *= alpha[r];
     }
 }
 
-/* Does some P, or four of them together, exceed that of m's own key, and weigh in the row's sum? `rows` is still without
- * the step; a thread knows the sum of its own columns, a quarter of the row's. Whole warp. */
-DEVICE bool has_large_p(const softmax_rows &rows, const step_sums &step) {
-    const float one = __int_as_float((127 - (int)HEADROOM) << 23);
-    bool is_large = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-        is_large |= __int_as_float(step.largest[r]) > fminf(fmaxf(LARGE_SHARE * rows.sum[r], one), 256 * one);
-    return __any_sync(0xffffffffu, is_large);
+/* A P above this, or four of them together, exceeds that of m's own key and weighs in the row. sum: the row's, without the
+ * step, of this thread's columns, a quarter of all. */
+DEVICE float limit_of_p(float sum) {
+    const float one = __int_as_float((127 - (int)HEADROOM) << 23), limit = fmaxf(LARGE_SHARE * sum, one);
+    return BF16 ? limit : fminf(limit, 256 * one); /* fp16 has no room for more */
+}
+
+/* Whole warp. */
+DEVICE bool any_exceeds(const int (&largest)[2], const float (&limits)[2]) {
+    return __any_sync(0xffffffffu, __int_as_float(largest[0]) > limits[0] || __int_as_float(largest[1]) > limits[1]);
 }
 
 /* S is P by now. Where one exceeds that of m's own key, m is raised to its score, and P follows. Whole warp. */
-DEVICE void raise_to_p(float (&s)[S_REGS], softmax_rows &rows, step_sums &step, float (&alpha)[2]) {
+DEVICE void raise_to_p(float (&s)[S_REGS], softmax_rows &rows, float (&alpha)[2]) {
     int largest[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], s[i]);
@@ -110,7 +106,7 @@ DEVICE void raise_to_p(float (&s)[S_REGS], softmax_rows &rows, step_sums &step, 
         /* Beyond what alpha can be, P may be inf, too: NaN, which fails. */
         alpha[r] = growth < 120 ? ex2(rows.max_log2[r] - next) : __int_as_float(0x7fffffff);
         rows.max_log2[r] = next;
-        rows.sum[r] *= alpha[r], step.sum[r] *= alpha[r];
+        rows.sum[r] *= alpha[r];
     }
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) s[i] *= alpha[row_of(i)];

@@ -159,6 +159,16 @@ template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
     return packed;
 }
 
+/* The two of one register. */
+template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &high) {
+    if constexpr (IS_BF16)
+        low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000u);
+    else
+        asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}"
+            : "=f"(low), "=f"(high)
+            : "r"(packed));
+}
+
 /* Four of the eight bytes of a and b, a's first: a digit of `selector` for each, 8 more for its sign in all bits. [prmt] */
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u32 bytes;

@@ -134,15 +134,6 @@ DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
 
-template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &high) {
-    if constexpr (IS_BF16)
-        low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000u);
-    else
-        asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}"
-            : "=f"(low), "=f"(high)
-            : "r"(packed));
-}
-
 /* Two floats in 8 bits each, of the exponents of fp16: the upper half of its 16. Too large ones become the largest. */
 DEVICE u32 cvt_e5m2_x2(float low, float high) {
     u16 packed;
@@ -168,6 +159,9 @@ template <int N> DEVICE void pin(u32 (&a)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
 }
 
+/* x is computed here and not later. */
+DEVICE void pin(int &x) { asm volatile("" : "+r"(x)); }
+
 /* At most `PENDING` of the youngest groups still run; d belongs to one that has finished. */
 template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -175,9 +169,11 @@ template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
 }
 
 /* Everything that x comes from is computed before the next wgmma_wait_group. NOTE: ptxas moves arithmetic behind such a
- * wait, whose product it should have hidden; it moves no store. This one is never made: x is a sum of exponentials. */
+ * wait, whose product it should have hidden; it moves no store. This one is never made, since no sum of exponentials has
+ * those bits, but ptxas must not find that out: from `x < 0` it did, and dropped the store. */
 DEVICE void settle(float x, void *shared) {
-    asm volatile("{.reg .pred never; setp.lt.f32 never, %0, 0f00000000; @never st.shared.f32 [%1], %0;}" ::"f"(x),
+    asm volatile("{.reg .pred never; .reg .b32 bits; mov.b32 bits, %0; setp.eq.s32 never, bits, 0x80000001;"
+                 "@never st.shared.f32 [%1], %0;}" ::"f"(x),
                  "r"(smem_address(shared))
                  : "memory");
 }
