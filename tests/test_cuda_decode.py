@@ -281,6 +281,45 @@ def test_extremes_that_are_seen(len_q, len_kv, d, dtype):
             check_extremes(f"{options}, {num_splits}, pages", out[0], lse[0], v, *found)
 
 
+NAN_SHAPES = ((3, 200, 8, (-1, 0)), (33, 170, 2, (-1, 0)), (70, 90, 2, (20, 5)), (5, 64, 2, (9, -1)))
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=HALF)
+@pytest.mark.parametrize("page", (0, 4))
+@pytest.mark.parametrize(("len_q", "len_kv", "h", "window"), NAN_SHAPES)
+@pytest.mark.parametrize("d", (24, 64, 96, 128, 192, 256))
+def test_nan_in_v_stays_where_it_is_seen(d, len_q, len_kv, h, window, page, dtype, value):
+    """In tiles that some of a tile's rows see in part: under the diagonal and at both ends of a window."""
+    lengths = ((len_q, h), (len_kv, 2), (len_kv, 2))
+    q, k, v = (torch.randn(2, n, heads, d, device="cuda", dtype=dtype) for n, heads in lengths)
+    spoilt = v.clone()
+    for j in range(max(len_kv - len_q - 12, 0), len_kv, 7):
+        spoilt[1, j, 1, j % d] = value
+    num_pages = -(-len_kv // page) if page else 0
+    table = torch.randperm(2 * num_pages, device="cuda", dtype=torch.int32).view(2, num_pages) if page else None
+
+    def cache(x):
+        if not page:
+            return x
+        pool = torch.zeros(2 * num_pages, page, 2, d, device="cuda", dtype=dtype)
+        rows = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, num_pages * page - len_kv))
+        pool[table.flatten().long()] = rows.reshape(-1, page, 2, d)
+        return pool
+
+    clean, out = (
+        flash_attn_with_kvcache(q, cache(k), cache(x), cache_seqlens=len_kv, window_size=window, block_table=table)
+        for x in (v, spoilt)
+    )
+    i, j = torch.arange(len_q, device="cuda")[:, None] + len_kv - len_q, torch.arange(len_kv, device="cuda")
+    left, right = (len_kv + len_q if side < 0 else side for side in window)
+    sees = (i - left <= j) & (j <= i + right)
+    is_hit = torch.zeros_like(out, dtype=torch.bool)
+    is_hit[1, :, h // 2 :] = ((sees.float() @ (~spoilt[1, :, 1].isfinite()).float()) > 0)[:, None]
+    assert torch.equal(out.isfinite(), ~is_hit)
+    torch.testing.assert_close(out[~is_hit], clean[~is_hit], atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("page", (0, 16))
 @pytest.mark.parametrize("num_splits", (0, 1, 7))
 def test_every_element_is_written(num_splits, page):

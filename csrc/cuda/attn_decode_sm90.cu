@@ -225,7 +225,16 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
             load_k();
         /* O += P V */
         const u32 v_base = ring + slot * SLOT_BYTES + v_row * ROW_BYTES;
+        const u16 *v_smem = s.ring[team][slot];
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
+        /* Do some rows see keys that others do not? A P of zero times NaN would be NaN. */
+        const bool is_partial = max(key, t.keys.begin) < full_begin || min(key + TEAM_KEYS, t.keys.end) > full_end;
+        if (is_partial && has_nan_or_inf(v_smem)) {
+            const int row = 16 * warp_q + lane / 4;
+            const query_row rows[2] = {row_at(p, t, head, row), row_at(p, t, head, row + 8)};
+            accumulate_seen(o, scores, v_smem, rows, key);
+            continue;
+        }
 #pragma unroll
         for (int k = 0; k < GROUPS_S / 2; k++) {
             const u32 a[4] = {cvt_x2<BF16>(scores[2 * k][0], scores[2 * k][1]),

@@ -1,8 +1,9 @@
-/* The softmax of attn_decode_sm90.cu, in registers: scores of 16 rows and TEAM_KEYS keys as mma leaves them. */
+/* The softmax of attn_decode_sm90.cu, in registers: scores of 16 rows and TEAM_KEYS keys as mma leaves them; and P V where
+ * NaN in V must not reach rows that do not see it. */
 #ifndef FA_ATTN_DECODE_SOFTMAX_CUH
 #define FA_ATTN_DECODE_SOFTMAX_CUH
 
-#include "attn_decode_schedule.cuh"
+#include "attn_decode_loads.cuh"
 
 /* Registers of a thread: it holds two rows, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 columns the
  * columns 2 (l % 4) + {0, 1}: register i of a group belongs to row i / 2, column i % 2. */
@@ -83,6 +84,56 @@ DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softm
             s[n][i] = ex2(fmaf(s[n][i] - rows.base[i / 2], p.scale_log2, -HEADROOM));
             rows.sum[i / 2] += s[n][i];
         }
+}
+
+/* ---- NaN or inf in V ------------------------------------------------------------------------------------------- */
+
+/* Does V of these keys hold any? The largest exponent plus its lowest bit carries into the sign. Whole warp. */
+DEVICE bool has_nan_or_inf(const u16 *v_smem) {
+    constexpr u32 exponents = BF16 ? 0x7f807f80 : 0x7c007c00, lowest = BF16 ? 0x00800080 : 0x04000400;
+    u32 carries = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < TEAM_KEYS * PIECES; i += 32) {
+        const uint4 x = ((const uint4 *)v_smem)[i];
+        carries |= ((x.x & exponents) + lowest) | ((x.y & exponents) + lowest) | ((x.z & exponents) + lowest) |
+                   ((x.w & exponents) + lowest);
+    }
+    return __any_sync(0xffffffffu, (carries & 0x80008000) != 0);
+}
+
+/* O += P V by FMAs, for the pairs that see each other: V may hold anything elsewhere. key: the first of V. P travels from
+ * the lane that holds it to the other three of its rows, and moves up by 8 keys a turn. Whole warp. */
+DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4], const u16 *v_smem,
+                            const query_row (&rows)[2], int key) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int at = 0; at < TEAM_KEYS; at++) {
+        const int owner = lane / 4 * 4 + at % 8 / 2;
+        float weight[2];
+        bool sees[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float low, high; /* as rounded as elsewhere */
+            unpack_x2<BF16>(__shfl_sync(0xffffffffu, cvt_x2<BF16>(probs[0][2 * r], probs[0][2 * r + 1]), owner), low,
+                            high);
+            weight[r] = at % 2 ? high : low;
+            sees[r] = rows[r].begin <= key + at && key + at < rows[r].end;
+        }
+#pragma unroll
+        for (int n = 0; n < GROUPS_O; n++) {
+            float v[2];
+            unpack_x2<BF16>(*(const u32 *)(v_smem + (at * PIECES + (n ^ swizzle(at))) * 8 + 2 * (lane % 4)), v[0],
+                            v[1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) o[n][i] = fmaf(weight[i / 2], sees[i / 2] ? v[i % 2] : 0, o[n][i]);
+        }
+        if (at % 8 == 7)
+#pragma unroll
+            for (int n = 1; n < GROUPS_S; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) probs[n - 1][i] = probs[n][i];
+    }
+    __syncwarp(); /* all lanes have read V */
 }
 
 #endif

@@ -337,9 +337,11 @@ static void test_nonfinite(void **state) {
     (void)state;
     enum { LEN_NAN = 70 };
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++)
-        for (int dtype = FA_F16; dtype <= FA_F32 && machine.isa_legal[isa]; dtype++) {
+        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32) && machine.isa_legal[isa]; dtype++) {
             fa_problem p = {.pass = FA_FWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 2, .h_kv = 1, .d = 40, .scale = 0.1};
             p.len_q = p.total_q = 3, p.len_kv = p.total_kv = LEN_NAN + 1, p.window_left = -1;
+            const int32_t used[] = {LEN_NAN + 1};
+            p.cache_rows = 1, p.seqused_k = used;
             tensor all[4];
             fa_view *views[] = {&p.q, &p.k, &p.v, &p.o};
             random_source r = {9};
@@ -354,7 +356,7 @@ static void test_nonfinite(void **state) {
             fa_store_element(p.v.data, 5 * p.d + 7, INFINITY, p.dtype);
             fa_store_element(p.v.data, LEN_NAN * p.d + 9, NAN, p.dtype);
             fa_store_element(p.v.data, (LEN_NAN - 1) * p.d + 8, -INFINITY, p.dtype);
-            run_on((fa_isa)isa, 1, &p, true);
+            assert_true(run_on((fa_isa)isa, 1, &p, true));
             for (int64_t i = 0; i < 6; i++) { /* row i / 2 of len_q sees keys up to LEN_NAN - 2 + i / 2 */
                 for (int64_t t = 0; t < p.d; t++) {
                     double x = fa_load_element(p.o.data, i * p.d + t, p.dtype);
@@ -467,7 +469,7 @@ int main(int argc, char **argv) {
     }
 #if defined(CHECK_CUDA)
     const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16), cmocka_unit_test(test_f16),
-                                            cmocka_unit_test(test_infinite_scores)};
+                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores)};
     return cmocka_run_group_tests(cuda_tests, NULL, NULL);
 #else
     const struct CMUnitTest tests[] = {

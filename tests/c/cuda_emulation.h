@@ -195,6 +195,10 @@ template <bool IS_BF16> static inline u16 cvt_16(float x) { return IS_BF16 ? fa_
 template <bool IS_BF16> static inline u32 cvt_x2(float low, float high) {
     return cvt_16<IS_BF16>(low) | (u32)cvt_16<IS_BF16>(high) << 16;
 }
+template <bool IS_BF16> static inline void unpack_x2(u32 packed, float &low, float &high) {
+    low = IS_BF16 ? fa_f32_from_bf16((u16)packed) : fa_f32_from_f16((u16)packed);
+    high = IS_BF16 ? fa_f32_from_bf16(packed >> 16) : fa_f32_from_f16(packed >> 16);
+}
 
 template <bool IS_BF16> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const int lane = (int)(emulated_thread.x % 32);
