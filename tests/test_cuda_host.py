@@ -516,7 +516,8 @@ x = [torch.randn(1, 70, 2, d, **half) for d in (64, 128, 256)]
 leaves = [y.clone().requires_grad_() for y in x]
 calls = [lambda y=y: flash_attn_func(y, y, y, causal=True) for y in x]
 calls += [lambda y=y, q=q: torch.autograd.grad(flash_attn_func(q, y, y), q, y)[0] for y, q in zip(x, leaves)]
-calls += [lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=300, num_splits=1)]
+seqlens = torch.full((q.shape[0],), 300, dtype=torch.int32, device="cuda")
+calls += [lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=seqlens, num_splits=1)]
 """
 
 # The decode kernel has counters of 2.4 MB, for which nothing is left. Of the other kernels some find room. The driver
