@@ -66,6 +66,16 @@ static tensor tensor_widened(const fa_problem *p, const tensor *t, bool at_end) 
     return wide;
 }
 
+/* Sanitized, cases take eight times as long; what one compiler runs in full, another may run in part (-DFEW_SEEDS). */
+#if defined(FEW_SEEDS)
+#elif defined(__has_feature)
+#define FEW_SEEDS (__has_feature(address_sanitizer) || __has_feature(undefined_behavior_sanitizer))
+#elif defined(__SANITIZE_ADDRESS__)
+#define FEW_SEEDS 1
+#else
+#define FEW_SEEDS 0
+#endif
+
 static void fill_row(const fa_problem *p, fa_view *view, int64_t offset, double amplitude, random_source *r) {
     for (int64_t i = 0; i < p->d; i++) fa_store_element(view->data, offset + i, amplitude * random_normal(r), p->dtype);
 }

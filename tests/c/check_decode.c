@@ -244,7 +244,8 @@ static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
 
 static void check_seeds(fa_dtype dtype) {
     bool good = true;
-    for (uint64_t seed = 0; seed < (IS_CUDA ? 80 : 260); seed++) good = check_case(seed, dtype, false) && good;
+    for (uint64_t seed = 0; seed < (IS_CUDA ? 80 : FEW_SEEDS ? 130 : 260); seed++)
+        good = check_case(seed, dtype, false) && good;
     assert_true(good);
 }
 
@@ -452,7 +453,7 @@ static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
 static void test_infinite_scores(void **state) {
     (void)state;
     bool good = true;
-    for (uint64_t seed = 0; seed < (IS_CUDA ? 40 : 130); seed++)
+    for (uint64_t seed = 0; seed < (IS_CUDA ? 40 : FEW_SEEDS ? 65 : 130); seed++)
         for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
             good = check_infinite_scores(seed, (fa_dtype)dtype) && good;
     assert_true(good);

@@ -139,17 +139,9 @@ static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose
     return good;
 }
 
-#if defined(__has_feature)
-#define SANITIZED (__has_feature(address_sanitizer) || __has_feature(undefined_behavior_sanitizer))
-#elif defined(__SANITIZE_ADDRESS__)
-#define SANITIZED 1
-#else
-#define SANITIZED 0
-#endif
-
 static void check_seeds(fa_pass pass, fa_dtype dtype, uint64_t num_seeds) {
     bool good = true;
-    if (SANITIZED) num_seeds = (num_seeds + 1) / 2; /* they take eight times as long */
+    if (FEW_SEEDS) num_seeds = (num_seeds + 1) / 2;
     if (IS_CUDA && !getenv("ALL_SEEDS")) num_seeds = COUNT(head_dims);
     for (uint64_t seed = 0; seed < num_seeds; seed++) good = check_case(seed, pass, dtype, false) && good;
     assert_true(good);
@@ -511,7 +503,7 @@ static bool check_nonfinite(uint64_t seed, fa_pass pass, fa_dtype dtype, plant k
 /* Masked, padded, windowed or visible: NaN and infinities reach what the reference lets them reach, and nothing else. */
 static void test_nonfinite(void **state) {
     (void)state;
-    const uint64_t first = 5000, num_seeds = IS_CUDA || SANITIZED ? COUNT(head_dims) : 8 * COUNT(head_dims);
+    const uint64_t first = 5000, num_seeds = IS_CUDA || FEW_SEEDS ? COUNT(head_dims) : 8 * COUNT(head_dims);
     bool good = true;
     for (uint64_t seed = first; seed < first + num_seeds; seed++)
         for (int dtype = FA_F16; dtype <= FA_F32; dtype++) {
@@ -524,7 +516,7 @@ static void test_nonfinite(void **state) {
 /* Rows all of whose scores are -inf count as rows that see nothing, and tiles of such scores leave no trace. */
 static void test_infinite_scores(void **state) {
     (void)state;
-    const uint64_t first = 6000, num_seeds = IS_CUDA || SANITIZED ? COUNT(head_dims) : 2 * COUNT(head_dims);
+    const uint64_t first = 6000, num_seeds = IS_CUDA || FEW_SEEDS ? COUNT(head_dims) : 2 * COUNT(head_dims);
     bool good = true;
     for (uint64_t seed = first; seed < first + num_seeds; seed++)
         for (int dtype = FA_F16; dtype <= FA_F32; dtype++) {
