@@ -63,11 +63,14 @@ def attention(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, s
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-def by_pairs(q, k, v, dout, scale, causal, window, softcap, slopes=None, keep=None, dropout_p=0.0, fp32_scores=True):
+def by_pairs(
+    q, k, v, dout, scale, causal, window, softcap, slopes=None, keep=None, dropout_p=0.0, fp32_scores=True, saved=None
+):
     """attention() and its gradients pair by pair, in float64: what a row does not see is left out, not multiplied by 0.
 
-    For inputs that hold infinities and NaN. fp32_scores: scores beyond fp32 in units of log2 are infinite. Returns
-    out, lse, dq, dk, dv. Every element of every pair is a number in memory: for small problems.
+    For inputs that hold infinities and NaN. fp32_scores: scores beyond fp32 in units of log2 are infinite. saved: out
+    as the backward gets it, rounded. Returns out, lse, dq, dk, dv. Every element of every pair is a number in memory:
+    for small problems.
     """
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     (len_q, h, _), (len_kv, h_kv, _) = q.shape, k.shape
@@ -97,7 +100,7 @@ def by_pairs(q, k, v, dout, scale, causal, window, softcap, slopes=None, keep=No
 
     alive = (see & ~blind[..., None])[..., None]
     prob = torch.exp(s - lse[..., None])
-    delta = (dout[:, :, 0] * out).sum(-1, keepdim=True)
+    delta = (dout[:, :, 0] * (out if saved is None else saved.double().transpose(0, 1))).sum(-1, keepdim=True)
     ds = prob * (z * (dout * v).sum(-1) - delta) * (1 - capped * capped)
     dq = scale * (ds[..., None] * k).masked_fill(~alive, 0).sum(2)
     dk = scale * (ds[..., None] * q).masked_fill(~alive, 0).sum(1)
