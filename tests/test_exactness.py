@@ -61,15 +61,9 @@ def cudnn(q, k, v, causal):
 @pytest.mark.parametrize("dtype", ("fp32", *HALF))
 @pytest.mark.parametrize("d", (64, 128))
 def test_out_on_the_cpu(d, dtype, causal, factor):
-    """NOTE: the largest P of the bf16 kernels may lie anywhere below 2^8, where its rounding shows if it dominates. So
-    they are held to two roundings there, of P and of out."""
     q, k, v = inputs(dtype, d, factor, length=512)
     ours = relative_error(flash_attn_func(q, k, v, causal=causal), q, k, v, causal)
-    if dtype == "bf16" and factor > 1:
-        exact = torch.softmax(scores(q, k, causal, torch.float64), dim=-1) @ v[0].transpose(0, 1).double()
-        other = math.sqrt(2) * relative_error(exact.transpose(0, 1)[None].bfloat16(), q, k, v, causal)
-    else:
-        other = relative_error(plain(q, k, v, causal), q, k, v, causal)
+    other = relative_error(plain(q, k, v, causal), q, k, v, causal)
     assert ours <= ALLOWED * other, f"{ours:.3e}, plainly {other:.3e}"
 
 

@@ -105,8 +105,22 @@ INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec refere
 }
 
 /* The maximum of a lane stays what it was until it would grow by a factor of 2^8: P is below 256 instead of 1, and every digit
- * counts as before. So O^T is almost never rescaled. Each lane decides for itself: its bits depend on no other. */
-#define LAZY_MAX 8.0f
+ * counts as before. So O^T is almost never rescaled. Each lane decides for itself: its bits depend on no other.
+ *
+ * bf16: P is rounded for its product with V. The largest P is one and loses nothing, but only under its own maximum. A larger
+ * P loses up to 2^-9 of itself, which shows in O where that key has a large share of the row's sum. There the maximum grows. */
+#define LAZY_MAX    8.0f
+#define LARGE_SHARE 0.25f /* of the sum over earlier keys; measurements.md has its price */
+
+/* Where products run beside vectors, the maximum is guessed. Above this sum over earlier keys the guess hardly ever fails. */
+#define SURE_SUM 8.0f
+
+/* Lanes whose maximum m becomes `high`, the maximum over all keys so far; sum: of P over earlier keys, under m. */
+INLINE vec_mask max_outgrown(vec m, vec high, vec sum) {
+    if (WORD_ELEMS == 1) return vec_lt(vec_add(m, vec_set(LAZY_MAX)), high);
+    const vec far = vec_set(exp2f(LAZY_MAX)), large = vec_max(vec_mul(sum, vec_set(LARGE_SHARE)), vec_set(1.0f));
+    return vec_lt(vec_min(far, large), vec_exp2(vec_min(vec_set(LAZY_MAX + 1), vec_sub(high, m))));
+}
 
 /* bf16: a fused product is exact, the maximum is rounded, and from here on they differ by more than exp2 should see. */
 #define FUSED_SCORES_MAX 0x1p24f
@@ -169,6 +183,18 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
     return x;
 }
 
+/* The highest scores of one vector of lanes, as they are stored. Four chains, for a maximum takes four clocks. */
+INLINE vec highest_score(const softmax_args *a, int64_t lane) {
+    const int64_t lanes = a->lanes;
+    const float *s = a->scores + a->begin * lanes + lane;
+    vec high[4] = {vec_set(-INFINITY), vec_set(-INFINITY), vec_set(-INFINITY), vec_set(-INFINITY)};
+    int64_t key = a->begin;
+    for (; key + 4 <= a->end; key += 4, s += 4 * lanes)
+        UNROLL for (int i = 0; i < 4; i++) high[i] = vec_max(vec_load(s + i * lanes), high[i]);
+    for (; key < a->end; key++, s += lanes) high[0] = vec_max(vec_load(s), high[0]);
+    return vec_max(vec_max(high[0], high[1]), vec_max(high[2], high[3]));
+}
+
 /* One vector of lanes of the scores, times scale and rounded like the maxima. */
 OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
     for (int64_t key = a->begin; key < a->end; key++) {
@@ -180,26 +206,24 @@ OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
 /* Scores become P. row_max goes from the old maximum to the new one, row_sum to the sum over all keys so far, and alpha
  * is the factor that the old accumulators need: 1 where there was no key yet, for they are zero.
  *
- * Where products run beside vectors and the scores are not adjusted, the maxima are not known: they are found in the same pass, on the guess that none outgrows LAZY_MAX; after the
- * first block hardly one does, and then the pass is repeated. */
+ * Where products run beside vectors and the scores are not adjusted, the maxima are not known. They are found in the same
+ * pass, on the guess that no row outgrows its maximum. The pass is repeated where one did. Rows of a small sum outgrow
+ * theirs often: there the maxima are found first. */
 INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
     const bool KNOWN = SCALED || !PRODUCT_OVERLAPS;
-    const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), slack = vec_set(LAZY_MAX);
+    const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), sure_sum = vec_set(SURE_SUM);
     const vec fused_max = vec_set(FUSED_SCORES_MAX), one = vec_set(1.0f);
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
-        const vec old = vec_load(a->row_max + lane);
+        const vec old = vec_load(a->row_max + lane), sum = vec_load(a->row_sum + lane);
         vec m = old, reference, scale = vec_set(a->scale);
         bool scaled = SCALED || WORD_ELEMS == 1;
         softmax_sums x;
         if (KNOWN) {
             m = vec_load(a->new_max + lane);
-            m = vec_select(vec_lt(vec_add(old, slack), m), m, old);
-        } else if (mask_any(vec_le(old, lowest))) { /* no guess yet */
-            vec high = lowest;
-            for (int64_t key = a->begin; key < a->end; key++)
-                high = vec_max(vec_load(a->scores + key * a->lanes + lane), high);
-            m = vec_max(vec_mul(high, scale), old);
-            m = vec_select(vec_lt(vec_add(old, slack), m), m, old);
+            m = vec_select(max_outgrown(old, m, sum), m, old);
+        } else if (mask_any(vec_le(old, lowest)) || (WORD_ELEMS == 2 && mask_any(vec_lt(sum, sure_sum)))) {
+            m = vec_max(vec_mul(highest_score(a, lane), scale), old);
+            m = vec_select(max_outgrown(old, m, sum), m, old);
         }
         for (;;) {
             reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
@@ -211,7 +235,7 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
             x = softmax_lanes(a, SCALED, DROPS, lane, scale, reference);
             if (KNOWN) break;
             const vec high = vec_mul(x.highest, scale);
-            const vec_mask grown = vec_lt(vec_add(m, slack), high);
+            const vec_mask grown = max_outgrown(m, high, sum);
             if (!mask_any(grown)) break;
             m = vec_select(grown, high, m);
         }
@@ -219,7 +243,7 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
         rescale = vec_select(vec_le(old, lowest), one, rescale); /* of nothing */
         vec_store(a->alpha + lane, rescale);
         vec_store(a->row_max + lane, m);
-        vec_store(a->row_sum + lane, vec_fma(vec_load(a->row_sum + lane), rescale, vec_add(x.sum_even, x.sum_odd)));
+        vec_store(a->row_sum + lane, vec_fma(sum, rescale, vec_add(x.sum_even, x.sum_odd)));
     }
 }
 
