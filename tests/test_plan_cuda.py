@@ -1,4 +1,4 @@
-"""The choice of a CUDA kernel, without a GPU: a C program links plan_cuda.c and prints what it chooses."""
+"""The choice of a CUDA kernel, without a GPU: a C program links csrc/plan and prints what it chooses."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
 # Each argument sets one number of a problem that otherwise fits: name=value.
 PROGRAM = r"""
-#include "plan_cuda.h"
+#include "plan/gpu.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -87,24 +87,8 @@ int main(int argc, char **argv) {
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
-    sources = (
-        "plan_cuda",
-        "plan_cuda_fwd",
-        "plan_cuda_bwd",
-        "plan_cuda_order",
-        "plan_cuda_decode",
-        "plan_cuda_any",
-        "kernels",
-        "kernel_table",
-        "kernel_source",
-        "kernel_cache",
-        "cache_files",
-        "environment",
-        "cuda_driver",
-        "torch_abi",
-    )
-    files = [CSRC / f"{name}.c" for name in sources]
-    command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-ldl", "-lpthread"]
+    files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c"]
+    command = [GCC, "-std=c11", "-I", CSRC, folder / "main.c", *files]
     subprocess.run([*command, "-o", folder / "plan"], check=True)
 
     def plan(**numbers):

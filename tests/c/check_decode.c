@@ -28,12 +28,6 @@ static fa_machine machine;
 #include "cuda_device.h"
 #else
 #define IS_CUDA false
-/* plan.c's other branch, which no problem here takes. */
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
-    (void)p, (void)m, (void)plan;
-    return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
-}
 #endif
 
 /* ---- cases ----------------------------------------------------------------------------------------------------- */
@@ -110,10 +104,9 @@ static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
-    fa_error err = {""};
     lowered.isa = isa;
     lowered.threads = pool_threads = threads;
-    if (fa_plan_make(p, &lowered, &plan, &err)) fail_msg("fa_plan_make: %s", err.text);
+    fa_plan_cpu(p, &lowered, &plan);
     assert_true(plan.num_decodes == (isa == FA_ISA_REFERENCE || fa_is_idle(p) ? 0 : fa_num_decodes(p)));
     if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
@@ -324,10 +317,9 @@ static void test_mixed_threads(void **state) {
     p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
     fa_machine eight = machine;
     fa_plan plan;
-    fa_error err = {""};
     eight.threads = 8;
     if (eight.isa == FA_ISA_REFERENCE) return;
-    assert_int_equal(fa_plan_make(&p, &eight, &plan, &err), FA_OK);
+    fa_plan_cpu(&p, &eight, &plan);
     assert_int_equal(plan.num_decodes, 1);
     assert_int_equal(plan.threads, 1);
     assert_int_equal(plan.decode_threads, 8);
@@ -400,9 +392,8 @@ static void test_failing_pool(void **state) {
             for (int64_t i = 0; i < p.h * p.len_q; i++) p.lse.data[i] = 8;
             fa_machine lowered = machine;
             fa_plan plan;
-            fa_error err = {""};
             lowered.isa = (fa_isa)isa, lowered.threads = pool_threads = 3;
-            assert_int_equal(fa_plan_make(&p, &lowered, &plan, &err), FA_OK);
+            fa_plan_cpu(&p, &lowered, &plan);
             assert_true(notices_a_failing_pool(&p, &plan, guarded_alloc(plan.workspace_bytes, 64, true)));
             guarded_free_all();
         }

@@ -1,0 +1,21 @@
+/* What the planners of the GPU ask of a problem and note in a plan. */
+#ifndef FA_PLAN_GPU_PROBLEM_H
+#define FA_PLAN_GPU_PROBLEM_H
+
+#include "flash_attn.h"
+
+/* A planner's first lines: each condition with the reason why the kernel cannot serve the problem. */
+#define NEEDS(condition, reason)         \
+    do {                                 \
+        if (!(condition)) return reason; \
+    } while (0)
+
+/* The features of kernel_table.h that the problem asks for, its dtype among them. */
+unsigned fa_cuda_features(const fa_problem *problem);
+
+void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
+
+/* Can TMA walk over the tensor? It steps by 16 bytes. num_rows: of all sequences; packed: their rows lie in one row. */
+bool fa_suits_tma(const fa_problem *problem, const fa_view *tensor, int64_t num_rows, int64_t num_heads, bool packed);
+
+#endif
