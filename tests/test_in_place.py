@@ -191,6 +191,10 @@ def test_what_is_written_shares_no_memory():
             raw.fwd(q, k, v, x, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
     there = raw.fwd(q.clone(), k, v, (held := q.clone()), None, 0.0, 0.25, False, -1, -1, 0.0, False, None)[0]
     assert there.data_ptr() == held.data_ptr() and torch.equal(there, out)
+    held = q.clone()
+    for x, given in ((held, held.view(1, 2, 40, 16).transpose(1, 2)), (held[:, :1].expand_as(q), held)):
+        with pytest.raises(RuntimeError, match="out is written and must not share memory with q, unless it has q's"):
+            raw.fwd(x, k, v, given, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     options = (None, 0.0, 0.25, False, -1, -1, 0.0, True, None, None)
     for given, said in (

@@ -185,6 +185,8 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(fabs(c->softmax_scale) <= 1e30, "softmax_scale must be between -1e30 and 1e30; it is %g", c->softmax_scale);
     REQUIRE(c->softcap <= 0 || (c->softcap >= 1e-30 && c->softcap <= 1e30),
             "softcap must be off (0 or less) or between 1e-30 and 1e30; it is %g", c->softcap);
+    REQUIRE(c->softcap <= 0 || fabs(c->softmax_scale) <= 1e30 * c->softcap,
+            "softmax_scale must be at most 1e30 times softcap; it is %g, softcap is %g", c->softmax_scale, c->softcap);
     p->scale = c->default_scale ? pow((double)p->d, -0.5) : c->softmax_scale;
     p->softcap = c->softcap > 0 ? c->softcap : 0;
 
@@ -270,8 +272,14 @@ static fa_status check_storages(const fa_call *c, fa_error *err) {
     return FA_OK;
 }
 
+static bool same_strides(const fa_tensor *x, const fa_tensor *y) {
+    for (int64_t i = 0; i < x->ndim; i++)
+        if (x->size[i] > 1 && x->stride[i] != y->stride[i]) return false;
+    return true;
+}
+
 /* What one part of the call writes, another would read, or write over. One cache for keys and values is right where both
- * get the same. Each row of q is read before its row of out is written, so out may lie there. */
+ * get the same. Each row of q is read before its row of out is written, so out may lie there, row upon row. */
 static fa_status check_apart(const fa_call *c, fa_error *err) {
     const fa_tensor *written[MAX_WRITTEN];
     const fa_tensor *read[] = {&c->k, &c->v, &c->q, &c->out, &c->dout};
@@ -286,6 +294,8 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
                         written[i] == &c->v,
                     "%s is written and must not share memory with %s, which is read", written[i]->name, read[j]->name);
     }
+    REQUIRE(backward || !share_memory(&c->out, &c->q) || same_strides(&c->out, &c->q),
+            "out is written and must not share memory with q, unless it has q's strides");
     return FA_OK;
 }
 
