@@ -4,6 +4,7 @@
 #include "launch.h"
 #include "launchers.h"
 #include "plan/gpu_decode.h"
+#include "plan/gpu_problem.h"
 #include "slots.h"
 
 #include <limits.h>
@@ -57,7 +58,7 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .table_stride = p->block_table_stride,
         .page_size = (int)p->page_size,
         .num_pages = (int)p->num_pages,
-        .changes_scores = p->softcap > 0 || p->alibi_slopes || !(p->scale > 0),
+        .changes_scores = fa_changes_scores(p),
         .score_scale = scale,
         .softcap = (float)p->softcap,
         .window_left = fa_clamp_window(p->window_left),

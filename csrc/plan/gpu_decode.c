@@ -91,6 +91,7 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
     NEEDS(p->dropout_p == 0 && !p->s_dmask, "it has no dropout");
     NEEDS(has_cache || (rows <= MANY_ROWS && p->len_kv >= MANY_KEYS), "it is for few queries over many keys");
     NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");

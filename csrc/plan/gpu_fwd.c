@@ -23,6 +23,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
     NEEDS(!p->paged, "it reads no block_table");
     NEEDS(!p->leftpad_k && !p->cache_batch_idx && !p->k_new.data && !p->rotary_cos && (!p->seqused_k || packed),
           "it reads no KV cache");

@@ -3,13 +3,15 @@
 
 #include "kernel_table.h"
 
+bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !(p->scale >= 1e-37); }
+
 unsigned fa_cuda_features(const fa_problem *p) {
     const bool windowed = p->window_left >= 0 || p->window_right >= 0;
     const bool is_causal = p->window_left < 0 && p->window_right == 0;
     return (is_causal  ? FA_CAUSAL
             : windowed ? FA_LOCAL
                        : 0u) |
-           (p->cu_seqlens_q ? FA_VARLEN : 0u) | (p->softcap > 0 || p->alibi_slopes || !(p->scale > 0) ? FA_SCORE : 0u) |
+           (p->cu_seqlens_q ? FA_VARLEN : 0u) | (fa_changes_scores(p) ? FA_SCORE : 0u) |
            (p->dropout_p > 0 ? FA_DROPOUT : 0u) | fa_dtype_feature(p->dtype);
 }
 

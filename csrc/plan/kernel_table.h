@@ -10,7 +10,7 @@ enum {
     FA_CAUSAL = 1,   /* right window 0, no left window */
     FA_LOCAL = 2,    /* any other window */
     FA_VARLEN = 4,   /* packed sequences */
-    FA_SCORE = 8,    /* softcap, ALiBi, or a scale that is not positive */
+    FA_SCORE = 8,    /* softcap, ALiBi, or a scale that is not positive, or no normal float */
     FA_DROPOUT = 16, /* of p */
     FA_ALL_FEATURES = 31,
     FA_IN_BF16 = 32, /* the dtype; fp16 with neither bit */

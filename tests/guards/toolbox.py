@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
 # How setup.py compiles, with every warning an error.
-C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-I", str(CSRC)]
 
 DEBIAN_PACKAGE = {
     "gcc": "gcc",
