@@ -205,6 +205,11 @@ def test_what_is_written_shares_no_memory():
     ):
         with pytest.raises(RuntimeError, match=said):
             raw.bwd(out, q, k, v, out, lse, *given, *options)
+    dout = torch.empty_like(q)
+    with pytest.raises(RuntimeError, match="dk is written and must not share memory with dout, which is read"):
+        raw.bwd(dout, q, k, v, out, lse, dq, dout, dv, *options)
+    with pytest.raises(RuntimeError, match="dq is written and must not overlap itself"):
+        raw.bwd(dout, q, k, v, out, lse, dq[:, :, :1].expand_as(q), dk, dv, *options)
 
 
 def test_one_cache_for_keys_and_values():
