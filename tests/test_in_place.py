@@ -212,6 +212,18 @@ def test_what_is_written_shares_no_memory():
         raw.bwd(dout, q, k, v, out, lse, dq[:, :, :1].expand_as(q), dk, dv, *options)
 
 
+def test_what_is_appended_does_not_begin_with_the_cache():
+    caches = [torch.randn(1, 8, 2, 16) for _ in range(2)]
+    q, k, v = (torch.randn(1, 1, 2, 16) for _ in range(3))
+    for name, given in (
+        ("k", (q, *caches, caches[0][:, :1], v)),
+        ("v", (q, *caches, k, caches[1][:, :1])),
+        ("q", (caches[1][:, :1], *caches, k, v)),
+    ):
+        with pytest.raises(RuntimeError, match=f"the caches are written and must not share memory with {name}, which"):
+            flash_attn_with_kvcache(*given, cache_seqlens=3)
+
+
 def test_one_cache_for_keys_and_values():
     """Right where both get the same, and where nothing is written."""
     cache, new = torch.randn(1, 40, 2, 16), torch.randn(1, 3, 2, 16)

@@ -294,6 +294,10 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
                         written[i] == &c->v,
                     "%s is written and must not share memory with %s, which is read", written[i]->name, read[j]->name);
     }
+    const fa_tensor *appended[] = {&c->k_new, &c->v_new, &c->q};
+    for (int j = 0; j < 3 && !backward && present(&c->k_new); j++)
+        REQUIRE(!share_memory(appended[j], &c->k) && !share_memory(appended[j], &c->v),
+                "the caches are written and must not share memory with %s, which is read", appended[j]->name);
     REQUIRE(backward || !share_memory(&c->out, &c->q) || same_strides(&c->out, &c->q),
             "out is written and must not share memory with q, unless it has q's strides");
     return FA_OK;
