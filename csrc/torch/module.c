@@ -21,8 +21,7 @@
 #include "torch_abi.h"
 
 static PyMethodDef *const functions[] = {
-    fa_positional_functions, fa_direct_functions,  fa_failure_functions,
-    fa_plan_functions,       fa_machine_functions, fa_kernel_functions,
+    fa_positional_functions, fa_direct_functions, fa_failure_functions, fa_plan_functions, fa_machine_functions,
 };
 
 /* Variables that are read once. */
@@ -51,11 +50,12 @@ static int exec_module(PyObject *module) {
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)exec_module}, {0, NULL}};
 
+/* The functions about GPU kernels are there before exec_module runs: a build calls them without torch. */
 static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
                                  "flash_attn_2_cuda",
                                  "Attention ops of flash_attn for CPU and CUDA tensors.",
                                  0,
-                                 NULL,
+                                 fa_kernel_functions,
                                  module_slots,
                                  NULL,
                                  NULL,
