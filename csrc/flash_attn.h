@@ -149,25 +149,47 @@ typedef struct {
     const char *kernel, *reason; /* text that lives as long as the program */
 } fa_ruled_out;
 
+/* The part of a plan for the CPU. */
+typedef struct {
+    fa_isa isa;
+    int tiles_per_task;  /* query tiles that share one packed block of keys */
+    int threads;         /* workers used, at most the machine's */
+    int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
+    int decode_threads;  /* of the decode kernel, where it has work */
+} fa_cpu_plan;
+
+/* A launch of the decode kernel on a GPU. Without clusters, groups of `lanes` CTAs read neighbouring heads side by side. */
+typedef struct {
+    int row;    /* of cuda/tiles.def; -1: there is no such launch */
+    int lanes;  /* a divisor of the key heads */
+    int groups; /* of lanes; with clusters: clusters of each key head */
+} fa_decode_launch;
+
+/* The part of a plan for a GPU. */
+typedef struct {
+    int family, row;   /* the kernel's text, its row of cuda/tiles.def, */
+    unsigned features; /* and what it must be able to do (plan/kernel_table.h) */
+    int num_ctas;      /* forward on Hopper: CTAs of the launch, each of which takes one work tile after the other */
+    bool is_dynamic;   /* forward on Hopper: CTAs take their next work tile from a counter */
+    int group_heads;   /* heads walked together: query heads of a forward, key heads of a backward; 0: not said */
+    bool any_order;    /* Hopper's backward: key tiles add to dQ as they come, not in the order of the keys; */
+    bool converts;     /* a warp of its own makes dQ of the sums */
+    int cluster;      /* decode: CTAs that share the keys of a head and hand each other their sums; 0: through memory */
+    int num_clusters; /* decode: at most, of one launch */
+    /* Decode: a launch for all sequences. Where packed sequences have few rows beside others that have many, those of few
+     * rows have a launch of their own, with the lowest tile, before it. */
+    fa_decode_launch decode, decode_low;
+} fa_gpu_plan;
+
 typedef struct {
     fa_pass pass;
     fa_device device;
-    fa_isa isa;
     char kernel[FA_KERNEL_NAME_BYTES]; /* operator, instruction set, row: attn_fwd_avx512_bf16_d64_q64kv128 */
     int block_q, block_kv;             /* rows and keys of one tile */
-    int tiles_per_task;                /* query tiles that share one packed block of keys */
-    int threads;                       /* workers used, at most the machine's */
     int num_splits;                    /* key ranges of the backward (or of a decode) that are summed in order */
-    int cluster; /* CTAs of a GPU that share the keys of a head and hand each other their sums; 0: through memory */
-    int num_clusters;    /* at most, of one launch */
-    int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
-    int decode_threads;  /* of the decode kernel, where it has work */
     size_t workspace_bytes;
-    bool any_order;            /* Hopper's backward: key tiles add to dQ as they come, not in the order of the keys; */
-    bool converts;             /* a warp of its own makes dQ of the sums; */
-    int group_heads;           /* key heads that are walked together */
-    int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
-    unsigned cuda_features;    /* and what it must be able to do (plan/kernel_table.h) */
+    fa_cpu_plan cpu; /* of the two parts, the device's */
+    fa_gpu_plan gpu;
     int num_ruled_out;
     fa_ruled_out ruled_out[FA_MAX_RULED_OUT];
 } fa_plan;

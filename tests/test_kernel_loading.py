@@ -237,7 +237,7 @@ static void static_shared_memory(void) {
 
 static fa_status launch_one(fa_variant variant) {
     const fa_problem problem = {.b = 1};
-    const fa_plan plan = {.cuda_row = 0};
+    const fa_plan plan = {.gpu = {.row = 0}};
     const fa_cuda_call call = {.problem = &problem, .plan = &plan, .gpu = &gpus[0], .driver = &driver};
     const int parameters = 0;
     return fa_cuda_launch(&call, variant, (fa_launch){1, 1, 1, .threads = 32}, &parameters, &err);
@@ -335,7 +335,7 @@ static void race(void) {
 }
 
 static int slot(int capture, uintptr_t stream) {
-    const fa_plan plan = {.cuda_row = 0};
+    const fa_plan plan = {.gpu = {.row = 0}};
     const fa_cuda_call call = {.plan = &plan, .driver = &driver, .stream = (CUstream)stream};
     state.capturing = capture;
     return fa_cuda_slot(&call, 2048);
@@ -363,7 +363,7 @@ static void slots(void) {
 /* The row that takes what nobody wants is shorter than all heads: nobody fills it. Without memory there is none. */
 static void spare_row(void) {
     fa_problem p = {.pass = FA_FWD, .h = 8, .b = 1, .d = 64, .total_q = 30000, .len_q = 30000, .dtype = FA_BF16};
-    const fa_plan plan = {.cuda_family = FA_FWD_SM90};
+    const fa_plan plan = {.gpu = {.family = FA_FWD_SM90}};
     p.lse.stride_h = 30000;
     state.fails_at = LOAD, state.with = CUDA_ERROR_OUT_OF_MEMORY, state.times = 1;
     CHECK(fa_cuda_spare_lse(&p, &plan, &err) == FA_OK && !p.lse.data && p.lse.stride_h == 30000);

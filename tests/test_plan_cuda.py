@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
     static const int32_t offsets[3];
     static const float slopes[1];
     int64_t d = 128, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
-    bool prints_order = false;
+    bool prints_order = false, prints_launch = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
                     .scale = 0.1, .window_left = -1, .window_right = -1};
@@ -57,6 +57,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
         if (strncmp(name, "ordered=", 8) == 0) p.deterministic = true;
         if (strncmp(name, "order=", 6) == 0) prints_order = true;
+        if (strncmp(name, "launch=", 7) == 0) prints_launch = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
@@ -74,9 +75,13 @@ int main(int argc, char **argv) {
     fa_plan plan;
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
-    if (prints_order) return printf("%d %d %d", plan.any_order, plan.converts, plan.group_heads), 0;
+    if (prints_launch)
+        return printf("%d %d %d | %d %d | %d %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
+                      plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
+                      plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups), 0;
+    if (prints_order) return printf("%d %d %d", plan.gpu.any_order, plan.gpu.converts, plan.gpu.group_heads), 0;
     printf("%s %d %d %zu %d %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.num_splits,
-           plan.cluster);
+           plan.gpu.cluster);
     for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
     return 0;
 }
@@ -299,6 +304,51 @@ def test_few_queries_and_caches(plan, numbers, kernel):
 )
 def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
     assert plan(**numbers).startswith(f"attn_{kernel}_")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "group_heads", "is_dynamic", "ctas"),
+    [
+        ({}, 8, 0, 64),  # all heads; 8 tiles of each
+        ({"b": 32}, 64, 1, 132),  # 32 key heads of 512 KiB are 16 MiB
+        ({"b": 32, "h_kv": 4}, 32, 1, 132),
+        ({"b": 1, "h": 16, "h_kv": 16, "len_q": 8192, "len_kv": 8192}, 8, 1, 132),  # of 4 MiB, fewer than 16: 32 MiB
+        ({"b": 1, "h": 16, "h_kv": 16, "len_q": 131072, "len_kv": 131072}, 1, 1, 132),
+        ({"b": 512, "len_q": 100, "len_kv": 256}, 256, 0, 132),  # one short tile each
+        ({"b": 512, "len_q": 100, "len_kv": 257}, 128, 1, 132),
+        ({"b": 512, "len_q": 100, "len_kv": 256, "packed": 1}, 256, 1, 132),
+        ({"b": 0}, 0, 0, 0),
+        ({"sms": 16}, 8, 1, 16),
+    ],
+    ids=str,
+)
+def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
+    said = plan(**{"sms": 132, "launch": 1} | numbers).split(" | ")[0]
+    assert said == f"{group_heads} {is_dynamic} {ctas}"
+
+
+@pytest.mark.parametrize("sms", [1, 20, 78, 132, 144])
+@pytest.mark.parametrize("h_kv", [1, 2, 6, 8, 17, 32, 132])
+def test_lanes_of_a_decode(plan, sms, h_kv):
+    """The most lanes that divide the heads and leave at most one CTA in 32 over; two CTAs of the kernel fit an SM."""
+    said = plan(sms=sms, launch=1, len_q=1, h=h_kv, h_kv=h_kv, splits=1, len_kv=4096).split(" | ")[1]
+    ctas = 2 * sms
+    lanes = max(n for n in range(1, h_kv + 1) if h_kv % n == 0 and n <= ctas and ctas % n * 32 <= ctas)
+    assert said == f"{lanes} {ctas // lanes}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "launches"),
+    [({}, 1), ({"len_q": 40}, 2), ({"len_q": 40, "b": 1}, 1), ({"len_q": 40, "packed": 0}, 1), ({"d": 256}, 1)],
+    ids=str,
+)
+def test_launches_of_a_decode(plan, numbers, launches):
+    """Packed sequences of few rows have a launch of their own where others have more rows than the highest tile."""
+    given = {"sms": 132, "launch": 1, "len_q": 1, "pages": 1, "packed": 1} | numbers
+    if not given["packed"]:
+        del given["packed"]
+    second = plan(**given).split(" | ")[2].split()
+    assert second[0] == str(launches - 1) and (second[1] == "0") == (launches == 1)
 
 
 @pytest.mark.parametrize("name", ["k_batch", "v_batch"])

@@ -216,28 +216,28 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
 
 static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
-    const int shares = fa_bwd_shares(p, plan->num_splits, plan->threads);
+    const int shares = fa_bwd_shares(p, plan->num_splits, plan->cpu.threads);
     int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, shares, tasks);
     fa_task_list list = {tasks, num_tasks, 0};
-    if (plan->threads > 1) fa_sort_tasks(tasks, num_tasks);
+    if (plan->cpu.threads > 1) fa_sort_tasks(tasks, num_tasks);
 
     bwd_job job = {.p = p,
-                   .layout = fa_bwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task,
+                   .layout = fa_bwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->cpu.tiles_per_task,
                                               plan->num_splits, shares),
                    .list = &list,
-                   .threads = plan->threads,
+                   .threads = plan->cpu.threads,
                    .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
                    .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
                    .softcap = (float)(p->softcap * LOG2_E),
                    .kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f,
                    .drops = p->dropout_p > 0 && p->keep_max < 255};
-    job.slabs = (float *)(job.scratch + (size_t)plan->threads * job.layout.scratch_bytes);
+    job.slabs = (float *)(job.scratch + (size_t)plan->cpu.threads * job.layout.scratch_bytes);
     void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
                                                        p->dq.data && shares > 1 ? bwd_sum_slabs : NULL};
     for (int i = 0; i < 3 && steps[i]; i++) {
-        if (plan->threads == 1)
+        if (plan->cpu.threads == 1)
             steps[i](0, 1, &job); /* too little to wake anybody */
-        else if (!pool->parallel_for(plan->threads, steps[i], &job))
+        else if (!pool->parallel_for(plan->cpu.threads, steps[i], &job))
             return false;
     }
     return true;

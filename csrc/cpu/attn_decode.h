@@ -237,9 +237,9 @@ static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
                       .partial_floats = fa_decode_partial_floats(p),
                       .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
                       .softcap = (float)(p->softcap * LOG2_E)};
-    job.heads_per_task = fa_decode_heads_per_task(p, job.num_partials, plan->decode_threads);
+    job.heads_per_task = fa_decode_heads_per_task(p, job.num_partials, plan->cpu.decode_threads);
     const int64_t num_tasks = job.num_partials * ((p->h_kv + job.heads_per_task - 1) / job.heads_per_task);
-    if (plan->decode_threads > 1)
+    if (plan->cpu.decode_threads > 1)
         return pool->parallel_for(num_tasks, run_decode_tasks, &job) &&
                pool->parallel_for(p->b * p->h, run_combine_tasks, &job);
     run_decode_tasks(0, num_tasks, &job);

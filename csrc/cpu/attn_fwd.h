@@ -437,19 +437,19 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
-    int64_t num_tasks = fa_fwd_tasks(p, plan->block_q, plan->tiles_per_task, tasks);
+    int64_t num_tasks = fa_fwd_tasks(p, plan->block_q, plan->cpu.tiles_per_task, tasks);
     fa_task_list list = {tasks, num_tasks, 0};
-    if (plan->threads > 1) fa_sort_tasks(tasks, num_tasks);
+    if (plan->cpu.threads > 1) fa_sort_tasks(tasks, num_tasks);
 
-    fwd_job job = {
-        .p = p,
-        .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->tiles_per_task, SCORE_BUFFERS),
-        .list = &list,
-        .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
-        .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
-        .softcap = (float)(p->softcap * LOG2_E),
-        .drops = p->dropout_p > 0 && p->keep_max < 255};
-    if (plan->threads > 1) return pool->parallel_for(plan->threads, run_workers, &job);
+    fwd_job job = {.p = p,
+                   .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->cpu.tiles_per_task,
+                                              SCORE_BUFFERS),
+                   .list = &list,
+                   .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
+                   .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
+                   .softcap = (float)(p->softcap * LOG2_E),
+                   .drops = p->dropout_p > 0 && p->keep_max < 255};
+    if (plan->cpu.threads > 1) return pool->parallel_for(plan->cpu.threads, run_workers, &job);
     run_workers(0, 1, &job); /* too little to wake anybody */
     return true;
 }

@@ -10,7 +10,7 @@
 #include "sequence.h"
 
 bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
-    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, problem->dtype);
+    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, problem->dtype);
     fa_problem p = *problem;
     if (p.pass == FA_BWD) return kernels->bwd(&p, plan, workspace, pool);
     if (p.k_new.data || p.rotary_cos) {
@@ -20,8 +20,8 @@ bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
     }
     if (p.h == 0) return true; /* and groups of no heads to divide by */
     char *scratch = (char *)workspace + fa_rotated_q_bytes(problem);
-    if (plan->num_decodes > 0 && !kernels->decode(&p, plan, scratch, pool)) return false;
-    if (plan->num_decodes < p.b && !kernels->fwd(&p, plan, scratch, pool)) return false;
+    if (plan->cpu.num_decodes > 0 && !kernels->decode(&p, plan, scratch, pool)) return false;
+    if (plan->cpu.num_decodes < p.b && !kernels->fwd(&p, plan, scratch, pool)) return false;
     return !p.s_dmask || fa_reference_s_dmask(&p, pool);
 }
 

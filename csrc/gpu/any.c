@@ -11,7 +11,7 @@ static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
 
 fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const int row = call->plan->cuda_row, block_q = call->plan->block_q;
+    const int row = call->plan->gpu.row, block_q = call->plan->block_q;
     const bool packed = p->cu_seqlens_q != NULL;
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
@@ -29,7 +29,7 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
 fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
     enum { DELTA_ROWS = 4 };
     const fa_problem *p = call->problem;
-    const int first = call->plan->cuda_row, num_rows = fa_families[FA_BWD_ANY].num_rows;
+    const int first = call->plan->gpu.row, num_rows = fa_families[FA_BWD_ANY].num_rows;
     const bool packed = p->cu_seqlens_q != NULL;
     const bool is_wanted[] = {p->dq.data, p->dk.data, p->dv.data, p->dk.data || p->dv.data};
     fa_cuda_problem a = fa_cuda_problem_of(call);

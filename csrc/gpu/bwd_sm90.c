@@ -11,7 +11,7 @@
 enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 
 /* CTAs that share a tile's keys: those of a cluster. */
-static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->cuda_family == FA_BWD_WIDE_SM90 ? 2 : 1; }
+static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->gpu.family == FA_BWD_WIDE_SM90 ? 2 : 1; }
 
 static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
     return (fa_bwd_tensor){t->data, packed ? 0 : t->stride_b, t->stride_row, t->stride_h};
@@ -22,7 +22,7 @@ static fa_bwd_row_stats stats_of(const fa_row_stats *t, bool packed) {
 
 static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
-    const unsigned features = call->plan->cuda_features;
+    const unsigned features = call->plan->gpu.features;
     const bool packed = features & FA_VARLEN;
     const int64_t block_kv = call->plan->block_kv;
     char *workspace = call->workspace;
@@ -46,7 +46,8 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->num_kv_tiles = (int)((p->len_kv + block_kv - 1) / block_kv);
     a->num_whole = (int)(w->num_tiles - w->num_cut), a->num_cut = (int)w->num_cut, a->pieces = (int)w->pieces;
     a->num_tiles = (int)(a->num_whole + w->num_cut * w->pieces);
-    a->in_order = !call->plan->any_order, a->converts = call->plan->converts, a->group_heads = call->plan->group_heads;
+    a->in_order = !call->plan->gpu.any_order, a->converts = call->plan->gpu.converts,
+    a->group_heads = call->plan->gpu.group_heads;
 
     const float scale = (float)p->scale;
     a->scale_log2 = (features & FA_SCORE ? 1 : scale) * FA_LOG2_E;
@@ -70,7 +71,7 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_q, &a->dout, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a->k, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a->v, err);
-    if (call->plan->cuda_family != FA_BWD_SM90) return status;
+    if (call->plan->gpu.family != FA_BWD_SM90) return status;
     const fa_box box = {16, 64, packed};
     if (status == FA_OK && p->dq.data) status = fa_cuda_map(call, &p->dq, rows_q, p->h, box, &a->dq_rows, err);
     if (status == FA_OK && p->dk.data) status = fa_cuda_map(call, &p->dk, rows_kv, p->h_kv, box_kv, &a->dk_tiles, err);
@@ -90,8 +91,8 @@ static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, 
 
 fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const fa_family_id family = (fa_family_id)call->plan->cuda_family;
-    const int row = call->plan->cuda_row;
+    const fa_family_id family = (fa_family_id)call->plan->gpu.family;
+    const int row = call->plan->gpu.row;
     const fa_bwd_sm90_columns *tile = fa_bwd_sm90_row(family, row);
     const bool is_wide = family == FA_BWD_WIDE_SM90;
     const int64_t sms = call->gpu->num_sms;

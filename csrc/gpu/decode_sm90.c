@@ -80,27 +80,6 @@ static void add_append(const fa_problem *p, fa_attn_decode_params *a) {
     a->rotary_interleaved = p->rotary_interleaved, a->rotary_q_by_row = p->rotary_q_by_row;
 }
 
-/* As many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads side by side: as many lanes
- * as leave at most one CTA in 32 over. Batch 16, cache 2048, 32 key heads: 8 lanes 183 us, 32 lanes 177
- * (cuda/measurements/decode.md). */
-static void choose_lanes(fa_attn_decode_params *a, int most_ctas) {
-    for (int lanes = 1; lanes <= a->h_kv && lanes <= most_ctas; lanes++)
-        if (a->h_kv % lanes == 0 && most_ctas % lanes * 32 <= most_ctas) a->lanes = lanes;
-    a->groups = most_ctas / a->lanes;
-    a->head_blocks = a->h_kv / a->lanes;
-    a->by_groups = division_by((unsigned)a->groups);
-    a->by_head_blocks = division_by((unsigned)a->head_blocks);
-    a->by_heads_per_kv = division_by((unsigned)a->heads_per_kv);
-    a->by_page_size = division_by(a->block_table ? (unsigned)a->page_size : 1);
-}
-
-/* The same number of clusters for every head. */
-static void share_clusters(fa_attn_decode_params *a, const fa_plan *plan) {
-    while (1 << a->cluster_bits < plan->cluster) a->cluster_bits++;
-    a->groups = plan->num_clusters / a->h_kv;
-    a->by_groups = division_by((unsigned)a->groups);
-}
-
 /* The counters of the parts that have come: the kernel's own, which come back to zero by themselves; where there are too
  * many of them, or no slot is left, counters in the workspace. */
 static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout *at, fa_attn_decode_params *a,
@@ -114,21 +93,21 @@ static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout 
         "clearing the counters of a decode", err);
 }
 
-/* The one of the lowest tile for the same head dimension. */
-static int lowest_row(int row) {
-    while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
-    return row;
-}
-
-/* With the kernel of one row of tiles.def. */
-static fa_status launch_row(const fa_cuda_call *call, int row, fa_attn_decode_params *a, fa_error *err) {
-    const fa_decode_sm90_columns *tile = fa_decode_sm90_row(row);
-    const int cluster = call->plan->cluster, ctas = call->gpu->num_sms * tile->ctas;
+/* One launch of the plan. */
+static fa_status launch(const fa_cuda_call *call, const fa_decode_launch *planned, fa_attn_decode_params *a,
+                        fa_error *err) {
+    const fa_decode_sm90_columns *tile = fa_decode_sm90_row(planned->row);
+    const int cluster = call->plan->gpu.cluster;
     fa_variant variant = fa_plan_variant(call->plan, call->gpu->capability);
-    variant.row = row;
-    choose_lanes(a, ctas < FA_DECODE_MAX_CTAS ? ctas : FA_DECODE_MAX_CTAS);
-    if (cluster > 0) share_clusters(a, call->plan);
-    const fa_launch launch = {
+    variant.row = planned->row;
+    a->lanes = planned->lanes, a->groups = planned->groups;
+    a->head_blocks = a->h_kv / a->lanes;
+    a->by_groups = division_by((unsigned)a->groups);
+    a->by_head_blocks = division_by((unsigned)a->head_blocks);
+    a->by_heads_per_kv = division_by((unsigned)a->heads_per_kv);
+    a->by_page_size = division_by(a->block_table ? (unsigned)a->page_size : 1);
+    while (1 << a->cluster_bits < cluster) a->cluster_bits++;
+    const fa_launch shape = {
         .grid_x = (unsigned)(cluster > 0 ? cluster : a->lanes),
         .grid_y = (unsigned)(cluster > 0 ? a->h_kv : a->groups),
         .grid_z = (unsigned)(cluster > 0 ? a->groups : 1),
@@ -136,12 +115,11 @@ static fa_status launch_row(const fa_cuda_call *call, int row, fa_attn_decode_pa
         .cluster = (unsigned)cluster,
         .waits_itself = true,
     };
-    return fa_cuda_launch(call, variant, launch, a, err);
+    return fa_cuda_launch(call, variant, shape, a, err);
 }
 
 fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const int row = call->plan->cuda_row;
     const fa_decode_layout at = fa_decode_lay_out(p, call->plan);
     char *workspace = call->workspace;
     const bool appends = fa_decode_appends(p, call->plan);
@@ -162,14 +140,12 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
     a.partial_o = (float *)(workspace + at.partial_o);
     status = give_counters(call, &at, &a, err);
 
-    /* A prompt wants a high tile, and beside it those who have one query or a few a low one: a launch for each. */
-    const int low = lowest_row(row);
-    if (status == FA_OK && p->cu_seqlens_q && p->b > 1 && low != row &&
-        p->len_q * a.heads_per_kv > call->plan->block_q) {
-        a.max_rows = 16 * fa_decode_sm90_row(low)->warps_q;
-        status = launch_row(call, low, &a, err);
+    const fa_decode_launch *low = &call->plan->gpu.decode_low;
+    if (status == FA_OK && low->row >= 0) {
+        a.max_rows = 16 * fa_decode_sm90_row(low->row)->warps_q;
+        status = launch(call, low, &a, err);
         a.min_rows = a.max_rows + 1;
     }
     a.max_rows = INT_MAX;
-    return status == FA_OK ? launch_row(call, row, &a, err) : status;
+    return status == FA_OK ? launch(call, &call->plan->gpu.decode, &a, err) : status;
 }

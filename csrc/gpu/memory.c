@@ -134,7 +134,7 @@ static fa_status allocate_spare(int device_idx, fa_error *err) {
 
 fa_status fa_cuda_spare_lse(fa_problem *p, const fa_plan *plan, fa_error *err) {
     fa_status status = FA_OK;
-    if (plan->cuda_family != FA_FWD_SM90 || (p->cu_seqlens_q ? p->total_q : p->len_q) > SPARE_ROWS) return FA_OK;
+    if (plan->gpu.family != FA_FWD_SM90 || (p->cu_seqlens_q ? p->total_q : p->len_q) > SPARE_ROWS) return FA_OK;
     if (!atomic_load_explicit(&spare[p->device_idx], memory_order_acquire)) {
         fa_lock_acquire(&lock);
         if (!atomic_load_explicit(&spare[p->device_idx], memory_order_acquire))

@@ -17,7 +17,7 @@ static bool fills_unowned_rows(int family) {
 
 static fa_status run_with_heads(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    const int family = call->plan->cuda_family;
+    const int family = call->plan->gpu.family;
     fa_status status = FA_OK;
     if (p->zero_tensors && !fills_unowned_rows(family))
         status = fa_cuda_zero_tensors(p, call->driver, call->stream, err);

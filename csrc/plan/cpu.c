@@ -16,8 +16,8 @@ static const char *const fwd_names[FA_NUM_ISAS] = NAMES("attn_fwd_"),
 
 static const char *const *names_of(const fa_plan *plan, const fa_problem *p) {
     if (plan->pass == FA_BWD) return bwd_names;
-    if (plan->num_decodes == 0) return fwd_names;
-    return plan->num_decodes < p->b ? mixed_names : decode_names;
+    if (plan->cpu.num_decodes == 0) return fwd_names;
+    return plan->cpu.num_decodes < p->b ? mixed_names : decode_names;
 }
 
 /* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
@@ -36,9 +36,9 @@ static char *append_number(char *end, const char *text, int number) {
 }
 
 static void name_kernel(fa_plan *plan, const fa_problem *p) {
-    char *end = append(append(plan->kernel, names_of(plan, p)[plan->isa]), "_");
+    char *end = append(append(plan->kernel, names_of(plan, p)[plan->cpu.isa]), "_");
     end = append_number(append(end, fa_dtype_name(p->dtype)), "_d", (int)p->d);
-    if (plan->isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
+    if (plan->cpu.isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
 }
 
 static bool has_kernel(const fa_problem *p, fa_isa isa) {
@@ -63,22 +63,20 @@ void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) 
 
     *plan = (fa_plan){.pass = p->pass,
                       .device = p->device,
-                      .isa = FA_ISA_REFERENCE,
                       .block_q = 1,
                       .block_kv = 1,
-                      .tiles_per_task = 1,
-                      .threads = machine->threads,
-                      .num_splits = 1};
+                      .num_splits = 1,
+                      .cpu = {.isa = FA_ISA_REFERENCE, .tiles_per_task = 1, .threads = machine->threads}};
     for (int isa = FA_NUM_ISAS - 1; isa > FA_ISA_REFERENCE; isa--) {
         if (isa <= (int)machine->isa && machine->isa_legal[isa] && has_kernel(p, (fa_isa)isa)) {
-            plan->isa = (fa_isa)isa;
+            plan->cpu.isa = (fa_isa)isa;
             break;
         }
         plan->ruled_out[plan->num_ruled_out++] =
             (fa_ruled_out){names_of(plan, p)[isa], why_not(p, machine, (fa_isa)isa)};
     }
 
-    if (plan->isa == FA_ISA_REFERENCE) {
+    if (plan->cpu.isa == FA_ISA_REFERENCE) {
         plan->workspace_bytes = p->pass == FA_FWD ? fa_rotated_q_bytes(p) : 0;
         name_kernel(plan, p);
         return;
@@ -86,10 +84,10 @@ void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) 
     if (p->pass == FA_BWD) {
         fa_cpu_plan_bwd(p, machine, plan);
     } else {
-        plan->num_decodes = fa_num_decodes(p);
-        if (plan->num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
+        plan->cpu.num_decodes = fa_num_decodes(p);
+        if (plan->cpu.num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
         /* The two run one after the other in the same workspace, each on its own threads; tiles are the tiled kernel's. */
-        if (plan->num_decodes < p->b) {
+        if (plan->cpu.num_decodes < p->b) {
             const size_t bytes = plan->workspace_bytes;
             const int num_splits = plan->num_splits;
             fa_cpu_plan_fwd(p, machine, plan);

@@ -54,12 +54,12 @@ static int choose_ranges(const fa_problem *p) {
 }
 
 void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int word_elems = plan->isa >= FA_ISA_AVX512BF16 ? 2 : 1;
-    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, p->dtype);
+    const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
+    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
     int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
     /* One block whatever its size: the same bits. With AMX rows of P and dS lie behind 32 keys of scores, so 64 is the least. */
-    const int least_kv = plan->isa == FA_ISA_AMX ? 64 : 32;
+    const int least_kv = plan->cpu.isa == FA_ISA_AMX ? 64 : 32;
     while (block_kv > least_kv && p->len_kv <= block_kv / 2) block_kv /= 2;
     const int ranges = choose_ranges(p);
     const fa_sequence longest = {.len_q = p->len_q};
@@ -69,7 +69,7 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     /* Tiles multiply faster than the third-level cache reads: operands of a pass take half of the second-level cache. */
     const int64_t tile_bytes =
         fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges, ranges).tile_floats * 5 * 4;
-    while (plan->isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
+    while (plan->cpu.isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
 
     double flops = 10.0 * (double)(p->h * p->d) * (double)p->total_q * (double)p->len_kv;
     int threads = flops < inline_flops || machine->threads < 1 ? 1 : machine->threads;
@@ -81,8 +81,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     fa_bwd_layout layout = fa_bwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, ranges, shares);
     plan->block_q = block_q;
     plan->block_kv = block_kv;
-    plan->tiles_per_task = (int)tiles;
-    plan->threads = threads;
+    plan->cpu.tiles_per_task = (int)tiles;
+    plan->cpu.threads = threads;
     plan->num_splits = ranges;
     plan->workspace_bytes = fa_tasks_bytes(num_tasks) + (size_t)threads * layout.scratch_bytes + layout.slabs_bytes;
 }

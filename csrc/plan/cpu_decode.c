@@ -22,7 +22,7 @@ void fa_cpu_plan_decode(const fa_problem *p, const fa_machine *machine, fa_plan 
     if (threads > num_tasks) threads = num_tasks > 0 ? (int)num_tasks : 1;
     plan->block_q = (int)fa_decode_group_rows(p);
     plan->block_kv = FA_DECODE_BLOCK;
-    plan->threads = plan->decode_threads = threads;
+    plan->cpu.threads = plan->cpu.decode_threads = threads;
     plan->num_splits = (int)most_splits;
     plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_decode_workspace_bytes(p);
 }

@@ -31,8 +31,8 @@ static int64_t most_tiles(const fa_problem *p, int block_q) {
 }
 
 void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int word_elems = plan->isa >= FA_ISA_AVX512BF16 ? 2 : 1;
-    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, p->dtype);
+    const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
+    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q, buffers = kernels->score_buffers;
     /* Small blocks waste less on the diagonal; from 96 to 768 keys the speed is within 3%. */
     const bool is_short_causal = p->window_right >= 0 && p->len_kv <= 1024;
@@ -41,7 +41,7 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
 
     /* Tiles share a packed block, as many as the second-level cache holds. */
     int64_t tiles = 16, most = most_tiles(p, block_q);
-    if (plan->isa == FA_ISA_AMX) tiles *= 2; /* its tiles have half as many rows */
+    if (plan->cpu.isa == FA_ISA_AMX) tiles *= 2; /* its tiles have half as many rows */
     if (tiles > most) tiles = most;
     while (tiles > 1 && fa_fwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, buffers).scratch_bytes >
                             machine->l2_bytes / 4 * 3)
@@ -58,8 +58,8 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     fa_fwd_layout layout = fa_fwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, buffers);
     plan->block_q = block_q;
     plan->block_kv = block_kv;
-    plan->tiles_per_task = (int)tiles;
-    plan->threads = threads;
+    plan->cpu.tiles_per_task = (int)tiles;
+    plan->cpu.threads = threads;
     plan->num_splits = 1;
     plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_tasks_bytes(num_tasks) + (size_t)threads * layout.scratch_bytes;
 }

@@ -4,7 +4,7 @@
 
 #include "flash_attn.h"
 
-/* Tiles, workers and workspace of plan->isa, which is not the reference. */
+/* Tiles, workers and workspace of plan->cpu.isa, which is not the reference. */
 typedef void fa_cpu_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 fa_cpu_planner fa_cpu_plan_fwd, fa_cpu_plan_bwd, fa_cpu_plan_decode;
 

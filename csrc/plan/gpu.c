@@ -21,7 +21,7 @@ static const struct {
 };
 
 static void name_kernel(fa_plan *plan, int arch) {
-    const fa_variant variant = {(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, arch};
+    const fa_variant variant = {(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, arch};
     fa_variant_name(variant, plan->kernel);
 }
 
@@ -31,7 +31,7 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
                        "flash_attn: this GPU has compute capability %d.%d, and the kernels begin at 8.0; use "
                        "torch.nn.functional.scaled_dot_product_attention",
                        machine->gpu_capability / 10, machine->gpu_capability % 10);
-    *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1};
+    *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1, .gpu = {.decode_low = {.row = -1}}};
     char reasons[FA_MESSAGE_BYTES - 64] = "";
     size_t at = 0;
     for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {

@@ -22,9 +22,9 @@ const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     const int element_bytes = (int)fa_dtype_bytes(p->dtype);
     int row = 0;
     while (fa_fwd_any_row(row)->d < p->d || fa_fwd_any_row(row)->element_bytes != element_bytes) row++;
-    plan->cuda_family = FA_FWD_ANY;
-    plan->cuda_row = row;
-    plan->cuda_features = fa_dtype_feature(p->dtype);
+    plan->gpu.family = FA_FWD_ANY;
+    plan->gpu.row = row;
+    plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * fa_fwd_any_row(row)->blocks * fa_fwd_any_row(row)->warps;
     plan->block_kv = fa_fwd_any_row(row)->block_kv;
     plan->workspace_bytes = fa_rotated_q_bytes(p);
@@ -40,9 +40,9 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     while (fa_bwd_any_row(row)->d < p->d || fa_bwd_any_row(row)->element_bytes != element_bytes ||
            fa_bwd_any_row(row)->grad != 0)
         row++;
-    plan->cuda_family = FA_BWD_ANY;
-    plan->cuda_row = row;
-    plan->cuda_features = fa_dtype_feature(p->dtype);
+    plan->gpu.family = FA_BWD_ANY;
+    plan->gpu.row = row;
+    plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * fa_bwd_any_row(row)->blocks * fa_bwd_any_row(row)->warps;
     plan->block_kv = fa_bwd_any_row(row)->walk;
     return NULL;

@@ -52,9 +52,9 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
               p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
           "the problem has more rows or tiles than 2^31");
 
-    plan->cuda_family = id;
-    plan->cuda_row = row;
-    plan->cuda_features = features;
+    plan->gpu.family = id;
+    plan->gpu.row = row;
+    plan->gpu.features = features;
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = w.bytes;

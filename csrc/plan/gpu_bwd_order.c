@@ -55,16 +55,16 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
         .heads_per_tile = (int)(p->h / p->h_kv / head_pieces),
         .ctas = ctas,
         .tiles = mean_kv > 0 ? (mean_kv + block_kv - 1) / block_kv : 1,
-        .is_causal = plan->cuda_features & FA_CAUSAL,
-        .is_masked = plan->cuda_features & (FA_CAUSAL | FA_LOCAL),
+        .is_causal = plan->gpu.features & FA_CAUSAL,
+        .is_masked = plan->gpu.features & (FA_CAUSAL | FA_LOCAL),
     };
     o.all_tiles = p->h_kv * (packed ? p->total_kv / block_kv : p->b * o.tiles);
     o.bytes = 8 * p->d * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;
     const bool in_order = p->deterministic || order_is_free(p, &o);
-    plan->any_order = !in_order;
-    plan->converts = o.is_causal && p->d <= 64 && !in_order && p->len_kv > 1024;
+    plan->gpu.any_order = !in_order;
+    plan->gpu.converts = o.is_causal && p->d <= 64 && !in_order && p->len_kv > 1024;
     int64_t group = heads_in_group(&o);
-    if (o.is_causal && p->d <= 64 && !plan->converts) group *= 2;
+    if (o.is_causal && p->d <= 64 && !plan->gpu.converts) group *= 2;
     const int64_t least = least_heads(p, &o, in_order);
     if (group < least) group = least;
     if (group > o.heads) group = o.heads;
@@ -72,5 +72,5 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
         const int64_t groups = o.heads / group;
         group = (o.heads + groups - 1) / groups;
     }
-    plan->group_heads = (int)group;
+    plan->gpu.group_heads = (int)group;
 }

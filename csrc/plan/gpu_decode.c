@@ -40,7 +40,7 @@ bool fa_decode_appends(const fa_problem *p, const fa_plan *plan) {
 static int64_t round_up_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
-    const fa_decode_sm90_columns *t = fa_decode_sm90_row(plan->cuda_row);
+    const fa_decode_sm90_columns *t = fa_decode_sm90_row(plan->gpu.row);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q;
     const int64_t q_tiles = packed ? 0 : ceil_div(rows, block_q), items = p->b * p->h_kv * q_tiles;
@@ -68,10 +68,37 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
     if (p->cu_seqlens_q || plan->num_splits != 0 || plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q ||
         p->b > FA_DECODE_CLUSTER_BATCH || (is_long && p->b > 1))
         return;
-    const int most = machine->gpu_sms * (is_long ? fa_decode_sm90_row(plan->cuda_row)->ctas : 1);
+    const int most = machine->gpu_sms * (is_long ? fa_decode_sm90_row(plan->gpu.row)->ctas : 1);
     const int ctas = most < FA_DECODE_MAX_CTAS ? most : FA_DECODE_MAX_CTAS;
-    for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->cluster == 0; cluster /= 2)
-        if (wanted <= ctas / cluster) plan->cluster = cluster, plan->num_clusters = ctas / cluster;
+    for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->gpu.cluster == 0; cluster /= 2)
+        if (wanted <= ctas / cluster) plan->gpu.cluster = cluster, plan->gpu.num_clusters = ctas / cluster;
+}
+
+/* A launch with a row of tiles.def: as many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads
+ * side by side. Of the numbers of lanes that leave at most one CTA in 32 over, the largest. Batch 16, cache 2048, 32 key
+ * heads: 8 lanes 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters, every head has the same number of them. */
+static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int row, const fa_machine *machine) {
+    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_sm90_row(row)->ctas;
+    const int ctas = fit < FA_DECODE_MAX_CTAS ? fit : FA_DECODE_MAX_CTAS;
+    fa_decode_launch launch = {.row = row, .lanes = 1};
+    for (int lanes = 1; lanes <= p->h_kv && lanes <= ctas; lanes++)
+        if (p->h_kv % lanes == 0 && ctas % lanes * 32 <= ctas) launch.lanes = lanes;
+    launch.groups = plan->gpu.cluster > 0 ? plan->gpu.num_clusters / (int)p->h_kv : ctas / launch.lanes;
+    return launch;
+}
+
+/* The lowest tile for the same head dimension. */
+static int lowest_row(int row) {
+    while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
+    return row;
+}
+
+/* A prompt wants a high tile. Packed sequences of few rows beside it want a low tile, and get a launch of their own. */
+static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const int row = plan->gpu.row, low = lowest_row(row);
+    const bool wants_both = p->cu_seqlens_q && p->b > 1 && low != row && p->len_q * (p->h / p->h_kv) > plan->block_q;
+    plan->gpu.decode = launch_of(p, plan, row, machine);
+    if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
 const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
@@ -109,9 +136,9 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
         if (rows <= 16 * t->warps_q) break;
     }
     const fa_decode_sm90_columns *t = fa_decode_sm90_row(row);
-    plan->cuda_family = FA_DECODE_SM90;
-    plan->cuda_row = row;
-    plan->cuda_features = fa_dtype_feature(p->dtype);
+    plan->gpu.family = FA_DECODE_SM90;
+    plan->gpu.row = row;
+    plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
 
@@ -125,6 +152,7 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     plan->num_splits = (int)(p->num_splits < tiles ? p->num_splits : tiles);
     if (plan->num_splits > 1 && (packed || q_tiles * p->h_kv > INT32_MAX / plan->num_splits)) plan->num_splits = 0;
     choose_clusters(p, plan, tiles, machine);
+    choose_launches(p, machine, plan);
     plan->workspace_bytes = fa_decode_lay_out(p, plan).bytes;
     return NULL;
 }

@@ -244,7 +244,7 @@ bool fa_variant_is_chosen(fa_variant v) {
 }
 
 fa_variant fa_plan_variant(const fa_plan *plan, int capability) {
-    return (fa_variant){(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, capability};
+    return (fa_variant){(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, capability};
 }
 
 /* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */

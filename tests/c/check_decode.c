@@ -107,7 +107,7 @@ static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     lowered.isa = isa;
     lowered.threads = pool_threads = threads;
     fa_plan_cpu(p, &lowered, &plan);
-    assert_true(plan.num_decodes == (isa == FA_ISA_REFERENCE || fa_is_idle(p) ? 0 : fa_num_decodes(p)));
+    assert_true(plan.cpu.num_decodes == (isa == FA_ISA_REFERENCE || fa_is_idle(p) ? 0 : fa_num_decodes(p)));
     if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
     assert_true(fa_cpu_run(p, &plan, workspace, &test_pool));
@@ -320,9 +320,9 @@ static void test_mixed_threads(void **state) {
     eight.threads = 8;
     if (eight.isa == FA_ISA_REFERENCE) return;
     fa_plan_cpu(&p, &eight, &plan);
-    assert_int_equal(plan.num_decodes, 1);
-    assert_int_equal(plan.threads, 1);
-    assert_int_equal(plan.decode_threads, 8);
+    assert_int_equal(plan.cpu.num_decodes, 1);
+    assert_int_equal(plan.cpu.threads, 1);
+    assert_int_equal(plan.cpu.decode_threads, 8);
 }
 
 /* An infinite value reaches the rows that see it, as infinity; a NaN that only the last row sees stays there. */

@@ -553,7 +553,7 @@ static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, boo
     lowered.isa = isa, lowered.threads = pool_threads = 1;
     fa_plan plan;
     fa_plan_cpu(&p, &lowered, &plan);
-    if (plan.isa != isa || !strstr(plan.kernel, part)) return;
+    if (plan.cpu.isa != isa || !strstr(plan.kernel, part)) return;
     p.scale = 1 / sqrt((double)d);
     fa_view *views[] = {&p.q, &p.k, &p.v, &p.dout, &p.o, &p.dq, &p.dk, &p.dv};
     random_source r = {1};

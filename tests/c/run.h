@@ -39,7 +39,7 @@ static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     lowered.threads = pool_threads = threads;
     fa_plan_cpu(p, &lowered, &plan);
     assert_true(plan.kernel[0] && memchr(plan.kernel, 0, sizeof plan.kernel));
-    assert_true(plan.threads >= 1 && plan.threads <= threads && plan.isa <= isa);
+    assert_true(plan.cpu.threads >= 1 && plan.cpu.threads <= threads && plan.cpu.isa <= isa);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
     assert_true(fa_cpu_run(p, &plan, workspace, &test_pool));
 }
