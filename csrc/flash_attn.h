@@ -1,8 +1,8 @@
 /* The contract of flash-attn's C code: tensors -> problem -> plan -> run.
  *
- *   args.c   turns tensors into an fa_problem: everything the maths needs, checked.
- *   plan.c   turns an fa_problem into an fa_plan: everything the hardware needs. Pure, printable.
- *   run.c    executes the plan, in a workspace that the caller brings.
+ *   torch/args.c            turns tensors into an fa_problem: everything the maths needs, checked.
+ *   plan/plan.c             turns an fa_problem into an fa_plan: everything the hardware needs. Pure, printable.
+ *   cpu/run.c, gpu/run.c    execute the plan, in a workspace that the caller brings.
  *
  * Letters, the same everywhere:  b batch, h query heads, h_kv key/value heads, g = h / h_kv, d head dimension,
  * len_q, len_kv lengths of one sequence. Strides count elements. Every tensor's last dimension is contiguous.
@@ -17,7 +17,7 @@
 
 #define FA_MAX_HEAD_DIM 256
 
-/* ---- status, and the exception that module.c makes of it ------------------------------------------------------------------------------------------------ */
+/* ---- status, and the exception that torch/failures.c makes of it --------------------------------------------- */
 
 typedef enum {
     FA_OK = 0,
@@ -26,7 +26,7 @@ typedef enum {
     FA_ENOMEM_GPU,   /* the GPU's memory is full: torch.OutOfMemoryError */
     FA_EUNSUPPORTED, /* legal, but nothing here can run it; the message says what is missing: NotImplementedError */
     FA_EFAILED,      /* what should have worked did not, in the driver or the compiler: RuntimeError */
-    FA_EPYTHON,      /* Python raised an exception, which module.c keeps: that one */
+    FA_EPYTHON,      /* Python raised an exception, which torch/failures.c keeps: that one */
 } fa_status;
 
 #define FA_MESSAGE_BYTES 512
@@ -167,16 +167,10 @@ typedef struct {
     bool converts;             /* a warp of its own makes dQ of the sums; */
     int group_heads;           /* key heads that are walked together */
     int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
-    unsigned cuda_features;    /* and what it must be able to do (kernels.h) */
+    unsigned cuda_features;    /* and what it must be able to do (plan/kernel_table.h) */
     int num_ruled_out;
     fa_ruled_out ruled_out[FA_MAX_RULED_OUT];
 } fa_plan;
-
-/* Pure: the same problem and machine give the same plan. Lengths inside cu_seqlens and their like are read on CPU only. */
-fa_status fa_plan_make(const fa_problem *problem, const fa_machine *machine, fa_plan *plan, fa_error *err);
-
-/* One line of words; cut off where room ends. */
-void fa_plan_print(const fa_plan *plan, char *text, size_t room);
 
 const char *fa_isa_name(fa_isa isa);
 const char *fa_dtype_name(fa_dtype dtype);

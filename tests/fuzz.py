@@ -387,13 +387,15 @@ def same_bits(x, y):
 
 
 def cancelled(p, call, name):
-    """The size of the terms of dq, dk, dv, which may cancel to nothing."""
+    """The size of the terms of out, dq, dk, dv, which may cancel to nothing: each weight is rounded on its own."""
 
     def size(name):
         x = call.inputs[name].view.double()
         x = x[x.isfinite() & (x.abs() < 1e37)]
         return x.abs().mean().item() if x.numel() else 0.0
 
+    if name == "out":
+        return size("v") / max(1, min((*p.len_kv, *p.used), default=1)) ** 0.5
     if name == "softmax_d":
         return p.d**0.5 * size("v") * size("dout") * 2
     if name not in ("dq", "dk"):

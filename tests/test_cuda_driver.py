@@ -18,7 +18,7 @@ pytestmark = [
 
 # Asks twice for the GPU of a number: what is wrong, or its compute capability and multiprocessors.
 PROGRAM = r"""
-#include "cuda_driver.h"
+#include "gpu/driver.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,12 +45,12 @@ int main(int argc, char **argv) {
 
 # Every function succeeds and does nothing, but for those below.
 FUNCTIONS = r"""
-#include "cuda_driver.h"
+#include "gpu/driver.h"
 #define FUNCTION(symbol, parameters) __attribute__((weak)) CUresult symbol parameters { return 0; }
 FA_DRIVER_SYMBOLS(FUNCTION)
 """
 DRIVER = r"""
-#include "cuda_driver.h"
+#include "gpu/driver.h"
 CUresult cuInit(unsigned flags) { return flags + STARTS; }
 CUresult cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
 CUresult cuGetErrorName(CUresult error, const char **name) { *name = "A_NAME"; return error < 0; }
@@ -68,7 +68,7 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver_program")
     (folder / "main.c").write_text(PROGRAM)
-    files = [folder / "main.c", *(CSRC / f"{name}.c" for name in ("cuda_driver", "environment", "torch_abi"))]
+    files = [folder / "main.c", *(CSRC / f"{name}.c" for name in ("gpu/driver", "system/library"))]
     command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, *files, "-ldl", "-lpthread"]
     subprocess.run([*command, "-o", folder / "ask"], check=True)
     return folder / "ask"

@@ -250,6 +250,23 @@ def test_a_row_whose_first_keys_have_no_score():
     assert (out[0].double().cpu() - ref).abs().max() < 0.01 and (lse[0].cpu() - ref_lse).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("sign", (1, -1))
+def test_scores_that_overflow_in_units_of_log2_only(sign, d):
+    """They are infinite: NaN, or a row that sees nothing. 2.9e38 is a number, and times log2(e) it is none."""
+    q, k = (torch.zeros(1, 300, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(1, 300, 2, d, device="cuda", dtype=torch.bfloat16)
+    q[:, ::2, :, 0], k[..., 0] = 1.7e19, sign * 1.7e19
+    out, lse, _ = flash_attn_func(q, k, v, softmax_scale=1.0, return_attn_probs=True)
+    if sign > 0:
+        assert out[:, ::2].isnan().all() and lse[..., ::2].isnan().all()
+    else:
+        assert (out[:, ::2] == 0).all() and (lse[..., ::2] == math.inf).all()
+    mean = v.float().mean(1, keepdim=True)
+    assert (out[:, 1::2].float() - mean).abs().max() < 1e-2
+    assert (lse[..., 1::2] - math.log(300)).abs().max() < 1e-5
+
+
 def poisoned_repeats(call, times):
     """Calls again and again, with NaN where the results will lie: all of them written, and the same bits."""
     want = [x.clone() for x in call()]

@@ -1,4 +1,4 @@
-"""The ops without torch's dispatcher (csrc/direct.c): the same results, and None wherever somebody would notice."""
+"""The ops without torch's dispatcher (csrc/torch/direct.c): the same results, and None where somebody would notice."""
 
 import subprocess
 import sys

@@ -123,6 +123,7 @@ FORWARD = [
     ("softcap_nan", {"softcap": math.nan}, ["softcap", "nan"]),
     ("softcap_beyond_fp32", {"softcap": 1e39}, ["softcap", "1e+39"]),
     ("softcap_below_fp32", {"softcap": 1e-40}, ["softcap", "1e-40"]),
+    ("scale_far_above_softcap", {"softcap": 1e-10, "softmax_scale": 1e25}, ["softmax_scale", "1e+25", "softcap"]),
 ]
 
 PRIVATE_FORWARD = [

@@ -191,6 +191,10 @@ def test_what_is_written_shares_no_memory():
             raw.fwd(q, k, v, x, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
     there = raw.fwd(q.clone(), k, v, (held := q.clone()), None, 0.0, 0.25, False, -1, -1, 0.0, False, None)[0]
     assert there.data_ptr() == held.data_ptr() and torch.equal(there, out)
+    held = q.clone()
+    for x, given in ((held, held.view(1, 2, 40, 16).transpose(1, 2)), (held[:, :1].expand_as(q), held)):
+        with pytest.raises(RuntimeError, match="out is written and must not share memory with q, unless it has q's"):
+            raw.fwd(x, k, v, given, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     options = (None, 0.0, 0.25, False, -1, -1, 0.0, True, None, None)
     for given, said in (
@@ -201,6 +205,23 @@ def test_what_is_written_shares_no_memory():
     ):
         with pytest.raises(RuntimeError, match=said):
             raw.bwd(out, q, k, v, out, lse, *given, *options)
+    dout = torch.empty_like(q)
+    with pytest.raises(RuntimeError, match="dk is written and must not share memory with dout, which is read"):
+        raw.bwd(dout, q, k, v, out, lse, dq, dout, dv, *options)
+    with pytest.raises(RuntimeError, match="dq is written and must not overlap itself"):
+        raw.bwd(dout, q, k, v, out, lse, dq[:, :, :1].expand_as(q), dk, dv, *options)
+
+
+def test_what_is_appended_does_not_begin_with_the_cache():
+    caches = [torch.randn(1, 8, 2, 16) for _ in range(2)]
+    q, k, v = (torch.randn(1, 1, 2, 16) for _ in range(3))
+    for name, given in (
+        ("k", (q, *caches, caches[0][:, :1], v)),
+        ("v", (q, *caches, k, caches[1][:, :1])),
+        ("q", (caches[1][:, :1], *caches, k, v)),
+    ):
+        with pytest.raises(RuntimeError, match=f"the caches are written and must not share memory with {name}, which"):
+            flash_attn_with_kvcache(*given, cache_seqlens=3)
 
 
 def test_one_cache_for_keys_and_values():

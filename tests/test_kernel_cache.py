@@ -25,7 +25,9 @@ pytestmark = [
 # write NAME KEY TEXT...: the texts, of KEY and the numbers behind it. read NAME KEY: prints the text, or "absent".
 # stress NAME SECONDS: reads and writes a few kernels, whose texts follow from their keys; ends with 1 if one is wrong.
 PROGRAM = r"""
-#include "kernels.h"
+#include "gpu/kernel_cache.h"
+#include "gpu/nvrtc.h"
+#include "system/library.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -90,7 +92,7 @@ int main(int argc, char **argv) {
 
 def build(folder, *options):
     (folder / "main.c").write_text(PROGRAM)
-    sources = [CSRC / f"{name}.c" for name in ("kernel_cache", "cache_files", "environment")]
+    sources = [CSRC / f"{name}.c" for name in ("gpu/kernel_cache", "system/folder", "system/environment")]
     command = [GCC, "-std=c11", "-g", "-O1", f"-DFA_CACHE_MOST_BYTES={MOST_BYTES}", *options, "-I", CSRC]
     subprocess.run([*command, folder / "main.c", *sources, "-o", folder / "cache", "-lpthread"], check=True)
     return folder / "cache"

@@ -13,11 +13,12 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
 # A kernel is the address of its name, and a library has one kernel. Each command prints nothing unless it fails.
 PROGRAM = r"""
-#include "kernels.c"
+#include "gpu/kernels.c"
 
-#include "cuda_memory.h"
-#include "cuda_run.h"
-#include "torch_abi.h"
+#include "gpu/host.h"
+#include "gpu/launch.h"
+#include "gpu/memory.h"
+#include "gpu/slots.h"
 
 #include <sched.h>
 
@@ -154,7 +155,7 @@ fa_status fa_context_enter(const fa_gpu *gpu, fa_context_guard *guard, fa_error 
     return (void)gpu, (void)guard, (void)e, FA_OK;
 }
 void fa_context_leave(const fa_context_guard *guard) { (void)guard; }
-fa_status fa_torch_current_stream(int idx, void **stream, fa_error *e) {
+static fa_status current_stream(int idx, void **stream, fa_error *e) {
     return (void)idx, (void)e, *stream = NULL, FA_OK;
 }
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *e) {
@@ -184,8 +185,9 @@ fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *e) {
     state.compilations++;
     return FA_OK;
 }
-void fa_empty_torch_cache(void) { state.emptied++; }
-void fa_read_environment_in_python(void) {}
+static void empty_cache(void) { state.emptied++; }
+static void read_environment(void) {}
+fa_gpu_host fa_host = {current_stream, empty_cache, read_environment, NULL};
 
 /* The driver keeps a copy of a cubin; here its address is the kernel, so that it must stay. */
 static void keep(void *pointer) { (void)pointer; }
@@ -393,7 +395,8 @@ def program(tmp_path_factory):
     (folder / "main.c").write_text(
         "#include <stdlib.h>\n#define free(pointer) keep(pointer)\nstatic void keep(void *);\n" + PROGRAM
     )
-    files = [CSRC / f"{name}.c" for name in ("cuda_launch", "cuda_slots", "cuda_memory", "kernel_table", "flash_attn")]
+    names = ("gpu/launch", "gpu/slots", "gpu/memory", "plan/kernel_table", "flash_attn")
+    files = [CSRC / f"{name}.c" for name in names]
     command = [GCC, "-std=c11", "-O2", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-lpthread", "-lm"]
     subprocess.run([*command, "-o", folder / "loading"], check=True)
     return folder / "loading"

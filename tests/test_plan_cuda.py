@@ -1,4 +1,4 @@
-"""The choice of a CUDA kernel, without a GPU: a C program links plan_cuda.c and prints what it chooses."""
+"""The choice of a CUDA kernel, without a GPU: a C program links csrc/plan and prints what it chooses."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
 # Each argument sets one number of a problem that otherwise fits: name=value.
 PROGRAM = r"""
-#include "plan_cuda.h"
+#include "plan/gpu.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -87,24 +87,8 @@ int main(int argc, char **argv) {
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
-    sources = (
-        "plan_cuda",
-        "plan_cuda_fwd",
-        "plan_cuda_bwd",
-        "plan_cuda_order",
-        "plan_cuda_decode",
-        "plan_cuda_any",
-        "kernels",
-        "kernel_table",
-        "kernel_source",
-        "kernel_cache",
-        "cache_files",
-        "environment",
-        "cuda_driver",
-        "torch_abi",
-    )
-    files = [CSRC / f"{name}.c" for name in sources]
-    command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-ldl", "-lpthread"]
+    files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c"]
+    command = [GCC, "-std=c11", "-I", CSRC, folder / "main.c", *files]
     subprocess.run([*command, "-o", folder / "plan"], check=True)
 
     def plan(**numbers):
@@ -143,6 +127,7 @@ def plan(tmp_path_factory):
         ({"d": 128, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 128, "scale": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 128, "scale": -1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
+        ({"d": 128, "scale": 1e-46}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),  # 0 in fp32
         ({"d": 160}, "attn_fwd_sm90_bf16_d192_q128kv96"),
         ({"d": 256}, "attn_fwd_sm90_bf16_d256_q128kv64"),
         ({"d": 256, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d256_q128kv64"),
@@ -256,6 +241,7 @@ def test_order_of_the_backward(plan, numbers, any_order, converts, heads):
         ({"pass": 1, "d": 100}, "a head dimension that is a multiple of 8"),
         ({"pass": 1, "stride": 4}, "with strides that are multiples of 8 elements"),
         ({"pass": 1, "dtype": 2}, "it takes fp16 and bf16"),
+        ({"pass": 1, "softcap": 1001}, "its scores lose their digits"),
         ({"pass": 1, "capability": 80}, "it is for compute capability 9.0 (Hopper)"),
     ],
     ids=str,
@@ -280,6 +266,7 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
         ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
+        ({"len_q": 1, "softcap": 1001}, "attn_fwd_any_bf16_d128_q128kv64"),
         ({"len_q": 1, "capability": 80}, "attn_fwd_any_bf16_d128_q128kv64"),
     ],
     ids=str,

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSION = Path(flash_attn_2_cuda.__file__)
 
-pytestmark = pytest.mark.skipif(not (ROOT / "ship_cubins.py").exists(), reason="not a source tree")
+pytestmark = pytest.mark.skipif(not (ROOT / "csrc" / "gpu" / "ship_cubins.py").exists(), reason="not a source tree")
 
 # Ships two small kernels beside a copy of the extension, in a process that has no torch, and prints the manifest.
 PROGRAM = """
@@ -55,7 +55,7 @@ def built(tmp_path):
 def ship(built, *archs, **environment):
     environment = {**os.environ, **environment}
     environment = {name: value for name, value in environment.items() if value is not None}
-    command = [sys.executable, "-c", PROGRAM.format(root=str(ROOT)), built / EXTENSION.name, *archs]
+    command = [sys.executable, "-c", PROGRAM.format(root=str(ROOT / "csrc" / "gpu")), built / EXTENSION.name, *archs]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
@@ -73,7 +73,7 @@ def ship(built, *archs, **environment):
     ids=str,
 )
 def test_the_environment_chooses(environment, archs, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT / "csrc" / "gpu"))
     import ship_cubins
 
     assert ship_cubins.wanted_archs(environment) == archs

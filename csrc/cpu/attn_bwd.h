@@ -21,8 +21,8 @@
  * thread. A row or key that no visible pair touches is packed as zeros, and NaN reaches what sees it alone
  * (nonfinite.h).
  * Specification: reference.c. Measurements: README.md. */
-#ifndef FA_ATTN_BWD_H
-#define FA_ATTN_BWD_H
+#ifndef FA_CPU_ATTN_BWD_H
+#define FA_CPU_ATTN_BWD_H
 
 #include "bwd_step.h"
 

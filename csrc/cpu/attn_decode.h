@@ -16,8 +16,8 @@
  * All along the stream the rows that come next are prefetched in the order of memory, a fixed distance ahead, over the
  * borders between K and V, blocks and splits, a line for each line that the arithmetic loads: left to itself the
  * processor reads half as fast. Specification: reference.c. Splits and workspace: decode_plan.h. Measurements: README.md. */
-#ifndef FA_ATTN_DECODE_H
-#define FA_ATTN_DECODE_H
+#ifndef FA_CPU_ATTN_DECODE_H
+#define FA_CPU_ATTN_DECODE_H
 
 #include "decode_patches.h"
 #include "elementwise.h"

@@ -15,10 +15,10 @@
  *
  * A tile adds its keys in ascending blocks that start at multiples of block_kv: the bits of an output depend neither on
  * the thread count nor on the other tiles of the task. Specification: reference.c. Measurements: README.md. */
-#ifndef FA_ATTN_FWD_H
-#define FA_ATTN_FWD_H
+#ifndef FA_CPU_ATTN_FWD_H
+#define FA_CPU_ATTN_FWD_H
 
-#include "cpu.h"
+#include "pool.h"
 #include "elementwise.h"
 #include "fwd_layout.h"
 #include "lanes.h"

@@ -1,4 +1,4 @@
-/* The bytes of the backward: plan_bwd.c counts them, attn_bwd.h fills them. Everything is aligned to 64 bytes.
+/* The bytes of the backward: plan/cpu_bwd.c counts them, attn_bwd.h fills them. Everything is aligned to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker | slabs of dQ
  *   scratch     Q^T, dO^T, Q, dO, dQ^T (and that of one range) of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
@@ -7,8 +7,8 @@
  *
  * How many ranges there are follows from the shapes, for dQ is a sum over them. A task holds one, or where there are tasks enough
  * all of them: then the packed tiles of a pass serve all keys, there are no slabs, and its dQ is final. */
-#ifndef FA_BWD_LAYOUT_H
-#define FA_BWD_LAYOUT_H
+#ifndef FA_CPU_BWD_LAYOUT_H
+#define FA_CPU_BWD_LAYOUT_H
 
 #include "fwd_layout.h"
 

@@ -1,7 +1,7 @@
 /* A tile of the backward meets a block of keys: S, dP -> P, dS -> dV, dK, dQ, for the pairs that see each other, while the
  * products fetch what comes next. The sums: attn_bwd.h. */
-#ifndef FA_BWD_STEP_H
-#define FA_BWD_STEP_H
+#ifndef FA_CPU_BWD_STEP_H
+#define FA_CPU_BWD_STEP_H
 
 #include "bwd_task.h"
 #include "elementwise_bwd.h"

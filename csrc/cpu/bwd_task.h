@@ -1,9 +1,9 @@
 /* One task of the backward at work: what it holds, how its tiles are opened and its blocks of keys packed, and where a tile's
  * dQ is added. What it is all for: attn_bwd.h. */
-#ifndef FA_BWD_TASK_H
-#define FA_BWD_TASK_H
+#ifndef FA_CPU_BWD_TASK_H
+#define FA_CPU_BWD_TASK_H
 
-#include "cpu.h"
+#include "pool.h"
 #include "bwd_layout.h"
 #include "elementwise.h"
 #include "lanes.h"

@@ -5,10 +5,10 @@
  *   bf16   s eeeeeeee mmmmmmm          the upper half of an fp32
  *
  * Narrowing rounds to nearest, ties to even; infinities stay, NaN stays NaN and becomes quiet. */
-#ifndef FA_CONVERT_H
-#define FA_CONVERT_H
+#ifndef FA_CPU_CONVERT_H
+#define FA_CPU_CONVERT_H
 
-#include "../flash_attn.h"
+#include "flash_attn.h"
 #include <string.h>
 
 static inline uint32_t fa_bits_of(float x) {

@@ -1,7 +1,7 @@
 /* The two products of the decode kernel over a block of keys, S = Q K^T and O += P V, a table of them by dtype and number of
  * unrolled rows. What they are for: attn_decode.h. */
-#ifndef FA_DECODE_PATCHES_H
-#define FA_DECODE_PATCHES_H
+#ifndef FA_CPU_DECODE_PATCHES_H
+#define FA_CPU_DECODE_PATCHES_H
 
 #include "decode_task.h"
 

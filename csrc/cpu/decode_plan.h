@@ -6,8 +6,8 @@
  *
  *   first_partial [b + 1]                      sequence i owns partials first_partial[i] ... first_partial[i + 1] - 1
  *   partials: O [rows][columns], row_max [rows], row_sum [rows]        rows in the order [h_kv][group_rows] */
-#ifndef FA_DECODE_PLAN_H
-#define FA_DECODE_PLAN_H
+#ifndef FA_CPU_DECODE_PLAN_H
+#define FA_CPU_DECODE_PLAN_H
 
 #include "partition.h"
 

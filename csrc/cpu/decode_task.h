@@ -1,9 +1,9 @@
 /* One task of the decode kernel at work, and the stream of rows that it reads: keys of a block, its values, keys of the next
  * block, fetched ahead in the order of memory. What it is all for: attn_decode.h. */
-#ifndef FA_DECODE_TASK_H
-#define FA_DECODE_TASK_H
+#ifndef FA_CPU_DECODE_TASK_H
+#define FA_CPU_DECODE_TASK_H
 
-#include "cpu.h"
+#include "pool.h"
 #include "decode_plan.h"
 #include "pack.h"
 

@@ -1,8 +1,8 @@
 /* What this processor offers, which kernels serve it, and the one way into them. */
 #define _DEFAULT_SOURCE /* syscall */
-#include "kernels.h"
+#include "dispatch.h"
 
-#include "../sequence.h"
+#include "reference.h"
 
 #if FA_X86
 #include <cpuid.h>
@@ -89,20 +89,4 @@ const fa_cpu_kernels *fa_cpu_kernels_of(fa_isa isa, fa_dtype dtype) {
     if (isa == FA_ISA_AMX && dtype == FA_BF16) return &fa_kernels_amx;
 #endif
     return &none;
-}
-
-bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
-    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->isa, problem->dtype);
-    fa_problem p = *problem;
-    if (p.pass == FA_BWD) return kernels->bwd(&p, plan, workspace, pool);
-    if (p.k_new.data || p.rotary_cos) {
-        if (!fa_cpu_append(problem, workspace, pool)) return false;
-        if (p.rotary_cos) /* the plan put the rotated queries in front */
-            p.q = (fa_view){workspace, p.len_q * p.h * p.d, p.h * p.d, p.d};
-    }
-    if (p.h == 0) return true; /* and groups of no heads to divide by */
-    char *scratch = (char *)workspace + fa_rotated_q_bytes(problem);
-    if (plan->num_decodes > 0 && !kernels->decode(&p, plan, scratch, pool)) return false;
-    if (plan->num_decodes < p.b && !kernels->fwd(&p, plan, scratch, pool)) return false;
-    return !p.s_dmask || fa_reference_s_dmask(&p, pool);
 }

@@ -8,8 +8,8 @@
  *   byte      4 (c / 8) + 2 (r / 8) + c % 2         of the 16, little-endian x, y, z, w
  *
  * The element is kept iff byte <= keep_max. Rows and columns count from the start of the sequence. */
-#ifndef FA_DROPOUT_H
-#define FA_DROPOUT_H
+#ifndef FA_CPU_DROPOUT_H
+#define FA_CPU_DROPOUT_H
 
 #include <stdint.h>
 

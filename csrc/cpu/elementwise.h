@@ -6,8 +6,8 @@
  *   softmax_step_scaling   the same for scores as the product stored them
  *
  * Scaled scores are in units of log2: the scale carries log2(e). */
-#ifndef FA_ELEMENTWISE_H
-#define FA_ELEMENTWISE_H
+#ifndef FA_CPU_ELEMENTWISE_H
+#define FA_CPU_ELEMENTWISE_H
 
 #include "dropout.h"
 #include "product.h"

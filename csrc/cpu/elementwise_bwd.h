@@ -4,8 +4,8 @@
  *
  * The products want P and dS as rows of words along the lanes (dV, dK) and dS as words along the keys (dQ): for fp32 the
  * same buffer, for bf16 a converted copy of each. */
-#ifndef FA_ELEMENTWISE_BWD_H
-#define FA_ELEMENTWISE_BWD_H
+#ifndef FA_CPU_ELEMENTWISE_BWD_H
+#define FA_CPU_ELEMENTWISE_BWD_H
 
 #include "elementwise.h"
 

@@ -3,8 +3,8 @@
  * memory arrives while the multiply-add pipes work: a burst of requests would wait for it, and so would everything behind.
  *
  * NOTE: nothing but a load and a few prefetches for each piece: lists that were walked line by line cost 4% of a forward. */
-#ifndef FA_FETCH_H
-#define FA_FETCH_H
+#ifndef FA_CPU_FETCH_H
+#define FA_CPU_FETCH_H
 
 #include <stdint.h>
 

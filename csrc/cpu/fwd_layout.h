@@ -1,10 +1,10 @@
-/* The bytes of the forward: plan_fwd.c counts them, attn_fwd.h fills them. Everything is aligned to 64 bytes.
+/* The bytes of the forward: plan/cpu_fwd.c counts them, attn_fwd.h fills them. Everything is aligned to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker
  *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | addresses of the
  *               rows of K and V of two blocks, and of what is fetched ahead | tiles */
-#ifndef FA_FWD_LAYOUT_H
-#define FA_FWD_LAYOUT_H
+#ifndef FA_CPU_FWD_LAYOUT_H
+#define FA_CPU_FWD_LAYOUT_H
 
 #include "fetch.h"
 #include "partition.h"

@@ -7,8 +7,8 @@
  * Rotary: a pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row
  * "position" of cos and sin, rounded once. Everything else is copied bit for bit. */
 #include "convert.h"
-#include "cpu.h"
-#include "../sequence.h"
+#include "kvcache.h"
+#include "sequence.h"
 
 typedef struct {
     const fa_problem *p;

@@ -1,6 +1,6 @@
 /* Compiler words that the kernels need, for compilers that have them. */
-#ifndef FA_MACROS_H
-#define FA_MACROS_H
+#ifndef FA_CPU_MACROS_H
+#define FA_CPU_MACROS_H
 
 #include <stdbool.h>
 

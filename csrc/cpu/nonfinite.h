@@ -7,8 +7,8 @@
  *
  * The scores and dP need none of this: a masked one is not read. Rows without such elements lose nothing but a multiply-add
  * for each vector that is packed. */
-#ifndef FA_NONFINITE_H
-#define FA_NONFINITE_H
+#ifndef FA_CPU_NONFINITE_H
+#define FA_CPU_NONFINITE_H
 
 #include "bwd_layout.h"
 #include "product.h"

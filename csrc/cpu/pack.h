@@ -10,8 +10,8 @@
  * Copying is not waste: rows of the caller lie h d apart, often a power of two, and would fall into a few cache sets.
  * Transposes are LANES x LANES words in registers. A row pointer NULL reads as zeros; nothing past element d is read or
  * written in the caller's memory, and the packed words there are zero. */
-#ifndef FA_PACK_H
-#define FA_PACK_H
+#ifndef FA_CPU_PACK_H
+#define FA_CPU_PACK_H
 
 #include "product.h"
 

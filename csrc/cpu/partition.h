@@ -1,10 +1,10 @@
 /* Who does what: tasks in descending order of their cost; a worker that is free takes the next. Costs are exact (visible
  * keys), but cores are not equal: beside a busy neighbour one runs at half speed. A task's result never depends on who
  * computes it: the bits of an output are the same for any number of threads. */
-#ifndef FA_PARTITION_H
-#define FA_PARTITION_H
+#ifndef FA_CPU_PARTITION_H
+#define FA_CPU_PARTITION_H
 
-#include "../sequence.h"
+#include "sequence.h"
 
 #include <stdatomic.h>
 

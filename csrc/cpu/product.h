@@ -14,8 +14,8 @@
  *
  * Starting from zero and finishing with one multiply-add keeps the sum in two levels, which halves its rounding error
  * and makes rescaling free. Measurements: README.md. */
-#ifndef FA_PRODUCT_H
-#define FA_PRODUCT_H
+#ifndef FA_CPU_PRODUCT_H
+#define FA_CPU_PRODUCT_H
 
 #ifndef LANES
 #include "vec_scalar.h"

@@ -14,8 +14,8 @@
  *
  * Left over rows and words come from copies padded with zeros: nothing outside A and B is read, and no NaN behind
  * their ends is multiplied. */
-#ifndef FA_PRODUCT_AMX_H
-#define FA_PRODUCT_AMX_H
+#ifndef FA_CPU_PRODUCT_AMX_H
+#define FA_CPU_PRODUCT_AMX_H
 
 #ifndef LANES
 #define VEC_BF16_WORDS

@@ -1,6 +1,6 @@
 /* What a product is asked for: C[row][lane] = sum_k A[row][k] . B[k][lane] over words, and what becomes of the sums. */
-#ifndef FA_PRODUCT_ARGS_H
-#define FA_PRODUCT_ARGS_H
+#ifndef FA_CPU_PRODUCT_ARGS_H
+#define FA_CPU_PRODUCT_ARGS_H
 
 #include "fetch.h"
 

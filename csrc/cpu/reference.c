@@ -22,9 +22,9 @@
  * Sums over rows run over all g query heads of the key's head. Nothing is stored between the loops, so the work is done twice and the memory is
  * a few rows on the stack. Every output row belongs to one call of one task: threads cannot change a bit. */
 #include "convert.h"
-#include "cpu.h"
+#include "reference.h"
 #include "dropout.h"
-#include "../sequence.h"
+#include "sequence.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* The vector vocabulary (see vec_scalar.h) on AVX2, FMA and F16C: 16 registers of 8 lanes. */
-#ifndef FA_VEC_AVX2_H
-#define FA_VEC_AVX2_H
+#ifndef FA_CPU_VEC_AVX2_H
+#define FA_CPU_VEC_AVX2_H
 
 #include "convert.h"
 #define VEC_TARGET "avx2,fma,f16c"

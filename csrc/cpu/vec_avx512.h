@@ -1,8 +1,8 @@
 /* The vector vocabulary (see vec_scalar.h) on AVX-512 F, DQ, BW, VL: 32 registers of 16 lanes.
  * With VEC_BF16_WORDS the words of products are pairs of bf16 and AVX512-BF16 multiplies them; with VEC_TILES also, AMX
  * does (product_amx.h). */
-#ifndef FA_VEC_AVX512_H
-#define FA_VEC_AVX512_H
+#ifndef FA_CPU_VEC_AVX512_H
+#define FA_CPU_VEC_AVX512_H
 
 #include "convert.h"
 #if defined(VEC_TILES)

@@ -12,8 +12,8 @@
  *
  * Pointers need no alignment. A comparison with NaN is false. vec_max and vec_min return their second operand when
  * either is NaN. Arithmetic runs with denormals flushed to zero between vec_enter and vec_leave. */
-#ifndef FA_VEC_SCALAR_H
-#define FA_VEC_SCALAR_H
+#ifndef FA_CPU_VEC_SCALAR_H
+#define FA_CPU_VEC_SCALAR_H
 
 #include "convert.h"
 #include "vec_target.h"

@@ -4,7 +4,7 @@
 
 #include "tensor_map.h"
 
-#define FA_TILE_COUNTERS 4096 /* per kernel: slots of launches in a dynamic order, as ../cuda_slots.c gives them out */
+#define FA_TILE_COUNTERS 4096 /* per kernel: slots of launches in a dynamic order, as gpu/slots.c gives them out */
 
 /* Each of an SM's CTAs may have: it has 228 KiB, of which 1 goes with each. */
 #define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)

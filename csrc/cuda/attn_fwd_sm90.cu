@@ -332,6 +332,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 
         if (SCORE) change_scores(S, p, slope, next_j * BLOCK_KV + column, diagonal);
         mask_scores(S, p, t.len_kv, next_j * BLOCK_KV + column, diagonal);
+        make_infinite(S, scale_log2);
         raise_max(S, rows, alpha, scale_log2, true);
         raise_o(alpha);
         exponentiate_exactly(S, rows, scale_log2);

@@ -112,6 +112,13 @@ DEVICE void raise_to_p(float (&s)[S_REGS], softmax_rows &rows, float (&alpha)[2]
     for (int i = 0; i < S_REGS; i++) s[i] *= alpha[row_of(i)];
 }
 
+/* Scores beyond the numbers of fp32 in units of log2 become infinite: c m would be, and lse with it, while c (S - m) is not. */
+DEVICE void make_infinite(float (&s)[S_REGS], float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++)
+        if (fabsf(s[i] * scale_log2) == INF) s[i] *= INF;
+}
+
 /* S becomes P, where every step raises m to the largest score: right for huge scores, too, of which c S - c m is a
  * difference of roundings. */
 DEVICE void exponentiate_exactly(float (&s)[S_REGS], const softmax_rows &rows, float scale_log2) {

@@ -7,7 +7,7 @@
 #define FA_TEST_AMX_EMULATION_H
 
 #define VEC_BF16_WORDS
-#define FA_VEC_AVX512_H /* nothing of it */
+#define FA_CPU_VEC_AVX512_H /* nothing of it */
 #include "cpu/vec_scalar.h"
 
 typedef struct {

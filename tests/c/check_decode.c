@@ -28,12 +28,6 @@ static fa_machine machine;
 #include "cuda_device.h"
 #else
 #define IS_CUDA false
-/* plan.c's other branch, which no problem here takes. */
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
-    (void)p, (void)m, (void)plan;
-    return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
-}
 #endif
 
 /* ---- cases ----------------------------------------------------------------------------------------------------- */
@@ -110,10 +104,9 @@ static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
-    fa_error err = {""};
     lowered.isa = isa;
     lowered.threads = pool_threads = threads;
-    if (fa_plan_make(p, &lowered, &plan, &err)) fail_msg("fa_plan_make: %s", err.text);
+    fa_plan_cpu(p, &lowered, &plan);
     assert_true(plan.num_decodes == (isa == FA_ISA_REFERENCE || fa_is_idle(p) ? 0 : fa_num_decodes(p)));
     if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
@@ -324,10 +317,9 @@ static void test_mixed_threads(void **state) {
     p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
     fa_machine eight = machine;
     fa_plan plan;
-    fa_error err = {""};
     eight.threads = 8;
     if (eight.isa == FA_ISA_REFERENCE) return;
-    assert_int_equal(fa_plan_make(&p, &eight, &plan, &err), FA_OK);
+    fa_plan_cpu(&p, &eight, &plan);
     assert_int_equal(plan.num_decodes, 1);
     assert_int_equal(plan.threads, 1);
     assert_int_equal(plan.decode_threads, 8);
@@ -400,9 +392,8 @@ static void test_failing_pool(void **state) {
             for (int64_t i = 0; i < p.h * p.len_q; i++) p.lse.data[i] = 8;
             fa_machine lowered = machine;
             fa_plan plan;
-            fa_error err = {""};
             lowered.isa = (fa_isa)isa, lowered.threads = pool_threads = 3;
-            assert_int_equal(fa_plan_make(&p, &lowered, &plan, &err), FA_OK);
+            fa_plan_cpu(&p, &lowered, &plan);
             assert_true(notices_a_failing_pool(&p, &plan, guarded_alloc(plan.workspace_bytes, 64, true)));
             guarded_free_all();
         }
@@ -459,6 +450,73 @@ static void test_infinite_scores(void **state) {
     assert_true(good);
 }
 
+/* ---- NaN and infinities in V -------------------------------------------------------------------------------------- */
+
+/* Both finite and close, or neither is finite: a weight that underflows makes NaN of an infinity. */
+static bool is_as_finite(const tensor *x, const tensor *reference, fa_dtype dtype, double largest) {
+    static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
+    for (int64_t i = 0; i < x->num_elements; i++) {
+        const double a = fa_load_element(x->view.data, i, dtype), b = fa_load_element(reference->view.data, i, dtype);
+        if (isfinite(a) != isfinite(b)) return false;
+        if (isfinite(a) && fabs(a - b) > fmax(1e-4, 8 * half_unit[dtype]) * (largest + fabs(b))) return false;
+    }
+    return true;
+}
+
+/* Anywhere in V, in every key or in a few: rows beside those that see such a key must not meet it. */
+static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
+    test_case c = decode_case(seed, dtype);
+    fa_problem *p = &c.p;
+    random_source r = {seed};
+    const int64_t every = 1 + random_below(&r, 40);
+    bool good = true;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        const fa_sequence s = fa_sequence_at(p, b_idx);
+        for (int64_t i = 0; i < s.len_kv * p->h_kv; i++) {
+            if (random_below(&r, every)) continue;
+            const double x = random_chance(&r, 50) ? NAN : random_chance(&r, 50) ? INFINITY : -INFINITY;
+            const int64_t row = fa_key_offset(p, &p->v, &s, i / p->h_kv, i % p->h_kv);
+            fa_store_element(p->v.data, row + random_below(&r, p->d), x, dtype);
+        }
+    }
+    pool_threads = 1;
+    const appended after = append_on_cpu(&c);
+    const tensor v_before = tensor_copied(p, &c.v, c.at_end);
+    fa_problem exact = after.p;
+    const tensor o = tensor_copied(p, &c.o, c.at_end);
+    const size_t bytes = (size_t)o.num_elements * fa_dtype_bytes(dtype);
+    exact.o = o.view;
+    alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+    memset(o.view.data, 0xff, bytes);
+    fa_reference_fwd(&exact, NULL, NULL, &test_pool);
+    for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
+        if (!machine.isa_legal[isa]) continue;
+        memset(c.o.view.data, 0xff, bytes);
+        memcpy(c.v.view.data, v_before.view.data, (size_t)c.v.num_elements * fa_dtype_bytes(dtype));
+        if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
+        const bool same_o = is_as_finite(&c.o, &o, dtype, 6), same_lse = worst_lse(p, &exact.lse) <= 2e-5;
+        if (same_o && same_lse) continue;
+        printf("  %s:%s%s not what the reference has\n", fa_isa_name((fa_isa)isa), same_o ? "" : " o",
+               same_lse ? "" : " lse");
+        good = false;
+    }
+    if (!good) {
+        case_print(&c);
+        printf("  (check_decode, NaN and infinities in V; new keys %d)\n", (int)p->len_new);
+    }
+    guarded_free_all();
+    return good;
+}
+
+static void test_nonfinite_values(void **state) {
+    (void)state;
+    bool good = true;
+    for (uint64_t seed = 7000; seed < 7000 + (IS_CUDA ? 200 : FEW_SEEDS ? 65 : 130); seed++)
+        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
+            good = check_nonfinite_values(seed, (fa_dtype)dtype) && good;
+    assert_true(good);
+}
+
 int main(int argc, char **argv) {
     fa_cpu_detect(&machine);
     for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
@@ -470,7 +528,8 @@ int main(int argc, char **argv) {
     }
 #if defined(CHECK_CUDA)
     const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16), cmocka_unit_test(test_f16),
-                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores)};
+                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores),
+                                            cmocka_unit_test(test_nonfinite_values)};
     return cmocka_run_group_tests(cuda_tests, NULL, NULL);
 #else
     const struct CMUnitTest tests[] = {
@@ -481,6 +540,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_nonfinite),
         cmocka_unit_test(test_mixed_threads),
         cmocka_unit_test(test_infinite_scores),
+        cmocka_unit_test(test_nonfinite_values),
         cmocka_unit_test(test_failing_pool),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

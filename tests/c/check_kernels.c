@@ -298,10 +298,9 @@ static void test_reasons(void **state) {
                                   .window_right = -1};
             fa_machine all = machine;
             fa_plan plan;
-            fa_error err;
             all.isa = cases[n].chosen;
             for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) all.isa_legal[isa] = cases[n].is_legal;
-            assert_int_equal(fa_plan_make(&p, &all, &plan, &err), FA_OK);
+            fa_plan_cpu(&p, &all, &plan);
             assert_int_equal(plan.num_ruled_out, cases[n].num);
             for (int i = 0; i < plan.num_ruled_out; i++) assert_string_equal(plan.ruled_out[i].reason, cases[n].reason);
         }
@@ -553,8 +552,7 @@ static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, boo
     fa_machine lowered = machine;
     lowered.isa = isa, lowered.threads = pool_threads = 1;
     fa_plan plan;
-    fa_error err;
-    if (fa_plan_make(&p, &lowered, &plan, &err)) abort();
+    fa_plan_cpu(&p, &lowered, &plan);
     if (plan.isa != isa || !strstr(plan.kernel, part)) return;
     p.scale = 1 / sqrt((double)d);
     fa_view *views[] = {&p.q, &p.k, &p.v, &p.dout, &p.o, &p.dq, &p.dk, &p.dv};

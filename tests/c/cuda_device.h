@@ -4,19 +4,20 @@
 #define CUDA_DEVICE_H
 
 #include "cases.h"
-#include "cuda_any.h"
 #include "emulate_cuda.h"
-#include "plan_cuda.h"
+#include "gpu/any_problem.h"
+#include "gpu/append.h"
+#include "gpu/host.h"
+#include "gpu/kernels.h"
+#include "gpu/launchers.h"
+#include "gpu/memory.h"
+#include "plan/gpu.h"
 #include <dlfcn.h>
 
-/* ---- in place of kernels.c and cuda_driver.c --------------------------------------------------------------------- */
+/* ---- in place of gpu/kernels.c and gpu/driver.c --------------------------------------------------------------------- */
 
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     return result == 0 ? FA_OK : fa_fail(err, FA_EUNSUPPORTED, "%s failed with %d", attempt, result);
-}
-
-fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu) {
-    return (fa_variant){(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, gpu->capability};
 }
 
 bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel) {
@@ -26,7 +27,8 @@ bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
 void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel) {
     (void)variant, (void)gpu, (void)kernel;
 }
-void fa_read_environment_in_python(void) {}
+static void read_no_environment(void) {}
+fa_gpu_host fa_host = {.read_environment = read_no_environment};
 bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
     (void)driver, (void)stream;
     return false;

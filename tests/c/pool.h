@@ -3,7 +3,11 @@
 #ifndef FA_TEST_POOL_H
 #define FA_TEST_POOL_H
 
-#include "cpu/cpu.h"
+#include "cpu/dispatch.h"
+#include "cpu/kvcache.h"
+#include "cpu/reference.h"
+#include "cpu/run.h"
+#include "plan/cpu.h"
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

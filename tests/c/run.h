@@ -16,13 +16,6 @@ static fa_machine machine;
 
 #if defined(CHECK_CUDA)
 #include "cuda_device.h"
-#else
-/* plan.c's other branch, which no problem here takes. */
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
-    (void)p, (void)m, (void)plan;
-    return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
-}
 #endif
 
 static double tolerance_of_dtype(fa_dtype dtype) {
@@ -42,10 +35,9 @@ static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
 static void run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
-    fa_error err = {""};
     lowered.isa = isa;
     lowered.threads = pool_threads = threads;
-    if (fa_plan_make(p, &lowered, &plan, &err)) fail_msg("fa_plan_make: %s", err.text);
+    fa_plan_cpu(p, &lowered, &plan);
     assert_true(plan.kernel[0] && memchr(plan.kernel, 0, sizeof plan.kernel));
     assert_true(plan.threads >= 1 && plan.threads <= threads && plan.isa <= isa);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);

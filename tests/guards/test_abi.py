@@ -1,7 +1,7 @@
-"""libtorch's C shim, as csrc/torch_abi.h declares it, against the torch that is installed here.
+"""libtorch's C shim, as csrc/torch/torch_abi.h declares it, against the torch that is installed here.
 
 Our C code includes no header of torch. So a function that torch changed, renamed or dropped would show only as a crash
-at a user's; these tests make it show here. The table of csrc/torch_abi.h is the only list: every test reads it.
+at a user's; these tests make it show here. The table of csrc/torch/torch_abi.h is the only list: every test reads it.
 """
 
 import re
@@ -48,7 +48,7 @@ def table(tmp_path_factory):
     """{symbol: (first release, "required" or "optional")}, printed by a C program that expands the table."""
     folder = tmp_path_factory.mktemp("table")
     (folder / "table.c").write_text(
-        '#include <stdio.h>\n#include "torch_abi.h"\n'
+        '#include <stdio.h>\n#include "torch/torch_abi.h"\n'
         '#define ROW(symbol, since, need, ...) puts(#symbol " " since " " #need);\n'
         "int main(void) { FA_TORCH_SYMBOLS(ROW) return 0; }\n"
     )
@@ -88,12 +88,13 @@ def test_types_equal_those_of_torch(torch_include):
 
 def test_a_wrong_type_is_noticed(torch_include, tmp_path):
     """The check above can fail: one parameter changed in a copy of the header does not compile."""
-    header = (CSRC / "torch_abi.h").read_text()
+    header = (CSRC / "torch/torch_abi.h").read_text()
     changed = header.replace("int64_t grain_size", "int32_t grain_size")
     assert changed != header
-    (tmp_path / "torch_abi.h").write_text(changed)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/torch_abi.h").write_text(changed)
     command = [tool("g++"), "-std=c++20", "-fsyntax-only", "-I", tmp_path, "-I", CSRC, *torch_include]
-    with pytest.raises(pytest.fail.Exception, match="torch_parallel_for: csrc/torch_abi.h and the installed torch"):
+    with pytest.raises(pytest.fail.Exception, match="torch_parallel_for: csrc/torch/torch_abi.h and"):
         run(*command, HERE / "abi_types.cpp")
 
 
@@ -114,10 +115,10 @@ def exported_by(*libraries):
 
 def test_the_mangled_names_are_in_the_installed_libraries():
     """Without them calls still work, but slower: through the dispatcher, or asking Python who watches."""
-    (wrap,) = re.findall(r'THPVARIABLE_WRAP "(_Z\w+)"', (CSRC / "torch_abi.c").read_text())
+    (wrap,) = re.findall(r'THPVARIABLE_WRAP "(_Z\w+)"', (CSRC / "torch/torch_abi.c").read_text())
     assert wrap in exported_by("libtorch_python.so")
-    names = re.findall(r'"(_Z\w+)"', (CSRC / "torch_abi.h").read_text())
-    names += re.findall(r'HAS_CALLBACKS +"(_Z\w+)"', (CSRC / "torch_abi.c").read_text())
+    names = re.findall(r'"(_Z\w+)"', (CSRC / "torch/torch_abi.h").read_text())
+    names += re.findall(r'HAS_CALLBACKS +"(_Z\w+)"', (CSRC / "torch/torch_abi.c").read_text())
     assert len(names) == 12 and set(names) <= exported_by("libtorch_cpu.so", "libc10.so")
     # This one's header includes what torch does not ship: its type is not among those that abi_types.cpp checks.
     header = Path(torch.__file__).parent / "include" / "ATen" / "functorch" / "DynamicLayer.h"
@@ -139,7 +140,7 @@ LOADER = r"""
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include "torch_abi.h"
+#include "torch/torch_abi.h"
 
 fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
     va_list values;
@@ -164,8 +165,8 @@ def load(table, tmp_path_factory):
     """load(symbols) runs fa_torch_load against a libtorch with just these: "status frees-with-delete message"."""
     folder = tmp_path_factory.mktemp("load")
     (folder / "loader.c").write_text(LOADER)
-    run(tool("gcc"), "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "loader.c", CSRC / "torch_abi.c", "-ldl",
-        "-o", folder / "loader")  # fmt: skip
+    run(tool("gcc"), "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "loader.c",
+        CSRC / "torch/torch_abi.c", CSRC / "system/library.c", "-ldl", "-o", folder / "loader")  # fmt: skip
 
     def load(symbols):
         if symbols is None:

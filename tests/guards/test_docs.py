@@ -70,6 +70,15 @@ def test_readme_names_every_file(folder):
     assert sorted(name for name in files if f"`{name}`" not in text) == []
 
 
+@pytest.mark.parametrize("folder", ["gpu", "plan", "system", "torch"])
+def test_the_tour_names_every_file(folder):
+    """A header that stands beside its .c file goes without saying."""
+    text = (CSRC / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in (CSRC / folder).iterdir() if path.is_file() and path.suffix != ".md"}
+    files -= {name[:-2] + ".h" for name in files if name.endswith(".c")}
+    assert sorted(name for name in files if f"`{name}`" not in text) == []
+
+
 def test_examples_run_from_top_to_bottom():
     """As who reads them types them, one after the other, in one session."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

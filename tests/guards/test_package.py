@@ -156,7 +156,7 @@ def test_max_jobs_sets_how_many_compilers_run(source, tmp_path, jobs):
 
 def test_kernels_are_compiled_with_the_headers_they_include():
     """NVRTC knows no folder: what kernel_table.c lists is all that a text can include. nvcc would find the rest."""
-    table = (ROOT / "csrc/kernel_table.c").read_text(encoding="utf-8")
+    table = (ROOT / "csrc/plan/kernel_table.c").read_text(encoding="utf-8")
     lists = dict(re.findall(r"#define (\w+_FILES)\s+(.*)", table))
     families = re.findall(r"\.files = \{(.*?)\}", table, re.DOTALL)
     assert len(families) >= 10

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
 # How setup.py compiles, with every warning an error.
-C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-I", str(CSRC)]
 
 DEBIAN_PACKAGE = {
     "gcc": "gcc",
@@ -56,11 +56,11 @@ def run(*command, **options):
 
 def c_sources():
     """The files of the extension, each a translation unit of its own."""
-    return sorted(path for path in [*CSRC.glob("*.c"), *CSRC.glob("cpu/*.c")] if not path.stem.endswith("_tmpl"))
+    return sorted([*CSRC.glob("*.c"), *CSRC.glob("*/*.c")])
 
 
 def c_headers():
-    return sorted([*CSRC.glob("*.h"), *CSRC.glob("cpu/*.h")])
+    return sorted([*CSRC.glob("*.h"), *(path for path in CSRC.glob("*/*.h") if path.parent.name != "cuda")])
 
 
 def relative(path):

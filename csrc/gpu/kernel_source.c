@@ -1,0 +1,190 @@
+/* The text of a variant, and its compilation by NVRTC. The sources lie beside the module: in flash_attn/cuda of an
+ * installed package, in csrc/cuda of a checkout. They include nothing but each other. */
+#include "kernel_source.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "nvrtc.h"
+#include "system/hash.h"
+#include "system/library.h"
+#include "system/lock.h"
+
+enum { PATH_BYTES = 1024 };
+
+/* ---- sources --------------------------------------------------------------------------------------------------- */
+
+static char folder[PATH_BYTES]; /* "": not looked for yet */
+static struct {
+    const char *name;
+    char *text; /* read once, kept */
+} files[FA_NUM_FAMILIES * FA_MAX_FILES];
+static fa_lock lock = FA_LOCK_INIT;
+
+static char *read_text(const char *name) {
+    char path[PATH_BYTES + 64];
+    char *text = NULL;
+    long bytes;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    if (!file) return NULL;
+    if (fseek(file, 0, SEEK_END) == 0 && (bytes = ftell(file)) >= 0 && fseek(file, 0, SEEK_SET) == 0) {
+        text = malloc((size_t)bytes + 1);
+        if (text && fread(text, 1, (size_t)bytes, file) != (size_t)bytes) {
+            free(text);
+            text = NULL;
+        }
+        if (text) text[bytes] = '\0';
+    }
+    fclose(file);
+    return text;
+}
+
+static fa_status find_folder(fa_error *err) {
+    static const char *const places[] = {"flash_attn/cuda", "csrc/cuda"};
+    char module[PATH_BYTES - 32] = "";
+    if (*folder) return FA_OK;
+    if (!fa_module_folder(module, sizeof module))
+        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the folder of flash_attn_2_cuda is not known");
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        snprintf(folder, sizeof folder, "%s/%s", module, places[i]);
+        char *text = read_text(fa_families[0].files[0]);
+        free(text);
+        if (text) return FA_OK;
+    }
+    *folder = '\0';
+    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the kernels' sources are neither in %s/%s nor in %s/%s", module,
+                   places[0], module, places[1]);
+}
+
+static fa_status read_file(const char *name, const char **text, fa_error *err) {
+    int i = 0;
+    while (files[i].name && strcmp(files[i].name, name) != 0) i++;
+    if (!files[i].name) {
+        if (!(files[i].text = read_text(name)))
+            return fa_fail(err, FA_EFAILED, "flash_attn: cannot read the kernels' source %s/%s", folder, name);
+        files[i].name = name;
+    }
+    *text = files[i].text;
+    return FA_OK;
+}
+
+/* The texts of a family's files, in their order. */
+typedef struct {
+    const char *texts[FA_MAX_FILES];
+    int num;
+} source;
+
+static fa_status read_source(const fa_family *family, source *s, fa_error *err) {
+    fa_lock_acquire(&lock);
+    fa_status status = find_folder(err);
+    for (s->num = 0; status == FA_OK && s->num < FA_MAX_FILES && family->files[s->num]; s->num++)
+        status = read_file(family->files[s->num], &s->texts[s->num], err);
+    fa_lock_release(&lock);
+    return status;
+}
+
+/* ---- options --------------------------------------------------------------------------------------------------- */
+
+void fa_variant_options(fa_variant variant, fa_compile_options *options) {
+    static const struct {
+        unsigned bit;
+        const char *constant;
+    } constants[] = {{FA_IN_BF16, "BF16"},  {FA_IN_F32, "F32"},  {FA_CAUSAL, "CAUSAL"}, {FA_LOCAL, "LOCAL"},
+                     {FA_VARLEN, "VARLEN"}, {FA_SCORE, "SCORE"}, {FA_PAGED, "PAGED"},   {FA_DROPOUT, "DROPOUT"}};
+    const fa_family *family = &fa_families[variant.family];
+    options->num = 0;
+#define OPTION(...)                                         \
+    do {                                                    \
+        char *text = options->text[options->num];           \
+        snprintf(text, sizeof *options->text, __VA_ARGS__); \
+        options->list[options->num++] = text;               \
+    } while (0)
+    OPTION("--gpu-architecture=sm_%d%s", variant.arch, family->arch ? "a" : "");
+    OPTION("--std=c++17");
+    OPTION("--use_fast_math");
+    for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
+        OPTION("-D%s=%d", family->columns[i], family->rows[variant.row].columns[i]);
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (family->knows & constants[i].bit)
+            OPTION("-D%s=%d", constants[i].constant, (variant.features & constants[i].bit) != 0);
+#undef OPTION
+}
+
+fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
+    fa_compile_options options;
+    source s;
+    fa_status status = read_source(&fa_families[variant.family], &s, err);
+    if (status != FA_OK) return status;
+    uint64_t hash = 0;
+    for (int i = 0; i < s.num; i++) hash = fa_hash(hash, s.texts[i], strlen(s.texts[i]) + 1);
+    fa_variant_options(variant, &options);
+    for (int i = 0; i < options.num; i++) hash = fa_hash(hash, options.list[i], strlen(options.list[i]) + 1);
+    *key = hash;
+    return FA_OK;
+}
+
+/* ---- compilation ----------------------------------------------------------------------------------------------- */
+
+/* The line of the log that says what went wrong. */
+static void first_error(const fa_nvrtc *nvrtc, nvrtcProgram program, char *line, size_t room) {
+    size_t bytes = 0;
+    snprintf(line, room, "NVRTC says nothing about it");
+    if (nvrtc->nvrtcGetProgramLogSize(program, &bytes) != 0 || bytes < 2) return;
+    char *log = malloc(bytes + 1);
+    if (log && nvrtc->nvrtcGetProgramLog(program, log) == 0) {
+        log[bytes] = '\0';
+        const char *start = strstr(log, "error");
+        if (!start) start = log;
+        while (start > log && start[-1] != '\n') start--;
+        snprintf(line, room, "%.*s", (int)strcspn(start, "\n"), start);
+    }
+    free(log);
+}
+
+static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant variant, fa_blob *cubin,
+                         fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES], kernel[FA_VARIANT_NAME_BYTES + 16], line[256];
+    fa_compile_options options;
+    fa_variant_options(variant, &options);
+    fa_variant_name(variant, name);
+    snprintf(kernel, sizeof kernel, "-DKERNEL=%s", name);
+    options.list[options.num++] = kernel;
+
+    nvrtcResult result = nvrtc->nvrtcCompileProgram(program, options.num, options.list);
+    if (result != 0) {
+        first_error(nvrtc, program, line, sizeof line);
+        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
+                       nvrtc->minor, name, folder, line);
+    }
+    if (nvrtc->nvrtcGetCUBINSize(program, &cubin->bytes) != 0 || cubin->bytes == 0)
+        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major, nvrtc->minor,
+                       variant.arch);
+    cubin->data = malloc(cubin->bytes);
+    if (!cubin->data) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a compiled kernel");
+    return nvrtc->nvrtcGetCUBIN(program, cubin->data) == 0
+               ? FA_OK
+               : fa_fail(err, FA_EFAILED, "flash_attn: NVRTC does not hand over its cubin");
+}
+
+fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {
+    const fa_nvrtc *nvrtc;
+    nvrtcProgram program = NULL;
+    const fa_family *family = &fa_families[variant.family];
+    source s;
+    *cubin = (fa_blob){0};
+    fa_status status = read_source(family, &s, err);
+    if (status == FA_OK) status = fa_nvrtc_get(&nvrtc, err);
+    if (status != FA_OK) return status;
+    if (nvrtc->nvrtcCreateProgram(&program, s.texts[0], family->files[0], s.num - 1, s.texts + 1, family->files + 1) !=
+        0)
+        return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
+    status = compile(nvrtc, program, variant, cubin, err);
+    if (status != FA_OK) {
+        free(cubin->data);
+        *cubin = (fa_blob){0};
+    }
+    nvrtc->nvrtcDestroyProgram(&program);
+    return status;
+}
