@@ -363,7 +363,7 @@ def made(name, folder=RESULTS, device=DEVICE):
 
 
 def documents():
-    """Those with tables, the list of files last: it follows what the others name."""
+    """Documents with tables. The list of files comes last, because the other documents name the files."""
     return [ROOT / "README.md", *sorted((ROOT / "csrc" / "cuda").rglob("*.md")), RESULTS / "README.md"]
 
 

@@ -2,7 +2,7 @@
 
 racecheck takes an arrival at an mbarrier for that of one lane. Where a warp meets and its leader arrives for all, it
 reports what the other lanes have done; so it is shown kernels of whose warps all lanes arrive (ARRIVING_LANES in
-ptx_cluster.cuh). All of ours are instrumented: csrc/cuda/README.md says why.
+ptx_cluster.cuh). All of ours are instrumented: csrc/cuda/measurements/checks.md says why.
 """
 
 import json
