@@ -122,15 +122,18 @@ typedef struct {
 
 /* ---- plan -------------------------------------------------------------------------------------------------- */
 
-typedef enum {
-    FA_ISA_REFERENCE,  /* cpu/reference.c: the specification */
-    FA_ISA_SCALAR,     /* the tiled algorithm in portable C */
-    FA_ISA_AVX2,       /* AVX2 + FMA + F16C */
-    FA_ISA_AVX512,     /* AVX-512 F, DQ, BW, VL */
-    FA_ISA_AVX512BF16, /* kernels for bf16 only */
-    FA_ISA_AMX,        /* AMX-TILE, AMX-BF16: kernels for bf16 only */
-    FA_NUM_ISAS
-} fa_isa;
+/* Instruction sets, the weakest first: X(name in C, name for people).
+ *   reference    cpu/reference.c: the specification
+ *   scalar       the tiled algorithm in portable C
+ *   avx2         AVX2 + FMA + F16C
+ *   avx512       AVX-512 F, DQ, BW, VL
+ *   avx512bf16   kernels for bf16 only
+ *   amx          AMX-TILE, AMX-BF16: kernels for bf16 only */
+#define FA_ISAS(X) \
+    X(REFERENCE, reference), X(SCALAR, scalar), X(AVX2, avx2), X(AVX512, avx512), X(AVX512BF16, avx512bf16), X(AMX, amx)
+
+#define FA_ISA_ENUM(id, name) FA_ISA_##id
+typedef enum { FA_ISAS(FA_ISA_ENUM), FA_NUM_ISAS } fa_isa;
 
 /* What plan.c knows of the machine; filled once by fa_cpu_detect and, per call, the thread count. */
 typedef struct {

@@ -91,8 +91,12 @@ void fa_variant_options(fa_variant variant, fa_compile_options *options) {
     static const struct {
         unsigned bit;
         const char *constant;
-    } constants[] = {{FA_IN_BF16, "BF16"},  {FA_IN_F32, "F32"},  {FA_CAUSAL, "CAUSAL"}, {FA_LOCAL, "LOCAL"},
-                     {FA_VARLEN, "VARLEN"}, {FA_SCORE, "SCORE"}, {FA_PAGED, "PAGED"},   {FA_DROPOUT, "DROPOUT"}};
+#define DTYPE(constant, bit) {bit, #constant}
+#define FEATURE(constant, bit, word) \
+    { bit, #constant }
+    } constants[] = {FA_DTYPE_FEATURES(DTYPE), FA_FEATURES(FEATURE)};
+#undef DTYPE
+#undef FEATURE
     const fa_family *family = &fa_families[variant.family];
     options->num = 0;
 #define OPTION(...)                                         \

@@ -7,12 +7,15 @@
 #include "cpu_planners.h"
 #include "sequence.h"
 
-#define NAMES(prefix) \
-    {prefix "reference", prefix "scalar", prefix "avx2", prefix "avx512", prefix "avx512bf16", prefix "amx"}
-static const char *const fwd_names[FA_NUM_ISAS] = NAMES("attn_fwd_"),
-                         *const bwd_names[FA_NUM_ISAS] = NAMES("attn_bwd_"),
-                         *const decode_names[FA_NUM_ISAS] = NAMES("attn_decode_"),
-                         *const mixed_names[FA_NUM_ISAS] = NAMES("attn_fwd_decode_");
+/* Names of kernels, by instruction set. */
+#define FWD_NAME(id, name)    "attn_fwd_" #name
+#define BWD_NAME(id, name)    "attn_bwd_" #name
+#define DECODE_NAME(id, name) "attn_decode_" #name
+#define MIXED_NAME(id, name)  "attn_fwd_decode_" #name
+static const char *const fwd_names[FA_NUM_ISAS] = {FA_ISAS(FWD_NAME)};
+static const char *const bwd_names[FA_NUM_ISAS] = {FA_ISAS(BWD_NAME)};
+static const char *const decode_names[FA_NUM_ISAS] = {FA_ISAS(DECODE_NAME)};
+static const char *const mixed_names[FA_NUM_ISAS] = {FA_ISAS(MIXED_NAME)};
 
 static const char *const *names_of(const fa_plan *plan, const fa_problem *p) {
     if (plan->pass == FA_BWD) return bwd_names;

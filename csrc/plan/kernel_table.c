@@ -259,8 +259,10 @@ void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     static const struct {
         unsigned bit;
         const char *word;
-    } words[] = {{FA_CAUSAL, "_causal"}, {FA_LOCAL, "_local"}, {FA_VARLEN, "_varlen"},
-                 {FA_SCORE, "_score"},   {FA_PAGED, "_paged"}, {FA_DROPOUT, "_dropout"}};
+#define WORD(constant, bit, word) \
+    { bit, word }
+    } words[] = {FA_FEATURES(WORD)};
+#undef WORD
     const fa_family *family = &fa_families[v.family];
     const char *dtype = v.features & FA_IN_F32 ? "fp32" : v.features & FA_IN_BF16 ? "bf16" : "fp16";
     char *at = append(name, name, family->name);

@@ -5,17 +5,25 @@
 
 #include "flash_attn.h"
 
-/* What a variant can do beyond plain attention; a kernel without a feature has no trace of it. */
+/* What a variant can do beyond plain attention; a kernel without a feature has no trace of it. X(constant of the text,
+ * bit, its part of a variant's name). */
+#define FA_FEATURES(X)                                                                                       \
+    X(CAUSAL, 1, "_causal"),       /* right window 0, no left window */                                      \
+        X(LOCAL, 2, "_local"),     /* any other window */                                                    \
+        X(VARLEN, 4, "_varlen"),   /* packed sequences */                                                    \
+        X(SCORE, 8, "_score"),     /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
+        X(PAGED, 128, "_paged"),   /* keys lie in pages of a block table */                                  \
+        X(DROPOUT, 16, "_dropout") /* of p */
+
+/* The dtype; fp16 with neither bit. */
+#define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64)
+
+#define FA_FEATURE_ENUM(constant, bit, word) FA_##constant = bit
+#define FA_DTYPE_ENUM(constant, bit)         FA_IN_##constant = bit
 enum {
-    FA_CAUSAL = 1,   /* right window 0, no left window */
-    FA_LOCAL = 2,    /* any other window */
-    FA_VARLEN = 4,   /* packed sequences */
-    FA_SCORE = 8,    /* softcap, ALiBi, or a scale that is not positive, or no normal float */
-    FA_DROPOUT = 16, /* of p */
-    FA_ALL_FEATURES = 31,
-    FA_IN_BF16 = 32, /* the dtype; fp16 with neither bit */
-    FA_IN_F32 = 64,
-    FA_PAGED = 128, /* keys lie in pages of a block table */
+    FA_FEATURES(FA_FEATURE_ENUM),
+    FA_DTYPE_FEATURES(FA_DTYPE_ENUM),
+    FA_ALL_FEATURES = FA_CAUSAL | FA_LOCAL | FA_VARLEN | FA_SCORE | FA_DROPOUT
 };
 
 static inline unsigned fa_dtype_feature(fa_dtype dtype) {

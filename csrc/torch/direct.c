@@ -328,44 +328,49 @@ static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
 
 /* ---- the functions ----------------------------------------------------------------------------------------------------- */
 
-enum {
-    ATTENTION,
-    VARLEN_ATTENTION,
-    FORWARD,
-    VARLEN_FORWARD,
-    KVCACHE_ATTENTION,
-    KVCACHE_FORWARD,
-    FLASH_ATTN_FORWARD,
-    FLASH_ATTN_VARLEN_FORWARD,
-    FLASH_ATTN_BACKWARD,
-    FLASH_ATTN_VARLEN_BACKWARD,
-    NUM_FUNCTIONS
-};
+#define DENSE        "_flash_attn_forward"
+#define PACKED       "_flash_attn_varlen_forward"
+#define DENSE_GRADS  "_flash_attn_backward"
+#define PACKED_GRADS "_flash_attn_varlen_backward"
+
+#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
+#define VARLEN                                                                                              \
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
+    "softcap, alibi_slopes, block_table"
+#define KVCACHE   "the arguments of fwd_kvcache but out"
+#define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
+#define OF_THE_OP "the op's arguments"
+
+/* X(name, arguments as Python knows them, results, op whose arguments they are, torch's op that is not called,
+ *   whether out alone is returned, gradients). */
+#define FUNCTIONS(X)                                                                                       \
+    X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, NEED_LSE)                                  \
+    X(varlen_attention, VARLEN, WITH_LSE, "_varlen_forward", PACKED, true, NEED_LSE)                       \
+    X(forward, NO_DROPOUT, "(out, softmax_lse)", "_forward", DENSE, false, IGNORED)                        \
+    X(varlen_forward, VARLEN, "(out, softmax_lse)", "_varlen_forward", PACKED, false, IGNORED)             \
+    X(kvcache_attention, KVCACHE, "out", "fwd_kvcache", "fwd_kvcache", true, LEFT_TO_THE_OP)               \
+    X(kvcache_forward, KVCACHE, "(out, softmax_lse)", "fwd_kvcache", "fwd_kvcache", false, LEFT_TO_THE_OP) \
+    X(flash_attn_forward, OF_THE_OP, "its results", DENSE, DENSE, false, LEFT_TO_THE_OP)                   \
+    X(flash_attn_varlen_forward, OF_THE_OP, "its results", PACKED, PACKED, false, LEFT_TO_THE_OP)          \
+    X(flash_attn_backward, OF_THE_OP, "softmax_d", DENSE_GRADS, DENSE_GRADS, false, IGNORED)               \
+    X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, IGNORED)
+
+/* clang-format off */
+#define FUNCTION_ENUM(name, arguments, results, op, instead_of, only_out, gradients) WHICH_##name,
+enum { FUNCTIONS(FUNCTION_ENUM) NUM_FUNCTIONS };
+/* clang-format on */
 
 /* Tensors that want gradients: who calls does without; or records them, and needs lse for it; or the op is called, which
  * records them, or has none, of which flash_attn_with_kvcache then warns. */
 typedef enum { IGNORED, NEED_LSE, LEFT_TO_THE_OP } gradients;
 
-#define DENSE        "_flash_attn_forward"
-#define PACKED       "_flash_attn_varlen_forward"
-#define DENSE_GRADS  "_flash_attn_backward"
-#define PACKED_GRADS "_flash_attn_varlen_backward"
 static const struct {
-    const char *op, *instead_of; /* the arguments'; and torch's op that is not called */
-    bool only_out;               /* return out alone */
+    const char *op, *instead_of;
+    bool only_out;
     gradients gradients;
-} functions[NUM_FUNCTIONS] = {
-    [ATTENTION] = {"_forward", DENSE, true, NEED_LSE},
-    [VARLEN_ATTENTION] = {"_varlen_forward", PACKED, true, NEED_LSE},
-    [FORWARD] = {"_forward", DENSE, false, IGNORED},
-    [VARLEN_FORWARD] = {"_varlen_forward", PACKED, false, IGNORED},
-    [KVCACHE_ATTENTION] = {"fwd_kvcache", "fwd_kvcache", true, LEFT_TO_THE_OP},
-    [KVCACHE_FORWARD] = {"fwd_kvcache", "fwd_kvcache", false, LEFT_TO_THE_OP},
-    [FLASH_ATTN_FORWARD] = {DENSE, DENSE, false, LEFT_TO_THE_OP},
-    [FLASH_ATTN_VARLEN_FORWARD] = {PACKED, PACKED, false, LEFT_TO_THE_OP},
-    [FLASH_ATTN_BACKWARD] = {DENSE_GRADS, DENSE_GRADS, false, IGNORED},
-    [FLASH_ATTN_VARLEN_BACKWARD] = {PACKED_GRADS, PACKED_GRADS, false, IGNORED},
-};
+#define FUNCTION_ROW(name, arguments, results, op, instead_of, only_out, gradients) \
+    {op, instead_of, only_out, gradients},
+} functions[NUM_FUNCTIONS] = {FUNCTIONS(FUNCTION_ROW)};
 
 /* As torch.library's set has a kernel of the function's op: borrowed, or NULL. */
 static PyObject *kernel_key(int which, bool on_gpu) {
@@ -410,48 +415,15 @@ refuse:
     Py_RETURN_NONE;
 }
 
-#define FUNCTION(which)                                             \
-    static PyObject *call_##which(PyObject *self, PyObject *args) { \
-        (void)self;                                                 \
-        return call_function(which, args);                          \
+#define FUNCTION(name, arguments, results, op, instead_of, only_out, gradients) \
+    static PyObject *call_##name(PyObject *self, PyObject *args) {              \
+        (void)self;                                                             \
+        return call_function(WHICH_##name, args);                               \
     }
-FUNCTION(ATTENTION)
-FUNCTION(VARLEN_ATTENTION)
-FUNCTION(FORWARD)
-FUNCTION(VARLEN_FORWARD)
-FUNCTION(KVCACHE_ATTENTION)
-FUNCTION(KVCACHE_FORWARD)
-FUNCTION(FLASH_ATTN_FORWARD)
-FUNCTION(FLASH_ATTN_VARLEN_FORWARD)
-FUNCTION(FLASH_ATTN_BACKWARD)
-FUNCTION(FLASH_ATTN_VARLEN_BACKWARD)
+FUNCTIONS(FUNCTION)
 
-#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
-#define VARLEN                                                                                              \
-    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
-    "softcap, alibi_slopes, block_table"
-#define KVCACHE "the arguments of fwd_kvcache but out"
-
-PyMethodDef fa_direct_functions[] = {
-    {"direct_attention", call_ATTENTION, METH_VARARGS,
-     "direct_attention(" NO_DROPOUT ") -> out, with gradients to record (out, softmax_lse); None: call the op"},
-    {"direct_varlen_attention", call_VARLEN_ATTENTION, METH_VARARGS,
-     "direct_varlen_attention(" VARLEN ") -> out, with gradients to record (out, softmax_lse); None: call the op"},
-    {"direct_forward", call_FORWARD, METH_VARARGS,
-     "direct_forward(" NO_DROPOUT ") -> (out, softmax_lse); None: call the op"},
-    {"direct_varlen_forward", call_VARLEN_FORWARD, METH_VARARGS,
-     "direct_varlen_forward(" VARLEN ") -> (out, softmax_lse); None: call the op"},
-    {"direct_kvcache_attention", call_KVCACHE_ATTENTION, METH_VARARGS,
-     "direct_kvcache_attention(" KVCACHE ") -> out; None: call the op"},
-    {"direct_kvcache_forward", call_KVCACHE_FORWARD, METH_VARARGS,
-     "direct_kvcache_forward(" KVCACHE ") -> (out, softmax_lse); None: call the op"},
-    {"direct_flash_attn_forward", call_FLASH_ATTN_FORWARD, METH_VARARGS,
-     "direct_flash_attn_forward(the op's arguments) -> its results; None: call the op"},
-    {"direct_flash_attn_varlen_forward", call_FLASH_ATTN_VARLEN_FORWARD, METH_VARARGS,
-     "direct_flash_attn_varlen_forward(the op's arguments) -> its results; None: call the op"},
-    {"direct_flash_attn_backward", call_FLASH_ATTN_BACKWARD, METH_VARARGS,
-     "direct_flash_attn_backward(the op's arguments) -> softmax_d; None: call the op"},
-    {"direct_flash_attn_varlen_backward", call_FLASH_ATTN_VARLEN_BACKWARD, METH_VARARGS,
-     "direct_flash_attn_varlen_backward(the op's arguments) -> softmax_d; None: call the op"},
-    {NULL, NULL, 0, NULL},
-};
+/* clang-format off */
+#define METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
+    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(METHOD) {NULL, NULL, 0, NULL}};
+/* clang-format on */

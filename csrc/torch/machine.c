@@ -1,6 +1,7 @@
 /* The machine that plans are made for. */
 #include "machine.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +10,14 @@
 fa_machine fa_this_machine;
 
 /* ---- instruction sets ---------------------------------------------------------------------------------------------- */
+
+/* The names, for messages. */
+static const char *all_isas(char text[128]) {
+    size_t at = 0;
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++)
+        at += (size_t)snprintf(text + at, 128 - at, "%s%s", isa ? ", " : "", fa_isa_name((fa_isa)isa));
+    return text;
+}
 
 static PyObject *cpu_isas(PyObject *self, PyObject *unused) {
     (void)self;
@@ -35,16 +44,15 @@ static int best_isa_up_to(const char *name) {
 static PyObject *set_cpu_isa(PyObject *self, PyObject *name) {
     (void)self;
     PyObject *bytes = NULL;
+    char names[128];
     if (name != Py_None && !PyUnicode_Check(name))
         return PyErr_Format(PyExc_TypeError, "set_cpu_isa(): name must be a str or None");
     if (name != Py_None && !(bytes = PyUnicode_AsUTF8String(name))) return NULL;
     int isa = best_isa_up_to(bytes ? PyBytes_AsString(bytes) : NULL);
     Py_XDECREF(bytes);
     if (isa < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "set_cpu_isa(): unknown instruction set %R; allowed are reference, scalar, "
-                            "avx2, avx512, avx512bf16, amx",
-                            name);
+        return PyErr_Format(PyExc_ValueError, "set_cpu_isa(): unknown instruction set %R; allowed are %s", name,
+                            all_isas(names));
     fa_this_machine.isa = (fa_isa)isa;
     return PyUnicode_FromString(fa_isa_name((fa_isa)isa));
 }
@@ -76,12 +84,12 @@ static PyObject *set_cuda_kernels(PyObject *self, PyObject *words) {
 /* ---- the environment, and what Python may call --------------------------------------------------------------------- */
 
 bool fa_machine_load(void) {
+    char names[128];
     const char *isa = getenv("FLASH_ATTN_CPU_ISA");
     fa_cpu_detect(&fa_this_machine);
     int chosen = best_isa_up_to(isa && *isa ? isa : NULL);
     if (chosen < 0) {
-        PyErr_Format(PyExc_ImportError,
-                     "FLASH_ATTN_CPU_ISA is '%s'; allowed are reference, scalar, avx2, avx512, avx512bf16, amx", isa);
+        PyErr_Format(PyExc_ImportError, "FLASH_ATTN_CPU_ISA is '%s'; allowed are %s", isa, all_isas(names));
         return false;
     }
     fa_this_machine.isa = (fa_isa)chosen;

@@ -37,7 +37,8 @@ static int exec_module(PyObject *module) {
     fa_error err = {""};
     if (!fa_python_load() || !fa_machine_load()) return -1;
     read_environment();
-    if (!is_registered && (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK)) {
+    if (!is_registered &&
+        (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK || fa_positional_load(&err) != FA_OK)) {
         PyErr_SetString(PyExc_ImportError, err.text);
         return -1;
     }

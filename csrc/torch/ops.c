@@ -60,18 +60,20 @@ typedef struct {
     ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_CU_SEQLENS, ARGS_PLAIN_OPTIONS, \
         ARG("Tensor? block_table", block_table)
 
-enum {
-    FORWARD,
-    VARLEN_FORWARD,
-    BACKWARD,
-    VARLEN_BACKWARD,
-    FWD_OUT,
-    VARLEN_FWD_OUT,
-    FWD_KVCACHE,
-    PLAIN_FORWARD,
-    PLAIN_VARLEN_FORWARD,
-    NUM_OPS
-};
+/* Those that torch knows of: X(name of the row). */
+#define REGISTERED_OPS(X) \
+    X(FORWARD)            \
+    X(VARLEN_FORWARD)     \
+    X(BACKWARD)           \
+    X(VARLEN_BACKWARD)    \
+    X(FWD_OUT)            \
+    X(VARLEN_FWD_OUT)     \
+    X(FWD_KVCACHE)
+
+/* clang-format off */
+#define OP_ENUM(name) name,
+enum { REGISTERED_OPS(OP_ENUM) PLAIN_FORWARD, PLAIN_VARLEN_FORWARD, NUM_OPS };
+/* clang-format on */
 
 static const op ops[NUM_OPS] = {
     [FORWARD] = {"_flash_attn_forward",
@@ -213,20 +215,10 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
         (void)num_inputs;                                                                        \
         boxed_call(op_idx, stack, num_outputs);                                                  \
     }
-ENTRY(FORWARD)
-ENTRY(VARLEN_FORWARD)
-ENTRY(BACKWARD)
-ENTRY(VARLEN_BACKWARD)
-ENTRY(FWD_OUT)
-ENTRY(VARLEN_FWD_OUT)
-ENTRY(FWD_KVCACHE)
+REGISTERED_OPS(ENTRY)
 
-static fa_boxed_op *const entries[NUM_OPS] = {
-    [FORWARD] = entry_FORWARD,         [VARLEN_FORWARD] = entry_VARLEN_FORWARD,
-    [BACKWARD] = entry_BACKWARD,       [VARLEN_BACKWARD] = entry_VARLEN_BACKWARD,
-    [FWD_OUT] = entry_FWD_OUT,         [VARLEN_FWD_OUT] = entry_VARLEN_FWD_OUT,
-    [FWD_KVCACHE] = entry_FWD_KVCACHE,
-};
+#define ENTRY_OF(op_idx) [op_idx] = entry_##op_idx,
+static fa_boxed_op *const entries[NUM_OPS] = {REGISTERED_OPS(ENTRY_OF)};
 
 /* ---- registration ----------------------------------------------------------------------------------------------- */
 

@@ -1,19 +1,21 @@
 /* The five positional functions of the flash-attn 2 extension.
  *
  * Each is a row: its arguments with their types, the tensors to allocate where the caller left None, and the op it calls
- * with the same arguments in the op's order. Types are checked as a binding generator would; all other checks are the
+ * with the same arguments, which it finds by their names. Types are checked as a binding generator would; all other checks are the
  * op's own. */
 #include "positional.h"
 
-#include "failures.h"
+#include <string.h>
 
-#include <stdbool.h>
+#include "failures.h"
+#include "ops.h"
 
 typedef enum { END, TENSOR, TENSOR_OR_NONE, FLOAT, BOOL, INT, GENERATOR } slot_kind;
 
 typedef struct {
     const char *name;
     slot_kind kind;
+    const char *op_name; /* of the op's argument; NULL: the same */
 } slot;
 
 #define MAX_SLOTS 24
@@ -25,115 +27,59 @@ typedef struct {
     slot slots[MAX_SLOTS];
     /* Tensors that the op writes: allocated like another argument if None, and returned before the op's own results. */
     struct {
-        signed char slot, like;
+        const char *name, *like;
     } made[MAX_MADE];
-    int num_made;
-    /* Argument i of the op is our argument op_slots[i]. */
-    signed char op_slots[MAX_SLOTS];
-    int num_op_slots;
 } function;
 
-#define Q_K_V \
-    {"q", TENSOR}, {"k", TENSOR}, { "v", TENSOR }
-#define SAVED \
-    {"dout", TENSOR}, Q_K_V, {"out", TENSOR}, { "softmax_lse", TENSOR }
-#define GRADIENTS \
-    {"dq", TENSOR_OR_NONE}, {"dk", TENSOR_OR_NONE}, { "dv", TENSOR_OR_NONE }
-#define CU_SEQLENS \
-    {"cu_seqlens_q", TENSOR}, { "cu_seqlens_k", TENSOR }
-#define ALIBI {"alibi_slopes", TENSOR_OR_NONE}
-#define MAX_SEQLENS \
-    {"max_seqlen_q", INT}, { "max_seqlen_k", INT }
-#define DROPOUT_SCALE \
-    {"p_dropout", FLOAT}, { "softmax_scale", FLOAT }
-#define MASK \
-    {"is_causal", BOOL}, {"window_size_left", INT}, {"window_size_right", INT}, { "softcap", FLOAT }
-#define RNG_STATE    {"rng_state", TENSOR_OR_NONE}
-#define NO_GENERATOR {"generator", GENERATOR}
+/* Pieces that several functions have. clang-format takes their braces for blocks. */
+/* clang-format off */
+#define Q_K_V         {"q", TENSOR, NULL}, {"k", TENSOR, NULL}, {"v", TENSOR, NULL}
+#define OUT_OR_NONE   {"out", TENSOR_OR_NONE, NULL}
+#define SAVED         {"dout", TENSOR, NULL}, Q_K_V, {"out", TENSOR, NULL}, {"softmax_lse", TENSOR, NULL}
+#define GRADIENTS     {"dq", TENSOR_OR_NONE, NULL}, {"dk", TENSOR_OR_NONE, NULL}, {"dv", TENSOR_OR_NONE, NULL}
+#define CU_SEQLENS    {"cu_seqlens_q", TENSOR, NULL}, {"cu_seqlens_k", TENSOR, NULL}
+#define MAX_SEQLENS   {"max_seqlen_q", INT, NULL}, {"max_seqlen_k", INT, NULL}
+#define CACHE_OPTIONS {"leftpad_k", TENSOR_OR_NONE, NULL}, {"block_table", TENSOR_OR_NONE, NULL}
+#define ALIBI         {"alibi_slopes", TENSOR_OR_NONE, NULL}
+#define DROPOUT_SCALE {"p_dropout", FLOAT, "dropout_p"}, {"softmax_scale", FLOAT, NULL}
+#define MASK          {"is_causal", BOOL, "causal"}, {"window_size_left", INT, NULL}, \
+                      {"window_size_right", INT, NULL}, {"softcap", FLOAT, NULL}
+#define NO_GENERATOR  {"generator", GENERATOR, NULL}
 
 enum { FWD, VARLEN_FWD, BWD, VARLEN_BWD, FWD_KVCACHE, NUM_FUNCTIONS };
 
 static const function functions[NUM_FUNCTIONS] = {
-    [FWD] = {"fwd",
-             "fwd",
-             13,
-             {Q_K_V, {"out", TENSOR_OR_NONE}, ALIBI, DROPOUT_SCALE, MASK, {"return_softmax", BOOL}, NO_GENERATOR},
-             {{3, 0}},
-             1,
-             {0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 4, 11},
-             12},
-    [VARLEN_FWD] = {"varlen_fwd",
-                    "varlen_fwd",
-                    21,
-                    {Q_K_V,
-                     {"out", TENSOR_OR_NONE},
-                     CU_SEQLENS,
-                     {"seqused_k", TENSOR_OR_NONE},
-                     {"leftpad_k", TENSOR_OR_NONE},
-                     {"block_table", TENSOR_OR_NONE},
-                     ALIBI,
-                     MAX_SEQLENS,
-                     DROPOUT_SCALE,
-                     {"zero_tensors", BOOL},
-                     MASK,
-                     {"return_softmax", BOOL},
-                     NO_GENERATOR,
-                     {"num_splits", INT}},
-                    {{3, 0}},
-                    1,
-                    {0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 15, 16, 17, 18, 9, 19, 8, 7, 6, 14, 21},
-                    21},
-    [BWD] = {"bwd",
-             "_flash_attn_backward",
-             19,
-             {SAVED, GRADIENTS, ALIBI, DROPOUT_SCALE, MASK, {"deterministic", BOOL}, NO_GENERATOR, RNG_STATE},
-             {{6, 1}, {7, 2}, {8, 3}},
-             3,
-             {0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 9, 16, 18},
-             18},
-    [VARLEN_BWD] = {"varlen_bwd",
-                    "_flash_attn_varlen_backward",
-                    24,
-                    {SAVED,
-                     GRADIENTS,
-                     CU_SEQLENS,
-                     ALIBI,
-                     MAX_SEQLENS,
-                     DROPOUT_SCALE,
-                     {"zero_tensors", BOOL},
-                     MASK,
-                     {"deterministic", BOOL},
-                     NO_GENERATOR,
-                     RNG_STATE},
-                    {{6, 1}, {7, 2}, {8, 3}},
-                    3,
-                    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15, 17, 18, 19, 20, 11, 21, 23, 16},
-                    23},
-    [FWD_KVCACHE] = {"fwd_kvcache",
-                     "fwd_kvcache",
-                     20,
-                     {{"q", TENSOR},
-                      {"k_cache", TENSOR},
-                      {"v_cache", TENSOR},
-                      {"k", TENSOR_OR_NONE},
-                      {"v", TENSOR_OR_NONE},
-                      {"seqlens_k", TENSOR_OR_NONE},
-                      {"rotary_cos", TENSOR_OR_NONE},
-                      {"rotary_sin", TENSOR_OR_NONE},
-                      {"cache_batch_idx", TENSOR_OR_NONE},
-                      {"leftpad_k", TENSOR_OR_NONE},
-                      {"block_table", TENSOR_OR_NONE},
-                      ALIBI,
-                      {"out", TENSOR_OR_NONE},
-                      {"softmax_scale", FLOAT},
-                      MASK,
-                      {"is_rotary_interleaved", BOOL},
-                      {"num_splits", INT}},
-                     {{12, 0}},
-                     1,
-                     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19},
-                     20},
+    [FWD] = {"fwd", "fwd", 13,
+             {Q_K_V, OUT_OR_NONE, ALIBI, DROPOUT_SCALE, MASK, {"return_softmax", BOOL, NULL}, NO_GENERATOR},
+             {{"out", "q"}}},
+    [VARLEN_FWD] = {"varlen_fwd", "varlen_fwd", 21,
+                    {Q_K_V, OUT_OR_NONE, CU_SEQLENS, {"seqused_k", TENSOR_OR_NONE, NULL}, CACHE_OPTIONS, ALIBI,
+                     MAX_SEQLENS, DROPOUT_SCALE, {"zero_tensors", BOOL, NULL}, MASK, {"return_softmax", BOOL, NULL},
+                     NO_GENERATOR, {"num_splits", INT, NULL}},
+                    {{"out", "q"}}},
+    [BWD] = {"bwd", "_flash_attn_backward", 19,
+             {SAVED, GRADIENTS, ALIBI, DROPOUT_SCALE, MASK, {"deterministic", BOOL, NULL}, NO_GENERATOR,
+              {"rng_state", TENSOR_OR_NONE, NULL}},
+             {{"dq", "q"}, {"dk", "k"}, {"dv", "v"}}},
+    [VARLEN_BWD] = {"varlen_bwd", "_flash_attn_varlen_backward", 24,
+                    {SAVED, GRADIENTS, CU_SEQLENS, ALIBI, MAX_SEQLENS, DROPOUT_SCALE, {"zero_tensors", BOOL, NULL},
+                     MASK, {"deterministic", BOOL, NULL}, NO_GENERATOR, {"rng_state", TENSOR_OR_NONE, NULL}},
+                    {{"dq", "q"}, {"dk", "k"}, {"dv", "v"}}},
+    [FWD_KVCACHE] = {"fwd_kvcache", "fwd_kvcache", 20,
+                     {{"q", TENSOR, NULL}, {"k_cache", TENSOR, NULL}, {"v_cache", TENSOR, NULL},
+                      {"k", TENSOR_OR_NONE, NULL}, {"v", TENSOR_OR_NONE, NULL}, {"seqlens_k", TENSOR_OR_NONE, NULL},
+                      {"rotary_cos", TENSOR_OR_NONE, NULL}, {"rotary_sin", TENSOR_OR_NONE, NULL},
+                      {"cache_batch_idx", TENSOR_OR_NONE, NULL}, CACHE_OPTIONS, ALIBI, OUT_OR_NONE,
+                      {"softmax_scale", FLOAT, NULL}, MASK, {"is_rotary_interleaved", BOOL, "rotary_interleaved"},
+                      {"num_splits", INT, NULL}},
+                     {{"out", "q"}}},
 };
+/* clang-format on */
+
+/* Argument i of a function's op is the function's argument op_slots[i]. */
+static struct {
+    int op_slots[FA_MAX_ARGUMENTS], num_op_slots;
+} maps[NUM_FUNCTIONS];
 
 static PyObject *op_callables[NUM_FUNCTIONS];
 
@@ -141,6 +87,28 @@ static int num_slots(const function *f) {
     int n = 0;
     while (n < MAX_SLOTS && f->slots[n].kind != END) n++;
     return n;
+}
+
+/* The argument of this name; -1: there is none. */
+static int slot_of(const function *f, const char *name, bool of_the_op) {
+    for (int i = 0; i < num_slots(f); i++)
+        if (strcmp(of_the_op && f->slots[i].op_name ? f->slots[i].op_name : f->slots[i].name, name) == 0) return i;
+    return -1;
+}
+
+fa_status fa_positional_load(fa_error *err) {
+    for (int which = 0; which < NUM_FUNCTIONS; which++) {
+        const function *f = &functions[which];
+        const fa_signature *signature = fa_find_op(f->op);
+        maps[which].num_op_slots = signature->num_slots;
+        for (int i = 0; i < signature->num_slots; i++) {
+            maps[which].op_slots[i] = slot_of(f, signature->slots[i].name, true);
+            if (maps[which].op_slots[i] < 0)
+                return fa_fail(err, FA_EFAILED, "%s() has no argument %s, which its op wants", f->name,
+                               signature->slots[i].name);
+        }
+    }
+    return FA_OK;
 }
 
 static PyObject *type_error(const function *f, int i, const char *allowed, PyObject *came) {
@@ -219,24 +187,26 @@ static PyObject *call_function(int which, PyObject *args) {
         if (!(values[i] = convert(f, i, PyTuple_GetItem(args, i)))) goto cleanup;
     for (int i = (int)came; i < room; i++) /* the only argument that may be left out is num_splits */
         if (!(values[i] = PyLong_FromLong(0))) goto cleanup;
-    for (int m = 0; m < f->num_made; m++) {
-        PyObject **made = &values[(int)f->made[m].slot];
+    for (int m = 0; m < MAX_MADE && f->made[m].name; m++) {
+        PyObject **made = &values[slot_of(f, f->made[m].name, false)];
         if (*made != Py_None) continue;
-        PyObject *fresh = PyObject_CallMethod(fa_torch_module, "empty_like", "O", values[(int)f->made[m].like]);
+        PyObject *fresh =
+            PyObject_CallMethod(fa_torch_module, "empty_like", "O", values[slot_of(f, f->made[m].like, false)]);
         if (!fresh) goto cleanup;
         Py_DECREF(*made);
         *made = fresh;
     }
 
-    if (!op_callable(which) || !(op_args = PyTuple_New(f->num_op_slots))) goto cleanup;
-    for (int i = 0; i < f->num_op_slots; i++) {
-        Py_INCREF(values[(int)f->op_slots[i]]);
-        PyTuple_SetItem(op_args, i, values[(int)f->op_slots[i]]);
+    if (!op_callable(which) || !(op_args = PyTuple_New(maps[which].num_op_slots))) goto cleanup;
+    for (int i = 0; i < maps[which].num_op_slots; i++) {
+        PyObject *value = values[maps[which].op_slots[i]];
+        Py_INCREF(value);
+        PyTuple_SetItem(op_args, i, value);
     }
     if (!(result = PyObject_Call(op_callables[which], op_args, NULL))) fa_mend_exception();
     if (!result || !(list = PyList_New(0))) goto cleanup;
-    for (int m = 0; m < f->num_made; m++)
-        if (PyList_Append(list, values[(int)f->made[m].slot]) < 0) goto failed;
+    for (int m = 0; m < MAX_MADE && f->made[m].name; m++)
+        if (PyList_Append(list, values[slot_of(f, f->made[m].name, false)]) < 0) goto failed;
     if (PyTuple_Check(result)) {
         for (Py_ssize_t i = 0; i < PyTuple_Size(result); i++)
             if (PyList_Append(list, PyTuple_GetItem(result, i)) < 0) goto failed;
