@@ -9,14 +9,14 @@ typedef struct {
     size_t bytes;
 } fa_blob;
 
-/* The options of the compiler for a variant. */
-#define FA_MAX_OPTIONS 24
+/* The options of the compiler for a variant: its columns and features as constants. The caller frees them, after a failure too. */
 typedef struct {
-    char text[FA_MAX_OPTIONS][40];
-    const char *list[FA_MAX_OPTIONS];
+    char **list;
     int num;
 } fa_compile_options;
-void fa_variant_options(fa_variant variant, fa_compile_options *options);
+fa_status fa_variant_options(fa_variant variant, fa_compile_options *options, fa_error *err);
+void fa_options_free(fa_compile_options *options);
+
 /* A hash of the variant's texts and options, so that a changed text never meets an old binary. */
 fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err);
 fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err);

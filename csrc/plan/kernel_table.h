@@ -45,7 +45,7 @@ typedef enum {
     FA_NUM_FAMILIES
 } fa_family_id;
 
-enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 15, FA_SHARED_ALIGNMENT = 1024 };
+enum { FA_MAX_COLUMNS = 10, FA_SHARED_ALIGNMENT = 1024 };
 
 typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's, then the shape's */
@@ -56,7 +56,7 @@ typedef struct {
 
 typedef struct {
     const char *name;                    /* attn_fwd_sm90 */
-    const char *files[FA_MAX_FILES];     /* in csrc/cuda: the kernel, then what it includes */
+    const char *const *files;            /* in csrc/cuda: the kernel, then what it includes; NULL behind the last */
     int arch;                            /* 90: of sm_90a only; 0: compiled for the GPU at hand */
     const char *columns[FA_MAX_COLUMNS]; /* the constants that a row defines */
     unsigned knows;                      /* the features that are constants of this text */

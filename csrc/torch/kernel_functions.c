@@ -55,15 +55,17 @@ static PyObject *cuda_kernel_source(PyObject *self, PyObject *args) {
     (void)self;
     fa_variant variant;
     fa_compile_options options;
+    fa_error err = {""};
     if (!read_variant(args, "cuda_kernel_source", &variant)) return NULL;
     if (!fa_variant_is_chosen(variant)) return PyErr_Format(PyExc_ValueError, "there is no such CUDA kernel");
-    fa_variant_options(variant, &options);
-    PyObject *list = PyList_New(0);
+    fa_status status = fa_variant_options(variant, &options, &err);
+    PyObject *list = status == FA_OK ? PyList_New(0) : fa_raise(status, &err);
     for (int i = 0; list && i < options.num; i++) {
         PyObject *option = PyUnicode_FromString(options.list[i]);
         if (!option || PyList_Append(list, option) < 0) Py_CLEAR(list);
         Py_XDECREF(option);
     }
+    fa_options_free(&options);
     return list ? Py_BuildValue("(sN)", fa_families[variant.family].files[0], list) : NULL;
 }
 

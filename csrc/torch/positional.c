@@ -1,8 +1,8 @@
 /* The five positional functions of the flash-attn 2 extension.
  *
- * Each is a row: its arguments with their types, the tensors to allocate where the caller left None, and the op it calls
- * with the same arguments, which it finds by their names. Types are checked as a binding generator would; all other checks are the
- * op's own. */
+ * Each function is a row: its arguments with their types, the tensors to allocate where the caller left None, and its op.
+ * The op's arguments are found by their names. Types are checked as a binding generator would check them. All other checks
+ * are the op's own. */
 #include "positional.h"
 
 #include <string.h>
