@@ -1,4 +1,4 @@
-/* The few functions of the contract itself: names, sizes, messages. */
+/* The functions of the contract itself: names, sizes and messages. */
 #include "flash_attn.h"
 
 #include <stdarg.h>

@@ -1,6 +1,6 @@
-/* Where sequence i of a problem lies: the only reader of cu_seqlens, seqused_k, leftpad_k, cache_batch_idx and of the
- * block table. Keys are numbered from 0 at the first key that is not left padding, so masks, ALiBi and dropout see
- * len_kv keys and nothing else. */
+/* This header says where sequence i of a problem lies. On the CPU nothing else reads cu_seqlens, seqused_k, leftpad_k,
+ * cache_batch_idx and the block table. Key 0 is the first key that is not left padding. So masks, ALiBi and dropout
+ * see len_kv keys and nothing else. */
 #ifndef FA_SEQUENCE_H
 #define FA_SEQUENCE_H
 
@@ -8,10 +8,10 @@
 
 typedef struct {
     int64_t b_idx;
-    int64_t q_row;         /* first row of the sequence in q, o, lse (packed), else 0 */
-    int64_t len_q, len_kv; /* visible lengths: after seqused_k, append and left padding */
-    int64_t kv_batch;      /* index times stride_b of k and v; unused when paged */
-    int64_t kv_row;        /* row of key 0 counted from kv_batch's start (paged: from the start of page 0) */
+    int64_t q_row;         /* packed: first row of the sequence in q, o and lse; otherwise 0 */
+    int64_t len_q, len_kv; /* visible lengths, after seqused_k, append and left padding */
+    int64_t kv_batch;      /* index that multiplies stride_b of k and v; unused when paged */
+    int64_t kv_row;        /* row of key 0, counted from kv_batch's start (paged: from the sequence's first page) */
     const int32_t *pages;  /* paged: the sequence's row of the block table */
 } fa_sequence;
 
@@ -39,19 +39,19 @@ static inline fa_sequence fa_sequence_at(const fa_problem *p, int64_t b_idx) {
     return s;
 }
 
-/* No row of q, no new key, and no gradient of a key: nothing to compute and nothing to write, however many sequences. Packed ones
- * have an element of cu_seqlens each. */
+/* Is there nothing to compute and nothing to write, however many sequences there are? Then q has no row, no key is
+ * appended, and a backward has no key. A packed problem is never idle: its sequences are the elements of cu_seqlens. */
 static inline bool fa_is_idle(const fa_problem *p) {
     return p->total_q * p->h == 0 && p->len_new == 0 && !p->cu_seqlens_q && (p->pass == FA_FWD || p->total_kv == 0);
 }
 
-/* The first bytes of a forward's workspace: the rotated queries, if there is rotary. */
+/* Bytes of the rotated queries, which begin a forward's workspace if there is rotary. */
 static inline size_t fa_rotated_q_bytes(const fa_problem *p) {
     size_t bytes = p->rotary_cos ? (size_t)(p->b * p->len_q * p->h * p->d) * fa_dtype_bytes(p->dtype) : 0;
     return (bytes + 63) / 64 * 64;
 }
 
-/* Element offset of key j (or, with a negative j, of left padding) of one key/value head in a view of k or v. */
+/* Element offset of key j of one key/value head in a view of k or v. A negative j names left padding. */
 static inline int64_t fa_key_offset(const fa_problem *p, const fa_view *kv, const fa_sequence *s, int64_t j,
                                     int64_t head_kv) {
     int64_t row = s->kv_row + j;
@@ -69,7 +69,7 @@ static inline float *fa_row_stat(const fa_row_stats *t, const fa_sequence *s, in
     return t->data + s->b_idx * t->stride_b + head * t->stride_h + s->q_row + i;
 }
 
-/* Visible keys of row i: [first, end), empty when end <= first. */
+/* The visible keys of row i are [first, end). There is none when end <= first. */
 static inline void fa_visible_keys(const fa_problem *p, const fa_sequence *s, int64_t i, int64_t *first, int64_t *end) {
     int64_t diagonal = i + s->len_kv - s->len_q;
     *first = p->window_left >= 0 && diagonal - p->window_left > 0 ? diagonal - p->window_left : 0;

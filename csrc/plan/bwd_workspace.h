@@ -1,21 +1,23 @@
-/* The workspace of the backward on Hopper: slabs of BLOCK_Q query rows of one head, see cuda/attn_bwd_slabs.cuh. */
+/* The workspace of the backward on Hopper. A slab is BLOCK_Q query rows of one head (cuda/attn_bwd_slabs.cuh). */
 #ifndef FA_PLAN_BWD_WORKSPACE_H
 #define FA_PLAN_BWD_WORKSPACE_H
 
 #include "flash_attn.h"
 
 typedef struct {
-    int64_t num_slabs, num_heads; /* per head; heads that count */
-    int64_t num_tiles;            /* key tiles of all heads, packed: at most so many; of them ... */
-    int64_t num_cut, pieces;      /* ... the last ones are cut into pieces ... */
-    int64_t head_pieces;          /* ... along the query heads of a key head, or 1: along the queries */
-    size_t dq_sums, stats, kv_sums, turns, kv_turns, tile_counter; /* offsets */
+    int64_t num_slabs, num_heads; /* slabs of one head; heads (packed), or heads of all sequences (dense) */
+    int64_t num_tiles;            /* key tiles of all heads; packed: an upper bound */
+    int64_t num_cut, pieces;      /* the last num_cut key tiles are cut into pieces */
+    int64_t head_pieces;          /* pieces along the query heads of a key head; 1: tiles are cut along the queries */
+    size_t dq_sums, stats, kv_sums, turns, kv_turns, tile_counter; /* offsets in bytes */
     size_t bytes;
 } fa_bwd_workspace;
 
-/* Into how many pieces to cut each of `tiles` key tiles of `steps` steps along their `q_tiles` query tiles, fewer than there
- * are CTAs. In steps: a tile's beginning and end take about 2, and a piece's turn to add its dK and dV 1. Where the pieces
- * come in rounds, or behind whole tiles, CTAs do not begin them together, and cutting must promise more than a third. */
+/* Returns the number of pieces into which to cut each of `tiles` key tiles, of which there are fewer than CTAs.
+ * A tile has `steps` steps and is cut along its `q_tiles` query tiles.
+ * Time is counted in steps. A tile's beginning and end take about 2. A piece's turn to add its dK and dV takes 1.
+ * CTAs do not begin their pieces together if pieces come in rounds or after whole tiles. Then cutting must save more
+ * than a third. */
 static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles, int64_t steps, bool behind) {
     int64_t best = 1, best_time = steps + 2;
     for (int64_t n = 2; n <= 16 && n <= q_tiles; n++) {
@@ -26,7 +28,7 @@ static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles,
     return best;
 }
 
-/* Query rows of one head that a key tile sees, about: with a causal mask half of them. */
+/* Returns about how many query rows of one head see a key tile. With a causal mask half of the rows do. */
 static inline int64_t fa_bwd_rows_seen(const fa_problem *p, int block_kv) {
     const int64_t rows = p->window_right >= 0 ? p->len_q / 2 : p->len_q;
     if (p->window_left < 0 || p->window_left >= rows || p->window_right >= rows) return rows;
@@ -34,9 +36,10 @@ static inline int64_t fa_bwd_rows_seen(const fa_problem *p, int block_kv) {
     return window < rows ? window : rows;
 }
 
-/* With a mask or packed sequences key tiles have steps of any number. Where a CTA has fewer than four of them, all are cut
- * along the query heads of their key head, into pieces of two or more, while those are long beside adding up dK and dV.
- * Causal tiles of up to 96 columns must be longer: two to a CTA, one long, one short, end together uncut. */
+/* With a mask or packed sequences, key tiles differ in their number of steps. If a CTA has fewer than four tiles, all
+ * tiles are cut along the query heads of their key head. Each piece keeps two or more query heads. Pieces must stay
+ * long compared to adding up dK and dV. Causal tiles of up to 96 columns must be longer still. Uncut, a CTA with one
+ * long and one short tile ends together with the others. */
 static inline int64_t fa_bwd_head_pieces(const fa_problem *p, int64_t tiles, int64_t sms, int block_kv) {
     const bool pairs = p->window_left < 0 && p->window_right >= 0 && p->d <= 96;
     const int64_t heads_per_kv = p->h / p->h_kv, rows = fa_bwd_rows_seen(p, block_kv) * heads_per_kv;
@@ -49,7 +52,8 @@ static inline int64_t fa_bwd_head_pieces(const fa_problem *p, int64_t tiles, int
     return n;
 }
 
-/* A packed sequence begins a slab of its own. sms: 0 cuts nothing; else the tiles of a round that has too few for all. */
+/* Each packed sequence begins a new slab. sms 0: no tile is cut. Otherwise the tiles of a round that is too small for
+ * all SMs are cut. */
 static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, int block_q, int block_kv, int64_t sms) {
     const bool packed = p->cu_seqlens_q != NULL;
     fa_bwd_workspace w = {.num_slabs = packed         ? p->total_q / block_q + p->b + 1
@@ -64,7 +68,7 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
         w.pieces = fa_bwd_pieces(rest, sms, q_tiles, q_tiles * (p->h / p->h_kv), w.num_tiles > sms);
         w.num_cut = w.pieces > 1 ? rest : 0;
     } else if (sms > 0) {
-        if (packed) w.num_tiles = (p->total_kv / block_kv + p->b) * p->h_kv; /* no more than these */
+        if (packed) w.num_tiles = (p->total_kv / block_kv + p->b) * p->h_kv; /* upper bound */
         w.pieces = w.head_pieces = fa_bwd_head_pieces(p, w.num_tiles, sms, block_kv);
         w.num_cut = w.pieces > 1 ? w.num_tiles : 0;
     }

@@ -1,5 +1,6 @@
-/* problem -> plan: the strongest instruction set that is legal here and has a kernel for the pass and the dtype, then
- * its tiles. Every stronger one is ruled out with its reason, so that a user can read why a call runs as it does. */
+/* Plans a problem for the CPU. The planner takes the strongest legal instruction set that has a kernel for the pass and
+ * the dtype. Then it chooses the tiles. A stronger instruction set is ruled out with a reason that the user can
+ * read. */
 #include "cpu.h"
 
 #include "cpu/decode_plan.h"
@@ -7,7 +8,7 @@
 #include "cpu_planners.h"
 #include "sequence.h"
 
-/* Names of kernels, by instruction set. */
+/* Names of kernels by instruction set. */
 #define FWD_NAME(id, name)    "attn_fwd_" #name
 #define BWD_NAME(id, name)    "attn_bwd_" #name
 #define DECODE_NAME(id, name) "attn_decode_" #name
@@ -23,7 +24,7 @@ static const char *const *names_of(const fa_plan *plan, const fa_problem *p) {
     return plan->cpu.num_decodes < p->b ? mixed_names : decode_names;
 }
 
-/* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
+/* Names are written piece by piece, because formatting them would cost a short call a tenth of its time. */
 static char *append(char *end, const char *text) {
     while (*text) *end++ = *text++;
     *end = '\0';
@@ -60,7 +61,7 @@ static const char *why_not(const fa_problem *p, const fa_machine *machine, fa_is
 void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     fa_problem nothing;
     if (fa_is_idle(p)) {
-        nothing = *p, nothing.b = 0; /* expanded tensors have more sequences than anyone can count */
+        nothing = *p, nothing.b = 0; /* a loop over the sequences of an expanded tensor might never end */
         p = &nothing;
     }
 
@@ -89,7 +90,8 @@ void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) 
     } else {
         plan->cpu.num_decodes = fa_num_decodes(p);
         if (plan->cpu.num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
-        /* The two run one after the other in the same workspace, each on its own threads; tiles are the tiled kernel's. */
+        /* The decode kernel and the tiled kernel run one after the other in the same workspace. Each has its own number
+         * of threads. The plan's tiles are those of the tiled kernel. */
         if (plan->cpu.num_decodes < p->b) {
             const size_t bytes = plan->workspace_bytes;
             const int num_splits = plan->num_splits;

@@ -4,7 +4,8 @@
 
 #include "flash_attn.h"
 
-/* As fa_plan_make; there is a plan for every problem. Lengths inside cu_seqlens and their like are read. */
+/* Does fa_plan_make's work on the CPU. Every problem has a plan. The planner reads the values inside cu_seqlens and the
+ * other length tensors. */
 void fa_plan_cpu(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 
 #endif

@@ -1,5 +1,6 @@
-/* problem -> plan on a GPU: the first kernel of the list that serves the problem. Each says what it cannot do, one line
- * with its reason; pure functions, one file each. */
+/* Plans a problem for a GPU. The plan names the first kernel of the list that serves the problem. Each kernel has a
+ * planner in a file of its own. A planner is a pure function, and has one line with a reason for each problem that the
+ * kernel cannot serve. */
 #include "gpu.h"
 
 #include <stdio.h>
@@ -9,7 +10,7 @@
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
-/* Best first. */
+/* The best kernels come first. */
 static const struct {
     fa_pass pass;
     const char *name;

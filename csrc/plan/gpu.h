@@ -4,7 +4,7 @@
 
 #include "flash_attn.h"
 
-/* As fa_plan_make. Of the machine only the GPU's members are read. */
+/* Does fa_plan_make's work on a GPU. The planner reads only the GPU's members of the machine. */
 fa_status fa_plan_cuda(const fa_problem *problem, const fa_machine *machine, fa_plan *plan, fa_error *err);
 
 #endif

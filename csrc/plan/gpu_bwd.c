@@ -1,5 +1,4 @@
-/* What attn_bwd_sm90 and attn_bwd_wide_sm90 ask for, and the first row of cuda/tiles.def that has room for the head
- * dimension and serves every feature. */
+/* Planner of attn_bwd_sm90 and attn_bwd_wide_sm90: their requirements, and their row of cuda/tiles.def. */
 #include "bwd_workspace.h"
 #include "gpu_bwd_order.h"
 #include "gpu_planners.h"
@@ -11,7 +10,7 @@ static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
            fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
 }
 
-/* The first row that has room for the head dimension and serves every feature; -1: none. */
+/* Returns the first row that has room for the head dimension and serves every feature, or -1. */
 static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
     const fa_family *family = &fa_families[id];
     for (int row = 0; row < family->num_rows; row++) {

@@ -1,43 +1,45 @@
-/* Hopper's backward: in which order key tiles begin, and whether they add to dQ in that order, as measured
- * (cuda/measurements/backward.md). */
+/* The order in which key tiles of Hopper's backward begin, and whether they add to dQ in this order. The thresholds are
+ * measured (cuda/measurements/backward.md). */
 #include "gpu_bwd_order.h"
 
 #include "kernel_table.h"
 
-/* What the choice depends on. */
+/* The choice depends on these numbers. */
 typedef struct {
-    int heads, heads_per_tile; /* key heads or pieces of them, of all sequences if dense; query heads of each */
-    int64_t bytes;             /* what a head walks over: its queries, dO and sums of dQ */
-    int64_t ctas;              /* clusters, where these share a tile */
-    int64_t tiles, all_tiles;  /* key tiles of a head, in the mean; of all, uncut */
+    int heads, heads_per_tile; /* key heads or their pieces, of all sequences if dense; query heads of each */
+    int64_t bytes;             /* bytes of a head's queries, dO and sums of dQ */
+    int64_t ctas;              /* CTAs at a time, or clusters if CTAs of a cluster share a tile */
+    int64_t tiles, all_tiles;  /* mean number of key tiles of a head; uncut key tiles of all heads */
     bool is_causal, is_masked;
 } order_of_tiles;
 
-/* Key heads that are walked together: as many as have their bytes in 24 MB of the L2. */
+/* Returns how many key heads are walked together. Their bytes fit into 24 MB of the L2. */
 static int64_t heads_in_group(const order_of_tiles *o) {
     int64_t group = 1;
     while (group < o->heads && 2 * group * o->bytes <= 24 << 20) group *= 2;
     return group;
 }
 
-/* Whether a fixed order costs less than 2%, so that nobody need ask for it: without a mask, and where every CTA has many tiles;
- * causal with grouped heads and up to 64 columns, where it is even faster. */
+/* Does a fixed order cost less than 2%? Then the backward keeps the order even if the caller does not ask for it.
+ * Without a mask a fixed order is free if every CTA has many tiles. With a causal mask, grouped heads and up to 64
+ * columns, a fixed order is even faster. */
 static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
     const int64_t longest = p->d <= 64 ? INT64_MAX : p->d > 96 && p->d <= 128 ? 8192 : 2048;
     if (o->is_masked) return o->is_causal && p->d <= 64 && p->h > p->h_kv && o->all_tiles >= 4 * o->ctas;
     return p->len_q >= p->len_kv && p->len_kv <= longest && o->all_tiles >= 8 * o->ctas;
 }
 
-/* Half of the heads as often as it takes to have them in so much of the L2. */
+/* Halves the number of heads until the heads fit into these bytes of the L2. */
 static int64_t heads_within(int64_t heads, const order_of_tiles *o, int64_t bytes) {
     while (heads > 1 && heads * o->bytes > bytes) heads /= 2;
     return heads;
 }
 
-/* Key heads that must be walked together. In a fixed order key tiles of one head follow each other, at a distance if other
- * heads' lie between: of no more heads than the L2 has room for, or all depends on whether CTAs keep in step. With a causal
- * mask tiles are of any length: of a group's all CTAs have some, or the last group ends late; and long ones of one head
- * alone on the SMs come to the diagonal together. */
+/* Returns the least number of key heads that must be walked together.
+ * In a fixed order the key tiles of one head add to dQ one after the other. Tiles of other heads between them keep them
+ * apart. The L2 must have room for all heads of the group. Otherwise the speed depends on whether CTAs keep in step.
+ * With a causal mask, tiles have different lengths. Every CTA must have a tile of the group, or the last group ends
+ * late. Long tiles of one head that have the SMs to themselves reach the diagonal together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
     if (!o->is_causal) return in_order ? heads_within(1024 / p->d, o, 50 << 20) : 1;
     const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
@@ -45,7 +47,8 @@ static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in
     return apart > busy ? apart : busy;
 }
 
-/* Short causal tiles of up to 64 columns wait for each other in any order, too, and want twice the heads. */
+/* Short causal tiles of up to 64 columns wait for each other even without a fixed order. They need groups of twice as
+ * many heads. */
 void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, fa_plan *plan) {
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t mean_q = packed ? p->total_q / p->b : p->len_q, mean_kv = packed ? p->total_kv / p->b : p->len_kv;
@@ -68,7 +71,7 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
     const int64_t least = least_heads(p, &o, in_order);
     if (group < least) group = least;
     if (group > o.heads) group = o.heads;
-    if (o.is_causal && group > 0) { /* groups alike: a small last one would end late */
+    if (o.is_causal && group > 0) { /* groups get the same size, because a small last group would end late */
         const int64_t groups = o.heads / group;
         group = (o.heads + groups - 1) / groups;
     }

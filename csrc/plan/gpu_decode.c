@@ -1,4 +1,5 @@
-/* What attn_decode_sm90 asks for; its row by head dimension and rows of one key head; how the keys are divided. */
+/* Planner of attn_decode_sm90. The head dimension and the query rows of one key head decide the row of cuda/tiles.def.
+ * The planner also decides how keys are split. */
 #include "gpu_decode.h"
 
 #include "cuda/attn_decode_params.h"
@@ -9,18 +10,18 @@
 
 static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-/* Batches, rows and heads that a view's strides step over. */
+/* The numbers of batches, rows and heads of a view. */
 typedef struct {
     int64_t batches, rows, heads;
 } extent;
 
-/* Rows start at multiples of 16 bytes. A stride of a dimension of one element is never taken. */
+/* Do all rows start at multiples of 16 bytes? The stride of a dimension with one element does not matter. */
 static bool is_aligned(const fa_view *t, extent size) {
     return (uintptr_t)t->data % 16 == 0 && (size.batches <= 1 || t->stride_b % 8 == 0) &&
            (size.rows <= 1 || t->stride_row % 8 == 0) && (size.heads <= 1 || t->stride_h % 8 == 0);
 }
 
-/* The kernel counts a cache in pieces of 16 bytes, with 32 bits. */
+/* The kernel addresses a cache in pieces of 16 bytes, with 32 bits. */
 static bool fits_32_bits(const fa_view *t, extent size) {
     int64_t last = 0;
     if (size.batches > 1) last += (size.batches - 1) * t->stride_b;
@@ -44,7 +45,7 @@ fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q;
     const int64_t q_tiles = packed ? 0 : ceil_div(rows, block_q), items = p->b * p->h_kv * q_tiles;
-    /* Equal shares cut at most two heads each; num_splits cuts every head. */
+    /* If CTAs get equal shares, each share cuts at most two heads. num_splits cuts every head. */
     const int64_t parts = plan->num_splits == 0 ? 2 * FA_DECODE_MAX_CTAS : items * plan->num_splits;
     fa_decode_layout at = {.partial_rows = (int)(packed || rows > block_q ? block_q : rows),
                            .max_q_tiles = (int)q_tiles};
@@ -56,10 +57,12 @@ fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
     return at;
 }
 
-/* Few heads would be cut into so many parts that merging them through memory takes longer than reading them: clusters share
- * their keys, one CTA on an SM. A cluster stays with one sequence, so to even out lengths, which only the GPU knows, there
- * must be several for each, unless there is one sequence or all are short. Long streams of several heads want all CTAs, and
- * then clusters of two, of which as many fit as of single ones. */
+/* Few heads would be cut into many parts, and merging the parts through memory takes longer than reading them. So the
+ * CTAs of a thread block cluster share the keys of a head, with one CTA on each SM.
+ * A cluster stays with one sequence, and only the GPU knows the lengths. To even out the lengths, each head needs
+ * several clusters, unless there is one sequence or all sequences are short.
+ * Long streams of several heads need all CTAs. They get clusters of two, because as many CTAs fit on the GPU in clusters
+ * of two as without clusters. */
 static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, const fa_machine *machine) {
     enum { SHORT = 32, CLUSTERS_OF_A_HEAD = 4, FEW_HEADS = 4, LONG_BYTES = 128 << 20 };
     const int64_t heads = p->b * p->h_kv, bytes = heads * tiles * plan->block_kv * p->d * 4;
@@ -74,9 +77,10 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
         if (wanted <= ctas / cluster) plan->gpu.cluster = cluster, plan->gpu.num_clusters = ctas / cluster;
 }
 
-/* A launch with a row of tiles.def: as many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads
- * side by side. Of the numbers of lanes that leave at most one CTA in 32 over, the largest. Batch 16, cache 2048, 32 key
- * heads: 8 lanes 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters, every head has the same number of them. */
+/* Plans a launch with a row of tiles.def. The launch has as many CTAs as fit on the GPU at once. A group of `lanes`
+ * CTAs reads neighbouring heads side by side. `lanes` is the largest number that leaves at most one CTA in 32 unused.
+ * Batch 16, cache 2048, 32 key heads: 8 lanes take 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters,
+ * every head has the same number of clusters. */
 static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int row, const fa_machine *machine) {
     const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_sm90_row(row)->ctas;
     const int ctas = fit < FA_DECODE_MAX_CTAS ? fit : FA_DECODE_MAX_CTAS;
@@ -87,13 +91,14 @@ static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int 
     return launch;
 }
 
-/* The lowest tile for the same head dimension. */
+/* Returns the row with the lowest tile for the same head dimension. */
 static int lowest_row(int row) {
     while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
     return row;
 }
 
-/* A prompt wants a high tile. Packed sequences of few rows beside it want a low tile, and get a launch of their own. */
+/* A prompt needs a high tile. Packed sequences of few rows beside the prompt need a low tile. They get a launch of
+ * their own. */
 static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const int row = plan->gpu.row, low = lowest_row(row);
     const bool wants_both = p->cu_seqlens_q && p->b > 1 && low != row && p->len_q * (p->h / p->h_kv) > plan->block_q;
@@ -132,7 +137,7 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     for (int i = 0; i < family->num_rows; i++) {
         const fa_decode_sm90_columns *t = fa_decode_sm90_row(i);
         if (t->d < p->d || (row >= 0 && t->d != fa_decode_sm90_row(row)->d)) continue;
-        row = i; /* the last one if none has room for all rows */
+        row = i; /* the last row if no tile has room for all query rows */
         if (rows <= 16 * t->warps_q) break;
     }
     const fa_decode_sm90_columns *t = fa_decode_sm90_row(row);
@@ -148,7 +153,8 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
         packed ? ceil_div(p->total_q * (p->h / p->h_kv), plan->block_q) + p->b : p->b * ceil_div(rows, plan->block_q);
     NEEDS(capacity < INT32_MAX / 2 && p->total_q < INT32_MAX / 2 && q_tiles < INT32_MAX / 2 / p->h_kv / tiles,
           "the problem has more tiles than 2^30");
-    /* Of packed queries only the GPU knows how many tiles there are: more than one split becomes as many as it takes. */
+    /* Only the GPU knows the number of query tiles of a packed problem. So more than one split becomes 0, and the
+     * kernel divides the keys into equal shares. */
     plan->num_splits = (int)(p->num_splits < tiles ? p->num_splits : tiles);
     if (plan->num_splits > 1 && (packed || q_tiles * p->h_kv > INT32_MAX / plan->num_splits)) plan->num_splits = 0;
     choose_clusters(p, plan, tiles, machine);

@@ -1,15 +1,16 @@
-/* What attn_fwd_sm90 asks for, and the row of cuda/tiles.def that it takes: of the first head dimension that has room, the
- * one that serves every feature and wastes least on rows and keys beyond the sequences' ends. */
+/* Planner of attn_fwd_sm90. The planner takes the rows of cuda/tiles.def with the first head dimension that has room.
+ * Among the rows that serve every feature, it takes the row that wastes least beyond the sequences' ends. */
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
 static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
 
-/* What a sequence costs with this row's tiles: they are computed as a whole, and so are steps over keys, which matters
- * where there are few. Short sequences wait for memory rather than for products, and longest where a step waits for more
- * keys: 64 sequences of 100, 16 heads, head_dim 64, on an H100: 192 rows and 128 keys a step 36.7 us, 128 rows and 64 keys
- * 29.3; of 192 49.5, and 256 rows and 64 keys 47.2. */
+/* Returns the cost of a sequence with this row's tiles. A tile is computed as a whole. So is a step over keys, which
+ * matters with few keys. Short sequences wait for memory rather than for products. They wait longest if a step needs
+ * more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys a step:
+ *   length 100: 36.7 us with 192 rows and 128 keys, 29.3 with 128 rows and 64 keys;
+ *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys. */
 static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns *t) {
     enum { FEW_KEYS = 128, SHORT = 256 };
     const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS;
@@ -19,11 +20,13 @@ static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns
 
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */
 
-/* Query heads that are walked together. The keys and values of their key heads fill 32 MB of the L2, or 16 MB where more
- * than 16 key heads fit: with many heads, the first tiles of a head are long done when its last tiles want the same keys.
- * With fewer heads, a launch ends with long tiles. Causal on an H100, TFLOPS: head_dim 256 at length 16k 1 head 645, 2 691,
- * 4 694; at 4k 4 heads 599, 8 632, 16 633. In us: head_dim 128 at 512 16 heads 109.4, 32 106.9, 64 106.6, 128 121.3; at 1k
- * 135.6, 134.9, 147.1; head_dim 64 at 512 16 heads 112.2, 64 110.0, 128 108.8; at 1k 16 164.6, 64 159.4. */
+/* Returns how many query heads are walked together. The keys and values of their key heads fill 32 MB of the L2. They
+ * fill only 16 MB if more than 16 key heads fit. With many heads, the first tiles of a head are long done when its last
+ * tiles read the same keys. With few heads, a launch ends with long tiles. Measured with a causal mask on an H100:
+ *   TFLOPS, head_dim 256, length 16k:  1 head 645, 2 heads 691, 4 heads 694;
+ *   TFLOPS, head_dim 256, length 4k:   4 heads 599, 8 heads 632, 16 heads 633.
+ *   us, head_dim 128:  at 512 16 heads 109.4, 32 106.9, 64 106.6, 128 121.3; at 1k 135.6, 134.9, 147.1;
+ *   us, head_dim 64:   at 512 16 heads 112.2, 64 110.0, 128 108.8; at 1k 16 164.6, 64 159.4. */
 static int heads_in_group(const fa_problem *p) {
     const int64_t kv_bytes = 4 * p->d * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
     int64_t kv_heads = 1;
@@ -32,9 +35,10 @@ static int heads_in_group(const fa_problem *p) {
     return (int)(group < heads ? group : heads);
 }
 
-/* CTAs take their next work tile from a counter, unless each CTA has only one. Nor do they where tiles are alike and so
- * short that the counter answers later than they end: 64 sequences of 17, 16 heads, head_dim 64, on an H100 16.5 us instead
- * of 19.9, of 128 32.2 instead of 34.3, of 256 58.4 instead of 60.1. */
+/* Do CTAs take their next work tile from a counter? They do not if each CTA has only one tile. They also do not if
+ * tiles are alike and so short that they end before the counter answers. Measured without and with the counter, on an
+ * H100 with 64 sequences, 16 heads and head_dim 64:
+ *   length 17 16.5 and 19.9 us;  length 128 32.2 and 34.3 us;  length 256 58.4 and 60.1 us. */
 static bool is_dynamic(const fa_problem *p, int64_t q_tiles, int64_t tiles, int64_t ctas) {
     enum { SHORT = 256 };
     const bool is_short = !p->cu_seqlens_q && q_tiles == 1 && p->len_kv <= SHORT;

@@ -4,8 +4,9 @@
 
 #include "flash_attn.h"
 
-/* One kernel's offer: NULL, and the plan says how (family, row, features, block sizes, splits, workspace); or why it
- * cannot serve the problem, in words that live as long as the program. The plan comes with pass and device set. */
+/* A planner returns NULL if its kernel serves the problem. Then the planner has set the plan's family, row, features,
+ * block sizes, splits and workspace. Otherwise it returns the reason, as text that lives as long as the program.
+ * The caller has set the plan's pass and device. */
 typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any, fa_plan_bwd_any;
 

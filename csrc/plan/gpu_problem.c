@@ -1,4 +1,4 @@
-/* What a problem asks of a GPU kernel. */
+/* Questions of the GPU planners about a problem. */
 #include "gpu_problem.h"
 
 #include "kernel_table.h"
@@ -22,7 +22,7 @@ void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
 
 bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_rows, int64_t num_heads, bool packed) {
     const int64_t elements = 16 / (int64_t)fa_dtype_bytes(p->dtype);
-    /* A stride of a dimension of one element is never taken. */
+    /* The stride of a dimension with one element does not matter. */
     return (uintptr_t)t->data % 16 == 0 && (num_rows <= 1 || t->stride_row % elements == 0) &&
            (num_heads <= 1 || t->stride_h % elements == 0) && (packed || p->b <= 1 || t->stride_b % elements == 0);
 }

@@ -1,4 +1,4 @@
-/* Every family of GPU kernels, its rows out of cuda/tiles.def, and what its variants are called. */
+/* Every family of GPU kernels, with its rows of cuda/tiles.def and the names of its variants. */
 #include "kernel_table.h"
 
 #include "cuda/attn_decode_params.h"
@@ -31,8 +31,9 @@ static const fa_row fwd_sm90_rows[] = {
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
 
-/* plan_cuda_fwd.c takes the row that costs a sequence least. That is never more than it costs with one before that serves
- * the same in steps of as many rows and keys, each of which costs no more; but short sequences take steps of 64 keys. */
+/* gpu_fwd.c takes the row that costs a sequence least. A row is never chosen if an earlier row beats it. The earlier
+ * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. Short
+ * sequences prefer steps of 64 keys, so a row with such steps is beaten only by another row with such steps. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
@@ -47,7 +48,7 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     return true;
 }
 
-/* ---- attn_bwd_sm90, attn_bwd_wide_sm90 ----------------------------------------------------------------------------- */
+/* ---- attn_bwd_sm90, attn_bwd_wide_sm90 --------------------------------------------------------------------------- */
 
 #define BWD_ROW(name, d, block_q, block_kv, serves, shared_bytes) \
     {name "_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, serves, shared_bytes},
@@ -70,7 +71,7 @@ const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
     return (const fa_bwd_sm90_columns *)fa_families[family].rows[row].columns;
 }
 
-/* plan_cuda_bwd.c takes the first row that fits: of one head dimension there is one for each set of features. */
+/* gpu_bwd.c takes the first row that fits. Each head dimension has one row for each set of features. */
 static bool bwd_sm90_chooses(int row, unsigned features) {
     (void)row, (void)features;
     return true;
@@ -134,7 +135,7 @@ static const fa_row decode_sm90_rows[] = {
 #define FA_DECODE_TILE_SM90(d, warps_q, teams, slots, ctas)       \
     {"attn_decode_sm90_d" #d "_q" TEXT(DECODE_ROWS_OF_##warps_q), \
      {d, warps_q, teams, slots, ctas},                            \
-     0, /* options are looked at when the kernel runs */          \
+     0, /* the kernel reads its options when it runs */           \
      FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
 #include "cuda/tiles.def"
 };
@@ -142,7 +143,8 @@ static const fa_row decode_sm90_rows[] = {
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
-/* NULL behind the last. */
+
+/* A list of files, with NULL at its end. */
 #define FILES(...) ((const char *const[]){__VA_ARGS__, NULL})
 #define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", "quads.cuh"
 #define BWD_FILES  "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
@@ -249,14 +251,14 @@ fa_variant fa_plan_variant(const fa_plan *plan, int capability) {
     return (fa_variant){(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, capability};
 }
 
-/* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
+/* Names are written piece by piece, because formatting them would cost a short call a tenth of its time. */
 static char *append(const char *name, char *at, const char *text) {
     while (*text && at < name + FA_VARIANT_NAME_BYTES - 1) *at++ = *text++;
     *at = '\0';
     return at;
 }
 
-/* attn_fwd_sm90_bf16_d128_q128kv128_causal */
+/* Writes a name like attn_fwd_sm90_bf16_d128_q128kv128_causal. */
 void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     static const struct {
         unsigned bit;

@@ -1,4 +1,4 @@
-/* problem -> plan. */
+/* Chooses the planner of the problem's device. */
 #include "plan.h"
 
 #include "cpu.h"

@@ -1,10 +1,10 @@
-/* A plan in words: for explain(), FLASH_ATTN_LOG=plan and tests. */
+/* Prints a plan in words, for explain(), FLASH_ATTN_LOG=plan and tests. */
 #include "print.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 
-/* Text that grows until its room is full. */
+/* Text that grows until its buffer is full. */
 typedef struct {
     char *text;
     size_t room, at;
