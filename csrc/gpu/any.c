@@ -3,7 +3,7 @@
 #include "append.h"
 #include "launchers.h"
 
-/* CTAs of one head: tiles of `rows` of the longest sequence, at least one. */
+/* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */
 static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
     if (packed && total < len) len = total;
     return len <= rows ? 1 : (int)((len + rows - 1) / rows);
@@ -40,7 +40,7 @@ fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
         const fa_bwd_any_columns *tile = fa_bwd_any_row(row);
         const int grad = tile->grad, own = 16 * tile->blocks * tile->warps;
         const bool owns_keys = grad > 0;
-        if (row > first && grad == 0) break; /* the next tile's */
+        if (row > first && grad == 0) break; /* the rows of the next tile begin here */
         if (!is_wanted[grad]) continue;
         a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, own)
                                 : count_tiles(p->len_q, p->total_q, packed, own);

@@ -1,4 +1,4 @@
-/* A problem in the terms of the generic kernels. */
+/* Describes a problem in the terms of the generic kernels. */
 #include "any_problem.h"
 
 #include "launch.h"
@@ -11,14 +11,15 @@ static fa_cuda_row_stats stats_of(const fa_row_stats *t) {
     return (fa_cuda_row_stats){t->data, t->stride_b, t->stride_h};
 }
 
-/* Low bits that are zero here are zero in the address of every row. A stride of a dimension of one element is never taken. */
+/* Low bits that are zero in the result are zero in the address of every row. The stride of a dimension with one element
+ * does not matter. */
 static uint64_t offsets_of(const fa_view *t, int64_t element_bytes, int64_t batches, int64_t rows, int64_t heads) {
     const int64_t strides =
         (batches > 1 ? t->stride_b : 0) | (rows > 1 ? t->stride_row : 0) | (heads > 1 ? t->stride_h : 0);
     return (uintptr_t)t->data | (uint64_t)(strides * element_bytes);
 }
 
-/* The largest piece, up to 16 bytes, that all rows consist of and start at multiples of. */
+/* Returns the largest piece of up to 16 bytes. All rows consist of whole pieces and start at a multiple of a piece. */
 static int piece_bytes(const fa_problem *p) {
     const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
     const int64_t kv_batches = p->paged               ? p->num_pages
@@ -92,7 +93,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .piece_bytes = piece_bytes(p),
         .zero_tensors = p->cu_seqlens_q && call->zero_tensors,
     };
-    if (p->num_pages == 0) a.block_table_cols = 0; /* no key can be read */
+    if (p->num_pages == 0) a.block_table_cols = 0; /* there is no key to read */
     if (p->cache_batch_idx && p->cache_rows == 0) a.cache_batch_idx = NULL, a.block_table_cols = a.len_kv = 0;
     return a;
 }

@@ -1,14 +1,16 @@
-/* What the launchers of the generic kernels share. */
+/* Functions that the launchers of the generic kernels share. */
 #ifndef FA_GPU_ANY_PROBLEM_H
 #define FA_GPU_ANY_PROBLEM_H
 
 #include "cuda/cuda_problem.h"
 #include "gpu_call.h"
 
-/* The problem as the generic kernels see it. The queries are those of q, or q_rotated if there is rotary. */
+/* Returns the problem as the generic kernels see it. The launcher of a forward with rotary then points q at the rotated
+ * queries. */
 fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call);
 
-/* Launches one generic kernel of the call's dtype, `threads` a CTA, no more CTAs than tasks; none without a task. */
+/* Launches one generic kernel of the call's dtype, with `threads` threads a CTA and at most one CTA per task. Without a
+ * task nothing is launched. */
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
                              int64_t num_tasks, int threads, fa_error *err);
 

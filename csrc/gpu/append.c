@@ -1,4 +1,4 @@
-/* Launches cuda/kvcache.cu: append and rotary, in front of attention over a cache. */
+/* Launches cuda/kvcache.cu, which appends and rotates before attention over a cache. */
 #include "append.h"
 
 #include "any_problem.h"

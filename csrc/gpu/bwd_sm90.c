@@ -1,4 +1,5 @@
-/* Backward on Hopper: attn_bwd_prep, then attn_bwd_sm90 or attn_bwd_wide_sm90, with the same parameters. */
+/* Launches the backward on Hopper: attn_bwd_prep, then attn_bwd_sm90 or attn_bwd_wide_sm90. Both kernels get the same
+ * parameters. */
 #include <math.h>
 
 #include "cuda/attn_bwd_params.h"
@@ -10,7 +11,7 @@
 
 enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 
-/* CTAs that share a tile's keys: those of a cluster. */
+/* Returns the number of CTAs that share a tile's keys. They form a thread block cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->gpu.family == FA_BWD_WIDE_SM90 ? 2 : 1; }
 
 static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
@@ -79,7 +80,7 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     return status;
 }
 
-/* One of the kernels, with the plan's features as far as its family knows them. */
+/* Launches one of the kernels with the plan's features that the kernel's family knows. */
 static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, int64_t grid, unsigned threads,
                         fa_attn_bwd_params *a, fa_error *err) {
     fa_variant variant = fa_plan_variant(call->plan, call->gpu->capability);
@@ -98,12 +99,12 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t sms = call->gpu->num_sms;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q, tile->block_kv, is_wide ? 0 : sms);
     fa_attn_bwd_params a;
-    if (p->b == 0 || p->total_q + p->total_kv == 0) return FA_OK; /* no gradient: nothing to write */
+    if (p->b == 0 || p->total_q + p->total_kv == 0) return FA_OK; /* there is no gradient to write */
     fill_scalars(call, &w, &a);
     fa_status status = fill_maps(call, &a, err);
     if (status != FA_OK) return status;
 
-    /* CTAs of the main kernel: one per SM, but no more than there can be tiles. */
+    /* The main kernel has one CTA per SM, but at most as many CTAs as there can be tiles. */
     const int64_t tiles =
         p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv * w.head_pieces : a.num_tiles;
     const int64_t slabs = w.num_slabs * w.num_heads;

@@ -1,4 +1,5 @@
-/* Attention over a KV cache on Hopper: cuda/attn_decode_sm90.cu, append and rotary included where it can. */
+/* Launches attention over a KV cache on Hopper: cuda/attn_decode_sm90.cu. If possible, the same kernel appends and
+ * rotates. */
 #include "append.h"
 #include "cuda/attn_decode_params.h"
 #include "launch.h"
@@ -67,7 +68,7 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .alibi_stride_b = p->alibi_stride_b,
     };
     a.scale_log2 = (a.changes_scores ? 1 : scale) * FA_LOG2_E;
-    /* Of a cache without a row or a page no key can be read. */
+    /* A cache without rows or pages has no key to read. */
     if ((p->paged && p->num_pages == 0) || (p->cache_batch_idx && p->cache_rows == 0))
         a.capacity = 0, a.cache_batch_idx = NULL, a.block_table = NULL;
     return a;
@@ -80,8 +81,8 @@ static void add_append(const fa_problem *p, fa_attn_decode_params *a) {
     a->rotary_interleaved = p->rotary_interleaved, a->rotary_q_by_row = p->rotary_q_by_row;
 }
 
-/* The counters of the parts that have come: the kernel's own, which come back to zero by themselves; where there are too
- * many of them, or no slot is left, counters in the workspace. */
+/* Chooses the counters of finished parts. The kernel's own counters return to zero by themselves. If there are too many
+ * counters, or no slot is left, the counters lie in the workspace. */
 static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout *at, fa_attn_decode_params *a,
                                fa_error *err) {
     if (a->num_splits == 1) return FA_OK;
@@ -93,7 +94,7 @@ static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout 
         "clearing the counters of a decode", err);
 }
 
-/* One launch of the plan. */
+/* Executes one launch of the plan. */
 static fa_status launch(const fa_cuda_call *call, const fa_decode_launch *planned, fa_attn_decode_params *a,
                         fa_error *err) {
     const fa_decode_sm90_columns *tile = fa_decode_sm90_row(planned->row);

@@ -1,4 +1,4 @@
-/* Finds the CUDA driver and its GPUs, at first use. */
+/* Finds the CUDA driver and its GPUs at first use. */
 #include "driver.h"
 
 #include <stdatomic.h>

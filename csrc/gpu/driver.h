@@ -1,8 +1,8 @@
-/* The part of the CUDA driver that we call, as a table of functions.
+/* The functions of the CUDA driver that we call, as a table.
  *
- * Nothing is linked: the table is filled from libcuda.so.1 at first use. Without a driver or a GPU everything else keeps
- * working, and the status says in one sentence what is missing. Work runs in the primary context of a device, the context
- * that PyTorch uses. */
+ * Nothing is linked. The table is filled from libcuda.so.1 at first use. Without a driver or a GPU everything else
+ * keeps working, and the error message names what is missing. Work runs in the primary context of a device. PyTorch
+ * uses the same context. */
 #ifndef FA_GPU_DRIVER_H
 #define FA_GPU_DRIVER_H
 
@@ -18,16 +18,17 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUlib_st *CUlibrary;
 typedef struct CUgraph_st *CUgraph;
-typedef struct CUuserObject_st
-    *CUuserObject;                  /* what a graph keeps, with a function that is called when no graph does */
-typedef struct CUkern_st *CUkernel; /* of no context: launched as a CUfunction, it runs in the current one */
+/* An object that CUDA graphs keep. When no graph keeps the object any more, the driver calls the object's function. */
+typedef struct CUuserObject_st *CUuserObject;
+/* A kernel without a context. Launched as a CUfunction, the kernel runs in the current context. */
+typedef struct CUkern_st *CUkernel;
 
 enum {
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
     CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK = 111,
-    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1, /* the static one */
+    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1, /* static shared memory */
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
     CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
     CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
@@ -46,7 +47,7 @@ enum {
 typedef struct {
     int id;
     int padding;
-    int value[16]; /* by the id; cluster dimension: x, y, z; programmatic stream serialization: 1 allows it */
+    int value[16]; /* cluster dimension: x, y, z; programmatic stream serialization: 1 allows overlap */
 } CUlaunchAttribute;
 
 typedef struct {
@@ -59,7 +60,7 @@ typedef struct {
 #define FA_OLDEST_DRIVER      12030 /* CUDA 12.3 */
 #define FA_OLDEST_DRIVER_NAME "12.3"
 
-/* X(symbol, parameters); every function returns a CUresult. */
+/* X(symbol, parameters). Every function returns a CUresult. */
 #define FA_DRIVER_SYMBOLS(X)                                                                                    \
     X(cuInit, (unsigned flags))                                                                                 \
     X(cuDriverGetVersion, (int *version))                                                                       \
@@ -105,26 +106,26 @@ typedef struct {
 #undef FA_DRIVER_MEMBER
 } fa_driver;
 
-/* One GPU, asked once. */
+/* One GPU. The driver is asked once. */
 typedef struct {
     CUdevice device;
-    CUcontext context; /* the primary one, retained for the life of the process */
+    CUcontext context; /* the primary context, retained for the life of the process */
     int capability;    /* 90: compute capability 9.0 */
     int num_sms;
 } fa_gpu;
 
 #define FA_MAX_GPUS 64
 
-/* The driver, initialised; and a GPU by PyTorch's index. Both stay as they are once found, and may be called by any
- * thread. */
+/* These functions return the initialised driver and a GPU by PyTorch's index. Neither changes once found. Any thread
+ * may call the functions. */
 fa_status fa_driver_get(const fa_driver **driver, fa_error *err);
 fa_status fa_gpu_get(int device_idx, const fa_gpu **gpu, fa_error *err);
 
-/* FA_OK, or a message: what was attempted, and the driver's name and words for the error; FA_ENOMEM_GPU where the GPU's
- * memory is full. */
+/* Turns the driver's result into a status. The message names the attempt, and repeats the driver's name and text of the
+ * error. FA_ENOMEM_GPU means that the GPU's memory is full. */
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err);
 
-/* Makes the GPU's primary context current between the two calls, if it is not. */
+/* Between the two calls the GPU's primary context is current. */
 typedef struct {
     bool pushed;
 } fa_context_guard;

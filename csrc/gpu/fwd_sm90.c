@@ -1,4 +1,4 @@
-/* Forward on CUDA: fills a kernel's parameters and launches it. */
+/* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 and launches the kernel. */
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"
@@ -50,7 +50,7 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const bool packed = call->plan->gpu.features & FA_VARLEN;
     fa_attn_fwd_params a;
 
-    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* no query: nothing to write */
+    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
     fill_scalars(call, &a);
 
     const int columns = tile->d % 64 == 0 ? 64 : 32;

@@ -1,11 +1,12 @@
-/* Cubins on disk, one file for each. First those that ship beside the module, <name>-<key>.cubin; then those of
- * FLASH_ATTN_CACHE_DIR or the user's cache folder, <name>-<key>-<compiler>.cubin, where new ones are kept.
+/* Keeps cubins on disk, each in one file. Two folders are searched in this order:
+ *   the cubins that ship beside the module, <name>-<key>.cubin;
+ *   FLASH_ATTN_CACHE_DIR or the user's cache folder, <name>-<key>-<compiler>.cubin. New cubins are written here.
  *
- * The compiler is NVRTC's release: what an old one compiled wrongly does not outlive it, and environments with different
- * ones share a folder. Where there is no NVRTC, the kernels of any will do.
+ * <compiler> is NVRTC's release. So a kernel that an old release compiled wrongly is not used by a new release.
+ * Environments with different releases can share a folder. Without NVRTC, cubins of any release are used.
  *
- * A file says its key, its size and a hash of its name and content. One that was cut off, damaged or renamed counts as
- * absent and is written anew. */
+ * A file holds its key, its size and a hash of its name and content. A file that was cut off, damaged or renamed counts
+ * as absent and is written again. */
 #include "kernel_cache.h"
 
 #include <stdatomic.h>
@@ -20,7 +21,7 @@
 #include "system/library.h"
 
 #if !defined(FA_CACHE_MOST_BYTES)
-#define FA_CACHE_MOST_BYTES ((size_t)1 << 30) /* every kernel of one release for one architecture: 0.1 GB */
+#define FA_CACHE_MOST_BYTES ((size_t)1 << 30) /* all kernels of one release for one architecture take 0.1 GB */
 #endif
 enum { NAME_BYTES = 192, MOST_CUBIN_BYTES = 1 << 28 };
 static const char magic[8] = "FACUBIN2";
@@ -47,13 +48,13 @@ static void kept_name(char *file, const char *name, uint64_t key, uint32_t compi
     snprintf(file, NAME_BYTES, "%s-%016llx-%08x.cubin", name, (unsigned long long)key, (unsigned)compiler);
 }
 
-/* "-" and so many digits, or nothing. */
+/* Skips "-" and this many hexadecimal digits. Without them, nothing is skipped. */
 static const char *skip_number(const char *at, size_t digits) {
     const bool is_there = *at == '-' && strspn(at + 1, "0123456789abcdef") == digits;
     return is_there ? at + 1 + digits : at;
 }
 
-/* Exactly a name that this file makes or made: the compiler was not part of the first ones. */
+/* Does this code write such a file name, or did it once? Old names have no compiler. */
 static bool is_ours(const char *file) {
     const size_t name = strspn(file, "abcdefghijklmnopqrstuvwxyz0123456789_");
     const char *behind_key = skip_number(file + name, 16);
@@ -79,7 +80,7 @@ static bool user_folder(char path[FA_PATH_BYTES]) {
     return (size_t)snprintf(path, FA_PATH_BYTES, "%s/%s", root, below) < FA_PATH_BYTES;
 }
 
-/* Once: what was compiled is not kept. */
+/* Warns once that compiled kernels are not kept. */
 static void warn(const char *attempt, const char *path, const char *why) {
     static atomic_flag has_warned = ATOMIC_FLAG_INIT;
     if (atomic_flag_test_and_set(&has_warned)) return;
@@ -109,7 +110,7 @@ static bool read_cubin(const fa_folder *folder, const char *file, const char *na
     return false;
 }
 
-/* A cubin of any compiler. */
+/* The search for a cubin of any compiler. */
 typedef struct {
     const fa_folder *folder;
     const char *name;
@@ -170,7 +171,7 @@ bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin) {
 
 /* ---- writing --------------------------------------------------------------------------------------------------- */
 
-/* With the first file of a process, and then again after so many bytes. */
+/* The cache is trimmed after the first file of a process, and again after each STEP bytes. */
 static bool is_time_to_trim(size_t bytes) {
     enum { STEP = FA_CACHE_MOST_BYTES / 32 };
     static atomic_size_t num_bytes;

@@ -1,11 +1,13 @@
-/* Cubins on disk. */
+/* The cache of cubins on disk. */
 #ifndef FA_GPU_KERNEL_CACHE_H
 #define FA_GPU_KERNEL_CACHE_H
 
 #include "kernel_source.h"
 
-/* A file that is absent, damaged or another variant's is not found. */
+/* Finds the cubin of a variant. A file that is damaged or belongs to another variant counts as absent. */
 bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin);
-bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin); /* false, after one warning: not kept */
+
+/* Keeps a cubin. False: the cubin could not be kept. The first failure prints a warning. */
+bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin);
 
 #endif

@@ -1,5 +1,5 @@
-/* The text of a variant, and its compilation by NVRTC. The sources lie beside the module: in flash_attn/cuda of an
- * installed package, in csrc/cuda of a checkout. They include nothing but each other. */
+/* Reads the text of a variant and compiles the text with NVRTC. The sources lie beside the module: in flash_attn/cuda
+ * of an installed package, or in csrc/cuda of a checkout. The sources include only each other. */
 #include "kernel_source.h"
 
 #include <stdarg.h>
@@ -16,7 +16,7 @@ enum { PATH_BYTES = 1024 };
 
 /* ---- sources --------------------------------------------------------------------------------------------------- */
 
-static char folder[PATH_BYTES]; /* "": not looked for yet */
+static char folder[PATH_BYTES]; /* "": not searched yet */
 /* A file is read once and kept. */
 typedef struct kept_file {
     struct kept_file *next;
@@ -80,9 +80,9 @@ static fa_status read_file(const char *name, const char **text, fa_error *err) {
     return FA_OK;
 }
 
-/* The texts of a family's files, in their order. */
+/* The texts of a family's files, in the order of the list. */
 typedef struct {
-    const char **texts; /* free() it */
+    const char **texts; /* the owner calls free() */
     int num;
 } source;
 
@@ -165,7 +165,7 @@ fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
 
 /* ---- compilation ----------------------------------------------------------------------------------------------- */
 
-/* The line of the log that says what went wrong. */
+/* Finds the first line of the compiler's log that contains an error. */
 static void first_error(const fa_nvrtc *nvrtc, nvrtcProgram program, char *line, size_t room) {
     size_t bytes = 0;
     snprintf(line, room, "NVRTC says nothing about it");
@@ -218,7 +218,7 @@ fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) 
     if (status != FA_OK) return status;
     const nvrtcResult result =
         nvrtc->nvrtcCreateProgram(&program, s.texts[0], family->files[0], s.num - 1, s.texts + 1, family->files + 1);
-    free(s.texts); /* NVRTC has copied what they point to */
+    free(s.texts); /* NVRTC has copied the texts */
     if (result != 0) return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
     status = compile(nvrtc, program, variant, cubin, err);
     if (status != FA_OK) {

@@ -35,12 +35,12 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
 
 /* ---- loaded kernels -------------------------------------------------------------------------------------------- */
 
-/* An open-addressed table of the kernels that are ready on a GPU. Each GPU loads a library of its own: one that could not
- * be loaded on one GPU is given back whole, and others keep theirs. Entries are written under the lock, `number` last, and
- * are of that number from then on, so that they are read without it. */
+/* An open-addressed table of the kernels that are ready on a GPU. Each GPU loads its own library. So a library that
+ * fails to load on one GPU is unloaded, and other GPUs keep their libraries. Entries are written under the lock. An
+ * entry's number is written last and never changes, so entries can be read without the lock. */
 typedef struct {
-    _Atomic uint64_t number;  /* of variant and GPU; 0: free */
-    _Atomic(CUkernel) kernel; /* NULL: given up, to be loaded again */
+    _Atomic uint64_t number;  /* number of variant and GPU; 0: the entry is free */
+    _Atomic(CUkernel) kernel; /* NULL: given up, must be loaded again */
     atomic_int num_given_up;
 } loaded;
 
@@ -54,8 +54,9 @@ static uint64_t number_of(fa_variant v, const fa_gpu *gpu) {
            1;
 }
 
-/* The entry of a number, or the free one where it belongs; *found: which of the two, as it was when this looked. NULL: the
- * table is full. */
+/* Returns the entry of a number. *found tells whether there is such an entry. If the number has no entry, the function
+ * returns the free entry for the number, or NULL if the table is full. Another thread may fill the free entry at any
+ * time. */
 static loaded *entry_of(uint64_t number, bool *found) {
     for (uint64_t i = 0, slot = number * 0x9e3779b97f4a7c15u >> 40; i < TABLE_SLOTS; i++, slot++) {
         loaded *entry = &table[slot % TABLE_SLOTS];
@@ -66,8 +67,9 @@ static loaded *entry_of(uint64_t number, bool *found) {
     return NULL;
 }
 
-/* A GPU kernel that takes its dynamic shared memory for aligned to FA_SHARED_ALIGNMENT: it is where nothing static comes
- * before, and the driver keeps that much for itself. Asked here, for one sentence instead of a kernel that traps. */
+/* Some kernels rely on dynamic shared memory that is aligned to FA_SHARED_ALIGNMENT. The memory is aligned if the
+ * kernel has no static shared memory and the driver reserves exactly FA_SHARED_ALIGNMENT bytes. This check gives an
+ * error message instead of a kernel that traps. */
 static fa_status check_shared_memory(const fa_driver *driver, fa_variant variant, const char *name, CUkernel kernel,
                                      const fa_gpu *gpu, fa_error *err) {
     int static_bytes = 0, reserved = 0;
@@ -87,8 +89,8 @@ static fa_status check_shared_memory(const fa_driver *driver, fa_variant variant
     return status;
 }
 
-/* All that a launch needs of a kernel is done here or nothing is: with the GPU's memory full each step may fail, also one
- * behind the first, and a library of which a part was loaded would fail at every later launch. */
+/* Does all that a launch needs of a kernel, or nothing. If the GPU's memory is full, each step may fail, even after the
+ * first. A library that was loaded only in part would fail at every later launch. */
 static fa_status load(const fa_driver *driver, fa_variant variant, const char *name, const fa_blob *cubin,
                       const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const int shared_bytes = fa_families[variant.family].rows[variant.row].shared_bytes;
@@ -105,13 +107,13 @@ static fa_status load(const fa_driver *driver, fa_variant variant, const char *n
         status = fa_driver_check(driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                                               shared_bytes, *kernel, gpu->device),
                                  attempt, err);
-    if (status == FA_OK) /* else the driver would load it at its first launch */
+    if (status == FA_OK) /* otherwise the driver would load the kernel at the first launch */
         status = fa_driver_check(driver->cuKernelGetFunction(&function, *kernel), attempt, err);
     if (status != FA_OK) driver->cuLibraryUnload(library);
     return status;
 }
 
-/* The driver takes a copy of the cubin, and keeps it for the life of the process. */
+/* Finds or compiles a cubin and loads it. The driver keeps its copy of the cubin for the life of the process. */
 static fa_status find(const fa_driver *driver, fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     char name[FA_VARIANT_NAME_BYTES];
     fa_blob cubin = {0};
@@ -122,7 +124,7 @@ static fa_status find(const fa_driver *driver, fa_variant variant, const fa_gpu 
     if (fa_cache_read(name, key, &cubin)) {
         status = load(driver, variant, name, &cubin, gpu, kernel, err);
         free(cubin.data);
-        /* else what was stored does not suit this driver: compile it here */
+        /* otherwise the stored cubin does not suit this driver and is compiled here */
         if (status == FA_OK || status == FA_ENOMEM_GPU) return status;
     }
     status = fa_variant_compile(variant, &cubin, err);
@@ -139,7 +141,7 @@ static fa_status set_up(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel,
     bool found;
     fa_status status = fa_driver_get(&driver, err);
     if (status != FA_OK) return status;
-    loaded *entry = entry_of(number, &found); /* again: another thread may have been here */
+    loaded *entry = entry_of(number, &found); /* looked up again, because another thread may have loaded it */
     if (!entry)
         return fa_fail(err, FA_ENOMEM, "flash_attn: more than %d CUDA kernels in one process", (int)TABLE_SLOTS);
     *kernel = found ? atomic_load_explicit(&entry->kernel, memory_order_acquire) : NULL;
@@ -151,8 +153,8 @@ static fa_status set_up(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel,
     return FA_OK;
 }
 
-/* While a stream of this thread records a CUDA graph, the driver refuses what it might have to wait for, and loading is
- * such. Relaxed, it only refuses that to the stream itself. */
+/* During CUDA graph capture on this thread, the driver refuses calls that may have to wait, such as loading. In the
+ * relaxed mode the driver refuses them for the capturing stream only. */
 static fa_status set_up_at_any_time(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const fa_driver *driver;
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -173,7 +175,7 @@ bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
     return *kernel != NULL;
 }
 
-/* Its library stays: another thread may be about to launch it. */
+/* The kernel's library stays loaded, because another thread may be about to launch the kernel. */
 void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel) {
     enum { MOST_COPIES = 16 };
     bool found;

@@ -7,15 +7,16 @@
 #include "kernels.h"
 #include "memory.h"
 
-/* NOTE: on a full GPU the first launch of a kernel fails with CUDA_ERROR_INVALID_VALUE, though each step of its loading
- * said that all is well (H100, driver of CUDA 13). So that error means memory where there is hardly any. */
+/* NOTE: on a full GPU, each step of loading a kernel may succeed, and the first launch still fails. The error is
+ * CUDA_ERROR_INVALID_VALUE (H100, driver of CUDA 13). So this error counts as a lack of memory if hardly any memory is
+ * free. */
 static bool memory_is_short(const fa_driver *driver) {
     enum { SHORT = 64 << 20 };
     size_t free_bytes = 0, bytes = 0;
     return driver->cuMemGetInfo_v2(&free_bytes, &bytes) == 0 && free_bytes < SHORT;
 }
 
-/* Loads the kernel, if that has not been done, and launches it. FA_ENOMEM_GPU: nothing has been launched. */
+/* Loads the kernel if it is not loaded, and launches it. After FA_ENOMEM_GPU nothing has been launched. */
 static fa_status launch_once(const fa_cuda_call *call, fa_variant variant, const CUlaunchConfig *config,
                              const void *parameters, fa_error *err) {
     CUkernel kernel;
@@ -58,8 +59,8 @@ fa_status fa_cuda_launch(const fa_cuda_call *call, fa_variant variant, fa_launch
         .num_attributes = num,
     };
     fa_status status = launch_once(call, variant, &config, parameters, err);
-    /* The driver wants memory for a kernel's code and, at its first launch, for what its threads keep outside registers. It
-     * may lie in torch's allocator, unused. */
+    /* The driver needs memory for a kernel's code. At the first launch it needs memory for the threads' local memory.
+     * torch's allocator may hold unused memory that the driver can have. */
     if (status == FA_ENOMEM_GPU && fa_cuda_make_room(call->driver, call->stream))
         status = launch_once(call, variant, &config, parameters, err);
     return status;

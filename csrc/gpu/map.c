@@ -1,9 +1,9 @@
-/* Tensor maps, made by the driver and kept: cuda/tensor_map.h. */
+/* Makes tensor maps (cuda/tensor_map.h) with the driver, and keeps them. */
 #include "map.h"
 
 #include "system/lock.h"
 
-/* All that a map is made of. */
+/* All inputs of a map. */
 typedef struct {
     void *base;
     uint64_t size[4], stride_bytes[3];
@@ -18,8 +18,8 @@ static bool is_same(const description *x, const description *y) {
            x->columns == y->columns && x->rows == y->rows && x->data_type == y->data_type;
 }
 
-/* The driver takes 0.16 us of a call for each map, and a call has four. Layers of a model find their tensors where those
- * of the last step lay: each thread keeps its last maps. */
+/* The driver takes 0.16 us of a call for each map, and a call has four maps. The layers of a model find their tensors
+ * at the addresses of the last step. So each thread keeps its last maps. */
 typedef struct {
     fa_tensor_map map;
     description of;
@@ -42,8 +42,8 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
         .rows = (uint32_t)box.rows,
         .data_type = p->dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
-    if (rows ==
-        0) { /* The driver describes no empty tensor, and no kernel reads a tile of this one: any memory does. */
+    /* The driver describes no empty tensor. No kernel reads a tile of an empty tensor, so any memory will do. */
+    if (rows == 0) {
         of.base = p->q.data ? p->q.data : p->k.data;
         of.size[1] = of.size[2] = of.size[3] = 1;
     } else if (box.packed) {
@@ -51,7 +51,7 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
         of.size[3] = rows + 1;
         of.stride_bytes[2] = row_bytes;
     }
-    for (int i = 0; i < 3; i++) /* of one row, head or sequence the stride means nothing and may be anything */
+    for (int i = 0; i < 3; i++) /* with one row, head or sequence, any stride may stand here */
         if (of.size[i + 1] == 1) of.stride_bytes[i] = 32;
     return of;
 }
@@ -61,14 +61,14 @@ fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *t, int64_t num_ro
     const description of = describe(call->problem, t, num_rows, num_heads, box);
     kept_map *kept = place_of(&of);
     if (!is_same(&kept->of, &of)) {
-        /* L2 holds sectors of 32 bytes. Where rows begin amid one, asking for 256 bytes around each piece costs 12%
-         * (head_dim 72, length 2048, on an H100); elsewhere it makes no difference. */
+        /* L2 holds sectors of 32 bytes. If rows begin inside a sector, a promotion to 256 bytes costs 12% (head_dim 72,
+         * length 2048, on an H100). Otherwise the promotion makes no difference. */
         const uint64_t offsets =
             (uintptr_t)of.base | of.size[0] * 2 | of.stride_bytes[0] | of.stride_bytes[1] | of.stride_bytes[2];
         const int promotion = offsets % 32 ? CU_TENSOR_MAP_L2_PROMOTION_128B : CU_TENSOR_MAP_L2_PROMOTION_256B;
         const uint32_t boxes[4] = {of.columns, of.rows, 1, 1}, element_stride[4] = {1, 1, 1, 1};
         const int swizzle = of.columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-        kept->of.columns = 0; /* of no map, should the driver refuse */
+        kept->of.columns = 0; /* matches no description, in case the driver refuses */
         fa_status status = fa_driver_check(
             call->driver->cuTensorMapEncodeTiled(&kept->map, of.data_type, 4, of.base, of.size, of.stride_bytes, boxes,
                                                  element_stride, 0, swizzle, promotion, 0),

@@ -1,4 +1,4 @@
-/* Fills and copies on PyTorch's stream. */
+/* Fills and copies memory on PyTorch's stream. */
 #include "memory.h"
 
 #include <stdatomic.h>
@@ -33,7 +33,8 @@ bool fa_cuda_is_capturing(const fa_cuda_place *place) {
 
 static uint64_t address(const void *p) { return (uint64_t)(uintptr_t)p; }
 
-/* Fills do not wait. A copy from the host's memory would: the driver waits for the stream before it reads it. */
+/* A fill does not wait. A copy from the host's memory would, because the driver waits for the stream before it reads
+ * the host's memory. */
 fa_status fa_cuda_fill(const fa_cuda_place *place, void *to, uint32_t value, int64_t num, fa_error *err) {
     if (num == 0) return FA_OK;
     return fa_driver_check(place->driver->cuMemsetD32Async(address(to), value, (size_t)num, place->stream),
@@ -44,7 +45,7 @@ fa_status fa_cuda_write(const fa_cuda_place *place, void *to, const uint64_t *nu
     fa_status status = FA_OK;
     uint32_t half[2];
     int64_t first = 0;
-    for (int64_t i = 1; i <= 2 * num && status == FA_OK; i++) { /* as few fills as there are runs of one value */
+    for (int64_t i = 1; i <= 2 * num && status == FA_OK; i++) { /* one fill for each run of equal values */
         half[0] = (uint32_t)(numbers[first / 2] >> 32 * (first % 2));
         half[1] = i < 2 * num ? (uint32_t)(numbers[i / 2] >> 32 * (i % 2)) : ~half[0];
         if (half[0] == half[1]) continue;
@@ -68,7 +69,8 @@ fa_status fa_cuda_wait(const fa_cuda_place *place, fa_error *err) {
     return fa_driver_check(place->driver->cuStreamSynchronize(place->stream), "waiting for the GPU", err);
 }
 
-/* Rows [0, rows) of a packed tensor [row, h, d]: each row at once where its heads lie side by side, otherwise each head. */
+/* Zeroes rows [0, rows) of a packed tensor [row, h, d]. If the heads of a row lie side by side, one fill zeroes all
+ * heads. Otherwise there is one fill for each head. */
 static CUresult zero_rows(const fa_problem *p, const fa_view *t, int64_t rows, int64_t heads, const fa_driver *driver,
                           CUstream stream) {
     const size_t bytes = fa_dtype_bytes(p->dtype), head_bytes = (size_t)p->d * bytes;
@@ -117,7 +119,7 @@ enum { SPARE_ROWS = 1 << 16 };
 static _Atomic(float *) spare[FA_MAX_GPUS];
 static fa_lock lock = FA_LOCK_INIT;
 
-/* It stays for the life of the process: a CUDA graph may have recorded where it lies. */
+/* The spare row stays for the life of the process, because a CUDA graph may have recorded its address. */
 static fa_status allocate_spare(int device_idx, fa_error *err) {
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     uint64_t rows = 0;
@@ -129,7 +131,7 @@ static fa_status allocate_spare(int device_idx, fa_error *err) {
     place.driver->cuThreadExchangeStreamCaptureMode(&mode);
     if (status == FA_OK) atomic_store_explicit(&spare[device_idx], (float *)(uintptr_t)rows, memory_order_release);
     fa_cuda_leave(&place);
-    return status == FA_ENOMEM_GPU ? FA_OK : status; /* full: this call's lse goes to its workspace */
+    return status == FA_ENOMEM_GPU ? FA_OK : status; /* without a spare row, lse goes to the call's workspace */
 }
 
 fa_status fa_cuda_spare_lse(fa_problem *p, const fa_plan *plan, fa_error *err) {

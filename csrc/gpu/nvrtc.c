@@ -1,4 +1,4 @@
-/* Finds NVRTC, at first use. */
+/* Finds NVRTC at first use. */
 #include "nvrtc.h"
 
 #include <stdbool.h>
@@ -28,10 +28,10 @@ static fa_lock lock = FA_LOCK_INIT;
 static fa_nvrtc nvrtc;
 static bool nvrtc_is_ready;
 
-/* The folder that holds torch and NVIDIA's packages: libtorch lies in <folder>/torch/lib. */
+/* Finds the folder that holds torch and NVIDIA's packages. libtorch lies in <folder>/torch/lib. */
 static bool find_packages_folder(char *path, size_t room) {
     if (!fa_host.library || !fa_library_path(fa_host.library, path, room)) return false;
-    for (int level = 0; level < 3; level++) /* the file, lib, torch */
+    for (int level = 0; level < 3; level++) /* cuts off the file, lib and torch */
         if (!fa_path_cut(path)) return false;
     return true;
 }
@@ -61,8 +61,8 @@ static void *open_nvrtc(void) {
     return library;
 }
 
-/* NVRTC opens a second library by name when it compiles. It lies beside the first, where the system does not look;
- * once it is loaded, the name is enough. */
+/* When NVRTC compiles, it opens a second library by name. This library lies beside NVRTC, and the system does not look
+ * there. Once the library is loaded, its name is enough. */
 static void open_builtins(const fa_nvrtc *found) {
     char folder[sizeof found->path], path[sizeof found->path + 64];
     memcpy(folder, found->path, sizeof folder);
@@ -71,7 +71,7 @@ static void open_builtins(const fa_nvrtc *found) {
     fa_library_open(path);
 }
 
-/* Releases of one version differ in nothing else that the library says. 0: unknown. */
+/* Returns the size of a file, or 0 if it is unknown. Only this size tells releases of the same NVRTC version apart. */
 static long size_of_file(const char *path) {
     FILE *file = *path ? fopen(path, "rb") : NULL;
     long bytes = 0;

@@ -1,5 +1,5 @@
-/* The part of NVRTC, the run-time compiler of CUDA, that we call, as a table of functions. Nothing is linked: the table is
- * filled at first use, from the library that PyTorch ships. */
+/* The functions of NVRTC, CUDA's run-time compiler, that we call, as a table. Nothing is linked. The table is filled at
+ * first use from the library that PyTorch ships. */
 #ifndef FA_GPU_NVRTC_H
 #define FA_GPU_NVRTC_H
 
@@ -27,12 +27,12 @@ typedef struct {
     FA_NVRTC_SYMBOLS(FA_NVRTC_MEMBER)
 #undef FA_NVRTC_MEMBER
     int major, minor;
-    uint32_t identity; /* of its release: version and size of the library */
-    char path[512];    /* of the library */
+    uint32_t identity; /* number of the release, made of the version and the size of the library */
+    char path[512];    /* path of the library */
 } fa_nvrtc;
 
-/* Looks, in this order, at FLASH_ATTN_NVRTC (a path), at what is already loaded, at the folders of NVIDIA's packages
- * beside torch, at what the system finds by name, and at CUDA_HOME. */
+/* Finds NVRTC. FLASH_ATTN_NVRTC may hold the library's path. Then the function tries libraries that are already loaded.
+ * NVIDIA's packages beside torch, libraries that the system finds by name, and CUDA_HOME follow, in this order. */
 fa_status fa_nvrtc_get(const fa_nvrtc **nvrtc, fa_error *err);
 
 #endif

@@ -1,4 +1,5 @@
-/* Executes a plan on a GPU: its context, PyTorch's stream, and the launcher of the plan's family. */
+/* Executes a plan on a GPU. The GPU's context is entered, PyTorch's stream is asked for, and the launcher of the plan's
+ * family is called. */
 #include "run.h"
 
 #include "append.h"
@@ -10,7 +11,7 @@ static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
     [FA_FWD_ANY] = fa_cuda_fwd_any,   [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode_sm90,
 };
 
-/* These fill the rows that belong to no sequence themselves. */
+/* The kernels of these families fill the rows that belong to no sequence. */
 static bool fills_unowned_rows(int family) {
     return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90;
 }
@@ -24,7 +25,7 @@ static fa_status run_with_heads(const fa_cuda_call *call, fa_error *err) {
     return status == FA_OK ? launchers[family](call, err) : status;
 }
 
-/* A q without heads: keys are appended, and nobody reads them, so that their gradients are zero. */
+/* If q has no heads, keys are still appended. No query reads a key, so the gradients of keys and values are zero. */
 static fa_status run_without_heads(const fa_cuda_call *call, fa_error *err) {
     return call->problem->pass == FA_FWD ? fa_cuda_append(call, NULL, err)
                                          : fa_cuda_zero_key_gradients(call->problem, call->driver, call->stream, err);

@@ -4,8 +4,8 @@
 
 #include "flash_attn.h"
 
-/* workspace: plan->workspace_bytes of the GPU's memory, or NULL where the plan asks for none. Allocates nothing, reads
- * nothing from the device, waits for nothing. */
+/* Runs the plan. workspace is plan->workspace_bytes of the GPU's memory, or NULL if the plan needs none. The function
+ * allocates no memory, reads nothing from the device, and waits for nothing. */
 fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                       fa_error *err);
 

@@ -1,5 +1,5 @@
-/* Counters that outlive a launch: kernels that count across their CTAs do it in memory of their own, in a slot that no
- * other launch uses at the same time, and leave it at zero. */
+/* Counters that outlive a launch. Some kernels count across their CTAs. Such a kernel counts in its own global memory,
+ * in a slot that no other launch uses at the same time. The kernel leaves the slot at zero. */
 #include "slots.h"
 
 #include <stdatomic.h>
@@ -7,22 +7,22 @@
 #include "system/lock.h"
 
 enum { STREAM_SLOTS = 1024, CAPTURE_SLOTS = FA_MOST_SLOTS - STREAM_SLOTS };
-static atomic_uintptr_t slot_owner[STREAM_SLOTS]; /* stream + 1, or 0 */
+static atomic_uintptr_t slot_owner[STREAM_SLOTS]; /* stream + 1; 0: the slot is free */
 
-/* The launches that a stream adds to one CUDA graph follow each other, and so do replays of the graph. A graph keeps its
- * slots, through an object that the driver gives back when nobody holds the graph any more. */
+/* The launches that a stream adds to one CUDA graph follow each other, and so do replays of the graph. A graph keeps
+ * its slots through a user object. The driver releases this object when the graph no longer exists. */
 typedef struct {
     atomic_bool is_taken;
-    uint64_t capture; /* the driver's number, of no other capture of the process */
+    uint64_t capture; /* the driver's number of the capture, unique in the process */
     CUstream stream;
 } capture_slot;
 static capture_slot captures[CAPTURE_SLOTS];
 static fa_lock lock = FA_LOCK_INIT;
 
-/* The driver calls it on a thread of its own, in which it may not be called back. */
+/* The driver calls this function on one of its threads. Such a thread must not call the driver. */
 static void give_slot_back(void *slot) { atomic_store(&((capture_slot *)slot)->is_taken, false); }
 
-/* A slot that lives as long as the graph; -1: the driver does not take it. */
+/* Keeps the slot as long as the graph lives. Returns the slot's index, or -1 if the driver refuses. */
 static int keep_with_graph(const fa_cuda_call *call, CUgraph graph, capture_slot *slot) {
     CUuserObject object;
     atomic_store(&slot->is_taken, true);
@@ -31,7 +31,7 @@ static int keep_with_graph(const fa_cuda_call *call, CUgraph graph, capture_slot
         return -1;
     }
     if (call->driver->cuGraphRetainUserObject(graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE) != 0) {
-        call->driver->cuUserObjectRelease(object, 1); /* which gives the slot back */
+        call->driver->cuUserObjectRelease(object, 1); /* this gives the slot back */
         return -1;
     }
     return (int)(slot - captures);
@@ -65,7 +65,7 @@ int fa_cuda_slot(const fa_cuda_call *call, int num_slots) {
     if (call->driver->cuStreamIsCapturing(call->stream, &capturing) != 0) return -1;
     if (capturing) return slot_of_capture(call, num_slots);
     const uintptr_t owner = (uintptr_t)call->stream + 1;
-    if (owner == 3) return -1; /* stream 2 is each thread's own: one name for many streams */
+    if (owner == 3) return -1; /* stream 2 stands for a different stream on each thread */
     for (unsigned i = 0, slot = (unsigned)(owner / 16 * 2654435761u % STREAM_SLOTS); i < STREAM_SLOTS; i++) {
         uintptr_t found = atomic_load(&slot_owner[slot]);
         if (found == 0 && atomic_compare_exchange_strong(&slot_owner[slot], &found, owner)) found = owner;

@@ -1,4 +1,4 @@
-/* What the environment said when it was read last. */
+/* Keeps copies of environment variables. */
 #include "environment.h"
 
 #include <stdlib.h>
@@ -16,7 +16,7 @@ static const char *const names[FA_NUM_VARIABLES] = {
     [FA_XDG_CACHE_HOME] = "XDG_CACHE_HOME",
     [FA_LOCALAPPDATA] = "LOCALAPPDATA",
 };
-static char values[FA_NUM_VARIABLES][VALUE_BYTES]; /* "": unset, or too long for a path */
+static char values[FA_NUM_VARIABLES][VALUE_BYTES]; /* "": the variable is unset, or too long for a path */
 static bool was_read;
 static fa_lock lock = FA_LOCK_INIT;
 

@@ -1,8 +1,8 @@
-/* Environment variables that are looked at after the import.
+/* Environment variables that are needed after the import.
  *
- * os.environ[...] = may move the memory that getenv returns, and calls run without Python's lock. So whoever holds the lock
- * reads the variables (at the import, before kernels are built ahead, and before one is loaded), and everyone
- * else takes copies of what was read. */
+ * An assignment to os.environ may move the memory that getenv returns, and calls run without Python's lock. So the
+ * variables are read under Python's lock and copied. They are read at the import, before kernels are built ahead, and
+ * before a kernel is loaded. All other code uses the copies. */
 #ifndef FA_SYSTEM_ENVIRONMENT_H
 #define FA_SYSTEM_ENVIRONMENT_H
 
@@ -19,10 +19,11 @@ typedef enum {
     FA_NUM_VARIABLES
 } fa_variable;
 
-/* Nobody changes the environment meanwhile. */
+/* Reads all variables. The caller holds Python's lock, so the environment does not change meanwhile. */
 void fa_environment_read(void);
 
-/* A copy, as it was read last, or is now if it never was. False: unset, empty, or longer than there is room. */
+/* Copies the value that was read last. If no value was read yet, all variables are read now. False: the variable is
+ * unset, empty, or longer than `room`. */
 bool fa_environment_get(fa_variable variable, char *value, size_t room);
 
 #endif

@@ -1,6 +1,6 @@
-/* Folders and files, of POSIX and of Windows. */
+/* Folders and files on POSIX and on Windows. */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* openat and its like under -std=c11 */
+#define _GNU_SOURCE /* declares openat and related functions under -std=c11 */
 #endif
 #include "folder.h"
 
@@ -34,7 +34,8 @@ static void make_folders(const char *path) {
         }
 }
 
-/* The open folder or file is asked, and all that follows goes through it, so that it cannot be exchanged in between. */
+/* Checks the open folder or file. All later steps use the same handle, so the folder or file cannot be exchanged
+ * meanwhile. */
 static const char *why_not_trusted(fa_folder_kind kind, int handle) {
     struct stat info;
     if (kind == FA_FOLDER_OF_THE_PACKAGE) return NULL;
@@ -72,7 +73,7 @@ void fa_folder_list(const fa_folder *folder, bool (*visit)(const char *name, voi
 
 static bool is_ahead_of_the_clock(time_t time_of_file) { return time_of_file > time(NULL) + 3600; }
 
-/* Of a file whose time is old or lies in the future, which means that a clock was set. */
+/* Notes the use of a file whose time is old. A time in the future is replaced too, because a clock was set. */
 static void note_use(int file, const struct stat *info) {
     enum { DAY = 24 * 3600 };
     if (info->st_mtime + DAY < time(NULL) || is_ahead_of_the_clock(info->st_mtime)) futimens(file, NULL);
@@ -108,8 +109,9 @@ char *fa_folder_read(const fa_folder *folder, const char *name, size_t most_byte
 
 /* ---- writing --------------------------------------------------------------------------------------------------- */
 
-/* Names of unfinished files: .<name>.<process>.<16 digits>.new. Processes of several machines or containers may share a
- * folder and their numbers, so that the digits decide, and a file that is there already is never opened. */
+/* Draws the digits of an unfinished file's name: .<name>.<process>.<16 digits>.new. Machines or containers may share a
+ * folder, and their process numbers may be equal. So the digits make the name unique, and an existing file is never
+ * opened. */
 static uint64_t draw(void) {
     static _Atomic uint64_t num_drawn;
     struct timespec now;
@@ -151,7 +153,7 @@ static bool write_all(int file, const char *from, size_t bytes) {
     return true;
 }
 
-/* A file on the disk before its name: after a crash of the machine a name has its content or is not there. */
+/* The content reaches the disk before the name. So after a crash of the machine, a file is complete or absent. */
 static bool write_once(const fa_folder *folder, const char *name, const void *head, size_t head_bytes, const void *body,
                        size_t body_bytes) {
     char unfinished[NAME_BYTES];
@@ -171,7 +173,7 @@ static void note_written(const char *name);
 const char *fa_folder_write(const fa_folder *folder, const char *name, const void *head, size_t head_bytes,
                             const void *body, size_t body_bytes) {
     bool is_good = write_once(folder, name, head, head_bytes, body, body_bytes);
-    /* Another process that has a wrong clock may have taken the unfinished file for an old one. */
+    /* Another process with a wrong clock may have removed the unfinished file as too old. */
     if (!is_good && errno == ENOENT) is_good = write_once(folder, name, head, head_bytes, body, body_bytes);
     if (is_good) note_written(name);
     return is_good ? NULL : strerror(errno);
@@ -196,7 +198,7 @@ static bool was_written(uint64_t hash) {
     return i < num_written;
 }
 
-/* Without memory it is not noted, and only younger than the hour for which no file is removed. */
+/* If memory is short, the name is not noted. Then only the hour without removal protects the file. */
 static void note_written(const char *name) {
     const uint64_t hash = hash_of(name);
     fa_lock_acquire(&lock);
@@ -217,9 +219,9 @@ typedef struct {
     const fa_folder *folder;
     bool (*is_ours)(const char *name);
     time_t now;
-    cached_file *files; /* that may go */
+    cached_file *files; /* files that may be removed */
     size_t num, room;
-    uint64_t bytes; /* of all that are ours */
+    uint64_t bytes; /* bytes of all our files */
 } survey;
 
 enum { SAFE_SECONDS = 3600 };
@@ -230,7 +232,7 @@ static bool survey_file(const char *name, void *context) {
     if ((!s->is_ours(name) && !is_unfinished(name)) || strlen(name) >= NAME_BYTES ||
         fstatat(s->folder->handle, name, &info, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(info.st_mode))
         return true;
-    if (is_ahead_of_the_clock(info.st_mtime)) /* a clock was set: from now on the file grows old like others */
+    if (is_ahead_of_the_clock(info.st_mtime)) /* a clock was set; the file's age starts now */
         utimensat(s->folder->handle, name, NULL, AT_SYMLINK_NOFOLLOW);
     if (is_unfinished(name)) {
         if (info.st_mtime + SAFE_SECONDS < s->now) unlinkat(s->folder->handle, name, 0);
@@ -269,7 +271,7 @@ void fa_folder_trim(const fa_folder *folder, bool (*is_ours)(const char *name), 
 
 /* ---- Windows --------------------------------------------------------------------------------------------------- */
 
-/* Folders of a user have the rights of what they lie in; nothing is trimmed. */
+/* A user's folder inherits the rights of the folder above. Nothing is trimmed. */
 
 #include <direct.h>
 #include <io.h>

@@ -1,4 +1,4 @@
-/* FNV-1a, a hash that tells damage and change, not malice. */
+/* FNV-1a. This hash detects damage and changes, but no attack. */
 #ifndef FA_SYSTEM_HASH_H
 #define FA_SYSTEM_HASH_H
 

@@ -1,6 +1,6 @@
-/* dlopen and its like, on POSIX and on Windows. */
+/* Functions around dlopen, on POSIX and on Windows. */
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* dladdr */
+#define _GNU_SOURCE /* declares dladdr */
 #endif
 #include "library.h"
 

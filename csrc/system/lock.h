@@ -1,5 +1,5 @@
-/* State of several threads: a lock that needs no set-up, for what they find or make on first use; and what each has for
- * itself. */
+/* A lock that needs no set-up, and variables that each thread has for itself. The lock guards state that threads
+ * share. */
 #ifndef FA_SYSTEM_LOCK_H
 #define FA_SYSTEM_LOCK_H
 
