@@ -1,8 +1,8 @@
-/* Tensors -> problem: every check, every message.
+/* Checks the arguments of a call and turns the tensors into a problem.
  *
- * Order: device, dtype, rank, shape, stride, options, and on the CPU the values inside length and index tensors. A
- * message names the argument, says what came and what is allowed, and keeps the wording that callers of flash-attn 2
- * match on. Nothing is written before the last check has passed. */
+ * The order of the checks is device, dtype, rank, shape, stride and options. On the CPU, the values inside length and
+ * index tensors follow. A message names the argument, the value that came and the allowed values. A message keeps the
+ * wording that callers of flash-attn 2 match on. Nothing is written before the last check has passed. */
 #include "args.h"
 
 #include <math.h>
@@ -110,7 +110,7 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
             "Number of heads in key/value must divide number of heads in query; k has %" PRId64 ", q has %" PRId64,
             p->h_kv, p->h);
 
-    /* Tensors of any size cost no memory where they are expanded, or where another size is 0. */
+    /* An expanded tensor may have any size without using memory. So may a tensor in which another size is 0. */
     const double most = 0x1p62, heads = (double)p->h * (double)p->d, heads_kv = (double)p->h_kv * (double)p->d;
     REQUIRE(p->b <= INT32_MAX && p->h <= INT32_MAX && (double)p->b * (double)p->len_q * fmax(heads, 1) < most,
             "q must have at most 2147483647 sequences and heads, and 2^62 elements; it has %s", shape_words(&c->q, &w));
@@ -176,12 +176,12 @@ static fa_status check_alibi(const fa_call *c, fa_problem *p, fa_error *err) {
     return FA_OK;
 }
 
-/* -1: not bounded, and so is what is longer than any tensor. */
+/* Returns a window, or -1 if the window is unlimited or longer than any tensor. */
 static int64_t side_of_window(int64_t size) { return size < 0 || size > (int64_t)1 << 40 ? -1 : size; }
 
 static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_alibi(c, p, err));
-    /* in fp32, whatever the dtype, also times log2(e) and divided by each other */
+    /* With any dtype, scale and softcap must fit fp32. So must their products with log2(e), and their quotient. */
     REQUIRE(fabs(c->softmax_scale) <= 1e30, "softmax_scale must be between -1e30 and 1e30; it is %g", c->softmax_scale);
     REQUIRE(c->softcap <= 0 || (c->softcap >= 1e-30 && c->softcap <= 1e30),
             "softcap must be off (0 or less) or between 1e-30 and 1e30; it is %g", c->softcap);
@@ -278,8 +278,8 @@ static bool same_strides(const fa_tensor *x, const fa_tensor *y) {
     return true;
 }
 
-/* What one part of the call writes, another would read, or write over. One cache for keys and values is right where both
- * get the same. Each row of q is read before its row of out is written, so out may lie there, row upon row. */
+/* Checks that no part of the call overwrites memory that another part reads or writes. Keys and values may share one
+ * cache if both get the same data. Each row of q is read before the same row of out is written, so out may be q. */
 static fa_status check_apart(const fa_call *c, fa_error *err) {
     const fa_tensor *written[MAX_WRITTEN];
     const fa_tensor *read[] = {&c->k, &c->v, &c->q, &c->out, &c->dout};
@@ -303,7 +303,7 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
     return FA_OK;
 }
 
-/* As PyTorch's own operators refuse it, in its words. */
+/* Refuses to write a leaf that requires grad, in the words of PyTorch's own operators. */
 static fa_status check_leaves(const fa_call *c, fa_error *err) {
     const fa_tensor *written[MAX_WRITTEN];
     if (!fa_torch.aoti_torch_grad_mode_is_enabled()) return FA_OK;

@@ -1,11 +1,11 @@
-/* Tensors -> problem. */
+/* Turns tensors into a problem. */
 #ifndef FA_TORCH_ARGS_H
 #define FA_TORCH_ARGS_H
 
 #include "call.h"
 
-/* Checks everything a caller can get wrong and fills the problem's inputs. Nothing is written anywhere. On CPU
- * tensors the values inside length and index tensors are checked too; on CUDA nothing is read from the device. */
+/* Checks every argument of a call and fills the problem's inputs. No tensor is written. On the CPU, the values inside
+ * length and index tensors are checked too. On CUDA nothing is read from the device, unless FLASH_ATTN_CHECK=1. */
 fa_status fa_check_call(const fa_call *call, fa_problem *problem, fa_error *err);
 
 #endif

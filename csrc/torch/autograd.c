@@ -1,4 +1,4 @@
-/* Autograd is told what a call writes. Each function asks Python where libtorch has no C++ function that tells. */
+/* Tells autograd which tensors a call writes. If libtorch lacks a C++ function that is needed, Python is asked. */
 #include "autograd.h"
 
 #include "python_api.h"
@@ -43,13 +43,13 @@ static void bump_version_by_python(AtenTensorHandle t) {
     Py_XDECREF(done);
     Py_XDECREF(graph);
     Py_XDECREF(tensor);
-    PyErr_Clear(); /* a tensor made in inference mode has no version */
+    PyErr_Clear(); /* a tensor of inference mode has no version */
     PyGILState_Release(state);
 }
 
 void fa_bump_version(AtenTensorHandle t) {
     if (!fa_torch.knows_tensors)
         bump_version_by_python(t);
-    else if (!fa_torch.is_inference(t)) /* it has no version, and no gradient can ask for one */
+    else if (!fa_torch.is_inference(t)) /* such a tensor has no version, and no gradient needs one */
         fa_torch.bump_version(t);
 }

@@ -1,4 +1,4 @@
-/* What is asked of torch for each tensor of a call. */
+/* Asks torch about each tensor of a call. */
 #include "call.h"
 
 void fa_tensor_read(AtenTensorHandle handle, fa_tensor *t) {

@@ -5,10 +5,11 @@
 #include "flash_attn.h"
 #include "torch_abi.h"
 
-/* A tensor argument: its handle and what we asked of it once. Sizes and strides are borrowed from the tensor. */
+/* A tensor argument with its properties, which torch is asked for once. Sizes and strides are borrowed from the
+ * tensor. */
 typedef struct {
-    AtenTensorHandle handle; /* borrowed from whoever calls; NULL: absent */
-    const char *name;        /* as in the op's schema, for messages */
+    AtenTensorHandle handle; /* borrowed from the caller; NULL: absent */
+    const char *name;        /* name in the op's schema, for messages */
     void *data;
     int64_t ndim;
     const int64_t *size, *stride;
@@ -17,7 +18,7 @@ typedef struct {
 
 typedef enum { FA_OP_DENSE, FA_OP_VARLEN, FA_OP_KVCACHE } fa_layout;
 
-/* Everything an op can be given; what its schema lacks keeps the value of no such argument. */
+/* All arguments of all ops. An argument that an op's schema lacks keeps the value of an absent argument. */
 typedef struct {
     fa_layout layout;
     fa_pass pass;
@@ -33,10 +34,10 @@ typedef struct {
     bool default_scale; /* no softmax_scale was given, and the op has a default */
     bool only_out;      /* the op returns out alone */
     bool fresh_out;     /* out was made for this call */
-    bool has_dropout;   /* the op can drop, so a forward returns s_dmask and rng_state */
+    bool has_dropout;   /* the op supports dropout, so a forward returns s_dmask and rng_state */
 } fa_call;
 
-/* Asks torch for all members of a tensor but its name and its data. */
+/* Asks torch for all members of a tensor except its name and its data. */
 void fa_tensor_read(AtenTensorHandle handle, fa_tensor *t);
 
 #endif

@@ -1,4 +1,4 @@
-/* Checks of one tensor. Messages name it, say what came and what is allowed. */
+/* Checks of one tensor. A message names the tensor, the value that came and the allowed values. */
 #include "check.h"
 
 #include <stdio.h>
@@ -35,7 +35,7 @@ static bool is_empty(const fa_tensor *t) {
     return false;
 }
 
-/* A stride means something only if its dimension has more than one element and the tensor has any. */
+/* A stride matters only if its dimension has more than one element and the tensor is not empty. */
 bool last_dim_contiguous(const fa_tensor *t) {
     return t->ndim == 0 || t->size[t->ndim - 1] <= 1 || t->stride[t->ndim - 1] == 1 || is_empty(t);
 }
@@ -62,7 +62,7 @@ static int64_t bytes_of_dtype(int32_t dtype) {
     return dtype == fa_torch.f16 || dtype == fa_torch.bf16 ? 2 : 1;
 }
 
-/* FSDP and offloading free a storage with untyped_storage().resize_(0); the tensor keeps its shape. */
+/* FSDP and offloading free a storage with untyped_storage().resize_(0). The tensor then keeps its shape. */
 fa_status check_memory(const fa_tensor *t, fa_error *err) {
     int64_t elements = 1, first = 0, bytes = 0;
     if (is_empty(t)) return FA_OK;
@@ -133,7 +133,7 @@ fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t 
     return FA_OK;
 }
 
-/* The view of a tensor of which every dimension's stride is meaningful only where its size exceeds one. */
+/* Returns the view of a tensor. A stride is meaningful only if its dimension has more than one element. */
 fa_view view_of(const fa_tensor *t) {
     if (!present(t)) return (fa_view){0};
     int64_t at = t->ndim - 3;

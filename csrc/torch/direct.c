@@ -1,12 +1,12 @@
-/* Ops called from Python past torch's dispatcher, which takes longer than all the rest of a small call.
+/* Python calls the ops here without torch's dispatcher, which takes longer than all the rest of a small call.
  *
- * That is right where nobody would notice: plain tensors, and no tracer, mode, functorch transform, forward-mode AD,
- * profiler or observer that wants to see the op, nor a kernel that somebody else put in its place. Everything else, and
- * what is wrong with an argument, is left to the dispatcher: then a function here returns None and has done nothing.
- * (torch.compile is the caller's to look for: it must not trace into this file.)
+ * A direct call is right only if its effects equal those of the op. The tensors must be plain tensors. No tracer, mode,
+ * functorch transform, forward-mode AD, profiler or observer may watch the op, and no foreign kernel may replace it.
+ * In all other cases, and if an argument is wrong, a function here returns None and has done nothing. Then the caller
+ * calls the op. The caller also looks for torch.compile, which must not trace into this file.
  *
- * Tensors are read through torch's table of C functions for DLPack; results are torch's own tensors, made as for an op.
- * Where a torch lacks what this needs, None is all there is. */
+ * Tensors are read through torch's table of C functions for DLPack. Results are torch's own tensors, made as for an op.
+ * If this torch lacks a function that is needed, every call returns None. */
 #include "direct.h"
 
 #include <string.h>
@@ -17,17 +17,18 @@
 #include "ops.h"
 #include "plans.h"
 
-/* ---- what is asked of torch, found at the first call --------------------------------------------------------------- */
+/* ---- objects and functions of torch, found at the first call ----------------------------------------------------- */
 
 static const fa_dl_exchange *exchange;
 static PyObject *watchers[3], *num_function_modes, *function_mode_at, *default_device;
 static PyObject *forward_ad, *forward_ad_globals, *level_name, *requires_grad_name;
-static PyObject *python_kernels;    /* torch.library's set of "namespace/op/dispatch key" */
-static Py_ssize_t offset_of_tensor; /* in a torch.Tensor's object: there lies what the C shim calls a handle */
-static PyObject *empty_strided_cuda, *dtype_f16, *dtype_bf16, *dtype_f32; /* the first: NULL where there is none */
+static PyObject *python_kernels;     /* torch.library's set of "namespace/op/dispatch key" */
+static Py_ssize_t offset_of_tensor;  /* place of the C shim's tensor handle inside a torch.Tensor's object */
+static PyObject *empty_strided_cuda; /* NULL: this torch has no such function */
+static PyObject *dtype_f16, *dtype_bf16, *dtype_f32;
 static enum { UNKNOWN, FOUND, MISSING } state;
 
-/* A new reference to an attribute of a module, or NULL. */
+/* Returns a new reference to an attribute of a module, or NULL. */
 static PyObject *find(const char *module, const char *name) {
     PyObject *from = PyImport_ImportModule(module);
     PyObject *found = from ? PyObject_GetAttrString(from, name) : NULL;
@@ -35,7 +36,7 @@ static PyObject *find(const char *module, const char *name) {
     return found;
 }
 
-/* Two fresh tensors whose objects hold the address of their TensorImpl in the same place. 0: no such place. */
+/* Finds the place of the TensorImpl's address inside a tensor's object. Two new tensors must agree. 0: not found. */
 static Py_ssize_t find_tensor(void) {
     Py_ssize_t offset = 0, size = 0;
     for (int i = 0; i < 2; i++) {
@@ -62,7 +63,7 @@ static bool find_all(void) {
     PyErr_Clear();
     PyObject *capsule = PyObject_GetAttrString(fa_tensor_type, "__dlpack_c_exchange_api__");
     if (!capsule) return false;
-    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* it lives as long as the process */
+    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* the table lives as long as the process */
     Py_DECREF(capsule);
     return exchange && exchange->major == 1 && exchange->from_object && fa_torch.wrap &&
            fa_torch.has_record_callbacks && (offset_of_tensor = find_tensor()) &&
@@ -86,12 +87,12 @@ static bool is_possible(void) {
 }
 
 static bool is_true(PyObject *object) {
-    const bool truth = !object || PyObject_IsTrue(object) != 0; /* what fails is as good as watched */
+    const bool truth = !object || PyObject_IsTrue(object) != 0; /* a failure counts as true */
     Py_XDECREF(object);
     return truth;
 }
 
-/* Is there a __torch_function__ mode that looks at ops? That of a default device looks at factories alone. */
+/* Does a __torch_function__ mode look at ops? The mode of a default device looks only at factory functions. */
 static bool has_function_mode(long num) {
     for (long i = 0; i < num; i++) {
         PyObject *mode = PyObject_CallFunction(function_mode_at, "l", i);
@@ -102,7 +103,7 @@ static bool has_function_mode(long num) {
     return false;
 }
 
-/* Asking through Python takes a call of 11 us on an H100's host 0.8. */
+/* Asks through Python, which takes 0.8 us of a call of 11 us on an H100's host. */
 static bool is_watched_says_python(void) {
     for (size_t i = 0; i < sizeof watchers / sizeof *watchers; i++)
         if (is_true(PyObject_CallObject(watchers[i], NULL))) return true;
@@ -122,9 +123,9 @@ static bool has_key_of_ours(void) {
     return found;
 }
 
-/* Has torch.library been given a kernel of somebody else's for one of our ops? (flash_attn takes its own out of the set.)
- * The set has thousands of members, so it is looked through when their number changes; what changes in it without, a kernel
- * that goes and another one that comes, is found where it is for the call's op and device. */
+/* Has foreign code given torch.library a kernel for one of our ops? flash_attn removes its own kernels from the set.
+ * The set has thousands of members, so it is searched only when their number changes. If one kernel replaces another,
+ * the number stays. Such a kernel is still found if it is for the call's op and device. */
 static bool is_overridden(PyObject *key) {
     static Py_ssize_t looked_through = -1;
     static bool has_ours;
@@ -148,7 +149,7 @@ static bool is_watched(void) {
     return !level || PyLong_AsLong(level) >= 0;
 }
 
-/* ---- arguments ------------------------------------------------------------------------------------------------------- */
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
 
 static int32_t dtype_of(const fa_dl_tensor *t) {
     if (t->dtype_lanes != 1) return -1;
@@ -163,10 +164,11 @@ static int32_t dtype_of(const fa_dl_tensor *t) {
     }
 }
 
-/* Only torch.Tensor itself: a subclass may want to see the op. Nor one that is the negative of its memory, of which only a
- * flag says so. NOTE: where this torch does not tell, such columns are refused if they do not lie side by side, as those of
- * the imaginary part of a conjugate; or, here, if they are one number. torch._neg_view can make others. Autograd's zeros
- * have no memory, which the checks see. */
+/* Reads a torch.Tensor. Subclasses are refused, because a subclass may want to see the op. A tensor with the negative
+ * flag is refused too: its values are the negatives of its memory.
+ * NOTE: some torch releases do not tell this flag. The imaginary part of a conjugate is such a tensor. Its columns do
+ * not lie side by side, and the checks refuse such columns. This function refuses tensors of one column.
+ * torch._neg_view can make other such tensors. Autograd's zero tensors have no memory, and the checks refuse them. */
 static bool read_tensor(PyObject *object, fa_tensor *t) {
     fa_dl_tensor dl;
     if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
@@ -197,8 +199,8 @@ static bool read_integer(PyObject *object, int64_t *number) {
     return !PyErr_Occurred();
 }
 
-/* Arguments in the order of the op's schema, a forward's without out. The sides of a window may come as one tuple, lengths
- * as one number: *length, -1 if they do not. */
+/* Reads arguments in the order of the op's schema. A forward gets no out. The sides of a window may come as one tuple.
+ * The lengths may come as one number. *length is this number, or stays -1. */
 static bool read_arguments(const fa_signature *signature, PyObject *args, fa_call *call, int64_t *length) {
     const Py_ssize_t num = PyTuple_Size(args);
     Py_ssize_t at = 0;
@@ -254,12 +256,12 @@ static bool wants_gradients(const fa_call *call) {
             requires_grad(&call->k_new) || requires_grad(&call->v_new));
 }
 
-/* ---- results --------------------------------------------------------------------------------------------------------- */
+/* ---- results ----------------------------------------------------------------------------------------------------- */
 
 enum { MAX_NDIM = 4 };
 
-/* Size and strides of a contiguous tensor, (sizes, strides, dtype) as Python's functions take them. Those of the last one
- * are kept. Borrowed; NULL with an exception. */
+/* Returns (sizes, strides, dtype) of a contiguous tensor, as Python's functions take them. The last tuple is kept. The
+ * reference is borrowed. NULL: there is an exception. */
 static PyObject *contiguous_layout(const fa_tensor *t, PyObject *dtype) {
     static int64_t last_ndim, last_size[MAX_NDIM];
     static PyObject *last_dtype, *last;
@@ -288,8 +290,9 @@ static bool is_contiguous(const fa_tensor *t) {
     return true;
 }
 
-/* Makes the call's out where q is contiguous and lies on the current GPU, by what Inductor's code calls: past the
- * dispatcher too, 0.4 us less. Otherwise, and whatever fails, out is left to outputs.c. A new reference, or NULL. */
+/* Makes the call's out if q is contiguous and lies on the current GPU. Inductor's code calls the same function, which
+ * avoids the dispatcher and saves 0.4 us. In all other cases, and after a failure, outputs.c makes out. Returns a new
+ * reference, or NULL. */
 static PyObject *bring_out(const fa_tensor *q, fa_call *call) {
     PyObject *dtype = q->dtype == fa_torch.bf16  ? dtype_bf16
                       : q->dtype == fa_torch.f16 ? dtype_f16
@@ -310,7 +313,8 @@ static PyObject *bring_out(const fa_tensor *q, fa_call *call) {
     return out;
 }
 
-/* One tensor, or a tuple of several: out if it was brought, and what the call made. It takes all of them. */
+/* Returns one tensor, or a tuple of several. out comes first, if bring_out made it. The outputs of the call follow.
+ * This function takes all references. */
 static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
     const int num_brought = out ? 1 : 0, num = num_brought + outputs->num;
     PyObject *tuple = num > 1 ? PyTuple_New(num) : NULL, *tensor = out;
@@ -326,7 +330,7 @@ static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
     return failed || tuple ? tuple : tensor;
 }
 
-/* ---- the functions ----------------------------------------------------------------------------------------------------- */
+/* ---- the functions ----------------------------------------------------------------------------------------------- */
 
 #define DENSE        "_flash_attn_forward"
 #define PACKED       "_flash_attn_varlen_forward"
@@ -341,7 +345,7 @@ static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
 #define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
 #define OF_THE_OP "the op's arguments"
 
-/* X(name, arguments as Python knows them, results, op whose arguments they are, torch's op that is not called,
+/* X(name, arguments for Python, results, op with these arguments, torch's op that the function replaces,
  *   whether out alone is returned, gradients). */
 #define FUNCTIONS(X)                                                                                       \
     X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, NEED_LSE)                                  \
@@ -360,8 +364,8 @@ static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
 enum { FUNCTIONS(FUNCTION_ENUM) NUM_FUNCTIONS };
 /* clang-format on */
 
-/* Tensors that want gradients: who calls does without; or records them, and needs lse for it; or the op is called, which
- * records them, or has none, of which flash_attn_with_kvcache then warns. */
+/* Tensors may want gradients. IGNORED: the caller needs none. NEED_LSE: the caller records the gradients and needs lse.
+ * LEFT_TO_THE_OP: the op is called. The op records gradients. If the op has none, flash_attn_with_kvcache warns. */
 typedef enum { IGNORED, NEED_LSE, LEFT_TO_THE_OP } gradients;
 
 static const struct {
@@ -372,7 +376,8 @@ static const struct {
     {op, instead_of, only_out, gradients},
 } functions[NUM_FUNCTIONS] = {FUNCTIONS(FUNCTION_ROW)};
 
-/* As torch.library's set has a kernel of the function's op: borrowed, or NULL. */
+/* Returns the key that a kernel of the function's op has in torch.library's set. The reference is borrowed. NULL: there
+ * is an exception. */
 static PyObject *kernel_key(int which, bool on_gpu) {
     static PyObject *keys[NUM_FUNCTIONS][2];
     PyObject **key = &keys[which][on_gpu];
@@ -405,7 +410,7 @@ static PyObject *call_function(int which, PyObject *args) {
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
     Py_END_ALLOW_THREADS if (status == FA_OK) return results_of(out, &outputs);
-    if (status != FA_EINVAL) { /* the op would fail in the same way, and perhaps write a second time */
+    if (status != FA_EINVAL) { /* the op would fail in the same way, and might write a second time */
         Py_XDECREF(out);
         return fa_raise(status, &err);
     }

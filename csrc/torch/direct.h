@@ -1,4 +1,4 @@
-/* Ops without torch's dispatcher, where nobody would notice. */
+/* Calls of ops without torch's dispatcher, if the effects are the same. */
 #ifndef FA_TORCH_DIRECT_H
 #define FA_TORCH_DIRECT_H
 

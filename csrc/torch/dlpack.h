@@ -1,5 +1,5 @@
-/* DLPack 1.3, as far as it is used here: a tensor as its C functions show it, and the table of them that torch keeps in
- * torch.Tensor.__dlpack_c_exchange_api__. tests/guards holds this against torch's own copy. */
+/* The part of DLPack 1.3 that is used here: a tensor, and the table of C functions that torch keeps in
+ * torch.Tensor.__dlpack_c_exchange_api__. tests/guards compares these structs with torch's own copy. */
 #ifndef FA_TORCH_DLPACK_H
 #define FA_TORCH_DLPACK_H
 
@@ -22,7 +22,8 @@ typedef struct {
     uint32_t major, minor;
     void *older;
     void (*allocate)(void), (*managed_from_object)(void), (*managed_to_object)(void);
-    /* 0, and what t shows belongs to the tensor; or an exception. NULL: a library need not have it. */
+    /* Fills t and returns 0. t then points into the tensor's memory. Otherwise there is an exception. A library need
+     * not have this function; then the pointer is NULL. */
     int (*from_object)(void *object, fa_dl_tensor *t);
     void (*current_stream)(void);
 } fa_dl_exchange;

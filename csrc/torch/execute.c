@@ -1,4 +1,4 @@
-/* The road of every call: check, plan, allocate, run. */
+/* Executes every call in four steps: check, plan, allocate, run. */
 #include "execute.h"
 
 #include <string.h>
@@ -20,7 +20,8 @@ static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
 
 static const fa_pool torch_pool = {torch_parallel_for};
 
-/* Where lse goes that nobody gets: behind the plan's workspace, or on a GPU where it does no harm. */
+/* Finds scratch memory for an LSE that the caller did not ask for. The scratch memory lies behind the plan's workspace,
+ * or on a GPU in a spare row (gpu/memory.h). */
 static fa_status place_unwanted_lse(fa_problem *problem, const fa_plan *plan, size_t *bytes, fa_error *err) {
     fa_status status = FA_OK;
     if (problem->device == FA_CUDA) status = fa_cuda_spare_lse(problem, plan, err);
@@ -92,7 +93,7 @@ fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
     return status;
 }
 
-/* ---- a length for every sequence ------------------------------------------------------------------------------------ */
+/* ---- a length for every sequence --------------------------------------------------------------------------------- */
 
 static fa_status fill_lengths(const fa_tensor *t, int32_t length, fa_error *err) {
     if (t->device_type == fa_torch.cpu) {

@@ -1,9 +1,9 @@
-/* Failures become exceptions. */
+/* Turns failures into exceptions. */
 #include "failures.h"
 
 #include "system/lock.h"
 
-/* The last failure of an op on this thread, and with FA_EPYTHON the exception, which is ours. */
+/* The last failure of an op on this thread. With FA_EPYTHON this struct owns the exception. */
 static THREAD_LOCAL struct {
     fa_status status;
     fa_error err;
@@ -66,7 +66,7 @@ void fa_mend_exception(void) {
     failure.status = FA_OK;
 }
 
-/* Python's try .. except around an op: what the exception is. */
+/* Python calls this function in the except clause around an op, and gets the mended exception. */
 static PyObject *mended_exception(PyObject *self, PyObject *exception) {
     PyObject *type, *value, *traceback;
     (void)self;

@@ -1,4 +1,4 @@
-/* torch and Python as the GPU part sees them (gpu/host.h). Calls run without Python's lock. */
+/* Fills gpu/host.h with functions of torch and Python. Calls run without Python's lock. */
 #include "gpu_host.h"
 
 #include <string.h>
@@ -8,7 +8,8 @@
 #include "system/environment.h"
 #include "torch_abi.h"
 
-/* NOTE: of every GPU, as torch offers it. What fails changes nothing: then there was nothing to give back. */
+/* NOTE: torch empties the caches of all GPUs together. A failure is ignored, because then no memory could be given
+ * back. */
 static void empty_cache(void) {
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *cuda = PyObject_GetAttrString(fa_torch_module, "cuda");

@@ -1,6 +1,7 @@
-/* FLASH_ATTN_CHECK=1: the values inside length and index tensors on a GPU, checked as those on the CPU are.
+/* FLASH_ATTN_CHECK=1 checks the values inside length and index tensors on a GPU, like the values on the CPU.
  *
- * They are copied to the host, and the call waits for them: a tool for finding bad input, not for production. */
+ * The call copies the values to the host and waits for the copy. So this check is a tool for finding bad input, and not
+ * for production. */
 #include "gpu_values.h"
 
 #include <stdio.h>
@@ -12,7 +13,7 @@
 
 bool fa_checks_values_on_gpu;
 
-/* Its place in the problem, and its length. */
+/* An array's place in the problem, and its length. */
 typedef struct {
     const int32_t **place;
     int64_t num;

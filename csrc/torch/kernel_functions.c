@@ -1,4 +1,5 @@
-/* GPU kernels for Python: their list, their texts, and their compilation ahead of the first call. */
+/* Functions about GPU kernels for Python. They list the kernels, show their texts, and compile kernels before the first
+ * call. */
 #include "kernel_functions.h"
 
 #include "failures.h"
@@ -25,7 +26,7 @@ static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
     return list;
 }
 
-/* False, and an exception: not four numbers. */
+/* Reads four numbers. False: the arguments are something else, and there is an exception. */
 static bool read_variant(PyObject *args, const char *function, fa_variant *variant) {
     if (PyTuple_Size(args) != 4) {
         PyErr_Format(PyExc_TypeError, "%s(): takes family, row, features and arch", function);

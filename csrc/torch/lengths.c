@@ -1,5 +1,5 @@
-/* The part of the checks that concerns where sequences lie: lengths, block tables, the KV cache and what is appended to
- * it. Afterwards every row that sequence.h can name lies within its tensor. */
+/* Checks the lengths, block tables, the KV cache and the keys to append. After these checks, every row that sequence.h
+ * can name lies within its tensor. */
 #include "lengths.h"
 
 #include "check.h"
@@ -55,14 +55,15 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
     p->cache_rows = p->paged ? c->block_table.size[0] : c->k.size[0];
     const int64_t room = p->paged ? p->block_table_cols * p->page_size : p->total_kv;
     if (c->layout == FA_OP_KVCACHE && p->paged) p->len_kv = room;
-    if (c->layout == FA_OP_VARLEN) { /* plans count with what there can be, whatever max_seqlen promises */
+    if (c->layout == FA_OP_VARLEN) { /* max_seqlen may be larger than the tensor, and plans need the real bound */
         if (p->len_q > p->total_q) p->len_q = p->total_q;
         if (p->len_kv > room) p->len_kv = room;
     }
     return FA_OK;
 }
 
-/* The values of cu_seqlens: from 0, never falling, within the tensor (total < 0: no bound) and under max_seqlen. */
+/* The values of cu_seqlens must start at 0 and never fall. They must lie within the tensor (total < 0: no bound) and
+ * obey max_seqlen. */
 static fa_status check_cu_seqlens(const fa_tensor *t, const int32_t *cu, int64_t b, int64_t total, int64_t max_len,
                                   const char *max_name, fa_error *err) {
     REQUIRE(cu[0] == 0, "%s must start at 0; it starts at %d", t->name, cu[0]);
@@ -78,7 +79,8 @@ static fa_status check_cu_seqlens(const fa_tensor *t, const int32_t *cu, int64_t
     return FA_OK;
 }
 
-/* Values inside index tensors, in the host's memory: afterwards every row that sequence.h can name lies within its tensor. */
+/* Checks the values inside index tensors in the host's memory. After this check, every row that sequence.h can name
+ * lies within its tensor. */
 fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
     const bool kvcache = c->layout == FA_OP_KVCACHE;
     const char *used_name = kvcache ? "cache_seqlens" : "seqused_k";
@@ -98,7 +100,7 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
                     "cache_batch_idx must be within the %" PRId64 " rows of %s; element %" PRId64 " is %" PRId64,
                     p->cache_rows, cache_name, i, row);
         }
-        /* keys before the append, and how many there may be */
+        /* `len` counts the keys before the append. `room` counts the keys that fit. */
         int64_t room = p->cu_seqlens_k && !p->paged ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i]
                        : p->paged                   ? p->block_table_cols * p->page_size
                                                     : p->len_kv;
@@ -168,8 +170,8 @@ static fa_status check_rotary(const fa_call *c, fa_problem *p, fa_error *err) {
     p->rotary_cos = cos->data;
     p->rotary_sin = sin->data;
     p->rotary_interleaved = c->rotary_interleaved;
-    /* Upstream decides after it has simplified the mask: one query is never causal, a window that the cache cannot
-     * exceed is no window. */
+    /* Upstream decides after simplifying the mask. One query is never causal. A window that the cache cannot exceed
+     * counts as no window. */
     p->rotary_q_by_row = (c->causal && p->len_q > 1) || (c->window_left >= 0 && c->window_left < p->len_kv) ||
                          (!c->causal && c->window_right >= 0 && c->window_right < p->len_kv);
     return FA_OK;

@@ -1,4 +1,4 @@
-/* The machine that plans are made for. */
+/* The machine for which calls are planned. */
 #include "machine.h"
 
 #include <stdio.h>
@@ -9,9 +9,9 @@
 
 fa_machine fa_this_machine;
 
-/* ---- instruction sets ---------------------------------------------------------------------------------------------- */
+/* ---- instruction sets -------------------------------------------------------------------------------------------- */
 
-/* The names, for messages. */
+/* Lists all names for messages. */
 static const char *all_isas(char text[128]) {
     size_t at = 0;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++)
@@ -32,7 +32,8 @@ static PyObject *cpu_isas(PyObject *self, PyObject *unused) {
     return list;
 }
 
-/* The best legal instruction set that is no better than the named one; NULL names the best. -1: no such name. */
+/* Returns the best legal instruction set that is no better than the named instruction set. NULL names the best. -1:
+ * there is no such name. */
 static int best_isa_up_to(const char *name) {
     int limit = FA_NUM_ISAS - 1;
     if (name)
@@ -57,9 +58,9 @@ static PyObject *set_cpu_isa(PyObject *self, PyObject *name) {
     return PyUnicode_FromString(fa_isa_name((fa_isa)isa));
 }
 
-/* ---- GPU kernels ----------------------------------------------------------------------------------------------------- */
+/* ---- GPU kernels ------------------------------------------------------------------------------------------------- */
 
-/* Words that are left stay in memory: a call on another thread may be reading them. */
+/* Replaces the words. The old words stay in memory, because a call on another thread may be reading them. */
 static bool leave_cuda_kernels(const char *words) {
     const size_t bytes = words ? strlen(words) + 1 : 0;
     char *copy = bytes > 1 ? malloc(bytes) : NULL;
@@ -81,7 +82,7 @@ static PyObject *set_cuda_kernels(PyObject *self, PyObject *words) {
     Py_RETURN_NONE;
 }
 
-/* ---- the environment, and what Python may call --------------------------------------------------------------------- */
+/* ---- the environment, and what Python may call ------------------------------------------------------------------- */
 
 bool fa_machine_load(void) {
     char names[128];

@@ -1,8 +1,8 @@
 /* The CPython module flash_attn_2_cuda.
  *
- * Importing it finds libtorch, registers the ops of namespace flash_attn and looks at the processor. It holds the five
- * functions of positional.c, the ops as plain functions (direct.c), diagnostics (plans, instruction sets), and the
- * compilation of GPU kernels ahead. */
+ * The import finds libtorch, registers the ops of namespace flash_attn and reads the processor's features. The module
+ * holds the five functions of positional.c, the ops as plain functions (direct.c), and diagnostics. Other functions
+ * compile GPU kernels before their first call. */
 #include "python_api.h"
 
 #include <stdlib.h>
@@ -24,7 +24,7 @@ static PyMethodDef *const functions[] = {
     fa_positional_functions, fa_direct_functions, fa_failure_functions, fa_plan_functions, fa_machine_functions,
 };
 
-/* Variables that are read once. */
+/* Reads the environment variables that are read once. */
 static void read_environment(void) {
     const char *log = getenv("FLASH_ATTN_LOG"), *check = getenv("FLASH_ATTN_CHECK");
     fa_logs_plans = log && strcmp(log, "plan") == 0;
@@ -33,7 +33,7 @@ static void read_environment(void) {
 }
 
 static int exec_module(PyObject *module) {
-    static bool is_registered; /* by the first import of this process that came so far */
+    static bool is_registered; /* an earlier import of this process has registered the ops */
     fa_error err = {""};
     if (!fa_python_load() || !fa_machine_load()) return -1;
     read_environment();
@@ -51,7 +51,7 @@ static int exec_module(PyObject *module) {
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)exec_module}, {0, NULL}};
 
-/* The functions about GPU kernels are there before exec_module runs: a build calls them without torch. */
+/* The functions about GPU kernels exist before exec_module runs, because a build calls them without torch. */
 static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
                                  "flash_attn_2_cuda",
                                  "Attention ops of flash_attn for CPU and CUDA tensors.",

@@ -1,7 +1,7 @@
-/* The ops of namespace flash_attn: schemas, and one boxed entry for all of them.
+/* The schemas and boxed functions of the ops of namespace flash_attn.
  *
- * An op is a list of arguments, each a piece of schema text and the place in fa_call where its value goes. The schema is
- * the texts joined; unpacking walks the same list. Then every op takes the same road:
+ * An op is a list of arguments. An argument is a piece of schema text and the place of its value in fa_call. The texts
+ * joined are the schema, and unpacking walks the same list. Every op takes the same steps:
  *
  *   unpack -> fa_execute (execute.c): check, plan, allocate, run -> pack */
 #include "ops.h"
@@ -22,10 +22,10 @@ typedef struct {
 #define ARG(schema, member) {schema, offsetof(fa_call, member)}
 
 typedef struct {
-    const char *name, *results; /* results NULL: torch does not know of it */
+    const char *name, *results; /* results NULL: torch does not know the op */
     fa_layout layout;
     fa_pass pass;
-    argument arguments[FA_MAX_ARGUMENTS]; /* up to the first without schema */
+    argument arguments[FA_MAX_ARGUMENTS]; /* ends with an argument without schema */
 } op;
 
 #define ARGS_MASK_BUT_SCALE                                                  \
@@ -60,7 +60,7 @@ typedef struct {
     ARG("Tensor q", q), ARG("Tensor k", k), ARG("Tensor v", v), ARGS_CU_SEQLENS, ARGS_PLAIN_OPTIONS, \
         ARG("Tensor? block_table", block_table)
 
-/* Those that torch knows of: X(name of the row). */
+/* The ops that torch knows: X(name of the row). */
 #define REGISTERED_OPS(X) \
     X(FORWARD)            \
     X(VARLEN_FORWARD)     \
@@ -93,7 +93,7 @@ static const op ops[NUM_OPS] = {
                          FA_OP_VARLEN,
                          FA_BWD,
                          {ARGS_SAVED, ARGS_CU_SEQLENS, ARGS_BWD_OPTIONS, ARG("bool zero_tensors=False", zero_tensors)}},
-    /* The same two forwards into a tensor that the caller brings, for the module flash_attn_2_cuda. */
+    /* These two forwards write to a tensor of the caller, for the module flash_attn_2_cuda. */
     [FWD_OUT] = {"fwd",
                  "(Tensor, Tensor, Tensor)",
                  FA_OP_DENSE,
@@ -117,7 +117,7 @@ static const op ops[NUM_OPS] = {
                       ARG("Tensor? block_table", block_table), ARG("Tensor? alibi_slopes", alibi_slopes),
                       ARG("Tensor(c!) out", out), ARGS_DEFAULT_SCALE_MASK,
                       ARG("bool rotary_interleaved", rotary_interleaved), ARG("SymInt num_splits", num_splits)}},
-    /* The two forwards without dropout and without what only dropout needs. Nobody but direct.c calls them. */
+    /* These two forwards have no dropout and no arguments for dropout. Only direct.c calls them. */
     [PLAIN_FORWARD] = {"_forward", NULL, FA_OP_DENSE, FA_FWD, {ARGS_PLAIN}},
     [PLAIN_VARLEN_FORWARD] = {"_varlen_forward", NULL, FA_OP_VARLEN, FA_FWD, {ARGS_PLAIN_VARLEN}},
 };
@@ -138,7 +138,7 @@ static uint64_t take_optional(StableIValue present) {
 
 void fa_begin_call(const fa_signature *signature, fa_call *call) { *call = signature->nothing; }
 
-/* Of a tensor that has no address: None where the schema wants a tensor comes as one that is not defined. */
+/* Says why a tensor has no address. None in place of a tensor arrives as a tensor that is not defined. */
 static fa_status why_unreadable(const fa_tensor *t, fa_error *err) {
     bool is_defined = true;
     if (fa_torch.aoti_torch_is_defined) fa_torch.aoti_torch_is_defined(t->handle, &is_defined);
@@ -187,9 +187,9 @@ static void release(const fa_signature *signature, const fa_call *call) {
     }
 }
 
-/* ---- entries ------------------------------------------------------------------------------------------------------- */
+/* ---- entries ----------------------------------------------------------------------------------------------------- */
 
-/* All handles are released before a failure leaves through aoti_torch_check, which throws. */
+/* aoti_torch_check throws after a failure, so all handles are released before. */
 static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     fa_call call;
     fa_outputs outputs;
@@ -209,7 +209,7 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     for (int i = 0; i < outputs.num; i++) stack[i] = (StableIValue)(uintptr_t)outputs.tensor[i];
 }
 
-/* A boxed function is told its arguments but not its name. */
+/* A boxed function gets its arguments but not its name. So each op has its own function. */
 #define ENTRY(op_idx)                                                                            \
     static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) { \
         (void)num_inputs;                                                                        \
@@ -262,7 +262,7 @@ static void write_schema(const op *o, char *text, size_t room) {
 }
 
 fa_status fa_register_ops(fa_error *err) {
-    /* The libraries live as long as the process: ops cannot be unregistered safely while Python may call them. */
+    /* The libraries live as long as the process, because Python may call the ops at any time. */
     TorchLibraryHandle def = NULL, impl[2] = {NULL, NULL};
     const char *const keys[2] = {"CPU", "CUDA"};
     int failed = fa_torch.aoti_torch_library_init_def("flash_attn", __FILE__, __LINE__, &def);

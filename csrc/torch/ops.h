@@ -1,4 +1,4 @@
-/* What a call of an op consists of, for whoever brings the arguments: torch's dispatcher (ops.c), Python (direct.c). */
+/* The arguments of the ops. They come from torch's dispatcher (ops.c) or from Python (direct.c, positional.c). */
 #ifndef FA_TORCH_OPS_H
 #define FA_TORCH_OPS_H
 
@@ -6,12 +6,12 @@
 
 typedef enum { FA_SLOT_TENSOR, FA_SLOT_FLOAT, FA_SLOT_BOOL, FA_SLOT_INT } fa_slot_kind;
 
-/* One argument: where its value goes. */
+/* One argument, and the place of its value. */
 typedef struct {
     fa_slot_kind kind;
     bool is_optional, is_mutable;
     size_t place;  /* offset in fa_call */
-    char name[24]; /* as messages show it */
+    char name[24]; /* name in messages */
 } fa_slot;
 
 #define FA_MAX_ARGUMENTS 24
@@ -22,13 +22,13 @@ typedef struct {
     fa_slot slots[FA_MAX_ARGUMENTS];
 } fa_signature;
 
-/* NULL: there is no such op. They are known once the ops are registered. */
+/* Returns the signature of an op, or NULL if there is no such op. The ops must have been registered. */
 const fa_signature *fa_find_op(const char *name);
 
-/* A call without arguments; then fill in its slots. */
+/* Begins a call without arguments. The caller then fills in the slots. */
 void fa_begin_call(const fa_signature *signature, fa_call *call);
 
-/* Defines the ops of namespace flash_attn and implements them for CPU and CUDA tensors. Once per process. */
+/* Defines the ops of namespace flash_attn and implements them for CPU and CUDA tensors. Called once per process. */
 fa_status fa_register_ops(fa_error *err);
 
 #endif

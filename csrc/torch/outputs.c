@@ -1,5 +1,5 @@
-/* The tensors that an op returns. Shapes, dtypes and strides are those that the fakes in flash_attn/ promise. */
-#define _DEFAULT_SOURCE /* madvise */
+/* Allocates the tensors that an op returns. The fakes in flash_attn/ promise the same shapes, dtypes and strides. */
+#define _DEFAULT_SOURCE /* declares madvise */
 #include "outputs.h"
 
 #include <string.h>
@@ -12,8 +12,8 @@
 
 #define MAX_NDIM 4
 
-/* Large results come in pages that nobody has touched, and the system clears each at its first write: pages
- * of 2 MiB make that 6 times as fast. Only whole ones inside the memory are asked for, and a system that has none refuses. */
+/* The pages of a large result are untouched, and the system clears each page at its first write. Pages of 2 MiB make
+ * clearing 6 times as fast. Only whole pages of 2 MiB inside the memory are asked for. A system may refuse. */
 static void ask_for_huge_pages(void *data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     const uintptr_t page = 2 << 20, begin = ((uintptr_t)data + page - 1) / page * page;
@@ -30,7 +30,7 @@ static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride,
         if (size[i] == 0) return 0;
         elements += (size[i] - 1) * stride[i];
     }
-    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* or more, which is as well */
+    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* a lower bound */
 }
 
 static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
@@ -56,19 +56,19 @@ static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int
     return make(outputs, like, ndim, size, stride, dtype, data, err);
 }
 
-/* Does dimension x lie inside dimension y in memory (1), outside (-1), or do the strides not say (0)? */
+/* Returns 1 if dimension x lies inside dimension y in memory, -1 if outside, and 0 if the strides do not tell. */
 static int order_of(const fa_tensor *t, int64_t x, int64_t y) {
     if (t->stride[x] == 0 || t->stride[y] == 0) return 0;
     if (t->stride[x] != t->stride[y]) return t->stride[x] < t->stride[y] ? 1 : -1;
     return t->size[x] > t->size[y] ? -1 : 0;
 }
 
-/* Strides of torch.empty_like(t): t's own where its elements fill their memory, otherwise dense in the same order of
- * dimensions. Falls back to contiguous where that would tear the last dimension apart (overlapping windows). */
+/* Computes the strides of torch.empty_like(t). A dense t keeps its own strides. Otherwise the result is dense and keeps
+ * the order of dimensions. If the last dimension would not be contiguous (overlapping windows), all dimensions are. */
 static void empty_like_strides(const fa_tensor *t, int64_t *stride) {
     int64_t inner_first[MAX_NDIM], n = t->ndim;
     for (int64_t i = 0; i < n; i++) inner_first[i] = n - 1 - i;
-    for (int64_t i = 1; i < n; i++) /* insertion sort: undecided pairs are looked through, not moved */
+    for (int64_t i = 1; i < n; i++) /* insertion sort; undecided pairs keep their order */
         for (int64_t at = i, j = i - 1; j >= 0; j--) {
             int order = order_of(t, inner_first[j], inner_first[at]);
             if (order > 0) break;
@@ -128,7 +128,7 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
     }
     const bool packed = c->layout == FA_OP_VARLEN;
     const int64_t rows = packed ? c->max_seqlen_q : p->len_q, cols = packed ? c->max_seqlen_k : p->len_kv;
-    if ((double)p->b * (double)p->h * (double)rows * (double)cols > 1e15) /* nor into 64 bits, perhaps */
+    if ((double)p->b * (double)p->h * (double)rows * (double)cols > 1e15) /* the size might not fit 64 bits */
         return fa_fail(err, FA_EINVAL, "S_dmask of %g x %g scores does not fit into any memory", (double)rows,
                        (double)cols);
     p->s_dmask_rows = round_up_128(rows);
@@ -137,8 +137,8 @@ static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outpu
                            &p->s_dmask, err);
 }
 
-/* Seed and offset of dropout in the GPU's memory, as upstream takes them from PyTorch's generator of that GPU; zeros
- * without dropout. Nothing waits for the device. */
+/* Writes seed and offset of dropout into the GPU's memory. As upstream does, they come from PyTorch's generator of this
+ * GPU. Without dropout both are 0. The host does not wait for the device. */
 static fa_status fill_on_gpu(const fa_problem *p, void *rng_state, fa_error *err) {
     uint64_t state[2] = {0, 0}, drawn;
     void *owner;
@@ -183,7 +183,7 @@ static fa_status make_softmax_d(const fa_call *c, fa_problem *p, fa_outputs *out
         status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, rows}, fa_torch.f32, &data, err);
     p->softmax_d = (fa_row_stats){
         .data = (float *)data, .stride_b = c->layout == FA_OP_VARLEN ? 0 : p->h * rows, .stride_h = rows};
-    if (status == FA_OK && p->device == FA_CPU && data) /* the rows that only round up are zero */
+    if (status == FA_OK && p->device == FA_CPU && data) /* padding rows are zero */
         memset(data, 0, sizeof(float) * (size_t)(p->h * rows * (c->layout == FA_OP_VARLEN ? 1 : p->b)));
     return status;
 }

@@ -1,4 +1,4 @@
-/* Plans are collected for explain() and printed for FLASH_ATTN_LOG=plan. */
+/* Collects plans for explain(), and prints plans for FLASH_ATTN_LOG=plan. */
 #include "plans.h"
 
 #include <stdio.h>
@@ -7,11 +7,11 @@
 #include "system/lock.h"
 
 #define MAX_PLANS 8
-enum { PLAN_TEXT_BYTES = 4096 }; /* all that can be ruled out, in words */
+enum { PLAN_TEXT_BYTES = 4096 }; /* room for the words of every kernel that can be ruled out */
 static THREAD_LOCAL struct {
     bool only;
     int num;
-    fa_plan plans[MAX_PLANS]; /* the first ones since take_plans */
+    fa_plan plans[MAX_PLANS]; /* the first plans since take_plans */
 } collected;
 
 bool fa_logs_plans;

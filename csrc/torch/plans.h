@@ -1,20 +1,20 @@
-/* Plans of this thread's calls, for people to look at. */
+/* Shows the plans of this thread's calls to people. */
 #ifndef FA_TORCH_PLANS_H
 #define FA_TORCH_PLANS_H
 
 #include "flash_attn.h"
 #include "python_api.h"
 
-/* FLASH_ATTN_LOG=plan */
+/* FLASH_ATTN_LOG=plan sets this variable. */
 extern bool fa_logs_plans;
 
-/* Is this thread only collecting plans? Then nothing may run, and no seed may be drawn. */
+/* Does this thread only collect plans? Then no kernel may run, and no seed may be drawn. */
 bool fa_plan_only(void);
 
-/* Keeps a plan for take_plans() while collecting, and prints it if fa_logs_plans. */
+/* Keeps a plan for take_plans() if this thread collects plans. Prints the plan if fa_logs_plans is set. */
 void fa_note_plan(const fa_plan *plan);
 
-/* plan_only, take_plans */
+/* The table holds plan_only and take_plans. */
 extern PyMethodDef fa_plan_functions[];
 
 #endif

@@ -1,8 +1,8 @@
 /* The five positional functions of the flash-attn 2 extension.
  *
- * Each function is a row: its arguments with their types, the tensors to allocate where the caller left None, and its op.
- * The op's arguments are found by their names. Types are checked as a binding generator would check them. All other checks
- * are the op's own. */
+ * Each function is a row of a table. The row holds the arguments with their types, the op, and the tensors to allocate
+ * if the caller passes None. The op's arguments are found by their names. Types are checked as a binding generator
+ * would check them. The op does all other checks. */
 #include "positional.h"
 
 #include <string.h>
@@ -15,7 +15,7 @@ typedef enum { END, TENSOR, TENSOR_OR_NONE, FLOAT, BOOL, INT, GENERATOR } slot_k
 typedef struct {
     const char *name;
     slot_kind kind;
-    const char *op_name; /* of the op's argument; NULL: the same */
+    const char *op_name; /* name of the op's argument; NULL: the same name */
 } slot;
 
 #define MAX_SLOTS 24
@@ -25,13 +25,14 @@ typedef struct {
     const char *name, *op;
     int num_required;
     slot slots[MAX_SLOTS];
-    /* Tensors that the op writes: allocated like another argument if None, and returned before the op's own results. */
+    /* Tensors that the op writes. If None, the tensor is allocated like the argument `like`. These tensors are returned
+     * before the op's results. */
     struct {
         const char *name, *like;
     } made[MAX_MADE];
 } function;
 
-/* Pieces that several functions have. clang-format takes their braces for blocks. */
+/* Arguments that several functions share. clang-format mistakes their braces for blocks. */
 /* clang-format off */
 #define Q_K_V         {"q", TENSOR, NULL}, {"k", TENSOR, NULL}, {"v", TENSOR, NULL}
 #define OUT_OR_NONE   {"out", TENSOR_OR_NONE, NULL}
@@ -89,7 +90,7 @@ static int num_slots(const function *f) {
     return n;
 }
 
-/* The argument of this name; -1: there is none. */
+/* Returns the index of the argument with this name, or -1. */
 static int slot_of(const function *f, const char *name, bool of_the_op) {
     for (int i = 0; i < num_slots(f); i++)
         if (strcmp(of_the_op && f->slots[i].op_name ? f->slots[i].op_name : f->slots[i].name, name) == 0) return i;
@@ -120,7 +121,7 @@ static PyObject *type_error(const function *f, int i, const char *allowed, PyObj
     return NULL;
 }
 
-/* A new reference to the argument in the type that the op's schema wants, or NULL with a TypeError. */
+/* Converts an argument to the type of the op's schema. Returns a new reference, or NULL with a TypeError. */
 static PyObject *convert(const function *f, int i, PyObject *value) {
     PyObject *converted = value;
     int is_tensor;

@@ -10,9 +10,9 @@
 
 #include <stdbool.h>
 
-extern PyObject *fa_torch_module, *fa_tensor_type; /* torch and torch.Tensor, from the module's import on */
+extern PyObject *fa_torch_module, *fa_tensor_type; /* torch and torch.Tensor, set when this module is imported */
 
-/* Imports torch. False, and an exception: that failed. */
+/* Imports torch. False: the import failed, and there is an exception. */
 bool fa_python_load(void);
 
 #endif

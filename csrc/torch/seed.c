@@ -1,13 +1,13 @@
-/* Seeds of dropout come from torch's generators. */
+/* Draws the seeds of dropout from torch's generators. */
 #include "seed.h"
 
 #include <stdio.h>
 
 #include "failures.h"
 
-/* Ops run without the interpreter lock; drawing is Python's business because generators have no C interface. */
+/* Ops run without the interpreter's lock. Numbers are drawn in Python, because generators have no C interface. */
 
-/* torch.randint(0, 2^63 - 1, ..) of num integers, or of one where num is 0. */
+/* Calls torch.randint(0, 2^63 - 1, ..) for num integers, or for one integer without dimensions if num is 0. */
 static PyObject *randint(const char *device, int num) {
     PyObject *function = PyObject_GetAttrString(fa_torch_module, "randint"), *drawn = NULL;
     PyObject *int64 = PyObject_GetAttrString(fa_torch_module, "int64");
@@ -45,10 +45,11 @@ fa_status fa_draw_seed(uint64_t *seed, fa_error *err) {
     return status;
 }
 
-/* Between reading the offset and writing it Python must not run another thread, which would draw the same numbers. So all
- * that both need is made before: in between only integers are, for which Python collects no garbage and lets nobody in.
- * NOTE: torch's own operators advance the offset under a lock that only C++ can take. One that draws on another thread at
- * the very moment may still meet this. */
+/* Python must not switch threads between reading the offset and writing it. Another thread would draw the same numbers.
+ * So all objects are made before the offset is read. Only integers are made in between. For integers Python collects no
+ * garbage and does not switch threads.
+ * NOTE: torch's own operators advance the offset under a lock that only C++ can take. An operator that draws on another
+ * thread at the same moment may still get the same numbers. */
 static void advance(PyObject *generator, uint64_t steps, uint64_t state[2]) {
     PyObject *seed = PyObject_GetAttrString(generator, "initial_seed");
     PyObject *get = PyObject_GetAttrString(generator, "get_offset");

@@ -51,7 +51,7 @@ fa_status fa_torch_load(fa_error *err) {
     FA_TORCH_SYMBOLS(FIND)
 #undef FIND
     if (!found.torch_delete_stable_ivalue) {
-        void *address = fa_library_symbol(library, OPERATOR_DELETE); /* looked up through libtorch's own dependencies */
+        void *address = fa_library_symbol(library, OPERATOR_DELETE); /* found among libtorch's dependencies */
         if (!address)
             return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the C++ runtime of PyTorch has no %s", OPERATOR_DELETE);
         memcpy(&found.operator_delete, &address, sizeof address);

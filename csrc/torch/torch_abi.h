@@ -1,10 +1,10 @@
-/* The part of libtorch's C shim that we call, as one table of functions.
+/* The functions of libtorch's C shim that we call, as one table.
  *
- * Nothing is linked: after `import torch` the symbols are looked up in the libtorch that is already loaded. Every row
- * says since which release the symbol exists; a row without which we can do says so by `optional`. Ownership as in the
- * shim: tensor handles that a function returns are ours to delete, sizes and strides are borrowed from the tensor.
+ * Nothing is linked. After `import torch` the symbols are looked up in the libtorch that is already loaded. Every row
+ * names the first release with the symbol. `optional` marks symbols that may be missing. Ownership follows the shim: we
+ * delete the tensor handles that a function returns, and sizes and strides are borrowed from the tensor.
  *
- * This header is also compiled as C++ together with torch's own headers, which checks every signature. */
+ * A test compiles this header as C++ together with torch's own headers, which checks every signature. */
 #ifndef FA_TORCH_TORCH_ABI_H
 #define FA_TORCH_TORCH_ABI_H
 
@@ -23,7 +23,7 @@ typedef struct TorchLibraryOpaque *TorchLibraryHandle;
 typedef int32_t AOTITorchError; /* 0: success */
 
 /* One slot of a boxed call. Tensor: owned handle. float: the bits of a double. int, SymInt: int64. bool: low byte.
- * Absent optional: 0; present optional: pointer to a slot on the heap that the callee frees. */
+ * An absent optional is 0. A present optional is a pointer to a slot on the heap. The callee frees this slot. */
 typedef uint64_t StableIValue;
 typedef void fa_boxed_op(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
 typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
@@ -72,16 +72,16 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(aoti_torch_is_defined, "2.10", optional, AOTITorchError, (AtenTensorHandle t, bool *is_defined))       \
     X(torch_delete_stable_ivalue, "2.13", optional, AOTITorchError, (StableIValue * slot))
 
-/* States of the calling thread that only C++ functions tell, found by their mangled names. X(member, result, name).
- * A reference is a pointer: of the vector's words the first two are its begin and end, of the shared_ptr's the first
- * points to what it shares. */
+/* States of the calling thread that only C++ functions tell. The functions are found by their mangled names. X(member,
+ * result, name). A C++ reference is a pointer here. The first two words of a vector are its begin and end. The first
+ * word of a shared_ptr points to the shared object. */
 #define FA_TORCH_STATES(X)                                                               \
     X(num_dispatch_modes, int64_t, "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")     \
     X(num_function_modes, int64_t, "_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv")    \
     X(functorch_layers, const void *const *, "_ZN2at9functorch20getDynamicLayerStackEv") \
     X(tracing_state, const void *const *, "_ZN5torch3jit6tracer15getTracingStateEv")
 
-/* What only C++ functions tell of a tensor or do with it. X(member, result, parameter, name). */
+/* C++ functions of a tensor that the C shim lacks. X(member, result, parameter, name). */
 #define FA_TORCH_TENSOR_FUNCTIONS(X)                                                                    \
     X(requires_grad, bool, const void *impl, "_ZNK3c1010TensorImpl13requires_gradEv")                   \
     X(is_leaf, bool, AtenTensorHandle t, "_ZNK2at10TensorBase7is_leafEv")                               \
@@ -95,40 +95,40 @@ typedef struct {
 #define FA_TORCH_MEMBER(symbol, since, need, result, parameters) result(*symbol) parameters;
     FA_TORCH_SYMBOLS(FA_TORCH_MEMBER)
 #undef FA_TORCH_MEMBER
-    void (*operator_delete)(void *); /* frees a slot before 2.13, when torch's headers did it with `delete` */
-    /* THPVariable_Wrap(const at::TensorBase &): a new reference to the tensor as a PyObject, which shares it with the
-     * handle; NULL with an exception. The function itself is NULL where this torch has none: it is C++, found by its
-     * mangled name. */
+    void (*operator_delete)(void *); /* frees a slot before 2.13, as torch's headers did with `delete` */
+    /* THPVariable_Wrap(const at::TensorBase &) returns a new reference to a PyObject that shares the tensor with the
+     * handle, or NULL with an exception. This C++ function is found by its mangled name. The pointer is NULL if this
+     * torch has no such function. */
     void *(*wrap)(AtenTensorHandle t);
 #define FA_TORCH_STATE(member, result, name) result (*member)(void);
     FA_TORCH_STATES(FA_TORCH_STATE)
 #undef FA_TORCH_STATE
-    bool tells_states; /* all of them were found */
-    /* Does anybody want to see this thread's operators: a profiler, an observer of all threads? NULL: this torch does not
-     * tell. */
+    bool tells_states; /* all functions of FA_TORCH_STATES were found */
+    /* Does a profiler or an observer watch this thread's operators? NULL: this torch does not tell. */
     bool (*has_record_callbacks)(void);
 #define FA_TORCH_TENSOR_FUNCTION(member, result, parameter, name) result (*member)(parameter);
     FA_TORCH_TENSOR_FUNCTIONS(FA_TORCH_TENSOR_FUNCTION)
 #undef FA_TORCH_TENSOR_FUNCTION
-    bool knows_tensors; /* all of these were found */
-    /* Answers that cannot change. */
+    bool knows_tensors; /* all functions of FA_TORCH_TENSOR_FUNCTIONS were found */
+    /* torch's numbers, which cannot change. */
     int32_t cpu, cuda;                         /* device types */
     int32_t f16, bf16, f32, f64, i32, i64, u8; /* dtypes */
 } fa_torch_abi;
 
 extern fa_torch_abi fa_torch;
 
-/* Fills fa_torch. FA_EUNSUPPORTED, with one sentence, if torch is not loaded or too old. */
+/* Fills fa_torch. FA_EUNSUPPORTED means that torch is not loaded or too old. */
 fa_status fa_torch_load(fa_error *err);
 
-/* The tensor's gradient is asked for; where C++ functions tell of tensors. */
+/* Does the tensor require grad? This function needs fa_torch.knows_tensors. */
 static inline bool fa_torch_requires_grad(AtenTensorHandle t) {
     return fa_torch.requires_grad(*(const void *const *)t); /* a tensor is a pointer to its TensorImpl */
 }
-/* A symbol of libtorch or of what it is linked with; NULL: there is none. */
+
+/* Returns a symbol of libtorch or of the libraries that libtorch needs, or NULL. */
 void *fa_torch_symbol(const char *name);
 
-/* The cudaStream_t that PyTorch queues work on, from the part of libtorch that only CUDA builds have. */
+/* Returns PyTorch's current cudaStream_t. The function is in the part of libtorch that only CUDA builds have. */
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err);
 
 #endif

@@ -1,15 +1,15 @@
-/* torch.OutOfMemoryError out of an op. */
+/* Raises torch.OutOfMemoryError from an op. */
 #ifndef FA_TORCH_TORCH_THROW_H
 #define FA_TORCH_TORCH_THROW_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Throws c10::OutOfMemoryError, which becomes torch.OutOfMemoryError. Returns if this torch or this platform lacks what the
- * throw needs. The caller has released everything. */
+/* Throws c10::OutOfMemoryError, which becomes torch.OutOfMemoryError. The function returns if this torch or this
+ * platform lacks a symbol that the throw needs. The caller must have released everything. */
 void fa_torch_throw_out_of_memory(const char *function, const char *file, uint32_t line, const char *message);
 
-/* Types of C++ that the throw hands over: c10::SourceLocation, std::string, and the room for a c10::Error. */
+/* C++ types that the throw needs: c10::SourceLocation, std::string, and the room for a c10::Error. */
 typedef struct {
     const char *function, *file;
     uint32_t line;

@@ -1,5 +1,5 @@
-/* One block is kept for the next call; calls that meet bring their own. */
-#define _DEFAULT_SOURCE /* madvise */
+/* Keeps one block for the next call. Concurrent calls allocate their own blocks. */
+#define _DEFAULT_SOURCE /* declares madvise */
 #include "workspace.h"
 
 #include <stdatomic.h>
@@ -9,10 +9,10 @@
 #include <sys/mman.h>
 #endif
 
-/* The head of a block, in front of what the caller gets. */
+/* The head of a block lies before the caller's memory. */
 typedef struct {
     void *allocation;
-    size_t bytes; /* that the caller may use */
+    size_t bytes; /* bytes of the caller's memory */
 } block;
 
 enum { HEAD_BYTES = 64 };
@@ -21,7 +21,8 @@ _Static_assert(sizeof(block) <= HEAD_BYTES, "the caller's part stays aligned");
 static const size_t most_kept = (size_t)128 << 20;
 static _Atomic(block *) kept;
 
-/* Large blocks start at a huge page and ask for more of them: one fault for 2 MiB, one entry of the TLB. */
+/* A large block starts at a huge page and asks for huge pages. A huge page of 2 MiB costs one page fault and one entry
+ * of the TLB. */
 static block *allocate(size_t bytes) {
     const size_t huge = (size_t)2 << 20, alignment = bytes >= huge ? huge : HEAD_BYTES;
     if (bytes > SIZE_MAX - 2 * huge) return NULL;
@@ -30,7 +31,7 @@ static block *allocate(size_t bytes) {
     if (!allocation) return NULL;
     block *b = (block *)(((uintptr_t)allocation + alignment - 1) / alignment * alignment);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (alignment == huge) madvise(b, bytes, MADV_HUGEPAGE); /* a wish: whether it is granted does not matter */
+    if (alignment == huge) madvise(b, bytes, MADV_HUGEPAGE); /* the system may ignore this request */
 #endif
     *b = (block){allocation, bytes - HEAD_BYTES};
     return b;
