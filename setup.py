@@ -1,8 +1,8 @@
 """Builds flash_attn: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.10 at once.
 
 The extension is plain C on CPython's limited API and finds libtorch's C functions when it is imported. So building
-needs a C compiler and setuptools, and nothing else: no torch, no C++, no CUDA. csrc/gpu/ship_cubins.py adds compiled
-GPU kernels where that is asked for. docs/install.md lists the environment variables.
+needs only a C compiler and setuptools. Torch, C++ and CUDA are not needed. csrc/gpu/ship_cubins.py adds compiled GPU
+kernels on request. docs/install.md lists the environment variables.
 """
 
 import os
@@ -32,7 +32,7 @@ def version():
 
 
 def max_jobs():
-    """Compilers that run at once: MAX_JOBS, or one per processor."""
+    """The number of compilers that run at once: MAX_JOBS, or one per processor."""
     return max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
 
 
@@ -67,7 +67,7 @@ extension = Extension(
     py_limited_api=True,
 )
 
-# GPU kernels are installed as text, beside the Python files: they are compiled when they are first used.
+# GPU kernels are installed as text beside the Python files. A kernel is compiled at its first use.
 gpu_kernels = ["flash_attn.cuda"] if glob("csrc/cuda/*.cu") else []
 
 setup(
@@ -78,8 +78,8 @@ setup(
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     python_requires=">=3.9",
-    # Without bounds, as upstream: pip then never replaces the torch that is installed. `import flash_attn` itself
-    # says what is missing when that torch is older than 2.10.
+    # Upstream has no bounds either. So pip never replaces the installed torch. If this torch is older than 2.10,
+    # `import flash_attn` says so.
     install_requires=["torch", "einops"],
     packages=find_packages(include=["flash_attn", "flash_attn.*"]) + gpu_kernels,
     package_dir={"flash_attn.cuda": "csrc/cuda"},

@@ -26,7 +26,7 @@ except ImportError:
 
 
 def show(title, columns, rows):
-    """Prints a table; plain text where rich is not installed."""
+    """Prints a table, as plain text if rich is not installed."""
     print(title)
     if Console:
         table = Table(box=box.SIMPLE_HEAD)
@@ -44,7 +44,7 @@ def show(title, columns, rows):
 
 
 def facts():
-    """What is installed and what the machine offers, as (name, value)."""
+    """Yields facts about the installation and the machine as (name, value)."""
     *others, best = flash_attn_2_cuda.cpu_isas()
     now = use_isa(best)
     yield "flash_attn", f"{flash_attn.__version__}  in {flash_attn.__path__[0]}"
@@ -62,7 +62,7 @@ def facts():
 
 
 def use_isa(name):
-    """Lowers the kernels to an instruction set, but never above FLASH_ATTN_CPU_ISA. Returns what is in use then."""
+    """Lowers the kernels to an instruction set, but never above FLASH_ATTN_CPU_ISA. Returns the set that is in use."""
     allowed = flash_attn_2_cuda.cpu_isas()
     limit = flash_attn_2_cuda.set_cpu_isa(os.environ.get("FLASH_ATTN_CPU_ISA") or None)
     return flash_attn_2_cuda.set_cpu_isa(min(name, limit, key=allowed.index))
@@ -73,14 +73,14 @@ def random(dtype, *shape):
 
 
 def dense(dtype, b=2, len_q=129, len_kv=129, h=4, h_kv=4, d=64, **options):
-    """out and the gradients of one call."""
+    """Returns out and the gradients of one call."""
     q, k, v = random(dtype, b, len_q, h, d), random(dtype, b, len_kv, h_kv, d), random(dtype, b, len_kv, h_kv, d)
     out = flash_attn.flash_attn_func(q, k, v, **options)
     return [out, *torch.autograd.grad(out, (q, k, v), torch.randn(out.shape).to(dtype))]
 
 
 def packed(dtype, lengths=(1, 200, 0, 67), h=4, d=64):
-    """The same for sequences of different lengths, one behind the other."""
+    """Returns out and the gradients for packed sequences of different lengths."""
     q, k, v = (random(dtype, sum(lengths), h, d) for _ in range(3))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     longest = max(lengths)
@@ -90,7 +90,7 @@ def packed(dtype, lengths=(1, 200, 0, 67), h=4, d=64):
 
 @torch.no_grad()
 def cached(dtype, pages=7, page_size=16, h=4, h_kv=2, d=64):
-    """One step of decoding: two sequences share a paged cache, which grows in place."""
+    """Runs one step of decoding. Two sequences share a paged cache, which grows in place."""
     q, k, v = random(dtype, 2, 1, h, d), random(dtype, 2, 1, h_kv, d), random(dtype, 2, 1, h_kv, d)
     k_cache, v_cache = (random(dtype, pages, page_size, h_kv, d) for _ in range(2))
     block_table = torch.tensor([[5, 0, 3], [2, 6, -1]], dtype=torch.int32)
@@ -114,7 +114,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def difference(function, dtype, isa):
-    """max |kernel - reference| / max |reference|, the largest over all results, in units of the dtype's precision."""
+    """Returns the largest max |kernel - reference| / max |reference| of all results, in units of dtype's precision."""
     results = []
     for name in (isa, "reference"):
         use_isa(name)
@@ -126,10 +126,10 @@ def difference(function, dtype, isa):
 
 
 def self_check(isa):
-    """Kernels against the reference, forward and backward: the rows of a table, and whether all passed.
+    """Compares kernels with the reference, forward and backward. Returns the rows of a table, and whether all passed.
 
-    Limits, in units of the dtype's precision: 4 in 16 bits, where P and dS are rounded once more than in the reference;
-    64 in fp32, where sums of a few hundred terms run in another order.
+    The limits are in units of the dtype's precision. In 16 bits the limit is 4, because P and dS are rounded once more
+    than in the reference. In fp32 the limit is 64, because sums of a few hundred terms run in another order.
     """
     rows, all_passed = [], True
     for name, function in CHECKS.items():
@@ -144,7 +144,7 @@ def self_check(isa):
 
 
 def compare(dtype, causal, length=1024, heads=8, d=64):
-    """Rows for the forward and for forward + backward: time of PyTorch's scaled_dot_product_attention, and ours."""
+    """Compares our times with PyTorch's scaled_dot_product_attention: a row for the forward, a row for both passes."""
     torch.manual_seed(2)
     q, k, v = (random(dtype, 1, length, heads, d) for _ in range(3))
     dout = torch.randn_like(q)

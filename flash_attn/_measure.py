@@ -1,4 +1,4 @@
-"""What a measurement has to say beside its number: the machine, the versions, and how the time was taken."""
+"""Facts that belong to every measurement: the machine, the versions, and the method of timing."""
 
 import datetime
 import platform
@@ -12,7 +12,7 @@ from ._version import __version__
 
 
 def cpu_name():
-    """The processor's name as the system tells it."""
+    """Returns the processor's name as the system tells it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -21,7 +21,7 @@ def cpu_name():
 
 
 def machine():
-    """One row that says where a number was seen."""
+    """Returns one row that describes the machine of a measurement."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_name(),
@@ -33,9 +33,10 @@ def machine():
 
 
 def alternate(functions, rounds):
-    """Calls functions in turn, round after round, so that a slow minute of the machine hits all of them alike.
+    """Calls functions in turn, round after round. So a slow minute of the machine hits all functions alike.
 
-    Returns the seconds of each function in each round; one call of each before the first round is not measured.
+    Each function is called once before the first round, without timing. Returns the seconds of each function in each
+    round.
     """
     for function in functions:
         function()
@@ -49,5 +50,5 @@ def alternate(functions, rounds):
 
 
 def speedup(baseline, ours):
-    """How many times as fast, from the seconds of alternating rounds: the median over the rounds."""
+    """Returns how many times as fast we are: the median of the ratios over alternating rounds."""
     return statistics.median(a / b for a, b in zip(baseline, ours))

@@ -1,13 +1,13 @@
 """The ops of namespace ``flash_attn`` as PyTorch's tracers see them.
 
-Importing the extension registers the ops (csrc/torch/ops.c). Here each gets a fake: the shapes, dtypes and strides of
-its results, computed without data, so that torch.compile and torch.export can plan memory. A fake and its op agree
-exactly; tests/test_compile.py holds them together.
+Importing the extension registers the ops (csrc/torch/ops.c). This file gives each op a fake. A fake computes the
+shapes, dtypes and strides of the op's results without data, so that torch.compile and torch.export can plan memory. A
+fake and its op agree exactly, and tests/test_compile.py compares them.
 
     op                           results
     _flash_attn_forward          out, lse [b, h, len_q], s_dmask, rng_state [2]
     _flash_attn_varlen_forward   out, lse [h, total_q], s_dmask, rng_state [2]
-    fwd, varlen_fwd              the same without out, which is given and written in place
+    fwd, varlen_fwd              the same without out, which is an argument and written in place
     _flash_attn_backward         softmax_d [b, h, len_q up to 128];  dq, dk, dv are written in place
     _flash_attn_varlen_backward  softmax_d [h, total_q + 128 b];     dq, dk, dv are written in place
     fwd_kvcache                  lse [b, h, len_q];  out and, when keys are appended, the cache are written in place
@@ -40,9 +40,9 @@ __all__ = [
 
 
 def register_once(what, register, *arguments):
-    """``register(*arguments)``, once in a process, as the ops are registered, however often Python forgets this module.
+    """Calls ``register(*arguments)`` once in a process, even if this module is imported several times.
 
-    An import that ended in the middle, with Ctrl-C, is taken up where it was.
+    The ops themselves are registered once too. If Ctrl-C ended an import, the next import continues at the same place.
     """
     done = vars(torch.ops.flash_attn).setdefault("_registered", set())
     if what not in done:
@@ -51,7 +51,7 @@ def register_once(what, register, *arguments):
 
 
 def round_multiple(x, m):
-    """``x`` rounded up to a multiple of ``m``."""
+    """Rounds ``x`` up to a multiple of ``m``."""
     return (x + m - 1) // m * m
 
 
@@ -61,7 +61,7 @@ def check_tensor(name, x):
 
 
 def check_layout(name, x, *layout):
-    """Raises RuntimeError unless ``x`` has the dimensions of ``layout``: words name them, numbers fix their size."""
+    """Raises RuntimeError unless ``x`` has the dimensions of ``layout``: words are names, and numbers are sizes."""
     shape = f"({', '.join(map(str, layout))})"
     if x.dim() != len(layout):
         came = f"{x.dim()}: shape {tuple(x.shape)}"
@@ -71,7 +71,7 @@ def check_layout(name, x, *layout):
 
 
 def empty_like(x):
-    """``torch.empty_like(x)``, but contiguous where that would tear the last dimension apart."""
+    """Returns ``torch.empty_like(x)``, or a contiguous tensor if the last dimension would not be contiguous."""
     like = torch.empty_like(x)
     torn = like.dim() > 0 and like.stride(-1) != 1 and like.shape[-1] > 1
     return torch.empty_like(x, memory_format=torch.contiguous_format) if torn else like
@@ -81,10 +81,10 @@ _has_warned = False
 
 
 def warn_of_gradients(*tensors):
-    """Once: ``flash_attn_with_kvcache`` drops the gradients that are asked for."""
+    """Warns once if ``flash_attn_with_kvcache`` drops gradients that an input requires."""
     global _has_warned
     if torch.compiler.is_dynamo_compiling() or _has_warned or not torch.is_grad_enabled():
-        return  # a call that is compiled comes here again, from its fake
+        return  # the fake of a compiled call warns
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
         _has_warned = True
         warnings.warn(
@@ -95,10 +95,10 @@ def warn_of_gradients(*tensors):
 
 
 def _keep_draws_apart(op, dropout_p):
-    """Two equal calls with dropout are two draws, not one value to share.
+    """Makes two equal calls with dropout draw twice.
 
-    AOTAutograd merges equal calls, of random ops too unless they stand in its list, which has no public entrance. It is
-    imported by the time that a call is traced, and only then.
+    AOTAutograd merges equal calls. It merges calls of random ops too, unless the op is in AOTAutograd's list. This list
+    has no public interface. AOTAutograd's module is imported when a call is traced, and not before.
     """
     rand_ops = getattr(sys.modules.get("torch._functorch.compile_utils"), "rand_ops", None)
     if dropout_p > 0 and rand_ops is not None and op not in rand_ops:
@@ -106,7 +106,7 @@ def _keep_draws_apart(op, dropout_p):
 
 
 def _row_results(q, lse_shape, s_dmask_shape):
-    """lse, s_dmask (empty unless it was asked for) and rng_state."""
+    """Returns lse, s_dmask and rng_state. s_dmask is empty unless the call asks for it."""
     return (
         q.new_empty(lse_shape, dtype=torch.float32),
         q.new_empty(s_dmask_shape or (0,)),
@@ -115,7 +115,7 @@ def _row_results(q, lse_shape, s_dmask_shape):
 
 
 def _fake(op):
-    """Registers a fake that refuses tensors of several devices: if one is "meta", torch calls it in place of the op."""
+    """Registers a fake that refuses tensors of several devices. A "meta" tensor makes torch call the fake."""
     names = [argument.name for argument in getattr(torch.ops.flash_attn, op).default._schema.arguments]
 
     def register(fake):
@@ -197,7 +197,7 @@ def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
 
 
 def _rng_of(x):
-    """Reads and sets the state of the generator that dropout of the tensor draws from."""
+    """Returns functions that read and set the state of the generator for dropout on the tensor's device."""
     if not x.is_cuda:
         return torch.get_rng_state, torch.set_rng_state
     return (lambda: torch.cuda.get_rng_state(x.device)), (lambda state: torch.cuda.set_rng_state(state, x.device))
@@ -205,16 +205,17 @@ def _rng_of(x):
 
 class _Drawn(threading.local):
     def __init__(self):
-        self.levels = []  # of calls that vmap repeats, the innermost's first: level, randomness, the generator's state
+        self.levels = []  # (level, randomness, generator's state) of each call that vmap repeats, innermost first
 
 
 _drawn = _Drawn()
 
 
 def _drawing_as_vmap_says(name):
-    """The op inside ``torch.vmap``, which repeats it for each part of a batch: dropout as its randomness asks.
+    """Returns a kernel of the op for ``torch.vmap``. vmap repeats the op for each part of a batch.
 
-    A vmap inside of another one comes here first, and each of its parts is repeated by the other one.
+    Dropout follows vmap's argument randomness. If two vmaps are nested, the inner vmap calls this kernel first, and the
+    outer vmap repeats each part.
     """
     op = getattr(torch.ops.flash_attn, name).default
     at = [argument.name for argument in op._schema.arguments].index("dropout_p")
@@ -247,12 +248,12 @@ def _drawing_as_vmap_says(name):
 
 
 def _mark_ops():
-    """What the C shim cannot say of an op.
+    """Sets properties of the ops that the C shim cannot set.
 
-    The forward ops may draw from the random generator (dropout). The tag tells the tracers, so that a compiled graph
-    that recomputes an op in its backward restores the generator's state first. (The C shim can tag only from torch 2.12
-    on.) Ops without gradients autograd lets pass. (Its default would look for gradients, and warn.) What vmap asks of
-    random numbers it leaves to kernels of its own key.
+    The forward ops may draw from the random generator (dropout). A tag tells this to the tracers. So a compiled graph
+    that recomputes an op in its backward restores the generator's state first. The C shim can set tags only from torch
+    2.12 on. Autograd ignores the ops without gradients, because its default would look for gradients and warn. vmap
+    leaves random numbers to kernels of its own dispatch key, which are registered here.
     """
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd"):
         op = getattr(torch.ops.flash_attn, name).default
@@ -263,14 +264,14 @@ def _mark_ops():
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
         library.impl(name, _drawing_as_vmap_says(name), "FuncTorchVmapMode", with_keyset=True)
-    torch.ops.flash_attn._library = library  # which takes them along when it goes
+    torch.ops.flash_attn._library = library  # keeps the library alive, because its kernels disappear with it
 
 
 register_once("marks", _mark_ops)
 
 
 def forget_own_kernels():
-    """Takes ours out of torch.library's set of kernels from Python: the direct functions look there for others'."""
+    """Removes our kernels from torch.library's set. The direct functions search this set for foreign kernels."""
     kernels = getattr(torch.library, "_impls", set())
     for name in (
         "_flash_attn_forward",

@@ -1,4 +1,4 @@
-"""Which GPU kernels there are to compile ahead, and the loop that does it."""
+"""Compiles GPU kernels before their first use."""
 
 from flash_attn._ops import flash_attn_2_cuda
 from flash_attn._variants import choose
@@ -8,15 +8,15 @@ def prebuild(archs=("sm_90a",), all_features=False, progress=None):
     """Compiles the kernels that the disk cache lacks.
 
     Args:
-        archs: of ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"``, ``"sm_100"``, ``"sm_103"``, ``"sm_120"``,
+        archs: any of ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"``, ``"sm_100"``, ``"sm_103"``, ``"sm_120"``,
             ``"sm_121"``.
-        all_features: also kernels for windows, softcap, ALiBi and dropout, and for sm_90a the generic ones, which serve
-            what Hopper's own do not.
+        all_features: also compile kernels for windows, softcap, ALiBi and dropout. For sm_90a also compile the generic
+            kernels, which serve the calls that Hopper's own kernels do not take.
         progress: called after each kernel with (number done, number in all, name, whether it was compiled).
     Returns:
         The names of the kernels that were compiled.
     Raises:
-        RuntimeError: no NVRTC, a kernel that does not compile, or nowhere to keep it.
+        RuntimeError: there is no NVRTC, a kernel does not compile, or the kernel cannot be kept.
     """
     kernels = choose(flash_attn_2_cuda.cuda_kernels(), archs, all_features)
     compiled = []

@@ -1,4 +1,4 @@
-"""Which GPU kernels an architecture needs ahead of the first call. Imports nothing: setup.py reads it without torch."""
+"""Chooses the GPU kernels to compile before the first call. This file imports nothing: setup.py has no torch."""
 
 import re
 
@@ -6,17 +6,17 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_
 
 
 def number_of(arch):
-    """90 of ``"sm_90a"``."""
+    """Returns 90 for ``"sm_90a"``."""
     return int(re.fullmatch(r"sm_(\d+)a?", arch)[1])
 
 
 def _is_common(name, own, number):
-    """Of Hopper's own kernels those without options; the generic ones where there are no others."""
+    """Is the kernel common? On Hopper its own kernels without options are, elsewhere the generic kernels."""
     return not re.search(r"_(local|score|dropout|paged)", name) if own else number != 90
 
 
 def choose(kernels, archs, all_features=False):
-    """[(name, family, row, features, number of the architecture)] out of flash_attn_2_cuda.cuda_kernels()."""
+    """Returns [(name, family, row, features, architecture's number)], chosen from flash_attn_2_cuda.cuda_kernels()."""
     unknown = set(archs) - set(ARCHS)
     if unknown:
         raise ValueError(f"there are kernels for {', '.join(ARCHS)}, not for {', '.join(sorted(unknown))}")

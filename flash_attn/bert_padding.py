@@ -1,12 +1,13 @@
-"""From padded batches to packed tokens and back, the storage that the varlen functions attend over.
+"""Converts padded batches to packed tokens and back. The varlen functions attend over packed tokens.
 
 A batch of two sequences of 2 and 3 tokens, padded to 4 (x marks a token):
 
     x x . .        indices    = [0, 1, 4, 5, 6]   rows of the flattened [b * s] axis
     x x x .        cu_seqlens = [0, 2, 5]         where each sequence starts in the packed tokens
 
-``unpad_input`` gathers the rows at ``indices``, ``pad_input`` scatters them back into zeros. The autograd functions
-below are these two moves, each the other's backward, and a gather that keeps the padded tensor as a residual.
+``unpad_input`` gathers the rows at ``indices``, and ``pad_input`` scatters them back into zeros. Two autograd functions
+below do these moves. The backward of each move is the other move. A third function gathers and also returns the padded
+tensor as a residual.
 """
 
 import torch
@@ -29,7 +30,7 @@ __all__ = [
 
 
 class IndexFirstAxis(torch.autograd.Function):
-    """rows = input[indices]; backward scatters into zeros, a repeated index keeps one of its gradients."""
+    """rows = input[indices]. The backward scatters into zeros, and a repeated index keeps one of its gradients."""
 
     @staticmethod
     def forward(ctx, input, indices):
@@ -44,7 +45,7 @@ class IndexFirstAxis(torch.autograd.Function):
 
 
 class IndexPutFirstAxis(torch.autograd.Function):
-    """out = zeros; out[indices] = values; backward gathers."""
+    """out = zeros; out[indices] = values. The backward gathers."""
 
     @staticmethod
     def forward(ctx, values, indices, first_axis_dim):
@@ -60,7 +61,7 @@ class IndexPutFirstAxis(torch.autograd.Function):
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
-    """(input[indices], input); backward adds the gradient of the rows to that of the residual."""
+    """(input[indices], input). The backward adds the gradient of the rows to the gradient of the residual."""
 
     @staticmethod
     def forward(ctx, input, indices):
@@ -84,7 +85,7 @@ def index_put_first_axis(values, indices, first_axis_dim):
 
 
 def index_first_axis_residual(input, indices):
-    """``index_first_axis`` that also returns ``input``, so that a residual branch costs no second gradient buffer."""
+    """Does ``index_first_axis`` and also returns ``input``, so a residual branch needs no second gradient buffer."""
     return IndexFirstAxisResidual.apply(input, indices)
 
 
@@ -93,12 +94,13 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
     Args:
         hidden_states: ``[b, s, ...]``.
-        attention_mask: ``[b, s]`` bool or int, nonzero where a token is to be attended.
-        unused_mask: ``[b, s]`` or None; tokens that take up room in the packed tensor but are not used.
+        attention_mask: ``[b, s]`` bool or int, nonzero for tokens to attend to.
+        unused_mask: ``[b, s]`` or None, nonzero for tokens that take up room in the packed tensor but are not used.
     Returns:
-        Five values, t = tokens in either mask: the tokens ``[t, ...]``; their ``indices`` int64 ``[t]`` in the
-        flattened batch; ``cu_seqlens`` int32 ``[b + 1]``; the longest length, an int (reads the device);
-        ``seqused`` int32 ``[b]``, the tokens of ``attention_mask`` alone.
+        Five values, where t counts the tokens in either mask:
+        the tokens ``[t, ...]``; their ``indices`` in the flattened batch, int64 ``[t]``; ``cu_seqlens`` int32
+        ``[b + 1]``; the longest length, an int (reads the device); ``seqused`` int32 ``[b]``, the number of tokens in
+        ``attention_mask``.
     Gradients for hidden_states.
     """
     used = attention_mask != 0
@@ -112,8 +114,8 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 
     Args:
         hidden_states: ``[b, s, ...]``.
-        attention_mask_in_length: ``[b, s]`` int; a row starts with the lengths of its sequences, zeros follow.
-            ``[[2, 1, 0, 0], [3, 0, 0, 0]]`` are sequences of 2 and 1 tokens in row 0 and of 3 in row 1.
+        attention_mask_in_length: ``[b, s]`` int. A row starts with the lengths of its sequences, and zeros follow.
+            ``[[2, 1, 0, 0], [3, 0, 0, 0]]`` has sequences of 2 and 1 tokens in row 0, and of 3 tokens in row 1.
     Returns:
         Four values as of ``unpad_input``: tokens, indices, ``cu_seqlens`` over all sequences, the longest length.
     Gradients for hidden_states.
@@ -125,12 +127,12 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
-    """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]``, zeros elsewhere; undoes ``unpad_input``."""
+    """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]`` with zeros elsewhere. Undoes ``unpad_input``."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def _pack(hidden_states, stored, lengths):
-    """Tokens where ``stored`` [b, s] is true, their indices, and the offsets of sequences of ``lengths``."""
+    """Returns the tokens for which ``stored`` [b, s] is true, their indices, and the offsets for ``lengths``."""
     if stored.shape != hidden_states.shape[:2]:
         came = f"it has {tuple(stored.shape)}, hidden_states {tuple(hidden_states.shape)}"
         raise RuntimeError(f"the mask must have shape (batch_size, seqlen) of hidden_states; {came}")

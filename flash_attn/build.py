@@ -1,7 +1,8 @@
 """Compiles GPU kernels before their first use: ``python -m flash_attn.build``.
 
-A kernel is compiled once, in a few seconds, when a call asks for it first, and is then kept on disk. An image
-or a server that must not wait compiles ahead. NVRTC compiles, which comes with PyTorch for CUDA; no GPU is needed.
+A kernel is compiled once, in a few seconds, when a call needs it first. The compiled kernel is then kept on disk. An
+image or a server that must not wait compiles before. NVRTC, which comes with PyTorch for CUDA, is the compiler. No GPU
+is needed.
 
     python -m flash_attn.build           fp16 and bf16, dense and packed, causal or not, every head dimension
     python -m flash_attn.build --all     windows, softcap, ALiBi and dropout too
@@ -17,7 +18,7 @@ from flash_attn._variants import ARCHS
 
 
 def _bar(done, total, name, _is_new):
-    """One line on a terminal; elsewhere a line for each kernel."""
+    """Shows the progress on one line of a terminal, otherwise on one line for each kernel."""
     if sys.stderr.isatty():
         filled = 30 * done // total
         print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} {name:<70.70}", end="", file=sys.stderr)

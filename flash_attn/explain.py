@@ -1,4 +1,4 @@
-"""What would run, and why: the plan of an attention call, made without running it."""
+"""Explains which kernel an attention call would run, and why. The call is planned but not run."""
 
 from dataclasses import dataclass, field
 from typing import Optional
@@ -10,28 +10,28 @@ from flash_attn._ops import flash_attn_2_cuda
 
 @dataclass
 class Plan:
-    """How one pass of a call runs; printed, one fact a line."""
+    """The plan of one pass of a call. Printing shows one fact a line."""
 
     direction: str  # "forward" or "backward"
     device: str
-    kernel: str = ""  # operator, instruction set, dtype, head dimension, tile; "" if nothing here can run the call
-    isa: str = ""  # instruction set; "" on a GPU, whose kernels name theirs
+    kernel: str = ""  # operator, instruction set, dtype, head dimension, tile; "" if no kernel can run the call
+    isa: str = ""  # instruction set; "" on a GPU, where the kernel's name contains it
     block_q: int = 0  # rows of one tile
     block_kv: int = 0  # keys of one tile
     tiles_per_task: int = 0  # query tiles that share one packed block of keys
-    threads: int = 0  # of the CPU
-    num_splits: int = 0  # ranges of keys whose results are summed in order; 0: cut so that all CTAs have as much to do
+    threads: int = 0  # CPU threads
+    num_splits: int = 0  # ranges of keys whose results are summed in order; 0: all CTAs get an equal share of the keys
     group_heads: int = 0  # heads that a GPU walks together, so that their keys stay in its L2; 0: not chosen
     is_dynamic: bool = False  # CTAs of a forward take their next work tile from a counter
-    cluster: int = 0  # CTAs of a GPU that share a head's keys and hand each other their sums; 0: through memory
-    lanes: int = 0  # of a decode: CTAs that read neighbouring heads side by side; 0: another kernel
-    groups: int = 0  # of lanes; with clusters: clusters of each key head
-    has_low_launch: bool = False  # packed sequences of few rows have a launch of their own, before the others
+    cluster: int = 0  # CTAs of a cluster, which share a head's keys and exchange sums; 0: sums go through memory
+    lanes: int = 0  # decode: CTAs of a group, which read neighbouring heads side by side; 0: another kernel
+    groups: int = 0  # decode: number of groups; with clusters: clusters of each key head
+    has_low_launch: bool = False  # packed sequences of few rows have a launch of their own, which runs first
     workspace_bytes: int = 0
-    any_order: bool = False  # of a backward: dq is added up as its parts come, and repeats differ by rounding
-    ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
-    refusal: str = ""  # why nothing can run the call
-    backward: Optional["Plan"] = None  # of the backward pass, if an input requires grad
+    any_order: bool = False  # backward: parts of dq are added in any order, and repeats differ by rounding
+    ruled_out: list = field(default_factory=list)  # (kernel, reason) of each kernel that was ruled out
+    refusal: str = ""  # reason why no kernel can run the call
+    backward: Optional["Plan"] = None  # plan of the backward pass, if an input requires grad
 
     def __str__(self):
         lines = [f"{self.direction} on {self.device}: {self.kernel or self.refusal}"]
@@ -66,9 +66,10 @@ def _as_plan(found):
 
 
 def _collect(function, args, kwargs, device):
-    """The plans that the call makes, forward first; the ops allocate their results and stop there.
+    """Returns the plans of the call, forward first. The ops allocate their results and then stop.
 
-    On a GPU a refused pass ends the list with its refusal; on the CPU each has a kernel and errors are the call's.
+    On a GPU a pass that no kernel can run ends the list with its refusal. On the CPU every pass has a kernel, and an
+    error is an error of the call.
     """
     direction = "forward"
     flash_attn_2_cuda.plan_only(True)
@@ -76,7 +77,7 @@ def _collect(function, args, kwargs, device):
         results = function(*args, **kwargs)
         out = results[0] if isinstance(results, (tuple, list)) else results
         if out.requires_grad:
-            # The node of out runs the backward op in this thread; nothing before it in the graph is touched.
+            # The node of out runs the backward op in this thread. Earlier nodes of the graph are not touched.
             direction = "backward"
             out.grad_fn.apply(torch.empty_like(out))
         return [_as_plan(found) for found in flash_attn_2_cuda.take_plans()]
@@ -90,20 +91,20 @@ def _collect(function, args, kwargs, device):
 
 
 def explain(function, *args, **kwargs):
-    """The plan of the call ``function(*args, **kwargs)``, which is checked and planned but not run.
+    """Returns the plan of the call ``function(*args, **kwargs)``. The call is checked and planned but not run.
 
         print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))
 
     Args:
         function: one of the attention functions of this package.
-        args, kwargs: its arguments, on the device in question. Nothing is written, not even a KV cache, and no random
-            number is drawn.
+        args, kwargs: the arguments of the function, on the device in question. Nothing is written, not even a KV
+            cache, and no random number is drawn.
     Returns:
-        ``Plan`` of the forward; its ``backward`` holds the plan of the backward if an input requires grad. A pass that
-        a GPU cannot run has a Plan without kernel whose ``refusal`` says why.
+        ``Plan`` of the forward. If an input requires grad, ``backward`` holds the plan of the backward. If a GPU cannot
+        run a pass, the Plan has no kernel, and ``refusal`` gives the reason.
     Raises:
         TypeError: the call plans no attention.
-        What the call itself would raise on the CPU.
+        On the CPU, the errors of the call itself.
     """
     devices = (str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_cuda)
     plans = _collect(function, args, kwargs, next(devices, None))

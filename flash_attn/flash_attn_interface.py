@@ -1,4 +1,4 @@
-"""The attention functions of flash-attn 2: names, order of arguments and results are those that its clients know.
+"""The attention functions of flash-attn 2, with the same names, order of arguments and results.
 
     public function                     autograd class                  op of namespace flash_attn
     flash_attn_func                     FlashAttnFunc                   _flash_attn_forward, _flash_attn_backward
@@ -9,14 +9,14 @@
     flash_attn_varlen_qkvpacked_func    FlashAttnVarlenQKVPackedFunc    the same
     flash_attn_with_kvcache             none                            fwd_kvcache
 
-In eager mode, where nobody watches the ops, the extension's direct functions take their place (csrc/torch/direct.c).
-They do the same without torch's dispatcher, which takes longer than all the rest of a small call. A direct function
-that cannot serve a call returns None, having done nothing. Then the op is called.
+In eager mode the extension's direct functions replace the ops (csrc/torch/direct.c), unless something watches the ops.
+The direct functions do the same without torch's dispatcher, which takes longer than all the rest of a small call. A
+direct function that cannot serve a call returns None and has done nothing. Then the op is called.
 
-A packed tensor is a way to hand over q, k and v as views of one memory: dense or varlen, dimension -3 counts its parts.
-So one function computes every forward (``_attend``) and one every backward (``_gradients``), which lets the op write
-into the same views of one packed gradient; the classes say only what comes packed. The ops check their arguments
-(csrc/torch/args.c); here is only what has to happen before there is an op.
+A packed tensor holds q, k and v as views of one memory. Dimension -3 counts the parts, in dense and in varlen tensors.
+So one function computes every forward (``_attend``), and one function every backward (``_gradients``). The backward op
+writes into the same views of one packed gradient. The classes only name the packed arguments. The ops check their
+arguments (csrc/torch/args.c). This file does only the work that must happen before an op is called.
 """
 
 import torch
@@ -61,7 +61,7 @@ _direct = flash_attn_2_cuda
 
 
 def maybe_contiguous(x):
-    """``x`` itself if its last dimension is contiguous (or it is no tensor), otherwise a contiguous copy."""
+    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy."""
     if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
         return x.contiguous()
     return x
@@ -73,7 +73,7 @@ def _get_block_size_n(device, head_dim, is_dropout, is_causal):
 
 
 def _as_int(x, name):
-    """A Python integer; a tensor of one element gives its value (a CUDA tensor waits for the device)."""
+    """Returns a Python integer. A tensor of one element gives its value, and a CUDA tensor waits for the device."""
     if not isinstance(x, torch.Tensor):
         return x
     if x.numel() != 1:
@@ -82,12 +82,12 @@ def _as_int(x, name):
 
 
 def _is_pair(x):
-    """Is it two Python integers already?"""
+    """Does ``x`` already consist of two Python integers?"""
     return type(x) in (tuple, list) and len(x) == 2 and type(x[0]) is type(x[1]) is int
 
 
 def _as_window(window_size):
-    """``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
+    """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
     if _is_pair(window_size):
         return window_size
     try:
@@ -98,20 +98,20 @@ def _as_window(window_size):
 
 
 def _as_scale(softmax_scale, q):
-    """The given scale, or 1 / sqrt(d). What is wrong with q is for the op to say."""
+    """Returns the given scale, or 1 / sqrt(d). The op reports errors of q."""
     if softmax_scale is not None:
         return softmax_scale
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 
 def _unfold(mask):
-    """``(softmax_scale, causal, (left, right), softcap)`` as the ops take it."""
+    """Flattens ``(softmax_scale, causal, (left, right), softcap)`` for the ops."""
     softmax_scale, causal, (left, right), softcap = mask
     return softmax_scale, causal, left, right, softcap
 
 
 def _split(tensors):
-    """(q, k, v), (q, kv) or (qkv,) as q, k, v: views, nothing is copied. A packed None gives Nones."""
+    """Returns q, k, v as views of (q, k, v), (q, kv) or (qkv,). Nothing is copied. A packed None gives Nones."""
     if len(tensors) == 3:
         return tensors
     *given, packed = tensors
@@ -120,7 +120,7 @@ def _split(tensors):
 
 
 def _pack(tensors, num):
-    """The inverse of ``_split``: q, k, v as num tensors."""
+    """Does the inverse of ``_split`` and returns q, k, v as num tensors."""
     if num == 3:
         return tensors
     given, parts = tensors[: num - 1], tensors[num - 1 :]
@@ -128,7 +128,7 @@ def _pack(tensors, num):
 
 
 def _check_given(tensors, varlen):
-    """What must hold before q, k and v can be told apart; the rest is for the op to check."""
+    """Checks that the tensors can be split into q, k and v. The op checks everything else."""
     if not all(map(torch.is_tensor, tensors)):
         names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
         for name, x in zip(names, tensors):
@@ -143,9 +143,9 @@ def _check_given(tensors, varlen):
 
 
 def _distinct(*arguments):
-    """The arguments; while compiling, a tensor that comes twice comes as a view the second time.
+    """Returns the arguments. While compiling, a repeated tensor is replaced by a view of itself.
 
-    torch.compile refuses an autograd.Function that is given one tensor as two arguments: cu_seqlens of self attention.
+    torch.compile refuses an autograd.Function if two arguments are the same tensor, like cu_seqlens of self attention.
     """
     if not torch.compiler.is_compiling():
         return arguments
@@ -157,7 +157,7 @@ def _distinct(*arguments):
 
 
 def _call(op, *arguments):
-    """``op(*arguments)``; an exception that the dispatcher made a RuntimeError is raised as what it was."""
+    """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
     if torch.compiler.is_compiling():
         return op(*arguments)
     try:
@@ -173,7 +173,7 @@ def _call(op, *arguments):
 
 
 def _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table):
-    """``(out, softmax_lse)``, or None."""
+    """Returns ``(out, softmax_lse)`` of a direct function, or None."""
     if dropout_p or torch.compiler.is_compiling():
         return None
     if lengths:
@@ -185,13 +185,13 @@ def _attend(
     ctx, tensors, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
     deterministic, return_softmax, is_grad_enabled, block_table=None,
 ):  # fmt: skip
-    """The forward of every class below.
+    """Computes the forward of every class below.
 
-    ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    ``tensors`` is (q, k, v), (q, kv) or (qkv,). ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     max_seqlen_k).
     """
     mask = softmax_scale, causal, window_size, softcap
-    is_split = len(tensors) == 3  # others are split once they are known to be what they should
+    is_split = len(tensors) == 3  # packed tensors are split after _check_given
     direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table) if is_split else None
     if direct is None:
         _check_given(tensors, len(lengths) > 0)
@@ -223,9 +223,10 @@ def _attend(
 
 
 def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic):
-    """Keeps for ``_gradients`` what it needs. All memory linear in the lengths; no scores.
+    """Saves the tensors and options for ``_gradients``. Their memory is linear in the lengths. No scores are saved.
 
-    A checkpoint repeats the forward, perhaps watched where the first was not, and must then save the same.
+    A checkpoint repeats the forward. The repetition may be watched although the first forward was not, and must save
+    the same tensors.
     """
     rng_state = rng_state if dropout_p else None
     ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, *lengths[:2])
@@ -233,7 +234,7 @@ def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, drop
 
 
 def _backward(varlen, *arguments):
-    """The backward op of these arguments, with torch's dispatcher or without."""
+    """Runs the backward op on these arguments, without torch's dispatcher if possible."""
     softmax_d = None
     if not torch.compiler.is_compiling():
         direct = _direct.direct_flash_attn_varlen_backward if varlen else _direct.direct_flash_attn_backward
@@ -246,10 +247,10 @@ def _backward(varlen, *arguments):
 
 @torch.no_grad()
 def _first_gradients(ctx, saved, dout):
-    """Gradients of the tensors that were given, packed as they came; None for one that needs none.
+    """Returns the gradients of the given tensors, packed like the tensors. A tensor without gradient gets None.
 
-    NOTE: compiled code writes dq, dk, dv apart and packs them afterwards. Inductor with dynamic shapes loses the offset
-    of a view that an op writes into (pytorch/pytorch#198068).
+    NOTE: compiled code writes dq, dk and dv to separate tensors and packs them afterwards. Inductor with dynamic shapes
+    loses the offset of a view that an op writes into (pytorch/pytorch#198068).
     """
     max_seqlens, dropout_p, mask, deterministic = ctx.options
     num_lengths = len(max_seqlens)
@@ -269,21 +270,21 @@ def _first_gradients(ctx, saved, dout):
 
 
 def _gradients(ctx, dout):
-    saved = ctx.saved_tensors  # once: a checkpoint computes them
+    saved = ctx.saved_tensors  # read once, because a checkpoint computes them
     return without_second_derivative(_first_gradients(ctx, saved, dout), dout, *saved)
 
 
 def without_second_derivative(grads, *inputs):
-    """Gradients that are a function of the inputs, of which with create_graph the derivative raises: there is none."""
+    """Makes gradients a function of the inputs whose derivative raises, because there are no second derivatives."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return grads
     return _LastDerivative.apply(len(grads), *grads, *inputs)
 
 
 class _LastDerivative(torch.autograd.Function):
-    """The first num tensors as they are, but a function of all of them, of which there is no derivative.
+    """Returns the first num tensors unchanged, as a function of all tensors without a derivative.
 
-    (torch's ``once_differentiable`` takes them for constants where dout requires no grad.)
+    torch's ``once_differentiable`` is not enough. It treats the tensors as constants if dout requires no grad.
     """
 
     @staticmethod
@@ -298,15 +299,15 @@ class _LastDerivative(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *_):
-        """Only ``out`` carries a gradient; those of softmax_lse and S_dmask are dropped."""
+        """Only ``out`` carries a gradient. The gradients of softmax_lse and S_dmask are dropped."""
         if ctx.paged:
             raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
         grads = _gradients(ctx, dout)
         return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
 
 
-# What follows the tensors and lengths in every ``apply``: dropout_p, softmax_scale, causal, window_size, softcap,
-# alibi_slopes, deterministic, return_softmax, (FlashAttnVarlenFunc: block_table,) is_grad_enabled.
+# In every ``apply`` these arguments follow the tensors and lengths: dropout_p, softmax_scale, causal, window_size,
+# softcap, alibi_slopes, deterministic, return_softmax, (FlashAttnVarlenFunc: block_table,) is_grad_enabled.
 
 
 class FlashAttnFunc(_Attention):
@@ -348,7 +349,7 @@ class FlashAttnVarlenQKVPackedFunc(_Attention):
 
 
 class _Attended(_Attention):
-    """The node of a forward that is done: as many arguments as need be, for each costs the call time."""
+    """The autograd node of a finished forward. It has only necessary arguments, because each argument costs time."""
 
     @staticmethod
     def forward(ctx, q, k, v, done):
@@ -358,7 +359,7 @@ class _Attended(_Attention):
         return out
 
 
-# ``_Attended.apply`` for plain tensors in eager mode, without the layer that looks for functorch.
+# This is ``_Attended.apply`` for plain tensors in eager mode. It skips the layer that looks for functorch.
 _record = super(torch.autograd.Function, _Attended).apply
 
 
@@ -370,9 +371,9 @@ def _any_requires_grad(arguments):
 
 
 def _apply(function, *arguments):
-    """``function.apply(*arguments)``; in eager mode, where nothing can be differentiated, its forward without autograd.
+    """Returns ``function.apply(*arguments)``. In eager mode without gradients, the forward runs without autograd.
 
-    The last argument is is_grad_enabled; the tensors that may need a gradient come first.
+    The last argument is is_grad_enabled. The tensors that may need a gradient come first.
     """
     if (
         (arguments[-1] and _any_requires_grad(arguments[:3]))
@@ -399,25 +400,25 @@ def flash_attn_func(
                    x x x x      (1, 0)     . . x x
 
     Args:
-        q: ``[b, len_q, h, d]`` in fp16, bf16, fp32 or (CPU) fp64; d from 1 to 256. Any strides; what is not contiguous
-            in the last dimension is copied.
-        k, v: ``[b, len_kv, h_kv, d]`` in the dtype of q; h is a multiple of h_kv, and query head i uses key head
+        q: ``[b, len_q, h, d]`` in fp16, bf16, fp32 or (CPU) fp64; d from 1 to 256. Any strides are allowed. A tensor
+            whose last dimension is not contiguous is copied.
+        k, v: ``[b, len_kv, h_kv, d]`` in the dtype of q. h is a multiple of h_kv. Query head i uses key head
             ``i // (h // h_kv)``.
-        dropout_p: probability to drop an attention weight; the others grow by ``1 / (1 - dropout_p)``. The seed comes
-            from torch's default generator of the device. 0 in evaluation.
+        dropout_p: probability to drop an attention weight. The kept weights grow by ``1 / (1 - dropout_p)``. The seed
+            comes from torch's default generator of the device. Use 0 in evaluation.
         softmax_scale: factor of ``q @ k.T``; ``1 / sqrt(d)`` if None.
         causal: key j is visible from row i iff ``j <= i + len_kv - len_q``.
         window_size: ``(left, right)``: key j is visible from row i iff ``i + len_kv - len_q - left <= j <=
             i + len_kv - len_q + right``; -1 lifts a bound. Combines with causal, which is a right bound of 0.
         softcap: scores become ``softcap * tanh(score / softcap)`` before bias and mask; 0 is off.
         alibi_slopes: fp32 ``[h]`` or ``[b, h]``: adds ``-slope * |i + len_kv - len_q - j|`` to the score. No gradient.
-        deterministic: a backward that repeats bit for bit; also chosen by ``torch.use_deterministic_algorithms``.
-            Without it, dq may differ by rounding from run to run where ``explain`` says "added in any order".
+        deterministic: the backward repeats bit for bit. ``torch.use_deterministic_algorithms`` has the same effect.
+            Otherwise, dq may differ by rounding from run to run if ``explain`` says "added in any order".
         return_attn_probs: return the three results below instead of one.
     Returns:
         ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q. Rows that see no key are 0.
         With return_attn_probs ``(out, softmax_lse, S_dmask)``:
-        softmax_lse: fp32 ``[b, h, len_q]``, natural logarithm of each row's sum of exp(score); +inf if it sees no key.
+        softmax_lse: fp32 ``[b, h, len_q]``, natural logarithm of each row's sum of exp(score); +inf if no key is seen.
         S_dmask: empty, or with dropout ``[b, h, len_q, len_kv]``, lengths rounded up to 128: exp(score - row maximum),
         negative where dropped. For tests.
     Raises:
@@ -569,7 +570,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _check_cache(name, cache):
-    """A cache is written in place: it is never copied to suit the op."""
+    """Checks a cache. A cache is written in place, so it is never copied to suit the op."""
     check_tensor(name, cache)
     if cache.dim() > 0 and cache.stride(-1) != 1 and cache.shape[-1] > 1:
         raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
@@ -580,11 +581,12 @@ def flash_attn_with_kvcache(
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Attention of new queries over a cache of keys and values, appending to the cache first: one step of decoding.
+    """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
-    With k and v given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards, k turned by the
-    rotary embedding if there is one; then q attends to rows ``cache_leftpad`` to ``cache_seqlens + len_new - 1``. Masks
-    are aligned to the bottom right corner of these keys. len_q = 2, cache_seqlens = 2, len_new = 2, causal:
+    If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary
+    embedding, if there is one, rotates k before. Then q attends to rows ``cache_leftpad`` to
+    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. With len_q = 2,
+    cache_seqlens = 2, len_new = 2, causal:
 
         cached  new
          x x    x .
@@ -595,15 +597,16 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: ``[b_cache, capacity, h_kv, d]``, or pages ``[num_pages, page_size, h_kv, d]`` with
             block_table. Last dimension contiguous.
         k, v: ``[b, len_new, h_kv, d]``: keys and values to append; need cache_seqlens.
-        rotary_cos, rotary_sin: ``[at least capacity, rotary_dim / 2]`` in the dtype of q. Turn the first rotary_dim
-            dimensions of k, row t by position ``cache_seqlens + t``, and of q: the same with causal or a window,
-            otherwise every row by ``cache_seqlens``. q itself is left alone.
+        rotary_cos, rotary_sin: ``[at least capacity, rotary_dim / 2]`` in the dtype of q. They rotate the first
+            rotary_dim dimensions of k and q. Row t of k rotates by position ``cache_seqlens + t``. With causal or a
+            window, row t of q does so too. Otherwise every row of q rotates by ``cache_seqlens``. The tensor q itself
+            is not changed.
         cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
         cache_batch_idx: int32 ``[b]``: the cache row (of block_table, if paged) of each batch entry; None: the same.
         cache_leftpad: int32 ``[b]``: first row in use; None: 0.
         block_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
-        rotary_interleaved: turn pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..
-        num_splits: parts that the keys of one row are split into; 0: as the plan decides.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..
+        num_splits: number of parts into which the keys of one row are split; 0: the plan decides.
         return_softmax_lse: return ``(out, softmax_lse)``.
         The others: see ``flash_attn_func``, with the keys of each sequence in place of len_kv.
     Returns:
@@ -611,7 +614,7 @@ def flash_attn_with_kvcache(
     Raises:
         AssertionError: the last dimension of a cache is not contiguous.
         RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
-    No gradients: where an input requires one, a warning says so once.
+    There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
     if not torch.compiler.is_compiling():
@@ -649,10 +652,10 @@ def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
     return_softmax,
 ):  # fmt: skip
-    """The forward op on tensors of any strides: ``(out, softmax_lse, S_dmask, rng_state)``.
+    """Runs the forward op on tensors of any strides and returns ``(out, softmax_lse, S_dmask, rng_state)``.
 
-    Arguments as in ``flash_attn_func``, softmax_scale a number; return_softmax asks for S_dmask and needs dropout.
-    rng_state, int64 ``[2]``, makes the backward draw the same dropout mask; zeros without dropout.
+    The arguments are those of ``flash_attn_func``. softmax_scale must be a number. return_softmax returns S_dmask and
+    needs dropout. rng_state, int64 ``[2]``, makes the backward draw the same dropout mask. It is zero without dropout.
     """
     if not torch.compiler.is_compiling():
         results = _direct.direct_flash_attn_forward(
@@ -672,13 +675,13 @@ def _flash_attn_varlen_forward(
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
     leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
-    """The varlen forward op on tensors of any strides: ``(out, softmax_lse, S_dmask, rng_state)``.
+    """Runs the varlen forward op on tensors of any strides and returns ``(out, softmax_lse, S_dmask, rng_state)``.
 
-    Arguments as in ``flash_attn_varlen_func`` and ``_flash_attn_forward``, and:
+    The arguments are those of ``flash_attn_varlen_func`` and ``_flash_attn_forward``, and:
         leftpad_k: int32 ``[b]``: leading keys of each sequence to skip.
-        seqused_k: int32 ``[b]``: keys of each sequence to use; masks are aligned to them.
+        seqused_k: int32 ``[b]``: keys of each sequence to use; masks are aligned to these keys.
         zero_tensors: fill rows that belong to no sequence, out with 0 and softmax_lse with -inf.
-        num_splits: 0: as the plan decides; 1: results that do not depend on the batch; more: refused with block_table.
+        num_splits: 0: the plan decides; 1: results do not depend on the batch; more: refused with block_table.
     """
     if not torch.compiler.is_compiling():
         results = _direct.direct_flash_attn_varlen_forward(
@@ -699,10 +702,10 @@ def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
     window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
 ):  # fmt: skip
-    """The backward op: writes dq, dk, dv in place and returns ``softmax_d``, the row sums of ``dout * out``.
+    """Runs the backward op, writes dq, dk, dv in place, and returns ``softmax_d``, the row sums of ``dout * out``.
 
-    dq, dk, dv: any views of the shapes and dtype of q, k, v with a contiguous last dimension; None is not computed.
-    softmax_d: fp32 ``[b, h, len_q rounded up to 128]``. rng_state: of the forward. The others: as in the forward.
+    dq, dk, dv: views of the shapes and dtype of q, k, v with a contiguous last dimension. A None is not computed.
+    softmax_d: fp32 ``[b, h, len_q rounded up to 128]``. rng_state comes from the forward, like all other arguments.
     """
     return _backward(
         False, *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
@@ -715,10 +718,10 @@ def _flash_attn_varlen_backward(
     softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     zero_tensors=False,
 ):  # fmt: skip
-    """The varlen backward op: writes dq, dk, dv in place and returns ``softmax_d``, the row sums of ``dout * out``.
+    """Runs the varlen backward op, writes dq, dk, dv in place, returns ``softmax_d``, the row sums of ``dout * out``.
 
-    As ``_flash_attn_backward``; softmax_d is fp32 ``[h, total_q + 128 b]``. Rows that belong to no sequence are left
-    untouched unless zero_tensors fills the gradients with 0 first.
+    The arguments are those of ``_flash_attn_backward``. softmax_d is fp32 ``[h, total_q + 128 b]``. Rows that belong to
+    no sequence are not written, unless zero_tensors fills the gradients with 0 first.
     """
     return _backward(
         True, *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
@@ -728,11 +731,11 @@ def _flash_attn_varlen_backward(
 
 
 # ---- autograd of the ops themselves --------------------------------------------------------------------------------
-# Whoever calls an op directly gets gradients too.
+# A direct call of an op has gradients too.
 
 
 def _fold(mask):
-    """The inverse of ``_unfold``."""
+    """Does the inverse of ``_unfold``."""
     softmax_scale, causal, left, right, softcap = mask
     return softmax_scale, causal, (left, right), softcap
 

@@ -1,10 +1,11 @@
-"""Compiles GPU kernels while building, so that a wheel carries them: part of setup.py.
+"""Compiles GPU kernels while building, so that a wheel carries them. setup.py uses this file.
 
-FLASH_ATTN_CUDA_ARCHS lists architectures as upstream's does, "80;90". The kernels that most calls need go to
-flash_attn/cubins, one file each, named by the hash of source and options that the runtime looks for: a file whose
-source has changed is never met. manifest.json lists them. NVRTC compiles, the same as at run time: that of
-FLASH_ATTN_NVRTC, the system, or the CUDA toolkit. Without it, or without the variable, a wheel is complete too: its
-kernels are compiled when they are first used.
+FLASH_ATTN_CUDA_ARCHS lists architectures in upstream's form, "80;90". The kernels that most calls need go to
+flash_attn/cubins. Each kernel is one file. The file's name contains the hash of source and options that the runtime
+looks for. So a file is never used after its source has changed. manifest.json lists the files.
+
+NVRTC compiles the kernels, as at run time. FLASH_ATTN_NVRTC, the system or the CUDA toolkit names the library. Without
+NVRTC or without the variable, a wheel is complete too. Its kernels are then compiled at first use.
 """
 
 import hashlib
@@ -20,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _load(name, path):
-    """The module without its initialisation where it has a second phase, as extensions do: no torch is needed."""
+    """Loads a module. An extension's second phase of initialisation does not run, so no torch is needed."""
     return importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
 
 
 def wanted_archs(environment):
-    """["sm_80", "sm_90a"] for "80;90"; [] where nothing is to be compiled."""
+    """Returns ["sm_80", "sm_90a"] for "80;90", and [] if no kernel is to be compiled."""
     if environment.get("FLASH_ATTENTION_SKIP_CUDA_BUILD", "").upper() == "TRUE":
         return []
     numbers = re.split(r"[;,\s]+", environment.get("FLASH_ATTN_CUDA_ARCHS", "").strip())
@@ -39,15 +40,15 @@ def toolkit():
 
 
 def ship(extension, archs, jobs, say=print):
-    """Compiles the common kernels of archs into flash_attn/cubins beside the extension; an empty list only clears it.
+    """Compiles the common kernels of archs into flash_attn/cubins beside the extension.
 
     Args:
         extension: path of the built module flash_attn_2_cuda.
-        archs: of flash_attn/_variants.py.
-        jobs: compilers that run at once.
-        say: told what happened, if anything.
+        archs: architectures as in flash_attn/_variants.py. An empty list only clears the folder.
+        jobs: number of compilers that run at once.
+        say: function that is called with a message about the result.
     Returns:
-        The manifest, [] if nothing was compiled.
+        The manifest, or [] if no kernel was compiled.
     """
     folder = Path(extension).resolve().parent / "flash_attn" / "cubins"
     shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +79,7 @@ def ship(extension, archs, jobs, say=print):
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     manifest = []
     for path in sorted(folder.glob("*.cubin")):
-        name, key, _compiler = path.stem.rsplit("-", 2)  # a wheel is made with one compiler
+        name, key, _compiler = path.stem.rsplit("-", 2)  # one wheel has kernels of one compiler
         path = path.rename(path.with_name(f"{name}-{key}.cubin"))
         content = path.read_bytes()
         manifest.append(

@@ -1,6 +1,6 @@
 """Images to tokens: cut ``[b, c, H, W]`` into patches and project each by one linear layer.
 
-The same as a convolution whose stride is its kernel: the weight reshapes to ``[embed_dim, c, p, p]``.
+The result equals a convolution whose stride is its kernel size. The weight reshapes to ``[embed_dim, c, p, p]``.
 """
 
 import torch.nn as nn

@@ -1,7 +1,7 @@
 """Rotary position embedding with gradients, in place on q and k of packed tensors, and as a module.
 
-The rotation itself is ``flash_attn.ops.triton.rotary.apply_rotary``; its transpose, so its backward, is the rotation
-by the opposite angles. Gradients are rotated into new memory, since autograd may hand the same tensor to others.
+The rotation itself is ``flash_attn.ops.triton.rotary.apply_rotary``. Its backward is its transpose, the rotation by the
+opposite angles. Gradients are rotated into new memory, because autograd may pass the same tensor to other functions.
 Source: RoFormer, arXiv 2104.09864; XPos, arXiv 2212.10554.
 """
 
@@ -32,7 +32,7 @@ def rotate_half(x, interleaved=False):
 
 
 def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
-    """The definition in four lines, for tests: x ``[b, s, h, d]``, cos and sin ``[s, r / 2]`` or ``[b, s, r / 2]``."""
+    """The definition, for tests. x is ``[b, s, h, d]``, cos and sin are ``[s, r / 2]`` or ``[b, s, r / 2]``."""
     rotary_dim = 2 * cos.shape[-1]
     assert rotary_dim <= x.shape[-1], f"rotary dim {rotary_dim} exceeds head dim {x.shape[-1]}"
     cos, sin = (t.repeat_interleave(2, -1) if interleaved else t.repeat(*[1] * (t.dim() - 1), 2) for t in (cos, sin))
@@ -41,13 +41,13 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
     return torch.cat((turned, kept), dim=-1)
 
 
-# NOTE: the in-place functions return their input without mark_dirty, which refuses a leaf that requires grad and views
-# made by unbind or split. Only the returned tensor has the right history. As with any write that autograd does not
-# see, do not rotate a tensor that an earlier operation has saved for its backward.
+# NOTE: the in-place functions return their input without mark_dirty. mark_dirty would refuse a leaf that requires grad,
+# and views made by unbind or split. Only the returned tensor has the right history. Autograd does not see the write. So
+# do not rotate a tensor that an earlier operation has saved for its backward.
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """One tensor, dense or packed."""
+    """Rotates one tensor, dense or packed."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
@@ -66,7 +66,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
 
 
 def _heads_of_q_and_k(qkv, num_heads_q):
-    """Views of q and k in ``[b, s, 3, h, d]`` or ``[b, s, h_q + 2 h_kv, d]``."""
+    """Returns views of q and k in ``[b, s, 3, h, d]`` or ``[b, s, h_q + 2 h_kv, d]``."""
     if qkv.dim() == 5:
         assert qkv.shape[2] == 3, f"qkv must be [b, s, 3, h, d], got {tuple(qkv.shape)}"
         return qkv[:, :, 0], qkv[:, :, 1]
@@ -78,7 +78,7 @@ def _heads_of_q_and_k(qkv, num_heads_q):
 
 
 class ApplyRotaryEmbQKV_(torch.autograd.Function):
-    """In place on q and k of a packed qkv; k may have a table of its own (XPos)."""
+    """Rotates q and k of a packed qkv in place. k may have a table of its own (XPos)."""
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
@@ -104,7 +104,7 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
 
 
 class ApplyRotaryEmbKV_(torch.autograd.Function):
-    """In place on k of a packed kv."""
+    """Rotates k of a packed kv in place."""
 
     @staticmethod
     def forward(ctx, kv, cos, sin, interleaved=False, seqlen_offsets=0):
@@ -149,21 +149,23 @@ apply_rotary_emb_func = apply_rotary_emb
 def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
     """Rotate q and k of ``[b, s, 3, h, d]`` or, with ``num_heads_q``, ``[b, s, h_q + 2 h_kv, d]`` in place.
 
-    ``cos_k`` and ``sin_k`` are for k where they are given. Other arguments as of ``apply_rotary_emb``; returns qkv.
+    If ``cos_k`` and ``sin_k`` are given, k uses them. The other arguments are those of ``apply_rotary_emb``. Returns
+    qkv.
     """
     return ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """Rotate k of ``[b, s, 2, h, d]`` in place; arguments as of ``apply_rotary_emb``; returns kv."""
+    """Rotate k of ``[b, s, 2, h, d]`` in place and return kv. The arguments are those of ``apply_rotary_emb``."""
     return ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
 
 
 class RotaryEmbedding(torch.nn.Module):
     """Rotates q and k in place and keeps the tables of cos and sin, made in fp32 and stored in the dtype of q.
 
-    With ``scale_base`` (XPos) row p of q's tables is multiplied by ``scale ** ((p - s // 2) / scale_base)`` and
-    of k's divided by it, ``scale = (2 i + 0.4 dim) / (1.4 dim)``, so that scores fade with distance.
+    With ``scale_base`` (XPos), scores fade with distance. Row p of q's tables is multiplied by
+    ``scale ** ((p - s // 2) / scale_base)``, where ``scale = (2 i + 0.4 dim) / (1.4 dim)``. Row p of k's tables is
+    divided by the same factor.
 
     Args:
         dim: rotated dimensions r of each head, even.
@@ -188,7 +190,7 @@ class RotaryEmbedding(torch.nn.Module):
         return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
-        """Make the tables for at least ``seqlen`` positions unless those at hand serve."""
+        """Make the tables for at least ``seqlen`` positions, unless the present tables serve."""
         cached = self._cos_cached
         if (
             cached is not None
@@ -199,7 +201,7 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        # NOTE: module.half() rounds the buffer; positions in the thousands need the fp32 frequencies.
+        # NOTE: module.half() rounds the buffer, and positions in the thousands need the fp32 frequencies.
         fp32 = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq.to(device) if fp32 else self._compute_inv_freq(device)
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
@@ -220,7 +222,7 @@ class RotaryEmbedding(torch.nn.Module):
             qkv: ``[b, s, 3, h, d]`` or ``[b, s, h_q + 2 h_kv, d]`` with ``num_heads_q``; with kv, q ``[b, s, h, d]``.
             kv: ``[b, s, 2, h_kv, d]`` or None.
             seqlen_offset: position of the first token, an int or ``[b]``.
-            max_seqlen: positions that the tables must cover; without it a tensor ``seqlen_offset`` is read.
+            max_seqlen: number of positions that the tables must cover. If None, a tensor ``seqlen_offset`` is read.
         Returns:
             qkv, or (q, kv).
         """

@@ -8,13 +8,13 @@ __all__ = ["CrossEntropyLoss"]
 
 
 class CrossEntropyLoss(nn.Module):
-    """Mean, sum or list of the row losses of ``cross_entropy_loss``, whose arguments it keeps.
+    """Mean, sum or list of the row losses of ``cross_entropy_loss``. The module keeps the arguments.
 
     Args:
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
         return_z_loss: return (loss, z_loss); the z-loss is part of the loss and carries no gradient.
     Raises:
-        NotImplementedError: another reduction.
+        NotImplementedError: the reduction is not one of these.
     """
 
     def __init__(

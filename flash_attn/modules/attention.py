@@ -1,7 +1,7 @@
-"""Attention between projections: modules that take packed q, k, v and own scale, mask and dropout.
+"""Attention between projections. These modules take packed q, k, v and hold scale, mask and dropout.
 
-``Flash*`` call the attention functions; ``SelfAttention`` and ``CrossAttention`` are the same maths written out, with a
-key padding mask. Dropout acts in training mode only.
+``Flash*`` call the attention functions. ``SelfAttention`` and ``CrossAttention`` compute the same in plain PyTorch,
+with a key padding mask. Dropout acts in training mode only.
 """
 
 import math
@@ -22,7 +22,7 @@ __all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfA
 def get_alibi_slopes(nheads):
     """Slopes of ALiBi (arXiv 2108.12409) as a list: ``2^(-8 k / n)``, k = 1 .. n, for n a power of two.
 
-    Otherwise those of the power below, then every other one of the power above.
+    Otherwise the slopes of the next lower power come first. Every second slope of the next higher power follows.
     """
     power = 2 ** int(math.log2(nheads))
     slopes = [2.0 ** (-8.0 * k / power) for k in range(1, power + 1)]
@@ -30,7 +30,7 @@ def get_alibi_slopes(nheads):
 
 
 class _FlashAttention(nn.Module):
-    """What the two flash modules keep."""
+    """The members that the two flash modules share."""
 
     def __init__(self, causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic):
         super().__init__()
@@ -106,7 +106,7 @@ class CrossAttention(nn.Module):
     def forward(self, q, kv, causal=None, key_padding_mask=None):
         """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]``, key_padding_mask ``[b, s_k]`` true where a key is kept.
 
-        The causal mask is aligned to the bottom right corner, with a padding mask that of each sequence's kept keys.
+        The causal mask is aligned to the bottom right corner. With a padding mask, this is the corner of the kept keys.
         """
         assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
         k, v = kv.repeat_interleave(q.shape[2] // kv.shape[3], dim=3).unbind(2)
@@ -118,7 +118,7 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The same of packed qkv; the causal mask is the lower triangle."""
+    """``CrossAttention`` of packed qkv. The causal mask is the lower triangle."""
 
     def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
         super().__init__()
@@ -139,17 +139,17 @@ def _check_lengths(offsets_name, offsets, longest_name, longest):
 
 
 def _hidden_by_padding(kept):
-    """True for keys outside ``kept`` ``[b, s_k]``, to broadcast over heads and queries; False for all without it."""
+    """Returns True for keys outside ``kept`` ``[b, s_k]``, broadcast over heads and queries. None hides no key."""
     return torch.tensor(False) if kept is None else ~kept.bool()[:, None, None]
 
 
 def _hidden_by_causality(len_q, len_k, shift, device):
-    """True where key > query + shift, ``[len_q, len_k]`` or with a tensor shift ``[b, 1, len_q, len_k]``."""
+    """Returns key > query + shift, ``[len_q, len_k]``, or with a tensor shift ``[b, 1, len_q, len_k]``."""
     return torch.arange(len_k, device=device) > torch.arange(len_q, device=device)[:, None] + shift
 
 
 def _attention(q, k, v, softmax_scale, hidden, dropout):
-    """q ``[b, s_q, h, d]``, k and v ``[b, s_k, h, d]``; a query that sees no key takes the mean of all."""
+    """q ``[b, s_q, h, d]``, k and v ``[b, s_k, h, d]``. A query that sees no key gets the mean of all values."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k * (softmax_scale or q.shape[-1] ** -0.5))
     scores = scores.masked_fill(hidden.to(scores.device), torch.finfo(scores.dtype).min)
     p = torch.softmax(scores, dim=-1, dtype=torch.promote_types(v.dtype, torch.float32)).to(v.dtype)

@@ -1,10 +1,10 @@
-"""Transformer blocks, the residual stream beside the hidden states.
+"""Transformer blocks that keep the residual stream beside the hidden states.
 
     prenorm    r += dropout(x);  x = mixer(norm1(r));  r += dropout(x);  x = mlp(norm2(r))        returns (x, r)
     postnorm   x = norm1(x + dropout(mixer(x)));  x = norm2(x + dropout(mlp(x)))                  returns x
     parallel   r += dropout(x1) + dropout(x2);  x1 = mixer(norm1(r));  x2 = mlp(norm2(r))         returns (x1, x2, r)
 
-In the prenorm and parallel forms the last addition is left to the next block, which drops out and adds at its start.
+In the prenorm and parallel forms, the next block does the last dropout and addition at its start.
 """
 
 from functools import partial
@@ -36,11 +36,12 @@ class Block(nn.Module):
     """Mixer and MLP one after the other.
 
     Args:
-        mixer_cls, mlp_cls, norm_cls: called with ``dim``; defaults MHA of heads of 64, Mlp of 4 dim, nn.LayerNorm.
-            ``mlp_cls=nn.Identity`` leaves out the MLP with its norm.
-        resid_dropout1, drop_path1: dropout of single values and of whole samples before the first norm, 2: the second.
+        mixer_cls, mlp_cls, norm_cls: called with ``dim``. The defaults are MHA with heads of 64, Mlp with 4 dim hidden
+            features, and nn.LayerNorm. ``mlp_cls=nn.Identity`` leaves out the MLP with its norm.
+        resid_dropout1, drop_path1: dropout of single values and of whole samples before the first norm.
+        resid_dropout2, drop_path2: the same before the second norm.
         fused_dropout_add_ln: without effect.
-        return_residual: mixer and MLP return (output, input); postnorm only.
+        return_residual: mixer and MLP return (output, input). This works for postnorm only.
         residual_in_fp32: keep the residual in fp32; prenorm only.
         sequence_parallel, mark_shared_params: mark the norms' parameters for ``utils.distributed``.
     """
@@ -84,7 +85,7 @@ class Block(nn.Module):
         """``[b, s, n]`` (or ``[t, n]``), prenorm with the residual or None.
 
         Args:
-            mixer_subset: the tokens whose outputs are wanted; the residual is cut to them after the mixer.
+            mixer_subset: the tokens whose outputs are needed. After the mixer the residual keeps only these tokens.
             mixer_kwargs: further arguments of the mixer.
         """
         kwargs = dict(mixer_kwargs or {})
@@ -120,7 +121,7 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Mixer and MLP side by side on the same residual; ``tied_norm``: one norm for both. Arguments as of ``Block``."""
+    """Mixer and MLP side by side on the same residual. ``tied_norm``: one norm for both. See ``Block``."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ def _mixer_and_mlp(dim, mixer_cls, mlp_cls):
 
 
 def _mark_norms(block, sequence_parallel, shared):
-    """Flags that ``utils.distributed`` looks for: gradients to sum, parameters to keep equal on the ranks."""
+    """Sets flags for ``utils.distributed``: gradients to sum, and parameters to keep equal on the ranks."""
     for norm in (block.norm1, getattr(block, "norm2", None)):
         for param in () if norm is None else norm.parameters():
             if sequence_parallel:

@@ -21,7 +21,7 @@ __all__ = [
 
 
 class GPT2Embeddings(nn.Module):
-    """word + position; ``max_position_embeddings`` 0 leaves positions out, ``word_embed_proj_dim`` embeds narrower."""
+    """word + position. ``max_position_embeddings`` 0 omits positions. ``word_embed_proj_dim`` is a narrower width."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GPT2Embeddings(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """word + position + token type; ``max_position_embeddings`` or ``type_vocab_size`` 0 leave theirs out."""
+    """word + position + token type. ``max_position_embeddings`` 0 and ``type_vocab_size`` 0 omit their part."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class BertEmbeddings(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """This rank's part of the vocabulary; outputs are to be summed over the ranks."""
+    """This rank's part of the vocabulary. The caller sums the outputs over the ranks."""
 
     def __init__(self, num_embeddings, *args, process_group=None, padding_idx=None, **kwargs):
         self.process_group = process_group
@@ -118,9 +118,9 @@ class ColumnParallelEmbedding(nn.Embedding):
 
 
 class ParallelGPT2Embeddings(nn.Module):
-    """``GPT2Embeddings``, words vocabulary parallel and positions column parallel.
+    """``GPT2Embeddings`` with vocabulary parallel words and column parallel positions.
 
-    Every rank adds its columns of the positions to its words; the sum over ranks is the whole.
+    Every rank adds its columns of the positions to its words. The sum over ranks is the embedding.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ParallelGPT2Embeddings(nn.Module):
             self.position_embeddings = ColumnParallelEmbedding(max_position_embeddings, embed_dim, **parallel)
 
     def forward(self, input_ids, position_ids=None, combine_batch_seqlen_dim=False):
-        """``[b, s]`` -> ``[b, s, n]``, or ``[b s, n]`` if combined; if sequence parallel, this rank's rows of it."""
+        """``[b, s]`` -> ``[b, s, n]``, or ``[b s, n]`` if combined. If sequence parallel, this rank's rows."""
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
             positions = self.position_embeddings(_positions(input_ids, position_ids))

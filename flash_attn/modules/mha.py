@@ -2,9 +2,8 @@
 
     x -> Wqkv (or Wq, Wkv) -> [depthwise convolution] -> [rotary] -> attention -> out_proj
 
-Self attention with as many heads of k as of q keeps qkv packed; grouped and cross attention pack k and v only.
-While generating, keys and values are kept in ``inference_params.key_value_memory_dict[layer_idx]``,
-``[b, s, 2, h_kv, d]``.
+Self attention with as many heads of k as of q keeps qkv packed. Grouped and cross attention pack k and v only. During
+generation, ``inference_params.key_value_memory_dict[layer_idx]`` keeps the keys and values, ``[b, s, 2, h_kv, d]``.
 """
 
 from functools import partial
@@ -45,7 +44,7 @@ class LinearResidual(nn.Linear):
 
 
 class _Attention(nn.Module):
-    """Everything between the projections, shared by both classes below."""
+    """The code between the projections, which both classes below share."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class _Attention(nn.Module):
         return self._append_and_attend(q, kv, inference_params, rotate=False)
 
     def _cache_rotates(self, inference_params):
-        """Whether cached attention can do the rotation: plain rotary of 16 n dimensions, not at the first tokens."""
+        """Can cached attention rotate? Only plain rotary of 16 n dimensions, and only behind the first tokens."""
         return (
             self.use_flash_attn
             and inference_params.seqlen_offset > 0
@@ -144,7 +143,7 @@ class _Attention(nn.Module):
         return caches[self.layer_idx]
 
     def _update_kv_cache(self, kv, inference_params):
-        """Write kv ``[b, s, 2, h_kv, d]`` behind the cached tokens; returns the cache up to its end."""
+        """Write kv ``[b, s, 2, h_kv, d]`` behind the cached tokens, and return the cache up to its end."""
         cache = self._cache(kv, inference_params)
         first_row, first = inference_params.batch_size_offset, inference_params.seqlen_offset
         last_row, last = first_row + kv.shape[0], first + kv.shape[1]
@@ -165,9 +164,9 @@ class MHA(_Attention):
         dwconv: depthwise causal convolution of width 3 over q, k, v after the projections.
         rotary_emb_dim: rotated dimensions of each head, 0 for none.
         fused_bias_fc: without effect.
-        use_flash_attn: the attention functions of this package; needed for ALiBi, windows and packed input.
+        use_flash_attn: use the attention functions of this package. ALiBi, windows and packed input need them.
         return_residual: return (output, x).
-        checkpointing: compute the attention again in backward.
+        checkpointing: compute the attention again in the backward.
     """
 
     def __init__(
@@ -299,8 +298,8 @@ class MHA(_Attention):
 class ParallelMHA(_Attention):
     """Self attention with the heads split over the ranks of a process group.
 
-    ``Wqkv`` is column parallel, ``out_proj`` row parallel; with ``sequence_parallel`` tokens are split in between
-    layers. The arguments are those of ``MHA``; heads of k and v are dealt out whole, with their queries.
+    ``Wqkv`` is column parallel, and ``out_proj`` is row parallel. With ``sequence_parallel`` the tokens are split
+    between layers. The arguments are those of ``MHA``. Each rank gets whole heads of k and v with their query heads.
     """
 
     def __init__(

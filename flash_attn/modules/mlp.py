@@ -70,7 +70,7 @@ class ParallelMLP(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """GLU (sigmoid), SwiGLU (silu) and kin; hidden_features is 8/3 x in_features by default, rounded up."""
+    """GLU (sigmoid), SwiGLU (silu) and similar. hidden_features is 8/3 x in_features by default, rounded up."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class GatedMlp(nn.Module):
 
 
 class ParallelGatedMlp(nn.Module):
-    """``GatedMlp`` over the ranks of a process group; each rank's part of fc1 holds its y and its gate."""
+    """``GatedMlp`` over the ranks of a process group. Each rank's part of fc1 holds the rank's y and gate."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ParallelGatedMlp(nn.Module):
         )
         self.activation = activation
         parallel = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        # NOTE: an odd number of features on one rank could not be halved, so y and gate are dealt out in pairs.
+        # NOTE: an odd number of features on one rank could not be halved. So ranks get features of y and gate in pairs.
         self.fc1 = ColumnParallelLinear(
             in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **parallel
         )

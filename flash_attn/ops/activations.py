@@ -1,7 +1,8 @@
 """Activations with the backward passes that clients call by name.
 
 GELU is the tanh form, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). ``*_fwd`` and ``*_bwd`` are plain functions
-of tensors, a backward takes the gradient g first; ``bias_gelu_impl``, ``fast_gelu_impl`` and ``swiglu`` have gradients.
+of tensors. The first argument of a backward is the gradient g. ``bias_gelu_impl``, ``fast_gelu_impl`` and ``swiglu``
+have gradients.
 """
 
 import torch

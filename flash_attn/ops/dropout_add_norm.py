@@ -1,4 +1,4 @@
-"""What stands between two blocks of a transformer, for either norm, as the fused kernels name and order it:
+"""The operators between two blocks of a transformer, for either norm, with the fused kernels' names and arguments:
 
     r = dropout(x0 * rowscale * layerscale) + residual        y = norm(r) * weight + bias
 
@@ -33,10 +33,11 @@ def dropout_add_norm(
     Args:
         x0: ``[..., n]``; ``residual`` likewise or None.
         rowscale, layerscale: ``[...]`` and ``[n]`` factors of x0, or None.
-        prenorm: also return r. residual_in_fp32: dtype of r where no residual came in, else it is the residual's.
-        return_dropout_mask: also return the mask, uint8, 1 where kept.
+        prenorm: also return r.
+        residual_in_fp32: without a residual, r is fp32; otherwise r has the residual's dtype.
+        return_dropout_mask: also return the mask, uint8, 1 for kept values.
     Returns:
-        y in the dtype of x0, or a tuple of y and what was asked for.
+        y in the dtype of x0, or a tuple of y and the other requested results.
     Gradients for x0, residual, layerscale and the parameters.
     """
     y, r, mask, _ = layer_norm_fn(
@@ -76,16 +77,16 @@ def dropout_add_norm_subset(
     *,
     is_rms_norm,
 ):
-    """``dropout_add_norm`` when x0 holds only some of the rows and only some are wanted (stochastic depth).
+    """``dropout_add_norm`` if x0 holds only some rows and only some results are needed (stochastic depth).
 
     Args:
-        x0_subset: ``[...]`` integers, per row of the residual: 0 where x0 has none, else 1 + its row in x0 ``[k, n]``.
-        out_subset: ``[...]`` integers, per row: 0 where it is not wanted, else 1 + its row in y ``[out_numrows, n]``.
+        x0_subset: ``[...]`` integers. For each row of the residual, 1 + the row of x0 ``[k, n]``, or 0 for no row.
+        out_subset: ``[...]`` integers. For each row, 1 + the row of y ``[out_numrows, n]``, or 0 for no result.
         rowscale_const: factor of x0.
     """
     x, mask = dropout_and_mask(_scale_columns(x0, layerscale) * rowscale_const, dropout_p)
     if x0_subset is not None:
-        rows = x.flatten(0, -2)[x0_subset.long() - 1]  # a missing row reads the last one and is cleared
+        rows = x.flatten(0, -2)[x0_subset.long() - 1]  # a missing row reads the last row, and is cleared
         x = torch.where(x0_subset.unsqueeze(-1) > 0, rows, 0.0)
     y, r = layer_norm_fn(
         x, weight, bias, residual, eps=epsilon, prenorm=True, is_rms_norm=is_rms_norm, out_dtype=x0.dtype
@@ -180,7 +181,7 @@ def _residual_dtype(x0, residual, residual_in_fp32):
 
 
 def _results(outputs, residual, masks, x0, prenorm, return_dropout_mask):
-    """The outputs, then the residual and the masks where asked for; a single value is not a tuple."""
+    """Returns the outputs, then the residual and the masks if requested. A single value is not a tuple."""
     if prenorm:
         outputs += (residual,)
     if return_dropout_mask:

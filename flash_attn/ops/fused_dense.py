@@ -3,8 +3,9 @@
     column parallel   weight [out / w, in]   every rank sees the whole input, makes some of the outputs
     row parallel      weight [out, in / w]   every rank sees some of the inputs, partial outputs are summed
 
-With sequence parallelism tokens are split between the layers along the first dimension: a column parallel layer gathers
-them first, a row parallel layer scatters its sums. The names say "fused"; PyTorch's linear does the work.
+With sequence parallelism, tokens are split between the layers along the first dimension. A column parallel layer
+gathers the tokens first. A row parallel layer scatters its sums. The names say "fused", but PyTorch's linear does the
+work.
 """
 
 import torch
@@ -87,7 +88,7 @@ class FusedDense(nn.Linear):
 
 
 class ColumnParallelLinear(nn.Linear):
-    """This rank's outputs of a linear layer of ``out_features``, dealt out in units of ``multiple_of``."""
+    """This rank's outputs of a linear layer of ``out_features``, split in units of ``multiple_of``."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer over this rank's share of ``in_features``; the ranks' outputs are summed, rank 0 adds the bias."""
+    """A linear layer over this rank's share of ``in_features``. The outputs are summed, and rank 0 adds the bias."""
 
     def __init__(
         self,

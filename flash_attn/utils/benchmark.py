@@ -1,7 +1,7 @@
-"""Time, profile and weigh one function of tensors, with ``torch.utils.benchmark``.
+"""Measures time, profile and memory of one function of tensors with ``torch.utils.benchmark``.
 
-The timing functions print if ``verbose`` and return (timer, measurement); ``grad`` is the gradient of the (first)
-output, random by default.
+The timing functions print if ``verbose`` and return (timer, measurement). ``grad`` is the gradient of the (first)
+output, and is random by default.
 """
 
 import torch
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs):
-    """The forward pass."""
+    """Times the forward pass."""
 
     def forward():
         with _autocast(inputs, amp, amp_dtype):
@@ -31,7 +31,7 @@ def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False,
 def benchmark_backward(
     fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
 ):
-    """The backward pass; gradients of the inputs are dropped before each run."""
+    """Times the backward pass. Gradients of the inputs are dropped before each run."""
     y, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
 
     def backward():
@@ -44,7 +44,7 @@ def benchmark_backward(
 def benchmark_combined(
     fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
 ):
-    """Forward and backward passes together."""
+    """Times forward and backward passes together."""
     _, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
 
     def both():
@@ -58,7 +58,7 @@ def benchmark_combined(
 def benchmark_fwd_bwd(
     fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
 ):
-    """((timer, measurement) of the forward pass, the same of the backward pass)."""
+    """Returns (timer, measurement) of the forward pass and of the backward pass."""
     options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
     return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
 
@@ -66,7 +66,7 @@ def benchmark_fwd_bwd(
 def benchmark_all(
     fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
 ):
-    """(timer, measurement) of the forward pass, of the backward pass, and of both together."""
+    """Returns (timer, measurement) of the forward pass, of the backward pass, and of both together."""
     options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
     return (
         benchmark_forward(fn, *inputs, **options),
@@ -86,7 +86,7 @@ def pytorch_profiler(
     verbose=True,
     **kwinputs,
 ):
-    """Profile one call after 30 of warm-up; prints the costliest operators, writes a Chrome trace if named."""
+    """Profiles one call after 30 calls of warm-up, prints the costliest operators, and may write a Chrome trace."""
     on_cuda = _device_type(inputs) == "cuda"
     grad = _output_and_grad(fn, inputs, kwinputs, None, amp, amp_dtype)[1] if backward else None
 
@@ -110,7 +110,7 @@ def pytorch_profiler(
 
 
 def benchmark_memory(fn, *inputs, desc="", verbose=True, **kwinputs):
-    """Peak CUDA memory of one call in GB (10^9 bytes)."""
+    """Returns the peak CUDA memory of one call in GB (10^9 bytes)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -5,7 +5,7 @@
     reduce_scatter  all_gather
     all_reduce      identity           the gradient of a replicated output is replicated already
 
-``*_raw`` are the plain collectives and return (output, handle), the handle None unless ``async_op``.
+``*_raw`` are the plain collectives and return (output, handle). The handle is None unless ``async_op``.
 """
 
 import torch
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def all_gather_raw(input_, process_group, async_op=False):
-    """The ranks' ``[n, ...]`` one after the other, ``[w n, ...]``."""
+    """Joins the ranks' ``[n, ...]`` in order to ``[w n, ...]``."""
     world_size = dist.get_world_size(process_group)
     output = input_.new_empty(world_size * input_.shape[0], *input_.shape[1:])
     gather = _first_of("all_gather_single", "all_gather_into_tensor")
@@ -36,7 +36,7 @@ def all_gather_raw(input_, process_group, async_op=False):
 
 
 def reduce_scatter_raw(input_, process_group, async_op=False):
-    """This rank's ``[n, ...]`` of the sum over ranks of ``[w n, ...]``."""
+    """Sums ``[w n, ...]`` over the ranks and returns this rank's ``[n, ...]``."""
     world_size = dist.get_world_size(process_group)
     assert input_.shape[0] % world_size == 0, f"{input_.shape[0]} rows do not divide over {world_size} ranks"
     output = input_.new_empty(input_.shape[0] // world_size, *input_.shape[1:])
@@ -45,7 +45,7 @@ def reduce_scatter_raw(input_, process_group, async_op=False):
 
 
 def all_reduce_raw(input_, process_group, async_op=False):
-    """The sum over ranks, written over ``input_`` if that is contiguous."""
+    """Returns the sum over ranks, written over ``input_`` if ``input_`` is contiguous."""
     output = input_.contiguous()
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)
 
@@ -89,7 +89,7 @@ class AllReduceFunc(torch.autograd.Function):
 
 
 class CopyToRanksFunc(torch.autograd.Function):
-    """A replicated input of a split layer: identity forward, the ranks' gradients are summed backward."""
+    """A replicated input of a split layer. The forward is the identity, and the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, input_, process_group):
@@ -127,16 +127,16 @@ def allreduce_sequence_parallel_grad(model, process_group):
 
 
 def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):
-    """How many of ``dim`` a rank owns when multiples of ``multiple_of`` are dealt out, the first ranks one more."""
+    """Returns a rank's share of ``dim`` in multiples of ``multiple_of``. The first ranks may get one multiple more."""
     units = dim // multiple_of
     return multiple_of * (units // world_size + (local_rank < units % world_size))
 
 
 def _first_of(*names):
-    """The collective under its newest name that this torch has; 2.13 renamed two of them."""
+    """Returns the collective under the newest name that this torch has. Torch 2.13 renamed two collectives."""
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
 def _marked(model, flag):
-    """Parameters with a true attribute ``flag``, in the order of their names, the same on every rank."""
+    """Returns parameters with a true attribute ``flag``, in the order of their names, which all ranks share."""
     return [param for _, param in sorted(model.named_parameters()) if getattr(param, flag, False)]

@@ -1,7 +1,7 @@
 """Token by token generation with a KV cache.
 
 A model called ``model(input_ids, position_ids=..., inference_params=..., num_last_tokens=1)`` returns an object with
-``logits`` ``[b, 1, V]``. ``InferenceParams`` carries the caches of the layers and how many tokens they hold.
+``logits`` ``[b, 1, V]``. ``InferenceParams`` carries the caches of the layers and their number of tokens.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class InferenceParams:
     seqlen_offset: int = 0  # tokens in the caches
     batch_size_offset: int = 0  # first row of the caches in use
     key_value_memory_dict: dict = field(default_factory=dict)  # layer_idx -> [max_batch_size, max_seqlen, 2, h_kv, d]
-    lengths_per_sample: Optional[torch.Tensor] = None  # [max_batch_size] int32 where lengths differ, else None
+    lengths_per_sample: Optional[torch.Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
 
     def reset(self, max_seqlen, max_batch_size):
         """Start over with the same memory."""
@@ -41,14 +41,14 @@ class InferenceParams:
 
 
 class DecoderOutput(NamedTuple):
-    """What ``decode`` returns."""
+    """The result of ``decode``."""
 
     sequences: torch.Tensor  # [b, length], prompt included
-    scores: Optional[tuple]  # of [b, V], one for each new token, or None
+    scores: Optional[tuple]  # a tensor [b, V] for each new token, or None
 
 
 def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16):
-    """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``; ``layers`` a count or the indices."""
+    """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices."""
     sizes = max_batch_size, max_seqlen, 2, nheads, headdim
     return {
         i: torch.empty(sizes, device=device, dtype=dtype)
@@ -63,7 +63,7 @@ def modify_logits_for_top_k_filtering(logits, top_k):
 
 
 def modify_logits_for_top_p_filtering(logits, top_p):
-    """Keep of each row the fewest largest whose probabilities reach ``top_p``, others -inf, in place; (0, 1) only."""
+    """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place."""
     if top_p <= 0.0 or top_p >= 1.0:
         return
     ascending, order = logits.sort(descending=False)
@@ -81,7 +81,7 @@ def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_p
 
 
 def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
-    """Draw one token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, else from the filtered softmax."""
+    """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax."""
     if top_k == 1:
         return logits.argmax(dim=-1)
     assert top_p <= 1.0, f"top_p is {top_p}, at most 1 is allowed"
@@ -161,7 +161,7 @@ class GenerationMixin:
         output_scores=False,
         **kwargs,
     ):
-        """``decode`` with this model; the tokens, or DecoderOutput if ``return_dict_in_generate``."""
+        """Runs ``decode`` with this model. Returns the tokens, or DecoderOutput if ``return_dict_in_generate``."""
         output = decode(
             input_ids,
             self,

@@ -7,7 +7,7 @@ import torch
 
 __all__ = ["state_dict_from_pretrained"]
 
-# As transformers writes them; an index maps parameter names to files.
+# transformers writes these files. An index maps parameter names to files.
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -16,8 +16,8 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
 
     Args:
         model_name: a directory with safetensors or PyTorch weights, whole or in shards, or a name on the hub.
-        device: where to put the tensors, default CPU.
-        dtype: of the floating tensors, default as stored.
+        device: the tensors' device, by default the CPU.
+        dtype: the floating tensors' dtype, by default the stored dtype.
     Raises:
         EnvironmentError: no weights are found.
     """

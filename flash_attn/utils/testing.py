@@ -1,4 +1,4 @@
-"""Attention from the definition, and the padded batches that tests of attention are made of."""
+"""Attention by its definition, and padded batches for tests of attention."""
 
 import math
 
@@ -10,7 +10,7 @@ __all__ = ["attention_ref", "construct_local_mask", "generate_qkv", "generate_ra
 
 
 def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", zero_lengths=False):
-    """Mask ``[b, s]`` of the tokens that are there: "full", "random" lengths, or the longest "third" of the range.
+    """Mask ``[b, s]`` of the present tokens: "full", "random" lengths, or lengths in the longest "third" of the range.
 
     With ``zero_lengths`` every fifth sequence, the last one too, is empty.
     """
@@ -54,9 +54,10 @@ def construct_local_mask(
     seqlen_q, seqlen_k, window_size=(-1, -1), query_padding_mask=None, key_padding_mask=None, device=None,
     key_leftpad=None,
 ):  # fmt: skip
-    """True where key j is outside the window of query i: not i + D - L <= j <= i + D + R, D = keys - queries.
+    """True if key j is outside the window of query i: not i + D - L <= j <= i + D + R, D = keys - queries.
 
-    ``[s_q, s_k]``, or with masks or ``key_leftpad`` ``[b]`` ``[b, 1, s_q, s_k]``, lengths counted per sequence.
+    The shape is ``[s_q, s_k]``. With masks or ``key_leftpad`` ``[b]`` the shape is ``[b, 1, s_q, s_k]``, and lengths
+    are counted per sequence.
     """
     left, right = window_size
     row, key = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
@@ -92,7 +93,7 @@ def attention_ref(
     Args:
         q: ``[b, s_q, h, d]``. k, v: ``[b, s_k, h_kv, d]``. Padding masks ``[b, s]``; attn_bias ``[b, h, s_q, s_k]``.
         dropout_mask: ``[b, h, s_q, s_k]``, true where kept; kept entries are scaled by 1 / (1 - dropout_p).
-        upcast: compute in fp32. reorder_ops: scale k instead of q, for a second honest rounding.
+        upcast: compute in fp32. reorder_ops: scale k instead of q, which rounds differently and as correctly.
     Returns:
         (output ``[b, s_q, h, d]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q.
     """
@@ -121,7 +122,7 @@ def attention_ref(
 
 
 def _pack(x, mask):
-    """(tokens ``[t, h, d]``, cu_seqlens, max_seqlen, function that pads tokens again)."""
+    """Returns (tokens ``[t, h, d]``, cu_seqlens, max_seqlen, function that pads tokens again)."""
     batch, seqlen = x.shape[:2]
     if mask is not None:
         tokens, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, mask)

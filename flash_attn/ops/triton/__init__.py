@@ -1,1 +1,1 @@
-"""Operators under the names by which clients import them; nothing here needs Triton."""
+"""Operators under the names that clients import. They do not need Triton."""

@@ -4,9 +4,9 @@
     loss = lse - (1 - e) c x_label - e / V sum_j c x_j + w lse^2
     dx_j = dloss c (exp(c x_j - lse) (1 + 2 w lse) - (1 - e) [j = label] - e / V)
 
-Only lse is kept between the two passes. Sums are fp32 (fp64 for fp64), over a few rows at a time, so that no fp32
-copy of all logits is ever made. With a process group each rank holds V / world_size neighbouring columns of the
-logits, rank 0 the first; lse, the label's logit and the smoothing sum are then combined over the ranks.
+Only lse is kept between the two passes. Sums are fp32 (fp64 for fp64), over a few rows at a time. So no fp32 copy of
+all logits is made. With a process group, each rank holds V / world_size neighbouring columns of the logits, in the
+order of the ranks. Then lse, the label's logit and the smoothing sum are combined over the ranks.
 """
 
 import torch
@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = 1 << 22  # logits in flight, 16 MiB in fp32
 
 
 class CrossEntropyLoss(torch.autograd.Function):
-    """The two passes; the public form is ``cross_entropy_loss``."""
+    """The two passes. The public form is ``cross_entropy_loss``."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ def cross_entropy_loss(
         inplace_backward: write the gradient over the logits' memory.
         process_group: ranks that share the vocabulary.
     Returns:
-        (losses, z_losses), fp32 ``[n]`` each; losses contain z_losses, which are for display and carry no gradient.
+        (losses, z_losses), fp32 ``[n]`` each. losses contain z_losses. z_losses are for display and carry no gradient.
     Raises:
         ValueError: shapes that do not fit. IndexError: on CPU, a label outside the vocabulary.
     Gradients for logits.
@@ -143,13 +143,13 @@ def _size_and_rank(process_group):
 
 
 def _row_chunks(logits):
-    """Slices of rows of at most CHUNK_ELEMENTS logits, at least one row each."""
+    """Returns slices of rows. A slice has at most CHUNK_ELEMENTS logits, but at least one row."""
     step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
     return [slice(row, row + step) for row in range(0, logits.shape[0], step)]
 
 
 def _check_labels(labels, kept, num_classes):
-    """On CPU, where looking at values costs no synchronisation, refuse labels outside the vocabulary."""
+    """Refuses labels outside the vocabulary on the CPU, because reading values costs no synchronisation there."""
     if labels.device.type == "cpu":
         wrong = kept & ((labels < 0) | (labels >= num_classes))
         if wrong.any():

@@ -1,10 +1,10 @@
-"""Layer norm and RMS norm together with what stands before them in a transformer block:
+"""Layer norm and RMS norm together with the operators before them in a transformer block:
 
     r = dropout(x * rowscale) + dropout(x1) + residual         the new residual
     y = norm(r) * weight + bias,  y1 = norm(r) * weight1 + bias1
 
-r is summed and normalised in fp32 (fp64 for fp64) and rounded once, to y's dtype and, if it is returned, to the
-residual's. Layer norm: (r - mean) / sqrt(var + eps). RMS norm: r / sqrt(mean(r^2) + eps).
+r is summed and normalised in fp32 (fp64 for fp64). The results are rounded once, y to its dtype and a returned residual
+to the residual's dtype. Layer norm: (r - mean) / sqrt(var + eps). RMS norm: r / sqrt(mean(r^2) + eps).
 Source: arXiv 1607.06450, arXiv 1910.07467.
 """
 
@@ -46,18 +46,18 @@ def layer_norm_fn(
 
     Args:
         x: ``[..., n]``; ``x1`` and ``residual`` likewise, or None.
-        weight, bias: ``[n]``; weight1 and bias1 give a second output of the same normalised rows. All but
-            weight may be None.
+        weight, bias: ``[n]``. weight1 and bias1 give a second output of the same normalised rows. All except weight may
+            be None.
         dropout_p: applied to x and x1, each with its own mask.
-        rowscale: ``[...]``, multiplies the rows of x; not together with x1.
+        rowscale: ``[...]``, multiplies the rows of x. It cannot be combined with x1.
         prenorm: also return the new residual.
-        residual_in_fp32: dtype of the new residual where none came in; else it is that of ``residual``.
-        zero_centered_weight: weights are stored less one.
-        return_dropout_mask: also return two bool masks, True where kept, None where nothing was dropped.
-        out_dtype: of y and y1; default that of x.
+        residual_in_fp32: without ``residual``, the new residual is fp32; otherwise it has the dtype of ``residual``.
+        zero_centered_weight: weights are stored minus one.
+        return_dropout_mask: also return two bool masks, True for kept values. A mask is None if nothing was dropped.
+        out_dtype: dtype of y and y1, by default the dtype of x.
         out, residual_out: memory for y and the new residual.
     Returns:
-        y, then each where asked for: y1, the new residual, the two masks. A single value is not a tuple.
+        y, then the requested ones of y1, the new residual and the two masks. A single value is not a tuple.
     Gradients for x, x1, residual and the parameters.
     """
     assert x1 is None or rowscale is None, "rowscale is not supported together with x1"
@@ -140,9 +140,10 @@ def layer_norm_linear_fn(
     residual_in_fp32=False,
     is_rms_norm=False,
 ):
-    """``linear(norm(x + residual))``, with the new residual if ``prenorm``; arguments as of ``layer_norm_fn``.
+    """Returns ``linear(norm(x + residual))``, and with ``prenorm`` the new residual.
 
-    Under autocast the normalised rows and the linear layer have autocast's dtype.
+    The arguments are those of ``layer_norm_fn``. Under autocast the normalised rows and the linear layer have
+    autocast's dtype.
     """
     device_type = x.device.type
     autocast = torch.is_autocast_enabled(device_type)
@@ -207,10 +208,10 @@ def layer_norm_ref(
     dropout_mask1=None,
     upcast=False,
 ):
-    """The definition, step by step in the dtype of x, or in fp32 and rounded at the end with ``upcast``; for tests.
+    """The definition for tests, step by step in the dtype of x. With ``upcast``, in fp32 and rounded at the end.
 
-    Arguments as of ``layer_norm_fn``; given masks are used instead of drawn ones. Returns y, then y1 and the new
-    residual where asked for.
+    The arguments are those of ``layer_norm_fn``. Given masks replace random masks. Returns y, then y1 and the new
+    residual if requested.
     """
     values = (x, weight, bias, residual, x1, weight1, bias1)
     return _norm_ref(
@@ -299,7 +300,7 @@ def _normalize(r, weight, bias, eps, zero_centered, is_rms_norm):
 
 
 def dropout_and_mask(x, p):
-    """(x with dropout, mask of what is kept or None where p is 0)."""
+    """Returns (x with dropout, mask of the kept values). The mask is None if p is 0."""
     if p == 0.0:
         return x, None
     mask = torch.rand_like(x) >= p
@@ -313,5 +314,5 @@ def _dropout_with(x, p, mask):
 
 
 def _into(out, value, dtype):
-    """``value`` as ``dtype``, in the memory ``out`` if there is one."""
+    """Returns ``value`` as ``dtype``, in the memory of ``out`` if ``out`` is given."""
     return value.to(dtype) if out is None else out.copy_(value)

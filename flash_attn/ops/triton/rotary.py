@@ -2,8 +2,8 @@
 
     (x0, x1) -> (x0 cos - x1 sin,  x0 sin + x1 cos),        cos, sin [s_ro, r / 2]
 
-Pair i is (i, r / 2 + i), or (2 i, 2 i + 1) when interleaved. A token at position p uses row p of cos and sin, a
-position outside the table rotates by nothing (cos 1, sin 0). Products and sums are fp32 (fp64 for fp64), rounded once.
+Pair i is (i, r / 2 + i), or (2 i, 2 i + 1) when interleaved. A token at position p uses row p of cos and sin. A token
+at a position outside the table is not rotated (cos 1, sin 0). Products and sums are fp32 (fp64 for fp64), rounded once.
 """
 
 import torch
@@ -27,7 +27,7 @@ def apply_rotary(
         Shape, dtype and layout of ``x``.
     Raises:
         AssertionError: a shape or dtype that does not fit.
-    Gradients for x, cos and sin; nothing is recorded in place, ``layers.rotary.apply_rotary_emb`` is for that.
+    Gradients for x, cos and sin, but not in place. ``layers.rotary.apply_rotary_emb`` has gradients in place.
     """
     assert cos.dim() == 2 and sin.shape == cos.shape, f"cos {cos.shape} and sin {sin.shape} must be [s_ro, r / 2]"
     rotary_dim = 2 * cos.shape[1]
@@ -52,8 +52,8 @@ def apply_rotary(
     sin = -sin if conjugate else sin
     if not inplace:
         return _rotate(x, cos, sin, interleaved, torch.empty_like(x))
-    # NOTE: autograd does not see this write, as it would not see a kernel's. It would refuse a leaf that requires grad,
-    # and, of two views of one projection, the second one that is rotated.
+    # NOTE: autograd does not see this write, as it would not see a kernel's write. Otherwise autograd would refuse a
+    # leaf that requires grad. If two views of one projection are rotated, autograd would refuse the second view.
     with torch.no_grad():
         unseen = x.data
         _rotate(unseen, cos, sin, interleaved, unseen)
@@ -61,7 +61,7 @@ def apply_rotary(
 
 
 def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
-    """cos and sin of each token of ``x``, broadcastable to ``[..., h, r / 2]``, in the dtype of the arithmetic."""
+    """Returns cos and sin of each token of ``x``, broadcastable to ``[..., h, r / 2]``, in the arithmetic's dtype."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
     if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
@@ -84,7 +84,7 @@ def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
 
 
 def _rotate(x, cos, sin, interleaved, out):
-    """The formula; ``out`` may be ``x`` itself, so both members of a pair are computed before either is written."""
+    """The formula. ``out`` may be ``x``, so both members of a pair are computed before a member is written."""
     half = cos.shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
@@ -99,7 +99,7 @@ def _rotate(x, cos, sin, interleaved, out):
 
 
 class _NotATritonKernel:
-    """Stands where clients expect a Triton kernel; any use says what to call instead."""
+    """Replaces a Triton kernel that clients expect. Any use raises an error that names the function to call."""
 
     _words = "rotary_kernel is not a Triton kernel in this package; call apply_rotary instead"
 
