@@ -68,7 +68,7 @@ typedef struct {
     fa_pass pass;
     fa_device device;
     int device_idx;
-    fa_dtype dtype; /* of q, k, v, o, their gradients, the new keys and cos/sin */
+    fa_dtype dtype; /* dtype of q, k, v, o, their gradients, the new keys and cos/sin */
 
     int64_t b, h, h_kv, d;
     int64_t len_q, len_kv;     /* dense: the lengths; varlen: max_seqlen; kvcache: capacity for len_kv */

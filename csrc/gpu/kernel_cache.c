@@ -54,7 +54,7 @@ static const char *skip_number(const char *at, size_t digits) {
     return is_there ? at + 1 + digits : at;
 }
 
-/* Does this code write such a file name, or did it once? Old names have no compiler. */
+/* Does this version or an older version write files with such a name? The oldest names contain no compiler. */
 static bool is_ours(const char *file) {
     const size_t name = strspn(file, "abcdefghijklmnopqrstuvwxyz0123456789_");
     const char *behind_key = skip_number(file + name, 16);

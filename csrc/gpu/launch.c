@@ -16,7 +16,7 @@ static bool memory_is_short(const fa_driver *driver) {
     return driver->cuMemGetInfo_v2(&free_bytes, &bytes) == 0 && free_bytes < SHORT;
 }
 
-/* Loads the kernel if it is not loaded, and launches it. After FA_ENOMEM_GPU nothing has been launched. */
+/* Loads the kernel if necessary, and launches the kernel. After FA_ENOMEM_GPU nothing has been launched. */
 static fa_status launch_once(const fa_cuda_call *call, fa_variant variant, const CUlaunchConfig *config,
                              const void *parameters, fa_error *err) {
     CUkernel kernel;

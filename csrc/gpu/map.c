@@ -7,7 +7,7 @@
 typedef struct {
     void *base;
     uint64_t size[4], stride_bytes[3];
-    uint32_t columns, rows; /* of a box */
+    uint32_t columns, rows; /* columns and rows of a box */
     int data_type;
 } description;
 

@@ -91,7 +91,7 @@ fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUs
     CUresult result = 0;
     if (p->pass == FA_FWD) {
         result = zero_rows(p, &p->o, p->total_q, p->h, driver, stream);
-        if (result == 0 && p->lse.data && p->lse.stride_h > 0 && p->h * p->total_q > 0) /* not the spare row */
+        if (result == 0 && p->lse.data && p->lse.stride_h > 0 && p->h * p->total_q > 0) /* skips the spare row */
             result =
                 driver->cuMemsetD32Async(address(p->lse.data), minus_infinity, (size_t)(p->h * p->total_q), stream);
     } else {

@@ -1,5 +1,5 @@
 /* Sizes of the tiled forward. Only block_kv can change bits of the result, and block_kv depends on the problem alone.
- * The other sizes also depend on the cache, and the last ones on the number of threads. */
+ * The number of tiles per task also depends on the cache and on the number of threads. */
 #include "cpu_planners.h"
 
 #include "cpu/dispatch.h"

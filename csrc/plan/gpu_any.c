@@ -36,7 +36,7 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     (void)machine;
     if (why) return why;
     const int element_bytes = (int)fa_dtype_bytes(p->dtype);
-    int row = 0; /* the row of dQ; the rows behind it are those of the other gradients */
+    int row = 0; /* the row of dQ; the rows of the other gradients follow */
     while (fa_bwd_any_row(row)->d < p->d || fa_bwd_any_row(row)->element_bytes != element_bytes ||
            fa_bwd_any_row(row)->grad != 0)
         row++;

@@ -61,8 +61,8 @@ fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
  * CTAs of a thread block cluster share the keys of a head, with one CTA on each SM.
  * A cluster stays with one sequence, and only the GPU knows the lengths. To even out the lengths, each head needs
  * several clusters, unless there is one sequence or all sequences are short.
- * Long streams of several heads need all CTAs. They get clusters of two, because as many CTAs fit on the GPU in clusters
- * of two as without clusters. */
+ * Long streams of several heads need all CTAs. They get clusters of two, because as many CTAs fit on the GPU in
+ * clusters of two as without clusters. */
 static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, const fa_machine *machine) {
     enum { SHORT = 32, CLUSTERS_OF_A_HEAD = 4, FEW_HEADS = 4, LONG_BYTES = 128 << 20 };
     const int64_t heads = p->b * p->h_kv, bytes = heads * tiles * plan->block_kv * p->d * 4;

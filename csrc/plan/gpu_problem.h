@@ -12,7 +12,7 @@
     } while (0)
 
 /* Are scores something else than a positive scale times q.k? A scale below 1e-37 counts as something else, because it
- * is no normal float. It may become 0, and 0 times the -inf of a masked score is NaN. */
+ * is no normal float. Such a scale may become 0, and 0 times the -inf of a masked score is NaN. */
 bool fa_changes_scores(const fa_problem *problem);
 
 /* Hopper's kernels compute softcap tanh(x / softcap) as a difference of two numbers as large as softcap. Above this

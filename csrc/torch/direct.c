@@ -125,7 +125,7 @@ static bool has_key_of_ours(void) {
 
 /* Has foreign code given torch.library a kernel for one of our ops? flash_attn removes its own kernels from the set.
  * The set has thousands of members, so it is searched only when their number changes. If one kernel replaces another,
- * the number stays. Such a kernel is still found if it is for the call's op and device. */
+ * the number stays. The new kernel is still found if it serves the call's op and device. */
 static bool is_overridden(PyObject *key) {
     static Py_ssize_t looked_through = -1;
     static bool has_ours;

@@ -30,7 +30,7 @@ static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride,
         if (size[i] == 0) return 0;
         elements += (size[i] - 1) * stride[i];
     }
-    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* a lower bound */
+    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* a lower bound is enough */
 }
 
 static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
