@@ -1,6 +1,6 @@
-/* This header says where sequence i of a problem lies. On the CPU nothing else reads cu_seqlens, seqused_k, leftpad_k,
- * cache_batch_idx and the block table. Key 0 is the first key that is not left padding. So masks, ALiBi and dropout
- * see len_kv keys and nothing else. */
+/* This header says where sequence i of a problem lies. The CPU engine reads cu_seqlens, seqused_k, leftpad_k,
+ * cache_batch_idx and the block table only here. Key 0 is the first key that is not left padding. So masks, ALiBi and
+ * dropout see len_kv keys and nothing else. */
 #ifndef FA_SEQUENCE_H
 #define FA_SEQUENCE_H
 

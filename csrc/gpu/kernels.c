@@ -89,8 +89,8 @@ static fa_status check_shared_memory(const fa_driver *driver, fa_variant variant
     return status;
 }
 
-/* Does all that a launch needs of a kernel, or nothing. If the GPU's memory is full, each step may fail, even after the
- * first. A library that was loaded only in part would fail at every later launch. */
+/* Does all that a launch needs of a kernel, or nothing. If the GPU's memory is full, each step may fail, even a step
+ * after the first. A library that was loaded only in part would fail at every later launch. */
 static fa_status load(const fa_driver *driver, fa_variant variant, const char *name, const fa_blob *cubin,
                       const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const int shared_bytes = fa_families[variant.family].rows[variant.row].shared_bytes;

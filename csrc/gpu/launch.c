@@ -59,8 +59,8 @@ fa_status fa_cuda_launch(const fa_cuda_call *call, fa_variant variant, fa_launch
         .num_attributes = num,
     };
     fa_status status = launch_once(call, variant, &config, parameters, err);
-    /* The driver needs memory for a kernel's code. At the first launch it needs memory for the threads' local memory.
-     * torch's allocator may hold unused memory that the driver can have. */
+    /* The driver needs memory for a kernel's code. At the first launch the driver needs memory for the threads' local
+     * memory. torch's allocator may hold unused memory that the driver can have. */
     if (status == FA_ENOMEM_GPU && fa_cuda_make_room(call->driver, call->stream))
         status = launch_once(call, variant, &config, parameters, err);
     return status;

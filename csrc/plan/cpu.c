@@ -1,6 +1,6 @@
 /* Plans a problem for the CPU. The planner takes the strongest legal instruction set that has a kernel for the pass and
- * the dtype. Then it chooses the tiles. A stronger instruction set is ruled out with a reason that the user can
- * read. */
+ * the dtype. Then the planner chooses the tiles. A stronger instruction set is ruled out with a reason that the user
+ * can read. */
 #include "cpu.h"
 
 #include "cpu/decode_plan.h"

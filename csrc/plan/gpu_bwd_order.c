@@ -36,10 +36,10 @@ static int64_t heads_within(int64_t heads, const order_of_tiles *o, int64_t byte
 }
 
 /* Returns the least number of key heads that must be walked together.
- * In a fixed order the key tiles of one head add to dQ one after the other. Tiles of other heads between them keep them
- * apart. The L2 must have room for all heads of the group. Otherwise the speed depends on whether CTAs keep in step.
- * With a causal mask, tiles have different lengths. Every CTA must have a tile of the group, or the last group ends
- * late. Long tiles of one head that have the SMs to themselves reach the diagonal together. */
+ * In a fixed order the key tiles of one head add to dQ one after the other. Tiles of other heads lie between these
+ * tiles and keep them apart. The L2 must have room for all heads of the group. Otherwise the speed depends on whether
+ * CTAs keep in step. With a causal mask, tiles have different lengths. Every CTA must have a tile of the group, or the
+ * last group ends late. Long tiles of one head that have the SMs to themselves reach the diagonal together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
     if (!o->is_causal) return in_order ? heads_within(1024 / p->d, o, 50 << 20) : 1;
     const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
