@@ -4,6 +4,8 @@ import math
 
 import torch
 
+REPEATS = 1000  # a race at the hand-over of tiles left memory unwritten in every tenth call
+
 
 def check_repeats(call, results, repeats, in_any_order=()):
     """Calls again and again what writes `results`, {name: tensor}, which hold NaN before each call.

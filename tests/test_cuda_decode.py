@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
 from oracle import attention
+from poison import REPEATS
 from test_cuda_fwd import check_extremes, found_plainly, poisoned_repeats, why_not, with_extremes
 from test_kvcache import CASES, Cache
 from test_kvcache import run as run_on
@@ -327,7 +328,7 @@ def test_every_element_is_written(num_splits, page):
     for lengths, window in (((0,) * 100 + (3000, 1), (-1, -1)), ((0, 0), (-1, -1)), ((5000,) * 3 + (0,) * 20, (10, 0))):
         q, k, v, seqlens, table = decode_problem(lengths, max(lengths) + 1, 8, 2, 128, page)
         options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits, "window_size": window}
-        poisoned_repeats(lambda: flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options), 300)  # noqa: B023
+        poisoned_repeats(lambda: flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options), REPEATS)  # noqa: B023
 
 
 BAD = (-(2**31), -1, 10**6, 2**31 - 1)

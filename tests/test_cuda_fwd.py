@@ -8,6 +8,7 @@ from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, i
 from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import expected, join, problem, rows_of, slices
 from oracle import attention, dropout_keep
+from poison import REPEATS
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
@@ -297,7 +298,7 @@ def test_every_element_is_written(b, len_q, len_kv, options, d):
     """Few keys of many are seen, or few rows see any."""
     q = torch.randn(b, len_q, 2, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, len_kv, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    poisoned_repeats(lambda: flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2], 250)
+    poisoned_repeats(lambda: flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2], REPEATS)
 
 
 @pytest.mark.parametrize("d", (64, 128, 256))
@@ -310,7 +311,7 @@ def test_every_element_is_written_of_sequences_mostly_empty(causal, d):
     q, k, v = (torch.randn(int(n), 2, d, device="cuda", dtype=torch.bfloat16) for n in (cu_q[-1], cu_k[-1], cu_k[-1]))
     longest = [int(x.max()) for x in lengths]
     call = lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=causal, return_attn_probs=True)[:2]  # noqa: E731
-    poisoned_repeats(call, 200)
+    poisoned_repeats(call, REPEATS)
 
 
 @pytest.mark.parametrize("case", [case for case in in_turns(VALUES, HALF) if suits(case)], ids=repr)
