@@ -1,7 +1,7 @@
 /* Prefetches for the next steps. The caller's rows lie further apart than the hardware prefetcher looks ahead. So the
  * engine prefetches these rows itself, in pieces of up to FETCH_LINES cache lines. Products prefetch a few pieces with
- * every register block of C, and the lines arrive while the multiply-add pipes work. A burst of prefetches would wait for
- * memory, and all instructions behind the burst would wait, too.
+ * every register block of C, and the lines arrive while the multiply-add pipes work. A burst of prefetches would wait
+ * for memory, and all instructions behind the burst would wait, too.
  *
  * NOTE: a piece costs one load and a few prefetches. Lists that were walked line by line cost 4% of a forward. */
 #ifndef FA_CPU_FETCH_H
