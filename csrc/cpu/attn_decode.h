@@ -2,9 +2,9 @@
  *
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d] or pages    o like q    lse [b, h, len_q]        len_q g <= 16
  *
- * Every byte of K and V serves g len_q rows and is never needed again. So memory binds, and the order of reading decides
- * the speed. The kernel reads tokens in ascending order, with all heads of a token together. In the layout of a cache
- * this order is one sequential stream.
+ * Every byte of K and V serves g len_q rows and is never needed again. So memory binds, and the order of reading
+ * decides the speed. The kernel reads tokens in ascending order, with all heads of a token together. In the layout of a
+ * cache this order is one sequential stream.
  *
  *   first pass, one task for each (sequence, split of its keys, range of heads):
  *       for each block of 64 keys:
@@ -207,7 +207,7 @@ static void combine_row(const decode_job *job, const fa_sequence *s, int64_t hea
         for (int64_t c = 0; c < job->columns; c += LANES)
             vec_store(o + c, vec_fma(vec_load(x + row * job->columns + c), weight, vec_load(o + c)));
     }
-    const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite one has given 1 or more */
+    const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
     *fa_row_stat(&p->lse, s, i, head) = is_empty ? INFINITY : (float)(largest * LN_2 + log(sum));
     if (is_empty) memset(o, 0, sizeof o); /* 0 times inf has left NaN */
     unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(p->dtype), p->d, o,

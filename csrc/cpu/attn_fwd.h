@@ -362,7 +362,7 @@ static void close_tile(const fwd_task *t, int i) {
         vec_store(factor + lane, vec_div(vec_set(kept), vec_load(tile->row_sum + lane)));
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const float sum = tile->row_sum[lane];
-        const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite one has given 1 or more */
+        const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
         rows[lane] = query_row(t, &p->o, tile, lane);
         *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
             is_empty ? INFINITY : (float)(tile->row_max[lane] * LN_2 + log(sum));

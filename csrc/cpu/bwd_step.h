@@ -137,8 +137,8 @@ static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     }
 }
 
-/* Adds dK and dV of keys of the next block. A task of all ranges last touched these in its previous pass. With narrow
- * rows enough of dK and dV is still in the second-level cache. */
+/* Adds dK and dV of keys of the next block. A task of all ranges last touched these gradients in its previous pass.
+ * With narrow rows enough of dK and dV is still in the second-level cache. */
 static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t first = t->block + l->block_kv - t->keys_begin + begin, end = t->keys_end - t->keys_begin;
@@ -150,8 +150,8 @@ static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
 }
 
 /* Fills the prefetch queue that the products of this step drain. The queue gets this tile's share of the next block of
- * keys, and the rows of Q and dO of the tile that opens next. On the task's last step it also gets the first rows of
- * the next task. */
+ * keys, and the rows of Q and dO of the tile that opens next. On the task's last step the queue also gets the first
+ * rows of the next task. */
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);

@@ -108,8 +108,8 @@ static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
 /* ---- dQ of a tile ---- */
 
 /* dQ is a sum over ranges in their order, and each range is a sum over its blocks, whatever the worker. A task of all
- * ranges adds the ranges up here. The first range lies in dq_t, and each later range in dq_range until it is complete.
- * If tasks share the ranges, each range has a slab, and the slabs are added last. */
+ * ranges adds the ranges up here. The first range lies in dq_t, and each later range in dq_range until the range is
+ * complete. If tasks share the ranges, each range has a slab, and the slabs are added last. */
 static void bwd_add_range(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
     float *dq_t = t->dq_t + i * l->tile_floats;

@@ -1,6 +1,6 @@
 /* The state of a task of the decode kernel, and the stream of rows that the task reads. The stream holds the keys of a
- * block, the values of the block, and the keys of the next block. It is prefetched in the order of memory. The
- * algorithm: attn_decode.h. */
+ * block, the values of the block, and the keys of the next block. The kernel prefetches the stream in the order of
+ * memory. The algorithm: attn_decode.h. */
 #ifndef FA_CPU_DECODE_TASK_H
 #define FA_CPU_DECODE_TASK_H
 

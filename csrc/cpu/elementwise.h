@@ -110,8 +110,8 @@ INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec refere
  * bits of a lane do not depend on other lanes.
  *
  * bf16: P is rounded for its product with V. A P of 1 loses nothing, so a row's largest P is exact under the row's own
- * maximum. A larger P loses up to 2^-9 of itself. This shows in O where the key has a large share of the row's sum, so
- * there the maximum grows. */
+ * maximum. A larger P loses up to 2^-9 of itself. The loss shows in O where the key has a large share of the row's
+ * sum. There the maximum grows. */
 #define LAZY_MAX    8.0f
 #define LARGE_SHARE 0.25f /* share of the sum over earlier keys; for its cost see measurements.md */
 
@@ -215,8 +215,8 @@ OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
  * factor for the old accumulators. alpha is 1 if there was no key yet, because then the accumulators are zero.
  *
  * If products overlap the softmax and the scores are not adjusted, the maxima are not known. The same pass then finds
- * the maxima, on the guess that no row outgrows its maximum. If some row did, the pass is repeated. Rows of a small sum
- * often outgrow their maximum, so their maxima are found first. */
+ * the maxima, on the guess that no row outgrows its maximum. If some row outgrew its maximum, the pass is repeated.
+ * Rows of a small sum often outgrow their maximum, so their maxima are found first. */
 INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
     const bool KNOWN = SCALED || !PRODUCT_OVERLAPS;
     const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), sure_sum = vec_set(SURE_SUM);
@@ -273,7 +273,7 @@ OUTLINE void softmax_step_scaling(const softmax_args *a) {
 /* The bytes of one patch of 16 rows x 32 keys, bytes[c][r]. Each lane runs one call of the generator.
  * Call 8 ((c % 8) / 2) + r % 8 serves row r and column c, so the 8 rows r % 8 of a pair of columns are neighbours.
  * NOTE: the code uses vector verbs, because compilers turn the 64-bit products of fa_philox into 64-bit
- * multiplications. These are several times slower. */
+ * multiplications. Such multiplications are several times slower. */
 static inline void dropout_patch(uint64_t seed, uint64_t stream, int64_t row_patch, int64_t col_patch,
                                  uint8_t bytes[FA_PATCH_COLS][FA_PATCH_ROWS]) {
     enum { RUN = LANES < 8 ? LANES : 8 };

@@ -67,7 +67,7 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
  * zero. */
 INLINE vec vec_exp2(vec a) {
     const vec lowest = vec_set(-127.0f), magic = vec_set(0x1.8p23f);
-    vec x = _mm256_max_ps(lowest, a); /* NaN stays, because it is the second operand */
+    vec x = _mm256_max_ps(lowest, a); /* NaN stays, because a is the second operand */
     vec shifted = _mm256_add_ps(x, magic), f = _mm256_sub_ps(x, _mm256_sub_ps(shifted, magic));
     __m256i exponent = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
     vec power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));

@@ -4,7 +4,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/decode_plan.h"
 
-/* Below this a second thread costs more than it saves: the reads take 15 us. */
+/* Below this number of bytes a second thread costs more than it saves: the reads take 15 us. */
 static const double inline_bytes = 512 * 1024;
 
 void fa_cpu_plan_decode(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {

@@ -5,7 +5,8 @@
 #include "cpu/dispatch.h"
 #include "cpu/fwd_layout.h"
 
-/* Below this a second thread costs more than it saves: the work takes 10 us, and waking a thread takes a few us. */
+/* Below this number of FLOPs a second thread costs more than it saves: the work takes 10 us, and waking a thread takes
+ * a few us. */
 static const double inline_flops = 2e6;
 
 static double flops_of(const fa_problem *p) {
