@@ -28,7 +28,7 @@ def size_of_values(*v):
 
 
 def check(name, ours, ref, plain, m=2.0, a=None, scale=None):
-    """Compares ours and plain with ref. scale is the largest value for the rounding allowance (default: that of ref)."""
+    """Compares ours and plain with ref. scale: the largest value for the rounding allowance (default: that of ref)."""
     assert ours.shape == ref.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(ref.shape)}"
     if not ref.numel():
         return
@@ -47,8 +47,7 @@ def check(name, ours, ref, plain, m=2.0, a=None, scale=None):
 
 def check_lse(ours, ref, plain_fp32, dtype):
     """Checks lse: natural log, float32 always, +inf exactly on rows that see no key. plain_fp32: the same maths in
-    fp32.
-    """
+    fp32."""
     assert ours.dtype == torch.float32
     assert ours.shape == ref.shape, f"lse: shape {tuple(ours.shape)}, expected {tuple(ref.shape)}"
     blind = ref == float("inf")

@@ -174,8 +174,7 @@ class Guarded:
 
 def fill_scores(p, q, k, r):
     """Plants scores of -inf at some keys and of +inf in some rows. One column of k is too large to multiply by 4, or is
-    0.
-    """
+    0."""
     column, huge = r.randrange(p.d), math.inf if p.dtype == "fp16" else 0.99 * torch.finfo(DTYPES[p.dtype]).max
     tile, kind = r.choice((1, 16, 64, 128)), r.randrange(5)
     for x, y in zip(q, k):
@@ -221,7 +220,7 @@ def offsets(lengths, device):
 
 
 def pages_of(p, rows, r):
-    """A table of [sequences or cache entries, columns] and the number of pages. Entries that no sequence needs are -1."""
+    """A table [sequences or cache entries, columns] and the number of pages. Entries that no sequence needs are -1."""
     need = [-(-n // p.page) for n in rows]
     columns = max(need, default=0) + p.spare_columns
     num = sum(need) + r.choice((0, 2))
@@ -418,8 +417,7 @@ def cancelled(p, call, name):
 
 def check(p, call, got, want, exact=True, roundings=4):
     """roundings: how many roundings of the largest value, or of the cancelled terms, are allowed. softmax_d is a sum in
-    fp32.
-    """
+    fp32."""
     for name, ref in want.items():
         x, dtype = got[name], ref.dtype
         assert x.shape == ref.shape and x.dtype == dtype, f"{name}: {tuple(x.shape)}, should be {tuple(ref.shape)}"
@@ -530,8 +528,7 @@ stop_at = math.inf  # in units of time.monotonic()
 
 def run_range(run, first, end, at):
     """Returns False if some cases were wrong. `at` is shared memory with the current case, which a parent reads after a
-    crash.
-    """
+    crash."""
     good = True
     for seed in range(first, end):
         if time.monotonic() > stop_at:

@@ -1,7 +1,7 @@
 """From a case to tensors, to our results, and to the expected results.
 
-Memory that a kernel must not read is NaN: rows before and after, gaps between heads and between rows, and rows of a
-packed tensor that belong to no sequence. A single stray read turns a result into NaN.
+Memory that a kernel must not read is NaN. Such memory is rows before and after, gaps between heads and between rows,
+and rows of a packed tensor that belong to no sequence. A single stray read turns a result into NaN.
 """
 
 import functools
@@ -97,7 +97,7 @@ def offsets(lengths):
 
 @functools.lru_cache(maxsize=4)
 def problem(case):
-    """Tensors of a case. q, k, v and dout have its layout: dense [b, rows, h, d], packed [all rows and 3 more, h, d]."""
+    """Tensors of a case. q, k, v, dout have its layout: dense [b, rows, h, d], packed [all rows and 3 more, h, d]."""
     gen = torch.Generator().manual_seed(1000 + case.seed)
     dtype = DTYPES[case.dtype]
     q, k, v, dout = [], [], [], []

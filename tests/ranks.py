@@ -5,7 +5,8 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(function, tmp_path, world_size=2):
-    """Runs ``function(rank, group)`` on every rank. An exception on any rank fails the test. The function must be importable."""
+    """Runs ``function(rank, group)`` on every rank. An exception on any rank fails the test. The function must be
+    importable."""
     mp.spawn(_rank, args=(function, world_size, str(tmp_path / "rendezvous")), nprocs=world_size)
 
 

@@ -1,6 +1,5 @@
 """Autograd around attention in a training step, on every device. Whatever the graph around a call, the call's gradients
-are those of the call alone, bit for bit.
-"""
+are those of the call alone, bit for bit."""
 
 import pytest
 import torch

@@ -39,8 +39,7 @@ def test_dense(case, isa):
 @pytest.mark.parametrize("case", in_dtypes(TINY), ids=repr)
 def test_short_and_large(case, isa):
     """Five times the error of plain PyTorch, as upstream allows here, plus the cancelled terms. fp32: 2e-4, sums near
-    100.
-    """
+    100."""
     verify(case, backward=True, m_grad=5.0, a_grad=2e-4 if case.dtype == "fp32" else None)
 
 
@@ -120,8 +119,7 @@ def test_packed_gradients():
 @pytest.mark.parametrize("infinity", (math.inf, -math.inf))
 def test_lse_of_blind_rows_by_either_sign(infinity, isa):
     """Our lse of a row that sees no key is +inf, other implementations store -inf. The row's gradient is zero with
-    both.
-    """
+    both."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, n, 2, 16) for n in (70, 33, 33, 70))
     out, lse, _, rng = _flash_attn_forward(q, k, v, 0.0, 0.25, True, -1, -1, 0.0, None, False)

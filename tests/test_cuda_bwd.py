@@ -187,9 +187,8 @@ def test_key_tiles_cut_along_the_query_heads(case, deterministic):
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_gradients_repeat_bitwise(d, deterministic):
-    """All gradients repeat in a fixed order, those of keys also without deterministic=True. Tiles share the rows of a
-    query tile's dQ.
-    """
+    """All gradients repeat in a fixed order, and dk and dv also without it. Tiles share the rows of a
+    query tile's dQ."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 1000, 4, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -249,8 +248,7 @@ def test_every_element_is_written_again_and_again(name, d, dtype, deterministic)
 @pytest.mark.parametrize("n", (300, 1300))
 def test_rows_whose_scores_are_all_minus_infinity(d, n, deterministic):
     """Rows whose scores are all -inf see no key. dq is zero although k holds infinities, and the rows add nothing to dk
-    and dv.
-    """
+    and dv."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for h in (2, 1, 1, 2))
     blind = 100

@@ -37,8 +37,7 @@ def variants():
 def most_spilled(name):
     """The largest allowed spill in bytes a thread. The warps that feed the backward have 24 registers and spill values
     that they read once a tile. The backward's many options together spill a little everywhere. Generic kernels of 256
-    columns spill a few addresses.
-    """
+    columns spill a few addresses."""
     if name.startswith("attn_bwd_") and "sm90" in name:
         return 500 if re.search("score|dropout", name) else 200
     return 128 if "any" in name and "_d256_" in name else 0
