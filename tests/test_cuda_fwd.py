@@ -312,10 +312,8 @@ def test_every_element_is_written_of_sequences_mostly_empty(causal, d):
     cu_q, cu_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().cuda() for x in lengths)
     q, k, v = (torch.randn(int(n), 2, d, device="cuda", dtype=torch.bfloat16) for n in (cu_q[-1], cu_k[-1], cu_k[-1]))
     longest = [int(x.max()) for x in lengths]
-    call = (
-        lambda: flash_attn_varlen_func(  # noqa: E731
-            q, k, v, cu_q, cu_k, *longest, causal=causal, return_attn_probs=True
-        )[:2]
+    call = (  # noqa: E731
+        lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=causal, return_attn_probs=True)[:2]
     )
     poisoned_repeats(call, 200)
 
