@@ -4,7 +4,7 @@
     python benchmarks/bench_amx.py --table      benchmarks/results/amx.csv as the table of csrc/cpu/README.md
 
 bf16 runs on AMX if the processor has AMX, and ``--isa`` lowers the choice. fp32 is there for comparison. A row is a
-case. GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) are those of the best call of either side.
+case. GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) count the best call of either side.
 The ratio is the median over the rounds of SDPA's time divided by ours. The peak is the best result of a probe on as
 many cores: tiles or multiply-adds in registers (peak_amx.c, peak.c; needs gcc). Probes run first, because PyTorch's
 threads keep the cores busy for a while after each call. Of two calls in a row the second is timed, so neither side

@@ -255,7 +255,7 @@ def test_a_row_whose_first_keys_have_no_score():
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("sign", (1, -1))
 def test_scores_that_overflow_in_units_of_log2_only(sign, d):
-    """They are infinite: NaN, or a row that sees nothing. 2.9e38 is a number, and times log2(e) it is none."""
+    """Such scores are infinite: the row is NaN, or sees no key. 2.9e38 fits fp32, but times log2(e) it overflows."""
     q, k = (torch.zeros(1, 300, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v = torch.randn(1, 300, 2, d, device="cuda", dtype=torch.bfloat16)
     q[:, ::2, :, 0], k[..., 0] = 1.7e19, sign * 1.7e19

@@ -107,7 +107,7 @@ def test_checkpoint_sees_the_same_mask():
 
 
 def test_backward_rebuilds_the_mask_from_rng_state(isa):
-    """Any seed and offset, also values that carry into the high half of the counter, beyond those that CPU calls
+    """Any seed and offset, also values that carry into the high half of the counter, which CPU calls do not
     draw."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, n, 2, 16) for n in (33, 70, 70, 33))

@@ -1,5 +1,5 @@
-/* The memory layout of the backward. plan/cpu_bwd.c counts the bytes, and attn_bwd.h fills them. Every array is aligned to
- * 64 bytes.
+/* The memory layout of the backward. plan/cpu_bwd.c counts the bytes, and attn_bwd.h fills them. Every array is aligned
+ * to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker | slabs of dQ
  *   scratch     Q^T, dO^T, Q, dO, dQ^T (and dQ^T of one range) of all tiles of a pass |

@@ -456,9 +456,10 @@ static void test_infinite_scores(void **state) {
     assert_true(good);
 }
 
-/* ---- NaN and infinities in V -------------------------------------------------------------------------------------- */
+/* ---- NaN and infinities in V ------------------------------------------------------------------------------------- */
 
-/* Both finite and close, or neither is finite: a weight that underflows makes NaN of an infinity. */
+/* Whether elements are both finite and close, or neither is finite. A weight that underflows turns an infinity into
+ * NaN. */
 static bool is_as_finite(const tensor *x, const tensor *reference, fa_dtype dtype, double largest) {
     static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
     for (int64_t i = 0; i < x->num_elements; i++) {
@@ -469,7 +470,7 @@ static bool is_as_finite(const tensor *x, const tensor *reference, fa_dtype dtyp
     return true;
 }
 
-/* Anywhere in V, in every key or in a few: rows beside those that see such a key must not meet it. */
+/* The elements lie anywhere in V, in every key or in a few keys. Rows that do not see such a key must not change. */
 static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
     test_case c = decode_case(seed, dtype);
     fa_problem *p = &c.p;

@@ -14,7 +14,7 @@
 #include "plan/gpu.h"
 #include <dlfcn.h>
 
-/* ---- in place of gpu/kernels.c and gpu/driver.c --------------------------------------------------------------------- */
+/* ---- in place of gpu/kernels.c and gpu/driver.c ------------------------------------------------------------------ */
 
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     return result == 0 ? FA_OK : fa_fail(err, FA_EUNSUPPORTED, "%s failed with %d", attempt, result);

@@ -73,7 +73,7 @@ def test_readme_names_every_file(folder):
 
 @pytest.mark.parametrize("folder", ["gpu", "plan", "system", "torch"])
 def test_the_tour_names_every_file(folder):
-    """A header that stands beside its .c file goes without saying."""
+    """The tour need not name a header that stands beside its .c file."""
     text = (CSRC / "README.md").read_text(encoding="utf-8")
     files = {path.name for path in (CSRC / folder).iterdir() if path.is_file() and path.suffix != ".md"}
     files -= {name[:-2] + ".h" for name in files if name.endswith(".c")}
