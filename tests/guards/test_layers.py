@@ -5,8 +5,8 @@ import re
 import pytest
 from toolbox import CSRC
 
-# A folder's files may include files of their own folder, the contract, and these folders. Host and kernels share "cuda":
-# parameters of launches and tiles.def. A single file may know more than its folder.
+# A folder's files may include files of their own folder, the contract, and the folders below. Host and kernels share
+# parameters of launches and tiles.def, which lie in "cuda". A single file may know more than its folder.
 CONTRACT = "contract"  # flash_attn.h and sequence.h, beside the folders
 ARROWS = {
     CONTRACT: set(),
