@@ -202,13 +202,13 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_mode mode = vec_enter();
     for (int64_t w = begin; w < end; w++) {
         float *zeros = (float *)(job->scratch + (size_t)w * job->layout.scratch_bytes + job->layout.q_t);
-        int64_t turn = 0;
+        int64_t tile_count = 0;
         memset(zeros, 0, (size_t)job->layout.tile_floats * sizeof(float));
         for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
             fa_sequence s = fa_sequence_at(p, b_idx);
             int64_t num_tiles = fa_num_tiles(p, &s, job->layout.block_q);
             for (int64_t i = 0; i < p->h_kv * num_tiles; i++)
-                if (turn++ % job->threads == w) bwd_sum_tile(job, &s, i / num_tiles, i % num_tiles, zeros);
+                if (tile_count++ % job->threads == w) bwd_sum_tile(job, &s, i / num_tiles, i % num_tiles, zeros);
         }
     }
     vec_leave(mode);

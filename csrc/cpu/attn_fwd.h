@@ -55,7 +55,7 @@ typedef struct {
     fetch_queue soon;
     bool finite;              /* all packed elements of V are finite */
     const fa_task *next_task; /* during the last block: probably the next task of this worker */
-    int turn;                 /* index of the next buffer of scores, 0 or 1 */
+    int score_buffer;         /* index of the next buffer of scores, 0 or 1 */
     product_queue queue;
 } fwd_task;
 
@@ -217,7 +217,8 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     }
     if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
     const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
-    t->soon.pieces = PRODUCT_FETCHES ? (t->soon.end - t->soon.piece) / patches + 1 : t->soon.end - t->soon.piece;
+    t->soon.pieces_per_patch =
+        PRODUCT_FETCHES ? (t->soon.end - t->soon.piece) / patches + 1 : t->soon.end - t->soon.piece;
     if (!PRODUCT_FETCHES) fetch_some(&t->soon);
 }
 
@@ -228,9 +229,10 @@ static void step_scores(fwd_task *t, fwd_step *step) {
     while (t->num_open <= step->tile) open_tile(t, t->num_open++);
     fetch_during(t, step);
     const int64_t lanes = tile->lanes, buffer_floats = (int64_t)l->block_kv * l->block_q;
-    step->scores = t->scores + (PRODUCT_OVERLAPS ? t->turn * buffer_floats : 0);
-    step->p = PRODUCT_OVERLAPS ? t->scores + 2 * buffer_floats + t->turn * buffer_floats / WORD_ELEMS : step->scores;
-    t->turn ^= 1;
+    step->scores = t->scores + (PRODUCT_OVERLAPS ? t->score_buffer * buffer_floats : 0);
+    step->p =
+        PRODUCT_OVERLAPS ? t->scores + 2 * buffer_floats + t->score_buffer * buffer_floats / WORD_ELEMS : step->scores;
+    t->score_buffer ^= 1;
     memcpy(step->new_max, tile->row_max, (size_t)lanes * sizeof(float));
     product_args scores = {.a = t->k + step->begin * l->words,
                            .a_stride = l->words,
@@ -417,7 +419,7 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
         if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
         t.next_task = next >= end_key ? fa_next_task(job->list) : NULL;
         step_tiles(&t);
-        t.soon.pieces = t.soon.end - t.soon.piece; /* pieces that no register block has taken */
+        t.soon.pieces_per_patch = t.soon.end - t.soon.piece; /* pieces that no register block has taken */
         fetch_some(&t.soon);
         const char **rows = t.key_rows;
         t.key_rows = t.next_rows, t.next_rows = rows;

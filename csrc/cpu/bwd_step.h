@@ -169,7 +169,7 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     }
     if (t->next_task && i == t->num_tiles - 1) bwd_fetch_task(t, t->next_task);
     const int64_t patches = (4 * num_keys + l->columns) / UNROLL_ROWS + 1;
-    t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
+    t->soon.pieces_per_patch = (t->soon.end - t->soon.piece) / patches + 1;
 }
 
 static void bwd_step_tile(bwd_task *t, int i) {

@@ -15,8 +15,8 @@
 #define FETCH_BYTES (64 * FETCH_LINES)
 
 typedef struct {
-    const char **piece, **end; /* the remaining pieces */
-    int64_t lines, pieces;     /* cache lines of a piece; pieces for each register block of C */
+    const char **piece, **end;       /* the remaining pieces */
+    int64_t lines, pieces_per_patch; /* cache lines of a piece; pieces for each register block of C */
 } fetch_queue;
 
 static inline int64_t fetch_lines(int64_t row_bytes) {
@@ -33,7 +33,7 @@ static inline void fetch_later(fetch_queue *q, const char *const *rows, int64_t 
 }
 
 INLINE void fetch_some(fetch_queue *q) {
-    for (int64_t n = q->pieces; n > 0 && q->piece < q->end; n--, q->piece++)
+    for (int64_t n = q->pieces_per_patch; n > 0 && q->piece < q->end; n--, q->piece++)
         for (int64_t line = 0; line < q->lines; line++) PREFETCH(*q->piece + 64 * line);
 }
 
