@@ -1,14 +1,15 @@
-/* Sizes of the tiled backward, and its tasks. Ranges of keys follow from the shapes alone, never from the threads: dQ
- * is a sum over ranges, and its bits shall not depend on who computes them. */
+/* Sizes of the tiled backward, and its tasks. The ranges of keys follow from the shapes alone, never from the threads.
+ * dQ is a sum over ranges, and its bits must not depend on the threads. */
 #include "cpu_planners.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/bwd_layout.h"
 
-/* Below this a second thread costs more than it brings: 10 us of work against a few us to wake it. */
+/* Below this number of FLOPs a second thread costs more than it saves: the work takes 10 us, and waking a thread takes
+ * a few us. */
 static const double inline_flops = 2e6;
 
-/* Tiles that share a packed block of keys. More would cost less packing, and more cache. */
+/* Tiles that share a packed block of keys. More tiles would cost less packing and more cache. */
 static const int64_t most_tiles = 8;
 
 static int64_t overlap(int64_t begin, int64_t end, int64_t first, int64_t last) {
@@ -43,8 +44,8 @@ int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges,
     return count;
 }
 
-/* Enough for free threads to take when there are few heads; each range costs a slab of dQ, and packs Q once more where it is
- * a task of its own. */
+/* Chooses enough ranges to occupy all threads when there are few heads. Each range costs a slab of dQ. A range that is
+ * a task of its own also packs Q once more. */
 static int choose_ranges(const fa_problem *p) {
     const int64_t wanted_tasks = 64, most_ranges = FA_MAX_RANGES, least_keys = 512;
     int64_t heads = p->b * p->h_kv > 0 ? p->b * p->h_kv : 1, ranges = (wanted_tasks + heads - 1) / heads;
@@ -58,7 +59,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
     int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
-    /* One block whatever its size: the same bits. With AMX rows of P and dS lie behind 32 keys of scores, so 64 is the least. */
+    /* A sequence of one block has the same bits whatever the block's size. With AMX, rows of P and dS lie behind 32
+     * keys of scores, so the smallest block has 64 keys. */
     const int least_kv = plan->cpu.isa == FA_ISA_AMX ? 64 : 32;
     while (block_kv > least_kv && p->len_kv <= block_kv / 2) block_kv /= 2;
     const int ranges = choose_ranges(p);
@@ -66,7 +68,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     int64_t tiles = fa_num_tiles(p, &longest, block_q);
     if (tiles > most_tiles) tiles = most_tiles;
     if (tiles < 1) tiles = 1;
-    /* Tiles multiply faster than the third-level cache reads: operands of a pass take half of the second-level cache. */
+    /* Tiles multiply faster than the third-level cache can be read. So the operands of a pass take at most half of the
+     * second-level cache. */
     const int64_t tile_bytes =
         fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges, ranges).tile_floats * 5 * 4;
     while (plan->cpu.isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
