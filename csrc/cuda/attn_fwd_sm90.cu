@@ -115,89 +115,116 @@ DEVICE void issue_output(float (&o)[O_REGS], const u32 (&p)[P_REGS], u32 v_desc)
 }
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
-/* One warpgroup: 64 rows of each tile. It passes over keys that only other rows of the tile see. */
-DEVICE void consume(const params &p, shared_memory &s, const int wg) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, next_wg = wg + 1 == WGS ? 0 : wg + 1;
-    const bool is_leader = lane == 0, arrives = arrives_for_warp(lane);
-    const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
-    const u32 k_desc_0 = matrix_descriptor(smem_address(s.k), 0);
-    const u32 v_desc_0 = matrix_descriptor(smem_address(s.v), BLOCK_KV * ROW_BYTES);
-    constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
-    constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
-    constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
-    const float scale_log2 = p.scale_log2;
-    float slope = 0;
+/* A consumer has taken one work tile and may still hold O of the work tile before. */
+enum { THIS_TILE = 0, PREVIOUS_TILE = 1 };
 
-    float O[O_REGS];
-    u32 P[P_REGS];
-    softmax_rows rows;
-    ring<Q_STAGES> qr;
-    ring<STAGES> kr;
-    ring<V_STAGES> vr;
-    ring<TILES> tr;
-    int block = wg;                /* which 64 rows of the tile */
-    int diagonal = 0;              /* the last key that this thread's first row would see, if causal */
-    int next_j = -1, kv_begin = 0; /* the key tile of the next step; the last one to visit */
-    int goes_on = 0;               /* there is a next step */
+/* One consumer warpgroup. It owns 64 rows of each work tile, and each of its warps owns 16 of them. */
+struct consumer {
+    const params &p;
+    shared_memory &smem;
+    const int wg, warp, lane;
+    const int column; /* the thread's first column in each group of 8 */
+    const bool is_leader, arrives;
+    const u32 q_desc_0, k_desc_0, v_desc_0; /* matrix descriptors of stage 0 */
+
+    float (&O)[O_REGS];
+    u32 (&P)[P_REGS];
+    const float scale_log2;
+    softmax_rows &rows;
+    ring<Q_STAGES> q_ring;
+    ring<STAGES> k_ring;
+    ring<V_STAGES> v_ring;
+    ring<TILES> tile_ring;
+
+    int row_block = wg;            /* which 64 rows of the work tile */
+    u32 q_desc = 0;                /* the matrix descriptor of these rows */
+    int diagonal = 0;              /* the last key that the thread's first row would see under a causal mask */
+    float slope = 0;               /* ALiBi */
+    int next_j = -1, kv_begin = 0; /* the key tile of the next step; the last key tile to visit */
+    int goes_on = 0;               /* the work tile has another step */
     int exact_end = 0, full_begin = 0, full_end = 0;
-    u32 q_desc = 0;
-    bool has_o = false; /* a tile has begun and is not stored yet */
-    const int column = 2 * (lane % 4);
-#pragma unroll
-    for (int i = 0; i < O_REGS; i++) O[i] = 0;
-#pragma unroll
-    for (int i = 0; i < P_REGS; i++) P[i] = 0;
-    if (TURN && wg == WGS - 1) bar_arrive(BAR_TURN, 256); /* warpgroup 0 begins */
+    bool has_o = false; /* O of a work tile is not stored yet */
 
-    /* The tile taken last, or the one before it. */
-    const auto tile_taken = [&](int before) -> const tile & {
-        const int i = tr.stage - 1 - before;
-        return s.tiles[i < 0 ? i + TILES : i];
-    };
-    const auto release_v = [&] {
-        if (arrives) mbarrier_arrive(&s.v_empty[vr.stage]);
-        vr.next();
-    };
-    const auto release_k = [&] {
-        if (arrives) mbarrier_arrive(&s.k_empty[kr.stage]);
-        kr.next();
-    };
-    /* Of the tile taken last, or the one before it. */
-    const auto stage_of_q = [&](int before) { return Q_STAGES == 1 ? 0 : qr.stage ^ 1 ^ before; };
-    const auto release_q = [&](int before) {
+    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
+    static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
+    static constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
+
+    DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
+                    softmax_rows &rows)
+        : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), column(2 * (lane % 4)),
+          is_leader(lane == 0), arrives(arrives_for_warp(lane)), q_desc_0(matrix_descriptor(smem_address(smem.q), 0)),
+          k_desc_0(matrix_descriptor(smem_address(smem.k), 0)),
+          v_desc_0(matrix_descriptor(smem_address(smem.v), BLOCK_KV * ROW_BYTES)), O(O), P(P), rows(rows),
+          scale_log2(p.scale_log2) {
+#pragma unroll
+        for (int i = 0; i < O_REGS; i++) O[i] = 0;
+#pragma unroll
+        for (int i = 0; i < P_REGS; i++) P[i] = 0;
+    }
+
+    /* ---- pipeline stages and turns ---- */
+
+    DEVICE void wait_k() { mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity); }
+    DEVICE void wait_v() { mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity); }
+    DEVICE void release_k() {
+        if (arrives) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
+        k_ring.next();
+    }
+    DEVICE void release_v() {
+        if (arrives) mbarrier_arrive(&smem.v_empty[v_ring.stage]);
+        v_ring.next();
+    }
+    DEVICE int q_stage(int which) const { return Q_STAGES == 1 ? 0 : q_ring.stage ^ 1 ^ which; }
+    DEVICE void release_q(int which) {
         __syncwarp(); /* other lanes have read the tile before, whose place may be taken now */
         if (arrives) {
             if (O_IN_Q) cp_async_bulk_wait_all_read();
-            mbarrier_arrive(&s.q_empty[stage_of_q(before)]);
+            mbarrier_arrive(&smem.q_empty[q_stage(which)]);
         }
-    };
+    }
+    DEVICE void wait_turn() {
+        if (TURN) bar_sync(BAR_TURN + wg, 256);
+    }
+    DEVICE void pass_turn() { bar_arrive(BAR_TURN + (wg + 1 == WGS ? 0 : wg + 1), 256); }
+
     /* Passes over key tiles from next_j down to end, which other warpgroups see. */
-    const auto pass_until = [&](int end) {
+    DEVICE void pass_until(int end) {
 #pragma unroll 1
         for (; next_j > end; next_j--) {
-            mbarrier_wait(&s.k_full[kr.stage], kr.parity);
-            if (TURN) bar_sync(BAR_TURN + wg, 256), bar_arrive(BAR_TURN + next_wg, 256);
+            wait_k();
+            wait_turn();
+            if (TURN) pass_turn();
             release_k();
-            mbarrier_wait(&s.v_full[vr.stage], vr.parity);
+            wait_v();
             release_v();
         }
-    };
+    }
+
+    /* ---- the work tile ---- */
+
+    DEVICE const tile &tile_of(int which) const {
+        const int i = tile_ring.stage - 1 - which;
+        return smem.tiles[i < 0 ? i + TILES : i];
+    }
+    DEVICE int row_block_of(int which) const {
+        return row_block >= which ? row_block - which : row_block - which + WGS;
+    }
     /* In shared memory, of this warp's 16 rows: where their Q was, or in a place of their own. */
-    const auto place_of_o = [&](int before, int block_then) {
-        return O_IN_Q ? s.q[stage_of_q(before)] + (64 * block_then + 16 * warp) * CHUNK
-                      : s.o + (4 * wg + warp) * 16 * HEAD_DIM;
-    };
+    DEVICE u16 *place_of_o(int which, int block_then) const {
+        return O_IN_Q ? smem.q[q_stage(which)] + (64 * block_then + 16 * warp) * CHUNK
+                      : smem.o + (4 * wg + warp) * 16 * HEAD_DIM;
+    }
     /* O of a tile that was taken, of which these are rows 64 block_then .. */
-    const auto finish = [&](int before) {
-        const tile &t = tile_taken(before);
-        const int block_then = block >= before ? block - before : block - before + WGS;
+    DEVICE void finish(int which) {
+        const tile &t = tile_of(which);
+        const int block_then = row_block_of(which);
         const int first_row = t.row + 64 * block_then + 16 * warp;
-        if (uniform(before ? has_failed(O, rows) : (t.repeated >> (4 * block_then + warp) & 1) == 0)) {
-            if (before && is_leader) {
-                const int num_failed = s.num_failed[4 * wg + warp];
-                s.failed[4 * wg + warp][num_failed % FAILED] = {t.idx, 4 * block_then + warp};
+        if (uniform(which ? has_failed(O, rows) : (t.repeated >> (4 * block_then + warp) & 1) == 0)) {
+            if (which && is_leader) {
+                const int num_failed = smem.num_failed[4 * wg + warp];
+                smem.failed[4 * wg + warp][num_failed % FAILED] = {t.idx, 4 * block_then + warp};
                 __threadfence_block();
-                *(volatile int *)&s.num_failed[4 * wg + warp] = num_failed + 1;
+                *(volatile int *)&smem.num_failed[4 * wg + warp] = num_failed + 1;
             }
         } else { /* rows that did not fail have been stored */
             float factor[2], lse[2];
@@ -208,26 +235,28 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                     if (lse[row_of(i)] == INF) O[i] = 0;
             }
             if constexpr (O_BY_TMA)
-                store_by_tma(O, factor, p, t, place_of_o(before, block_then), first_row);
+                store_by_tma(O, factor, p, t, place_of_o(which, block_then), first_row);
             else
                 store_directly(O, factor, p, t, first_row);
             store_lse(lse, p, t, first_row);
         }
-    };
+    }
 
-    const auto wait_v = [&] { mbarrier_wait(&s.v_full[vr.stage], vr.parity); };
-    const auto issue_pv = [&] { issue_output(O, P, v_desc_0 + vr.stage * KV_STAGE); };
-    const auto raise_o = [&](const float (&alpha)[2]) {
+    /* ---- a step ---- */
+
+    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores(S, q_desc, k_desc_0 + k_ring.stage * KV_STAGE); }
+    DEVICE void issue_pv() { issue_output(O, P, v_desc_0 + v_ring.stage * KV_STAGE); }
+    DEVICE void raise_o(const float (&alpha)[2]) {
 #pragma unroll
         for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
-    };
-    const auto begin_rows = [&] {
+    }
+    DEVICE void begin_rows() {
 #pragma unroll
         for (int i = 0; i < O_REGS; i++) O[i] = 0;
         rows = {{-INF, -INF}, {0, 0}, {0, 0}};
-    };
+    }
     /* S is by now P. Four keys are added first, and the largest of such sums is kept, as bits: no P is larger. */
-    const auto sum_rows = [&](const float (&S)[S_REGS], int (&largest)[2], bool first_row, bool second_row) {
+    DEVICE void sum_rows(const float (&S)[S_REGS], int (&largest)[2], bool first_row, bool second_row) {
 #pragma unroll
         for (int i = 0; i < S_REGS; i += 2)
             if (i % 8 < 4 && (row_of(i) == 0 ? first_row : second_row)) {
@@ -235,100 +264,101 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 rows.sum[row_of(i)] += four;
                 largest[row_of(i)] = max(largest[row_of(i)], __float_as_int(four));
             }
-    };
-    const auto round_p = [&](const float (&S)[S_REGS]) {
+    }
+    DEVICE void round_p(const float (&S)[S_REGS]) {
 #pragma unroll
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
-    };
-    const auto pack = [&](float (&S)[S_REGS], int j) {
+    }
+    DEVICE void pack(float (&S)[S_REGS], int j) {
         if (DROPOUT) {
-            const tile &t = tile_taken(0);
-            drop(S, s.seed, s.offset + (u64)(t.b_idx * p.h + t.head) * 32, (t.row + 64 * block) / 16 + warp,
+            const tile &t = tile_of(THIS_TILE);
+            drop(S, smem.seed, smem.offset + (u64)(t.b_idx * p.h + t.head) * 32, (t.row + 64 * row_block) / 16 + warp,
                  j * (BLOCK_KV / 32), p.keep_max);
         }
         round_p(S);
-    };
+    }
+
     /* One step. The first of a tile has no P V; it stores the tile before instead. */
-    const auto step = [&](const bool starts) __attribute__((always_inline)) {
+    template <bool IS_FIRST> DEVICE void step() {
         /* wait K, V, turn: S = Q K^T, O += P V of the keys before.  NOTE: S is a new array in every step. Carried
          * from one to the next, its old values stay alive, and ptxas runs the products one by one (C7511). */
         float S[S_REGS], alpha[2];
         int largest[2] = {0, 0};
         const int j = next_j--;
-        const bool is_special = starts || j >= exact_end || j == 0 || (LOCAL && j < full_begin);
+        const bool is_special = IS_FIRST || j >= exact_end || j == 0 || (LOCAL && j < full_begin);
         goes_on = next_j >= kv_begin;
         pin(goes_on); /* known before the votes: after them every step would wait for it */
-        if (!starts && PV_FIRST) wait_v();
-        mbarrier_wait(&s.k_full[kr.stage], kr.parity);
-        if (TURN) bar_sync(BAR_TURN + wg, 256);
-        if (!starts) pin(O), pin(P); /* all writes to them come before the products */
-        if (!starts && PV_FIRST) issue_pv();
-        issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
-        if (!starts && !PV_FIRST) wait_v(), issue_pv();
-        if (TURN == 1 || (TURN && starts)) bar_arrive(BAR_TURN + next_wg, 256);
-        if (starts) {
-            if (has_o) finish(1);
+        if (!IS_FIRST && PV_FIRST) wait_v();
+        wait_k();
+        wait_turn();
+        if (!IS_FIRST) pin(O), pin(P); /* all writes to them come before the products */
+        if (!IS_FIRST && PV_FIRST) issue_pv();
+        issue_s(S);
+        if (!IS_FIRST && !PV_FIRST) wait_v(), issue_pv();
+        if (TURN == 1 || (TURN && IS_FIRST)) pass_turn();
+        if (IS_FIRST) {
+            if (has_o) finish(PREVIOUS_TILE);
             begin_rows();
         }
         /* S is there: release K, and Q if it was the last */
-        if (starts || PV_FIRST)
+        if (IS_FIRST || PV_FIRST)
             wgmma_wait_group<0>(S);
         else
             wgmma_wait_group<1>(S);
-        if (TURN == 2 && !starts) bar_arrive(BAR_TURN + next_wg, 256);
+        if (TURN == 2 && !IS_FIRST) pass_turn();
         release_k();
-        if (!starts && PV_FIRST) pin(O), release_v();
-        if (!O_IN_Q && j == kv_begin) release_q(0);
+        if (!IS_FIRST && PV_FIRST) pin(O), release_v();
+        if (!O_IN_Q && j == kv_begin) release_q(THIS_TILE);
 
         if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
         /* Most steps pass by on one branch. The first keys of a sequence may be far above all others. */
         const bool is_raised =
-            is_special && (starts || j >= exact_end || (LOCAL && j < full_begin) || overflows(S, rows, scale_log2));
+            is_special && (IS_FIRST || j >= exact_end || (LOCAL && j < full_begin) || overflows(S, rows, scale_log2));
         if (is_raised) {
             if (j >= full_end || (LOCAL && j < full_begin))
-                mask_scores(S, p, tile_taken(0).len_kv, j * BLOCK_KV + column, diagonal);
+                mask_scores(S, p, tile_of(THIS_TILE).len_kv, j * BLOCK_KV + column, diagonal);
             raise_max(S, rows, alpha, scale_log2, false);
             /* While a row has seen no score but -inf, there is no anchor yet. */
             if (__any_sync(0xffffffffu, rows.max[0] == -INF || rows.max[1] == -INF))
                 exact_end = uniform(min(exact_end, j - 1));
-            if (!starts && PV_FIRST) raise_o(alpha);
+            if (!IS_FIRST && PV_FIRST) raise_o(alpha);
         }
-        exponentiate_rows(S, rows, scale_log2, true, O_WAIT != 1 || starts);
+        exponentiate_rows(S, rows, scale_log2, true, O_WAIT != 1 || IS_FIRST);
         const float limits[2] = {limit_of_p(rows.sum[0]), limit_of_p(rows.sum[1])};
-        sum_rows(S, largest, true, O_WAIT != 1 || starts);
-        if (!starts && !PV_FIRST) {
-            settle(O_WAIT == 1 ? rows.sum[0] : rows.sum[0] + rows.sum[1], s.o);
+        sum_rows(S, largest, true, O_WAIT != 1 || IS_FIRST);
+        if (!IS_FIRST && !PV_FIRST) {
+            settle(O_WAIT == 1 ? rows.sum[0] : rows.sum[0] + rows.sum[1], smem.o);
             /* O is there: release V, raise O to the new maximum */
             wgmma_wait_group<0>(O);
             release_v();
             if (is_raised) raise_o(alpha);
         }
         /* The second row's exponentials, while the first row's P is packed */
-        if (O_WAIT == 1 && !starts)
+        if (O_WAIT == 1 && !IS_FIRST)
             exponentiate_rows(S, rows, scale_log2, false, true), sum_rows(S, largest, false, true);
         pack(S, j);
         /* A P that weighs in its row raises m: its rounding would show. */
-        if (!starts && any_exceeds(largest, limits)) {
+        if (!IS_FIRST && any_exceeds(largest, limits)) {
             raise_to_p(S, rows, alpha);
             raise_o(alpha);
             round_p(S);
         }
-        if (starts) {
-            if (O_IN_Q && has_o) release_q(1); /* O of the tile before has left it */
+        if (IS_FIRST) {
+            if (O_IN_Q && has_o) release_q(PREVIOUS_TILE); /* O of the tile before has left it */
             has_o = true;
         }
-    };
+    }
     /* The same for a tile that failed: one after the other. */
-    const auto repeat_step = [&] __attribute__((always_inline)) {
-        const tile &t = tile_taken(0);
+    DEVICE void repeat_step() {
+        const tile &t = tile_of(THIS_TILE);
         float S[S_REGS], alpha[2];
-        mbarrier_wait(&s.k_full[kr.stage], kr.parity);
-        if (TURN) bar_sync(BAR_TURN + wg, 256);
-        issue_scores(S, q_desc, k_desc_0 + kr.stage * KV_STAGE);
-        if (TURN) bar_arrive(BAR_TURN + next_wg, 256);
+        wait_k();
+        wait_turn();
+        issue_s(S);
+        if (TURN) pass_turn();
         wgmma_wait_group<0>(S);
         release_k();
-        if (!O_IN_Q && next_j == kv_begin) release_q(0);
+        if (!O_IN_Q && next_j == kv_begin) release_q(THIS_TILE);
 
         if (SCORE) change_scores(S, p, slope, next_j * BLOCK_KV + column, diagonal);
         mask_scores(S, p, t.len_kv, next_j * BLOCK_KV + column, diagonal);
@@ -340,7 +370,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         pack(S, next_j);
 
         wait_v();
-        const int keys = next_j * BLOCK_KV, first_diagonal = t.row + 64 * block + t.len_kv - t.len_q;
+        const int keys = next_j * BLOCK_KV, first_diagonal = t.row + 64 * row_block + t.len_kv - t.len_q;
         const bool all_seen =
             keys_begin(p, first_diagonal + 63) <= keys && keys + BLOCK_KV <= keys_end(p, first_diagonal, t.len_kv);
         if (uniform(all_seen)) {
@@ -348,73 +378,83 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             issue_pv();
             wgmma_wait_group<0>(O);
         } else {
-            accumulate_seen(O, P, s.v[vr.stage], p, t.len_kv, keys, diagonal);
+            accumulate_seen(O, P, smem.v[v_ring.stage], p, t.len_kv, keys, diagonal);
         }
         release_v();
-    };
-
-    for (;;) {
-        /* The last P V of the tile before, while the next tile comes. Without one, of garbage that nobody looks at. */
-        if (has_o) wait_v();
-        pin(O), pin(P);
-        issue_pv();
-        mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-        qr.next(), tr.next();
-        block = block + 1 == WGS ? 0 : block + 1; /* later rows may see more keys, or none be left: take turns */
-        const tile &t = tile_taken(0);
-        const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * block;
-        const int last_row = min(first_row + 64, t.len_q) - 1;
-        const int end = keys_end(p, last_row + shift, t.len_kv);
-        const int order = uniform(min(t.row, 0));
-        const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
-        const int last = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
-        const bool is_repeat = uniform(!is_idle && order == 0 && t.repeated);
-        next_j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
-        const int row = first_row + 16 * warp; /* the warp's first */
-        wgmma_wait_group<0>(O);
-        if (has_o) release_v();
-        diagonal = row + lane / 4 + shift;
-        q_desc = q_desc_0 + stage_of_q(0) * Q_STAGE + block * Q_BLOCK;
-        if (SCORE && p.alibi_slopes && order == 0) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
-        if (order < 0 || last < 0 || is_repeat) {
-            /* The tile before; then, alone, one that failed */
-            for (int before = 1; before >= 0 && (before || is_repeat); before--) {
-                if (before == 0) {
-                    pass_until(last);
-                    begin_rows();
-                    has_o = true;
-#pragma unroll 1
-                    for (; next_j >= kv_begin; next_j--) repeat_step();
-                }
-                if (O_IN_Q) bar_sync(BAR_GROUP + wg, 128); /* the warps have read the Q whose place O takes */
-                if (has_o) finish(before);
-                if (O_IN_Q && has_o) release_q(before);
-                has_o = false;
-            }
-            if (order == END) break;
-            if (is_repeat) continue;
-            if (order == REPORT) {
-                if (arrives) mbarrier_arrive(&s.all_done);
-            } else {
-                pass_until(kv_begin - 1);
-                if (row < t.len_q && !t.repeated) store_zeros(p, t, row);
-            }
-            release_q(0);
-            continue;
-        }
-        /* Every row of the warp has seen a key before exact_end - 1, and sees all of full_begin .. full_end - 1. */
-        const int row_end = keys_end(p, row + shift, t.len_kv);
-        exact_end = uniform(min(last, max(row_end - 1, 0) / BLOCK_KV));
-        full_end = uniform(row_end / BLOCK_KV);
-        if (LOCAL) full_begin = uniform(ceil_div(keys_begin(p, row + 15 + shift), BLOCK_KV));
-
-        /* The last keys first: they hold the diagonal and the end of the sequence, where masks apply. */
-        pass_until(last);
-        step(true);
-#pragma unroll 1
-        while (goes_on) step(false);
     }
-    if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* shared memory outlives its readers */
+
+    DEVICE void run() {
+        if (TURN && wg == WGS - 1) pass_turn(); /* warpgroup 0 begins */
+        for (;;) {
+            /* The last P V of the tile before, while the next tile comes. Without one, of garbage that nobody looks at. */
+            if (has_o) wait_v();
+            pin(O), pin(P);
+            issue_pv();
+            mbarrier_wait(&smem.q_full[q_ring.stage], q_ring.parity);
+            q_ring.next(), tile_ring.next();
+            row_block = row_block + 1 == WGS ? 0 : row_block + 1; /* later rows may see more keys, or none be left */
+            const tile &t = tile_of(THIS_TILE);
+            const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
+            const int last_row = min(first_row + 64, t.len_q) - 1;
+            const int end = keys_end(p, last_row + shift, t.len_kv);
+            const int order = uniform(min(t.row, 0));
+            const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
+            const int last = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
+            const bool is_repeat = uniform(!is_idle && order == 0 && t.repeated);
+            next_j = uniform(t.kv_end) - 1, kv_begin = uniform(t.kv_begin);
+            const int row = first_row + 16 * warp; /* the warp's first */
+            wgmma_wait_group<0>(O);
+            if (has_o) release_v();
+            diagonal = row + lane / 4 + shift;
+            q_desc = q_desc_0 + q_stage(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
+            if (SCORE && p.alibi_slopes && order == 0) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
+            if (order < 0 || last < 0 || is_repeat) {
+                /* The tile before; then, alone, one that failed */
+                for (int before = 1; before >= 0 && (before || is_repeat); before--) {
+                    if (before == 0) {
+                        pass_until(last);
+                        begin_rows();
+                        has_o = true;
+#pragma unroll 1
+                        for (; next_j >= kv_begin; next_j--) repeat_step();
+                    }
+                    if (O_IN_Q) bar_sync(BAR_GROUP + wg, 128); /* the warps have read the Q whose place O takes */
+                    if (has_o) finish(before);
+                    if (O_IN_Q && has_o) release_q(before);
+                    has_o = false;
+                }
+                if (order == END) break;
+                if (is_repeat) continue;
+                if (order == REPORT) {
+                    if (arrives) mbarrier_arrive(&smem.all_done);
+                } else {
+                    pass_until(kv_begin - 1);
+                    if (row < t.len_q && !t.repeated) store_zeros(p, t, row);
+                }
+                release_q(THIS_TILE);
+                continue;
+            }
+            /* Every row of the warp has seen a key before exact_end - 1, and sees all of full_begin .. full_end - 1. */
+            const int row_end = keys_end(p, row + shift, t.len_kv);
+            exact_end = uniform(min(last, max(row_end - 1, 0) / BLOCK_KV));
+            full_end = uniform(row_end / BLOCK_KV);
+            if (LOCAL) full_begin = uniform(ceil_div(keys_begin(p, row + 15 + shift), BLOCK_KV));
+
+            /* The last keys first: they hold the diagonal and the end of the sequence, where masks apply. */
+            pass_until(last);
+            step<true>();
+#pragma unroll 1
+            while (goes_on) step<false>();
+        }
+        if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* shared memory outlives its readers */
+    }
+};
+
+DEVICE void consume(const params &p, shared_memory &smem, const int wg) {
+    float O[O_REGS];
+    u32 P[P_REGS];
+    softmax_rows rows;
+    consumer(p, smem, wg, O, P, rows).run();
 }
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
