@@ -2,7 +2,7 @@
  * a launch are all tiles, each once; what they say of themselves is what the mask says, asked pair by pair. Each box must
  * begin inside its map (csrc/cuda/tensor_map.h says what happens otherwise) and in the rows of its own sequence. The kernel's
  * own code chooses the tiles, and in the backward brings them, on the emulated warp of cuda_emulation.h; of the forward the
- * boxes of a tile are named here as produce() in attn_fwd_producer.cuh does.
+ * boxes of a tile are named here as the producer in attn_fwd_producer.cuh does.
  *
  * tests/guards/test_check_kernels.py compiles it for each row of tiles.def, BACKWARD or not. */
 #define FA_PTX_SM90_CUH
