@@ -1,8 +1,8 @@
 """Builds flash_attn: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.10 at once.
 
 The extension is plain C on CPython's limited API and finds libtorch's C functions when it is imported. So building
-needs a C compiler and setuptools, and nothing else: no torch, no C++, no CUDA. ship_cubins.py adds compiled GPU kernels
-where that is asked for. docs/install.md lists the environment variables.
+needs a C compiler and setuptools, and nothing else: no torch, no C++, no CUDA. csrc/gpu/ship_cubins.py adds compiled
+GPU kernels where that is asked for. docs/install.md lists the environment variables.
 """
 
 import os
@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)  # setuptools wants sources relative to the project
-sys.path.insert(0, str(ROOT))  # which an isolated build lacks
+sys.path.insert(0, str(ROOT / "csrc" / "gpu"))
 
 from ship_cubins import ship, wanted_archs  # noqa: E402
 
@@ -55,12 +55,13 @@ class BuildExt(build_ext):
         ship(self.get_ext_fullpath("flash_attn_2_cuda"), wanted_archs(os.environ), max_jobs())
 
 
-c_files = sorted(glob("csrc/*.c") + glob("csrc/cpu/*.c"))
+c_files = sorted(glob("csrc/*.c") + glob("csrc/*/*.c"))
 
 extension = Extension(
     "flash_attn_2_cuda",
     sources=c_files,
     depends=sorted(glob("csrc/*.h") + glob("csrc/*/*.h") + glob("csrc/*/*.def")),
+    include_dirs=["csrc"],
     define_macros=[("Py_LIMITED_API", LIMITED_API)],
     libraries=[] if sys.platform == "win32" else ["m", "dl"],
     py_limited_api=True,

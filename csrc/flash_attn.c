@@ -5,7 +5,9 @@
 #include <stdio.h>
 
 const char *fa_isa_name(fa_isa isa) {
-    static const char *const names[FA_NUM_ISAS] = {"reference", "scalar", "avx2", "avx512", "avx512bf16", "amx"};
+#define NAME(id, name) #name
+    static const char *const names[FA_NUM_ISAS] = {FA_ISAS(NAME)};
+#undef NAME
     return names[isa];
 }
 

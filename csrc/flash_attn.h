@@ -1,8 +1,8 @@
 /* The contract of flash-attn's C code: tensors -> problem -> plan -> run.
  *
- *   args.c   turns tensors into an fa_problem: everything the maths needs, checked.
- *   plan.c   turns an fa_problem into an fa_plan: everything the hardware needs. Pure, printable.
- *   run.c    executes the plan, in a workspace that the caller brings.
+ *   torch/args.c            turns tensors into an fa_problem: everything the maths needs, checked.
+ *   plan/plan.c             turns an fa_problem into an fa_plan: everything the hardware needs. Pure, printable.
+ *   cpu/run.c, gpu/run.c    execute the plan, in a workspace that the caller brings.
  *
  * Letters, the same everywhere:  b batch, h query heads, h_kv key/value heads, g = h / h_kv, d head dimension,
  * len_q, len_kv lengths of one sequence. Strides count elements. Every tensor's last dimension is contiguous.
@@ -17,7 +17,7 @@
 
 #define FA_MAX_HEAD_DIM 256
 
-/* ---- status, and the exception that module.c makes of it ------------------------------------------------------------------------------------------------ */
+/* ---- status, and the exception that torch/failures.c makes of it --------------------------------------------- */
 
 typedef enum {
     FA_OK = 0,
@@ -26,7 +26,7 @@ typedef enum {
     FA_ENOMEM_GPU,   /* the GPU's memory is full: torch.OutOfMemoryError */
     FA_EUNSUPPORTED, /* legal, but nothing here can run it; the message says what is missing: NotImplementedError */
     FA_EFAILED,      /* what should have worked did not, in the driver or the compiler: RuntimeError */
-    FA_EPYTHON,      /* Python raised an exception, which module.c keeps: that one */
+    FA_EPYTHON,      /* Python raised an exception, which torch/failures.c keeps: that one */
 } fa_status;
 
 #define FA_MESSAGE_BYTES 512
@@ -122,15 +122,18 @@ typedef struct {
 
 /* ---- plan -------------------------------------------------------------------------------------------------- */
 
-typedef enum {
-    FA_ISA_REFERENCE,  /* cpu/reference.c: the specification */
-    FA_ISA_SCALAR,     /* the tiled algorithm in portable C */
-    FA_ISA_AVX2,       /* AVX2 + FMA + F16C */
-    FA_ISA_AVX512,     /* AVX-512 F, DQ, BW, VL */
-    FA_ISA_AVX512BF16, /* kernels for bf16 only */
-    FA_ISA_AMX,        /* AMX-TILE, AMX-BF16: kernels for bf16 only */
-    FA_NUM_ISAS
-} fa_isa;
+/* Instruction sets, the weakest first: X(name in C, name for people).
+ *   reference    cpu/reference.c: the specification
+ *   scalar       the tiled algorithm in portable C
+ *   avx2         AVX2 + FMA + F16C
+ *   avx512       AVX-512 F, DQ, BW, VL
+ *   avx512bf16   kernels for bf16 only
+ *   amx          AMX-TILE, AMX-BF16: kernels for bf16 only */
+#define FA_ISAS(X) \
+    X(REFERENCE, reference), X(SCALAR, scalar), X(AVX2, avx2), X(AVX512, avx512), X(AVX512BF16, avx512bf16), X(AMX, amx)
+
+#define FA_ISA_ENUM(id, name) FA_ISA_##id
+typedef enum { FA_ISAS(FA_ISA_ENUM), FA_NUM_ISAS } fa_isa;
 
 /* What plan.c knows of the machine; filled once by fa_cpu_detect and, per call, the thread count. */
 typedef struct {
@@ -149,34 +152,50 @@ typedef struct {
     const char *kernel, *reason; /* text that lives as long as the program */
 } fa_ruled_out;
 
+/* The part of a plan for the CPU. */
+typedef struct {
+    fa_isa isa;
+    int tiles_per_task;  /* query tiles that share one packed block of keys */
+    int threads;         /* workers used, at most the machine's */
+    int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
+    int decode_threads;  /* of the decode kernel, where it has work */
+} fa_cpu_plan;
+
+/* A launch of the decode kernel on a GPU. Without clusters, groups of `lanes` CTAs read neighbouring heads side by side. */
+typedef struct {
+    int row;    /* of cuda/tiles.def; -1: there is no such launch */
+    int lanes;  /* a divisor of the key heads */
+    int groups; /* of lanes; with clusters: clusters of each key head */
+} fa_decode_launch;
+
+/* The part of a plan for a GPU. */
+typedef struct {
+    int family, row;   /* the kernel's text, its row of cuda/tiles.def, */
+    unsigned features; /* and what it must be able to do (plan/kernel_table.h) */
+    int num_ctas;      /* forward on Hopper: CTAs of the launch, each of which takes one work tile after the other */
+    bool is_dynamic;   /* forward on Hopper: CTAs take their next work tile from a counter */
+    int group_heads;   /* heads walked together: query heads of a forward, key heads of a backward; 0: not said */
+    bool any_order;    /* Hopper's backward: key tiles add to dQ as they come, not in the order of the keys; */
+    bool converts;     /* a warp of its own makes dQ of the sums */
+    int cluster;      /* decode: CTAs that share the keys of a head and hand each other their sums; 0: through memory */
+    int num_clusters; /* decode: at most, of one launch */
+    /* Decode: a launch for all sequences. Where packed sequences have few rows beside others that have many, those of few
+     * rows have a launch of their own, with the lowest tile, before it. */
+    fa_decode_launch decode, decode_low;
+} fa_gpu_plan;
+
 typedef struct {
     fa_pass pass;
     fa_device device;
-    fa_isa isa;
     char kernel[FA_KERNEL_NAME_BYTES]; /* operator, instruction set, row: attn_fwd_avx512_bf16_d64_q64kv128 */
     int block_q, block_kv;             /* rows and keys of one tile */
-    int tiles_per_task;                /* query tiles that share one packed block of keys */
-    int threads;                       /* workers used, at most the machine's */
     int num_splits;                    /* key ranges of the backward (or of a decode) that are summed in order */
-    int cluster; /* CTAs of a GPU that share the keys of a head and hand each other their sums; 0: through memory */
-    int num_clusters;    /* at most, of one launch */
-    int64_t num_decodes; /* sequences of a forward with few queries, which go to cpu/attn_decode.h */
-    int decode_threads;  /* of the decode kernel, where it has work */
     size_t workspace_bytes;
-    bool any_order;            /* Hopper's backward: key tiles add to dQ as they come, not in the order of the keys; */
-    bool converts;             /* a warp of its own makes dQ of the sums; */
-    int group_heads;           /* key heads that are walked together */
-    int cuda_family, cuda_row; /* CUDA: the kernel's text, its row of cuda/tiles.def, */
-    unsigned cuda_features;    /* and what it must be able to do (kernels.h) */
+    fa_cpu_plan cpu; /* of the two parts, the device's */
+    fa_gpu_plan gpu;
     int num_ruled_out;
     fa_ruled_out ruled_out[FA_MAX_RULED_OUT];
 } fa_plan;
-
-/* Pure: the same problem and machine give the same plan. Lengths inside cu_seqlens and their like are read on CPU only. */
-fa_status fa_plan_make(const fa_problem *problem, const fa_machine *machine, fa_plan *plan, fa_error *err);
-
-/* One line of words; cut off where room ends. */
-void fa_plan_print(const fa_plan *plan, char *text, size_t room);
 
 const char *fa_isa_name(fa_isa isa);
 const char *fa_dtype_name(fa_dtype dtype);

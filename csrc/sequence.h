@@ -45,6 +45,12 @@ static inline bool fa_is_idle(const fa_problem *p) {
     return p->total_q * p->h == 0 && p->len_new == 0 && !p->cu_seqlens_q && (p->pass == FA_FWD || p->total_kv == 0);
 }
 
+/* The first bytes of a forward's workspace: the rotated queries, if there is rotary. */
+static inline size_t fa_rotated_q_bytes(const fa_problem *p) {
+    size_t bytes = p->rotary_cos ? (size_t)(p->b * p->len_q * p->h * p->d) * fa_dtype_bytes(p->dtype) : 0;
+    return (bytes + 63) / 64 * 64;
+}
+
 /* Element offset of key j (or, with a negative j, of left padding) of one key/value head in a view of k or v. */
 static inline int64_t fa_key_offset(const fa_problem *p, const fa_view *kv, const fa_sequence *s, int64_t j,
                                     int64_t head_kv) {

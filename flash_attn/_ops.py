@@ -1,8 +1,8 @@
 """The ops of namespace ``flash_attn`` as PyTorch's tracers see them.
 
-Importing the extension registers the ops (csrc/ops.c). Here each gets a fake: the shapes, dtypes and strides of its
-results, computed without data, so that torch.compile and torch.export can plan memory. A fake and its op agree exactly;
-tests/test_compile.py holds them together.
+Importing the extension registers the ops (csrc/torch/ops.c). Here each gets a fake: the shapes, dtypes and strides of
+its results, computed without data, so that torch.compile and torch.export can plan memory. A fake and its op agree
+exactly; tests/test_compile.py holds them together.
 
     op                           results
     _flash_attn_forward          out, lse [b, h, len_q], s_dmask, rng_state [2]

@@ -21,7 +21,12 @@ class Plan:
     tiles_per_task: int = 0  # query tiles that share one packed block of keys
     threads: int = 0  # of the CPU
     num_splits: int = 0  # ranges of keys whose results are summed in order; 0: cut so that all CTAs have as much to do
+    group_heads: int = 0  # heads that a GPU walks together, so that their keys stay in its L2; 0: not chosen
+    is_dynamic: bool = False  # CTAs of a forward take their next work tile from a counter
     cluster: int = 0  # CTAs of a GPU that share a head's keys and hand each other their sums; 0: through memory
+    lanes: int = 0  # of a decode: CTAs that read neighbouring heads side by side; 0: another kernel
+    groups: int = 0  # of lanes; with clusters: clusters of each key head
+    has_low_launch: bool = False  # packed sequences of few rows have a launch of their own, before the others
     workspace_bytes: int = 0
     any_order: bool = False  # of a backward: dq is added up as its parts come, and repeats differ by rounding
     ruled_out: list = field(default_factory=list)  # (kernel, reason) of the others
@@ -37,7 +42,15 @@ class Plan:
             lines += [f"    threads          {self.threads}"] if self.threads else []
             lines += [
                 f"    key splits       {self.num_splits or 'as many as it takes'}",
+                *([f"    walked together  {self.group_heads} heads"] if self.group_heads else []),
+                *(["    work tiles       from a counter"] if self.is_dynamic else []),
                 *([f"    clusters of      {self.cluster}"] if self.cluster else []),
+                *(
+                    [f"    CTAs             {self.groups} groups of {self.lanes}"]
+                    if self.lanes and not self.cluster
+                    else []
+                ),
+                *(["    launches         2, the first for sequences of few rows"] if self.has_low_launch else []),
                 f"    workspace        {self.workspace_bytes:,} bytes",
                 *(["    dq               added in any order"] if self.any_order else []),
             ]

@@ -9,14 +9,14 @@
     flash_attn_varlen_qkvpacked_func    FlashAttnVarlenQKVPackedFunc    the same
     flash_attn_with_kvcache             none                            fwd_kvcache
 
-In eager mode, where nobody watches the ops, the extension's direct functions take their place (csrc/direct.c): the
-same without torch's dispatcher, which takes longer than all the rest of a small call. They return None where they
-cannot, having done nothing, and then the op is called.
+In eager mode, where nobody watches the ops, the extension's direct functions take their place (csrc/torch/direct.c).
+They do the same without torch's dispatcher, which takes longer than all the rest of a small call. A direct function
+that cannot serve a call returns None, having done nothing. Then the op is called.
 
 A packed tensor is a way to hand over q, k and v as views of one memory: dense or varlen, dimension -3 counts its parts.
 So one function computes every forward (``_attend``) and one every backward (``_gradients``), which lets the op write
 into the same views of one packed gradient; the classes say only what comes packed. The ops check their arguments
-(csrc/args.c); here is only what has to happen before there is an op.
+(csrc/torch/args.c); here is only what has to happen before there is an op.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""explain() plans the call that it is given, says so in words, and changes nothing."""
+"""explain() plans a given call, describes the plan in words, and changes nothing."""
 
 import threading
 
@@ -46,7 +46,7 @@ def test_an_intermediate_result_keeps_its_graph():
     qkv = x.sin()
     assert explain(flash_attn_qkvpacked_func, qkv).backward is not None
     assert x.grad is None
-    flash_attn_qkvpacked_func(qkv).sum().backward()  # not freed
+    flash_attn_qkvpacked_func(qkv).sum().backward()  # the graph is still alive
     assert x.grad is not None
 
 
@@ -69,6 +69,11 @@ def test_print():
     assert f"    workspace        {plan.workspace_bytes:,} bytes" in lines
     assert f"backward on cpu: {plan.backward.kernel}" in lines
     assert str(Plan("forward", "cpu", "name", ruled_out=[("other", "too old")])).endswith("other: too old")
+    decode = str(Plan("forward", "cuda:0", "name", lanes=8, groups=16, has_low_launch=True))
+    assert "    CTAs             16 groups of 8\n    launches         2, the first" in decode
+    assert "CTAs  " not in str(Plan("forward", "cuda:0", "name", lanes=8, groups=16, cluster=4))
+    forward = str(Plan("forward", "cuda:0", "name", group_heads=32, is_dynamic=True))
+    assert "    walked together  32 heads\n    work tiles       from a counter" in forward
     in_any_order = "    dq               added in any order"
     assert str(Plan("backward", "cuda:0", "name", any_order=True)).endswith(in_any_order)
     assert in_any_order not in str(Plan("backward", "cuda:0", "name"))

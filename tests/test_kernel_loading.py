@@ -1,4 +1,4 @@
-"""Loading and launching GPU kernels, through a C program in which a stub stands for the driver."""
+"""Loading and launching of GPU kernels, through a C program with a stub of the driver."""
 
 import shutil
 import subprocess
@@ -11,13 +11,14 @@ GCC = shutil.which("gcc")
 
 pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
-# A kernel is the address of its name, and a library has one kernel. Each command prints nothing unless it fails.
+# A kernel is the address of its name, and a library has one kernel. A command prints nothing unless it fails.
 PROGRAM = r"""
-#include "kernels.c"
+#include "gpu/kernels.c"
 
-#include "cuda_memory.h"
-#include "cuda_run.h"
-#include "torch_abi.h"
+#include "gpu/host.h"
+#include "gpu/launch.h"
+#include "gpu/memory.h"
+#include "gpu/slots.h"
 
 #include <sched.h>
 
@@ -154,7 +155,7 @@ fa_status fa_context_enter(const fa_gpu *gpu, fa_context_guard *guard, fa_error 
     return (void)gpu, (void)guard, (void)e, FA_OK;
 }
 void fa_context_leave(const fa_context_guard *guard) { (void)guard; }
-fa_status fa_torch_current_stream(int idx, void **stream, fa_error *e) {
+static fa_status current_stream(int idx, void **stream, fa_error *e) {
     return (void)idx, (void)e, *stream = NULL, FA_OK;
 }
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *e) {
@@ -184,8 +185,9 @@ fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *e) {
     state.compilations++;
     return FA_OK;
 }
-void fa_empty_torch_cache(void) { state.emptied++; }
-void fa_read_environment_in_python(void) {}
+static void empty_cache(void) { state.emptied++; }
+static void read_environment(void) {}
+fa_gpu_host fa_host = {current_stream, empty_cache, read_environment, NULL};
 
 /* The driver keeps a copy of a cubin; here its address is the kernel, so that it must stay. */
 static void keep(void *pointer) { (void)pointer; }
@@ -235,7 +237,7 @@ static void static_shared_memory(void) {
 
 static fa_status launch_one(fa_variant variant) {
     const fa_problem problem = {.b = 1};
-    const fa_plan plan = {.cuda_row = 0};
+    const fa_plan plan = {.gpu = {.row = 0}};
     const fa_cuda_call call = {.problem = &problem, .plan = &plan, .gpu = &gpus[0], .driver = &driver};
     const int parameters = 0;
     return fa_cuda_launch(&call, variant, (fa_launch){1, 1, 1, .threads = 32}, &parameters, &err);
@@ -333,7 +335,7 @@ static void race(void) {
 }
 
 static int slot(int capture, uintptr_t stream) {
-    const fa_plan plan = {.cuda_row = 0};
+    const fa_plan plan = {.gpu = {.row = 0}};
     const fa_cuda_call call = {.plan = &plan, .driver = &driver, .stream = (CUstream)stream};
     state.capturing = capture;
     return fa_cuda_slot(&call, 2048);
@@ -361,7 +363,7 @@ static void slots(void) {
 /* The row that takes what nobody wants is shorter than all heads: nobody fills it. Without memory there is none. */
 static void spare_row(void) {
     fa_problem p = {.pass = FA_FWD, .h = 8, .b = 1, .d = 64, .total_q = 30000, .len_q = 30000, .dtype = FA_BF16};
-    const fa_plan plan = {.cuda_family = FA_FWD_SM90};
+    const fa_plan plan = {.gpu = {.family = FA_FWD_SM90}};
     p.lse.stride_h = 30000;
     state.fails_at = LOAD, state.with = CUDA_ERROR_OUT_OF_MEMORY, state.times = 1;
     CHECK(fa_cuda_spare_lse(&p, &plan, &err) == FA_OK && !p.lse.data && p.lse.stride_h == 30000);
@@ -389,11 +391,12 @@ int main(int argc, char **argv) {
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loading")
-    # a kernel is the address of its cubin, which must stay
+    # A kernel is the address of its cubin, which must not move.
     (folder / "main.c").write_text(
         "#include <stdlib.h>\n#define free(pointer) keep(pointer)\nstatic void keep(void *);\n" + PROGRAM
     )
-    files = [CSRC / f"{name}.c" for name in ("cuda_launch", "cuda_slots", "cuda_memory", "kernel_table", "flash_attn")]
+    names = ("gpu/launch", "gpu/slots", "gpu/memory", "plan/kernel_table", "flash_attn")
+    files = [CSRC / f"{name}.c" for name in names]
     command = [GCC, "-std=c11", "-O2", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-lpthread", "-lm"]
     subprocess.run([*command, "-o", folder / "loading"], check=True)
     return folder / "loading"

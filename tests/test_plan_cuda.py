@@ -1,4 +1,4 @@
-"""The choice of a CUDA kernel, without a GPU: a C program links plan_cuda.c and prints what it chooses."""
+"""The choice of a CUDA kernel, without a GPU. A C program links csrc/plan and prints the choice."""
 
 import re
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
 # Each argument sets one number of a problem that otherwise fits: name=value.
 PROGRAM = r"""
-#include "plan_cuda.h"
+#include "plan/gpu.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,7 +36,7 @@ int main(int argc, char **argv) {
     static const int32_t offsets[3];
     static const float slopes[1];
     int64_t d = 128, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
-    bool prints_order = false;
+    bool prints_order = false, prints_launch = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
                     .scale = 0.1, .window_left = -1, .window_right = -1};
@@ -57,6 +57,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
         if (strncmp(name, "ordered=", 8) == 0) p.deterministic = true;
         if (strncmp(name, "order=", 6) == 0) prints_order = true;
+        if (strncmp(name, "launch=", 7) == 0) prints_launch = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
@@ -74,9 +75,13 @@ int main(int argc, char **argv) {
     fa_plan plan;
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
-    if (prints_order) return printf("%d %d %d", plan.any_order, plan.converts, plan.group_heads), 0;
+    if (prints_launch)
+        return printf("%d %d %d | %d %d | %d %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
+                      plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
+                      plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups), 0;
+    if (prints_order) return printf("%d %d %d", plan.gpu.any_order, plan.gpu.converts, plan.gpu.group_heads), 0;
     printf("%s %d %d %zu %d %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.num_splits,
-           plan.cluster);
+           plan.gpu.cluster);
     for (int i = 0; i < plan.num_ruled_out; i++) printf("\n%s: %s", plan.ruled_out[i].kernel, plan.ruled_out[i].reason);
     return 0;
 }
@@ -87,24 +92,8 @@ int main(int argc, char **argv) {
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
-    sources = (
-        "plan_cuda",
-        "plan_cuda_fwd",
-        "plan_cuda_bwd",
-        "plan_cuda_order",
-        "plan_cuda_decode",
-        "plan_cuda_any",
-        "kernels",
-        "kernel_table",
-        "kernel_source",
-        "kernel_cache",
-        "cache_files",
-        "environment",
-        "cuda_driver",
-        "torch_abi",
-    )
-    files = [CSRC / f"{name}.c" for name in sources]
-    command = [GCC, "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "main.c", *files, "-ldl", "-lpthread"]
+    files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c"]
+    command = [GCC, "-std=c11", "-I", CSRC, folder / "main.c", *files]
     subprocess.run([*command, "-o", folder / "plan"], check=True)
 
     def plan(**numbers):
@@ -143,6 +132,7 @@ def plan(tmp_path_factory):
         ({"d": 128, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 128, "scale": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 128, "scale": -1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
+        ({"d": 128, "scale": 1e-46}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),  # 0 in fp32
         ({"d": 160}, "attn_fwd_sm90_bf16_d192_q128kv96"),
         ({"d": 256}, "attn_fwd_sm90_bf16_d256_q128kv64"),
         ({"d": 256, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d256_q128kv64"),
@@ -184,13 +174,14 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
     [
         ({}, 32),  # 32 tiles in all, of 16 steps with each of two query heads
         ({"sms": 64}, 32),
-        ({"sms": 63}, 0),  # two rounds of pieces are not worth it
+        ({"sms": 63}, 0),  # two rounds of pieces do not pay
         ({"sms": 32}, 0),
         ({"sms": 31}, 1),  # one tile is left for a second round
         ({"sms": 27}, 5),
-        ({"sms": 20}, 0),  # 12 are too many
-        ({"len_q": 64}, 0),  # two steps are not worth a cut
-        # along the query heads: into pieces of two or more, of 1024 rows in all, 1536 or 6144 where tiles are many
+        ({"sms": 20}, 0),  # 12 tiles are too many
+        ({"len_q": 64}, 0),  # two steps do not pay for a cut
+        # Cuts along the query heads, into two or more pieces with 1024 rows in total, or 1536 or 6144 if there are many
+        # tiles.
         ({"right": 0}, 0),
         ({"packed": 1}, 0),
         ({"right": 0, "h": 8}, 32),
@@ -204,14 +195,14 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
         ({"left": 300, "right": 2**62, "h": 8}, 32),
         ({"right": 0, "h": 6}, 0),
         ({"right": 0, "h": 12, "len_q": 2048}, 32),
-        ({"packed": 1, "h": 8}, 36),  # no more than these
+        ({"packed": 1, "h": 8}, 36),  # the limit for packed sequences
         ({"right": 0, "h": 8, "d": 256}, 0),
         ({"d": 256}, 0),
     ],
     ids=str,
 )
 def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
-    """They add up dK and dV of 128 keys in the workspace, and 8 warps count their pieces."""
+    """Pieces add up dK and dV of 128 keys in the workspace, and 8 warps count the pieces."""
     cut_bytes, bytes_ = (int(plan(**{"pass": 1} | {"sms": sms} | numbers | extra).splitlines()[0].split()[3])
                          for sms, extra in ((132, {}), (0, {"sms": 0})))  # fmt: skip
     assert cut_bytes - bytes_ == cut * (2 * 128 * (96 if numbers.get("d") == 96 else 128) + 8) * 4
@@ -220,9 +211,9 @@ def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
 @pytest.mark.parametrize(
     ("numbers", "any_order", "converts", "heads"),
     [
-        ({"d": 64, "b": 33}, 0, 0, 32),  # without a mask in order, where CTAs have 8 tiles or more
+        ({"d": 64, "b": 33}, 0, 0, 32),  # no mask: in order, if CTAs have 8 tiles or more
         ({"d": 64, "b": 32}, 1, 0, 32),
-        ({"d": 64, "b": 1, "h": 32, "len": 16384}, 0, 0, 4),  # as many as the L2 has room for
+        ({"d": 64, "b": 1, "h": 32, "len": 16384}, 0, 0, 4),  # as many heads as the L2 can hold
         ({"b": 4, "h": 16, "len": 4096}, 0, 0, 8),
         ({"b": 1, "h": 16, "len": 16384}, 1, 0, 1),
         ({"b": 1, "h": 16, "len": 16384, "ordered": 1}, 0, 0, 2),
@@ -230,14 +221,14 @@ def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
         ({"d": 64, "b": 4, "h": 32, "len": 4096, "right": 0}, 1, 1, 8),
         ({"d": 64, "b": 4, "h": 32, "len": 4096, "right": 0, "ordered": 1}, 0, 0, 32),
         ({"d": 64, "b": 4, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 0, 0, 8),  # grouped heads: in order
-        ({"d": 64, "b": 1, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 1, 1, 8),  # but for few tiles
+        ({"d": 64, "b": 1, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 1, 1, 8),  # few tiles: in any order
         ({"d": 64, "b": 4, "h": 32, "h_kv": 8, "len": 4096, "left": 99, "right": 0}, 1, 0, 2),
-        ({"d": 96, "b": 4, "h": 20, "h_kv": 5, "len": 4096, "right": 0}, 1, 0, 10),  # not 8, 8 and 4
+        ({"d": 96, "b": 4, "h": 20, "h_kv": 5, "len": 4096, "right": 0}, 1, 0, 10),  # two groups of 10, not 8, 8 and 4
         ({"d": 96, "b": 1, "h": 20, "h_kv": 5, "len": 16384, "right": 0}, 1, 0, 3),
         ({"b": 8, "h": 32, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 4),  # a tile for every CTA, within 32 MB
         ({"b": 8, "h": 16, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 8),
         ({"d": 256, "b": 8, "h": 8, "h_kv": 2, "len": 2048, "right": 0}, 1, 0, 2),
-        ({"d": 64, "b": 33, "packed": 1}, 0, 0, 4),  # tiles of all sequences count
+        ({"d": 64, "b": 33, "packed": 1}, 0, 0, 4),  # tiles of all sequences are counted
         ({"d": 64, "b": 32, "packed": 1}, 1, 0, 4),
         ({"b": 0, "right": 0}, 0, 0, 0),
     ],
@@ -256,6 +247,7 @@ def test_order_of_the_backward(plan, numbers, any_order, converts, heads):
         ({"pass": 1, "d": 100}, "a head dimension that is a multiple of 8"),
         ({"pass": 1, "stride": 4}, "with strides that are multiples of 8 elements"),
         ({"pass": 1, "dtype": 2}, "it takes fp16 and bf16"),
+        ({"pass": 1, "softcap": 1001}, "its scores lose their digits"),
         ({"pass": 1, "capability": 80}, "it is for compute capability 9.0 (Hopper)"),
     ],
     ids=str,
@@ -280,6 +272,7 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
         ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
+        ({"len_q": 1, "softcap": 1001}, "attn_fwd_any_bf16_d128_q128kv64"),
         ({"len_q": 1, "capability": 80}, "attn_fwd_any_bf16_d128_q128kv64"),
     ],
     ids=str,
@@ -297,7 +290,7 @@ def test_few_queries_and_caches(plan, numbers, kernel):
     ("numbers", "kernel"),
     [
         ({"len_q": 1, "len_kv": 1, "b": 1, "stride": 4}, "fwd_sm90"),
-        ({"len_q": 1, "len_kv": 1, "stride": 4}, "fwd_any"),  # rows of two sequences
+        ({"len_q": 1, "len_kv": 1, "stride": 4}, "fwd_any"),  # the stride between the rows of two sequences
         ({"h": 1, "h_kv": 1, "stride_h": 4}, "fwd_sm90"),
         ({"stride_h": 4}, "fwd_any"),
         ({"b": 1, "stride_b": 4}, "fwd_sm90"),
@@ -314,9 +307,54 @@ def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
     assert plan(**numbers).startswith(f"attn_{kernel}_")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "group_heads", "is_dynamic", "ctas"),
+    [
+        ({}, 8, 0, 64),  # all heads; 8 tiles of each
+        ({"b": 32}, 64, 1, 132),  # 32 key heads of 512 KiB are 16 MiB
+        ({"b": 32, "h_kv": 4}, 32, 1, 132),
+        ({"b": 1, "h": 16, "h_kv": 16, "len_q": 8192, "len_kv": 8192}, 8, 1, 132),  # of 4 MiB, fewer than 16: 32 MiB
+        ({"b": 1, "h": 16, "h_kv": 16, "len_q": 131072, "len_kv": 131072}, 1, 1, 132),
+        ({"b": 512, "len_q": 100, "len_kv": 256}, 256, 0, 132),  # one short tile each
+        ({"b": 512, "len_q": 100, "len_kv": 257}, 128, 1, 132),
+        ({"b": 512, "len_q": 100, "len_kv": 256, "packed": 1}, 256, 1, 132),
+        ({"b": 0}, 0, 0, 0),
+        ({"sms": 16}, 8, 1, 16),
+    ],
+    ids=str,
+)
+def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
+    said = plan(**{"sms": 132, "launch": 1} | numbers).split(" | ")[0]
+    assert said == f"{group_heads} {is_dynamic} {ctas}"
+
+
+@pytest.mark.parametrize("sms", [1, 20, 78, 132, 144])
+@pytest.mark.parametrize("h_kv", [1, 2, 6, 8, 17, 32, 132])
+def test_lanes_of_a_decode(plan, sms, h_kv):
+    """The most lanes that divide the heads and leave at most one CTA in 32 over; two CTAs of the kernel fit an SM."""
+    said = plan(sms=sms, launch=1, len_q=1, h=h_kv, h_kv=h_kv, splits=1, len_kv=4096).split(" | ")[1]
+    ctas = 2 * sms
+    lanes = max(n for n in range(1, h_kv + 1) if h_kv % n == 0 and n <= ctas and ctas % n * 32 <= ctas)
+    assert said == f"{lanes} {ctas // lanes}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "launches"),
+    [({}, 1), ({"len_q": 40}, 2), ({"len_q": 40, "b": 1}, 1), ({"len_q": 40, "packed": 0}, 1), ({"d": 256}, 1)],
+    ids=str,
+)
+def test_launches_of_a_decode(plan, numbers, launches):
+    """Packed sequences of few rows have a launch of their own where others have more rows than the highest tile."""
+    given = {"sms": 132, "launch": 1, "len_q": 1, "pages": 1, "packed": 1} | numbers
+    if not given["packed"]:
+        del given["packed"]
+    second = plan(**given).split(" | ")[2].split()
+    assert second[0] == str(launches - 1) and (second[1] == "0") == (launches == 1)
+
+
 @pytest.mark.parametrize("name", ["k_batch", "v_batch"])
 def test_decoding_counts_either_cache_with_32_bits(plan, name):
-    last_key = 1023 * 4 * 128 + 128  # of the second head; pieces of 8 elements
+    last_key = 1023 * 4 * 128 + 128  # offset of the last key of the second head; pieces have 8 elements
     for stride, fits in ((2**35 - 16 - last_key, True), (2**35 - 8 - last_key, False), (-8, False)):
         first, *ruled_out = plan(**{"len_q": 1, name: stride}).splitlines()
         assert first.startswith("attn_decode_sm90_" if fits else "attn_fwd_sm90_")
@@ -333,11 +371,11 @@ def test_decoding_counts_either_cache_with_32_bits(plan, name):
         ({"b": 17}, 2),
         ({"b": 32}, 2),
         ({"b": 33, "h_kv": 1}, 0),
-        ({"len_kv": 2049}, 8),  # long: a head wants four clusters
+        ({"len_kv": 2049}, 8),  # long: a head needs four clusters
         ({"len_kv": 2049, "b": 3}, 4),
         ({"len_kv": 2049, "b": 8}, 2),
         ({"len_kv": 2049, "b": 9}, 0),
-        ({"len_kv": 2049, "b": 1, "h_kv": 16, "h": 16}, 8),  # but of one sequence all are alike
+        ({"len_kv": 2049, "b": 1, "h_kv": 16, "h": 16}, 8),  # in one sequence all heads are alike
         ({"len_kv": 2049, "b": 1, "h_kv": 66, "h": 66}, 2),
         ({"len_kv": 2049, "b": 1, "h_kv": 67, "h": 67}, 0),
         ({"len_kv": 32768, "b": 1, "h_kv": 8, "h": 32}, 8),
@@ -345,7 +383,7 @@ def test_decoding_counts_either_cache_with_32_bits(plan, name):
         ({"len_kv": 32769, "b": 1, "h_kv": 132, "h": 132}, 2),
         ({"len_kv": 32769, "b": 1, "h_kv": 133, "h": 133}, 0),
         ({"len_kv": 65536, "b": 8, "h": 2, "h_kv": 1}, 0),
-        ({"len_kv": 1 << 20, "b": 1}, 8),  # of few heads
+        ({"len_kv": 1 << 20, "b": 1}, 8),  # few heads
         ({"h": 32}, 8),
         ({"h": 34}, 0),  # 17 rows
         ({"splits": 2}, 0),
@@ -404,7 +442,7 @@ def test_queries_without_heads_go_to_the_generic_kernels(plan, more):
 
 @pytest.mark.parametrize("backward", (0, 1))
 def test_kernels_are_named_in_full(plan, backward):
-    """As the list of all kernels names them, which the tests of the list compare with tiles.def."""
+    """Names are the names in the list of all kernels. Other tests compare that list with tiles.def."""
     names = {name for name, *_ in flash_attn_2_cuda.cuda_kernels()}
     options = [{}, {"right": 0}, {"left": 5}], [{}, {"packed": 1}], [{}, {"softcap": 1}], [{}, {"dropout": 0.1}]
     found = set()
@@ -422,11 +460,11 @@ def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
 @pytest.mark.parametrize(
     ("numbers", "apart"),
     [
-        ({"new": 9}, 1024),  # more than the kernel appends itself
+        ({"new": 9}, 1024),  # more new keys than the kernel appends itself
         ({"new": 9, "len_q": 40}, 40 * 1024),
         ({"new": 9, "len_q": 1, "h": 34, "b": 1}, 34 * 128),
         ({"new": 8}, 0),
-        ({"new": 8, "len_q": 40}, 40 * 1024),  # more rows than one tile has
+        ({"new": 8, "len_q": 40}, 40 * 1024),  # more rows than a tile has
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
-"""Compiled GPU kernels inside a wheel: chosen by the environment, found by name and key, never needed."""
+"""Compiled GPU kernels inside a wheel. The environment chooses them, they are found by name and key, and none is
+required."""
 
 import hashlib
 import json
@@ -14,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSION = Path(flash_attn_2_cuda.__file__)
 
-pytestmark = pytest.mark.skipif(not (ROOT / "ship_cubins.py").exists(), reason="not a source tree")
+pytestmark = pytest.mark.skipif(not (ROOT / "csrc" / "gpu" / "ship_cubins.py").exists(), reason="not a source tree")
 
 # Ships two small kernels beside a copy of the extension, in a process that has no torch, and prints the manifest.
 PROGRAM = """
@@ -46,7 +47,7 @@ print(json.dumps(manifest))
 
 @pytest.fixture
 def built(tmp_path):
-    """A folder like a build's: the extension, and the kernels' texts beside it."""
+    """A folder like that of a build: the extension, and the kernels' texts beside it."""
     shutil.copy(EXTENSION, tmp_path)
     shutil.copytree(ROOT / "csrc" / "cuda", tmp_path / "flash_attn" / "cuda")
     return tmp_path
@@ -55,7 +56,7 @@ def built(tmp_path):
 def ship(built, *archs, **environment):
     environment = {**os.environ, **environment}
     environment = {name: value for name, value in environment.items() if value is not None}
-    command = [sys.executable, "-c", PROGRAM.format(root=str(ROOT)), built / EXTENSION.name, *archs]
+    command = [sys.executable, "-c", PROGRAM.format(root=str(ROOT / "csrc" / "gpu")), built / EXTENSION.name, *archs]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
@@ -73,7 +74,7 @@ def ship(built, *archs, **environment):
     ids=str,
 )
 def test_the_environment_chooses(environment, archs, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT / "csrc" / "gpu"))
     import ship_cubins
 
     assert ship_cubins.wanted_archs(environment) == archs
@@ -109,7 +110,7 @@ def test_what_is_shipped_is_found(built):
     for entry in manifest:
         content = (folder / f"{entry['name']}-{entry['key']}.cubin").read_bytes()
         assert len(content) == entry["bytes"] and hashlib.sha256(content).hexdigest() == entry["sha256"]
-    # The runtime takes them instead of compiling; not after the source has changed.
+    # The runtime takes shipped kernels instead of compiling, but not after the source has changed.
     program = """
 import importlib.util, sys
 module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("flash_attn_2_cuda", sys.argv[1]))

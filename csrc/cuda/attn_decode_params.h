@@ -3,7 +3,7 @@
 #define FA_ATTN_DECODE_PARAMS_H
 
 #define FA_DECODE_MAX_CTAS      288  /* of one launch */
-#define FA_DECODE_COUNTER_SLOTS 2048 /* per kernel, as ../cuda_slots.c gives them out; 2.4 MB */
+#define FA_DECODE_COUNTER_SLOTS 2048 /* per kernel, as gpu/slots.c gives them out; 2.4 MB */
 
 #define FA_DECODE_MAX_CLUSTER   8  /* CTAs */
 #define FA_DECODE_CLUSTER_BATCH 32 /* sequences of a launch with clusters: a lane looks after each */

@@ -5,7 +5,7 @@
 
 #include "tensor_map.h"
 
-#define FA_TILE_COUNTERS 4096 /* Each kernel has these slots. ../cuda_slots.c gives a launch its slot. */
+#define FA_TILE_COUNTERS 4096 /* Each kernel has these slots. gpu/slots.c gives a launch its slot. */
 
 /* Shared memory that a CTA may have. An SM has 228 KiB, and each of its CTAs costs 1 KiB besides. */
 #define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)

@@ -356,6 +356,7 @@ struct consumer {
 
         if (SCORE) change_scores(S, p, slope, first_key + column, diagonal);
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
+        make_infinite(S, scale_log2);
         raise_max(S, softmax, alpha, scale_log2, true);
         rescale_o(alpha);
         exponentiate_exactly(S, softmax, scale_log2);

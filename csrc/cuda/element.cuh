@@ -1,4 +1,4 @@
-/* One element of a tensor: fp16, bf16 or fp32 by the constants F32 and BF16. */
+/* One element of a tensor: fp16, bf16 or fp32. The constants F32 and BF16 choose. */
 #ifndef FA_ELEMENT_CUH
 #define FA_ELEMENT_CUH
 

@@ -1,12 +1,12 @@
-/* What happens to a cache before attention reads it: new keys and values are written in place, rotary embedding turns the
+/* Work on a cache before attention reads it. New keys and values are written in place, and rotary embedding turns the
  * new keys and the queries.
  *
  *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
  *   q [b, len_q, h, d]                  ->  q_rotated, contiguous
  *
- * A pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row "position" of cos
- * and sin, rounded once; everything else is copied bit for bit. One warp takes one row of one head. A position without
- * room in the cache, or a page that is not there, is not written.
+ * A pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row "position" of
+ * cos and sin, rounded once. All other elements are copied bit for bit. One warp takes one row of one head. A position
+ * without room in the cache, or on a page that does not exist, is not written.
  *
  * Specification: ../cpu/kvcache.c. */
 #include "cuda_problem.h"
@@ -18,12 +18,12 @@
 #endif
 
 #if F32
-typedef double wide; /* a product of two elements is exact in it */
+typedef double wide; /* holds the product of two elements exactly */
 #else
 typedef float wide;
 #endif
 
-/* The elements of one row, turned. Lanes of one warp share the work. */
+/* Copies one row and turns its rotary pairs. Whole warp: the lanes share the work. */
 DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *src, int position) {
     const int lane = threadIdx.x % 32, pairs = p.rotary_dim / 2;
     const bool turns = p.rotary_cos && position < p.rotary_rows;
@@ -39,11 +39,12 @@ DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *s
     for (int i = 2 * num_pairs + lane; i < p.d; i += 32) dst[i] = src[i];
 }
 
-/* Absolute position of the first appended key: left padding does not move it. */
+/* Absolute position of the first appended key. Left padding does not move the position. */
 DEVICE int append_position(const fa_cuda_problem &p, int b_idx) {
     return p.seqused_k ? clamp(p.seqused_k[b_idx], 0, 0x40000000) : 0;
 }
 
+/* Writes new key and value t of a sequence and key head to their place in the cache. Whole warp. */
 DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
     const int position = append_position(p, b_idx) + t;
@@ -59,6 +60,7 @@ DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     for (int i = threadIdx.x % 32; i < p.d; i += 32) ((element *)p.v.data)[v_at + i] = v_new[i];
 }
 
+/* Writes query t of a sequence and head, turned, to q_rotated. Whole warp. */
 DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
     const long long at = (((long long)b_idx * p.len_q + t) * p.h + head) * p.d;
@@ -66,7 +68,8 @@ DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
                 append_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
 }
 
-/* Tasks: the new tokens of every sequence and head, then the queries of every sequence and head. */
+/* One task per warp at a time. First come the new tokens of every sequence and key head, then the queries of every
+ * sequence and head. */
 extern "C" __global__ void KERNEL(const fa_cuda_problem p) {
     const long long num_appends = (long long)p.b * p.len_new * p.h_kv;
     const long long num_tasks = num_appends + (p.q_rotated ? (long long)p.b * p.len_q * p.h : 0);

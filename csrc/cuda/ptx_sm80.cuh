@@ -1,5 +1,6 @@
-/* Instructions of every GPU since sm_80 that our kernels use: one wrapper each, named after the instruction, operands in
- * PTX order. Addresses in shared memory are 32-bit (`smem_address`). */
+/* Instructions of every GPU since sm_80 that our kernels use. There is one wrapper per instruction, named after the
+ * instruction, with operands in PTX order. The comment above a wrapper says which threads must call it. Headings in
+ * brackets are those of the PTX manual. */
 #ifndef FA_PTX_SM80_CUH
 #define FA_PTX_SM80_CUH
 
@@ -11,21 +12,26 @@ typedef unsigned long long u64;
 #define DEVICE __device__ __forceinline__
 #endif
 
+/* Any thread. The 32-bit address of a place in shared memory, as the instructions take it. [cvta] */
 DEVICE u32 smem_address(const void *shared) { return (u32)__cvta_generic_to_shared(shared); }
 
 /* ---- asynchronous copies [cp.async] ---------------------------------------------------------------------------
- * One thread: 16 bytes, aligned, past L1. Where is_present is false nothing is read and zeros arrive. */
+ * Any thread, for itself. */
+
+/* Any thread: 16 aligned bytes, past the L1. Where is_present is false nothing is read and zeros arrive. */
 DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(is_present ? 16 : 0)
                  : "memory");
 }
-/* The same; l2_policy says how long L2 keeps what it reads: lines of 128 bytes. [createpolicy] */
+
+/* Any thread: the same. The L2 reads lines of 128 bytes, and l2_policy says how long it keeps them. */
 DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
                  "r"(is_present ? 16 : 0), "l"(l2_policy)
                  : "memory");
 }
-/* 4, 8 or 16 bytes, as aligned as they are long; fewer than 16 through L1. */
+
+/* Any thread: 4, 8 or 16 bytes, aligned to their number. Fewer than 16 bytes go through the L1. */
 template <int BYTES> DEVICE void cp_async(u32 dst, const void *src, bool is_present) {
     if constexpr (BYTES == 16)
         cp_async_16(dst, src, is_present);
@@ -34,6 +40,8 @@ template <int BYTES> DEVICE void cp_async(u32 dst, const void *src, bool is_pres
                      "r"(is_present ? BYTES : 0)
                      : "memory");
 }
+
+/* Any thread: policies for cp_async_16. [createpolicy] */
 DEVICE u64 l2_evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -45,19 +53,21 @@ DEVICE u64 l2_evict_normal() {
     return policy;
 }
 
+/* Any thread: its copies since the last commit become one group. [cp.async.commit_group] */
 DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/* At most PENDING of the calling thread's youngest groups are still on their way. */
+/* Any thread: at most PENDING of its youngest groups are still on their way afterwards. [cp.async.wait_group] */
 template <int PENDING> DEVICE void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* All of them have come. */
+/* Any thread: all its copies have come afterwards. [cp.async.wait_all] */
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /* ---- matrix loads [ldmatrix] ----------------------------------------------------------------------------------
- * Whole warp. Four 8x8 matrices of 16-bit elements; lane 8 i + r holds the address of row r of matrix i, 16 bytes. Lane
- * l receives row l / 4, columns 2 (l % 4) + {0, 1} of each; transposed: column l / 4, rows 2 (l % 4) + {0, 1}. */
+ * Whole warp. The instruction loads four 8x8 matrices of 16-bit elements. Lane 8 i + r gives the address of row r of
+ * matrix i, 16 aligned bytes. Lane l receives row l / 4, columns 2 (l % 4) + {0, 1} of each matrix. Transposed, lane l
+ * receives column l / 4, rows 2 (l % 4) + {0, 1}. */
 DEVICE void ldmatrix_x4(u32 (&m)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -72,9 +82,11 @@ DEVICE void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
 }
 
 /* ---- products [mma] -------------------------------------------------------------------------------------------
- * Whole warp. D += A B, D [16, 8] float: register i of lane l is row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2.
- * A [16, 16], four registers of pairs: row l / 4, columns 2 (l % 4) + {0, 1}; row + 8; columns + 8; both.
- * B [16, 8], two: rows 2 (l % 4) + {0, 1}, column l / 4; rows + 8. */
+ * Whole warp. D += A B, for lane l:
+ *
+ *   D [16, 8] float      register i    row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2
+ *   A [16, 16] pairs     register 0    row l / 4, columns 2 (l % 4) + {0, 1}; 1: row + 8; 2: columns + 8; 3: both
+ *   B [16, 8] pairs      register 0    rows 2 (l % 4) + {0, 1}, column l / 4; 1: rows + 8 */
 template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if constexpr (IS_BF16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -89,49 +101,52 @@ template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4
 }
 
 /* ---- named barriers [bar] -------------------------------------------------------------------------------------
- * 16 of them, in hardware. Whole warps; `threads` counts those that sync and those that only arrive. Number 0 is
- * __syncthreads'. */
+ * Whole warps. The hardware has 16 named barriers of a CTA, and __syncthreads uses number 0. `threads` counts the
+ * threads that sync and the threads that only arrive. */
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-/* One thread: *counter counts 0 .. last and begins again; returns what it was. Writes before it, the CTA's that a barrier
- * has shown to this thread among them, are seen by whoever counts later. [atom] */
+/* One thread. *counter counts 0 .. last and begins again. The function returns the value before. A thread that counts
+ * later sees this thread's earlier writes, and those of its CTA that a barrier has shown to this thread. [atom] */
 DEVICE u32 atom_inc_acq_rel(u32 *counter, u32 last) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
     return before;
 }
 
-/* %laneid, read anew: what follows from it is computed where it is needed, not kept in registers through a loop. */
+/* Any thread. Reads %laneid anew, so that ptxas computes dependent values where they are used, instead of keeping them
+ * in registers through a loop. [%laneid] */
 DEVICE int laneid() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-/* ---- arithmetic ----------------------------------------------------------------------------------------------- */
+/* ---- arithmetic -----------------------------------------------------------------------------------------------
+ * Any thread, for itself. */
 
-/* 2^x on the special-function unit, 16 lanes a clock per SM: the unit that softmax waits for. */
+/* 2^x on the special-function unit, which has 16 lanes a clock per SM. The softmax waits for this unit. [ex2] */
 DEVICE float ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/* log2(x): within 1e-7 near 1, 2 units of the last place elsewhere. */
+/* log2(x), within 1e-7 near 1 and within 2 units of the last place elsewhere. [lg2] */
 DEVICE float lg2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+/* 1 / x. [rcp] */
 DEVICE float rcp(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/* One 16-bit element as a float, and a float rounded to nearest even. */
+/* cvt_f32 makes a float of one 16-bit element. cvt_16 rounds a float to nearest even. [cvt] */
 template <bool IS_BF16> DEVICE float cvt_f32(u16 x) {
     float y;
     if constexpr (IS_BF16)
@@ -149,7 +164,7 @@ template <bool IS_BF16> DEVICE u16 cvt_16(float x) {
     return y;
 }
 
-/* Two floats, rounded, in one register: low in the low half. */
+/* Rounds two floats into one register, with low in the low half. [cvt] */
 template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
     u32 packed;
     if constexpr (IS_BF16)
@@ -159,7 +174,7 @@ template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
     return packed;
 }
 
-/* The two of one register. */
+/* The two 16-bit elements of one register, as floats. [cvt] */
 template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &high) {
     if constexpr (IS_BF16)
         low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000u);
@@ -169,7 +184,8 @@ template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &hig
             : "r"(packed));
 }
 
-/* Four of the eight bytes of a and b, a's first: a digit of `selector` for each, 8 more for its sign in all bits. [prmt] */
+/* Four of the eight bytes of a and b, a's first. Each hexadecimal digit of `selector` names one byte. A digit that is 8
+ * larger fills its byte with the sign of the byte named. [prmt] */
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u32 bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));

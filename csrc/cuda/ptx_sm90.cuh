@@ -1,7 +1,8 @@
-/* The Hopper instructions that our kernels use: one wrapper each, named after the instruction, operands in PTX order.
+/* The Hopper instructions that our kernels use. There is one wrapper per instruction, named after the instruction, with
+ * operands in PTX order.
  *
- * Addresses in shared memory are 32-bit (`smem_address`). What a wrapper needs of its callers stands above it: one
- * lane, a whole warp, or a whole warpgroup of four warps. Headings in brackets are those of the PTX manual. */
+ * The comment above a wrapper says which threads must call it: one lane, a whole warp, or a whole warpgroup of four
+ * warps. Addresses in shared memory are 32-bit (`smem_address`). Headings in brackets are those of the PTX manual. */
 #ifndef FA_PTX_SM90_CUH
 #define FA_PTX_SM90_CUH
 
@@ -10,29 +11,32 @@
 #include "tensor_map.h"
 
 /* ---- registers [setmaxnreg] -----------------------------------------------------------------------------------
- * All four warps of a warpgroup, once. ptxas ignores both unless __launch_bounds__ has its second argument. */
+ * All four warps of a warpgroup, once. NOTE: ptxas ignores both unless __launch_bounds__ has its second argument. */
 
 template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
-/* The same value in every lane, which ptxas then knows to be uniform (a shuffled or loaded one it does not). Whole
- * warp. [redux.sync] */
+/* Whole warp, with the same x in every lane. Returns x, which ptxas then knows to be uniform. A shuffled or loaded
+ * value is not uniform for ptxas. [redux.sync] */
 DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
-/* The same value, which ptxas then keeps in its register: what it can compute from the thread's number it computes again
- * wherever it is used, behind an S2R. Whole warp. [shfl.sync] */
+/* Whole warp. Returns x, which ptxas then keeps in its register. Otherwise ptxas computes a value that follows from the
+ * thread's number again at each use, behind an S2R. [shfl.sync] */
 DEVICE u32 kept(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
 
 /* ---- TMA [cp.async.bulk.tensor] -------------------------------------------------------------------------------
- * One lane. A box of a tensor between global and shared memory; coordinates count elements, the fastest first. What
- * lies outside the tensor reads as zero (and counts as delivered) and is not written. */
+ * One lane. TMA copies a box of a tensor between global and shared memory. Coordinates count elements, the fastest
+ * first. Elements outside the tensor read as zero, count as delivered, and are not written. A box that is loaded must
+ * begin inside its tensor (tensor_map.h). Shared memory is aligned to 128 bytes, or to the period of the swizzle. */
 
 enum : u64 { L2_EVICT_FIRST = 0x12F0000000000000ull, L2_EVICT_LAST = 0x14F0000000000000ull };
 
+/* One lane: a map that will be used soon, into the cache. [prefetch.tensormap] */
 DEVICE void prefetch_tensormap(const fa_tensor_map *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+/* One lane: global to shared memory. The bytes count at an mbarrier of this CTA, which must expect them. */
 DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2, int c3,
                                       u64 l2_policy) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -41,29 +45,34 @@ DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
                  : "memory");
 }
 
-/* One lane: a box that will be loaded soon, into the L2. [cp.async.bulk.prefetch.tensor] */
+/* One lane: brings a box that will be loaded soon into the L2. [cp.async.bulk.prefetch.tensor] */
 DEVICE void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
                  "r"(c2), "r"(c3)
                  : "memory");
 }
 
-/* Joins the calling lane's current bulk group. */
+/* One lane: shared to global memory. The store joins the lane's current bulk group. Threads that have written the
+ * shared memory must have called fence_proxy_async. */
 DEVICE void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(smem_address(src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
 }
 
+/* The lane that has stored: its stores and additions since the last commit become one bulk group.
+ * [cp.async.bulk.commit_group] */
 DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/* All stores of the calling lane have read their shared memory. */
+/* The lane that has stored. All its stores and additions have then read their shared memory.
+ * [cp.async.bulk.wait_group] */
 DEVICE void cp_async_bulk_wait_all_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-/* All stores and additions of the calling lane are done and visible to it. */
+/* The lane that has stored. All its stores and additions are then done and visible to it. [cp.async.bulk.wait_group] */
 DEVICE void cp_async_bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/* One lane. Consecutive bytes, a multiple of 16 from a multiple of 16. [cp.async.bulk] */
+/* One lane: consecutive bytes, global to shared memory. Their number and both addresses are multiples of 16. The bytes
+ * count at an mbarrier of this CTA. [cp.async.bulk] */
 DEVICE void cp_async_bulk_load(void *dst, const void *src, u32 bytes, u64 *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      smem_address(dst)),
@@ -71,21 +80,23 @@ DEVICE void cp_async_bulk_load(void *dst, const void *src, u32 bytes, u64 *barri
                  : "memory");
 }
 
-/* One lane: global += shared, float by float, each addition atomic. [cp.reduce.async.bulk] */
+/* One lane: global += shared, float by float. Each addition is atomic. The addition joins the lane's current bulk
+ * group. [cp.reduce.async.bulk] */
 DEVICE void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
                  "r"(smem_address(src)), "r"(bytes)
                  : "memory");
 }
 
-/* One lane: global = shared. */
+/* One lane: global = shared. The store joins the lane's current bulk group. [cp.async.bulk] */
 DEVICE void cp_async_bulk_store(float *dst, const float *src, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(smem_address(src)),
                  "r"(bytes)
                  : "memory");
 }
 
-/* One lane: cp_async_bulk_tensor_load to the same place of every CTA in `ranks` (a bit each), and to its barrier. */
+/* One lane: cp_async_bulk_tensor_load to the same place in every CTA of `ranks`, which has one bit per CTA. The bytes
+ * count at the same mbarrier of each of these CTAs. */
 DEVICE void cp_async_bulk_tensor_multicast(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2,
                                            int c3, u16 ranks, u64 l2_policy) {
     asm volatile(
@@ -95,7 +106,8 @@ DEVICE void cp_async_bulk_tensor_multicast(void *dst, const fa_tensor_map *map, 
         : "memory");
 }
 
-/* One lane: consecutive bytes of this CTA to another one, and to its barrier. [cp.async.bulk] */
+/* One lane: consecutive bytes from this CTA's shared memory to CTA `rank` of the cluster. The bytes count at an
+ * mbarrier there. `dst` and `barrier` are addresses of this CTA. [cp.async.bulk] */
 DEVICE void cp_async_bulk_send(void *dst, const void *src, u32 bytes, u64 *barrier, u32 rank) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      mapa(smem_address(dst), rank)),
@@ -103,13 +115,13 @@ DEVICE void cp_async_bulk_send(void *dst, const void *src, u32 bytes, u64 *barri
                  : "memory");
 }
 
-/* Between ordinary stores to shared memory and TMA or wgmma reading them: every writing thread, then a barrier. */
+/* Every thread that has written shared memory that TMA or wgmma will read. A barrier follows. [fence.proxy.async] */
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* Between learning that global memory has been written and TMA reading it. */
+/* The thread that has learnt that global memory is written, before TMA reads that memory. [fence.proxy.async] */
 DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/* Four neighbouring floats in global memory, from a multiple of 16 bytes; each addition atomic. [red.vector] */
+/* Any thread: adds to four neighbouring floats in global memory, aligned to 16 bytes. Each addition is atomic. [red] */
 DEVICE void red_add_x4(float *dst, float x0, float x1, float x2, float x3) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(x0), "f"(x1), "f"(x2),
                  "f"(x3)
@@ -117,15 +129,15 @@ DEVICE void red_add_x4(float *dst, float x0, float x1, float x2, float x3) {
 }
 
 /* ---- matrix stores [stmatrix] ---------------------------------------------------------------------------------
- * Whole warp. Four 8x8 matrices of 16-bit elements in the accumulator's lane order; lane 8 i + r holds the address of
- * row r of matrix i, 16 bytes. */
+ * Whole warp. The instruction stores four 8x8 matrices of 16-bit elements, in the lane order of the accumulators. Lane
+ * 8 i + r gives the address of row r of matrix i, 16 aligned bytes. */
 DEVICE void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
                  : "memory");
 }
 
-/* The same for the transposed matrices: a lane's pair lies in one column, in two rows that follow each other. */
+/* Whole warp: the same for the transposed matrices. A lane's pair lies in one column, in two neighbouring rows. */
 DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0),
                  "r"(m1), "r"(m2), "r"(m3)
@@ -134,7 +146,8 @@ DEVICE void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
 
 /* ---- arithmetic ----------------------------------------------------------------------------------------------- */
 
-/* Two floats in 8 bits each, of the exponents of fp16: the upper half of its 16. Too large ones become the largest. */
+/* Any thread: two floats in 8 bits each, with the exponent of fp16. e5m2 is the upper half of fp16's 16 bits. Values
+ * that are too large become the largest. [cvt] */
 DEVICE u32 cvt_e5m2_x2(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
@@ -142,14 +155,17 @@ DEVICE u32 cvt_e5m2_x2(float low, float high) {
 }
 
 /* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
- * Whole warpgroup:  fence, products, commit, wait, and only then read D, change A's registers or free the shared
- * memory. D [64, N] float: register i of lane l in warp w is row 16 w + l / 4 + 8 (i / 2 % 2), column
- * 8 (i / 4) + 2 (l % 4) + i % 2. */
+ * Whole warpgroup, in this order: fence, products, commit, wait. Only then the warpgroup may read D, change A's
+ * registers or free the shared memory. D [64, N] is float. Register i of lane l in warp w belongs to
+ *
+ *   row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2 */
 
+/* Whole warpgroup, before the first product and after registers of D or A have changed. [wgmma.fence] */
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+/* Whole warpgroup: the products since the last commit become one group. [wgmma.commit_group] */
 DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/* Registers written by an asynchronous product: no use of them moves across this point. */
+/* Any thread, without an instruction. No use of these registers of an asynchronous product moves across this point. */
 template <int N> DEVICE void pin(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -159,18 +175,20 @@ template <int N> DEVICE void pin(u32 (&a)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-/* x is computed here and not later. */
+/* Any thread, without an instruction: x is computed here and not later. */
 DEVICE void pin(int &x) { asm volatile("" : "+r"(x)); }
 
-/* At most `PENDING` of the youngest groups still run; d belongs to one that has finished. */
+/* Whole warpgroup. At most PENDING of the youngest groups still run afterwards. d belongs to a group that has finished.
+ * [wgmma.wait_group] */
 template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
     pin(d);
 }
 
-/* Everything that x comes from is computed before the next wgmma_wait_group. NOTE: ptxas moves arithmetic behind such a
- * wait, whose product it should have hidden; it moves no store. This one is never made, since no sum of exponentials has
- * those bits, but ptxas must not find that out: from `x < 0` it did, and dropped the store. */
+/* Any thread. Everything that x comes from is computed before the next wgmma_wait_group. NOTE: ptxas moves arithmetic
+ * behind such a wait, although the arithmetic should hide the product. ptxas moves no store. The store here never
+ * happens, because no sum of exponentials has these bits. ptxas must not find that out. From the condition `x < 0` it
+ * did, and dropped the store. [st] */
 DEVICE void settle(float x, void *shared) {
     asm volatile("{.reg .pred never; .reg .b32 bits; mov.b32 bits, %0; setp.eq.s32 never, bits, 0x80000001;"
                  "@never st.shared.f32 [%1], %0;}" ::"f"(x),
@@ -178,12 +196,13 @@ DEVICE void settle(float x, void *shared) {
                  : "memory");
 }
 
-/* An operand in shared memory is described by 64 bits. The low word (start, leading byte offset) differs from product
- * to product and is kept as a number to which steps are added; the high word (stride byte offset, swizzle) is constant.
+/* Any thread. 64 bits describe an operand in shared memory. The low word (start, leading byte offset) differs from
+ * product to product, so kernels keep it as a number and add steps. The high word (stride byte offset, swizzle) is
+ * constant. [Matrix Descriptor Format]
  *
  *   swizzled rows of ROW_BYTES (128 or 64), groups of 8 rows back to back:
- *   contraction along the row ("K-major"):     a step of 16 is 32 bytes; the leading offset is not used
- *   contraction along the rows ("MN-major"):   a step of 16 is 16 rows; the leading offset leads to the next ROW_BYTES
+ *   contraction along the row ("K-major"):     a step of 16 is 32 bytes, the leading offset is not used
+ *   contraction along the rows ("MN-major"):   a step of 16 is 16 rows, the leading offset leads to the next ROW_BYTES
  *                                              of columns */
 DEVICE u32 matrix_descriptor(u32 address, u32 leading_bytes) {
     return (address & 0x3ffff) >> 4 | leading_bytes >> 4 << 16; /* without the CTA's rank in its cluster */
@@ -214,10 +233,12 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define D_96  D_64, D_8(64), D_8(72), D_8(80), D_8(88)
 #define D_128 D_96, D_8(96), D_8(104), D_8(112), D_8(120)
 
-/* wgmma_ss: D = A B + (accumulate ? D : 0), A [64, 16] and B [N, 16] in shared memory, both K-major; with B_ACROSS, B
- * is [16, N], MN-major; with A_ACROSS, A is [16, 64], MN-major.
- * wgmma_rs: D += A B, A [64, 16] in registers, B [16, N] in shared memory, MN-major. A's four registers hold pairs:
- * row l / 4, columns 2 (l % 4) + {0, 1}; row + 8; columns + 8; both. */
+/* Whole warpgroup. [wgmma.mma_async]
+ *
+ * ss   D = A B + (accumulate ? D : 0). A [64, 16] and B [N, 16] are in shared memory, both K-major. With B_ACROSS, B is
+ *      [16, N], MN-major. With A_ACROSS, A is [16, 64], MN-major.
+ * rs   D += A B. A [64, 16] is in registers, B [16, N] in shared memory, MN-major. Register 0 of A holds the pair in
+ *      row l / 4, columns 2 (l % 4) + {0, 1}. Register 1 has row + 8, register 2 columns + 8, register 3 both. */
 template <int N, bool IS_BF16> struct wgmma;
 
 #define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5, R6)                                                         \

@@ -1,6 +1,7 @@
-/* The decode kernel of every instruction set against csrc/cpu/reference.c: few queries, up to four splits of the keys,
- * every placement, page size and mask, with new keys and rotary, in guarded memory (cases.h). check_cuda_decode: the same
- * for attn_decode_sm90, compiled for the CPU (cuda_emulation.h), which serves prompts, too.
+/* Compares the decode kernel of every instruction set with csrc/cpu/reference.c. The cases have few queries, up to four
+ * splits of the keys, and every placement, page size and mask. They include new keys and rotary embedding, in guarded
+ * memory (cases.h). check_cuda_decode does the same for attn_decode_sm90, which also serves prompts. It is compiled for
+ * the CPU (cuda_emulation.h).
  *
  *   check_decode                all tests
  *   check_decode --seed N       one random case in all dtypes, with its errors
@@ -12,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#if defined(CHECK_CUDA) /* what attn_decode_sm90 serves; the rest falls to other kernels */
+#if defined(CHECK_CUDA) /* head sizes of attn_decode_sm90; other kernels serve the rest */
 #define HEAD_DIMS   8, 16, 40, 64, 72, 96, 128, 136, 192, 256
 #define ROW_PADDING 8
 #endif
@@ -28,17 +29,12 @@ static fa_machine machine;
 #include "cuda_device.h"
 #else
 #define IS_CUDA false
-/* plan.c's other branch, which no problem here takes. */
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err);
-fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *m, fa_plan *plan, fa_error *err) {
-    (void)p, (void)m, (void)plan;
-    return fa_fail(err, FA_EUNSUPPORTED, "these tests know no GPU");
-}
 #endif
 
 /* ---- cases ----------------------------------------------------------------------------------------------------- */
 
-/* The last keys of every sequence become new ones, which are not in the cache yet: there is NaN. */
+/* Turns the last keys of every sequence into new keys. The cache does not have them yet and holds NaN in their
+ * places. */
 static void draw_append(test_case *c, random_source *r) {
     fa_problem *p = &c->p;
     int64_t most = p->seqused_k && random_chance(r, 70) ? 12 : 0;
@@ -99,7 +95,7 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     return c;
 }
 
-/* false: another kernel serves it. */
+/* Returns false if another kernel serves the case. */
 #if defined(CHECK_CUDA)
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     (void)isa;
@@ -110,11 +106,10 @@ static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
-    fa_error err = {""};
     lowered.isa = isa;
     lowered.threads = pool_threads = threads;
-    if (fa_plan_make(p, &lowered, &plan, &err)) fail_msg("fa_plan_make: %s", err.text);
-    assert_true(plan.num_decodes == (isa == FA_ISA_REFERENCE || fa_is_idle(p) ? 0 : fa_num_decodes(p)));
+    fa_plan_cpu(p, &lowered, &plan);
+    assert_true(plan.cpu.num_decodes == (isa == FA_ISA_REFERENCE || fa_is_idle(p) ? 0 : fa_num_decodes(p)));
     if (p->num_splits) assert_true(plan.num_splits <= p->num_splits);
     void *workspace = guarded_alloc(plan.workspace_bytes, 64, at_end);
     assert_true(fa_cpu_run(p, &plan, workspace, &test_pool));
@@ -124,7 +119,7 @@ static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
 
 /* ---- against the reference ------------------------------------------------------------------------------------- */
 
-/* Largest |x - exact| and, in *largest, |exact|, over the rows of the sequences. */
+/* The largest |x - exact| over the rows of the sequences. *largest receives the largest |exact|. */
 static double worst_error(const fa_problem *p, const fa_view *x, fa_dtype dtype, const fa_view *exact,
                           double *largest) {
     double worst = 0;
@@ -157,7 +152,8 @@ static double worst_lse(const fa_problem *p, const fa_row_stats *exact) {
     return worst;
 }
 
-/* A problem whose new keys have been appended, and whose queries have been turned: by fa_cpu_append, in memory of its own. */
+/* A copy of a problem after fa_cpu_append: its new keys are appended and its queries are rotated. The copy has its own
+ * memory. */
 typedef struct {
     fa_problem p;
     tensor q, k, v;
@@ -186,7 +182,7 @@ static appended append_on_cpu(const test_case *c) {
     return a;
 }
 
-/* Bit for bit, or within a unit in the last place of what was turned. */
+/* Whether the caches agree bit for bit. Rotated values may differ by a unit in the last place. */
 static bool is_same_cache(const fa_problem *p, const tensor *x, const tensor *y, bool is_turned) {
     static const double unit[] = {[FA_F16] = 0x1p-10, [FA_BF16] = 0x1p-7, [FA_F32] = 0x1p-23};
     const size_t bytes = (size_t)x->num_elements * fa_dtype_bytes(p->dtype);
@@ -282,7 +278,8 @@ static bits_case bits_case_make(fa_dtype dtype, int32_t *lengths_used) {
     return c;
 }
 
-/* A sequence's output depends neither on the threads nor on the other sequences of the batch nor on the capacity. */
+/* The output of a sequence depends neither on the threads, nor on the other sequences of the batch, nor on the
+ * capacity. */
 static void test_same_bits(void **state) {
     (void)state;
     static const int counts[] = {1, 2, 3, 7};
@@ -314,7 +311,7 @@ static void test_same_bits(void **state) {
 
 /* ---- infinities ------------------------------------------------------------------------------------------------ */
 
-/* A short prompt beside a long cache: the prompt is one thread's work, the cache is not. */
+/* A short prompt beside a long cache. One thread computes the prompt, and several threads read the cache. */
 static void test_mixed_threads(void **state) {
     (void)state;
     int32_t cu_q[] = {0, 8, 9}, cu_k[] = {0, 8, 8200};
@@ -324,16 +321,16 @@ static void test_mixed_threads(void **state) {
     p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
     fa_machine eight = machine;
     fa_plan plan;
-    fa_error err = {""};
     eight.threads = 8;
     if (eight.isa == FA_ISA_REFERENCE) return;
-    assert_int_equal(fa_plan_make(&p, &eight, &plan, &err), FA_OK);
-    assert_int_equal(plan.num_decodes, 1);
-    assert_int_equal(plan.threads, 1);
-    assert_int_equal(plan.decode_threads, 8);
+    fa_plan_cpu(&p, &eight, &plan);
+    assert_int_equal(plan.cpu.num_decodes, 1);
+    assert_int_equal(plan.cpu.threads, 1);
+    assert_int_equal(plan.cpu.decode_threads, 8);
 }
 
-/* An infinite value reaches the rows that see it, as infinity; a NaN that only the last row sees stays there. */
+/* An infinite value reaches the rows that see it, as infinity. A NaN that only the last row sees reaches only that
+ * row. */
 static void test_nonfinite(void **state) {
     (void)state;
     enum { LEN_NAN = 70 };
@@ -373,10 +370,11 @@ static void test_nonfinite(void **state) {
         }
 }
 
-/* ---- a pool that fails -------------------------------------------------------------------------------------------- */
+/* ---- a pool that fails ------------------------------------------------------------------------------------------- */
 
 #if !defined(CHECK_CUDA)
-/* Of the append, of the splits and of their sum; of tiles, of delta and of the sum of slabs. */
+/* The failing call is the append, the splits or their sum. In tiled kernels it is the tiles, delta or the sum of
+ * slabs. */
 static void test_failing_pool(void **state) {
     (void)state;
     for (int isa = FA_ISA_REFERENCE; isa < FA_NUM_ISAS; isa++)
@@ -400,9 +398,8 @@ static void test_failing_pool(void **state) {
             for (int64_t i = 0; i < p.h * p.len_q; i++) p.lse.data[i] = 8;
             fa_machine lowered = machine;
             fa_plan plan;
-            fa_error err = {""};
             lowered.isa = (fa_isa)isa, lowered.threads = pool_threads = 3;
-            assert_int_equal(fa_plan_make(&p, &lowered, &plan, &err), FA_OK);
+            fa_plan_cpu(&p, &lowered, &plan);
             assert_true(notices_a_failing_pool(&p, &plan, guarded_alloc(plan.workspace_bytes, 64, true)));
             guarded_free_all();
         }
@@ -411,13 +408,13 @@ static void test_failing_pool(void **state) {
 
 /* ---- infinite scores -------------------------------------------------------------------------------------------- */
 
-/* A row all of whose scores are -inf counts as one that sees nothing; splits of such scores leave no trace. */
+/* A row whose scores are all -inf counts as a row that sees no key. Splits of such scores do not change the output. */
 static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
     test_case c = decode_case(seed, dtype);
     fa_problem *p = &c.p;
     random_source r = {seed};
     bool good = true;
-    if (p->rotary_cos) { /* would turn the column */
+    if (p->rotary_cos) { /* rotation would change the column */
         guarded_free_all();
         return true;
     }
@@ -459,6 +456,74 @@ static void test_infinite_scores(void **state) {
     assert_true(good);
 }
 
+/* ---- NaN and infinities in V ------------------------------------------------------------------------------------- */
+
+/* Whether elements are both finite and close, or neither is finite. A weight that underflows turns an infinity into
+ * NaN. */
+static bool is_as_finite(const tensor *x, const tensor *reference, fa_dtype dtype, double largest) {
+    static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
+    for (int64_t i = 0; i < x->num_elements; i++) {
+        const double a = fa_load_element(x->view.data, i, dtype), b = fa_load_element(reference->view.data, i, dtype);
+        if (isfinite(a) != isfinite(b)) return false;
+        if (isfinite(a) && fabs(a - b) > fmax(1e-4, 8 * half_unit[dtype]) * (largest + fabs(b))) return false;
+    }
+    return true;
+}
+
+/* The elements lie anywhere in V, in every key or in a few keys. Rows that do not see such a key must not change. */
+static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
+    test_case c = decode_case(seed, dtype);
+    fa_problem *p = &c.p;
+    random_source r = {seed};
+    const int64_t every = 1 + random_below(&r, 40);
+    bool good = true;
+    for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
+        const fa_sequence s = fa_sequence_at(p, b_idx);
+        for (int64_t i = 0; i < s.len_kv * p->h_kv; i++) {
+            if (random_below(&r, every)) continue;
+            const double x = random_chance(&r, 50) ? NAN : random_chance(&r, 50) ? INFINITY : -INFINITY;
+            const int64_t row = fa_key_offset(p, &p->v, &s, i / p->h_kv, i % p->h_kv);
+            fa_store_element(p->v.data, row + random_below(&r, p->d), x, dtype);
+        }
+    }
+    pool_threads = 1;
+    const appended after = append_on_cpu(&c);
+    const tensor v_before = tensor_copied(p, &c.v, c.at_end);
+    fa_problem exact = after.p;
+    const tensor o = tensor_copied(p, &c.o, c.at_end);
+    const size_t bytes = (size_t)o.num_elements * fa_dtype_bytes(dtype);
+    exact.o = o.view;
+    alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+    memset(o.view.data, 0xff, bytes);
+    fa_reference_fwd(&exact, NULL, NULL, &test_pool);
+    for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
+        if (!machine.isa_legal[isa]) continue;
+        memset(c.o.view.data, 0xff, bytes);
+        memcpy(c.v.view.data, v_before.view.data, (size_t)c.v.num_elements * fa_dtype_bytes(dtype));
+        if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
+        const bool same_o = is_as_finite(&c.o, &o, dtype, 6), same_lse = worst_lse(p, &exact.lse) <= 2e-5;
+        if (same_o && same_lse) continue;
+        printf("  %s:%s%s not what the reference has\n", fa_isa_name((fa_isa)isa), same_o ? "" : " o",
+               same_lse ? "" : " lse");
+        good = false;
+    }
+    if (!good) {
+        case_print(&c);
+        printf("  (check_decode, NaN and infinities in V; new keys %d)\n", (int)p->len_new);
+    }
+    guarded_free_all();
+    return good;
+}
+
+static void test_nonfinite_values(void **state) {
+    (void)state;
+    bool good = true;
+    for (uint64_t seed = 7000; seed < 7000 + (IS_CUDA ? 200 : FEW_SEEDS ? 65 : 130); seed++)
+        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
+            good = check_nonfinite_values(seed, (fa_dtype)dtype) && good;
+    assert_true(good);
+}
+
 int main(int argc, char **argv) {
     fa_cpu_detect(&machine);
     for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
@@ -470,7 +535,8 @@ int main(int argc, char **argv) {
     }
 #if defined(CHECK_CUDA)
     const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16), cmocka_unit_test(test_f16),
-                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores)};
+                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores),
+                                            cmocka_unit_test(test_nonfinite_values)};
     return cmocka_run_group_tests(cuda_tests, NULL, NULL);
 #else
     const struct CMUnitTest tests[] = {
@@ -481,6 +547,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_nonfinite),
         cmocka_unit_test(test_mixed_threads),
         cmocka_unit_test(test_infinite_scores),
+        cmocka_unit_test(test_nonfinite_values),
         cmocka_unit_test(test_failing_pool),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

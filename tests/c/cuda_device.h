@@ -1,22 +1,23 @@
-/* The GPU that check_cuda runs on: the real plan and the real launchers, a driver of one function, and kernels that are
- * compiled for the CPU when they are first asked for (cuda_emulation.h). */
+/* The GPU of check_cuda. It has the real plan, the real launchers, and a small emulated driver. Kernels are compiled
+ * for the CPU at their first use (cuda_emulation.h). */
 #ifndef CUDA_DEVICE_H
 #define CUDA_DEVICE_H
 
 #include "cases.h"
-#include "cuda_any.h"
 #include "emulate_cuda.h"
-#include "plan_cuda.h"
+#include "gpu/any_problem.h"
+#include "gpu/append.h"
+#include "gpu/host.h"
+#include "gpu/kernels.h"
+#include "gpu/launchers.h"
+#include "gpu/memory.h"
+#include "plan/gpu.h"
 #include <dlfcn.h>
 
-/* ---- in place of kernels.c and cuda_driver.c --------------------------------------------------------------------- */
+/* ---- in place of gpu/kernels.c and gpu/driver.c ------------------------------------------------------------------ */
 
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     return result == 0 ? FA_OK : fa_fail(err, FA_EUNSUPPORTED, "%s failed with %d", attempt, result);
-}
-
-fa_variant fa_plan_variant(const fa_plan *plan, const fa_gpu *gpu) {
-    return (fa_variant){(fa_family_id)plan->cuda_family, plan->cuda_row, plan->cuda_features, gpu->capability};
 }
 
 bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel) {
@@ -26,13 +27,14 @@ bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
 void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel) {
     (void)variant, (void)gpu, (void)kernel;
 }
-void fa_read_environment_in_python(void) {}
+static void read_no_environment(void) {}
+fa_gpu_host fa_host = {.read_environment = read_no_environment};
 bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
     (void)driver, (void)stream;
     return false;
 }
 
-/* BUILD_FOLDER/<name>.so; compiled by CXX unless it is there. */
+/* Loads BUILD_FOLDER/<name>.so. CXX compiles the file if it does not exist. */
 fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const fa_family *family = &fa_families[variant.family];
     char name[FA_VARIANT_NAME_BYTES], path[512], command[2048];
@@ -63,7 +65,7 @@ static CUresult is_capturing(CUstream stream, int *status) {
     static int num_calls;
     (void)stream;
     *status = 0;
-    return num_calls++ % 2; /* a failure: counters in the workspace instead of the kernel's own */
+    return num_calls++ % 2; /* a failure: the counters then lie in the workspace */
 }
 
 static CUresult clear(uint64_t to, uint32_t value, size_t num, CUstream stream) {
@@ -97,7 +99,7 @@ typedef struct {
 
 static fa_gpu gpu = {.capability = 80, .num_sms = 1};
 
-/* The same problem on the emulated GPU; *run must stay where it is. */
+/* Runs the same problem on the emulated GPU. *run must keep its address. */
 static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     static const fa_driver driver = {
         .cuLaunchKernelEx = launch, .cuStreamIsCapturing = is_capturing, .cuMemsetD32Async = clear};
@@ -119,13 +121,13 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     if ((p->pass == FA_FWD ? fa_cuda_fwd_any : fa_cuda_bwd_any)(&run.call, &err)) fail_msg("%s", err.text);
 }
 
-/* By attn_decode_sm90, on a Hopper of so many SMs. false: the plan takes another kernel. */
+/* Runs attn_decode_sm90 on a Hopper with this number of SMs. Returns false if the plan takes another kernel. */
 static inline bool run_decode_on_cuda(const fa_problem *p, int num_sms, bool at_end) {
     cuda_run run;
     fa_error err = {""};
     gpu = (fa_gpu){.capability = 90, .num_sms = num_sms};
     cuda_run_make(&run, p, at_end);
-    if (run.plan.cuda_family != FA_DECODE_SM90) return false;
+    if (run.plan.gpu.family != FA_DECODE_SM90) return false;
     if (fa_cuda_decode_sm90(&run.call, &err)) fail_msg("%s", err.text);
     return true;
 }

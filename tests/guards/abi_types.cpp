@@ -16,17 +16,18 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 
-#include "dlpack.h"
-#include "torch_abi.h"
+#include "torch/dlpack.h"
+#include "torch/torch_abi.h"
+#include "torch/torch_throw.h"
 
 #define SAME_TYPE(symbol, since, need, result, parameters)                                  \
     static_assert(std::is_same<decltype(fa_torch_abi::symbol), decltype(&::symbol)>::value, \
-                  #symbol ": csrc/torch_abi.h and the installed torch disagree");
+                  #symbol ": csrc/torch/torch_abi.h and the installed torch disagree");
 FA_TORCH_SYMBOLS(SAME_TYPE)
 
 #define SAME_STATE(member, function, ...)                                                             \
     static_assert(std::is_same<decltype(&function), __VA_ARGS__ (*)()>::value,                        \
-                  #member ": csrc/torch_abi.h and the installed torch disagree");                     \
+                  #member ": csrc/torch/torch_abi.h and the installed torch disagree");               \
     static_assert(std::is_reference<__VA_ARGS__>::value                                               \
                       ? std::is_same<decltype(fa_torch_abi::member), const void *const *(*)()>::value \
                       : std::is_same<decltype(fa_torch_abi::member), __VA_ARGS__ (*)()>::value,       \
@@ -42,7 +43,7 @@ static_assert(sizeof(at::Tensor) == sizeof(void *) && sizeof(at::TensorBase) == 
               "a handle's first word");
 #define SAME_FUNCTION(function, ...)                                     \
     static_assert(std::is_same<decltype(&function), __VA_ARGS__>::value, \
-                  #function ": csrc/torch_abi.h and the installed torch disagree");
+                  #function ": csrc/torch/torch_abi.h and the installed torch disagree");
 SAME_FUNCTION(c10::TensorImpl::requires_grad, bool (c10::TensorImpl::*)() const)
 SAME_FUNCTION(at::TensorBase::is_leaf, bool (at::TensorBase::*)() const)
 SAME_FUNCTION(at::TensorBase::is_view, bool (at::TensorBase::*)() const)

@@ -1,0 +1,52 @@
+/* Launches the generic kernels, which serve every problem on every GPU. */
+#include "any_problem.h"
+#include "append.h"
+#include "launchers.h"
+
+/* CTAs of one head: tiles of `rows` of the longest sequence, at least one. */
+static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
+    if (packed && total < len) len = total;
+    return len <= rows ? 1 : (int)((len + rows - 1) / rows);
+}
+
+fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const int row = call->plan->gpu.row, block_q = call->plan->block_q;
+    const bool packed = p->cu_seqlens_q != NULL;
+    fa_cuda_problem a = fa_cuda_problem_of(call);
+    a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
+    fa_status status = fa_cuda_append(call, call->workspace, err);
+    if (status == FA_OK && p->rotary_cos)
+        a.q = (fa_cuda_view){call->workspace, p->len_q * p->h * p->d, p->h * p->d, p->d};
+    if (status == FA_OK)
+        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a, (p->b + packed) * p->h * a.num_tiles,
+                                    32 * fa_fwd_any_row(row)->warps, err);
+    if (status == FA_OK && p->s_dmask)
+        status = fa_cuda_launch_any(call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, err);
+    return status;
+}
+
+fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
+    enum { DELTA_ROWS = 4 };
+    const fa_problem *p = call->problem;
+    const int first = call->plan->gpu.row, num_rows = fa_families[FA_BWD_ANY].num_rows;
+    const bool packed = p->cu_seqlens_q != NULL;
+    const bool is_wanted[] = {p->dq.data, p->dk.data, p->dv.data, p->dk.data || p->dv.data};
+    fa_cuda_problem a = fa_cuda_problem_of(call);
+    a.num_tiles = count_tiles(packed ? p->len_q : a.softmax_d_rows, p->total_q, packed, DELTA_ROWS);
+    fa_status status =
+        fa_cuda_launch_any(call, FA_DELTA_ANY, 0, &a, (p->b + packed) * p->h * a.num_tiles, 32 * DELTA_ROWS, err);
+    for (int row = first; status == FA_OK && row < num_rows; row++) {
+        const fa_bwd_any_columns *tile = fa_bwd_any_row(row);
+        const int grad = tile->grad, own = 16 * tile->blocks * tile->warps;
+        const bool owns_keys = grad > 0;
+        if (row > first && grad == 0) break; /* the next tile's */
+        if (!is_wanted[grad]) continue;
+        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, own)
+                                : count_tiles(p->len_q, p->total_q, packed, own);
+        status = fa_cuda_launch_any(call, FA_BWD_ANY, row, &a,
+                                    (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles,
+                                    32 * tile->warps, err);
+    }
+    return status;
+}

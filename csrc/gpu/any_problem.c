@@ -1,0 +1,105 @@
+/* A problem in the terms of the generic kernels. */
+#include "any_problem.h"
+
+#include "launch.h"
+
+static fa_cuda_view view_of(const fa_view *t) {
+    return (fa_cuda_view){t->data, t->stride_b, t->stride_row, t->stride_h};
+}
+
+static fa_cuda_row_stats stats_of(const fa_row_stats *t) {
+    return (fa_cuda_row_stats){t->data, t->stride_b, t->stride_h};
+}
+
+/* Low bits that are zero here are zero in the address of every row. A stride of a dimension of one element is never taken. */
+static uint64_t offsets_of(const fa_view *t, int64_t element_bytes, int64_t batches, int64_t rows, int64_t heads) {
+    const int64_t strides =
+        (batches > 1 ? t->stride_b : 0) | (rows > 1 ? t->stride_row : 0) | (heads > 1 ? t->stride_h : 0);
+    return (uintptr_t)t->data | (uint64_t)(strides * element_bytes);
+}
+
+/* The largest piece, up to 16 bytes, that all rows consist of and start at multiples of. */
+static int piece_bytes(const fa_problem *p) {
+    const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
+    const int64_t kv_batches = p->paged               ? p->num_pages
+                               : p->cu_seqlens_k      ? 1
+                               : p->cache_rows > p->b ? p->cache_rows
+                                                      : p->b;
+    const int64_t kv_rows = p->paged ? p->page_size : p->cu_seqlens_k ? p->total_kv : p->len_kv;
+    const fa_view *like_q[] = {&p->q, &p->o, &p->dout, &p->dq}, *like_k[] = {&p->k, &p->v, &p->dk, &p->dv};
+    uint64_t offsets = 16 | (uint64_t)(p->d * bytes);
+    for (int i = 0; i < 4; i++)
+        offsets |= offsets_of(like_q[i], bytes, p->b, p->total_q, p->h) |
+                   offsets_of(like_k[i], bytes, kv_batches, kv_rows, p->h_kv);
+    return (int)(offsets & -offsets);
+}
+
+fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
+    const fa_problem *p = call->problem;
+    fa_cuda_problem a = {
+        .b = (int)p->b,
+        .h = (int)p->h,
+        .h_kv = (int)p->h_kv,
+        .d = (int)p->d,
+        .len_q = (int)p->len_q,
+        .len_kv = (int)p->len_kv,
+        .total_q = (int)p->total_q,
+        .total_kv = (int)p->total_kv,
+        .q = view_of(&p->q),
+        .k = view_of(&p->k),
+        .v = view_of(&p->v),
+        .o = view_of(&p->o),
+        .dout = view_of(&p->dout),
+        .dq = view_of(&p->dq),
+        .dk = view_of(&p->dk),
+        .dv = view_of(&p->dv),
+        .lse = stats_of(&p->lse),
+        .softmax_d = stats_of(&p->softmax_d),
+        .softmax_d_rows = (int)p->softmax_d.stride_h,
+        .scale = (float)p->scale,
+        .softcap = (float)p->softcap,
+        .window_left = fa_clamp_window(p->window_left),
+        .window_right = fa_clamp_window(p->window_right),
+        .alibi_slopes = p->alibi_slopes,
+        .alibi_stride_b = p->alibi_stride_b,
+        .rng_state = (const unsigned long long *)p->rng_state,
+        .keep_max = p->keep_max,
+        .keep_scale = (float)(1 / (1 - p->dropout_p)),
+        .s_dmask = p->s_dmask,
+        .s_dmask_rows = p->s_dmask_rows,
+        .s_dmask_cols = p->s_dmask_cols,
+        .cu_seqlens_q = p->cu_seqlens_q,
+        .cu_seqlens_k = p->cu_seqlens_k,
+        .seqused_k = p->seqused_k,
+        .leftpad_k = p->leftpad_k,
+        .cache_batch_idx = p->cache_batch_idx,
+        .paged = p->paged,
+        .block_table = p->block_table,
+        .block_table_stride = p->block_table_stride,
+        .block_table_cols = (int)p->block_table_cols,
+        .page_size = (int)p->page_size,
+        .num_pages = (int)p->num_pages,
+        .cache_rows = (int)p->cache_rows,
+        .k_new = view_of(&p->k_new),
+        .v_new = view_of(&p->v_new),
+        .rotary_cos = p->rotary_cos,
+        .rotary_sin = p->rotary_sin,
+        .len_new = (int)p->len_new,
+        .rotary_rows = (int)p->rotary_rows,
+        .rotary_dim = (int)p->rotary_dim,
+        .rotary_interleaved = p->rotary_interleaved,
+        .rotary_q_by_row = p->rotary_q_by_row,
+        .piece_bytes = piece_bytes(p),
+        .zero_tensors = p->cu_seqlens_q && call->zero_tensors,
+    };
+    if (p->num_pages == 0) a.block_table_cols = 0; /* no key can be read */
+    if (p->cache_batch_idx && p->cache_rows == 0) a.cache_batch_idx = NULL, a.block_table_cols = a.len_kv = 0;
+    return a;
+}
+
+fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
+                             int64_t num_tasks, int threads, fa_error *err) {
+    const fa_variant variant = {family, row, fa_dtype_feature(call->problem->dtype), call->gpu->capability};
+    const unsigned grid = num_tasks < INT32_MAX ? (unsigned)num_tasks : INT32_MAX;
+    return fa_cuda_launch(call, variant, (fa_launch){grid, 1, 1, .threads = (unsigned)threads}, problem, err);
+}

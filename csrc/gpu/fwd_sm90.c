@@ -1,0 +1,70 @@
+/* Forward on CUDA: fills a kernel's parameters and launches it. */
+#include "launch.h"
+#include "launchers.h"
+#include "map.h"
+#include "slots.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "cuda/attn_fwd_params.h"
+
+static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
+    const fa_problem *p = call->problem;
+    const unsigned features = call->plan->gpu.features;
+    const bool packed = features & FA_VARLEN;
+    const int64_t block_q = call->plan->block_q;
+    a->lse = p->lse.data;
+    a->lse_stride_b = packed ? 0 : p->lse.stride_b;
+    a->lse_stride_h = p->lse.stride_h;
+    a->o_data = p->o.data;
+    a->o_stride_b = packed ? 0 : p->o.stride_b;
+    a->o_stride_row = p->o.stride_row;
+    a->o_stride_h = p->o.stride_h;
+    a->b = (int)p->b, a->h = (int)p->h, a->heads_per_kv = (int)(p->h / p->h_kv), a->d = (int)p->d;
+    a->len_q = (int)(packed ? p->total_q : p->len_q);
+    a->len_kv = (int)(packed ? p->total_kv : p->len_kv);
+    a->cu_seqlens_q = p->cu_seqlens_q;
+    a->cu_seqlens_k = p->cu_seqlens_k;
+    a->seqused_k = p->seqused_k;
+    a->num_q_tiles = (int)((p->len_q + block_q - 1) / block_q);
+    a->num_tiles = a->num_q_tiles * a->b * a->h;
+    a->group_heads = call->plan->gpu.group_heads;
+
+    const float scale = (float)p->scale;
+    const bool changes_scores = features & FA_SCORE;
+    a->scale_log2 = (changes_scores ? 1 : scale) * FA_LOG2_E;
+    a->score_scale = scale;
+    a->softcap = (float)p->softcap;
+    a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);
+    a->alibi_slopes = p->alibi_slopes;
+    a->alibi_stride_b = p->alibi_stride_b;
+    a->rng_state = (const unsigned long long *)p->rng_state;
+    a->keep_max = p->keep_max;
+    a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
+}
+
+fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->gpu.row);
+    const bool packed = call->plan->gpu.features & FA_VARLEN;
+    fa_attn_fwd_params a;
+
+    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* no query: nothing to write */
+    fill_scalars(call, &a);
+
+    const int columns = tile->d % 64 == 0 ? 64 : 32;
+    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed},
+                 box_kv = {tile->block_kv, columns, packed}, box_o = {16, columns, packed};
+    const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
+    fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a.q, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a.k, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a.v, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
+    if (status != FA_OK) return status;
+
+    a.counter_slot = call->plan->gpu.is_dynamic ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
+    const fa_launch launch = {(unsigned)call->plan->gpu.num_ctas, 1, 1, .threads = 128 * ((unsigned)tile->wgs + 1),
+                              .waits_itself = true};
+    return fa_cuda_launch(call, fa_plan_variant(call->plan, call->gpu->capability), launch, &a, err);
+}

@@ -1,0 +1,230 @@
+/* The text of a variant, and its compilation by NVRTC. The sources lie beside the module: in flash_attn/cuda of an
+ * installed package, in csrc/cuda of a checkout. They include nothing but each other. */
+#include "kernel_source.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "nvrtc.h"
+#include "system/hash.h"
+#include "system/library.h"
+#include "system/lock.h"
+
+enum { PATH_BYTES = 1024 };
+
+/* ---- sources --------------------------------------------------------------------------------------------------- */
+
+static char folder[PATH_BYTES]; /* "": not looked for yet */
+/* A file is read once and kept. */
+typedef struct kept_file {
+    struct kept_file *next;
+    const char *name;
+    char *text;
+} kept_file;
+static kept_file *files;
+static fa_lock lock = FA_LOCK_INIT;
+
+static char *read_text(const char *name) {
+    char path[PATH_BYTES + 64];
+    char *text = NULL;
+    long bytes;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    if (!file) return NULL;
+    if (fseek(file, 0, SEEK_END) == 0 && (bytes = ftell(file)) >= 0 && fseek(file, 0, SEEK_SET) == 0) {
+        text = malloc((size_t)bytes + 1);
+        if (text && fread(text, 1, (size_t)bytes, file) != (size_t)bytes) {
+            free(text);
+            text = NULL;
+        }
+        if (text) text[bytes] = '\0';
+    }
+    fclose(file);
+    return text;
+}
+
+static fa_status find_folder(fa_error *err) {
+    static const char *const places[] = {"flash_attn/cuda", "csrc/cuda"};
+    char module[PATH_BYTES - 32] = "";
+    if (*folder) return FA_OK;
+    if (!fa_module_folder(module, sizeof module))
+        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the folder of flash_attn_2_cuda is not known");
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+        snprintf(folder, sizeof folder, "%s/%s", module, places[i]);
+        char *text = read_text(fa_families[0].files[0]);
+        free(text);
+        if (text) return FA_OK;
+    }
+    *folder = '\0';
+    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the kernels' sources are neither in %s/%s nor in %s/%s", module,
+                   places[0], module, places[1]);
+}
+
+static fa_status read_file(const char *name, const char **text, fa_error *err) {
+    kept_file *file = files;
+    while (file && strcmp(file->name, name) != 0) file = file->next;
+    if (!file) {
+        char *content = read_text(name);
+        if (!content)
+            return fa_fail(err, FA_EFAILED, "flash_attn: cannot read the kernels' source %s/%s", folder, name);
+        if (!(file = malloc(sizeof *file))) {
+            free(content);
+            return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for the kernels' source %s", name);
+        }
+        *file = (kept_file){files, name, content};
+        files = file;
+    }
+    *text = file->text;
+    return FA_OK;
+}
+
+/* The texts of a family's files, in their order. */
+typedef struct {
+    const char **texts; /* free() it */
+    int num;
+} source;
+
+static fa_status read_source(const fa_family *family, source *s, fa_error *err) {
+    int num = 0;
+    while (family->files[num]) num++;
+    *s = (source){malloc((size_t)num * sizeof *s->texts), num};
+    if (!s->texts) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for the source of %s", family->name);
+    fa_lock_acquire(&lock);
+    fa_status status = find_folder(err);
+    for (int i = 0; status == FA_OK && i < num; i++) status = read_file(family->files[i], &s->texts[i], err);
+    fa_lock_release(&lock);
+    if (status != FA_OK) free(s->texts);
+    return status;
+}
+
+/* ---- options --------------------------------------------------------------------------------------------------- */
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static fa_status add_option(fa_compile_options *options, fa_error *err, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    const int length = vsnprintf(NULL, 0, format, values);
+    va_end(values);
+    char **list = realloc(options->list, (size_t)(options->num + 1) * sizeof *list);
+    if (list) options->list = list;
+    char *text = list && length >= 0 ? malloc((size_t)length + 1) : NULL;
+    if (!text) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for the compiler's options");
+    va_start(values, format);
+    vsnprintf(text, (size_t)length + 1, format, values);
+    va_end(values);
+    options->list[options->num++] = text;
+    return FA_OK;
+}
+
+void fa_options_free(fa_compile_options *options) {
+    for (int i = 0; i < options->num; i++) free(options->list[i]);
+    free(options->list);
+    *options = (fa_compile_options){0};
+}
+
+fa_status fa_variant_options(fa_variant variant, fa_compile_options *options, fa_error *err) {
+#define DTYPE(constant, bit) {bit, #constant}
+#define FEATURE(constant, bit, word) \
+    { bit, #constant }
+    static const struct {
+        unsigned bit;
+        const char *constant;
+    } constants[] = {FA_DTYPE_FEATURES(DTYPE), FA_FEATURES(FEATURE)};
+    const fa_family *family = &fa_families[variant.family];
+    *options = (fa_compile_options){0};
+    fa_status status = add_option(options, err, "--gpu-architecture=sm_%d%s", variant.arch, family->arch ? "a" : "");
+    if (status == FA_OK) status = add_option(options, err, "--std=c++17");
+    if (status == FA_OK) status = add_option(options, err, "--use_fast_math");
+    for (int i = 0; status == FA_OK && i < FA_MAX_COLUMNS && family->columns[i]; i++)
+        status = add_option(options, err, "-D%s=%d", family->columns[i], family->rows[variant.row].columns[i]);
+    for (size_t i = 0; status == FA_OK && i < sizeof constants / sizeof *constants; i++)
+        if (family->knows & constants[i].bit)
+            status =
+                add_option(options, err, "-D%s=%d", constants[i].constant, (variant.features & constants[i].bit) != 0);
+    return status;
+}
+
+fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
+    fa_compile_options options;
+    source s;
+    fa_status status = read_source(&fa_families[variant.family], &s, err);
+    if (status != FA_OK) return status;
+    uint64_t hash = 0;
+    for (int i = 0; i < s.num; i++) hash = fa_hash(hash, s.texts[i], strlen(s.texts[i]) + 1);
+    free(s.texts);
+    status = fa_variant_options(variant, &options, err);
+    for (int i = 0; i < options.num; i++) hash = fa_hash(hash, options.list[i], strlen(options.list[i]) + 1);
+    fa_options_free(&options);
+    *key = hash;
+    return status;
+}
+
+/* ---- compilation ----------------------------------------------------------------------------------------------- */
+
+/* The line of the log that says what went wrong. */
+static void first_error(const fa_nvrtc *nvrtc, nvrtcProgram program, char *line, size_t room) {
+    size_t bytes = 0;
+    snprintf(line, room, "NVRTC says nothing about it");
+    if (nvrtc->nvrtcGetProgramLogSize(program, &bytes) != 0 || bytes < 2) return;
+    char *log = malloc(bytes + 1);
+    if (log && nvrtc->nvrtcGetProgramLog(program, log) == 0) {
+        log[bytes] = '\0';
+        const char *start = strstr(log, "error");
+        if (!start) start = log;
+        while (start > log && start[-1] != '\n') start--;
+        snprintf(line, room, "%.*s", (int)strcspn(start, "\n"), start);
+    }
+    free(log);
+}
+
+static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant variant, fa_blob *cubin,
+                         fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES], line[256];
+    fa_compile_options options;
+    fa_variant_name(variant, name);
+    fa_status status = fa_variant_options(variant, &options, err);
+    if (status == FA_OK) status = add_option(&options, err, "-DKERNEL=%s", name);
+    nvrtcResult result = 0;
+    if (status == FA_OK) result = nvrtc->nvrtcCompileProgram(program, options.num, (const char *const *)options.list);
+    fa_options_free(&options);
+    if (status != FA_OK) return status;
+    if (result != 0) {
+        first_error(nvrtc, program, line, sizeof line);
+        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
+                       nvrtc->minor, name, folder, line);
+    }
+    if (nvrtc->nvrtcGetCUBINSize(program, &cubin->bytes) != 0 || cubin->bytes == 0)
+        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major, nvrtc->minor,
+                       variant.arch);
+    cubin->data = malloc(cubin->bytes);
+    if (!cubin->data) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a compiled kernel");
+    return nvrtc->nvrtcGetCUBIN(program, cubin->data) == 0
+               ? FA_OK
+               : fa_fail(err, FA_EFAILED, "flash_attn: NVRTC does not hand over its cubin");
+}
+
+fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {
+    const fa_nvrtc *nvrtc;
+    nvrtcProgram program = NULL;
+    const fa_family *family = &fa_families[variant.family];
+    source s;
+    *cubin = (fa_blob){0};
+    fa_status status = fa_nvrtc_get(&nvrtc, err);
+    if (status == FA_OK) status = read_source(family, &s, err);
+    if (status != FA_OK) return status;
+    const nvrtcResult result =
+        nvrtc->nvrtcCreateProgram(&program, s.texts[0], family->files[0], s.num - 1, s.texts + 1, family->files + 1);
+    free(s.texts); /* NVRTC has copied what they point to */
+    if (result != 0) return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
+    status = compile(nvrtc, program, variant, cubin, err);
+    if (status != FA_OK) {
+        free(cubin->data);
+        *cubin = (fa_blob){0};
+    }
+    nvrtc->nvrtcDestroyProgram(&program);
+    return status;
+}

@@ -1,0 +1,190 @@
+/* Finds and loads kernels. */
+#include "kernels.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernel_cache.h"
+#include "kernel_source.h"
+#include "system/lock.h"
+
+/* ---- building ahead -------------------------------------------------------------------------------------------- */
+
+fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES];
+    fa_blob cubin = {0};
+    uint64_t key;
+    *compiled = false;
+    if (!fa_variant_is_chosen(variant))
+        return fa_fail(err, FA_EINVAL, "there is no CUDA kernel of family %d, row %d, with features %u for sm_%d",
+                       (int)variant.family, variant.row, variant.features, variant.arch);
+    fa_variant_name(variant, name);
+    fa_status status = fa_variant_key(variant, &key, err);
+    if (status != FA_OK) return status;
+    if (!fa_cache_read(name, key, &cubin)) {
+        status = fa_variant_compile(variant, &cubin, err);
+        *compiled = status == FA_OK;
+        if (status == FA_OK && !fa_cache_write(name, key, &cubin))
+            status = fa_fail(err, FA_EINVAL, "the compiled kernel %s could not be stored", name);
+    }
+    free(cubin.data);
+    return status;
+}
+
+/* ---- loaded kernels -------------------------------------------------------------------------------------------- */
+
+/* An open-addressed table of the kernels that are ready on a GPU. Each GPU loads a library of its own: one that could not
+ * be loaded on one GPU is given back whole, and others keep theirs. Entries are written under the lock, `number` last, and
+ * are of that number from then on, so that they are read without it. */
+typedef struct {
+    _Atomic uint64_t number;  /* of variant and GPU; 0: free */
+    _Atomic(CUkernel) kernel; /* NULL: given up, to be loaded again */
+    atomic_int num_given_up;
+} loaded;
+
+enum { TABLE_SLOTS = 8192 };
+static loaded table[TABLE_SLOTS];
+static fa_lock lock = FA_LOCK_INIT;
+
+static uint64_t number_of(fa_variant v, const fa_gpu *gpu) {
+    return ((uint64_t)gpu->device << 56 | (uint64_t)v.arch << 48 | (uint64_t)v.family << 40 | (uint64_t)v.row << 24 |
+            v.features) +
+           1;
+}
+
+/* The entry of a number, or the free one where it belongs; *found: which of the two, as it was when this looked. NULL: the
+ * table is full. */
+static loaded *entry_of(uint64_t number, bool *found) {
+    for (uint64_t i = 0, slot = number * 0x9e3779b97f4a7c15u >> 40; i < TABLE_SLOTS; i++, slot++) {
+        loaded *entry = &table[slot % TABLE_SLOTS];
+        const uint64_t other = atomic_load_explicit(&entry->number, memory_order_acquire);
+        *found = other == number;
+        if (*found || other == 0) return entry;
+    }
+    return NULL;
+}
+
+/* A GPU kernel that takes its dynamic shared memory for aligned to FA_SHARED_ALIGNMENT: it is where nothing static comes
+ * before, and the driver keeps that much for itself. Asked here, for one sentence instead of a kernel that traps. */
+static fa_status check_shared_memory(const fa_driver *driver, fa_variant variant, const char *name, CUkernel kernel,
+                                     const fa_gpu *gpu, fa_error *err) {
+    int static_bytes = 0, reserved = 0;
+    if (!fa_families[variant.family].aligns_shared) return FA_OK;
+    fa_status status = fa_driver_check(
+        driver->cuKernelGetAttribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel, gpu->device),
+        "asking for a kernel's shared memory", err);
+    if (status == FA_OK)
+        status = fa_driver_check(
+            driver->cuDeviceGetAttribute(&reserved, CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK, gpu->device),
+            "asking for a GPU's shared memory", err);
+    if (status == FA_OK && (static_bytes != 0 || reserved != FA_SHARED_ALIGNMENT))
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flash_attn: %s wants its shared memory to begin at %d, and with this driver and compiler it "
+                       "begins behind %d + %d bytes",
+                       name, (int)FA_SHARED_ALIGNMENT, reserved, static_bytes);
+    return status;
+}
+
+/* All that a launch needs of a kernel is done here or nothing is: with the GPU's memory full each step may fail, also one
+ * behind the first, and a library of which a part was loaded would fail at every later launch. */
+static fa_status load(const fa_driver *driver, fa_variant variant, const char *name, const fa_blob *cubin,
+                      const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    const int shared_bytes = fa_families[variant.family].rows[variant.row].shared_bytes;
+    char attempt[FA_VARIANT_NAME_BYTES + 32];
+    CUlibrary library;
+    CUfunction function;
+    snprintf(attempt, sizeof attempt, "loading the kernel %s", name);
+    fa_status status =
+        fa_driver_check(driver->cuLibraryLoadData(&library, cubin->data, NULL, NULL, 0, NULL, NULL, 0), attempt, err);
+    if (status != FA_OK) return status;
+    status = fa_driver_check(driver->cuLibraryGetKernel(kernel, library, name), attempt, err);
+    if (status == FA_OK) status = check_shared_memory(driver, variant, name, *kernel, gpu, err);
+    if (status == FA_OK)
+        status = fa_driver_check(driver->cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                                              shared_bytes, *kernel, gpu->device),
+                                 attempt, err);
+    if (status == FA_OK) /* else the driver would load it at its first launch */
+        status = fa_driver_check(driver->cuKernelGetFunction(&function, *kernel), attempt, err);
+    if (status != FA_OK) driver->cuLibraryUnload(library);
+    return status;
+}
+
+/* The driver takes a copy of the cubin, and keeps it for the life of the process. */
+static fa_status find(const fa_driver *driver, fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES];
+    fa_blob cubin = {0};
+    uint64_t key;
+    fa_variant_name(variant, name);
+    fa_status status = fa_variant_key(variant, &key, err);
+    if (status != FA_OK) return status;
+    if (fa_cache_read(name, key, &cubin)) {
+        status = load(driver, variant, name, &cubin, gpu, kernel, err);
+        free(cubin.data);
+        /* else what was stored does not suit this driver: compile it here */
+        if (status == FA_OK || status == FA_ENOMEM_GPU) return status;
+    }
+    status = fa_variant_compile(variant, &cubin, err);
+    if (status != FA_OK) return status;
+    status = load(driver, variant, name, &cubin, gpu, kernel, err);
+    if (status == FA_OK || status == FA_ENOMEM_GPU) fa_cache_write(name, key, &cubin);
+    free(cubin.data);
+    return status;
+}
+
+static fa_status set_up(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    const uint64_t number = number_of(variant, gpu);
+    const fa_driver *driver;
+    bool found;
+    fa_status status = fa_driver_get(&driver, err);
+    if (status != FA_OK) return status;
+    loaded *entry = entry_of(number, &found); /* again: another thread may have been here */
+    if (!entry)
+        return fa_fail(err, FA_ENOMEM, "flash_attn: more than %d CUDA kernels in one process", (int)TABLE_SLOTS);
+    *kernel = found ? atomic_load_explicit(&entry->kernel, memory_order_acquire) : NULL;
+    if (*kernel) return FA_OK;
+    status = find(driver, variant, gpu, kernel, err);
+    if (status != FA_OK) return status;
+    atomic_store_explicit(&entry->kernel, *kernel, memory_order_release);
+    atomic_store_explicit(&entry->number, number, memory_order_release);
+    return FA_OK;
+}
+
+/* While a stream of this thread records a CUDA graph, the driver refuses what it might have to wait for, and loading is
+ * such. Relaxed, it only refuses that to the stream itself. */
+static fa_status set_up_at_any_time(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    const fa_driver *driver;
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    fa_status status = fa_driver_get(&driver, err);
+    if (status == FA_OK)
+        status = fa_driver_check(driver->cuThreadExchangeStreamCaptureMode(&mode), "preparing to load a kernel", err);
+    if (status != FA_OK) return status;
+    status = set_up(variant, gpu, kernel, err);
+    driver->cuThreadExchangeStreamCaptureMode(&mode);
+    return status;
+}
+
+bool fa_kernel_is_loaded(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel) {
+    bool found;
+    const loaded *entry = entry_of(number_of(variant, gpu), &found);
+    if (!entry || !found) return false;
+    *kernel = atomic_load_explicit(&entry->kernel, memory_order_acquire);
+    return *kernel != NULL;
+}
+
+/* Its library stays: another thread may be about to launch it. */
+void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel) {
+    enum { MOST_COPIES = 16 };
+    bool found;
+    loaded *entry = entry_of(number_of(variant, gpu), &found);
+    if (entry && found && atomic_fetch_add(&entry->num_given_up, 1) < MOST_COPIES)
+        atomic_compare_exchange_strong(&entry->kernel, &kernel, NULL);
+}
+
+fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    fa_lock_acquire(&lock);
+    fa_status status = set_up_at_any_time(variant, gpu, kernel, err);
+    fa_lock_release(&lock);
+    return status;
+}

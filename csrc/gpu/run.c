@@ -1,0 +1,48 @@
+/* Executes a plan on a GPU: its context, PyTorch's stream, and the launcher of the plan's family. */
+#include "run.h"
+
+#include "append.h"
+#include "launchers.h"
+#include "memory.h"
+
+static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
+    [FA_FWD_SM90] = fa_cuda_fwd_sm90, [FA_BWD_SM90] = fa_cuda_bwd_sm90, [FA_BWD_WIDE_SM90] = fa_cuda_bwd_sm90,
+    [FA_FWD_ANY] = fa_cuda_fwd_any,   [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode_sm90,
+};
+
+/* These fill the rows that belong to no sequence themselves. */
+static bool fills_unowned_rows(int family) {
+    return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90;
+}
+
+static fa_status run_with_heads(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const int family = call->plan->gpu.family;
+    fa_status status = FA_OK;
+    if (p->zero_tensors && !fills_unowned_rows(family))
+        status = fa_cuda_zero_tensors(p, call->driver, call->stream, err);
+    return status == FA_OK ? launchers[family](call, err) : status;
+}
+
+/* A q without heads: keys are appended, and nobody reads them, so that their gradients are zero. */
+static fa_status run_without_heads(const fa_cuda_call *call, fa_error *err) {
+    return call->problem->pass == FA_FWD ? fa_cuda_append(call, NULL, err)
+                                         : fa_cuda_zero_key_gradients(call->problem, call->driver, call->stream, err);
+}
+
+fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
+                      fa_error *err) {
+    fa_cuda_place place;
+    fa_status status = fa_cuda_enter(problem->device_idx, &place, err);
+    if (status != FA_OK) return status;
+    const fa_cuda_call call = {.problem = problem,
+                               .plan = plan,
+                               .zero_tensors = zero_tensors,
+                               .workspace = workspace,
+                               .gpu = place.gpu,
+                               .driver = place.driver,
+                               .stream = place.stream};
+    status = problem->h > 0 ? run_with_heads(&call, err) : run_without_heads(&call, err);
+    fa_cuda_leave(&place);
+    return status;
+}

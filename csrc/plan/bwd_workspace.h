@@ -1,0 +1,80 @@
+/* The workspace of the backward on Hopper: slabs of BLOCK_Q query rows of one head, see cuda/attn_bwd_slabs.cuh. */
+#ifndef FA_PLAN_BWD_WORKSPACE_H
+#define FA_PLAN_BWD_WORKSPACE_H
+
+#include "flash_attn.h"
+
+typedef struct {
+    int64_t num_slabs, num_heads; /* per head; heads that count */
+    int64_t num_tiles;            /* key tiles of all heads, packed: at most so many; of them ... */
+    int64_t num_cut, pieces;      /* ... the last ones are cut into pieces ... */
+    int64_t head_pieces;          /* ... along the query heads of a key head, or 1: along the queries */
+    size_t dq_sums, stats, kv_sums, turns, kv_turns, tile_counter; /* offsets */
+    size_t bytes;
+} fa_bwd_workspace;
+
+/* Into how many pieces to cut each of `tiles` key tiles of `steps` steps along their `q_tiles` query tiles, fewer than there
+ * are CTAs. In steps: a tile's beginning and end take about 2, and a piece's turn to add its dK and dV 1. Where the pieces
+ * come in rounds, or behind whole tiles, CTAs do not begin them together, and cutting must promise more than a third. */
+static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles, int64_t steps, bool behind) {
+    int64_t best = 1, best_time = steps + 2;
+    for (int64_t n = 2; n <= 16 && n <= q_tiles; n++) {
+        const int64_t rounds = (tiles * n + sms - 1) / sms, time = rounds * ((steps + n - 1) / n + 2) + n;
+        if ((behind || rounds > 1) && 3 * time >= 2 * (steps + 2)) continue;
+        if (time < best_time) best = n, best_time = time;
+    }
+    return best;
+}
+
+/* Query rows of one head that a key tile sees, about: with a causal mask half of them. */
+static inline int64_t fa_bwd_rows_seen(const fa_problem *p, int block_kv) {
+    const int64_t rows = p->window_right >= 0 ? p->len_q / 2 : p->len_q;
+    if (p->window_left < 0 || p->window_left >= rows || p->window_right >= rows) return rows;
+    const int64_t window = p->window_left + (p->window_right > 0 ? p->window_right : 0) + block_kv;
+    return window < rows ? window : rows;
+}
+
+/* With a mask or packed sequences key tiles have steps of any number. Where a CTA has fewer than four of them, all are cut
+ * along the query heads of their key head, into pieces of two or more, while those are long beside adding up dK and dV.
+ * Causal tiles of up to 96 columns must be longer: two to a CTA, one long, one short, end together uncut. */
+static inline int64_t fa_bwd_head_pieces(const fa_problem *p, int64_t tiles, int64_t sms, int block_kv) {
+    const bool pairs = p->window_left < 0 && p->window_right >= 0 && p->d <= 96;
+    const int64_t heads_per_kv = p->h / p->h_kv, rows = fa_bwd_rows_seen(p, block_kv) * heads_per_kv;
+    int64_t n = 1;
+    while (tiles * n < 4 * sms && heads_per_kv % (2 * n) == 0 && heads_per_kv > 2 * n) {
+        const int64_t least = 2 * tiles * n < 3 * sms ? 1024 : pairs ? 6144 : 1536;
+        if (rows / (2 * n) < least) break;
+        n *= 2;
+    }
+    return n;
+}
+
+/* A packed sequence begins a slab of its own. sms: 0 cuts nothing; else the tiles of a round that has too few for all. */
+static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, int block_q, int block_kv, int64_t sms) {
+    const bool packed = p->cu_seqlens_q != NULL;
+    fa_bwd_workspace w = {.num_slabs = packed         ? p->total_q / block_q + p->b + 1
+                                       : p->len_q > 0 ? (p->len_q + block_q - 1) / block_q
+                                                      : 1,
+                          .num_heads = packed ? p->h : p->b * p->h};
+    const size_t slabs = (size_t)(w.num_slabs * w.num_heads), rows = slabs * (size_t)block_q;
+    w.pieces = w.head_pieces = 1;
+    w.num_tiles = (p->len_kv + block_kv - 1) / block_kv * p->b * p->h_kv;
+    if (!packed && p->window_left < 0 && p->window_right < 0 && sms > 0) {
+        const int64_t rest = w.num_tiles % sms, q_tiles = (p->len_q + block_q - 1) / block_q;
+        w.pieces = fa_bwd_pieces(rest, sms, q_tiles, q_tiles * (p->h / p->h_kv), w.num_tiles > sms);
+        w.num_cut = w.pieces > 1 ? rest : 0;
+    } else if (sms > 0) {
+        if (packed) w.num_tiles = (p->total_kv / block_kv + p->b) * p->h_kv; /* no more than these */
+        w.pieces = w.head_pieces = fa_bwd_head_pieces(p, w.num_tiles, sms, block_kv);
+        w.num_cut = w.pieces > 1 ? w.num_tiles : 0;
+    }
+    w.stats = w.dq_sums + rows * (size_t)d * sizeof(float);
+    w.kv_sums = w.stats + 2 * rows * sizeof(float);
+    w.turns = w.kv_sums + (size_t)(w.num_cut * 2 * block_kv * d) * sizeof(float);
+    w.kv_turns = w.turns + 2 * slabs * sizeof(unsigned);
+    w.tile_counter = w.kv_turns + 8 * (size_t)w.num_cut * sizeof(unsigned);
+    w.bytes = w.tile_counter + sizeof(unsigned);
+    return w;
+}
+
+#endif

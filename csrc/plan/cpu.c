@@ -1,0 +1,102 @@
+/* problem -> plan: the strongest instruction set that is legal here and has a kernel for the pass and the dtype, then
+ * its tiles. Every stronger one is ruled out with its reason, so that a user can read why a call runs as it does. */
+#include "cpu.h"
+
+#include "cpu/decode_plan.h"
+#include "cpu/dispatch.h"
+#include "cpu_planners.h"
+#include "sequence.h"
+
+/* Names of kernels, by instruction set. */
+#define FWD_NAME(id, name)    "attn_fwd_" #name
+#define BWD_NAME(id, name)    "attn_bwd_" #name
+#define DECODE_NAME(id, name) "attn_decode_" #name
+#define MIXED_NAME(id, name)  "attn_fwd_decode_" #name
+static const char *const fwd_names[FA_NUM_ISAS] = {FA_ISAS(FWD_NAME)};
+static const char *const bwd_names[FA_NUM_ISAS] = {FA_ISAS(BWD_NAME)};
+static const char *const decode_names[FA_NUM_ISAS] = {FA_ISAS(DECODE_NAME)};
+static const char *const mixed_names[FA_NUM_ISAS] = {FA_ISAS(MIXED_NAME)};
+
+static const char *const *names_of(const fa_plan *plan, const fa_problem *p) {
+    if (plan->pass == FA_BWD) return bwd_names;
+    if (plan->cpu.num_decodes == 0) return fwd_names;
+    return plan->cpu.num_decodes < p->b ? mixed_names : decode_names;
+}
+
+/* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
+static char *append(char *end, const char *text) {
+    while (*text) *end++ = *text++;
+    *end = '\0';
+    return end;
+}
+
+static char *append_number(char *end, const char *text, int number) {
+    char digits[12], *first = digits + sizeof digits - 1;
+    *first = '\0';
+    do *--first = (char)('0' + number % 10);
+    while (number /= 10);
+    return append(append(end, text), first);
+}
+
+static void name_kernel(fa_plan *plan, const fa_problem *p) {
+    char *end = append(append(plan->kernel, names_of(plan, p)[plan->cpu.isa]), "_");
+    end = append_number(append(end, fa_dtype_name(p->dtype)), "_d", (int)p->d);
+    if (plan->cpu.isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
+}
+
+static bool has_kernel(const fa_problem *p, fa_isa isa) {
+    const fa_cpu_kernels *kernels = fa_cpu_kernels_of(isa, p->dtype);
+    return p->pass == FA_FWD ? kernels->fwd != NULL : kernels->bwd != NULL;
+}
+
+static const char *why_not(const fa_problem *p, const fa_machine *machine, fa_isa isa) {
+    if (!machine->isa_legal[isa]) return "this processor or operating system does not offer it";
+    if (isa > machine->isa) return "the choice was lowered: FLASH_ATTN_CPU_ISA or set_cpu_isa()";
+    if (p->dtype == FA_F64) return "fp64 runs on the reference only";
+    if (isa < FA_ISA_AVX512BF16 || p->dtype == FA_BF16) return "it has no kernel for this pass";
+    return p->dtype == FA_F16 ? "it multiplies bf16, the tensors are fp16" : "it multiplies bf16, the tensors are fp32";
+}
+
+void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    fa_problem nothing;
+    if (fa_is_idle(p)) {
+        nothing = *p, nothing.b = 0; /* expanded tensors have more sequences than anyone can count */
+        p = &nothing;
+    }
+
+    *plan = (fa_plan){.pass = p->pass,
+                      .device = p->device,
+                      .block_q = 1,
+                      .block_kv = 1,
+                      .num_splits = 1,
+                      .cpu = {.isa = FA_ISA_REFERENCE, .tiles_per_task = 1, .threads = machine->threads}};
+    for (int isa = FA_NUM_ISAS - 1; isa > FA_ISA_REFERENCE; isa--) {
+        if (isa <= (int)machine->isa && machine->isa_legal[isa] && has_kernel(p, (fa_isa)isa)) {
+            plan->cpu.isa = (fa_isa)isa;
+            break;
+        }
+        plan->ruled_out[plan->num_ruled_out++] =
+            (fa_ruled_out){names_of(plan, p)[isa], why_not(p, machine, (fa_isa)isa)};
+    }
+
+    if (plan->cpu.isa == FA_ISA_REFERENCE) {
+        plan->workspace_bytes = p->pass == FA_FWD ? fa_rotated_q_bytes(p) : 0;
+        name_kernel(plan, p);
+        return;
+    }
+    if (p->pass == FA_BWD) {
+        fa_cpu_plan_bwd(p, machine, plan);
+    } else {
+        plan->cpu.num_decodes = fa_num_decodes(p);
+        if (plan->cpu.num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
+        /* The two run one after the other in the same workspace, each on its own threads; tiles are the tiled kernel's. */
+        if (plan->cpu.num_decodes < p->b) {
+            const size_t bytes = plan->workspace_bytes;
+            const int num_splits = plan->num_splits;
+            fa_cpu_plan_fwd(p, machine, plan);
+            plan->num_splits = num_splits;
+            if (plan->workspace_bytes < bytes) plan->workspace_bytes = bytes;
+        }
+    }
+    name_kernel(plan, p);
+}

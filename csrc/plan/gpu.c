@@ -1,0 +1,54 @@
+/* problem -> plan on a GPU: the first kernel of the list that serves the problem. Each says what it cannot do, one line
+ * with its reason; pure functions, one file each. */
+#include "gpu.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "gpu_planners.h"
+#include "gpu_problem.h"
+#include "kernel_table.h"
+
+/* Best first. */
+static const struct {
+    fa_pass pass;
+    const char *name;
+    fa_cuda_planner *plan;
+} planners[] = {
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90}, {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
+    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},         {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},
+    {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
+};
+
+static void name_kernel(fa_plan *plan, int arch) {
+    const fa_variant variant = {(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, arch};
+    fa_variant_name(variant, plan->kernel);
+}
+
+fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
+    if (machine->gpu_capability < 80)
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flash_attn: this GPU has compute capability %d.%d, and the kernels begin at 8.0; use "
+                       "torch.nn.functional.scaled_dot_product_attention",
+                       machine->gpu_capability / 10, machine->gpu_capability % 10);
+    *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1, .gpu = {.decode_low = {.row = -1}}};
+    char reasons[FA_MESSAGE_BYTES - 64] = "";
+    size_t at = 0;
+    for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
+        const char *why;
+        if (planners[i].pass != p->pass) continue;
+        if (machine->gpu_kernels && !strstr(planners[i].name, machine->gpu_kernels))
+            why = "FLASH_ATTN_CUDA_KERNEL rules it out";
+        else
+            why = planners[i].plan(p, machine, plan);
+        if (!why) {
+            name_kernel(plan, machine->gpu_capability);
+            return FA_OK;
+        }
+        fa_rule_out(plan, planners[i].name, why);
+        if (at < sizeof reasons)
+            at +=
+                (size_t)snprintf(reasons + at, sizeof reasons - at, "%s%s: %s", at ? "; " : "", planners[i].name, why);
+    }
+    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: no kernel takes this call. %s", reasons);
+}

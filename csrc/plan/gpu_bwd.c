@@ -1,0 +1,63 @@
+/* What attn_bwd_sm90 and attn_bwd_wide_sm90 ask for, and the first row of cuda/tiles.def that has room for the head
+ * dimension and serves every feature. */
+#include "bwd_workspace.h"
+#include "gpu_bwd_order.h"
+#include "gpu_planners.h"
+#include "gpu_problem.h"
+#include "kernel_table.h"
+
+static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
+    return !t->data ||
+           fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
+}
+
+/* The first row that has room for the head dimension and serves every feature; -1: none. */
+static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
+    const fa_family *family = &fa_families[id];
+    for (int row = 0; row < family->num_rows; row++) {
+        if (fa_bwd_sm90_row(id, row)->d < p->d)
+            fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
+        else if ((family->rows[row].serves & wanted) != wanted)
+            fa_rule_out(plan, family->rows[row].name, "its tiles do not serve every option of the call");
+        else
+            return row;
+    }
+    return -1;
+}
+
+const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const unsigned features = fa_cuda_features(p);
+    const unsigned wanted = features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
+    NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
+    NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
+    NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && !p->seqused_k, "it reads no KV cache");
+    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(suits(p, &p->q, true) && suits(p, &p->k, false) && suits(p, &p->v, false) && suits(p, &p->o, true) &&
+              suits(p, &p->dout, true) && suits(p, &p->dq, true) && suits(p, &p->dk, false) && suits(p, &p->dv, false),
+          "it wants all tensors and gradients to start at multiples of 16 bytes, with strides that are multiples of 8 "
+          "elements");
+
+    fa_family_id id = FA_BWD_SM90;
+    int row = first_row(p, id, wanted, plan);
+    if (row < 0) row = first_row(p, id = FA_BWD_WIDE_SM90, wanted, plan);
+    NEEDS(row >= 0, "it has no tile for this head dimension");
+    const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
+    const int64_t sms = id == FA_BWD_SM90 ? machine->gpu_sms : 0;
+    const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q, t->block_kv, sms);
+    const int64_t heads_per_kv = p->h / p->h_kv;
+    NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && w.num_slabs * w.num_heads < INT32_MAX &&
+              w.num_slabs * heads_per_kv * heads_per_kv < INT32_MAX &&
+              p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
+          "the problem has more rows or tiles than 2^31");
+
+    plan->gpu.family = id;
+    plan->gpu.row = row;
+    plan->gpu.features = features;
+    plan->block_q = t->block_q;
+    plan->block_kv = t->block_kv;
+    plan->workspace_bytes = w.bytes;
+    if (p->b > 0) fa_plan_bwd_order(p, machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1), w.head_pieces, plan);
+    return NULL;
+}

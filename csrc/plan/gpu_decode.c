@@ -1,0 +1,158 @@
+/* What attn_decode_sm90 asks for; its row by head dimension and rows of one key head; how the keys are divided. */
+#include "gpu_decode.h"
+
+#include "cuda/attn_decode_params.h"
+#include "gpu_planners.h"
+#include "gpu_problem.h"
+#include "kernel_table.h"
+#include "sequence.h"
+
+static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+/* Batches, rows and heads that a view's strides step over. */
+typedef struct {
+    int64_t batches, rows, heads;
+} extent;
+
+/* Rows start at multiples of 16 bytes. A stride of a dimension of one element is never taken. */
+static bool is_aligned(const fa_view *t, extent size) {
+    return (uintptr_t)t->data % 16 == 0 && (size.batches <= 1 || t->stride_b % 8 == 0) &&
+           (size.rows <= 1 || t->stride_row % 8 == 0) && (size.heads <= 1 || t->stride_h % 8 == 0);
+}
+
+/* The kernel counts a cache in pieces of 16 bytes, with 32 bits. */
+static bool fits_32_bits(const fa_view *t, extent size) {
+    int64_t last = 0;
+    if (size.batches > 1) last += (size.batches - 1) * t->stride_b;
+    if (size.rows > 1) last += (size.rows - 1) * t->stride_row;
+    if (size.heads > 1) last += (size.heads - 1) * t->stride_h;
+    return t->stride_b >= 0 && t->stride_row >= 0 && t->stride_h >= 0 && last / 8 < UINT32_MAX;
+}
+
+bool fa_decode_appends(const fa_problem *p, const fa_plan *plan) {
+    const extent fresh = {p->b, p->len_new, p->h_kv};
+    const int64_t rows = p->len_q * (p->h / p->h_kv);
+    if (!p->k_new.data || rows == 0 || rows > plan->block_q || p->len_new > FA_DECODE_MAX_NEW) return false;
+    return is_aligned(&p->k_new, fresh) && is_aligned(&p->v_new, fresh) && fits_32_bits(&p->k_new, fresh) &&
+           fits_32_bits(&p->v_new, fresh) && (uintptr_t)p->rotary_cos % 16 == 0 && (uintptr_t)p->rotary_sin % 16 == 0;
+}
+
+static int64_t round_up_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
+    const fa_decode_sm90_columns *t = fa_decode_sm90_row(plan->gpu.row);
+    const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q;
+    const int64_t q_tiles = packed ? 0 : ceil_div(rows, block_q), items = p->b * p->h_kv * q_tiles;
+    /* Equal shares cut at most two heads each; num_splits cuts every head. */
+    const int64_t parts = plan->num_splits == 0 ? 2 * FA_DECODE_MAX_CTAS : items * plan->num_splits;
+    fa_decode_layout at = {.partial_rows = (int)(packed || rows > block_q ? block_q : rows),
+                           .max_q_tiles = (int)q_tiles};
+    at.num_counters = plan->num_splits == 1 ? 0 : plan->num_splits == 0 ? FA_DECODE_MAX_CTAS : items;
+    const int64_t part_rows = plan->num_splits == 1 ? 0 : parts * at.partial_rows;
+    at.partial_o = fa_decode_appends(p, plan) ? 0 : (size_t)round_up_256((int64_t)fa_rotated_q_bytes(p));
+    at.counters = at.partial_o + (size_t)round_up_256(part_rows * FA_DECODE_PART_ROW(t->d) * 4);
+    at.bytes = at.counters + (size_t)round_up_256(at.num_counters * 4);
+    return at;
+}
+
+/* Few heads would be cut into so many parts that merging them through memory takes longer than reading them: clusters share
+ * their keys, one CTA on an SM. A cluster stays with one sequence, so to even out lengths, which only the GPU knows, there
+ * must be several for each, unless there is one sequence or all are short. Long streams of several heads want all CTAs, and
+ * then clusters of two, of which as many fit as of single ones. */
+static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, const fa_machine *machine) {
+    enum { SHORT = 32, CLUSTERS_OF_A_HEAD = 4, FEW_HEADS = 4, LONG_BYTES = 128 << 20 };
+    const int64_t heads = p->b * p->h_kv, bytes = heads * tiles * plan->block_kv * p->d * 4;
+    const int64_t wanted = heads * (p->b == 1 || tiles <= SHORT ? 1 : CLUSTERS_OF_A_HEAD);
+    const bool is_long = heads > FEW_HEADS && bytes > LONG_BYTES;
+    if (p->cu_seqlens_q || plan->num_splits != 0 || plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q ||
+        p->b > FA_DECODE_CLUSTER_BATCH || (is_long && p->b > 1))
+        return;
+    const int most = machine->gpu_sms * (is_long ? fa_decode_sm90_row(plan->gpu.row)->ctas : 1);
+    const int ctas = most < FA_DECODE_MAX_CTAS ? most : FA_DECODE_MAX_CTAS;
+    for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->gpu.cluster == 0; cluster /= 2)
+        if (wanted <= ctas / cluster) plan->gpu.cluster = cluster, plan->gpu.num_clusters = ctas / cluster;
+}
+
+/* A launch with a row of tiles.def: as many CTAs as fit on the GPU at once, in groups of `lanes` that read neighbouring heads
+ * side by side. Of the numbers of lanes that leave at most one CTA in 32 over, the largest. Batch 16, cache 2048, 32 key
+ * heads: 8 lanes 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters, every head has the same number of them. */
+static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int row, const fa_machine *machine) {
+    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_sm90_row(row)->ctas;
+    const int ctas = fit < FA_DECODE_MAX_CTAS ? fit : FA_DECODE_MAX_CTAS;
+    fa_decode_launch launch = {.row = row, .lanes = 1};
+    for (int lanes = 1; lanes <= p->h_kv && lanes <= ctas; lanes++)
+        if (p->h_kv % lanes == 0 && ctas % lanes * 32 <= ctas) launch.lanes = lanes;
+    launch.groups = plan->gpu.cluster > 0 ? plan->gpu.num_clusters / (int)p->h_kv : ctas / launch.lanes;
+    return launch;
+}
+
+/* The lowest tile for the same head dimension. */
+static int lowest_row(int row) {
+    while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
+    return row;
+}
+
+/* A prompt wants a high tile. Packed sequences of few rows beside it want a low tile, and get a launch of their own. */
+static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const int row = plan->gpu.row, low = lowest_row(row);
+    const bool wants_both = p->cu_seqlens_q && p->b > 1 && low != row && p->len_q * (p->h / p->h_kv) > plan->block_q;
+    plan->gpu.decode = launch_of(p, plan, row, machine);
+    if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
+}
+
+const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    enum { MANY_ROWS = 64, MANY_KEYS = 256 };
+    const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
+    const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || (p->seqused_k && !packed);
+    const int64_t rows = p->len_q * (p->h / p->h_kv);
+    const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
+    const extent cache = {p->paged               ? p->num_pages
+                          : packed_keys          ? 1
+                          : p->cache_rows > p->b ? p->cache_rows
+                                                 : p->b,
+                          p->paged      ? p->page_size
+                          : packed_keys ? p->total_kv
+                                        : p->len_kv,
+                          p->h_kv};
+    NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
+    NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
+    NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
+    NEEDS(p->dropout_p == 0 && !p->s_dmask, "it has no dropout");
+    NEEDS(has_cache || (rows <= MANY_ROWS && p->len_kv >= MANY_KEYS), "it is for few queries over many keys");
+    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(is_aligned(&p->q, queries) && is_aligned(&p->k, cache) && is_aligned(&p->v, cache) &&
+              (!p->o.data || is_aligned(&p->o, queries)),
+          "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
+    NEEDS(fits_32_bits(&p->k, cache) && fits_32_bits(&p->v, cache), "it addresses up to 64 GB of keys and of values");
+
+    const fa_family *family = &fa_families[FA_DECODE_SM90];
+    int row = -1;
+    for (int i = 0; i < family->num_rows; i++) {
+        const fa_decode_sm90_columns *t = fa_decode_sm90_row(i);
+        if (t->d < p->d || (row >= 0 && t->d != fa_decode_sm90_row(row)->d)) continue;
+        row = i; /* the last one if none has room for all rows */
+        if (rows <= 16 * t->warps_q) break;
+    }
+    const fa_decode_sm90_columns *t = fa_decode_sm90_row(row);
+    plan->gpu.family = FA_DECODE_SM90;
+    plan->gpu.row = row;
+    plan->gpu.features = fa_dtype_feature(p->dtype);
+    plan->block_q = 16 * t->warps_q;
+    plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
+
+    const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
+    const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;
+    const int64_t q_tiles =
+        packed ? ceil_div(p->total_q * (p->h / p->h_kv), plan->block_q) + p->b : p->b * ceil_div(rows, plan->block_q);
+    NEEDS(capacity < INT32_MAX / 2 && p->total_q < INT32_MAX / 2 && q_tiles < INT32_MAX / 2 / p->h_kv / tiles,
+          "the problem has more tiles than 2^30");
+    /* Of packed queries only the GPU knows how many tiles there are: more than one split becomes as many as it takes. */
+    plan->num_splits = (int)(p->num_splits < tiles ? p->num_splits : tiles);
+    if (plan->num_splits > 1 && (packed || q_tiles * p->h_kv > INT32_MAX / plan->num_splits)) plan->num_splits = 0;
+    choose_clusters(p, plan, tiles, machine);
+    choose_launches(p, machine, plan);
+    plan->workspace_bytes = fa_decode_lay_out(p, plan).bytes;
+    return NULL;
+}

@@ -1,0 +1,274 @@
+/* Every family of GPU kernels, its rows out of cuda/tiles.def, and what its variants are called. */
+#include "kernel_table.h"
+
+#include "cuda/attn_decode_params.h"
+#include "cuda/attn_fwd_params.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define TEXT_OF(x)       #x
+#define TEXT(x)          TEXT_OF(x)
+#define ROWS_OF_1        64
+#define DECODE_ROWS_OF_1 16
+#define DECODE_ROWS_OF_2 32
+#define DECODE_ROWS_OF_4 64
+#define ROWS_OF_2        128
+#define ROWS_OF_3        192
+#define ROWS_OF_4        256
+#define NUM_ROWS(x)      (int)(sizeof(x) / sizeof *(x))
+
+/* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
+
+static const fa_row fwd_sm90_rows[] = {
+#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
+    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                             \
+     {d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
+     serves,                                                                                   \
+     FA_SHARED_BYTES_OF(ctas)},
+#include "cuda/tiles.def"
+};
+
+const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
+
+/* plan_cuda_fwd.c takes the row that costs a sequence least. That is never more than it costs with one before that serves
+ * the same in steps of as many rows and keys, each of which costs no more; but short sequences take steps of 64 keys. */
+static bool fwd_sm90_chooses(int row, unsigned features) {
+    const unsigned wanted = features & FA_ALL_FEATURES;
+    const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
+    for (int i = 0; i < row; i++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
+        if (t->d == mine->d && t->wgs >= mine->wgs && t->block_kv >= mine->block_kv &&
+            (t->block_kv <= 64 || mine->block_kv > 64) &&
+            t->wgs * t->block_kv * t->cost <= mine->wgs * mine->block_kv * mine->cost &&
+            (fwd_sm90_rows[i].serves & wanted) == wanted)
+            return false;
+    }
+    return true;
+}
+
+/* ---- attn_bwd_sm90, attn_bwd_wide_sm90 ----------------------------------------------------------------------------- */
+
+#define BWD_ROW(name, d, block_q, block_kv, serves, shared_bytes) \
+    {name "_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, serves, shared_bytes},
+
+static const fa_row bwd_sm90_rows[] = {
+#define FA_BWD_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_sm90", d, q, kv, serves, FA_SHARED_BYTES)
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_wide_sm90_rows[] = {
+#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_wide_sm90", d, q, kv, serves, FA_SHARED_BYTES)
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_prep_rows[] = {
+#define FA_BWD_TILE_SM90(d, q, kv, serves)      BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
+#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
+#include "cuda/tiles.def"
+};
+
+const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
+    return (const fa_bwd_sm90_columns *)fa_families[family].rows[row].columns;
+}
+
+/* plan_cuda_bwd.c takes the first row that fits: of one head dimension there is one for each set of features. */
+static bool bwd_sm90_chooses(int row, unsigned features) {
+    (void)row, (void)features;
+    return true;
+}
+
+/* ---- the generic kernels ----------------------------------------------------------------------------------------- */
+
+#define ROWS_OF_2x1          32
+#define ROWS_OF_4x1          64
+#define ROWS_OF_4x2          128
+#define PADDED_ROW(d, bytes) ((d) * (bytes) + 16)
+
+static const fa_row fwd_any_rows[] = {
+#define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)       \
+    {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #block_kv, \
+     {d, block_kv, warps, blocks, stages, ctas, bytes},                        \
+     0,                                                                        \
+     PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) + 2 * (stages) * (block_kv))},
+#include "cuda/tiles.def"
+#undef FA_FWD_TILE_ANY
+};
+
+/* GRAD of attn_bwd_any.cu. */
+enum { GRAD_dq, GRAD_dk, GRAD_dv, GRAD_dkdv };
+
+static const fa_row bwd_any_rows[] = {
+#define FA_BWD_TILE_ANY(d, gradients, walk, warps, blocks, stages, ctas, bytes)                          \
+    {"attn_bwd_any_" #gradients "_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #walk,                \
+     {d, walk, warps, blocks, stages, ctas, GRAD_##gradients, bytes},                                    \
+     0,                                                                                                  \
+     PADDED_ROW(d, bytes) *                                                                              \
+             (16 * (warps) * (blocks) * (GRAD_##gradients == GRAD_dv ? 1 : 2) + 2 * (stages) * (walk)) + \
+         (GRAD_##gradients == GRAD_dv ? 8 * (bytes) : 0)},
+#include "cuda/tiles.def"
+#undef FA_BWD_TILE_ANY
+};
+
+static const fa_row delta_any_rows[] = {{.name = "attn_delta_any"}};
+static const fa_row probs_any_rows[] = {{.name = "attn_probs_any", .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
+static const fa_row kvcache_rows[] = {{.name = "kvcache"}};
+
+const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
+const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
+
+static bool fwd_any_chooses(int row, unsigned features) {
+    return (fa_fwd_any_row(row)->element_bytes == 4) == ((features & FA_IN_F32) != 0);
+}
+
+static bool bwd_any_chooses(int row, unsigned features) {
+    return (fa_bwd_any_row(row)->element_bytes == 4) == ((features & FA_IN_F32) != 0);
+}
+
+static bool always_chooses(int row, unsigned features) {
+    (void)row, (void)features;
+    return true;
+}
+
+/* ---- attn_decode_sm90 ------------------------------------------------------------------------------------------ */
+
+static const fa_row decode_sm90_rows[] = {
+#define FA_DECODE_TILE_SM90(d, warps_q, teams, slots, ctas)       \
+    {"attn_decode_sm90_d" #d "_q" TEXT(DECODE_ROWS_OF_##warps_q), \
+     {d, warps_q, teams, slots, ctas},                            \
+     0, /* options are looked at when the kernel runs */          \
+     FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
+#include "cuda/tiles.def"
+};
+
+const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
+    return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
+}
+/* NULL behind the last. */
+#define FILES(...) ((const char *const[]){__VA_ARGS__, NULL})
+#define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", "quads.cuh"
+#define BWD_FILES  "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+
+#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh"
+
+const fa_family fa_families[FA_NUM_FAMILIES] = {
+    [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
+                     .files = FILES("attn_fwd_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh",
+                                    "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh",
+                                    "attn_fwd_output.cuh", "philox.cuh", "attn_fwd_params.h", SM90_FILES),
+                     .arch = 90,
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
+                     .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                     .rows = fwd_sm90_rows,
+                     .num_rows = NUM_ROWS(fwd_sm90_rows),
+                     .chooses = fwd_sm90_chooses,
+                     .aligns_shared = true},
+    [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
+                     .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh",
+                                    "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", BWD_FILES),
+                     .arch = 90,
+                     .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                     .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                     .rows = bwd_sm90_rows,
+                     .num_rows = NUM_ROWS(bwd_sm90_rows),
+                     .chooses = bwd_sm90_chooses,
+                     .aligns_shared = true},
+    [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
+                          .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh",
+                                         "philox.cuh", BWD_FILES),
+                          .arch = 90,
+                          .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                          .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                          .rows = bwd_wide_sm90_rows,
+                          .num_rows = NUM_ROWS(bwd_wide_sm90_rows),
+                          .chooses = bwd_sm90_chooses,
+                          .aligns_shared = true},
+    [FA_BWD_PREP_SM90] = {.name = "attn_bwd_prep",
+                          .files = FILES("attn_bwd_prep.cu", BWD_FILES),
+                          .arch = 90,
+                          .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                          .knows = FA_VARLEN | FA_IN_BF16,
+                          .rows = bwd_prep_rows,
+                          .num_rows = NUM_ROWS(bwd_prep_rows),
+                          .chooses = always_chooses},
+    [FA_FWD_ANY] = {.name = "attn_fwd_any",
+                    .files = FILES("attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"),
+                    .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = fwd_any_rows,
+                    .num_rows = NUM_ROWS(fwd_any_rows),
+                    .chooses = fwd_any_chooses},
+    [FA_BWD_ANY] = {.name = "attn_bwd_any",
+                    .files = FILES("attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"),
+                    .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = bwd_any_rows,
+                    .num_rows = NUM_ROWS(bwd_any_rows),
+                    .chooses = bwd_any_chooses},
+    [FA_DELTA_ANY] = {.name = "attn_delta_any",
+                      .files = FILES("attn_delta_any.cu", ANY_FILES),
+                      .knows = FA_IN_BF16 | FA_IN_F32,
+                      .rows = delta_any_rows,
+                      .num_rows = NUM_ROWS(delta_any_rows),
+                      .chooses = always_chooses},
+    [FA_PROBS_ANY] = {.name = "attn_probs_any",
+                      .files = FILES("attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"),
+                      .knows = FA_IN_BF16 | FA_IN_F32,
+                      .rows = probs_any_rows,
+                      .num_rows = NUM_ROWS(probs_any_rows),
+                      .chooses = always_chooses},
+    [FA_KVCACHE] = {.name = "kvcache",
+                    .files = FILES("kvcache.cu", ANY_FILES),
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = kvcache_rows,
+                    .num_rows = NUM_ROWS(kvcache_rows),
+                    .chooses = always_chooses},
+    [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
+                        .files = FILES("attn_decode_sm90.cu", "ptx_sm80.cuh", "ptx_cluster.cuh", "attn_decode_params.h",
+                                       "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
+                                       "attn_decode_merge.cuh", "attn_decode_append.cuh"),
+                        .arch = 90,
+                        .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
+                        .knows = FA_IN_BF16,
+                        .rows = decode_sm90_rows,
+                        .num_rows = NUM_ROWS(decode_sm90_rows),
+                        .chooses = always_chooses},
+};
+
+bool fa_variant_is_chosen(fa_variant v) {
+    if ((int)v.family < 0 || v.family >= FA_NUM_FAMILIES) return false;
+    const fa_family *family = &fa_families[v.family];
+    const unsigned wanted = v.features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    return 0 <= v.row && v.row < family->num_rows && (v.features & ~family->knows) == 0 &&
+           (family->arch == 0 || family->arch == v.arch) && (family->rows[v.row].serves & wanted) == wanted &&
+           !(wanted & FA_CAUSAL && wanted & FA_LOCAL) && !(v.features & FA_IN_BF16 && v.features & FA_IN_F32) &&
+           family->chooses(v.row, v.features);
+}
+
+fa_variant fa_plan_variant(const fa_plan *plan, int capability) {
+    return (fa_variant){(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, capability};
+}
+
+/* Names are written piece by piece: formatting them would cost a short call a tenth of its time. */
+static char *append(const char *name, char *at, const char *text) {
+    while (*text && at < name + FA_VARIANT_NAME_BYTES - 1) *at++ = *text++;
+    *at = '\0';
+    return at;
+}
+
+/* attn_fwd_sm90_bf16_d128_q128kv128_causal */
+void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
+    static const struct {
+        unsigned bit;
+        const char *word;
+#define WORD(constant, bit, word) \
+    { bit, word }
+    } words[] = {FA_FEATURES(WORD)};
+#undef WORD
+    const fa_family *family = &fa_families[v.family];
+    const char *dtype = v.features & FA_IN_F32 ? "fp32" : v.features & FA_IN_BF16 ? "bf16" : "fp16";
+    char *at = append(name, name, family->name);
+    at = append(name, append(name, append(name, at, "_"), dtype), family->rows[v.row].name + strlen(family->name));
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        if (v.features & words[i].bit) at = append(name, at, words[i].word);
+}

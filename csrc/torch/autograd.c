@@ -1,0 +1,55 @@
+/* Autograd is told what a call writes. Each function asks Python where libtorch has no C++ function that tells. */
+#include "autograd.h"
+
+#include "python_api.h"
+
+static bool is_attribute_true(PyObject *object, const char *name) {
+    PyObject *value = PyObject_GetAttrString(object, name);
+    const bool truth = value && PyObject_IsTrue(value) == 1;
+    Py_XDECREF(value);
+    return truth;
+}
+
+static const char *leaf_in_says_python(AtenTensorHandle t) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    const char *what = NULL;
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
+    PyObject *base = tensor ? PyObject_GetAttrString(tensor, "_base") : NULL;
+    if (base && is_attribute_true(tensor, "requires_grad")) {
+        if (is_attribute_true(tensor, "is_leaf"))
+            what = "";
+        else if (base != Py_None && is_attribute_true(base, "is_leaf"))
+            what = "a view of ";
+    }
+    Py_XDECREF(base);
+    Py_XDECREF(tensor);
+    PyErr_Clear();
+    PyGILState_Release(state);
+    return what;
+}
+
+const char *fa_leaf_in(AtenTensorHandle t) {
+    if (!fa_torch.knows_tensors) return leaf_in_says_python(t);
+    if (!fa_torch_requires_grad(t)) return NULL;
+    if (fa_torch.is_leaf(t)) return "";
+    return fa_torch.is_view(t) && fa_torch.is_leaf(fa_torch.base_of_view(t)) ? "a view of " : NULL;
+}
+
+static void bump_version_by_python(AtenTensorHandle t) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL, *done = NULL;
+    PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
+    if (tensor && graph) done = PyObject_CallMethod(graph, "increment_version", "O", tensor);
+    Py_XDECREF(done);
+    Py_XDECREF(graph);
+    Py_XDECREF(tensor);
+    PyErr_Clear(); /* a tensor made in inference mode has no version */
+    PyGILState_Release(state);
+}
+
+void fa_bump_version(AtenTensorHandle t) {
+    if (!fa_torch.knows_tensors)
+        bump_version_by_python(t);
+    else if (!fa_torch.is_inference(t)) /* it has no version, and no gradient can ask for one */
+        fa_torch.bump_version(t);
+}

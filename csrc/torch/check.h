@@ -1,0 +1,62 @@
+/* Checks of one tensor, and the words that messages put around what came. */
+#ifndef FA_TORCH_CHECK_H
+#define FA_TORCH_CHECK_H
+
+#include "call.h"
+
+#include <inttypes.h>
+
+#define REQUIRE(condition, ...)                                        \
+    do {                                                               \
+        if (!(condition)) return fa_fail(err, FA_EINVAL, __VA_ARGS__); \
+    } while (0)
+#define TRY(step)                                   \
+    do {                                            \
+        fa_status try_status = (step);              \
+        if (try_status != FA_OK) return try_status; \
+    } while (0)
+
+typedef struct {
+    char text[160];
+} words;
+
+/* Each returns text for a message; w keeps it. */
+const char *shape_words(const fa_tensor *t, words *w);
+const char *device_words(int32_t device_type, int32_t device_idx, words *w);
+const char *dtype_words(int32_t dtype);
+
+static inline bool present(const fa_tensor *t) { return t->handle != NULL; }
+
+/* A stride means something only if its dimension has more than one element and the tensor has any. */
+bool last_dim_contiguous(const fa_tensor *t);
+bool contiguous(const fa_tensor *t);
+bool overlaps_itself(const fa_tensor *t);
+
+/* Does its storage hold all that sizes and strides reach? */
+fa_status check_memory(const fa_tensor *t, fa_error *err);
+
+/* The tensors of the caller that the call writes, at most three. */
+#define MAX_WRITTEN 3
+int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]);
+
+/* Do they begin at the same element? Views that overlap elsewhere are not found. */
+bool share_memory(const fa_tensor *x, const fa_tensor *y);
+
+/* dims: the symbolic shape that messages show. */
+fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err);
+fa_status check_rank(const fa_tensor *t, int64_t ndim, const char *dims, fa_error *err);
+fa_status check_shape(const fa_tensor *t, int64_t ndim, const int64_t *size, const char *dims, fa_error *err);
+#define SHAPE(t, dims, ...) \
+    check_shape(t, (int64_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]){__VA_ARGS__}, dims, err)
+
+/* A tensor of lengths or indices: int32, on q's device. */
+fa_status check_index(const fa_tensor *t, const fa_tensor *q, fa_error *err);
+/* One such number per sequence, contiguous; absent is fine. */
+fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t b, fa_error *err);
+
+/* The view of a tensor [.., row, h, d]. */
+fa_view view_of(const fa_tensor *t);
+
+#define K_CACHE "(batch_size_cache, seqlen_cache, num_heads_k, head_size)"
+
+#endif

@@ -1,0 +1,429 @@
+/* Ops called from Python past torch's dispatcher, which takes longer than all the rest of a small call.
+ *
+ * That is right where nobody would notice: plain tensors, and no tracer, mode, functorch transform, forward-mode AD,
+ * profiler or observer that wants to see the op, nor a kernel that somebody else put in its place. Everything else, and
+ * what is wrong with an argument, is left to the dispatcher: then a function here returns None and has done nothing.
+ * (torch.compile is the caller's to look for: it must not trace into this file.)
+ *
+ * Tensors are read through torch's table of C functions for DLPack; results are torch's own tensors, made as for an op.
+ * Where a torch lacks what this needs, None is all there is. */
+#include "direct.h"
+
+#include <string.h>
+
+#include "dlpack.h"
+#include "execute.h"
+#include "failures.h"
+#include "ops.h"
+#include "plans.h"
+
+/* ---- what is asked of torch, found at the first call --------------------------------------------------------------- */
+
+static const fa_dl_exchange *exchange;
+static PyObject *watchers[3], *num_function_modes, *function_mode_at, *default_device;
+static PyObject *forward_ad, *forward_ad_globals, *level_name, *requires_grad_name;
+static PyObject *python_kernels;    /* torch.library's set of "namespace/op/dispatch key" */
+static Py_ssize_t offset_of_tensor; /* in a torch.Tensor's object: there lies what the C shim calls a handle */
+static PyObject *empty_strided_cuda, *dtype_f16, *dtype_bf16, *dtype_f32; /* the first: NULL where there is none */
+static enum { UNKNOWN, FOUND, MISSING } state;
+
+/* A new reference to an attribute of a module, or NULL. */
+static PyObject *find(const char *module, const char *name) {
+    PyObject *from = PyImport_ImportModule(module);
+    PyObject *found = from ? PyObject_GetAttrString(from, name) : NULL;
+    Py_XDECREF(from);
+    return found;
+}
+
+/* Two fresh tensors whose objects hold the address of their TensorImpl in the same place. 0: no such place. */
+static Py_ssize_t find_tensor(void) {
+    Py_ssize_t offset = 0, size = 0;
+    for (int i = 0; i < 2; i++) {
+        PyObject *tensor = PyObject_CallMethod(fa_torch_module, "empty", "i", 1);
+        PyObject *address = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
+        PyObject *basic_size = PyObject_GetAttrString(fa_tensor_type, "__basicsize__");
+        void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
+        if (i == 0) {
+            size = basic_size ? PyLong_AsSsize_t(basic_size) : 0;
+            for (Py_ssize_t at = sizeof(PyObject); at + (Py_ssize_t)sizeof impl <= size && !offset; at += sizeof impl)
+                if (impl && memcmp((char *)tensor + at, &impl, sizeof impl) == 0) offset = at;
+        } else if (!impl || !offset || memcmp((char *)tensor + offset, &impl, sizeof impl) != 0) {
+            offset = 0;
+        }
+        Py_XDECREF(basic_size);
+        Py_XDECREF(address);
+        Py_XDECREF(tensor);
+    }
+    return offset;
+}
+
+static bool find_all(void) {
+    empty_strided_cuda = find("torch._C._dynamo.guards", "_empty_strided_cuda");
+    PyErr_Clear();
+    PyObject *capsule = PyObject_GetAttrString(fa_tensor_type, "__dlpack_c_exchange_api__");
+    if (!capsule) return false;
+    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* it lives as long as the process */
+    Py_DECREF(capsule);
+    return exchange && exchange->major == 1 && exchange->from_object && fa_torch.wrap &&
+           fa_torch.has_record_callbacks && (offset_of_tensor = find_tensor()) &&
+           (python_kernels = find("torch.library", "_impls")) && PyAnySet_Check(python_kernels) &&
+           (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
+           (watchers[1] = find("torch._C", "_are_functorch_transforms_active")) &&
+           (watchers[2] = find("torch._C", "_is_tracing")) &&
+           (num_function_modes = find("torch._C", "_len_torch_function_stack")) &&
+           (function_mode_at = find("torch._C", "_get_function_stack_at")) &&
+           (default_device = find("torch.utils._device", "DeviceContext")) && (dtype_f16 = find("torch", "float16")) &&
+           (dtype_bf16 = find("torch", "bfloat16")) && (dtype_f32 = find("torch", "float32")) &&
+           (forward_ad = PyImport_ImportModule("torch.autograd.forward_ad")) &&
+           (forward_ad_globals = PyModule_GetDict(forward_ad)) &&
+           (level_name = PyUnicode_InternFromString("_current_level")) &&
+           (requires_grad_name = PyUnicode_InternFromString("requires_grad"));
+}
+
+static bool is_possible(void) {
+    if (state == UNKNOWN) state = find_all() ? FOUND : MISSING;
+    return state == FOUND;
+}
+
+static bool is_true(PyObject *object) {
+    const bool truth = !object || PyObject_IsTrue(object) != 0; /* what fails is as good as watched */
+    Py_XDECREF(object);
+    return truth;
+}
+
+/* Is there a __torch_function__ mode that looks at ops? That of a default device looks at factories alone. */
+static bool has_function_mode(long num) {
+    for (long i = 0; i < num; i++) {
+        PyObject *mode = PyObject_CallFunction(function_mode_at, "l", i);
+        const bool looks = !mode || (PyObject *)Py_TYPE(mode) != default_device;
+        Py_XDECREF(mode);
+        if (looks) return true;
+    }
+    return false;
+}
+
+/* Asking through Python takes a call of 11 us on an H100's host 0.8. */
+static bool is_watched_says_python(void) {
+    for (size_t i = 0; i < sizeof watchers / sizeof *watchers; i++)
+        if (is_true(PyObject_CallObject(watchers[i], NULL))) return true;
+    PyObject *number = PyObject_CallObject(num_function_modes, NULL);
+    const long num = number ? PyLong_AsLong(number) : 1;
+    Py_XDECREF(number);
+    return has_function_mode(num);
+}
+
+static bool has_key_of_ours(void) {
+    PyObject *keys = PySequence_List(python_kernels), *name = PyUnicode_FromString("flash_attn/");
+    bool found = !keys || !name;
+    for (Py_ssize_t i = 0; !found && i < PyList_Size(keys); i++)
+        found = PyUnicode_Tailmatch(PyList_GetItem(keys, i), name, 0, PY_SSIZE_T_MAX, -1) != 0; /* -1: failed */
+    Py_XDECREF(keys);
+    Py_XDECREF(name);
+    return found;
+}
+
+/* Has torch.library been given a kernel of somebody else's for one of our ops? (flash_attn takes its own out of the set.)
+ * The set has thousands of members, so it is looked through when their number changes; what changes in it without, a kernel
+ * that goes and another one that comes, is found where it is for the call's op and device. */
+static bool is_overridden(PyObject *key) {
+    static Py_ssize_t looked_through = -1;
+    static bool has_ours;
+    const Py_ssize_t size = PySet_Size(python_kernels);
+    if (size != looked_through) has_ours = has_key_of_ours(), looked_through = size;
+    return has_ours || PySet_Contains(python_kernels, key) != 0;
+}
+
+static bool is_watched(void) {
+    const fa_torch_abi *t = &fa_torch;
+    if (t->has_record_callbacks()) return true;
+    if (!t->tells_states) {
+        if (is_watched_says_python()) return true;
+    } else {
+        const void *const *layers = t->functorch_layers();
+        if (t->num_dispatch_modes() > 0 || layers[0] != layers[1] || *t->tracing_state() ||
+            has_function_mode((long)t->num_function_modes()))
+            return true;
+    }
+    PyObject *level = PyDict_GetItemWithError(forward_ad_globals, level_name); /* borrowed */
+    return !level || PyLong_AsLong(level) >= 0;
+}
+
+/* ---- arguments ------------------------------------------------------------------------------------------------------- */
+
+static int32_t dtype_of(const fa_dl_tensor *t) {
+    if (t->dtype_lanes != 1) return -1;
+    switch (t->dtype_code << 8 | t->dtype_bits) {
+    case FA_DL_FLOAT << 8 | 16: return fa_torch.f16;
+    case FA_DL_BFLOAT << 8 | 16: return fa_torch.bf16;
+    case FA_DL_FLOAT << 8 | 32: return fa_torch.f32;
+    case FA_DL_FLOAT << 8 | 64: return fa_torch.f64;
+    case FA_DL_INT << 8 | 32: return fa_torch.i32;
+    case FA_DL_INT << 8 | 64: return fa_torch.i64;
+    default: return -1;
+    }
+}
+
+/* Only torch.Tensor itself: a subclass may want to see the op. Nor one that is the negative of its memory, of which only a
+ * flag says so. NOTE: where this torch does not tell, such columns are refused if they do not lie side by side, as those of
+ * the imaginary part of a conjugate; or, here, if they are one number. torch._neg_view can make others. Autograd's zeros
+ * have no memory, which the checks see. */
+static bool read_tensor(PyObject *object, fa_tensor *t) {
+    fa_dl_tensor dl;
+    if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
+    const bool on_gpu = dl.device_type == FA_DL_CUDA;
+    if (!on_gpu && dl.device_type != FA_DL_CPU) return false;
+    if (dl.dtype_code != FA_DL_INT && dl.ndim > 0 && dl.shape[dl.ndim - 1] == 1) return false;
+    t->handle = (AtenTensorHandle)((char *)object + offset_of_tensor);
+    if (fa_torch.knows_tensors && fa_torch.is_negative(t->handle)) return false;
+    t->data = (char *)dl.data + dl.byte_offset;
+    t->ndim = dl.ndim;
+    t->size = dl.shape;
+    t->stride = dl.strides;
+    t->dtype = dtype_of(&dl);
+    t->device_type = on_gpu ? fa_torch.cuda : fa_torch.cpu;
+    t->device_idx = on_gpu ? dl.device_idx : -1;
+    return t->dtype >= 0;
+}
+
+static bool read_number(PyObject *object, double *number) {
+    if (!PyFloat_CheckExact(object) && !PyLong_CheckExact(object)) return false;
+    *number = PyFloat_AsDouble(object);
+    return !PyErr_Occurred();
+}
+
+static bool read_integer(PyObject *object, int64_t *number) {
+    if (!object || !PyLong_CheckExact(object)) return false;
+    *number = PyLong_AsLongLong(object);
+    return !PyErr_Occurred();
+}
+
+/* Arguments in the order of the op's schema, a forward's without out. The sides of a window may come as one tuple, lengths
+ * as one number: *length, -1 if they do not. */
+static bool read_arguments(const fa_signature *signature, PyObject *args, fa_call *call, int64_t *length) {
+    const Py_ssize_t num = PyTuple_Size(args);
+    Py_ssize_t at = 0;
+    for (int i = 0; i < signature->num_slots; i++) {
+        const fa_slot *s = &signature->slots[i];
+        void *place = (char *)call + s->place;
+        if (place == &call->out && signature->pass == FA_FWD) continue;
+        if (at == num) return false;
+        PyObject *object = PyTuple_GetItem(args, at++);
+        if (s->is_optional && object == Py_None) {
+            if (s->kind == FA_SLOT_FLOAT) call->default_scale = true;
+            continue;
+        }
+        switch (s->kind) {
+        case FA_SLOT_TENSOR:
+            if (place == &call->seqused_k && PyLong_CheckExact(object)) {
+                if (!read_integer(object, length) || *length < 0 || *length > INT32_MAX) return false;
+            } else if (!read_tensor(object, place)) {
+                return false;
+            }
+            break;
+        case FA_SLOT_FLOAT:
+            if (!read_number(object, place)) return false;
+            break;
+        case FA_SLOT_BOOL:
+            if (!PyBool_Check(object)) return false;
+            *(bool *)place = object == Py_True;
+            break;
+        case FA_SLOT_INT:
+            if (place == &call->window_left && PyTuple_CheckExact(object)) {
+                if (PyTuple_Size(object) != 2 || !read_integer(PyTuple_GetItem(object, 0), &call->window_left) ||
+                    !read_integer(PyTuple_GetItem(object, 1), &call->window_right))
+                    return false;
+                i++; /* window_right */
+            } else if (!read_integer(object, place)) {
+                return false;
+            }
+            break;
+        }
+    }
+    return at == num;
+}
+
+static bool requires_grad(const fa_tensor *t) {
+    if (!t->handle) return false;
+    if (fa_torch.knows_tensors) return fa_torch_requires_grad(t->handle);
+    return is_true(PyObject_GetAttr((PyObject *)((char *)t->handle - offset_of_tensor), requires_grad_name));
+}
+
+static bool wants_gradients(const fa_call *call) {
+    return fa_torch.aoti_torch_grad_mode_is_enabled() &&
+           (requires_grad(&call->q) || requires_grad(&call->k) || requires_grad(&call->v) ||
+            requires_grad(&call->k_new) || requires_grad(&call->v_new));
+}
+
+/* ---- results --------------------------------------------------------------------------------------------------------- */
+
+enum { MAX_NDIM = 4 };
+
+/* Size and strides of a contiguous tensor, (sizes, strides, dtype) as Python's functions take them. Those of the last one
+ * are kept. Borrowed; NULL with an exception. */
+static PyObject *contiguous_layout(const fa_tensor *t, PyObject *dtype) {
+    static int64_t last_ndim, last_size[MAX_NDIM];
+    static PyObject *last_dtype, *last;
+    const size_t bytes = (size_t)t->ndim * sizeof *t->size;
+    if (last && dtype == last_dtype && t->ndim == last_ndim && memcmp(t->size, last_size, bytes) == 0) return last;
+    PyObject *sizes = PyTuple_New(t->ndim), *strides = PyTuple_New(t->ndim);
+    for (int64_t i = t->ndim - 1; i >= 0 && sizes && strides; i--) {
+        PyTuple_SetItem(sizes, i, PyLong_FromLongLong(t->size[i]));
+        PyTuple_SetItem(strides, i, PyLong_FromLongLong(t->stride[i]));
+    }
+    Py_CLEAR(last);
+    if (sizes && strides && !PyErr_Occurred()) last = PyTuple_Pack(3, sizes, strides, dtype);
+    Py_XDECREF(sizes);
+    Py_XDECREF(strides);
+    last_dtype = dtype, last_ndim = t->ndim;
+    memcpy(last_size, t->size, bytes);
+    return last;
+}
+
+static bool is_contiguous(const fa_tensor *t) {
+    int64_t step = 1;
+    for (int64_t i = t->ndim - 1; i >= 0; i--) {
+        if (t->stride[i] != step) return false;
+        step *= t->size[i] > 1 ? t->size[i] : 1;
+    }
+    return true;
+}
+
+/* Makes the call's out where q is contiguous and lies on the current GPU, by what Inductor's code calls: past the
+ * dispatcher too, 0.4 us less. Otherwise, and whatever fails, out is left to outputs.c. A new reference, or NULL. */
+static PyObject *bring_out(const fa_tensor *q, fa_call *call) {
+    PyObject *dtype = q->dtype == fa_torch.bf16  ? dtype_bf16
+                      : q->dtype == fa_torch.f16 ? dtype_f16
+                      : q->dtype == fa_torch.f32 ? dtype_f32
+                                                 : NULL;
+    PyObject *layout, *out = NULL;
+    fa_tensor t = call->out;
+    if (!empty_strided_cuda || call->pass != FA_FWD || q->device_type != fa_torch.cuda || !dtype ||
+        q->ndim > MAX_NDIM || !is_contiguous(q))
+        return NULL;
+    if ((layout = contiguous_layout(q, dtype))) out = PyObject_Call(empty_strided_cuda, layout, NULL);
+    if (out && read_tensor(out, &t) && t.device_type == q->device_type && t.device_idx == q->device_idx) {
+        call->out = t, call->fresh_out = true;
+    } else {
+        PyErr_Clear();
+        Py_CLEAR(out);
+    }
+    return out;
+}
+
+/* One tensor, or a tuple of several: out if it was brought, and what the call made. It takes all of them. */
+static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
+    const int num_brought = out ? 1 : 0, num = num_brought + outputs->num;
+    PyObject *tuple = num > 1 ? PyTuple_New(num) : NULL, *tensor = out;
+    bool failed = num > 1 && !tuple;
+    if (tuple && out) PyTuple_SetItem(tuple, 0, out);
+    if (failed) Py_XDECREF(out);
+    for (int i = 0; i < outputs->num; i++) {
+        if (!failed) failed = !(tensor = fa_torch.wrap(outputs->tensor[i]));
+        if (!failed && tuple) PyTuple_SetItem(tuple, num_brought + i, tensor);
+        fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[i]);
+    }
+    if (failed) Py_CLEAR(tuple);
+    return failed || tuple ? tuple : tensor;
+}
+
+/* ---- the functions ----------------------------------------------------------------------------------------------------- */
+
+#define DENSE        "_flash_attn_forward"
+#define PACKED       "_flash_attn_varlen_forward"
+#define DENSE_GRADS  "_flash_attn_backward"
+#define PACKED_GRADS "_flash_attn_varlen_backward"
+
+#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
+#define VARLEN                                                                                              \
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
+    "softcap, alibi_slopes, block_table"
+#define KVCACHE   "the arguments of fwd_kvcache but out"
+#define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
+#define OF_THE_OP "the op's arguments"
+
+/* X(name, arguments as Python knows them, results, op whose arguments they are, torch's op that is not called,
+ *   whether out alone is returned, gradients). */
+#define FUNCTIONS(X)                                                                                       \
+    X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, NEED_LSE)                                  \
+    X(varlen_attention, VARLEN, WITH_LSE, "_varlen_forward", PACKED, true, NEED_LSE)                       \
+    X(forward, NO_DROPOUT, "(out, softmax_lse)", "_forward", DENSE, false, IGNORED)                        \
+    X(varlen_forward, VARLEN, "(out, softmax_lse)", "_varlen_forward", PACKED, false, IGNORED)             \
+    X(kvcache_attention, KVCACHE, "out", "fwd_kvcache", "fwd_kvcache", true, LEFT_TO_THE_OP)               \
+    X(kvcache_forward, KVCACHE, "(out, softmax_lse)", "fwd_kvcache", "fwd_kvcache", false, LEFT_TO_THE_OP) \
+    X(flash_attn_forward, OF_THE_OP, "its results", DENSE, DENSE, false, LEFT_TO_THE_OP)                   \
+    X(flash_attn_varlen_forward, OF_THE_OP, "its results", PACKED, PACKED, false, LEFT_TO_THE_OP)          \
+    X(flash_attn_backward, OF_THE_OP, "softmax_d", DENSE_GRADS, DENSE_GRADS, false, IGNORED)               \
+    X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, IGNORED)
+
+/* clang-format off */
+#define FUNCTION_ENUM(name, arguments, results, op, instead_of, only_out, gradients) WHICH_##name,
+enum { FUNCTIONS(FUNCTION_ENUM) NUM_FUNCTIONS };
+/* clang-format on */
+
+/* Tensors that want gradients: who calls does without; or records them, and needs lse for it; or the op is called, which
+ * records them, or has none, of which flash_attn_with_kvcache then warns. */
+typedef enum { IGNORED, NEED_LSE, LEFT_TO_THE_OP } gradients;
+
+static const struct {
+    const char *op, *instead_of;
+    bool only_out;
+    gradients gradients;
+#define FUNCTION_ROW(name, arguments, results, op, instead_of, only_out, gradients) \
+    {op, instead_of, only_out, gradients},
+} functions[NUM_FUNCTIONS] = {FUNCTIONS(FUNCTION_ROW)};
+
+/* As torch.library's set has a kernel of the function's op: borrowed, or NULL. */
+static PyObject *kernel_key(int which, bool on_gpu) {
+    static PyObject *keys[NUM_FUNCTIONS][2];
+    PyObject **key = &keys[which][on_gpu];
+    if (!*key) *key = PyUnicode_FromFormat("flash_attn/%s/%s", functions[which].instead_of, on_gpu ? "CUDA" : "CPU");
+    return *key;
+}
+
+static PyObject *call_function(int which, PyObject *args) {
+    static const fa_signature *signatures[NUM_FUNCTIONS];
+    if (!signatures[which]) signatures[which] = fa_find_op(functions[which].op);
+    const fa_signature *signature = signatures[which];
+    fa_call call;
+    fa_outputs outputs = {.num = 0};
+    fa_error err = {""};
+    fa_status status = FA_OK;
+    int64_t length = -1;
+    PyObject *out = NULL;
+    if (!is_possible()) goto refuse;
+    fa_begin_call(signature, &call);
+    call.only_out = functions[which].only_out;
+    if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
+    PyObject *key = kernel_key(which, call.q.device_type == fa_torch.cuda);
+    if (!key || is_overridden(key)) goto refuse;
+    if (functions[which].gradients != IGNORED && wants_gradients(&call)) {
+        if (functions[which].gradients == LEFT_TO_THE_OP || PyErr_Occurred()) goto refuse;
+        call.only_out = false;
+    }
+    out = bring_out(&call.q, &call);
+    Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
+    if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
+    if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
+    Py_END_ALLOW_THREADS if (status == FA_OK) return results_of(out, &outputs);
+    if (status != FA_EINVAL) { /* the op would fail in the same way, and perhaps write a second time */
+        Py_XDECREF(out);
+        return fa_raise(status, &err);
+    }
+refuse:
+    Py_XDECREF(out);
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+#define FUNCTION(name, arguments, results, op, instead_of, only_out, gradients) \
+    static PyObject *call_##name(PyObject *self, PyObject *args) {              \
+        (void)self;                                                             \
+        return call_function(WHICH_##name, args);                               \
+    }
+FUNCTIONS(FUNCTION)
+
+/* clang-format off */
+#define METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
+    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(METHOD) {NULL, NULL, 0, NULL}};
+/* clang-format on */

@@ -1,0 +1,121 @@
+/* The road of every call: check, plan, allocate, run. */
+#include "execute.h"
+
+#include <string.h>
+
+#include "args.h"
+#include "autograd.h"
+#include "check.h"
+#include "cpu/run.h"
+#include "gpu/memory.h"
+#include "gpu/run.h"
+#include "machine.h"
+#include "plan/plan.h"
+#include "plans.h"
+#include "workspace.h"
+
+static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
+    return fa_torch.torch_parallel_for(0, n, 1, fn, ctx) == 0;
+}
+
+static const fa_pool torch_pool = {torch_parallel_for};
+
+/* Where lse goes that nobody gets: behind the plan's workspace, or on a GPU where it does no harm. */
+static fa_status place_unwanted_lse(fa_problem *problem, const fa_plan *plan, size_t *bytes, fa_error *err) {
+    fa_status status = FA_OK;
+    if (problem->device == FA_CUDA) status = fa_cuda_spare_lse(problem, plan, err);
+    if (status == FA_OK && !problem->lse.data)
+        *bytes = (*bytes + 255) / 256 * 256 + sizeof(float) * (size_t)(problem->h * problem->total_q);
+    return status;
+}
+
+static fa_status run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
+                     fa_error *err) {
+    return problem->device == FA_CUDA ? fa_cuda_run(problem, plan, zero_tensors, workspace, err)
+                                      : fa_cpu_run_call(problem, plan, zero_tensors, workspace, &torch_pool, err);
+}
+
+static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {
+    AtenTensorHandle workspace = NULL;
+    void *data = NULL;
+    size_t bytes = plan->workspace_bytes;
+    fa_status status = call->only_out ? place_unwanted_lse(problem, plan, &bytes, err) : FA_OK;
+    if (status != FA_OK) return status;
+    if (bytes > 0 && problem->device == FA_CPU) {
+        data = fa_workspace_take(bytes);
+        if (!data) status = fa_fail(err, FA_ENOMEM, "there are no %zu bytes of memory to work in", bytes);
+    } else if (bytes > 0) {
+        const int64_t size = (int64_t)bytes, one = 1;
+        if (fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
+                                              &workspace) != 0 ||
+            fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
+            status =
+                fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: %s needs %zu bytes of workspace", plan->kernel, bytes);
+    }
+    if (status == FA_OK) {
+        bool fresh_out = call->pass == FA_FWD && (!call->out.handle || call->fresh_out);
+        if (call->only_out && !problem->lse.data && data)
+            problem->lse.data = (float *)((char *)data + (plan->workspace_bytes + 255) / 256 * 256);
+        status = run(problem, plan, call->zero_tensors || fresh_out, data, err);
+    }
+    if (problem->device == FA_CPU) fa_workspace_return(data);
+    if (workspace) fa_torch.aoti_torch_delete_tensor_object(workspace);
+    return status;
+}
+
+static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_error *err) {
+    const fa_gpu *gpu;
+    fa_status status = fa_gpu_get(problem->device_idx, &gpu, err);
+    if (status == FA_OK) machine->gpu_capability = gpu->capability, machine->gpu_sms = gpu->num_sms;
+    return status;
+}
+
+fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
+    fa_problem problem;
+    fa_plan plan;
+    fa_machine machine = fa_this_machine;
+    uint32_t threads = 1;
+    fa_torch.torch_get_num_threads(&threads);
+    machine.threads = (int)threads;
+
+    fa_status status = fa_check_call(call, &problem, err);
+    if (status == FA_OK && problem.device == FA_CUDA) status = ask_gpu(&problem, &machine, err);
+    if (status == FA_OK) status = fa_plan_make(&problem, &machine, &plan, err);
+    if (status == FA_OK) fa_note_plan(&plan);
+    if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only(), &problem, outputs, err);
+    if (status != FA_OK || fa_plan_only()) return status;
+    const fa_tensor *written[MAX_WRITTEN];
+    for (int i = written_tensors(call, written) - 1; i >= 0; i--) fa_bump_version(written[i]->handle);
+    status = run_with_workspace(call, &problem, &plan, err);
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}
+
+/* ---- a length for every sequence ------------------------------------------------------------------------------------ */
+
+static fa_status fill_lengths(const fa_tensor *t, int32_t length, fa_error *err) {
+    if (t->device_type == fa_torch.cpu) {
+        for (int64_t i = 0; i < t->size[0]; i++) ((int32_t *)t->data)[i] = length;
+        return FA_OK;
+    }
+    fa_cuda_place place;
+    fa_status status = fa_cuda_enter(t->device_idx, &place, err);
+    if (status != FA_OK) return status;
+    status = fa_cuda_fill(&place, t->data, (uint32_t)length, t->size[0], err);
+    fa_cuda_leave(&place);
+    return status;
+}
+
+fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err) {
+    const fa_tensor *q = &call->q;
+    const int64_t b = q->ndim > 0 ? q->size[0] : 0, one = 1;
+    AtenTensorHandle handle = NULL;
+    if (fa_torch.aoti_torch_empty_strided(1, &b, &one, fa_torch.i32, q->device_type, q->device_idx, &handle) != 0)
+        return fa_fail(err, q->device_type == fa_torch.cpu ? FA_ENOMEM : FA_ENOMEM_GPU,
+                       "out of memory: there is none for the lengths of the call");
+    fa_tensor_read(handle, &call->seqused_k);
+    if (fa_torch.torch_get_mutable_data_ptr(handle, &call->seqused_k.data) != 0)
+        return fa_fail(err, FA_ENOMEM, "the lengths of the call have no memory");
+    return fill_lengths(&call->seqused_k, length, err);
+}

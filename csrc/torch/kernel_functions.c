@@ -1,0 +1,81 @@
+/* GPU kernels for Python: their list, their texts, and their compilation ahead of the first call. */
+#include "kernel_functions.h"
+
+#include "failures.h"
+#include "gpu/kernel_source.h"
+#include "gpu/kernels.h"
+#include "system/environment.h"
+
+static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    for (int family = 0; family < FA_NUM_FAMILIES; family++)
+        for (int row = 0; row < fa_families[family].num_rows; row++)
+            for (unsigned features = 0; list && features <= fa_families[family].knows; features++) {
+                const int arch = fa_families[family].arch;
+                const fa_variant variant = {(fa_family_id)family, row, features, arch};
+                char name[FA_VARIANT_NAME_BYTES];
+                if (!fa_variant_is_chosen(variant)) continue;
+                fa_variant_name(variant, name);
+                PyObject *entry = Py_BuildValue("(siiIi)", name, family, row, features, arch);
+                if (!entry || PyList_Append(list, entry) < 0) Py_CLEAR(list);
+                Py_XDECREF(entry);
+            }
+    return list;
+}
+
+/* False, and an exception: not four numbers. */
+static bool read_variant(PyObject *args, const char *function, fa_variant *variant) {
+    if (PyTuple_Size(args) != 4) {
+        PyErr_Format(PyExc_TypeError, "%s(): takes family, row, features and arch", function);
+        return false;
+    }
+    variant->family = (fa_family_id)PyLong_AsLong(PyTuple_GetItem(args, 0));
+    variant->row = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    variant->features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 2));
+    variant->arch = (int)PyLong_AsLong(PyTuple_GetItem(args, 3));
+    return !PyErr_Occurred();
+}
+
+static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
+    (void)self;
+    fa_variant variant;
+    fa_error err = {""};
+    bool compiled = false;
+    fa_status status;
+    if (!read_variant(args, "build_cuda_kernel", &variant)) return NULL;
+    fa_environment_read();
+    Py_BEGIN_ALLOW_THREADS status = fa_variant_build(variant, &compiled, &err);
+    Py_END_ALLOW_THREADS if (status != FA_OK) return fa_raise(status, &err);
+    return PyBool_FromLong(compiled);
+}
+
+static PyObject *cuda_kernel_source(PyObject *self, PyObject *args) {
+    (void)self;
+    fa_variant variant;
+    fa_compile_options options;
+    fa_error err = {""};
+    if (!read_variant(args, "cuda_kernel_source", &variant)) return NULL;
+    if (!fa_variant_is_chosen(variant)) return PyErr_Format(PyExc_ValueError, "there is no such CUDA kernel");
+    fa_status status = fa_variant_options(variant, &options, &err);
+    PyObject *list = status == FA_OK ? PyList_New(0) : fa_raise(status, &err);
+    for (int i = 0; list && i < options.num; i++) {
+        PyObject *option = PyUnicode_FromString(options.list[i]);
+        if (!option || PyList_Append(list, option) < 0) Py_CLEAR(list);
+        Py_XDECREF(option);
+    }
+    fa_options_free(&options);
+    return list ? Py_BuildValue("(sN)", fa_families[variant.family].files[0], list) : NULL;
+}
+
+PyMethodDef fa_kernel_functions[] = {
+    {"cuda_kernels", cuda_kernels, METH_NOARGS,
+     "cuda_kernels() -> (name, family, row, features, arch) of every GPU kernel that a call can ask for; arch 0: any"},
+    {"build_cuda_kernel", build_cuda_kernel, METH_VARARGS,
+     "build_cuda_kernel(family, row, features, arch) -> True if the kernel had to be compiled, False if the disk cache "
+     "has it"},
+    {"cuda_kernel_source", cuda_kernel_source, METH_VARARGS,
+     "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
+    {NULL, NULL, 0, NULL},
+};

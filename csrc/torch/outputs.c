@@ -1,0 +1,205 @@
+/* The tensors that an op returns. Shapes, dtypes and strides are those that the fakes in flash_attn/ promise. */
+#define _DEFAULT_SOURCE /* madvise */
+#include "outputs.h"
+
+#include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "gpu/memory.h"
+#include "seed.h"
+
+#define MAX_NDIM 4
+
+/* Large results come in pages that nobody has touched, and the system clears each at its first write: pages
+ * of 2 MiB make that 6 times as fast. Only whole ones inside the memory are asked for, and a system that has none refuses. */
+static void ask_for_huge_pages(void *data, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 2 << 20, begin = ((uintptr_t)data + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
+    if (bytes >= 2 * page) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride, int32_t dtype) {
+    int64_t elements = 1;
+    for (int64_t i = 0; i < ndim; i++) {
+        if (size[i] == 0) return 0;
+        elements += (size[i] - 1) * stride[i];
+    }
+    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* or more, which is as well */
+}
+
+static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
+                      const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
+    AtenTensorHandle t = NULL;
+    if (fa_torch.aoti_torch_empty_strided(ndim, size, stride, dtype, like->device_type, like->device_idx, &t) != 0)
+        return fa_fail(err, like->device_type == fa_torch.cpu ? FA_ENOMEM : FA_ENOMEM_GPU,
+                       "out of memory: torch could not allocate an output of the call");
+    outputs->tensor[outputs->num++] = t;
+    if (fa_torch.torch_get_mutable_data_ptr(t, data) != 0)
+        return fa_fail(err, FA_ENOMEM, "an output of the call has no memory");
+    if (like->device_type == fa_torch.cpu) ask_for_huge_pages(*data, bytes_of(ndim, size, stride, dtype));
+    return FA_OK;
+}
+
+static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
+                                 int32_t dtype, void **data, fa_error *err) {
+    int64_t stride[MAX_NDIM];
+    for (int64_t i = ndim - 1, step = 1; i >= 0; i--) {
+        stride[i] = step;
+        step *= size[i] > 1 ? size[i] : 1;
+    }
+    return make(outputs, like, ndim, size, stride, dtype, data, err);
+}
+
+/* Does dimension x lie inside dimension y in memory (1), outside (-1), or do the strides not say (0)? */
+static int order_of(const fa_tensor *t, int64_t x, int64_t y) {
+    if (t->stride[x] == 0 || t->stride[y] == 0) return 0;
+    if (t->stride[x] != t->stride[y]) return t->stride[x] < t->stride[y] ? 1 : -1;
+    return t->size[x] > t->size[y] ? -1 : 0;
+}
+
+/* Strides of torch.empty_like(t): t's own where its elements fill their memory, otherwise dense in the same order of
+ * dimensions. Falls back to contiguous where that would tear the last dimension apart (overlapping windows). */
+static void empty_like_strides(const fa_tensor *t, int64_t *stride) {
+    int64_t inner_first[MAX_NDIM], n = t->ndim;
+    for (int64_t i = 0; i < n; i++) inner_first[i] = n - 1 - i;
+    for (int64_t i = 1; i < n; i++) /* insertion sort: undecided pairs are looked through, not moved */
+        for (int64_t at = i, j = i - 1; j >= 0; j--) {
+            int order = order_of(t, inner_first[j], inner_first[at]);
+            if (order > 0) break;
+            if (order < 0) {
+                int64_t swap = inner_first[j];
+                inner_first[j] = inner_first[at];
+                inner_first[at] = swap;
+                at = j;
+            }
+        }
+    int64_t step = 1;
+    bool dense = true, empty = false;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t dim = inner_first[i];
+        stride[dim] = step;
+        empty = empty || t->size[dim] == 0;
+        if (t->size[dim] > 1) {
+            dense = dense && t->stride[dim] == step;
+            step *= t->size[dim];
+        }
+    }
+    if (dense || empty)
+        for (int64_t i = 0; i < n; i++) stride[i] = t->stride[i];
+    if (t->size[n - 1] > 1 && stride[n - 1] != 1)
+        for (int64_t i = n - 1, s = 1; i >= 0; i--) {
+            stride[i] = s;
+            s *= t->size[i] > 1 ? t->size[i] : 1;
+        }
+}
+
+static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    int64_t stride[MAX_NDIM] = {0};
+    empty_like_strides(&c->q, stride);
+    const int64_t n = c->q.ndim;
+    p->o = (fa_view){.stride_b = n == 4 ? stride[0] : 0, .stride_row = stride[n - 3], .stride_h = stride[n - 2]};
+    return make(outputs, &c->q, n, c->q.size, stride, c->q.dtype, &p->o.data, err);
+}
+
+static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    const bool packed = c->layout == FA_OP_VARLEN;
+    const int64_t size[3] = {p->b, p->h, p->len_q}, packed_size[2] = {p->h, p->total_q};
+    void *data = NULL;
+    fa_status status = FA_OK;
+    if (!c->only_out)
+        status = make_contiguous(outputs, &c->q, packed ? 2 : 3, packed ? packed_size : size, fa_torch.f32, &data, err);
+    p->lse = (fa_row_stats){
+        .data = (float *)data, .stride_b = packed ? 0 : p->h * p->len_q, .stride_h = packed ? p->total_q : p->len_q};
+    return status;
+}
+
+static int64_t round_up_128(int64_t n) { return (n + 127) / 128 * 128; }
+
+static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    if (!c->return_softmax) {
+        void *unused;
+        return make_contiguous(outputs, &c->q, 1, (int64_t[]){0}, c->q.dtype, &unused, err);
+    }
+    const bool packed = c->layout == FA_OP_VARLEN;
+    const int64_t rows = packed ? c->max_seqlen_q : p->len_q, cols = packed ? c->max_seqlen_k : p->len_kv;
+    if ((double)p->b * (double)p->h * (double)rows * (double)cols > 1e15) /* nor into 64 bits, perhaps */
+        return fa_fail(err, FA_EINVAL, "S_dmask of %g x %g scores does not fit into any memory", (double)rows,
+                       (double)cols);
+    p->s_dmask_rows = round_up_128(rows);
+    p->s_dmask_cols = round_up_128(cols);
+    return make_contiguous(outputs, &c->q, 4, (int64_t[]){p->b, p->h, p->s_dmask_rows, p->s_dmask_cols}, c->q.dtype,
+                           &p->s_dmask, err);
+}
+
+/* Seed and offset of dropout in the GPU's memory, as upstream takes them from PyTorch's generator of that GPU; zeros
+ * without dropout. Nothing waits for the device. */
+static fa_status fill_on_gpu(const fa_problem *p, void *rng_state, fa_error *err) {
+    uint64_t state[2] = {0, 0}, drawn;
+    void *owner;
+    fa_cuda_place place;
+    fa_status status = fa_cuda_enter(p->device_idx, &place, err);
+    if (status != FA_OK) return status;
+    if (p->dropout_p > 0 && fa_cuda_is_capturing(&place)) {
+        status = fa_draw_on_gpu(p->device_idx, &drawn, &owner, err);
+        if (status == FA_OK) {
+            status = fa_cuda_copy(&place, rng_state, drawn, sizeof state, err);
+            fa_release_drawn(owner);
+        }
+    } else {
+        if (p->dropout_p > 0)
+            status = fa_advance_gpu_generator(p->device_idx, 32 * (uint64_t)(p->b * p->h), state, err);
+        if (status == FA_OK) status = fa_cuda_write(&place, rng_state, state, 2, err);
+    }
+    fa_cuda_leave(&place);
+    return status;
+}
+
+static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_outputs *outputs, fa_error *err) {
+    void *data = NULL;
+    fa_status status = make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, fa_torch.i64, &data, err);
+    if (status != FA_OK) return status;
+    if (p->device == FA_CUDA) {
+        if (p->dropout_p > 0) p->rng_state = (const uint64_t *)data;
+        return draw ? fill_on_gpu(p, data, err) : FA_OK;
+    }
+    if (p->dropout_p > 0 && draw) status = fa_draw_seed(&p->seed, err);
+    if (status == FA_OK) memcpy(data, (uint64_t[]){p->seed, p->offset}, 2 * sizeof(uint64_t));
+    return status;
+}
+
+static fa_status make_softmax_d(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    void *data = NULL;
+    fa_status status;
+    int64_t rows = c->layout == FA_OP_VARLEN ? p->total_q + 128 * p->b : round_up_128(p->len_q);
+    if (c->layout == FA_OP_VARLEN)
+        status = make_contiguous(outputs, &c->q, 2, (int64_t[]){p->h, rows}, fa_torch.f32, &data, err);
+    else
+        status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, rows}, fa_torch.f32, &data, err);
+    p->softmax_d = (fa_row_stats){
+        .data = (float *)data, .stride_b = c->layout == FA_OP_VARLEN ? 0 : p->h * rows, .stride_h = rows};
+    if (status == FA_OK && p->device == FA_CPU && data) /* the rows that only round up are zero */
+        memset(data, 0, sizeof(float) * (size_t)(p->h * rows * (c->layout == FA_OP_VARLEN ? 1 : p->b)));
+    return status;
+}
+
+fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    fa_status status = FA_OK;
+    outputs->num = 0;
+    if (c->pass == FA_BWD) {
+        status = make_softmax_d(c, p, outputs, err);
+    } else {
+        if (!c->out.handle) status = make_out(c, p, outputs, err);
+        if (status == FA_OK) status = make_lse(c, p, outputs, err);
+        if (status == FA_OK && c->has_dropout) status = make_s_dmask(c, p, outputs, err);
+        if (status == FA_OK && c->has_dropout) status = make_rng_state(c, p, draw_seed, outputs, err);
+    }
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}

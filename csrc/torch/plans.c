@@ -1,0 +1,81 @@
+/* Plans are collected for explain() and printed for FLASH_ATTN_LOG=plan. */
+#include "plans.h"
+
+#include <stdio.h>
+
+#include "plan/print.h"
+#include "system/lock.h"
+
+#define MAX_PLANS 8
+enum { PLAN_TEXT_BYTES = 4096 }; /* all that can be ruled out, in words */
+static THREAD_LOCAL struct {
+    bool only;
+    int num;
+    fa_plan plans[MAX_PLANS]; /* the first ones since take_plans */
+} collected;
+
+bool fa_logs_plans;
+
+bool fa_plan_only(void) { return collected.only; }
+
+void fa_note_plan(const fa_plan *plan) {
+    if (fa_logs_plans) {
+        char text[PLAN_TEXT_BYTES];
+        fa_plan_print(plan, text, sizeof text);
+        fprintf(stderr, "flash_attn: %s\n", text);
+    }
+    if (collected.only && collected.num < MAX_PLANS) collected.plans[collected.num++] = *plan;
+}
+
+static PyObject *plan_only(PyObject *self, PyObject *on) {
+    (void)self;
+    int truth = PyObject_IsTrue(on);
+    if (truth < 0) return NULL;
+    collected.only = truth != 0;
+    collected.num = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *plan_as_dict(const fa_plan *plan) {
+    char text[PLAN_TEXT_BYTES];
+    PyObject *ruled_out = PyList_New(0);
+    for (int i = 0; ruled_out && i < plan->num_ruled_out; i++) {
+        PyObject *pair = Py_BuildValue("(ss)", plan->ruled_out[i].kernel, plan->ruled_out[i].reason);
+        if (!pair || PyList_Append(ruled_out, pair) < 0) Py_CLEAR(ruled_out);
+        Py_XDECREF(pair);
+    }
+    if (!ruled_out) return NULL;
+    fa_plan_print(plan, text, sizeof text);
+    const bool is_on_cpu = plan->device == FA_CPU;
+    const fa_cpu_plan *cpu = &plan->cpu;
+    const fa_gpu_plan *gpu = &plan->gpu;
+    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:n,s:i,s:O,s:i,s:i,s:i,s:O,s:O,s:N,s:s}", "pass",
+                         plan->pass == FA_FWD ? "fwd" : "bwd", "device", is_on_cpu ? "cpu" : "cuda", "kernel",
+                         plan->kernel, "isa", is_on_cpu ? fa_isa_name(cpu->isa) : "", "block_q", plan->block_q,
+                         "block_kv", plan->block_kv, "tiles_per_task", cpu->tiles_per_task, "threads", cpu->threads,
+                         "num_splits", plan->num_splits, "workspace_bytes", (Py_ssize_t)plan->workspace_bytes,
+                         "group_heads", gpu->group_heads, "is_dynamic", gpu->is_dynamic ? Py_True : Py_False, "cluster",
+                         gpu->cluster, "lanes", gpu->decode.lanes, "groups", gpu->decode.groups, "has_low_launch",
+                         gpu->decode.lanes > 0 && gpu->decode_low.row >= 0 ? Py_True : Py_False, "any_order",
+                         gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text", text);
+}
+
+static PyObject *take_plans(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < collected.num; i++) {
+        PyObject *dict = plan_as_dict(&collected.plans[i]);
+        if (!dict || PyList_Append(list, dict) < 0) Py_CLEAR(list);
+        Py_XDECREF(dict);
+    }
+    collected.num = 0;
+    return list;
+}
+
+PyMethodDef fa_plan_functions[] = {
+    {"plan_only", plan_only, METH_O, "plan_only(on): while on, calls of this thread are planned but not run"},
+    {"take_plans", take_plans, METH_NOARGS,
+     "take_plans() -> the plans collected on this thread since the last call, as dicts"},
+    {NULL, NULL, 0, NULL},
+};
