@@ -153,7 +153,7 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh",
+                     .files = FILES("attn_fwd_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh",
                                     "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh",
                                     "attn_fwd_output.cuh", "philox.cuh", "attn_fwd_params.h", SM90_FILES),
                      .arch = 90,

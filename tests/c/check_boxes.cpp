@@ -273,24 +273,57 @@ static void check_places(unsigned (*below)(unsigned)) {
 typedef fa_attn_fwd_params params;
 constexpr int NUM_CTAS = 1;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
+static int uniform(int x) { return x; }
 #include "cuda/attn_fwd_tiles.cuh"
 
-static window w;
+static sequence_set set;
 static tile t;
+
+/* Producer and consumers walk over the same key tiles, each once. A key tile that needs no mask is seen whole by all 16
+ * rows of a warp, and a key tile that is masked is not. Before the exact key tiles every row has seen a key. */
+static void check_walk(const params &p, const tile &t) {
+    key_walk walk = key_walk_of(t.kv_begin, t.kv_end);
+    int rounds = 0;
+    for (; walk.has_next(); rounds++) {
+        EXPECT(walk.is_first() == (rounds == 0) && walk.next == t.kv_end - 1 - rounds);
+        EXPECT(walk.has_left(3) == (t.kv_end - t.kv_begin - rounds == min(3, t.kv_end - t.kv_begin)));
+        const int j = walk.take();
+        EXPECT(walk.previous() == j && walk.is_last(j) == !walk.has_next());
+    }
+    EXPECT(rounds == t.kv_end - t.kv_begin);
+    for (int strip = t.row; strip < min(t.row + BLOCK_Q, t.len_q); strip += 16) {
+        const int shift = t.len_kv - t.len_q, block_end = min(strip / 64 * 64 + 64, t.len_q);
+        row_key_walk rows;
+        rows.seen_top = ceil_div(keys_end(p, block_end - 1 + shift, t.len_kv), BLOCK_KV) - 1;
+        if (keys_begin(p, strip / 64 * 64 + shift) >= keys_end(p, block_end - 1 + shift, t.len_kv)) continue;
+        rows.begin_rows(p, strip + shift, t.len_kv);
+        for (int j = t.kv_begin; j <= rows.seen_top; j++) {
+            bool is_whole = true, has_seen = true;
+            for (int i = strip; i < strip + 16; i++) {
+                const int begin = keys_begin(p, i + shift), end = keys_end(p, i + shift, t.len_kv);
+                is_whole &= begin <= j * BLOCK_KV && (j + 1) * BLOCK_KV <= end;
+                has_seen &= end > max(begin, (j + 1) * BLOCK_KV);
+            }
+            EXPECT(rows.is_partial(j) == !is_whole);
+            if (!rows.needs_max(j)) EXPECT(has_seen || is_whole);
+        }
+    }
+}
 
 static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
     EXPECT(t.idx == idx && 0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head && t.head < p.h);
     auto &x = truth[t.b_idx];
     EXPECT(t.len_q == x.len_q && t.len_kv == x.len_kv && t.kv_head == t.head / p.heads_per_kv);
-    EXPECT(t.row_0 == (VARLEN ? p.len_q - x.len_q : 0) && t.batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
-    EXPECT(t.kv_row_0 == (VARLEN ? p.len_kv - x.len_kv : 0) &&
+    EXPECT(t.q_origin == (VARLEN ? p.len_q - x.len_q : 0) && t.q_batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
+    EXPECT(t.kv_origin == (VARLEN ? p.len_kv - x.len_kv : 0) &&
            t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
-    EXPECT(t.lse_row == (VARLEN ? x.q_begin : 0));
+    EXPECT(t.lse_origin == (VARLEN ? x.q_begin : 0));
     const int i = t.row / BLOCK_Q;
     EXPECT(t.row % BLOCK_Q == 0 && 0 <= t.row && t.row < x.len_q);
     EXPECT(x.found[t.head][i]++ == is_again || is_again);
     for (int j = 0; j < x.kv_tiles; j++) EXPECT(x.sees[i][j] == (t.kv_begin <= j && j < t.kv_end));
     EXPECT(t.kv_begin >= 0 && t.kv_end <= x.kv_tiles);
+    check_walk(p, t);
     if (is_again) return;
     /* Longest tiles come first: a head's last rows, and of 32 packed sequences the sequence with the most keys. */
     EXPECT(i == x.q_tiles - 1 || x.found[t.head][i + 1] || !LONGEST_FIRST);
@@ -302,19 +335,19 @@ static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
 
 static void kernel(const params &p) {
     const int num_tiles = VARLEN ? count_packed_tiles(p) * p.h : p.num_tiles;
-    w.first = -32, w.begin = w.end = 0;
+    set.first = -32, set.begin = set.end = 0;
     __syncwarp();
     for (int n = 0; n < num_tiles + 5; n++) {
         const int idx = n < num_tiles ? n : n * 7 % (num_tiles ? num_tiles : 1); /* some tiles come once more */
         if (num_tiles == 0) break;
-        find_tile(p, w, idx, t);
+        find_tile(p, set, idx, t);
         __syncwarp();
         if (threadIdx.x == 0) {
             check_tile(p, t, idx, n >= num_tiles);
             for (int column = 0; column < p.d; column += HEAD_DIM % 64 ? 32 : 64) {
-                check_box(&p.q, column, t.row_0 + t.row, t.head, t.batch);
+                check_box(&p.q, column, t.q_origin + t.row, t.head, t.q_batch);
                 for (int j = t.kv_begin; j < t.kv_end; j++)
-                    check_box(&p.k, column, t.kv_row_0 + j * BLOCK_KV, t.kv_head, t.kv_batch);
+                    check_box(&p.k, column, t.kv_origin + j * BLOCK_KV, t.kv_head, t.kv_batch);
             }
         }
         __syncwarp();
