@@ -141,18 +141,19 @@ static const fa_row decode_sm90_rows[] = {
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
-#define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", "quads.cuh"
+#define MASK_FILES "integers.cuh"
+#define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", MASK_FILES
 #define BWD_FILES  "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
-#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh"
+#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
                      .files = {"attn_fwd_sm90.cu", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh", "attn_fwd_producer.cuh",
                                "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh",
-                               "attn_fwd_params.h", SM90_FILES},
+                               "attn_fwd_params.h", "quads.cuh", SM90_FILES},
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -162,7 +163,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = {"attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh", "attn_bwd_scores.cuh",
-                               "attn_bwd_tiles.cuh", "philox.cuh", BWD_FILES},
+                               "attn_bwd_tiles.cuh", "philox.cuh", "quads.cuh", BWD_FILES},
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -172,7 +173,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
                           .files = {"attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh",
-                                    BWD_FILES},
+                                    "quads.cuh", BWD_FILES},
                           .arch = 90,
                           .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -222,8 +223,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = {"attn_decode_sm90.cu", "ptx_sm80.cuh", "ptx_cluster.cuh", "attn_decode_params.h",
-                                  "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                  "attn_decode_merge.cuh", "attn_decode_append.cuh"},
+                                  MASK_FILES, "attn_decode_schedule.cuh", "attn_decode_loads.cuh",
+                                  "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh"},
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,

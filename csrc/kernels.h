@@ -40,7 +40,7 @@ typedef enum {
     FA_NUM_FAMILIES
 } fa_family_id;
 
-enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 15, FA_SHARED_ALIGNMENT = 1024 };
+enum { FA_MAX_COLUMNS = 10, FA_MAX_FILES = 24, FA_SHARED_ALIGNMENT = 1024 };
 
 typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's, then the shape's */

@@ -3,16 +3,16 @@
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
 #define FA_ATTN_DECODE_SCHEDULE_CUH
 
+#include "integers.cuh"
+
 /* ---- sequences and their tiles --------------------------------------------------------------------------------- */
 
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 /* (x y + add) / z of positions and groups. A division of 64 bits takes 100 instructions, and few problems need one. */
 __device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
 DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
 /* Whatever the arrays hold, what comes out lies within the tensors. */
 struct sequence {

@@ -4,12 +4,7 @@
 #define FA_SEQUENCE_CUH
 
 #include "cuda_problem.h"
-
-#ifndef DEVICE
-#define DEVICE __device__ __forceinline__
-#endif
-
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
+#include "integers.cuh"
 
 struct sequence {
     int b_idx;

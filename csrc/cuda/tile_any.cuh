@@ -22,7 +22,6 @@ constexpr int THREADS = 32 * WARPS;
 
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
