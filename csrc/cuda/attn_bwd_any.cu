@@ -68,10 +68,10 @@ struct span {
 
 DEVICE span walked_rows(const fa_cuda_problem &p, const sequence &s, int first, int last) {
     if (!OWNS_KEYS) return {first_key(p, s, first), end_key(p, s, last), first_key(p, s, last), end_key(p, s, first)};
-    /* key j is seen by the queries from j - shift - right to j - shift + left */
-    const int shift = s.len_kv - s.len_q, left = p.window_left, right = p.window_right;
-    return {right < 0 ? 0 : max(first - shift - right, 0), left < 0 ? s.len_q : min(last - shift + left + 1, s.len_q),
-            right < 0 ? 0 : max(last - shift - right, 0), left < 0 ? s.len_q : min(first - shift + left + 1, s.len_q)};
+    const int shift = s.len_kv - s.len_q;
+    const mask_window w = {p.window_left, p.window_right};
+    return {mask::rows_begin<FROM_0>(w, first, shift), mask::rows_end<TO_LENGTH>(w, last, shift, s.len_q),
+            mask::rows_begin<FROM_0>(w, last, shift), mask::rows_end<TO_LENGTH>(w, first, shift, s.len_q)};
 }
 
 /* Where a row of q, k, v or dO begins, for load_tile. */

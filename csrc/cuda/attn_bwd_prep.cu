@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     if (p.dq.data) {
         const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
         const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
-        const kv_range seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
+        const interval seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
         if (seen.begin == seen.end) {
             u16 *dq = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
             for (int row = threadIdx.x / LANES; row < t.rows && column < p.d; row += ROWS)

@@ -108,11 +108,10 @@ DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const p
 DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+        /* Rows from this thread's first. Beyond the last row Q is 0, but K may be inf. */
         const int key = at.key + 8 * r;
-        int begin = -1,
-            end = at.len_kv - at.row; /* rows, from this thread's first. Beyond the last one Q is 0, K may be inf. */
-        if (CAUSAL || (LOCAL && p.window_right >= 0)) begin = key - (CAUSAL ? 0 : p.window_right) - at.row;
-        if (LOCAL && p.window_left >= 0) end = min(end, key + p.window_left - at.row + 1);
+        int begin = mask::rows_begin_from(p, key, at.row),
+            end = mask::rows_end_from(p, key, at.row, at.len_kv - at.row);
         if (key >= at.len_kv) end = 0, begin = 1 << 30;
 #pragma unroll
         for (int i = 0; i < 8; i++)

@@ -3,7 +3,7 @@
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
 #define FA_ATTN_DECODE_SCHEDULE_CUH
 
-#include "integers.cuh"
+#include "mask.cuh"
 
 /* ---- sequences and their tiles --------------------------------------------------------------------------------- */
 
@@ -52,6 +52,9 @@ DEVICE sequence sequence_at(const params &p, int b_idx) {
     s.q_tiles = p.min_rows <= rows && rows <= p.max_rows ? ceil_div(rows, BLOCK_Q) : 0;
     return s;
 }
+
+/* The window is read at run time. */
+typedef mask_of<false, true> mask;
 
 /* Keys [begin, end) that some row of a tile of queries sees, and [full_begin, full_end) that all of them see. */
 struct key_range {

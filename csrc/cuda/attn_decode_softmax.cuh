@@ -23,9 +23,9 @@ struct query_row {
 DEVICE query_row row_at(const params &p, const item &t, int head, int row) {
     const int at = min(t.q_tile * BLOCK_Q + row, t.s.len_q * p.heads_per_kv - 1);
     const int i = divide(at, p.by_heads_per_kv);
-    query_row x = {0, t.s.len_kv, i + t.s.len_kv - t.s.len_q, 0};
-    if (p.window_left >= 0) x.begin = x.diagonal - p.window_left;
-    if (p.window_right >= 0) x.end = min(x.diagonal + p.window_right + 1, t.s.len_kv);
+    const int diagonal = i + t.s.len_kv - t.s.len_q;
+    query_row x = {mask::keys_begin<UNBOUNDED>(p, diagonal, 0, 0, 0),
+                   mask::keys_end<TO_LENGTH>(p, diagonal, 0, 0, t.s.len_kv), diagonal, 0};
     if (p.alibi_slopes)
         x.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head * p.heads_per_kv + at - i * p.heads_per_kv];
     return x;

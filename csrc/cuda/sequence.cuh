@@ -4,7 +4,7 @@
 #define FA_SEQUENCE_CUH
 
 #include "cuda_problem.h"
-#include "integers.cuh"
+#include "mask.cuh"
 
 struct sequence {
     int b_idx;
@@ -68,13 +68,16 @@ DEVICE float *row_stat(const fa_cuda_row_stats &t, const sequence &s, int i, int
     return t.data + s.b_idx * t.stride_b + head * t.stride_h + s.q_row + i;
 }
 
+/* The generic kernels read the window at run time. */
+typedef mask_of<false, true> mask;
+
 /* Visible keys of row i: [first, end), empty when end <= first. */
 DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
-    return p.window_left >= 0 ? max(i + s.len_kv - s.len_q - p.window_left, 0) : 0;
+    return mask::keys_begin<FROM_0>(p, i, s.len_kv, s.len_q, 0);
 }
 
 DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
-    return p.window_right >= 0 ? min(i + s.len_kv - s.len_q + p.window_right + 1, s.len_kv) : s.len_kv;
+    return mask::keys_end<TO_LENGTH>(p, i, s.len_kv, s.len_q, s.len_kv);
 }
 
 #endif

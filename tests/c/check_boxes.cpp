@@ -184,7 +184,7 @@ static void check_tile(const params &p, const tile &t, int idx) {
             if (x.sees[i][j] && first < 0) first = j;
             (j < t.kv_tile ? before : behind) += x.sees[i][j] && j != t.kv_tile;
         }
-        const kv_range seen = key_tiles_of(p, x.len_q, x.len_kv, i);
+        const interval seen = key_tiles_of(p, x.len_q, x.len_kv, i);
         EXPECT(first < 0 ? seen.begin >= seen.end : seen.begin == first && seen.end == first + before + behind + sees);
         if (!is_step) continue;
         wanted += CTAS * p.heads_per_tile * 2 * ((long)sizeof s.q[0] + stat_bytes);
