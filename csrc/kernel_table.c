@@ -141,9 +141,10 @@ static const fa_row decode_sm90_rows[] = {
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
-#define MASK_FILES "mask.cuh", "integers.cuh"
-#define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", MASK_FILES
-#define BWD_FILES  "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
+#define MASK_FILES  "mask.cuh", "integers.cuh"
+#define SCORE_FILES "score.cuh", MASK_FILES
+#define SM90_FILES  "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", SCORE_FILES
+#define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -190,14 +191,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
+                    .files = {"attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"},
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
                     .chooses = fwd_any_chooses},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
-                    .files = {"attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
+                    .files = {"attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"},
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = bwd_any_rows,
@@ -210,7 +211,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
-                      .files = {"attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"},
+                      .files = {"attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"},
                       .knows = FA_IN_BF16 | FA_IN_F32,
                       .rows = probs_any_rows,
                       .num_rows = NUM_ROWS(probs_any_rows),
@@ -223,7 +224,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = {"attn_decode_sm90.cu", "ptx_sm80.cuh", "ptx_cluster.cuh", "attn_decode_params.h",
-                                  MASK_FILES, "attn_decode_schedule.cuh", "attn_decode_loads.cuh",
+                                  SCORE_FILES, "attn_decode_schedule.cuh", "attn_decode_loads.cuh",
                                   "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh"},
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},

@@ -131,15 +131,16 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
             const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
             const bool sees = j >= first_key(p, seq, i) && j < end_key(p, seq, i) && q.lse != INF;
-            float weight = 0, change = 0, capped;
+            float weight = 0, change = 0, derivative;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
-                float x = score(s[n][e], i, j, capped) - q.lse;
-                if (score.is_plain) x = fmaf(s[n][e], score.scale, -q.lse); /* as the forward: not rounded before */
+                float x = score(s[n][e], i, j, derivative) - q.lse;
+                if (score.is_plain)
+                    x = fmaf(s[n][e], score.score_scale, -q.lse); /* as the forward: not rounded before */
                 const float prob = ex2(x * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
                 weight = prob * z;
-                if (ADDS_DS) change = prob * (z * dp[n][e] - q.delta) * (1 - capped * capped);
+                if (ADDS_DS) change = prob * (z * dp[n][e] - q.delta) * derivative;
             }
             s[n][e] = weight;
             if (ADDS_DS) dp[n][e] = change;

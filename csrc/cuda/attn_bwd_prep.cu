@@ -15,10 +15,9 @@
 #include "attn_bwd_params.h"
 #include "ptx_sm90.cuh"
 #include "attn_bwd_slabs.cuh"
+#include "score.cuh"
 
 constexpr int THREADS = 256, LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, ROWS = THREADS / LANES;
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f;
 
 DEVICE float dot(const uint4 &x, const uint4 &y) {
     const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};

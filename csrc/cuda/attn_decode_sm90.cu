@@ -46,8 +46,6 @@ constexpr bool HAS_CLUSTERS = WARPS_Q == 1; /* what CTAs send each other has roo
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
 /* The largest P of a row is 2^-HEADROOM: of values as large as bf16's, sums over 2^HEADROOM keys stay floats. */
 constexpr float HEADROOM = BF16 ? 24 : 0;
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which the swizzle permutes");
 static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");

@@ -1,18 +1,18 @@
 /* Which query sees which key. Every GPU kernel asks here: for the mask of an element, and for the range of a tile.
  *
- * The last query stands beside the last key. So query i stands beside key i + shift, with shift = len_kv - len_q: this key
- * is its diagonal. The window of a query reaches from the diagonal to both sides:
+ * The last query stands beside the last key. So query i stands beside key i + shift, with shift = len_kv - len_q.
+ * This key is its diagonal. The window of a query reaches from the diagonal to both sides:
  *
  *   query i sees key j   if   i + shift - window_left <= j <= i + shift + window_right   and   0 <= j < len_kv
  *   key j is seen by i   if   j - shift - window_right <= i <= j - shift + window_left   and   0 <= i < len_q
  *
  * A window of -1 has no end on its side. A causal mask has no left end, and its window_right is 0.
  *
- * A kernel names its kind of mask once, as mask_of<causal, may have another window>. A kind that both constants exclude
- * costs no instruction.
+ * A kernel names its kind of mask once, as mask_of<causal, may have another window>. What both constants exclude costs
+ * no instruction.
  *
- * NOTE: the forms of these expressions decide how the compiler schedules the kernels: which operand comes first, and
- * that no function stores its arguments. Compare the machine code after a change. */
+ * NOTE: the form of these expressions, down to the order of operands, decides how the compiler arranges the kernels
+ * around them. Compare the machine code after a change. */
 #ifndef FA_MASK_CUH
 #define FA_MASK_CUH
 
@@ -40,7 +40,8 @@ struct mask_window {
 /* p: the parameters of any kernel, with window_left and window_right. */
 template <bool IS_CAUSAL, bool MAY_BE_LOCAL> struct mask_of {
     /* Query i sees keys [keys_begin, keys_end). Only the difference of the lengths counts: a diagonal comes as
-     * (diagonal, 0, 0), a row with its shift as (row, shift, 0). length: the bound, and the end where the window has none. */
+     * (diagonal, 0, 0), a row with its shift as (row, shift, 0). length is the bound, and it is the end where the
+     * window has none. */
     template <mask_bounds BOUNDS, class params>
     static DEVICE int keys_begin(const params &p, int i, int len_kv, int len_q, int length) {
         return MAY_BE_LOCAL && p.window_left >= 0 ? bounded<BOUNDS>(i + len_kv - len_q - p.window_left, length) : 0;
@@ -63,8 +64,8 @@ template <bool IS_CAUSAL, bool MAY_BE_LOCAL> struct mask_of {
         return !MAY_BE_LOCAL || p.window_left < 0 ? len_q : bounded<BOUNDS>(j - shift + p.window_left + 1, len_q);
     }
 
-    /* The same for elements, in rows counted from the row beside key `from`; num_rows are left from there. A begin of -1
-     * hides no row. */
+    /* The same for elements. Rows are counted from the row beside key `from`, and there are num_rows from it on. A
+     * begin of -1 hides no row. */
     template <class params> static DEVICE int rows_begin_from(const params &p, int j, int from) {
         return IS_CAUSAL || (MAY_BE_LOCAL && p.window_right >= 0) ? j - (IS_CAUSAL ? 0 : p.window_right) - from : -1;
     }
