@@ -141,7 +141,7 @@ static const fa_row decode_sm90_rows[] = {
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
-#define MASK_FILES  "mask.cuh", "integers.cuh"
+#define MASK_FILES  "walk.cuh", "mask.cuh", "integers.cuh"
 #define SCORE_FILES "score.cuh", MASK_FILES
 #define SM90_FILES  "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES

@@ -61,19 +61,6 @@ DEVICE row_stats stats_at(const fa_cuda_problem &p, const sequence &s, int i, in
 /* Behind the columns of a query in shared memory, where its row is padded. */
 DEVICE row_stats &stats_behind(element *tile, int r) { return *(row_stats *)(tile + r * PITCH + HEAD_DIM); }
 
-/* The rows of the other side that some of the own rows [first, last] meets, and those that all of them meet. */
-struct span {
-    int begin, end, whole_begin, whole_end;
-};
-
-DEVICE span walked_rows(const fa_cuda_problem &p, const sequence &s, int first, int last) {
-    if (!OWNS_KEYS) return {first_key(p, s, first), end_key(p, s, last), first_key(p, s, last), end_key(p, s, first)};
-    const int shift = s.len_kv - s.len_q;
-    const mask_window w = {p.window_left, p.window_right};
-    return {mask::rows_begin<FROM_0>(w, first, shift), mask::rows_end<TO_LENGTH>(w, last, shift, s.len_q),
-            mask::rows_begin<FROM_0>(w, last, shift), mask::rows_end<TO_LENGTH>(w, first, shift, s.len_q)};
-}
-
 /* Where a row of q, k, v or dO begins, for load_tile. */
 DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tensor, const sequence &s, int row, int head,
                              bool is_key) {
@@ -165,10 +152,11 @@ struct sums {
 /* Adds what the walked rows of one query head contribute to the own rows from `own` on. */
 DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own, sums &o) {
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
-    const span met = walked_rows(p, s, own, min(own + OWN, num_own) - 1);
+    const int last_own = min(own + OWN, num_own) - 1;
+    const tile_walk met = OWNS_KEYS ? rows_of(p, s, own, last_own) : keys_of(p, s, own, last_own);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
     const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain; /* 256: registers */
-    const int start = met.begin / WALK * WALK, num_steps = ceil_div(met.end - start, WALK);
+    const int start = met.start<WALK>(), num_steps = met.num_steps<WALK>();
     row_stats own_stats[BLOCKS][2], next = {INF, 0};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -214,7 +202,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         multiply_rows(scores, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
         if (ADDS_DS) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
 
-        const bool is_whole = first >= met.whole_begin && first + WALK <= met.whole_end;
+        const bool is_whole = !is_partial<WALK>(first, met.full_begin, met.full_end);
         u32 seen[BLOCKS];
         if (is_whole && is_plain)
             make_plain_weights(p, own_stats, walk_s, scores, dp);

@@ -3,7 +3,7 @@
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
 #define FA_ATTN_DECODE_SCHEDULE_CUH
 
-#include "mask.cuh"
+#include "walk.cuh"
 
 /* ---- sequences and their tiles --------------------------------------------------------------------------------- */
 
@@ -56,29 +56,16 @@ DEVICE sequence sequence_at(const params &p, int b_idx) {
 /* The window is read at run time. */
 typedef mask_of<false, true> mask;
 
-/* Keys [begin, end) that some row of a tile of queries sees, and [full_begin, full_end) that all of them see. */
-struct key_range {
-    int begin, end, full_begin, full_end;
-};
-
-DEVICE key_range keys_of(const params &p, const sequence &s, int q_tile) {
-    key_range r = {0, s.len_kv, 0, s.len_kv};
+/* The keys that a tile of queries walks over. */
+DEVICE tile_walk keys_of(const params &p, const sequence &s, int q_tile) {
     const int shift = s.len_kv - s.len_q;
     const int first = divide(q_tile * BLOCK_Q, p.by_heads_per_kv);
     const int last = min(divide(q_tile * BLOCK_Q + BLOCK_Q - 1, p.by_heads_per_kv), s.len_q - 1);
-    if (p.window_right >= 0) {
-        r.end = clamp(last + shift + p.window_right + 1, 0, s.len_kv);
-        r.full_end = clamp(first + shift + p.window_right + 1, 0, s.len_kv);
-    }
-    if (p.window_left >= 0) {
-        r.begin = clamp(first + shift - p.window_left, 0, r.end);
-        r.full_begin = max(last + shift - p.window_left, 0);
-    }
-    return r;
+    return walk_of_rows(p, first, last, shift, s.len_kv);
 }
 
 /* Key tiles of a tile of queries. One that sees no key has one too: somebody must write its zeros. */
-DEVICE int tiles_of(const key_range &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
+DEVICE int tiles_of(const tile_walk &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
 
 /* Key tiles of one head of a sequence, over all tiles of its queries; most: of one of these, or, where a window makes
  * them unlike, of all. */
@@ -100,7 +87,7 @@ DEVICE head_tiles tiles_of_head(const params &p, const sequence &s) {
  * laid end to end: position x is one key tile of one item. */
 struct item {
     sequence s;
-    key_range keys;
+    tile_walk keys;
     int b_idx, head_block, q_tile;
     int begin, tiles; /* positions */
 };

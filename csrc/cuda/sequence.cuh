@@ -4,7 +4,7 @@
 #define FA_SEQUENCE_CUH
 
 #include "cuda_problem.h"
-#include "mask.cuh"
+#include "walk.cuh"
 
 struct sequence {
     int b_idx;
@@ -78,6 +78,19 @@ DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
 
 DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
     return mask::keys_end<TO_LENGTH>(p, i, s.len_kv, s.len_q, s.len_kv);
+}
+
+/* The keys that rows [first, last] walk over. */
+DEVICE tile_walk keys_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
+    return {first_key(p, s, first), end_key(p, s, last), first_key(p, s, last), end_key(p, s, first)};
+}
+
+/* The rows that keys [first, last] walk over. */
+DEVICE tile_walk rows_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
+    const int shift = s.len_kv - s.len_q;
+    const mask_window w = {p.window_left, p.window_right};
+    return {mask::rows_begin<FROM_0>(w, first, shift), mask::rows_end<TO_LENGTH>(w, last, shift, s.len_q),
+            mask::rows_begin<FROM_0>(w, last, shift), mask::rows_end<TO_LENGTH>(w, first, shift, s.len_q)};
 }
 
 #endif
