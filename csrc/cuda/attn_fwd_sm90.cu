@@ -89,8 +89,6 @@ constexpr int FAILED = 8;
 constexpr float HEADROOM = BF16 ? 24 : 0;
 /* A key is large if its P exceeds this share of what a thread has summed. */
 constexpr float LARGE_SHARE = 0.4f;
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 static_assert(TURN_NEVER <= TURN && TURN <= TURN_UNTIL_SCORES, "TURN has three values");
 static_assert(O_WAIT_AFTER_EXP <= O_WAIT && O_WAIT <= O_WAIT_BEFORE_EXP, "O_WAIT has three values");
@@ -173,7 +171,7 @@ struct consumer {
     int goes_on = 0; /* The work tile has another step. */
     u32 q_desc = 0;  /* the matrix descriptor of the row block */
     int has_o = 0;   /* O holds a work tile that is not stored yet. */
-    float slope = 0; /* ALiBi's, of the head */
+    score_head q_head = {0, 0, 0, 0};
 
     static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
     static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
@@ -301,7 +299,7 @@ struct consumer {
         if (!O_IN_Q && walk.is_last(j)) release_q(THIS_TILE);
 
         /* mask and row max: most steps pass by on one branch; key 0 may be far above all other keys */
-        if (SCORE) change_scores(S, p, slope, j * BLOCK_KV + column, diagonal);
+        if (SCORE) change_scores(S, p, q_head, j * BLOCK_KV + column, diagonal);
         const bool is_raised = is_special && (IS_FIRST || walk.needs_max(j) || overflows(S, softmax, scale_log2));
         if (is_raised) {
             if (walk.is_partial(j)) mask_scores(S, p, tile_of(THIS_TILE).len_kv, j * BLOCK_KV + column, diagonal);
@@ -354,7 +352,7 @@ struct consumer {
         wgmma_wait_group<0>(S);
         release_k();
 
-        if (SCORE) change_scores(S, p, slope, first_key + column, diagonal);
+        if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
         make_infinite(S, scale_log2);
         raise_max(S, softmax, alpha, scale_log2, true);
@@ -455,7 +453,9 @@ struct consumer {
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
         q_desc = q_desc_0 + q_stage_of(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
-        if (SCORE && p.alibi_slopes && command <= REPEAT) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
+        q_head.b_idx = t.b_idx, q_head.head = t.head, q_head.shift = shift;
+        if (SCORE && p.alibi_slopes && command <= REPEAT)
+            q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
         return command;
     }
     /* The row block sees no key of the work tile, or has no row. */

@@ -5,6 +5,7 @@
 
 #include "attn_fwd_tiles.cuh"
 #include "philox.cuh"
+#include "score.cuh"
 
 /* The registers of a thread. Of its warp's 16 rows the thread holds rows l / 4 and l / 4 + 8. In each group of 8
  * columns it holds the columns 2 (l % 4) + {0, 1}. Register i of S belongs to row row_of(i) of the two and to
@@ -22,16 +23,11 @@ struct online_softmax {
 
 /* ---- scores ---------------------------------------------------------------------------------------------------- */
 
-/* Applies softcap and ALiBi. The result has natural units. first_key and diagonal are those of mask_scores. The
- * identity softcap tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)) replaces the hardware's tanh.
- * That tanh is right to 2^-11 only, which shows in lse. */
-DEVICE void change_scores(float (&S)[S_REGS], const params &p, float slope, int first_key, int diagonal) {
-    const float exponent = p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0;
+/* S becomes the scores of score.cuh, in natural units. first_key and diagonal are those of mask_scores. */
+DEVICE void change_scores(float (&S)[S_REGS], const params &p, const score_head &q_head, int first_key, int diagonal) {
+    const score_of<FAST, false, params> score(p);
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++) {
-        float x = p.softcap > 0 ? p.softcap - 2 * p.softcap * rcp(1 + ex2(S[i] * exponent)) : S[i] * p.score_scale;
-        S[i] = x - slope * fabsf((float)(diagonal + 8 * row_of(i) - first_key - column_of(i)));
-    }
+    for (int i = 0; i < S_REGS; i++) S[i] = score(S[i], q_head, diagonal + 8 * row_of(i), first_key + column_of(i));
 }
 
 /* Keys that a row does not see get -inf. first_key is the key of this thread's first column. diagonal is this

@@ -3,16 +3,16 @@
 #ifndef FA_KEY_WALK_CUH
 #define FA_KEY_WALK_CUH
 
+#include "mask.cuh"
 #include "packed.cuh"
 
 /* A query row sees the keys [keys_begin, keys_end). diagonal is the row plus len_kv - len_q: the last key that the row
  * sees under a causal mask. */
 DEVICE int keys_begin(const params &p, int diagonal) {
-    return LOCAL && p.window_left >= 0 ? max(diagonal - p.window_left, 0) : 0;
+    return mask_of<CAUSAL, LOCAL>::keys_begin<FROM_0>(p, diagonal, 0, 0, 0);
 }
 DEVICE int keys_end(const params &p, int diagonal, int len_kv) {
-    if (CAUSAL) return clamp(diagonal + 1, 0, len_kv);
-    return LOCAL && p.window_right >= 0 ? clamp(diagonal + p.window_right + 1, 0, len_kv) : len_kv;
+    return mask_of<CAUSAL, LOCAL>::keys_end<INSIDE>(p, diagonal, 0, 0, len_kv);
 }
 
 /* The key tiles of a work tile, from the top one down to the bottom one. The top key tiles come first because they hold

@@ -179,20 +179,20 @@ static void check_tile(const params &p, const tile &t, int idx) {
     const int begin = CUTS_QUERIES ? x.q_tiles * t.piece / t.pieces : 0;
     const int end = CUTS_QUERIES ? x.q_tiles * (t.piece + 1) / t.pieces : x.q_tiles;
     const long other_keys = CTAS > 1 ? sizeof s.k_other : 0, stat_bytes = BLOCK_Q * 4;
-    if (t.q_begin < t.q_end) wanted += CTAS * (2 * (long)sizeof s.v + other_keys);
+    if (t.queries.begin < t.queries.end) wanted += CTAS * (2 * (long)sizeof s.v + other_keys);
     for (int i = 0; i < x.q_tiles; i++) {
-        const bool is_step = t.q_begin <= i && i < t.q_end, sees = x.sees[i][t.kv_tile];
+        const bool is_step = t.queries.begin <= i && i < t.queries.end, sees = x.sees[i][t.kv_tile];
         EXPECT(is_step == (sees && begin <= i && i < end));
         int before = 0, behind = 0, first = -1;
         for (int j = 0; j < x.kv_tiles; j++) {
             if (x.sees[i][j] && first < 0) first = j;
             (j < t.kv_tile ? before : behind) += x.sees[i][j] && j != t.kv_tile;
         }
-        const kv_range seen = key_tiles_of(p, x.len_q, x.len_kv, i);
+        const interval seen = key_tiles_of(p, x.len_q, x.len_kv, i);
         EXPECT(first < 0 ? seen.begin >= seen.end : seen.begin == first && seen.end == first + before + behind + sees);
         if (!is_step) continue;
         wanted += CTAS * p.heads_per_tile * 2 * ((long)sizeof s.q[0] + stat_bytes);
-        EXPECT((t.full_begin <= i && i < t.full_end) == x.full[i][t.kv_tile]);
+        EXPECT((t.queries.full_begin <= i && i < t.queries.full_end) == x.full[i][t.kv_tile]);
         EXPECT((i >= t.first_begin) == (before == 0) && (i < t.last_end) == (behind == 0));
         EXPECT(turn_of(p, t, i) == (u32)before);
     }
