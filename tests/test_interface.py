@@ -510,8 +510,11 @@ def test_second_derivatives_are_refused(function, dout_requires_grad):
         lambda x: flash_attn_func(x, x, x),
         lambda x: flash_attn_qkvpacked_func(torch.stack((x, x, x), 2)),
         lambda x: flash_attn_varlen_func(x[0], x[0], x[0], CU_Q, CU_Q, LONGEST, LONGEST),
+        lambda x: flash_attn_with_kvcache(x, x.detach(), x.detach()),
+        lambda x: flash_attn_with_kvcache(x[:, :1], randn(1, 20, 2, 16), randn(1, 20, 2, 16), x, x, cache_seqlens=3),
+        lambda x: interface._flash_attn_forward(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False),
     ],
-    ids=["dense", "packed", "varlen"],
+    ids=["dense", "packed", "varlen", "cache", "append", "private"],
 )
 def test_forward_derivatives_are_refused(function):
     x = randn(1, 12, 2, 16)
