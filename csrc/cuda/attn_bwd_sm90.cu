@@ -38,7 +38,7 @@
  * This file: what a warpgroup does step by step. Pieces: attn_bwd_memory.cuh, operands and barriers; _writers, dQ, dK and dV
  * to memory; and, shared with heads of more columns, _tiles, which tile is where, and the producer; _scores, work on registers.
  *
- * Specification: cpu/reference.c. Limits and measurements: README.md. */
+ * Specification: cpu/reference.c. Design and limits: backward.md. Measurements: measurements/backward.md. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
 #error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
 #endif

@@ -18,7 +18,7 @@
  * the CTAs read themselves. So the host need not know them, and a captured graph stays right while they grow. Where there
  * are few heads, clusters take the place of CTAs: what a cluster's CTAs have read is merged in their shared memory.
  *
- * Specification: cpu/reference.c. Limits and measurements: README.md. */
+ * Specification: cpu/reference.c. Design and limits: decode.md. Measurements: measurements/decode.md. */
 #include "attn_decode_params.h"
 #include "ptx_cluster.cuh"
 

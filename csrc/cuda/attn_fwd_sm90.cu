@@ -35,7 +35,7 @@
  * attn_fwd_tiles.cuh says where a work tile lies, _memory holds shared memory, _producer the scheduler and the loads,
  * _softmax S to P, _repeats the check and the repetition, _output O to global memory.
  *
- * Specification: cpu/reference.c. Limits and measurements: README.md. */
+ * Specification: cpu/reference.c. Design and limits: forward.md. Measurements: measurements/forward.md. */
 #include "attn_fwd_params.h"
 #include "ptx_sm90.cuh"
 
