@@ -1,9 +1,9 @@
-"""What the benchmarks on a GPU share: problems, the two rules of timing, and the files they write.
+"""The parts that all benchmarks on a GPU share: problems, the two rules of timing, and the files of results.
 
-Problems: 16k tokens, hidden size 2048: for head_dim d there are 2048 / d heads, for length s 16k / s sequences. Packed:
-24 sequences of 64 .. 4096 tokens, 54,368 in all; beside them a dense batch of as many operations (0.04% fewer) that
-fills its tiles: 21 sequences of 2688, 3.8% more tokens. Input is N(0, 1) in bf16. TFLOPS count what the formula needs,
-half of it when causal.
+A problem has 16k tokens and a hidden size of 2048. For head_dim d there are 2048 / d heads, and for length s 16k / s
+sequences. The packed problem has 24 sequences of 64 .. 4096 tokens, 54,368 tokens in all. Beside it stands a dense
+batch that fills its tiles. This batch has 21 sequences of 2688, which is 3.8% more tokens and as many operations (0.04%
+fewer). Input is N(0, 1) in bf16. TFLOPS count the operations of the formula, half of them when causal.
 
 Timing has two rules, and each writes a file of its own:
 
@@ -16,7 +16,7 @@ Timing has two rules, and each writes a file of its own:
                each run is a row. A training job sees these figures, because the board's power lowers the clock.
 
 NVML gives the SM clock (the median of samples) and the board's watts (energy divided by time). It needs the package
-nvidia-ml-py. Without the package, or where NVML does not answer, these columns are empty and a line says why.
+nvidia-ml-py. Without the package, or where NVML does not answer, these columns are empty and a line gives the reason.
 """
 
 import datetime
@@ -71,7 +71,7 @@ def offsets():
 
 
 def compiled_flex():
-    """FlexAttention for one problem: of nine kinds of tensors in one process torch would compile no more than eight."""
+    """FlexAttention for one problem. In one process torch would compile at most eight of nine kinds of tensors."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()
@@ -97,7 +97,7 @@ class Meter:
             pynvml.nvmlInit()
             self.nvml = pynvml
             self.device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-        except Exception as error:  # no package, no library, no such GPU: NVML raises a class for each
+        except Exception as error:  # NVML raises a different class for each missing part
             self.say(error)
 
     @classmethod
@@ -131,7 +131,7 @@ class Meter:
             self.thread.join()
 
     def between(self, begin, end):
-        """{"mhz", "watts"} of the samples in these seconds of time.monotonic(); None for what is not known."""
+        """{"mhz", "watts"} of the samples in these seconds of time.monotonic(). Unknown values are None."""
         samples = [sample for sample in self.samples if begin <= sample[0] <= end]
         clocks = [mhz for _, _, mhz in samples if mhz]
         # The counter steps several times a second. Between two steps its slope is exact.
@@ -153,7 +153,7 @@ def launch(fn, flush):
 
 
 def ready(kernels):
-    """{name: call} of those that take the problem."""
+    """{name: call} of the kernels that take the problem."""
     calls = {}
     for name, make in kernels.items():
         try:
@@ -212,7 +212,7 @@ def alone(call, seconds):
 
 
 def peak_memory(fn):
-    """MiB that a call needs beyond what it finds."""
+    """MiB that a call needs beyond the memory in use before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -244,7 +244,7 @@ def measure(options, calls, flush, rng):
 def main(options, stem, kernels_of, per_score):
     """Measures every problem, writes the rows of each rule as they come, prints the tables.
 
-    kernels_of(d, h, causal, length): {name: (b, length, what makes a call without arguments)}.
+    kernels_of(d, h, causal, length): {name: (b, length, function that returns a call without arguments)}.
     per_score: operations for each score and column of a head.
     """
     base, rng = {**machine(), "command": command()}, random.Random(options.seed)

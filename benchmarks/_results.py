@@ -1,8 +1,8 @@
-"""Where benchmarks write, and which rows of a file they replace.
+"""The folder of results, and the rows of a file that a benchmark replaces.
 
 A benchmark writes to benchmarks/out, which git ignores, or to the folder after --out. It never writes to
-benchmarks/results unless --out names that folder. In a file that exists it replaces the rows of what it measured again,
-on the same machine, and keeps all others. Each row says when and by which command it was measured.
+benchmarks/results unless --out names that folder. In an existing file it replaces the rows that it measured again on
+the same machine, and keeps all other rows. Each row has the date and the command of its measurement.
 """
 
 import csv
@@ -18,7 +18,7 @@ def add_out(parser):
 
 
 def command():
-    """The command line without --out, which says nothing about the figures."""
+    """The command line without --out, because --out does not affect the figures."""
     words = [word for word in sys.argv[1:] if not word.startswith("--out=")]
     if "--out" in words:
         at = words.index("--out")
@@ -32,7 +32,7 @@ def read(path):
 
 
 def save(rows, path, columns, key):
-    """Writes rows to the file in place of its rows with the same key; returns all rows of the file, as text."""
+    """Writes rows to the file in place of rows with the same key. Returns all rows of the file, as text."""
 
     def key_of(row):
         return tuple(str(row.get(name, "")) for name in key)

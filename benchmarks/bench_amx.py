@@ -1,19 +1,20 @@
-"""Times attention on this machine's processor against PyTorch's ``scaled_dot_product_attention``, call by call in turn.
+"""Times attention on this machine's processor against PyTorch's ``scaled_dot_product_attention``, in alternating calls.
 
     python benchmarks/bench_amx.py [--threads 1 16] [--rounds 3]     under a minute; writes amx.csv to the folder --out
     python benchmarks/bench_amx.py --table      benchmarks/results/amx.csv as the table of csrc/cpu/README.md
 
-bf16 runs on AMX where the processor has it; ``--isa`` lowers the choice. fp32 is there to compare with. One row per
-case: GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) of the best call of either side, the median
-over the rounds of SDPA's time divided by ours, and the best that a probe on as many cores did before: tiles or
-multiply-adds in registers (peak_amx.c, peak.c; needs gcc). Probes come first of all, because PyTorch's threads keep the
-cores busy for a while after each call. Of two calls in a row the second is timed, so neither side wakes the threads.
+bf16 runs on AMX if the processor has AMX, and ``--isa`` lowers the choice. fp32 is there for comparison. A row is a
+case. GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) count the best call of either side.
+The ratio is the median over the rounds of SDPA's time divided by ours. The peak is the best result of a probe on as
+many cores: tiles or multiply-adds in registers (peak_amx.c, peak.c; needs gcc). Probes run first, because PyTorch's
+threads keep the cores busy for a while after each call. Of two calls in a row the second is timed, so neither side
+wakes the threads.
 
-The rows "product" are no attention: products of tiles with the loads and stores that scores need (K Q^T, d long), all
-in the first-level cache. Their share of the peak is what the tile unit has to give to a forward before any softmax.
+The rows "product" are not attention. They are products of tiles with the loads and stores that scores need (K Q^T, d
+long), all in the first-level cache. Their share of the peak is the upper bound of a forward without softmax.
 
-Decode is one query of 32 heads on 8 against a cache of 16384 keys, d = 128: GB/s of cache read, beside SDPA with the
-heads of a group as rows, or with enable_gqa (decode-gqa), and what the same cores read from memory (read.c).
+Decode is one query of 32 heads on 8 against a cache of 16384 keys, d = 128. GB/s count the cache once. SDPA takes the
+heads of a group as rows, or enable_gqa (decode-gqa). The peak is the rate at which the same cores read memory (read.c).
 """
 
 import argparse
@@ -74,7 +75,8 @@ def gbs(pool, threads, function, data):
 
 
 def probe(threads, dims, rounds=8):
-    """What so many cores do at best, all at once, in rounds of 10 ms: {dtype: GFLOPS, "read": GB/s, d: GFLOPS}."""
+    """The best rates of this number of cores, all at once, in rounds of 10 ms: {dtype: GFLOPS, "read": GB/s, d:
+    GFLOPS}."""
     tiles, fma = load_peak("peak_amx.c", "peak_tiles"), load_peak("peak.c", "peak_fma")
     product = load_peak("peak_amx.c", "peak_product", (ctypes.c_size_t, ctypes.c_size_t))
     read = load_peak("read.c", "read_all", (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_uint64)
@@ -96,7 +98,7 @@ def seconds_of(call):
 
 
 def make_calls(args, heads, d, dtype, backward, causal):
-    """Ours and SDPA's, on the same numbers; the layout is the one that each of them likes best."""
+    """Our call and SDPA's, on the same numbers. Each gets the layout that suits it best."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, args.len, heads, d).to(dtype) for _ in range(4))
     rows_first = [x.requires_grad_(backward) for x in (q, k, v)]
@@ -151,7 +153,7 @@ def measure_decode(args, dtype, length=16384, heads=32, heads_kv=8, d=128):
 
 
 def print_table(path):
-    """Causal in brackets: GFLOPS or GB/s, ratio to SDPA, share of the probe."""
+    """A row of the table, causal in brackets: GFLOPS or GB/s, ratio to SDPA, share of the probe."""
     with path.open() as file:
         rows = list(csv.DictReader(file))
     cells = {}

@@ -1,7 +1,8 @@
 """Backward on a GPU beside cuDNN and PyTorch's own flash attention (FA2): in turns, and each alone.
 
-Problems and the two rules of timing: _gpu.py. The time is that of dq, dk and dv from saved tensors, helper kernels
-included; "in order" is deterministic=True. TFLOPS count 10 b h len_q len_kv d operations, 14 with the forward.
+_gpu.py describes the problems and the two rules of timing. The time is the time of dq, dk and dv from saved tensors,
+with helper kernels. "in order" is deterministic=True. TFLOPS count 10 b h len_q len_kv d operations, 14 with the
+forward.
 
     python benchmarks/bench_bwd.py                     both rules: about three and a half minutes
     python benchmarks/bench_bwd.py --rules turns       only in turns: half a minute
@@ -11,7 +12,7 @@ included; "in order" is deterministic=True. TFLOPS count 10 b h len_q len_kv d o
     python benchmarks/bench_bwd.py --dims 128 --lengths 4096 --kernels ours cuDNN
 
 Writes bwd_<device>.csv (in turns) and bwd_sustained_<device>.csv to the folder --out; step.., bwd_gqa4.. and
-.._packed.csv with these options. Each row has the peak of memory beyond what the call finds. Prints the tables.
+.._packed.csv with these options. Each row has the peak of memory beyond the memory in use before. Prints the tables.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def randn(*shape):
 
 
 def inputs(shape, gqa):
-    """q, k, v and the gradient of the output; k and v with fewer heads."""
+    """q, k, v and the gradient of the output. k and v have fewer heads."""
     kv_shape = *shape[:-2], max(1, shape[-2] // gqa), shape[-1]
     return [randn(*s).requires_grad_() for s in (shape, kv_shape, kv_shape)], randn(*shape)
 

@@ -1,22 +1,25 @@
-"""Attention on the CPU beside PyTorch's scaled_dot_product_attention and beside what the machine can do.
+"""Attention on the CPU beside PyTorch's scaled_dot_product_attention and beside the peak of the machine.
 
     python benchmarks/bench_cpu.py                              every case, with one thread and with all: a few minutes
     python benchmarks/bench_cpu.py --only "plain fp32" --threads 1
     python benchmarks/bench_cpu.py --list
 
-One mechanism, many rows: cases() is the table. Per case and round, one after the other: a probe of the machine, our
-call, and what it is compared with. Then ``ratio``, how many times as fast ours is, is the median over the rounds of
-adjacent calls; rates are the best round's, and ``share`` is ours of the probe's (of a decode the median, too).
+cases() is the table of cases. In each round of a case a probe of the machine, our call, and the calls for comparison
+run one after the other. ``ratio`` is the speed of our call divided by the other speed, as the median over the rounds of
+adjacent calls. Rates are those of the best round. ``share`` is our rate divided by the probe's rate (for a decode the
+median, too).
 
-The probe of what computes is peak.c: independent multiply-adds in registers, of fp32, or of bf16 pairs where our kernel
-multiplies those. The probe of a decode is read.c: one pass over the bytes of the cache. GFLOPS count 4 d operations for
-each visible pair of query and key forward, 10 d backward, a causal square as a half; GB/s count the cache once.
+For arithmetic the probe is peak.c: independent multiply-adds in registers, of fp32, or of bf16 pairs if our kernel
+multiplies bf16 pairs. For a decode the probe is read.c: one pass over the bytes of the cache. GFLOPS count 4 d
+operations for each visible pair of query and key forward and 10 d backward, and a causal square as a half. GB/s count
+the cache once.
 
-With one thread the clock is the thread's processor time, which other programs on the core hardly lengthen. With more it
-is the wall's, and PyTorch's spinning workers are given a few ms to go to sleep before the next call. Inputs are random.
+With one thread the clock is the thread's processor time, which other programs on the core hardly lengthen. With more
+threads it is the wall clock, and PyTorch's spinning workers get a few ms to go to sleep before the next call. Inputs
+are random.
 
-Writes cpu.csv, where a row replaces the older one of the same case, and cpu.png to the folder --out; --tables writes
-the tables of README.md and csrc/cpu/README.md from benchmarks/results/cpu.csv.
+Writes cpu.csv and cpu.png to the folder --out. A row replaces the older row of the same case. --tables writes the
+tables of README.md and csrc/cpu/README.md from benchmarks/results/cpu.csv.
 """
 
 import argparse
@@ -51,7 +54,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Case:
-    """A row of the table. ``build`` makes its tensors and calls when its turn comes."""
+    """A row of the table. ``build`` makes its tensors and calls shortly before the measurement."""
 
     kind: str
     build: Callable
@@ -62,7 +65,7 @@ class Case:
     h_kv: Optional[int] = None
     b: int = 1
     causal: bool = False
-    isa: Optional[str] = None  # the most that our side may use; None: what the machine has
+    isa: Optional[str] = None  # the strongest instruction set for our call; None: the machine's
     passes: tuple = ("fwd", "bwd")
 
     def __str__(self):
@@ -71,10 +74,10 @@ class Case:
 
 @dataclass
 class Calls:
-    """What is timed: ``ours`` and ``others`` take no arguments; the backward differentiates them for ``leaves``.
+    """The timed calls. ``ours`` and ``others`` take no arguments, and the backward differentiates them for ``leaves``.
 
-    ``work`` is a number of visible pairs times heads, or bytes of a cache; ``kernel`` is the call for explain().
-    ``agree`` turns an output of the others into one that must equal ours; without it nothing is compared.
+    ``work`` is a number of visible pairs times heads, or bytes of a cache. ``kernel`` is the call for explain().
+    ``agree`` turns an output of the others into an output that must equal ours. Without ``agree`` nothing is compared.
     """
 
     ours: Callable
@@ -87,7 +90,7 @@ class Calls:
 
 def cases(threads):
     for dtype, n, d, causal in itertools.product(DTYPES, (512, 2048, 8192), (64, 128), (False, True)):
-        h = max(threads, {512: 8, 2048: 2, 8192: 1}[n])  # PyTorch's backward has a thread for each head at most
+        h = max(threads, {512: 8, 2048: 2, 8192: 1}[n])  # PyTorch's backward has at most one thread for each head
         slow = dtype == "fp16" and n == 8192  # PyTorch's backward takes ten seconds
         yield Case("plain", dense(), dtype, d, n, h, causal=causal, passes=("fwd",) if slow else ("fwd", "bwd"))
     for dtype, d, causal in itertools.product(DTYPES, (64, 128), (False, True)):
@@ -104,7 +107,7 @@ def cases(threads):
         yield Case("256 sequences of 32 to 128", packed, dtype, 64, 128, 12, b=256)
     for dtype, n in itertools.product(("fp32", "bf16"), BATCHES):
         yield Case("batch", dense(), dtype, 64, n, 12, b=16384 // n, passes=("fwd",))
-    if threads > 1:  # PyTorch's spinning workers would hold the cores that the probe of the memory needs
+    if threads > 1:  # PyTorch's spinning workers would occupy the cores that the memory probe needs
         return
     for dtype, n in itertools.product(DTYPES, (8192, 16384)):
         yield Case("decode", decode(), dtype, 128, n, 32, h_kv=8, passes=("fwd",))
@@ -122,7 +125,7 @@ def sdpa(q, k, v, **options):
 
 
 def dense(window=None, alibi=False, **options):
-    """flash_attn_func; options are compared with our own plain call and with PyTorch's nearest."""
+    """flash_attn_func. Options are compared with our own plain call and with the nearest option of PyTorch."""
 
     def build(case):
         b, n, h, d, h_kv = case.b, case.len, case.h, case.d, case.h_kv or case.h
@@ -156,12 +159,12 @@ def dense(window=None, alibi=False, **options):
 
 
 def unusual(spread=None, values=1.0):
-    """Numbers that could be slow, beside our own time on normal ones."""
+    """Numbers that could be slow, compared with our own time for normal numbers."""
 
     def build(case):
         shape = (case.b, case.len, case.h, case.d)
         q, k, v = random(case, shape, shape, shape)
-        # Scores are normal with a deviation of 1: nearly all of 1024 keys lie within 3 of 0.
+        # Scores are normal with a deviation of 1, so nearly all of 1024 keys lie within 3 of 0.
         hard = (q * (spread / 6 if spread else 1), k.clone(), v * values)
         others = {"ours, normal numbers": lambda: flash_attn_func(q, k, v)}
         pairs = case.b * case.h * case.len**2
@@ -171,8 +174,8 @@ def unusual(spread=None, values=1.0):
 
 
 def packed(case):
-    """Sequences of 32 to case.len tokens, 64 on average, beside SDPA on the padded batch with a mask. Nobody pays for
-    padding or packing."""
+    """Sequences of 32 to case.len tokens, 64 on average, beside SDPA on the padded batch with a mask. The times
+    contain neither padding nor packing."""
     b, n, h, d = case.b, case.len, case.h, case.d
     lengths = (32 + (n - 32) * torch.rand(b) ** 2).round().long()
     total, exists = int(lengths.sum()), torch.arange(n) < lengths[:, None]
@@ -188,7 +191,7 @@ def packed(case):
 
 
 def in_huge_pages(x):
-    """A copy in pages of 2 MiB, where the system has them; tensors come in pages of 4 KiB."""
+    """A copy in pages of 2 MiB, if the system has them. Tensors have pages of 4 KiB."""
     memory = mmap.mmap(-1, x.numel() * x.element_size())
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -196,7 +199,7 @@ def in_huge_pages(x):
 
 
 def decode(place=lambda x: x):
-    """One query token against a long cache. "Heads as rows" is the best that a user gets by rewriting the call."""
+    """One query token against a long cache. "Heads as rows" is the fastest call that a user gets by rewriting."""
 
     def build(case):
         b, n, h, h_kv, d = case.b, case.len, case.h, case.h_kv, case.d
@@ -220,7 +223,7 @@ def decode(place=lambda x: x):
 
 
 class Probes:
-    """peak.c and read.c as libraries of this machine. Compiled once."""
+    """peak.c and read.c as libraries of this machine, compiled once."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -238,12 +241,12 @@ class Probes:
         return ctypes.CDLL(str(library))
 
     def peak(self, isa):
-        """A call that computes for about 2 ms, and what it does, of one thread."""
+        """A call of one thread that computes for about 2 ms, and its number of operations."""
         function = self.peaks[isa if isa == "avx2" else "bf16" if isa in ("avx512bf16", "amx") else "fma"]
-        return lambda: function(1_000_000), function(1)  # operations are proportional to the argument
+        return lambda: function(1_000_000), function(1)  # the number of operations is proportional to the argument
 
     def read(self, tensors, threads):
-        """A call that reads the tensors, each thread its share."""
+        """A call that reads the tensors, in which each thread reads its share."""
         shares = []
         for x in tensors:
             share = x.numel() * x.element_size() // threads // 256 * 256
@@ -258,7 +261,7 @@ class Probes:
 
 
 def alternate(calls, threads, seconds, least=3, most=25):
-    """Times of each call in each round; a round before them is not measured."""
+    """Times of each call in each round. One round before is not measured."""
     clock, pause = (time.thread_time, 0.0) if threads == 1 else (time.perf_counter, 0.005)
     times, until = {name: [] for name in calls}, 0.0
     for i in range(1 + most):
@@ -275,7 +278,7 @@ def alternate(calls, threads, seconds, least=3, most=25):
 
 
 def measure(case, probes, threads, seconds):
-    """Rows of the case: one for each pass and each thing that it is compared with."""
+    """Rows of the case: one for each pass and each comparison."""
     engine.set_cpu_isa(case.isa)
     work = case.build(case)
     if work.agree:
@@ -301,7 +304,7 @@ def measure(case, probes, threads, seconds):
         times = alternate({"probe": probe, **calls}, threads, seconds)
         roof, ours = probed / min(times["probe"]) / 1e9, amount / min(times["ours"]) / 1e9
         share = ours / roof
-        if unit == "GB/s":  # others use the memory too: only neighbours in time compare
+        if unit == "GB/s":  # other programs use the memory, too, so only adjacent calls compare
             share = median(a / b for a, b in zip(times["probe"], times["ours"]))
         for name in work.others:
             yield {
@@ -319,7 +322,7 @@ def measure(case, probes, threads, seconds):
 def backward_of(call, leaves):
     out = call()
     dout = torch.randn_like(out)
-    # Not every leaf belongs to every call: a padded batch has its own.
+    # Some calls do not use every leaf, because a padded batch has leaves of its own.
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True, allow_unused=True)
 
 
@@ -329,7 +332,8 @@ KEY = ("cpu", "threads", "case", "dtype", "pass", "d", "len", "causal", "isa", "
 
 
 def draw(rows, path):
-    """Ratio to PyTorch, one panel a pass, one bar a case of one thread. Rows as the file has them."""
+    """Ratio to PyTorch, with one panel for each pass and one bar for each case of one thread, in the order of the
+    file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -370,7 +374,7 @@ def bar_name(row):
 # ---- the tables of the documents -------------------------------------------------------------------------------------
 
 NAMES = {"fp32": "fp32, AVX-512", "bf16": "bf16, AVX512-BF16", "fp16": "fp16, AVX-512"}
-LINES = {  # of csrc/cpu/README.md: what a row is called, and which one it is
+LINES = {  # csrc/cpu/README.md: names of rows, and their cases
     "32 heads on 8, d 128, length 1024, causal": {"case": "gqa"},
     "window of 256, d 64, length 1024, beside a mask": {"case": "window 256"},
     "dropout 0.1, d 64, length 1024": {"case": "dropout 0.1"},
@@ -393,7 +397,7 @@ def share(row):
 
 
 def the_row(rows, against, threads=1, **wanted):
-    """The row of that name; None where such a case is not measured."""
+    """The row of that name, or None if such a case is not measured."""
     wanted = {name: str(value) for name, value in {"threads": threads, **wanted}.items()}
     fits = [r for r in rows if r["against"].startswith(against) and all(r[k] == v for k, v in wanted.items())]
     assert len(fits) < 2, f"{len(fits)} rows are {wanted}"
@@ -401,7 +405,8 @@ def the_row(rows, against, threads=1, **wanted):
 
 
 def squares(rows, names, form, **wanted):
-    """A row a dtype; columns are forward and backward at d 64 and 128, a cell is the full and the causal square."""
+    """One row for each dtype. Columns are forward and backward at d 64 and 128; a cell has the full and the causal
+    square."""
     for dtype, name in names.items():
         cells = []
         for pas, d in itertools.product(("fwd", "bwd"), (64, 128)):
@@ -458,7 +463,7 @@ def tables(rows):
 
 
 def write_tables(rows):
-    """Each table of the documents, found by its header, from the rows."""
+    """Makes each table of the documents from the rows. Tables are found by their headers."""
     for path, header, body in tables(rows):
         lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
         lines[0] = lines[0].replace("|  |", "| |")

@@ -1,14 +1,14 @@
 """Decoding on a GPU: how fast flash_attn_with_kvcache reads a KV cache, beside a copy of memory, PyTorch's SDPA and
 FlexAttention.
 
-One new query per sequence, bf16 N(0, 1). TB/s count every cached key and value once. The copy moves 1 GB with
-torch.Tensor.copy_, reads and writes counted, in the same run. Pages lie in random order. `appends`: the last key comes
-with the call, rotary turns it and the query.
+There is one new query per sequence, bf16 N(0, 1). TB/s count every cached key and value once. The copy moves 1 GB with
+torch.Tensor.copy_ in the same run, and counts reads and writes. Pages lie in random order. In `appends` the last key
+comes with the call, and rotary embedding rotates the key and the query.
 
-Timing: each call captured in a CUDA graph, as a server runs it, over as many caches in turn as fill 1 GB, so that none
-waits in L2 (`warm`: one cache, again and again); the median of the replays, then the next kernel. The kernels of a case
-take turns, in random order, `--rounds` times; a figure is the median of the rounds. Host time: 1000 calls in a row,
-nothing captured, while the GPU has little to do.
+Each call is captured in a CUDA graph, as a server runs it. The graph walks over as many caches as fill 1 GB, so that no
+cache waits in L2 (`warm`: one cache, again and again). A time is the median of the replays of a graph. The kernels of a
+case alternate in random order, `--rounds` times, and a figure is the median of the rounds. For the host time 1000 calls
+run in a row without a graph, while the GPU has little work.
 
     python benchmarks/bench_decode.py
     python benchmarks/bench_decode.py --kernels ours cudnn --cases 0 5      without FlexAttention, which compiles first
@@ -77,7 +77,7 @@ def replay_us(graph, calls):
 
 
 def captured(calls):
-    """A graph of all the calls, or None if one cannot run."""
+    """A graph of all the calls, or None if a call cannot run."""
     try:
         for call in calls:
             call()
@@ -98,7 +98,8 @@ def copy_buffers():
 
 
 def copy_speed():
-    """TB/s read and written by torch's copy, not captured: as a node of a graph it takes another, slower way."""
+    """TB/s of torch's copy, read and written. It is not captured, because as a node of a graph it takes a slower
+    way."""
     source, target = copy_buffers()
     times = []
     for _ in range(8):
@@ -152,7 +153,7 @@ def peer_calls(peer, b, cache, h, h_kv, d, copies):
 
 
 def host_us(call):
-    """Host time of one call from Python: an empty-handed GPU keeps up."""
+    """Host time of one call from Python. The GPU has little work and keeps up."""
     for _ in range(100):
         call()
     torch.cuda.synchronize()
@@ -167,7 +168,7 @@ def host_us(call):
 
 
 def host_calls():
-    """(kernel, layout, call) of small problems; SDPA as its users call it, without choosing a backend."""
+    """(kernel, layout, call) of small problems. SDPA is called without a choice of backend, as its users call it."""
     b, cache, h, h_kv, d = HOST_CASE
     q = torch.randn(b, h, 1, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, h_kv, cache, d, device="cuda", dtype=q.dtype) for _ in range(2))
@@ -248,7 +249,7 @@ def main():
                 calls = peer_calls(kernel, *case, copies)
             graph = captured(calls)
             if graph is not None:
-                graphs[job] = graph, calls  # the calls own what the graph reads
+                graphs[job] = graph, calls  # the graph reads memory that belongs to the calls
         times = {job: [] for job in graphs}
         for _ in range(options.rounds):
             for job, (graph, calls) in shuffled(graphs.items(), rng):

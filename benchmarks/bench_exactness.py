@@ -3,8 +3,8 @@
     python benchmarks/bench_exactness.py               every case: less than a minute
     python benchmarks/bench_exactness.py --dims 128 --dtypes bf16
 
-An error is the norm of the difference divided by the norm of the fp64 tensor. b 1, h 4, length --length. Every kernel
-gets the same q, k, v and dO, all N(0, 1) and rounded to the dtype; fp64 gets these rounded tensors. Inputs:
+An error is the norm of the difference divided by the norm of the fp64 tensor, with b 1, h 4 and length --length. Every
+kernel gets the same q, k, v and dO, all N(0, 1) and rounded to the dtype. fp64 gets these rounded tensors. Inputs:
 
     N(0,1)               scale 1 / sqrt(d)
     scores x 4           scale 4 / sqrt(d)
@@ -50,7 +50,7 @@ def tensors(inputs, dtype, shape, causal, seed):
 
 
 def exact(q, k, v, dout, scale, causal):
-    """out, dq, dk, dv in fp64, as the formulas say."""
+    """out, dq, dk, dv in fp64, by the formulas."""
     q, k, v, dout = (x.double().transpose(1, 2) for x in (q, k, v, dout))
     scores = scale * q @ k.mT
     if causal:

@@ -1,15 +1,16 @@
 """Forward on a GPU beside cuDNN, PyTorch's own flash attention (FA2) and FlexAttention: in turns, and each alone.
 
-Problems and the two rules of timing: _gpu.py. TFLOPS count 4 b h len_q len_kv d operations, half of them when causal.
+_gpu.py describes the problems and the two rules of timing. TFLOPS count 4 b h len_q len_kv d operations, half of them
+when causal.
 
     python benchmarks/bench_fwd.py                     both rules: about two and a half minutes
     python benchmarks/bench_fwd.py --rules turns       only in turns: half a minute
     python benchmarks/bench_fwd.py --packed            packed sequences beside dense ones of as many operations
     python benchmarks/bench_fwd.py --kernels ours FlexAttention --dims 128 --lengths 4096
 
-FlexAttention compiles for every problem first: seconds, or one where torch finds its cache of the run before.
-Writes fwd_<device>.csv (in turns) and fwd_sustained_<device>.csv, with --packed .._packed.csv, to the folder --out.
-Each row has the peak of memory beyond what the call finds. Prints the tables. tables.py draws the pictures.
+FlexAttention compiles for every problem first. This takes seconds, or one second if torch finds the cache of an earlier
+run. Writes fwd_<device>.csv (in turns) and fwd_sustained_<device>.csv, with --packed .._packed.csv, to the folder
+--out. Each row has the peak of memory beyond the memory in use before. Prints the tables. tables.py draws the pictures.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What a call costs the host: a problem so small that little else is left, beside PyTorch's own attention.
+"""The cost of a call on the host, beside PyTorch's own attention. The problem is so small that little else remains.
 
     python benchmarks/bench_host.py                 the CPU, and a GPU where there is one
     python benchmarks/bench_host.py --device cuda
 
-Calls, each under no_grad and, where it has gradients, with tensors that need them, and then their backward:
+Each call runs under no_grad. Calls with gradients also run with tensors that need gradients, and then their backward:
 
     direct_attention         the function of the extension where flash_attn_func ends
     flash_attn_func          the public functions
@@ -14,8 +14,8 @@ Calls, each under no_grad and, where it has gradients, with tensors that need th
     sdpa                     torch.nn.functional.scaled_dot_product_attention
     two allocations          out and softmax_lse, nothing else
 
-One round times a batch of each, in random order; a figure is the median over the rounds, in microseconds for one
-call. On a GPU the clock stops before the device is waited for. One CPU thread.
+One round times a batch of each call, in random order. A figure is the median over the rounds, in microseconds for one
+call. On a GPU the clock stops before the host waits for the device. There is one CPU thread.
 
 Writes host.csv to the folder --out, beside the rows of other machines.
 """
@@ -73,7 +73,7 @@ def calls_on(device, needs_grad):
 
 
 def backwards_of(calls):
-    """The backward of each call, alone. A call's tensors are those its results remember."""
+    """The backward of each call, alone. The tensors of a call are the leaves of its results."""
 
     def backward_of(call):
         out = call()
@@ -113,7 +113,7 @@ def microseconds(calls, device, rounds, batch):
             elapsed = time.perf_counter() - start
             if device == "cuda":
                 torch.cuda.synchronize()
-            if i > 0:  # the first round warms up
+            if i > 0:  # the first round is a warm-up
                 times[name].append(elapsed / batch * 1e6)
     return {name: median(each) for name, each in times.items()}
 

@@ -1,7 +1,8 @@
 """Forward on a GPU for shapes that are in no other table: short, odd, unequal, grouped, other head dimensions, fp32.
 
-Timing: in turns, see _gpu.py, every kernel of PyTorch that takes the problem in turns with ours. "generic" is ours with
-FLASH_ATTN_CUDA_KERNEL=any, "ours" without. TFLOPS count 4 b h d operations for each score that the mask leaves.
+Every kernel of PyTorch that takes the problem runs in turns with ours (_gpu.py). "generic" is our call with
+FLASH_ATTN_CUDA_KERNEL=any, "ours" is our call without this variable. TFLOPS count 4 b h d operations for each unmasked
+score.
 
     python benchmarks/bench_shapes.py
     python benchmarks/bench_shapes.py --only d=40 fp32
@@ -76,7 +77,7 @@ def sdpa(backend, shape, causal, dtype):
 
     def call():
         with sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why a kernel does not take the problem
+            warnings.simplefilter("ignore")  # PyTorch warns why a kernel does not take the problem
             return F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=grouped)
 
     return call
@@ -110,7 +111,8 @@ def kernels_of(name, *problem):
 
 
 def scores(len_q, len_kv, causal):
-    """That the mask leaves, of one head. Only equal lengths are causal here: PyTorch aligns other masks differently."""
+    """Unmasked scores of one head. Only equal lengths are causal here, because PyTorch aligns other masks
+    differently."""
     return len_q * (len_q + 1) // 2 if causal else len_q * len_kv
 
 

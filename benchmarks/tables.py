@@ -6,7 +6,7 @@
     python benchmarks/tables.py --folder FOLDER    reads the files in another folder
     python benchmarks/tables.py --take FOLDER      puts the rows of another folder's files into benchmarks/results
 
-A document says "<!-- table: NAME -->" and "<!-- end of table -->"; what stands between them is written here, and
+A document contains "<!-- table: NAME -->" and "<!-- end of table -->". This program writes the text between them, and
 tests/guards/test_docs.py checks it. A table whose files are absent stays as it is.
 """
 
@@ -30,7 +30,7 @@ class Missing(Exception):
 
 
 def rows_of(source, name):
-    """Of a file; source: its folder and the device."""
+    """The rows of a file. source: its folder and the device."""
     folder, device = source
     path = folder / name.replace("<device>", device)
     if not path.exists():
@@ -51,9 +51,9 @@ def title(kernel, rows):
 
 
 def caption(name, rows, text=""):
-    """Where and when, which rule, and the file: a line below the table."""
+    """A line below the table: date and machine, rule of timing, and file."""
     if "turns" in text and not any(row.get("rule") for row in rows):
-        text = text.replace("turns", "turns of a fixed sequence")  # files from before the order was random
+        text = text.replace("turns", "turns of a fixed sequence")  # files from before the random order
     with_ours = {row["command"] for row in rows if row["kernel"] in ("ours", "packed") and "command" in row}
     apart = {row["kernel"] for row in rows if "command" in row and row["command"] not in with_ours}
     others = f"{' and '.join(sorted(apart))}: another run. " if apart and with_ours else ""
@@ -104,7 +104,7 @@ def cost_of_order(rows):
         if kernel == "ours" and ("ours, in order", d, length, causal) in found:
             costs[causal].append(100 * (1 - found["ours, in order", d, length, causal] / speed))
     if not costs[False] or not costs[True]:
-        return ""  # the run left the kernel out
+        return ""  # the run did not include the kernel
     full, causal = (between(costs[mask], "{:.1f}") for mask in (False, True))
     return f"In order costs {full}% of the TFLOPS without a mask, {causal}% with a causal mask."
 
@@ -117,7 +117,7 @@ def memory(rows):
 
 
 def speed(name, word, rule, *sentences):
-    """A line for each head_dim, a column for each kernel; sentences(rows) below."""
+    """A line for each head_dim, a column for each kernel, and sentences(rows) below the table."""
 
     def table(source):
         rows = rows_of(source, name)
@@ -164,7 +164,7 @@ def packed(source):
 
 
 def power(source):
-    """Alone at length 16k: TFLOPS, watts, clock, and the share of what tensor cores do at that clock."""
+    """Each kernel alone at length 16k: TFLOPS, watts, clock, and the share of the tensor cores' peak at that clock."""
     lines, body, captions = [], [], []
     kernels = ["ours", "ours, in order", "cuDNN", "FA2"]
     for word, name in (("forward", "fwd_sustained_<device>.csv"), ("backward", "bwd_sustained_<device>.csv")):
@@ -192,7 +192,7 @@ def power(source):
 
 
 def peers(source):
-    """Every cell divided by cuDNN's TFLOPS at 16k with the same head_dim and mask, of the same run."""
+    """Every cell divided by cuDNN's TFLOPS at 16k with the same head_dim and mask, in the same run."""
     theirs = rows_of(source, "peers_<device>.csv")
     body, drift = [], []
     for word, name in (("forward", "fwd_<device>.csv"), ("backward", "bwd_<device>.csv")):
@@ -272,7 +272,7 @@ def exactness(source):
                 for kernel in kernels:
                     low, high = (f(found[kernel].values()) if kernel in found else None for f in (min, max))
                     cells.append("" if low is None else f"{low:.2e} to {high:.2e}")
-                theirs = found.get("cuDNN", {})  # zero to the last bit where one key dominates
+                theirs = found.get("cuDNN", {})  # exactly zero if one key dominates
                 ratios = [error / theirs[x] for x, error in found.get("ours", {}).items() if theirs.get(x)]
                 worst = f"{max(ratios):.3f}" if ratios and max(ratios) < 100 else ""
                 body.append([f"{inputs}, {dtype}: {tensor}", *cells, worst])
@@ -280,7 +280,7 @@ def exactness(source):
     return grid(header, body) + caption(name, rows)
 
 
-# Files that do not say it themselves.
+# Files whose rows have no command.
 COMMANDS = {
     "amx.csv": "python benchmarks/bench_amx.py",
     "decode_NVIDIA*.csv": "python benchmarks/bench_decode.py",
@@ -311,7 +311,7 @@ def named():
 
 
 def files(source):
-    """Every file of the folder: who names it, and where the rows come from."""
+    """Every file of the folder, with the documents that name it, and the origin of its rows."""
     folder, _ = source
     mentions = list(named())
     body = []
@@ -381,7 +381,7 @@ def write_documents(folder):
 
 
 def print_tables(folder, device=DEVICE):
-    """All whose files are there."""
+    """Prints all tables whose files are there."""
     for name in [name for name in TABLES if name != "files"]:
         try:
             print(f"\n{name}\n\n{made(name, folder, device)}")
@@ -393,7 +393,7 @@ def draw(folder):
     """TFLOPS in turns over the length, a picture for each pass and head_dim."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "flash-attn"  # the same file from the same rows
+    plt.rcParams["svg.hashsalt"] = "flash-attn"  # the same rows give the same file
     for stem in "fwd", "bwd":
         path = folder / f"{stem}_{DEVICE}.csv"
         if not path.exists():
@@ -425,7 +425,7 @@ MEASURED = (
 
 
 def take(folder):
-    """Rows replace those of the same problem, kernel and machine; rows that were not measured again stay."""
+    """Rows replace rows of the same problem, kernel and machine. All other rows stay."""
     for path in sorted(folder.glob("*.csv")):
         rows = read(path)
         columns = list(rows[0])

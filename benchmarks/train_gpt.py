@@ -1,9 +1,9 @@
 """Trains the same small GPT with our attention and with PyTorch's own arithmetic, and draws the loss curves.
 
-Text: Python's reference as pydoc_data has it, character by character. All runs of a seed start from the same weights
-and see the same batches; only the attention function and the precision change. "math" is the plain backend of
-scaled_dot_product_attention, which stores the scores; bf16 is autocast; "in order" is deterministic=True. How far
-rounding alone moves a curve is read off "math" in the same precision: both are held against "math, fp64".
+The text is Python's reference from pydoc_data, character by character. All runs of a seed start from the same weights
+and see the same batches, and only the attention function and the precision change. "math" is the plain backend of
+scaled_dot_product_attention, which stores the scores. bf16 is autocast, and "in order" is deterministic=True. "math" in
+the same precision shows how far rounding alone moves a curve. Both are compared with "math, fp64".
 
     python benchmarks/train_gpt.py                    on the GPU if there is one
     python benchmarks/train_gpt.py --device cpu --seeds 1
@@ -70,7 +70,7 @@ class GPT(nn.Module):
 
 
 def characters(device):
-    """(the text as numbers, how many characters there are)"""
+    """(the text as numbers, the number of different characters)"""
     text = "".join(topics[name] for name in sorted(topics))
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     return torch.tensor([number[character] for character in text], device=device), len(number)
@@ -89,7 +89,7 @@ def train(
     heads=4,
     head_dim=64,
 ):
-    """The loss of every step. dtype is that of weights and arithmetic, bf16 asks for autocast."""
+    """The loss of every step. dtype is the type of weights and arithmetic, and bf16 means autocast."""
     torch.manual_seed(2 * seed)
     text, vocabulary = characters(device)
     model = GPT(vocabulary, length, layers, heads, head_dim).to(device, dtype)

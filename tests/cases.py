@@ -1,7 +1,7 @@
-"""The one table of cases. Tests decide on them, benchmarks time them.
+"""The one table of cases. The tests check these cases, and the benchmarks time them.
 
-A case is one attention problem by its sizes and options. Its repr names only what differs from the defaults, and can
-be pasted back: `python tests/test_fuzz.py "Case(len_q=65, len_kv=1, causal=True)"` runs that one on every kernel.
+A case is one attention problem by its sizes and options. The repr of a case names only the values that differ from the
+defaults. `python tests/test_fuzz.py "Case(len_q=65, len_kv=1, causal=True)"` runs such a repr on every kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import product
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    len_q: int | tuple[int, ...] = 64  # an int: dense; a tuple: packed, one length per sequence
+    len_q: int | tuple[int, ...] = 64  # int: dense; tuple: packed, one length per sequence
     len_kv: int | tuple[int, ...] = 64
     b: int = 2  # dense only; packed: as many as lengths
     h: int = 2
@@ -68,7 +68,7 @@ LENGTHS = [
     )
 ]
 
-# Around multiples of the tiles that kernels have: 16, 32, 48, 64 rows, several a task, and 64 or 128 keys.
+# Lengths around multiples of the kernels' tiles: 16, 32, 48, 64 rows, several tiles a task, and 64 or 128 keys.
 TILES = [
     Case(len_q, len_kv, b=1, h=2, h_kv=1, d=24, causal=(len_q + len_kv) % 4 == 0)
     for len_q in (31, 33, 47, 49, 97, 191, 193, 257, 385)
@@ -131,7 +131,7 @@ LAYOUTS = [
     Case(17, 17, d=1, layout="gaps"),
 ]
 
-# Short sequences with large values: gradients that nearly cancel. The square ones are upstream's.
+# Short sequences with large values have gradients that nearly cancel. The square cases are upstream's.
 SQUARE = [Case(n, n, b=5, h=8, d=d, values="large") for n in (1, 2, 5, 17, 128) for d in (16, 32, 64)]
 TINY = SQUARE + each(Case(b=2, h=8, values="large"), len_q=(1, 2, 17), len_kv=(1, 5, 17), d=(16, 40))
 
@@ -170,11 +170,11 @@ def in_dtypes(cases, dtypes=DTYPES):
 
 
 def in_turns(cases, dtypes=DTYPES):
-    """The first case in the first dtype, the second in the second, ..: for families of many like cases."""
+    """The first case in the first dtype, the second in the second, and so on, for families of many similar cases."""
     return [replace(case, dtype=dtypes[i % len(dtypes)]) for i, case in enumerate(cases)]
 
 
-# What benchmarks time; each is also in reach of the tests. (b, h, len, d) follow common models.
+# The benchmarks time these cases, and the tests can run each of them. (b, h, len, d) follow common models.
 BENCH = [
     Case(n, n, b=1, h=8, d=d, dtype=dtype, causal=causal, layout="plain")
     for dtype in DTYPES

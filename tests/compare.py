@@ -1,9 +1,9 @@
-"""When is a result right? Our error may be m times that of plain PyTorch in the same dtype, plus a.
+"""The tolerance of results. Our error may be m times the error of plain PyTorch in the same dtype, plus a.
 
     E(x) = max |x - ref|,  ref in float64;   pass iff E(ours) <= m E(plain) + a
 
-a is no slack but what the number format itself costs: half a unit in the last place of the largest value in 16 bit,
-1e-6 of the largest value in fp32, 1e-12 in fp64.
+a is the rounding of the number format itself. In 16 bit a is half a unit in the last place of the largest value. In
+fp32 a is 1e-6 of the largest value, and in fp64 1e-12.
 """
 
 import torch
@@ -21,14 +21,14 @@ def error(x, ref):
 
 
 def size_of_values(*v):
-    """The mean |v|: out = sum of P v may cancel, and is then as exact as what cancelled."""
+    """The mean |v|. out = sum of P v may cancel, and then its error is relative to the terms that cancelled."""
     v = torch.cat([x.reshape(-1) for x in v]) if v else torch.empty(0)
     v = v[v.isfinite()].double()
     return v.abs().mean().item() if v.numel() else 0.0
 
 
 def check(name, ours, ref, plain, m=2.0, a=None, scale=None):
-    """ours and plain against ref; scale: the largest value that the rounding allowance refers to (default: of ref)."""
+    """Compares ours and plain with ref. scale: the largest value for the rounding allowance (default: that of ref)."""
     assert ours.shape == ref.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(ref.shape)}"
     if not ref.numel():
         return
@@ -46,7 +46,8 @@ def check(name, ours, ref, plain, m=2.0, a=None, scale=None):
 
 
 def check_lse(ours, ref, plain_fp32, dtype):
-    """Natural log, float32 always, +inf exactly on rows that see nothing. plain_fp32: the same maths in fp32."""
+    """Checks lse: natural log, float32 always, +inf exactly on rows that see no key. plain_fp32: the same maths in
+    fp32."""
     assert ours.dtype == torch.float32
     assert ours.shape == ref.shape, f"lse: shape {tuple(ours.shape)}, expected {tuple(ref.shape)}"
     blind = ref == float("inf")
@@ -54,6 +55,6 @@ def check_lse(ours, ref, plain_fp32, dtype):
     ours, ref, plain = (x[~blind] for x in (ours, ref, plain_fp32))
     if not ours.numel():
         return
-    # 16-bit kernels may use an exp2 of 1e-5; fp32 rounds the sum of a large maximum and a logarithm
+    # 16-bit kernels may use an exp2 with an error of 1e-5. fp32 rounds the sum of a large maximum and a logarithm.
     a = 1e-6 * max(largest(ref), 1.0) + (2e-5 if dtype in (torch.float16, torch.bfloat16) else 0.0)
     check("lse", ours, ref, plain, a=a)

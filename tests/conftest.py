@@ -1,7 +1,7 @@
-"""Every test that takes the fixture `isa` runs once with the kernels of each instruction set of this machine.
+"""Every test with the fixture `isa` runs once with the kernels of each instruction set of this machine.
 
-Tests run side by side in processes of one thread each: two OpenMP teams on two cores spin against each other and take
-a hundred times as long. Several threads are the subject of test_memory.py.
+Tests run in parallel processes of one thread each. Two OpenMP teams on two cores would spin against each other and take
+a hundred times as long. test_memory.py tests several threads.
 """
 
 import os
@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc):
-    """isa varies fastest: what a case should give is computed once and kept for all instruction sets."""
+    """isa varies fastest. So the expected result of a case is computed once and kept for all instruction sets."""
     if "isa" in metafunc.fixturenames:
         metafunc.parametrize("isa", flash_attn_2_cuda.cpu_isas(), indirect=True)
 

@@ -1,17 +1,18 @@
-"""Small random problems by the thousand, each from one number: every form of call against cpu/reference.c.
+"""Small random problems by the thousand, each made from one number. Every form of call is compared with
+cpu/reference.c.
 
-    python tests/fuzz.py 0 100000         cases 0 .. 99999 on the CPU, on an instruction set drawn for each
-    python tests/fuzz.py --cuda 0 10000   on a GPU, on whatever kernels the plan chooses
-    ... --seconds 100                     and stops then, saying how many cases ran
-    python tests/fuzz.py 4711             that one again, on every instruction set
+    python tests/fuzz.py 0 100000         cases 0 .. 99999 on the CPU, each on a random instruction set
+    python tests/fuzz.py --cuda 0 10000   on a GPU, on the kernels that the plan chooses
+    ... --seconds 100                     stops after 100 seconds and prints the number of cases
+    python tests/fuzz.py 4711             case 4711 again, on every instruction set
 
-Zeros of every size are drawn, infinities and NaN that rows see, scores that overflow, values that sums in fp32 just
-hold. Outputs lie in memory of NaN between guards that must stay as they are, inputs between NaN. Results are compared
-with the reference in the same dtype, NaN and infinities too, every fourth reference with the definition (oracle.py).
-A backward gets the reference's out and lse: where dS cancels, nothing is left but the rounding of out, and of a half
-that is rounded up or down either is right.
+Any size may be zero. Values include infinities and NaN that rows see, scores that overflow, and values whose sums fp32
+can just represent. Outputs lie in memory of NaN between guards that must not change, and inputs lie between NaN.
+Results are compared with the reference in the same dtype, including NaN and infinities. Every fourth reference is
+compared with the definition (oracle.py). A backward gets the reference's out and lse. Where dS cancels, only the
+rounding of out is left. A value halfway between two numbers may then be rounded up or down.
 
-A range runs in processes that are made anew: a crash is a wrong case like any other.
+A range runs in fresh processes. A crash counts as a wrong case.
 """
 
 import math
@@ -35,7 +36,7 @@ FORMS = ("dense", "dense", "packed", "packed", "cache", "cache", "parts")
 VALUES = ("normal", "normal", "normal", "equal", "wide", "huge v", "scores", "scores", "inf", "nan")
 CPU_DTYPES = ("fp32", "bf16", "bf16", "fp16")
 CPU_DIMS = (1, 3, 8, 16, 17, 24, 32, 33, 40, 64, 65, 72, 96, 128, 130)
-# each kind is kernels to compile
+# Each kind needs kernels of its own to compile.
 CUDA_KINDS = [("bf16", d) for d in (24, 64, 64, 64, 128, 128)] + [
     ("fp16", 64),
     ("fp16", 17),
@@ -52,7 +53,7 @@ class Problem:
     dtype: str
     values: str
     len_q: tuple
-    len_kv: tuple  # cache and parts: before seqused and padding
+    len_kv: tuple  # cache and parts: without seqused and padding
     h: int
     h_kv: int
     d: int
@@ -62,14 +63,14 @@ class Problem:
     softcap: float
     alibi: str
     dropout: float
-    pad: int  # elements between rows
+    pad: int  # number of elements between rows
     page: int = 0
     len_new: int = 0
     used: tuple = ()
     leftpad: tuple = ()
     batch_idx: tuple = ()
     rotary: int = 0
-    spare_columns: int = 0  # of the block table
+    spare_columns: int = 0  # spare columns of the block table
     num_splits: int = 0
     deterministic: bool = False
     seed: int = 0
@@ -112,12 +113,12 @@ def draw(seed, on_cuda=False):
         used = tuple(r.randint(0, n) for n in len_kv)
     leftpad = tuple(r.randint(0, n) for n in used) if leftpad else ()
     h = h_kv * r.choice((0, 1, 1, 2, 4, 4)) if r.random() < 0.1 else h_kv * r.choice((1, 1, 2, 4))
-    if on_cuda:  # there must be a head; what the CPU computes beside it takes its time
+    if on_cuda:  # q must have a head on a GPU; the CPU's part takes time
         h = max(h, h_kv)
         while len_q and sum(map(math.prod, zip(len_q, len_kv))) * h * d > 1e7:
             len_q = tuple(n // 2 for n in len_q)
     values = r.choice(VALUES)
-    moderate = values in ("inf", "scores")  # P that underflows times infinity is NaN in fp32, not in the reference
+    moderate = values in ("inf", "scores")  # P that underflows times infinity is NaN in fp32 only
     window = (r.choice((-1, -1, 0, r.randint(0, 90))), r.choice((-1, -1, 0, r.randint(0, 90))))
     return Problem(
         form=form,
@@ -172,7 +173,8 @@ class Guarded:
 
 
 def fill_scores(p, q, k, r):
-    """Scores of -inf at some keys, of +inf in some rows: one column of k is too large to multiply by 4, or 0."""
+    """Plants scores of -inf at some keys and of +inf in some rows. One column of k is too large to multiply by 4, or is
+    0."""
     column, huge = r.randrange(p.d), math.inf if p.dtype == "fp16" else 0.99 * torch.finfo(DTYPES[p.dtype]).max
     tile, kind = r.choice((1, 16, 64, 128)), r.randrange(5)
     for x, y in zip(q, k):
@@ -186,7 +188,7 @@ def fill_scores(p, q, k, r):
 
 
 def fill(p, q, k, v, dout):
-    """Values of the sequences: lists of [rows, h, d] that are views of what the call gets."""
+    """Fills the sequences. The arguments are lists of [rows, h, d], which are views of the call's tensors."""
     r = random.Random(p.seed + 1)
     for x in (*q, *k, *v, *dout):
         x.normal_()
@@ -218,7 +220,7 @@ def offsets(lengths, device):
 
 
 def pages_of(p, rows, r):
-    """A table of [rows' sequences or cache entries, columns] and the number of pages; what nobody needs is -1."""
+    """A table [sequences or cache entries, columns] and the number of pages. Entries that no sequence needs are -1."""
     need = [-(-n // p.page) for n in rows]
     columns = max(need, default=0) + p.spare_columns
     num = sum(need) + r.choice((0, 2))
@@ -232,7 +234,7 @@ def pages_of(p, rows, r):
 
 
 class Call:
-    """Inputs on the CPU, and runs of them anywhere."""
+    """Inputs on the CPU, and functions that run the call on any device."""
 
     def __init__(self, p):
         self.p, dtype, b = p, DTYPES[p.dtype], len(p.len_q)
@@ -250,7 +252,7 @@ class Call:
             for n in range(0 if packed else b):
                 rows[p.batch_idx[n] if p.batch_idx else n] = p.used[n] + p.len_new
             self.table, num_pages = pages_of(p, rows, r)
-            if p.form == "cache" and p.len_new > self.table.shape[1] * p.page:  # an empty batch has a table, too
+            if p.form == "cache" and p.len_new > self.table.shape[1] * p.page:  # an empty batch also has a table
                 self.table = torch.full((entries, -(-p.len_new // p.page)), -1, dtype=torch.int32)
             capacity = self.table.shape[1] * p.page
             shape_kv = (num_pages, p.page, p.h_kv, p.d)
@@ -282,7 +284,7 @@ class Call:
                 view[name].normal_()
 
     def keys(self, x, n, values=None):
-        """What sequence n has in k or v before an append, [keys, h_kv, d]; written if given."""
+        """k or v of sequence n before an append, [keys, h_kv, d]. `values`, if given, are written there."""
         p = self.p
         length = p.used[n] if p.used else p.len_kv[n]
         first = min(p.leftpad[n], length) if p.leftpad else 0
@@ -301,9 +303,9 @@ class Call:
         return x[pages, at % p.page]
 
     def run(self, device="cpu", backward=True, saved=None):
-        """{name: tensor on the CPU} of everything that the call gave or wrote; raises if it wrote elsewhere.
+        """{name: tensor on the CPU} of all results and written tensors. Raises if the call wrote to other memory.
 
-        saved: results of another run, whose out and lse the backward gets in place of this one's.
+        saved: results of another run. The backward then gets their out and lse instead of this run's.
         """
         p, dtype = self.p, DTYPES[self.p.dtype]
         x = {}
@@ -370,7 +372,7 @@ class Call:
                 assert same_bits(x[name], before[name]), f"{name} was modified"
         results = {name: t.detach().cpu().clone() for name, t in results.items()}
         for name, t in guarded.items():
-            if p.form == "packed" and name != "out" or p.form == "parts":  # rows that belong to nobody
+            if p.form == "packed" and name != "out" or p.form == "parts":  # rows that belong to no sequence
                 rows = results[name].shape[0]
                 if name != "out" or device == "cpu":
                     assert t.view[rows:].isnan().all(), f"{name}: a row that belongs to nobody was written"
@@ -387,7 +389,7 @@ def same_bits(x, y):
 
 
 def cancelled(p, call, name):
-    """The size of the terms of out, dq, dk, dv, which may cancel to nothing: each weight is rounded on its own."""
+    """The size of the terms of out, dq, dk, dv, which may cancel to zero. Each weight is rounded on its own."""
 
     def size(name):
         x = call.inputs[name].view.double()
@@ -414,7 +416,8 @@ def cancelled(p, call, name):
 
 
 def check(p, call, got, want, exact=True, roundings=4):
-    """roundings: how many the largest value, or what cancels, may be wrong by; softmax_d is a sum in fp32."""
+    """roundings: how many roundings of the largest value, or of the cancelled terms, are allowed. softmax_d is a sum in
+    fp32."""
     for name, ref in want.items():
         x, dtype = got[name], ref.dtype
         assert x.shape == ref.shape and x.dtype == dtype, f"{name}: {tuple(x.shape)}, should be {tuple(ref.shape)}"
@@ -449,7 +452,7 @@ def check(p, call, got, want, exact=True, roundings=4):
 
 
 def check_reference(p, call, want):
-    """The reference itself against the definition, written in another language."""
+    """Compares the reference itself with the definition, which is written in another language."""
     if p.form not in ("dense", "packed") or p.h == 0 or sum(map(math.prod, zip(p.len_q, p.len_kv))) * p.h * p.d > 4e5:
         return
     sequences = {}
@@ -503,12 +506,12 @@ def run_on_cuda(seed):
     call = Call(p)
     generic = seed % 4 == 0
     flash_attn_2_cuda.set_cuda_kernels("any" if generic else None)
-    # Hopper's backward multiplies what is masked by zero: there NaN can reach the rest of a tile
+    # Hopper's backward multiplies masked elements by zero, so NaN can reach the rest of a tile there.
     calm = p.values in ("normal", "equal", "wide")
-    # P of 16 bits underflows early: then its product with infinity is NaN
+    # P in 16 bits underflows early, and then its product with infinity is NaN.
     exact = p.values != "inf" or p.dtype != "fp16"
     backward = calm or (generic and exact)
-    want = call.run("cpu", backward)  # fifty times as fast as the reference, but it rounds, too
+    want = call.run("cpu", backward)  # fifty times as fast as the reference, but with rounding
     got = call.run("cuda", backward, want)
     try:
         check(p, call, got, want, exact, roundings=8)
@@ -520,11 +523,12 @@ def run_on_cuda(seed):
 # ---- many ------------------------------------------------------------------------------------------------------------
 
 
-stop_at = math.inf  # of time.monotonic()
+stop_at = math.inf  # in units of time.monotonic()
 
 
 def run_range(run, first, end, at):
-    """False: some were wrong. `at` is shared memory that names the case at work, for a parent to read after a crash."""
+    """Returns False if some cases were wrong. `at` is shared memory with the current case, which a parent reads after a
+    crash."""
     good = True
     for seed in range(first, end):
         if time.monotonic() > stop_at:
@@ -546,7 +550,7 @@ def run_range(run, first, end, at):
 
 
 def run_apart(run, first, end):
-    """The same in a child; returns how many were wrong, a crash being one."""
+    """Runs the range in a child process. Returns the number of wrong cases, in which a crash counts as one."""
     num_wrong, at = 0, mmap.mmap(-1, 16)
     while first < end:
         pid = os.fork()

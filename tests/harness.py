@@ -1,7 +1,7 @@
-"""From a case to tensors, to our results, and to what they should be.
+"""From a case to tensors, to our results, and to the expected results.
 
-Memory that a kernel may not read is NaN: rows before and after, gaps between heads and between rows, rows of a packed
-tensor that belong to no sequence. A single stray read turns a result into NaN.
+Memory that a kernel must not read is NaN. Such memory is rows before and after, gaps between heads and between rows,
+and rows of a packed tensor that belong to no sequence. A single stray read turns a result into NaN.
 """
 
 import functools
@@ -24,15 +24,15 @@ NAN = float("nan")
 
 
 def fill(kind, q, k, v):
-    """Changes normal values [rows, h, d] of one sequence, in place, to a kind that is hard on a softmax."""
+    """Changes normal values [rows, h, d] of one sequence in place, to a kind that is difficult for a softmax."""
     d = q.shape[-1]
-    if kind == "equal":  # every score of a row the same, not zero
+    if kind == "equal":  # all scores of a row are equal and not zero
         k.copy_(k[:1].clone().expand_as(k))
     elif kind == "zero":
         q.zero_()
     elif kind == "ones":
-        v.fill_(1.0)  # out must be 1 whatever the weights
-    elif kind == "huge":  # scores to 1e4
+        v.fill_(1.0)  # out must be 1 for all weights
+    elif kind == "huge":  # scores up to 1e4
         q.mul_(50 * 2 / d**0.25), k.mul_(50 / d**0.25)
     elif kind == "wide":
         q.mul_(15)
@@ -67,9 +67,9 @@ def lay(x, layout):
         return x.contiguous()
     if layout == "padded":  # rows in front and behind
         return in_nan(x, [0] * (n - 3) + [2, 0, 0], [0] * (n - 3) + [3, 0, 0])
-    if layout == "gaps":  # around every dimension, so that no stride is aligned to anything
+    if layout == "gaps":  # NaN around every dimension, so that no stride is aligned
         return in_nan(x, [1] * (n - 1) + [2], [1] * (n - 1) + [3])
-    if layout == "odd_base":  # the address of the first element is aligned to the element only
+    if layout == "odd_base":  # the first element has only the alignment of an element
         flat = x.new_full([x.numel() + 1], NAN)
         return flat[1:].view(x.shape).copy_(x)
     if layout == "heads_first":  # [.., h, rows, d] in memory
@@ -82,7 +82,7 @@ def lay(x, layout):
         return x[:1].expand_as(x)
     if layout == "same_head":
         return x[..., :1, :].expand_as(x)
-    if layout == "size_one":  # strides of dimensions of size one say anything
+    if layout == "size_one":  # the strides of dimensions of size one are arbitrary
         strides = [77 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.contiguous().stride())]
         return x.contiguous().as_strided(x.shape, [*strides, 1])
     raise AssertionError(layout)
@@ -97,7 +97,7 @@ def offsets(lengths):
 
 @functools.lru_cache(maxsize=4)
 def problem(case):
-    """Tensors of a case. q, k, v, dout carry its layout; dense [b, rows, h, d], packed [all rows and 3 more, h, d]."""
+    """Tensors of a case. q, k, v, dout have its layout: dense [b, rows, h, d], packed [all rows and 3 more, h, d]."""
     gen = torch.Generator().manual_seed(1000 + case.seed)
     dtype = DTYPES[case.dtype]
     q, k, v, dout = [], [], [], []
@@ -135,7 +135,7 @@ def problem(case):
 
 
 def rows_of(case, x, which):
-    """The sequences of q or its like (which 0), of k or its like (1)."""
+    """The sequences of q or a similar tensor (which 0), or of k or a similar tensor (1)."""
     return slices(case, x, [lengths[which] for lengths in case.lengths])
 
 
@@ -147,7 +147,7 @@ def slices(case, x, lengths):
 
 
 def drawn_seed(case):
-    """The seed that a call with dropout draws right after torch.manual_seed(case.seed)."""
+    """The seed that a call with dropout draws directly after torch.manual_seed(case.seed)."""
     torch.manual_seed(case.seed)
     x = torch.zeros(1, 1, 1, 8)
     return int(_flash_attn_forward(x, x, x, 0.5, 1.0, False, -1, -1, 0.0, None, False)[3][0])
@@ -191,7 +191,7 @@ def expected(case, backward):
 
 
 def ours(case, backward, deterministic=False):
-    """Our out, lse and gradients through the public functions, sequence by sequence; .whole holds the tensors."""
+    """Our out, lse and gradients by the public functions, sequence by sequence. .whole holds the tensors."""
     p = problem(case)
     q, k, v = (x.detach().requires_grad_(backward) for x in (p.q, p.k, p.v))
     options = (case.dropout, case.scale, case.causal, case.window, case.softcap, p.slopes, deterministic, True)
@@ -218,7 +218,7 @@ def join(parts):
 
 
 def verify(case: Case, backward=False, m_grad=None, a_grad=None):
-    """Runs one case on the kernels chosen now and holds every result, over all its sequences, against the truth."""
+    """Runs one case on the chosen kernels and compares every result with the truth, over all sequences."""
     ref, plain, plain_fp32 = expected(case, backward)
     got = ours(case, backward)
     dtype = DTYPES[case.dtype]
@@ -233,14 +233,24 @@ def verify(case: Case, backward=False, m_grad=None, a_grad=None):
 
 
 def check_gradients(case, got, ref, plain, m_grad=None, a_grad=None):
-    """dq, dk, dv of all sequences. Gradients that cancel to nothing are as exact as what cancelled:
+    """Compares dq, dk, dv of all sequences. If gradients cancel to zero, the error is relative to the terms that
+    cancelled.
 
-    dS = P (dP - delta), dq = scale dS k, dk = scale dS q; delta = rowsum(dout * out) errs by |dout * out| units.
+    dS = P (dP - delta), dq = scale dS k, dk = scale dS q. delta = rowsum(dout * out) has an error of |dout * out|
+    units. Where all scores of a row are equal, dq cancels to nothing, and its errors cancel in plain arithmetic. Ours
+    keep the errors of each dS, which is rounded to the dtype before its product with k.
     """
     p, dtype = problem(case), DTYPES[case.dtype]
     delta = largest(*((x.double() * o).norm(dim=-1) for x, o in zip(rows_of(case, p.dout, 0), ref.out)))
     qk = largest(*(x.double() for x in rows_of(case, p.q, 0) + rows_of(case, p.k, 1)))
     factor = abs(case.d**-0.5 if case.scale is None else case.scale)
+    if case.values == "equal":
+        sizes = [
+            largest(*(x.double().norm(dim=-1) for x in rows))
+            for rows in (rows_of(case, p.dout, 0), rows_of(case, p.v, 1))
+        ]
+        fewest = min((len(x) for x in rows_of(case, p.v, 1)), default=1)
+        delta += sizes[0] * sizes[1] / (case.d * max(fewest, 1)) ** 0.5
     scale = max(largest(*ref.dq, *ref.dk, *ref.dv), factor * delta * qk)
     if dtype == torch.float64:  # P = exp(s - lse), and lse is kept in fp32
         seen = [x[x.isfinite()] for x in ref.lse]

@@ -1,9 +1,10 @@
-"""Attention written from its definition, in plain PyTorch, one sequence at a time: what every kernel is held against.
+"""Attention written from its definition, in plain PyTorch, one sequence at a time. All kernels are compared with this
+file.
 
     s = scale q.k -> softcap tanh(s / softcap) -> s - slope |i + shift - j| -> mask -> softmax -> dropout -> P V
 
-Nothing here is fast or clever. In float64 it is the truth, with gradients by autograd; in the inputs' own dtype it is
-"what plain PyTorch would have given", whose error the tolerance rule allows twice (compare.py).
+The code is plain and slow. In float64 its results are the truth, with gradients by autograd. In the inputs' dtype they
+are the results of plain PyTorch, whose error the tolerance allows twice (compare.py).
 """
 
 import math
@@ -37,8 +38,8 @@ def alibi_bias(slopes, len_q, len_kv):
 def attention(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, keep=None, dropout_p=0.0):
     """One sequence: q [len_q, h, d], k and v [len_kv, h_kv, d] -> out [len_q, h, d], lse [h, len_q], in q's dtype.
 
-    slopes: [h] in float32 or float64, or None. keep: [h, len_q, len_kv] bool, False where dropout removes, or None.
-    The scale multiplies k, so that in 16 bit this rounds differently from kernels that scale the product.
+    slopes: [h] in float32 or float64, or None. keep: [h, len_q, len_kv] bool, False where dropout drops, or None. The
+    scale multiplies k. So in 16 bit the rounding differs from kernels that scale the product.
     """
     len_q, h, d = q.shape
     len_kv, h_kv, _ = k.shape
@@ -51,7 +52,7 @@ def attention(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, s
         s = s + alibi_bias(slopes, len_q, len_kv)
     see = visible(len_q, len_kv, causal, window)
     s = s.masked_fill(~see, -math.inf)
-    blind = (s == -math.inf).all(dim=-1)  # rows that see no key, or none whose score is above -inf
+    blind = (s == -math.inf).all(dim=-1)  # rows without a key, or without a score above -inf
     s = s.masked_fill(blind[..., None], 0)
     p = torch.softmax(s, dim=-1).masked_fill(blind[..., None], 0)
     lse = torch.logsumexp(s, dim=-1).masked_fill(blind, math.inf) if len_kv else s.new_full((h, len_q), math.inf)
@@ -66,11 +67,11 @@ FP32_MAX = torch.finfo(torch.float32).max
 def by_pairs(
     q, k, v, dout, scale, causal, window, softcap, slopes=None, keep=None, dropout_p=0.0, fp32_scores=True, saved=None
 ):
-    """attention() and its gradients pair by pair, in float64: what a row does not see is left out, not multiplied by 0.
+    """attention() and its gradients pair by pair, in float64. A masked pair is left out and not multiplied by 0.
 
-    For inputs that hold infinities and NaN. fp32_scores: scores beyond fp32 in units of log2 are infinite. saved: out
-    as the backward gets it, rounded. Returns out, lse, dq, dk, dv. Every element of every pair is a number in memory:
-    for small problems.
+    This function serves inputs with infinities and NaN. fp32_scores: scores beyond fp32 in units of log2 are infinite.
+    saved: the rounded out that the backward gets. Returns out, lse, dq, dk, dv. Every element of every pair is a number
+    in memory, so problems must be small.
     """
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     (len_q, h, _), (len_kv, h_kv, _) = q.shape, k.shape
@@ -115,7 +116,7 @@ U32 = np.uint64(0xFFFFFFFF)
 
 
 def philox4x32(counter, key, rounds):
-    """counter: four uint64 arrays that hold 32-bit words; key: two ints. The four output words."""
+    """counter: four uint64 arrays that hold 32-bit words. key: two ints. Returns the four output words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -128,7 +129,7 @@ def philox4x32(counter, key, rounds):
 
 
 def keep_max(dropout_p):
-    """A random byte keeps its element iff it is at most this: floor(255 (1 - p)) in float32."""
+    """The largest random byte that keeps its element: floor(255 (1 - p)) in float32."""
     return int(np.floor(np.float32(255) * (np.float32(1) - np.float32(dropout_p))))
 
 
@@ -156,9 +157,10 @@ def dropout_keep(seed, offset, b_idx, h, len_q, len_kv, dropout_p):
 
 
 def rotate(x, cos, sin, positions, interleaved):
-    """Rotary embedding of x [rows, heads, d]; row t turns by positions[t], past the last row of cos by nothing.
+    """Rotary embedding of x [rows, heads, d]. Row t is rotated by positions[t]; positions past the last row of cos do
+    nothing.
 
-    Computed in float64 and rounded once to the dtype of x.
+    The result is computed in float64 and rounded once to the dtype of x.
     """
     r = 2 * cos.shape[1]
     past = positions >= cos.shape[0]
@@ -178,10 +180,11 @@ def kvcache(
     q, k_cache, v_cache, k=None, v=None, cos=None, sin=None, seqlens=None, batch_idx=None, leftpad=None,
     block_table=None, interleaved=True, slopes=None, dtype=torch.float64, **options,
 ):  # fmt: skip
-    """flash_attn_with_kvcache, entry by entry, row by row. Lists of ints for seqlens, batch_idx, leftpad, block_table.
+    """flash_attn_with_kvcache, entry by entry and row by row. seqlens, batch_idx, leftpad, block_table are lists of
+    ints.
 
-    Returns out [b, len_q, h, d] and lse [b, h, len_q] computed in dtype, and the caches as they are afterwards.
-    options: scale, causal, window, softcap of attention(). slopes: [b, h] or None.
+    Returns out [b, len_q, h, d] and lse [b, h, len_q], computed in dtype, and the caches after the call. options:
+    scale, causal, window, softcap of attention(). slopes: [b, h] or None.
     """
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     b, len_q, h, _ = q.shape

@@ -1,14 +1,17 @@
-"""Results in memory that was full of NaN: every element is written, and every time the same."""
+"""Results in memory that was full of NaN. Every element must be written, and every time with the same bits."""
 
 import math
 
 import torch
 
+REPEATS = 1000  # a race at the hand-over of tiles left memory unwritten in every tenth call
+
 
 def check_repeats(call, results, repeats, in_any_order=()):
-    """Calls again and again what writes `results`, {name: tensor}, which hold NaN before each call.
+    """Calls `call` again and again. `results`, {name: tensor}, hold NaN before each call.
 
-    All are finite after each, and the bits of the first, but for names `in_any_order`. On a GPU nothing waits between.
+    After each call all results are finite and have the bits of the first call. Names `in_any_order` may differ in bits.
+    On a GPU the host does not wait between the calls.
     """
     first, wrong = {}, {name: torch.zeros((), dtype=torch.int64, device=x.device) for name, x in results.items()}
     for i in range(repeats):

@@ -1,11 +1,12 @@
-"""Run one function on several ranks of a gloo group, each a process of its own."""
+"""Runs one function on several ranks of a gloo group, each in a process of its own."""
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
 def on_ranks(function, tmp_path, world_size=2):
-    """``function(rank, group)`` on every rank; an exception on any of them fails the test. It must be importable."""
+    """Runs ``function(rank, group)`` on every rank. An exception on any rank fails the test. The function must be
+    importable."""
     mp.spawn(_rank, args=(function, world_size, str(tmp_path / "rendezvous")), nprocs=world_size)
 
 

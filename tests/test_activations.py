@@ -24,7 +24,7 @@ def gelu(x):
 
 
 def close(ours, exact):
-    """A few roundings of our dtype."""
+    """Compares with a tolerance of a few roundings of our dtype."""
     eps = torch.finfo(ours.dtype).eps
     assert ours.dtype != exact.dtype
     torch.testing.assert_close(ours.double(), exact, rtol=4 * eps, atol=4 * eps)
@@ -79,7 +79,7 @@ def test_bias_gelu_back_is_the_gradient():
 
 
 def test_swiglu_keeps_only_its_inputs():
-    """Two tensors are saved for backward, not silu(x) as well."""
+    """Two tensors are saved for the backward, but not silu(x)."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         swiglu(torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True))

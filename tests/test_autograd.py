@@ -1,5 +1,5 @@
-"""What autograd does around attention in a training step, on every device: whatever the graph around a call, its
-gradients are those of the call alone, bit for bit."""
+"""Autograd around attention in a training step, on every device. Whatever the graph around a call, the call's gradients
+are those of the call alone, bit for bit."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_one_tensor_as_queries_keys_and_values(device):
 
 
 def test_gradients_arrive_in_the_views_that_were_given(device):
-    """q, k and v are views of one tensor; its gradient holds theirs, and zero where nothing was used."""
+    """q, k and v are views of one tensor. Its gradient holds their gradients, and zero in unused parts."""
     whole = randn(device, 2, 5, 160, 3, 80).requires_grad_()
     parts = [whole[:, i, 3:153, :, 8:72] for i in (0, 2, 4)]
     alone = [x.detach().clone().requires_grad_() for x in parts]
@@ -96,7 +96,7 @@ def test_leaves_of_any_layout(device, name):
     got, want = (gradients(flash_attn_func(*x, **OPTIONS), x) for x in (views, plain))
     for x, y in zip(got, want):
         assert x.shape == y.shape
-        # an odd address is served by other kernels, which round elsewhere
+        # Other kernels serve an odd address, and they round differently.
         atol = 4 * float(y.abs().max()) * torch.finfo(y.dtype).eps if name == "odd_address" else 0
         torch.testing.assert_close(x, y, rtol=0, atol=atol)
 
@@ -112,7 +112,7 @@ def test_return_attn_probs_changes_no_gradient(device, dropout_p):
     assert lse.isfinite().all() and (p.numel() > 0) == bool(dropout_p)
     if device == "cpu":
         assert_equal(*found)
-    for x, y in zip(*found):  # on a GPU the probabilities come with other kernels, which round elsewhere
+    for x, y in zip(*found):  # on a GPU other kernels give the probabilities and round differently
         torch.testing.assert_close(x, y, rtol=0, atol=4 * float(x.abs().max()) * torch.finfo(x.dtype).eps)
 
 
@@ -133,7 +133,7 @@ def test_checkpoint_repeats_the_forward(device, dropout_p, reentrant):
 
 
 def test_the_switch_of_torch_asks_for_a_fixed_order(device, monkeypatch):
-    """On the CPU, where the order is always fixed, only the question shows."""
+    """On the CPU the order is always fixed, so the test only sees that torch's switch is read."""
     asked, backward = [], interface._backward
 
     def watched(varlen, *arguments):
@@ -168,7 +168,7 @@ def packed(q, k, v):
 
 @pytest.mark.parametrize("function", (dense, packed))
 def test_forward_and_backward_are_one_graph_each(device, function):
-    """Nothing breaks the graph of the forward, nor that of the backward where compiled autograd takes it whole."""
+    """The graph of the forward has no break. Nor has that of the backward, if compiled autograd takes it whole."""
     tensors = leaves(device, 2, 150, 4, 64)
     want = [function(*tensors), *gradients(function(*tensors), tensors)]
     forward = CompileCounterWithBackend(TRACED)

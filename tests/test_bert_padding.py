@@ -63,7 +63,7 @@ def test_nothing_to_pack(shape):
 @pytest.mark.parametrize("unpad", [unpad_input, unpad_input_for_concatenated_sequences])
 @pytest.mark.parametrize("shape", [(3, 5), (3, 3), (2, 4), (4, 3), (12,)])
 def test_masks_of_another_shape(shape, unpad):
-    """Their flattened indices would name other tokens."""
+    """Flattened indices of another mask shape would name other tokens."""
     with pytest.raises(RuntimeError, match="mask must have shape"):
         unpad(torch.randn(3, 4, 5), torch.ones(shape, dtype=torch.int32))
 

@@ -38,7 +38,8 @@ def test_dense(case, isa):
 
 @pytest.mark.parametrize("case", in_dtypes(TINY), ids=repr)
 def test_short_and_large(case, isa):
-    """Five times the error of plain PyTorch as upstream allows here, plus what cancels; fp32: 2e-4, sums near 100."""
+    """Five times the error of plain PyTorch, as upstream allows here, plus the cancelled terms. fp32: 2e-4, sums near
+    100."""
     verify(case, backward=True, m_grad=5.0, a_grad=2e-4 if case.dtype == "fp32" else None)
 
 
@@ -60,7 +61,7 @@ def test_many_tiles(case, isa):
 @pytest.mark.parametrize("isa_name", [name for name in ISAS if name not in ("reference", "scalar")])
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 def test_long(dtype, isa_name):
-    """Several ranges of keys, whose shares of dq are summed."""
+    """Several ranges of keys give parts of dq, which are summed."""
     import flash_attn_2_cuda
 
     flash_attn_2_cuda.set_cpu_isa(isa_name)
@@ -85,7 +86,7 @@ def test_only_some_gradients(isa):
 
 @pytest.mark.parametrize("name", ("expanded", "transposed", "strided_last", "sliced"))
 def test_dout_of_any_layout(name, isa):
-    """sum().backward() hands over an expanded dout of stride 0; its last dimension is not contiguous."""
+    """sum().backward() passes an expanded dout of stride 0, whose last dimension is not contiguous."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 20, 3, 16, requires_grad=True) for _ in range(3))
     dout = {
@@ -117,7 +118,8 @@ def test_packed_gradients():
 
 @pytest.mark.parametrize("infinity", (math.inf, -math.inf))
 def test_lse_of_blind_rows_by_either_sign(infinity, isa):
-    """+inf is ours; -inf is what other implementations store for a row that sees nothing. Its gradient is zero."""
+    """Our lse of a row that sees no key is +inf, other implementations store -inf. The row's gradient is zero with
+    both."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, n, 2, 16) for n in (70, 33, 33, 70))
     out, lse, _, rng = _flash_attn_forward(q, k, v, 0.0, 0.25, True, -1, -1, 0.0, None, False)
@@ -134,7 +136,7 @@ def test_lse_of_blind_rows_by_either_sign(infinity, isa):
 
 
 def test_gradients_of_views_and_none(isa):
-    """dq, dk, dv may be slices of one buffer; None asks for nothing."""
+    """dq, dk, dv may be slices of one buffer. A gradient that is None is not computed."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 40, 3, 24) for _ in range(4))
     out, lse, _, rng = _flash_attn_forward(q, k, v, 0.0, 0.2, True, -1, -1, 0.0, None, False)
@@ -160,7 +162,7 @@ def test_gradients_of_views_and_none(isa):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 def test_masked_keys_and_blind_rows_may_be_anything(dtype, isa):
-    """NaN in keys that no row sees, and in queries and dout of rows that see no key: their gradients are 0."""
+    """Keys that no row sees, and queries and dout of rows that see no key, hold NaN. Their gradients are 0."""
     torch.manual_seed(0)
     spoiled_tensors = []
     for len_q, len_kv, window, rows, keys in ((40, 100, (20, 0), [], range(40)), (100, 40, (-1, 0), range(60), [])):
@@ -179,7 +181,7 @@ def test_masked_keys_and_blind_rows_may_be_anything(dtype, isa):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 def test_nan_reaches_what_sees_it(dtype, isa):
-    """Under a causal mask NaN of row or key 45 leaves every row before and every key behind as it was, bit for bit."""
+    """Under a causal mask NaN of row or key 45 changes no bit of the rows before or of the keys behind."""
     torch.manual_seed(0)
     inputs = [torch.randn(1, 90, 2, 24).to(dtype) for _ in range(4)]
 
@@ -198,7 +200,7 @@ def test_nan_reaches_what_sees_it(dtype, isa):
             elif (name, grad) == ("v", "dv"):
                 reached = slice(0, 0)
             else:
-                reached = slice(0, 90) if is_key else slice(0, 46)  # through the rows that see the key
+                reached = slice(0, 90) if is_key else slice(0, 46)  # the rows that see the key carry NaN on
             assert got[:, reached, 1].isnan().any(-1).all(), (name, grad)
             kept = torch.ones(90, 2, dtype=torch.bool)
             kept[reached, 1] = False
@@ -213,7 +215,7 @@ def test_no_gradient_through_lse():
     assert with_lse is None or torch.equal(with_lse, without)
 
 
-# Upstream's grid and rule: against fp32 rounded to the dtype, E(ours) <= 3 E(plain) (causal: 2, plus 1e-5).
+# Upstream's grid and rule against fp32 rounded to the dtype: E(ours) <= 3 E(plain) (causal: 2, plus 1e-5).
 GRID = [
     Case(*lengths, b=2, h=6, h_kv=h_kv, d=d, dtype=dtype, causal=causal, window=window)
     for lengths, d, h_kv in (
@@ -238,7 +240,7 @@ def test_upstream_grid(case):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 def test_rows_of_minus_infinity_alone_contribute_nothing(dtype, isa):
-    """Rows without another score: dq 0, and dk and dv as if they were not there, whatever k, v, q and dout hold."""
+    """Rows whose scores are all -inf have dq 0 and do not change dk and dv, whatever k, v, q and dout hold."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, n, 2, 32).to(dtype) for n in (100, 90, 90, 100))
     q[..., 0], k[..., 0] = 0.0, 1.0

@@ -1,6 +1,7 @@
-"""The ops under PyTorch's tracers: fakes equal real results, one graph serves all lengths, nothing is lost on the way.
+"""The ops under PyTorch's tracers. Fakes equal real results, one graph serves all lengths, and no result is lost.
 
-Most tests compile with the backend aot_eager_decomp_partition: everything torch.compile does except generating code.
+Most tests compile with the backend aot_eager_decomp_partition. It does everything that torch.compile does except code
+generation.
 """
 
 import shutil
@@ -49,7 +50,7 @@ def run(function, tensors, *args):
 
 
 def assert_same(got, want, exact=True):
-    """Equal in values, shapes and strides. Generated code may round the operations around an op otherwise."""
+    """Equal in values, shapes and strides. Generated code may round differently in operations around an op."""
     assert len(got) == len(want)
     for x, y in zip(got, want):
         assert x.stride() == y.stride()
@@ -85,9 +86,9 @@ OPCHECK = ["test_schema", "test_autograd_registration", "test_faketensor", "test
 
 
 def opcheck(op, args, dropout_p=0.0):
-    """Schema and mutations are as declared and the fake equals the op, also with symbolic sizes.
+    """Schema and mutations are as declared, and the fake equals the op, also with symbolic sizes.
 
-    Two calls with dropout differ, so that their values cannot be compared.
+    Two calls with dropout differ, so their values cannot be compared.
     """
     torch.library.opcheck(op.default, args, test_utils=OPCHECK[:3] if dropout_p else OPCHECK)
 
@@ -185,7 +186,7 @@ def varlen_qkvpacked(qkv, cu, longest):
 
 
 def inputs(function, n):
-    """Tensors of n rows; packed forms split them over two sequences."""
+    """Tensors of n rows. Packed forms split the rows into two sequences."""
     rows = (n,) if "varlen" in function.__name__ else (2, n)
     if "qkvpacked" in function.__name__:
         tensors = [randn(*rows, 3, 4, 16)]
@@ -211,7 +212,7 @@ def check_lengths(function, backend, exact):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_one_graph_for_all_lengths(function):
-    # dense_self adds three gradients, in another order than eager PyTorch.
+    # dense_self adds three gradients in another order than eager PyTorch.
     check_lengths(function, TRACED, exact=function is not dense_self)
 
 

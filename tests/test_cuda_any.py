@@ -40,7 +40,7 @@ def generic_kernels():
 
 
 def run(case, backward, deterministic=False):
-    """out, lse and gradients, sequence by sequence, .whole the tensors; and dropout's (seed, offset)."""
+    """out, lse and gradients, sequence by sequence; .whole holds the tensors. Also dropout's (seed, offset)."""
     p = problem(case)
     q, k, v, dout = (on_gpu(x) for x in (p.q, p.k, p.v, p.dout))
     slopes = None if p.slopes is None else p.slopes.cuda()
@@ -143,7 +143,7 @@ def test_explain_names_the_kernel_and_says_why():
 
 @pytest.mark.parametrize("causal", BOTH)
 def test_rows_that_belong_to_nobody(causal):
-    """Behind the last sequence: zero, with an lse of -inf. Without keys: zero, with an lse of +inf."""
+    """Rows behind the last sequence are zero, with an lse of -inf. Rows without keys are zero, with an lse of +inf."""
     q = torch.full((70, 2, 40), float("nan"), device="cuda")
     k = torch.randn(90, 2, 40, device="cuda")
     q[:50] = torch.randn(50, 2, 40)
@@ -169,7 +169,7 @@ def test_repeats_are_bitwise_equal(case):
 @pytest.mark.parametrize("len_q, len_kv", [(1, 1), (15, 33), (129, 200)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 def test_s_dmask(len_q, len_kv, dropout_p, dtype):
-    """Signs are the mask, bit for bit; magnitudes are exp(s - row max); the rest is zero."""
+    """Signs are the mask, bit for bit. Magnitudes are exp(s - row max), and all other values are zero."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, n, h, 16).to("cuda", dtype) for n, h in ((len_q, 4), (len_kv, 2), (len_kv, 2)))
     _, _, s_dmask, rng = _flash_attn_forward(q, k, v, dropout_p, 0.25, False, -1, -1, 0.0, None, True)
@@ -189,7 +189,7 @@ def test_s_dmask(len_q, len_kv, dropout_p, dtype):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_masked_keys_may_hold_nan(dtype):
-    """A key reaches the rows that see it and no others, forward and backward."""
+    """A key reaches only the rows that see the key, forward and backward."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 150, 2, 40).to("cuda", dtype) for _ in range(4))
     results = []
@@ -206,7 +206,7 @@ def test_masked_keys_may_hold_nan(dtype):
 
 
 def test_bad_indices_stay_inside_the_tensors():
-    """Whatever the index tensors hold, nothing outside the tensors is read or written."""
+    """Index tensors may hold any values. Memory outside the tensors is neither read nor written."""
     q, k, v = (torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     for bad in ([0, 1000, -5, 2**31 - 1], [-(2**31), 50, 40, 7], [99, 100, 2**30, 0]):
         cu = torch.tensor(bad, dtype=torch.int32, device="cuda")

@@ -9,7 +9,7 @@ import torch
 from cases import BOTH, DENSE, PACKED, TINY, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
 from compare import DTYPES
 from harness import check_gradients, expected, offsets, problem, rows_of, truth
-from poison import check_repeats
+from poison import REPEATS, check_repeats
 from test_cuda_fwd import HALF, on_gpu, why_not
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is h
 
 
 def suits(case):
-    """What these kernels take: whole 16-byte pieces."""
+    """These kernels take head sizes of whole 16-byte pieces."""
     return case.d % 8 == 0 and case.layout not in ("gaps", "odd_base")
 
 
@@ -100,7 +100,7 @@ def test_huge_scores_give_finite_gradients(case):
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_tile_borders(d, deterministic):
-    """Lengths around the tiles of 64 and 128 rows and of 128 keys, len_q below, at and above len_kv."""
+    """Lengths around the tiles of 64 and 128 rows and of 128 keys, with len_q below, at and above len_kv."""
     for n, m in ((1, 1), (63, 65), (64, 64), (127, 129), (128, 128), (129, 81), (192, 192), (193, 300), (300, 79)):
         for causal in BOTH:
             case = Case(n, m, b=1, h=2, h_kv=1, d=d, dtype="bf16", causal=causal)
@@ -137,7 +137,7 @@ def test_a_fixed_order_repeats_bitwise(case):
 @pytest.mark.parametrize("d", (40, 64))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_long_and_causal(d, deterministic):
-    """More than 1024 keys: in any order and up to 64 columns, a warp of its own makes dQ of the sums."""
+    """More than 1024 keys. Without a fixed order and up to 64 columns, a separate warp converts the sums to dQ."""
     for n, m in ((1100, 1300), (1300, 1100), (200, 1030), ((1100, 0, 5, 450), (1200, 9, 0, 300))):
         case = Case(n, m, b=1, h=4, h_kv=2, d=d, dtype="bf16", causal=True)
         verify(case, deterministic=deterministic, repeats=10 if deterministic else 0)
@@ -147,9 +147,9 @@ def test_long_and_causal(d, deterministic):
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize("h", (8, 6))
 def test_a_fixed_order_of_many_tiles(d, causal, h):
-    """More tiles than SMs, so that tiles wait for tiles that other CTAs have yet to begin.
+    """More tiles than SMs, so that tiles wait for tiles that other CTAs have not begun yet.
 
-    With 6 heads 24 are left for the third round of an H100, which are cut, and other ones where a sequence is alone.
+    With 6 heads 24 tiles remain for the third round of an H100, and these are cut. A sequence alone has other cuts.
     """
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 3000, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -168,8 +168,8 @@ def test_a_fixed_order_of_many_tiles(d, causal, h):
 
 CUT_ALONG_HEADS = [
     Case(600, 700, b=1, h=8, h_kv=1, causal=True),  # 2 pieces of 4 query heads
-    Case(1100, 1300, b=1, h=16, h_kv=1, causal=True),  # 8 of 2
-    Case(600, 500, h=12, h_kv=2, window=(300, 100), dropout=0.2, alibi="h"),  # 2 of 3
+    Case(1100, 1300, b=1, h=16, h_kv=1, causal=True),  # 8 pieces of 2 query heads
+    Case(600, 500, h=12, h_kv=2, window=(300, 100), dropout=0.2, alibi="h"),  # 2 pieces of 3 query heads
     Case((700, 0, 5, 450), (700, 9, 0, 600), h=16, h_kv=2, causal=True, softcap=5.0),
     Case((700, 0, 5, 450), (700, 9, 0, 600), h=8, h_kv=2),
 ]
@@ -187,7 +187,8 @@ def test_key_tiles_cut_along_the_query_heads(case, deterministic):
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_gradients_repeat_bitwise(d, deterministic):
-    """All of them in a fixed order, those of keys without asking. The tiles share the rows of a query tile's dQ."""
+    """All gradients repeat in a fixed order, and dk and dv also without it. Tiles share the rows of a
+    query tile's dQ."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 1000, 4, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -199,13 +200,13 @@ def test_gradients_repeat_bitwise(d, deterministic):
         assert not deterministic or torch.equal(first[0], again[0])
 
 
-# Most key tiles have no query. Lengths of queries and keys, of sequences or packed; window; repeats.
+# Most key tiles have no query. The columns are lengths of queries and keys, of sequences or packed; window.
 EMPTY_TILES = {
-    "window_far_from_most_keys": ([200] * 8, [40000] * 8, (126, 278), 500),
-    "few_queries": ([3] * 2, [20000] * 2, (0, 0), 500),
-    "no_query": ([0, 0, 70], [9000, 16000, 130], (-1, -1), 500),
-    "thousands_of_empty_sequences": ([0, 0, 3, 0] * 1000, [0, 5, 0, 0] * 1000, (-1, -1), 100),
-    "one_sequence_among_thousands": ([0] * 2000 + [300] + [0] * 2000, [0] * 2000 + [300] + [1] * 2000, (-1, 0), 100),
+    "window_far_from_most_keys": ([200] * 8, [40000] * 8, (126, 278)),
+    "few_queries": ([3] * 2, [20000] * 2, (0, 0)),
+    "no_query": ([0, 0, 70], [9000, 16000, 130], (-1, -1)),
+    "thousands_of_empty_sequences": ([0, 0, 3, 0] * 1000, [0, 5, 0, 0] * 1000, (-1, -1)),
+    "one_sequence_among_thousands": ([0] * 2000 + [300] + [0] * 2000, [0] * 2000 + [300] + [1] * 2000, (-1, 0)),
 }
 
 
@@ -215,10 +216,8 @@ EMPTY_TILES = {
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("name", EMPTY_TILES)
 def test_every_element_is_written_again_and_again(name, d, dtype, deterministic):
-    """The memory of the gradients holds NaN. fp32 is for the generic kernels."""
-    lengths_q, lengths_kv, window, repeats = EMPTY_TILES[name]
-    if dtype == "fp32":
-        repeats = 20
+    """The memory of the gradients holds NaN. The generic kernels serve fp32."""
+    lengths_q, lengths_kv, window = EMPTY_TILES[name]
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": DTYPES[dtype]}
     rest = (0.0, d**-0.5, False, *window, 0.0, None)
@@ -237,7 +236,7 @@ def test_every_element_is_written_again_and_again(name, d, dtype, deterministic)
     check_repeats(
         lambda: backward(dout, q, k, v, out, lse, dq, dk, dv, *saved, *rest, deterministic, rng_state=rng),
         {"dq": dq, "dk": dk, "dv": dv},
-        repeats,
+        REPEATS if dtype != "fp32" else REPEATS // 20,
         in_any_order=() if deterministic else ("dq",),
     )
 
@@ -246,7 +245,8 @@ def test_every_element_is_written_again_and_again(name, d, dtype, deterministic)
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("n", (300, 1300))
 def test_rows_whose_scores_are_all_minus_infinity(d, n, deterministic):
-    """They see nothing: dq is zero although k holds infinities, and nothing of dk and dv comes from them."""
+    """Rows whose scores are all -inf see no key. dq is zero although k holds infinities, and the rows add nothing to dk
+    and dv."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, n, h, d, device="cuda", dtype=torch.bfloat16) for h in (2, 1, 1, 2))
     blind = 100
@@ -265,7 +265,7 @@ def test_rows_whose_scores_are_all_minus_infinity(d, n, deterministic):
 
 
 def test_gradients_of_views_and_none():
-    """dq, dk, dv may be slices of one buffer; None asks for nothing."""
+    """dq, dk, dv may be slices of one buffer. A gradient that is None is not computed."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 140, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     out, lse, _, rng = _flash_attn_forward(q, k, v, 0.0, 0.2, True, -1, -1, 0.0, None, False)
@@ -346,7 +346,7 @@ def test_graph_replay_sees_new_values_and_lengths(causal):
 
 
 def test_bad_offsets_stay_inside_the_tensors():
-    """Whatever cu_seqlens holds, rows outside the tensors are neither read nor written."""
+    """cu_seqlens may hold any values. Rows outside the tensors are neither read nor written."""
     q, k, v, dout = (torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     good = torch.tensor([0, 30, 60, 100], dtype=torch.int32, device="cuda")
     out, lse, _, rng = _flash_attn_varlen_forward(

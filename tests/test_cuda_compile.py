@@ -1,7 +1,7 @@
-"""The kernels' sources compile without spills that cost anything, and with wgmma left asynchronous. Needs nvcc, no GPU.
+"""The kernels' sources compile without costly spills, and wgmma stays asynchronous. The test needs nvcc, but no GPU.
 
-Every row of tiles.def is compiled once, with a set of features that changes from row to row; with
-FLASH_ATTN_TEST_ALL_KERNELS=1 every kernel for every architecture, hundreds of them.
+Every row of tiles.def is compiled once, with features that change from row to row. FLASH_ATTN_TEST_ALL_KERNELS=1
+compiles every kernel for every architecture, which are hundreds of kernels.
 """
 
 import os
@@ -35,8 +35,9 @@ def variants():
 
 
 def most_spilled(name):
-    """Bytes a thread. The warps that feed the backward have 24 registers and spill what they read once a tile; its many
-    options together spill a little everywhere. The generic kernels of 256 columns keep a few addresses elsewhere."""
+    """The largest allowed spill in bytes a thread. The warps that feed the backward have 24 registers and spill values
+    that they read once a tile. The backward's many options together spill a little everywhere. Generic kernels of 256
+    columns spill a few addresses."""
     if name.startswith("attn_bwd_") and "sm90" in name:
         return 500 if re.search("score|dropout", name) else 200
     return 128 if "any" in name and "_d256_" in name else 0

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache on a GPU: the cases of the CPU, what splits and lanes can get wrong, graphs, bad indices."""
+"""flash_attn_with_kvcache on a GPU: the cases of the CPU, possible errors of splits and lanes, graphs, bad indices."""
 
 import math
 import random
@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
 from oracle import attention
+from poison import REPEATS
 from test_cuda_fwd import check_extremes, found_plainly, poisoned_repeats, why_not, with_extremes
 from test_kvcache import CASES, Cache
 from test_kvcache import run as run_on
@@ -33,7 +34,7 @@ def test_cache(case, dtype):
 @pytest.mark.parametrize("d", (8, 64, 72, 96, 128, 192, 256))
 @pytest.mark.parametrize("page", (0, 1, 7, 64))
 def test_head_dims_and_rows(d, page):
-    """1 row of a key head up to more than a tile, lengths around the tiles of 64 keys."""
+    """From 1 row of a key head to more than a tile, and lengths around the tiles of 64 keys."""
     for len_q, h, h_kv in ((1, 2, 2), (1, 8, 1), (1, 16, 1), (1, 24, 1), (2, 32, 1), (5, 16, 1), (70, 2, 1)):
         case = Cache(len_q, (129, 64, 0), 130, h=h, h_kv=h_kv, d=d, page=page, causal=len_q % 2 == 0, window=(100, -1))
         run(replace(case, dtype="bf16"))
@@ -87,12 +88,12 @@ def test_clusters_repeat_bit_for_bit(lengths, h_kv, d, cluster):
 
 
 def test_one_long_sequence_among_many():
-    """More parts than are merged at once, of more rows than threads."""
+    """More splits than the kernel merges at once, with more rows than threads."""
     run(Cache(1, (20000,) + (5,) * 33, 20000, b=34, h=16, h_kv=1, d=128, dtype="bf16"))
 
 
 def decode_problem(lengths, capacity, h, h_kv, d, page=0, dtype=torch.bfloat16):
-    """q, caches (NaN beyond the lengths), cache_seqlens, block_table of a step with one query."""
+    """q, caches (NaN beyond the lengths), cache_seqlens and block_table of a step with one query."""
     b = len(lengths)
     gen = torch.Generator(device="cuda").manual_seed(1)
     q = torch.randn(b, 1, h, d, device="cuda", dtype=dtype, generator=gen)
@@ -141,7 +142,8 @@ def test_repeats_are_bitwise_equal(num_splits):
 @pytest.mark.parametrize("page", (0, 1, 16, 256))
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
 def test_graph_replay_while_lengths_grow(page, num_splits):
-    """Captured once, replayed while cache_seqlens, the table and the values change in place: as eager calls."""
+    """A graph is captured once and replayed while cache_seqlens, table and values change in place. The results equal
+    eager calls."""
     q, k, v, seqlens, table = decode_problem((0, 0, 0, 0), 2048, 8, 2, 64, page)
     k.normal_(), v.normal_()
     k_new, v_new = (torch.randn(4, 1, 2, 64, device="cuda", dtype=q.dtype) for _ in range(2))
@@ -175,7 +177,8 @@ def test_graph_replay_while_lengths_grow(page, num_splits):
 
 
 def random_case(seed):
-    """A few rows of a key head, so that most are served by the decode kernel, with everything that can be combined."""
+    """Few rows of a key head, so that the decode kernel serves most cases. All options that can be combined are
+    combined."""
     r = random.Random(seed)
     b, len_new = r.randint(1, 5), r.choice((0, 0, 1, 1, 2, 8, 9))
     h_kv, g, len_q = r.choice(((1, 8, 1), (2, 1, 1), (3, 4, 1), (8, 4, 1), (1, 16, 4), (2, 2, 7), (2, 5, 20)))
@@ -197,7 +200,7 @@ def test_random_steps(seed):
 
 @pytest.mark.parametrize("page", (0, 16))
 def test_an_append_in_front_writes_the_same(page):
-    """Rows that do not start at multiples of 16 bytes go through kvcache.cu: the same bits in caches and output."""
+    """kvcache.cu appends rows that do not start at multiples of 16 bytes. Caches and output have the same bits."""
     q, k, v, seqlens, table = decode_problem((700, 63, 0, 64), 900, 8, 2, 128, page)
     aligned = [torch.randn(4, 2, 2, 128, device="cuda", dtype=q.dtype) for _ in range(2)]
     shifted = [torch.empty(4 * 2 * 2 * 128 + 1, device="cuda", dtype=q.dtype)[1:].view(4, 2, 2, 128) for _ in range(2)]
@@ -215,7 +218,8 @@ def test_an_append_in_front_writes_the_same(page):
 @pytest.mark.parametrize("len_new", (3, 12))
 @pytest.mark.parametrize("page", (0, 10))
 def test_an_append_without_room(page, len_new):
-    """What fits is written, the rest is not, and attention sees the whole cache; 12 keys are appended by kvcache.cu."""
+    """Keys that fit are written, all others are not, and attention sees the whole cache. kvcache.cu appends the 12
+    keys."""
     q, k, v, _, table = decode_problem((40,) * 4, 40, 4, 2, 64, page)
     seqlens = torch.tensor((40, 39, 38, 0), dtype=torch.int32, device="cuda")
     new = [torch.randn(4, len_new, 2, 64, device="cuda", dtype=q.dtype) for _ in range(2)]
@@ -233,7 +237,7 @@ def test_an_append_without_room(page, len_new):
 
 
 def test_sequences_that_share_pages():
-    """A common prefix in common pages, each with a page of its own for what it appends."""
+    """The sequences share pages with a common prefix. Each sequence has a page of its own for its new keys."""
     q, k, v, _, _ = decode_problem((0,) * 3, 64, 8, 2, 128, 16)
     table = torch.tensor(((0, 1, 2), (0, 1, 5), (0, 1, 7)), dtype=torch.int32, device="cuda")
     seqlens = torch.tensor((32, 40, 47), dtype=torch.int32, device="cuda")
@@ -264,7 +268,7 @@ def test_many_streams_at_once():
 @pytest.mark.parametrize("d", (64, 96, 128, 256))
 @pytest.mark.parametrize(("len_q", "len_kv"), ((1, 3000), (3, 700), (16, 1100)))
 def test_extremes_that_are_seen(len_q, len_kv, d, dtype):
-    """In one part, in many, in clusters; in pages."""
+    """The keys are one split, many splits, or splits in clusters, and also lie in pages."""
     q, k, v = with_extremes(len_q, len_kv, d, dtype)
     on, page = [x[None].cuda() for x in (q, k, v)], 20
     pools = [x[0].view(-1, page, *x.shape[2:]) for x in on[1:]]
@@ -290,7 +294,7 @@ NAN_SHAPES = ((3, 200, 8, (-1, 0)), (33, 170, 2, (-1, 0)), (70, 90, 2, (20, 5)),
 @pytest.mark.parametrize(("len_q", "len_kv", "h", "window"), NAN_SHAPES)
 @pytest.mark.parametrize("d", (24, 64, 96, 128, 192, 256))
 def test_nan_in_v_stays_where_it_is_seen(d, len_q, len_kv, h, window, page, dtype, value):
-    """In tiles that some of a tile's rows see in part: under the diagonal and at both ends of a window."""
+    """The NaN lies in tiles that some rows see in part: under the diagonal and at both ends of a window."""
     lengths = ((len_q, h), (len_kv, 2), (len_kv, 2))
     q, k, v = (torch.randn(2, n, heads, d, device="cuda", dtype=dtype) for n, heads in lengths)
     spoilt = v.clone()
@@ -323,11 +327,14 @@ def test_nan_in_v_stays_where_it_is_seen(d, len_q, len_kv, h, window, page, dtyp
 @pytest.mark.parametrize("page", (0, 16))
 @pytest.mark.parametrize("num_splits", (0, 1, 7))
 def test_every_element_is_written(num_splits, page):
-    """Caches most of which are empty, or whose keys lie outside the window."""
+    """Most caches are empty, or their keys lie outside the window."""
     for lengths, window in (((0,) * 100 + (3000, 1), (-1, -1)), ((0, 0), (-1, -1)), ((5000,) * 3 + (0,) * 20, (10, 0))):
         q, k, v, seqlens, table = decode_problem(lengths, max(lengths) + 1, 8, 2, 128, page)
         options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits, "window_size": window}
-        poisoned_repeats(lambda: flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options), 300)  # noqa: B023
+        poisoned_repeats(
+            lambda: flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **options),  # noqa: B023
+            REPEATS,
+        )
 
 
 BAD = (-(2**31), -1, 10**6, 2**31 - 1)
@@ -336,7 +343,7 @@ BAD = (-(2**31), -1, 10**6, 2**31 - 1)
 @pytest.mark.parametrize("num_splits", (0, 1, 2))
 @pytest.mark.parametrize("page", (0, 4))
 def test_bad_indices_stay_inside_the_tensors(num_splits, page):
-    """Lengths, tables, paddings and rows out of range count as the nearest ones in range, a bad page as the last."""
+    """Lengths, tables, paddings and rows out of range are clamped to the range. A bad page counts as the last page."""
     bad = torch.tensor(BAD, dtype=torch.int32, device="cuda")
     q, k, v, seqlens, table = decode_problem((30, 31, 32, 33), 40, 4, 2, 64, page)
     k.normal_(), v.normal_()
@@ -386,7 +393,7 @@ def test_packed_queries_over_pages(len_q, causal, page):
 
 
 def test_few_queries_over_many_keys_are_split():
-    """flash_attn_func with one query reads the keys on all SMs, too."""
+    """flash_attn_func with one query also reads the keys on all SMs."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 20000, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Finding NVIDIA's driver, without one: a C program asks for a GPU, and a library stands for libcuda.so.1."""
+"""The search for NVIDIA's driver, without a driver. A C program asks for a GPU, and a library replaces libcuda.so.1."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only on Linux the driver is libcuda.so.1"),
 ]
 
-# Asks twice for the GPU of a number: what is wrong, or its compute capability and multiprocessors.
+# Asks twice for the GPU of a number. Prints the error, or its compute capability and multiprocessors.
 PROGRAM = r"""
 #include "gpu/driver.h"
 #include <stdarg.h>
@@ -43,7 +43,7 @@ int main(int argc, char **argv) {
 }
 """
 
-# Every function succeeds and does nothing, but for those below.
+# Every function succeeds and does nothing, except the functions below.
 FUNCTIONS = r"""
 #include "gpu/driver.h"
 #define FUNCTION(symbol, parameters) __attribute__((weak)) CUresult symbol parameters { return 0; }
@@ -76,7 +76,7 @@ def program(tmp_path_factory):
 
 @pytest.fixture
 def ask(program, tmp_path):
-    """The program's two lines; tmp_path / "libcuda.so.1" comes before a driver that is here."""
+    """The program's two lines. tmp_path / "libcuda.so.1" comes before a driver of this machine."""
 
     def ask(*arguments):
         environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
@@ -101,7 +101,7 @@ def test_a_gpu(ask, tmp_path):
 
 
 def test_no_driver(ask, tmp_path):
-    """Nor one that can be loaded."""
+    """No driver can be loaded."""
     (tmp_path / "libcuda.so.1").write_text("not a library")
     words = "flash_attn: CUDA tensors need NVIDIA's driver, and libcuda.so.1 is not on this machine"
     assert ask() == [words] * 2

@@ -1,7 +1,7 @@
-"""Random problems (hypothesis) on a GPU, forward and backward, on whatever kernels the plan chooses.
+"""Random problems (hypothesis) on a GPU, forward and backward, on the kernels that the plan chooses.
 
-Nearly every problem needs kernels of its own, seconds to compile at first: run the tests side by side (pytest -n 5).
-A failure prints the line that replays it:
+Nearly every problem needs kernels of its own, which take seconds to compile at first. So run the tests in parallel
+(pytest -n 5). A failure prints the line that replays the failure:
 
 python tests/test_cuda_fuzz.py "Case(len_q=65, len_kv=1, d=64, dtype='bf16', causal=True)"
 """
@@ -32,7 +32,7 @@ def replay(case, deterministic):
 @settings(SETTINGS, max_examples=EXAMPLES or 30)
 @given(problems())
 def test_what_hopper_takes(dtype, deterministic, case):
-    """Whole 16-byte pieces; on other GPUs the generic kernels take them too."""
+    """Head sizes of whole 16-byte pieces. On other GPUs the generic kernels serve these cases, too."""
     replay(replace(case, dtype=dtype, d=(case.d + 7) // 8 * 8), deterministic)
 
 
@@ -44,7 +44,7 @@ def test_anything(case):
 
 @pytest.mark.parametrize("part", range(8))
 def test_small_problems(part):
-    """Infinities that rows see, zeros of every size, memory of NaN: see fuzz.py."""
+    """Infinities that rows see, sizes of zero, and memory of NaN (fuzz.py)."""
     num = (EXAMPLES or 400) // 8
     assert fuzz.run_range(fuzz.run_on_cuda, part * num, (part + 1) * num, bytearray(8)), "the cases that are printed"
 

@@ -8,6 +8,7 @@ from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, i
 from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import expected, join, problem, rows_of, slices
 from oracle import attention, dropout_keep
+from poison import REPEATS
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
@@ -33,13 +34,13 @@ HALF = ("bf16", "fp16")
 
 
 def on_gpu(x):
-    """x with its strides, and with the NaN that lies around it."""
+    """x with its strides, and with the NaN around x."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def suits(case):
-    """What these kernels take, whole 16-byte pieces; the others go to attn_fwd_any (test_cuda_any.py)."""
+    """These kernels take head sizes of whole 16-byte pieces. All other sizes go to attn_fwd_any (test_cuda_any.py)."""
     return case.d % 8 == 0 and case.layout not in ("gaps", "odd_base") and not case.dropout
 
 
@@ -76,7 +77,7 @@ def test_case(case):
 
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 def test_tile_borders(d):
-    """Lengths around the tiles of 64 .. 256 rows and of 64 .. 128 keys, len_q below, at and above len_kv."""
+    """Lengths around the tiles of 64 .. 256 rows and of 64 .. 128 keys, with len_q below, at and above len_kv."""
     lengths = ((1, 1), (63, 65), (64, 64), (127, 129), (128, 128), (129, 81), (192, 192), (193, 300), (300, 79))
     for n, m in (*lengths, (256, 256), (450, 513)):
         for causal in BOTH:
@@ -86,7 +87,7 @@ def test_tile_borders(d):
 
 @pytest.mark.parametrize("causal", BOTH)
 def test_many_short_sequences(causal):
-    """More tiles than CTAs, in a static order and, from 300 on, from the counter."""
+    """More tiles than CTAs. The order is static, or from 300 sequences on the counter gives the order."""
     for n in (17, 64, 77, 200, 300):
         verify(Case(n, n, b=80, h=4, d=64, dtype="bf16", causal=causal))
 
@@ -102,8 +103,9 @@ def test_moving_maximum(case, d):
     ("d", "rows", "n"), ((64, 50, 900), (64, 900, 900), (64, 1000, 1000), (128, 900, 900), (256, 900, 900))
 )
 def test_tiles_that_overflow_are_done_again(d, rows, n, causal):
-    """Keys are walked from the last to the first. Those of every third head grow towards the first, by more than floats
-    can hold, so that the maximum of the first keys walked over is of no use. More tiles than SMs."""
+    """The kernel walks keys from the last to the first. In every third head the scores grow towards the first key
+    by more than floats can hold. So the maximum of the first visited keys is useless there. There are more tiles
+    than SMs."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 60, d) for _ in range(3))
     grows = (torch.arange(60) % 3 == 0)[:, None]
@@ -123,13 +125,13 @@ def test_tiles_that_overflow_are_done_again(d, rows, n, causal):
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_a_tile_done_again_stores_only_the_rows_that_failed(d, causal):
-    """Rows of other warps keep the bits that they have without the row that overflows: they are stored once."""
+    """Rows of other warps have the same bits as without the row that overflows, because they are stored once."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 600, 60, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[..., 0], k[..., 0] = 0, 0
     k[:, 200, :, 0] = 8
     plain = flash_attn_func(q, k, v, causal=causal)
-    q[:, 405, ::2, 0] = 25 * math.sqrt(d)  # 200 nats above the keys that are seen first
+    q[:, 405, ::2, 0] = 25 * math.sqrt(d)  # 200 nats above the keys that the kernel sees first
     out = flash_attn_func(q, k, v, causal=causal)
     assert torch.equal(out[:, 405, ::2], v[:, 200, ::2])
     others = torch.arange(600) // 16 != 405 // 16
@@ -155,12 +157,13 @@ def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
     check("out", out.masked_fill(hit, 0), ref.masked_fill(hit, 0), plain.masked_fill(hit, 0), scale=largest(ref))
 
 
-LOW = 64.0  # q and k of -LOW and LOW: scores of -LOW^2 times the scale, below exp's range
+LOW = 64.0  # q and k of -LOW and LOW give scores of -LOW^2 times the scale, below the range of exp
 
 
 def with_extremes(len_q, len_kv, d, dtype):
-    """q, k, v [len, 10, d], of which each head has other extremes: scores of -inf in whole tiles at either end, in
-    turns, at random, everywhere or but once; of +inf; NaN; huge scores; huge values; rows of q that are infinite."""
+    """q, k, v [len, 10, d], where each head has other extreme values. Scores of -inf lie in whole tiles at either end,
+    in every second tile, at random places, everywhere, or everywhere but at one key. Other heads have scores of +inf,
+    NaN, huge scores, huge values, or infinite rows of q."""
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 10, d, generator=gen) for n in (len_q, len_kv, len_kv))
     q[..., 0], k[..., 0] = 1, 0
@@ -185,10 +188,10 @@ def with_extremes(len_q, len_kv, d, dtype):
 
 
 def check_extremes(name, out, lse, v, ref, ref_lse, plain, plain_lse):
-    """Of one sequence; NaN exactly where it belongs, out and lse alike. plain: the same in float32."""
+    """Checks one sequence. NaN must stand in the same places in out and lse. plain: the same in float32."""
     out, lse = out.cpu(), lse.cpu()
     bad_rows = ref.isnan().any(dim=-1, keepdim=True).expand_as(out)
-    bad = bad_rows[..., 0].transpose(0, 1)  # torch.logsumexp is +inf where a score is
+    bad = bad_rows[..., 0].transpose(0, 1)  # torch.logsumexp is +inf if a score is +inf
     for head in range(out.shape[1]):
         wrong = (lse[head].isnan() != bad[head]).nonzero().flatten().tolist()
         assert not wrong, f"{name}, head {head}: {len(wrong)} rows of lse should (not) be NaN: {wrong[:20]}"
@@ -210,7 +213,7 @@ SEEN = [{}, {"causal": True}, {"window": (90, 20)}, {"softcap": 30.0}]
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 def test_extremes_that_are_seen(d, dtype):
-    """Dense, and packed between other sequences. Of 200 rows and of many; more rows than keys see none of them, too."""
+    """Dense, and packed between other sequences. With more rows than keys, some rows see no key."""
     for len_q, len_kv in ((600, 600), (200, 700), (300, 140)):
         q, k, v = with_extremes(len_q, len_kv, d, dtype)
         on = [x.cuda() for x in (q, k, v)]
@@ -229,7 +232,7 @@ def test_extremes_that_are_seen(d, dtype):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_extremes_that_are_seen_with_dropout(d, dtype):
-    """Heads of scores that are -inf; what is dropped is multiplied by zero."""
+    """Heads with scores of -inf. A dropped element is multiplied by zero."""
     q, k, v = (x[:, :6] for x in with_extremes(300, 400, d, dtype))
     out, lse, _, rng = _flash_attn_forward(
         *(x[None].cuda() for x in (q, k, v)), 0.3, d**-0.5, True, -1, -1, 0.0, None, False
@@ -240,7 +243,7 @@ def test_extremes_that_are_seen_with_dropout(d, dtype):
 
 
 def test_a_row_whose_first_keys_have_no_score():
-    """The last tile's scores are -inf, all others lie below what floats can hold beside an anchor of zero."""
+    """The last tile's scores are -inf. All other scores are below the range of floats relative to an anchor of zero."""
     q, k, v = (torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     q[..., 0], k[..., 0] = 1, 0
     k[:, -128:, :, 0] = -math.inf
@@ -253,7 +256,7 @@ def test_a_row_whose_first_keys_have_no_score():
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("sign", (1, -1))
 def test_scores_that_overflow_in_units_of_log2_only(sign, d):
-    """They are infinite: NaN, or a row that sees nothing. 2.9e38 is a number, and times log2(e) it is none."""
+    """Such scores are infinite: the row is NaN, or sees no key. 2.9e38 fits fp32, but times log2(e) it overflows."""
     q, k = (torch.zeros(1, 300, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v = torch.randn(1, 300, 2, d, device="cuda", dtype=torch.bfloat16)
     q[:, ::2, :, 0], k[..., 0] = 1.7e19, sign * 1.7e19
@@ -268,7 +271,8 @@ def test_scores_that_overflow_in_units_of_log2_only(sign, d):
 
 
 def poisoned_repeats(call, times):
-    """Calls again and again, with NaN where the results will lie: all of them written, and the same bits."""
+    """Calls again and again, with NaN in the memory of the results. All elements must be written, with the same
+    bits."""
     want = [x.clone() for x in call()]
     assert not any(x.isnan().any() for x in want)
     met, found = 0, call()
@@ -294,23 +298,25 @@ MOSTLY_IDLE = [
 @pytest.mark.parametrize("d", (64, 128, 192))
 @pytest.mark.parametrize(("b", "len_q", "len_kv", "options"), MOSTLY_IDLE)
 def test_every_element_is_written(b, len_q, len_kv, options, d):
-    """Few keys of many are seen, or few rows see any."""
+    """Few keys of many are visible, or few rows see a key."""
     q = torch.randn(b, len_q, 2, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, len_kv, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    poisoned_repeats(lambda: flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2], 250)
+    poisoned_repeats(lambda: flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2], REPEATS)
 
 
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("causal", BOTH)
 def test_every_element_is_written_of_sequences_mostly_empty(causal, d):
-    """3000 packed sequences, most of which have no row, no key or neither."""
+    """3000 packed sequences, most of which have no row, no key or both."""
     gen = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (2, 3000), generator=gen) * (torch.rand(2, 3000, generator=gen) < 0.05)
     cu_q, cu_k = (torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().cuda() for x in lengths)
     q, k, v = (torch.randn(int(n), 2, d, device="cuda", dtype=torch.bfloat16) for n in (cu_q[-1], cu_k[-1], cu_k[-1]))
     longest = [int(x.max()) for x in lengths]
-    call = lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=causal, return_attn_probs=True)[:2]  # noqa: E731
-    poisoned_repeats(call, 200)
+    call = (  # noqa: E731
+        lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, causal=causal, return_attn_probs=True)[:2]
+    )
+    poisoned_repeats(call, REPEATS)
 
 
 @pytest.mark.parametrize("case", [case for case in in_turns(VALUES, HALF) if suits(case)], ids=repr)
@@ -342,7 +348,7 @@ def test_graph_replay_sees_new_values_and_lengths(causal):
 
 
 def test_another_stream_and_many_calls_at_once():
-    """More tiles than SMs: each launch counts its own."""
+    """There are more tiles than SMs, so each launch counts its own tiles."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 513, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     expected_out = flash_attn_func(q, k, v, causal=True)
@@ -360,9 +366,9 @@ def test_another_stream_and_many_calls_at_once():
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize("d", (96, 128, 192, 256))
 def test_packed_sequences_give_what_each_gives_alone(d, causal):
-    """More sequences than the kernel looks at together, of which some keys are not used. As above, every third head has
-    tiles that are done again: when they are, others of later sequences have begun. Head dimensions with a tile of one
-    size: of two, a short sequence alone takes the other."""
+    """More sequences than the kernel examines together, some of which have unused keys. As above, every third head
+    repeats tiles. By then the kernel has begun tiles of later sequences. The head dimensions have only one size of
+    tile, because a short sequence alone would take another size."""
     torch.manual_seed(0)
     lengths = torch.randint(65, 400, (2, 70))
     lengths[:, ::9] = torch.tensor([0, 1, 64, 65, 127, 128, 129, 257])
@@ -386,7 +392,7 @@ def test_packed_sequences_give_what_each_gives_alone(d, causal):
 
 
 def test_bad_offsets_stay_inside_the_tensors():
-    """Whatever cu_seqlens holds, rows outside the tensors are neither read nor written."""
+    """cu_seqlens may hold any values. Rows outside the tensors are neither read nor written."""
     q, k, v = (torch.randn(100, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for bad in ([0, 1000, -5, 2**31 - 1], [-(2**31), 50, 40, 7], [99, 100, 2**30, 0]):
         cu = torch.tensor(bad, dtype=torch.int32, device="cuda")

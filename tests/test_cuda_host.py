@@ -1,4 +1,4 @@
-"""What the host does around the kernels on a GPU: seeds, CUDA graphs, FLASH_ATTN_CHECK, rows that nobody owns."""
+"""The work of the host around the kernels on a GPU: seeds, CUDA graphs, FLASH_ATTN_CHECK, rows of no sequence."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ def randn(*shape):
 
 
 def run(program, **environment):
-    """The program in a process of its own; what it printed to stderr."""
+    """Runs the program in a process of its own. Returns the text on stderr."""
     program = "import torch\nfrom flash_attn import *\nfrom flash_attn import flash_attn_interface as interface\n" + (
         textwrap.dedent(program)
     )
@@ -50,7 +50,7 @@ def test_the_seed_is_the_generators_and_the_offset_advances():
     assert first[3].tolist() == [11, 8] and second[3].tolist() == [11, 8 + 32 * 2 * 3]
     assert not torch.equal(first[0], second[0])
     assert forward(q, 0.0)[3].tolist() == [0, 0] and generator.get_offset() == 8 + 2 * 32 * 2 * 3
-    torch.manual_seed(-5)  # as 64 bits without sign
+    torch.manual_seed(-5)  # the seed counts as 64 bits without sign
     assert forward(q, 0.3)[3].tolist() == [-5, 0]
     torch.manual_seed(11)
     generator.set_offset(8)
@@ -61,7 +61,7 @@ def test_the_seed_is_the_generators_and_the_offset_advances():
 
 
 def test_threads_draw_apart():
-    """Also where Python collects garbage, and so changes threads, whenever it may."""
+    """The threads also draw apart while Python collects garbage, and so changes threads, at every chance."""
     q, drawn, thresholds = randn(1, 16, 1, 64), [], gc.get_threshold()
     forward(q, 0.3)
 
@@ -112,7 +112,7 @@ def test_the_first_call_of_all_may_be_recorded(tmp_path):
         assert torch.equal(out, flash_attn_func(q, q, q))
     """
     run(program, FLASH_ATTN_CACHE_DIR=str(tmp_path))
-    run(program, FLASH_ATTN_CACHE_DIR=str(tmp_path))  # loaded from the disk
+    run(program, FLASH_ATTN_CACHE_DIR=str(tmp_path))  # the kernel now comes from the disk cache
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
@@ -128,7 +128,7 @@ def test_compiled_into_cuda_graphs(dropout_p):
 
 
 def test_graphs_give_their_counters_back():
-    """More graphs than there are slots for those that live, of two kernels that count and on two streams."""
+    """More graphs than slots for living graphs, of two kernels with counters and on two streams."""
     q, cache, x = randn(2, 1, 8, 128), randn(2, 4000, 2, 128), randn(2, 600, 64, 64)
     other = torch.cuda.Stream()
 
@@ -168,13 +168,13 @@ extern "C" __global__ void copy_late(const int *x, int *to_x, const int *y, int 
 
 
 def followers():
-    """Shape of an argument and of a result, and a call that reads the one and writes the other."""
+    """Shape of an argument and of a result, and a call that reads the argument and writes the result."""
     cu, used = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 40, 300], [17, 200]))
     cache = randn(2, 200, 2, 128)
     mask = 0.125, True, -1, -1, 0.0, False, None
 
     def dense(q, out):
-        out.copy_(flash_attn_func(q, q, q))  # the op would fill rng_state before its kernel, which would wait for that
+        out.copy_(flash_attn_func(q, q, q))  # the op would fill rng_state first, and the kernel would wait for the fill
 
     def packed(q, out):
         out.copy_(flash_attn_varlen_func(q, q, q, cu, cu, 260, 260))
@@ -201,7 +201,8 @@ def followers():
 )
 @pytest.mark.parametrize("recorded", [False, True])
 def test_kernels_wait_for_one_that_lets_them_begin_early(recorded):
-    """It takes 0.2 ms, and only then writes their argument and reads what lies where their result will."""
+    """The early kernel takes 0.2 ms. Only then it writes the argument of the next kernel and reads the memory of its
+    result."""
     copy_late = torch.cuda._compile_kernel(LATE, "copy_late", compute_capability="90")
     for shape, call in followers():
         new = randn(*shape)
@@ -308,7 +309,7 @@ def test_contents_are_checked_on_demand():
 
 
 def calls_with_every_tensor():
-    """{id: (function, arguments)} with every tensor that a call may be given, q first."""
+    """{id: (function, arguments)} with every tensor that a call may take, q first."""
     q, k, cache, new = randn(2, 5, 4, 64), randn(2, 40, 2, 64), randn(2, 40, 2, 64), randn(2, 3, 2, 64)
     cos, lse, slopes = randn(40, 16), torch.ones(2, 4, 5), torch.rand(4)
     cu_q, cu_k, two, table, rng = (
@@ -351,7 +352,7 @@ def calls_with_every_tensor():
 
 @pytest.mark.parametrize("id_", ["dense", "packed", "pages", "cache", "backward"])
 def test_a_tensor_on_the_cpu_is_refused(id_):
-    """Whichever it is: its address means nothing to the GPU."""
+    """Any tensor on the CPU is refused, because its address means nothing to the GPU."""
     function, arguments = calls_with_every_tensor()[id_]
     tensors = [name for name, x in arguments.items() if torch.is_tensor(x)]
     for name in tensors[1:]:
@@ -362,7 +363,7 @@ def test_a_tensor_on_the_cpu_is_refused(id_):
         function(**{**arguments, "q": arguments["q"].cpu()})
 
 
-# ---- rows that nobody owns -----------------------------------------------------------------------------------------
+# ---- rows of no sequence -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -407,12 +408,12 @@ def test_rows_beyond_the_spare_lse():
     )
 
 
-# ---- nothing at all ------------------------------------------------------------------------------------------------
+# ---- empty problems ------------------------------------------------------------------------------------------------
 
 # b, len_q, len_kv, h, h_kv; lengths of q and of k of packed sequences.
 NOTHING = [(0, 5, 7, 4, 2), (2, 0, 7, 4, 2), (2, 5, 0, 4, 2), (2, 0, 0, 4, 2), (2, 5, 7, 0, 2), (0, 0, 0, 0, 2)]
 NOTHING_PACKED = [((0, 0, 0), (3, 0, 5)), ((3, 0, 5), (0, 0, 0)), ((0, 0), (0, 0)), ((0,), (200,)), ((), ())]
-# Of flash_attn_with_kvcache: b, len_q, capacity, new keys, h; pages of a block table [b, columns] on a pool, or none.
+# For flash_attn_with_kvcache: b, len_q, capacity, new keys, h; block table [b, columns] on a pool of pages, or None.
 NOTHING_CACHED = [
     *((b, len_q, capacity, len_new, h, None) for b, len_q, capacity, len_new, h in [
         (0, 1, 64, 1, 4), (2, 0, 64, 1, 4), (2, 1, 0, 0, 4), (2, 1, 64, 0, 4), (2, 1, 64, 1, 0), (2, 0, 0, 0, 4)]),
@@ -421,7 +422,7 @@ NOTHING_CACHED = [
 
 
 def same_on_gpu(call, *tensors):
-    """What the call returns and writes on the GPU, whose free memory is NaN, is what it does on the CPU."""
+    """Results and written tensors on the GPU, whose free memory is NaN, equal those on the CPU."""
     results = []
     for device in ("cpu", "cuda"):
         if device == "cuda":
@@ -520,8 +521,8 @@ seqlens = torch.full((q.shape[0],), 300, dtype=torch.int32, device="cuda")
 calls += [lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=seqlens, num_splits=1)]
 """
 
-# The decode kernel has counters of 2.4 MB, for which nothing is left. Of the other kernels some find room. The driver
-# fails when it loads a kernel, or at the first launch.
+# No memory is left for the counters of the decode kernel, which take 2.4 MB. Some of the other kernels find memory. The
+# driver fails when it loads a kernel, or at the first launch.
 FIRST_CALLS = """
 held = fill()
 said = [refused(call) for call in calls]
@@ -621,7 +622,7 @@ def test_one_length_for_all():
 
 
 def all_kinds(q, rows, cu, cache):
-    """Results of a call of each kind."""
+    """The results of a call of each kind."""
     leaf = q.detach().requires_grad_()
     out = flash_attn_func(leaf, q, q, causal=True, deterministic=True)
     return [
@@ -629,7 +630,7 @@ def all_kinds(q, rows, cu, cache):
         torch.autograd.grad(out, leaf, torch.ones_like(out))[0],
         flash_attn_varlen_func(rows, rows, rows, cu, cu, 50, 50),
         flash_attn_with_kvcache(q[:, :1], cache, cache, cache_seqlens=300),
-        flash_attn_func(q.float(), q.float(), q.float()),  # the generic kernel
+        flash_attn_func(q.float(), q.float(), q.float()),  # served by the generic kernel
     ]
 
 
@@ -674,7 +675,7 @@ def test_tensors_of_a_gpu_that_is_not_current():
 
 @TWO_GPUS
 def test_the_first_call_of_all_on_the_second_gpu():
-    """Kernels are loaded and memory is taken there, and nothing on the first."""
+    """Kernels are loaded and memory is taken on the second GPU, and nothing on the first GPU."""
     run("""
         q = torch.randn(1, 100, 2, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
         out = flash_attn_func(q, q, q, 0.2)
@@ -708,7 +709,7 @@ def test_threads_on_both_gpus():
 
 @TWO_GPUS
 def test_graphs_of_both_gpus_replayed_at_once():
-    """More tiles than SMs: each GPU counts its own."""
+    """There are more tiles than SMs, and each GPU counts its own tiles."""
     x = randn(2, 513, 64, 128)
     graphs, outs = [], []
     for device in range(2):

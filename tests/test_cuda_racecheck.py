@@ -1,8 +1,9 @@
-"""compute-sanitizer's racecheck over the kernels for Hopper: no hazard.
+"""compute-sanitizer's racecheck finds no hazard in the kernels for Hopper.
 
-racecheck takes an arrival at an mbarrier for that of one lane. Where a warp meets and its leader arrives for all, it
-reports what the other lanes have done; so it is shown kernels of whose warps all lanes arrive (ARRIVING_LANES in
-ptx_cluster.cuh). All of ours are instrumented: csrc/cuda/measurements/checks.md says why.
+racecheck counts an arrival at an mbarrier for one lane only. If a warp synchronises and its leader arrives for all
+lanes, racecheck reports the accesses of the other lanes. So the test compiles kernels in which all lanes of a warp
+arrive (ARRIVING_LANES in ptx_cluster.cuh). All of our kernels are instrumented, for the reason in
+csrc/cuda/measurements/checks.md.
 """
 
 import json
@@ -54,7 +55,8 @@ PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]
 
 
 def racecheck(problems, folder):
-    """What compute-sanitizer says of the problems, with the module in a folder and the kernels' texts beside it."""
+    """The output of compute-sanitizer for the problems, with the module in a folder and the kernels' texts beside the
+    module."""
     path = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     tool = [TOOL, "--tool", "racecheck", "--error-exitcode", "7", "--kernel-name", "kns=attn"]
     command = [*tool, sys.executable, "-c", PROGRAM, json.dumps(problems)]
@@ -63,7 +65,7 @@ def racecheck(problems, folder):
 
 
 def test_no_hazards_where_all_lanes_arrive(tmp_path):
-    """One test: its processes run side by side, as each waits for its compiler."""
+    """This is a single test. Its processes run in parallel, because each waits for its compiler."""
     (tmp_path / Path(flash_attn_2_cuda.__file__).name).symlink_to(flash_attn_2_cuda.__file__)
     shutil.copytree(CUDA, tmp_path / "csrc" / "cuda")
     header = tmp_path / "csrc" / "cuda" / "ptx_cluster.cuh"
@@ -78,6 +80,6 @@ def test_no_hazards_where_all_lanes_arrive(tmp_path):
 
 
 def test_racecheck_sees_the_kernels():
-    """Where leaders arrive it reports what their lanes have done."""
+    """If leaders arrive for their warps, racecheck reports the accesses of the other lanes."""
     done = racecheck(PROBLEMS["d128-dense"], Path(flash_attn_2_cuda.__file__).parent)
     assert done.returncode == 7 and "Race reported" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""A training step on a GPU: recorded as one graph, repeated bit for bit, in memory that grows with the length only."""
+"""A training step on a GPU is recorded as one graph and repeats bit for bit. Its memory grows linearly with the
+length."""
 
 import copy
 import math
@@ -24,7 +25,7 @@ def randn(*shape, dtype=torch.bfloat16):
 
 
 class Layer(nn.Module):
-    """Predicts the next token from those before it in its sequence."""
+    """Predicts the next token from the earlier tokens of its sequence."""
 
     def __init__(self, tokens=50, heads=4, d=64):
         super().__init__()
@@ -130,7 +131,7 @@ def test_a_thousand_repeats_in_a_fixed_order(d, packed, dtype):
 
 
 def peak(function):
-    """Bytes beyond what the call finds."""
+    """The largest memory of a call beyond the memory in use before, in bytes."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -144,8 +145,9 @@ def peak(function):
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("packed", BOTH)
 def test_memory_grows_with_the_length_only(d, deterministic, packed):
-    """out, three gradients in 16 bit and the sums of dq in fp32; lse, softmax_d, two more floats for each row; whole
-    blocks of 128 rows. The allocator gives each tensor up to 1 MiB more. Scores alone would be 10 to 40 times that."""
+    """The bound has out, three gradients in 16 bit and the sums of dq in fp32. It has lse, softmax_d and two more
+    floats for each row, in whole blocks of 128 rows. The allocator gives each tensor up to 1 MiB more. Scores alone
+    would be 10 to 40 times that."""
     n, h = 16384, 4
     leaves = [randn(n, h, d).requires_grad_() for _ in range(3)]
     dout = randn(n, h, d)

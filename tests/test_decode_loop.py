@@ -1,7 +1,7 @@
-"""transformers' Llama generates with flash_attn_with_kvcache, and says what it says with its own eager attention.
+"""transformers' Llama generates the same text with flash_attn_with_kvcache as with its own eager attention.
 
-Random weights. Prompts of different lengths are read into the cache one by one, then the batch goes on token by token:
-k and v appended and rotated in the call, dense and paged.
+The weights are random. Prompts of different lengths are read into the cache one by one. Then the batch generates token
+by token. Each call appends and rotates k and v, dense and paged.
 """
 
 import copy
@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @functools.cache
 def eager(dtype):
-    """The model with its own attention; on the CPU, to be copied."""
+    """The model with its own attention on the CPU, from which tests make copies."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=H * D, intermediate_size=2 * H * D, num_hidden_layers=LAYERS,
         num_attention_heads=H, num_key_value_heads=H_KV, max_position_embeddings=CAPACITY,
@@ -38,7 +38,7 @@ def logits_of(model, tokens):
 
 
 class Unturned(torch.nn.Module):
-    """In place of the model's rotary embedding: it turns by nothing, flash_attn_with_kvcache does the turning."""
+    """Replaces the model's rotary embedding. It does not rotate, because flash_attn_with_kvcache does."""
 
     def forward(self, x, position_ids):
         shape = (*position_ids.shape, D)
@@ -46,7 +46,7 @@ class Unturned(torch.nn.Module):
 
 
 def attend(layer, q, k, v, _mask, server, rows, **_):
-    """What transformers calls for attention: q [b, h, n, d], k and v of the n new tokens -> [b, n, h, d]."""
+    """The attention function that transformers calls: q [b, h, n, d], k and v of the n new tokens -> [b, n, h, d]."""
     caches, table = (server.k[layer.layer_idx], server.v[layer.layer_idx]), server.table
     if table is None:
         caches = [x[rows] for x in caches]
@@ -58,7 +58,7 @@ def attend(layer, q, k, v, _mask, server, rows, **_):
     return out, None
 
 
-AttentionInterface.register("static_cache", attend)  # NOTE: a name with "flash" in it would be looked for on a hub
+AttentionInterface.register("static_cache", attend)  # NOTE: transformers would look up a name with "flash" on a hub
 
 
 class Server:
@@ -83,7 +83,7 @@ class Server:
         self.seqlens = torch.zeros(b, device=device, dtype=torch.int32)
 
     def step(self, tokens, rows=slice(None)):
-        """Logits of the last of tokens [b, n], which join the cache."""
+        """Logits of the last of tokens [b, n], which are appended to the cache."""
         logits = self.model(tokens, use_cache=False, server=self, rows=rows).logits[:, -1].float()
         self.seqlens[rows] += tokens.shape[1]
         return logits
@@ -134,7 +134,7 @@ def test_the_same_tokens_in_fp32(device, page):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("page", (0, 16))
 def test_logits_in_16_bit(device, dtype, page):
-    """Our logits along our own tokens are as near to those of fp32 as eager attention's in the same dtype."""
+    """Along our own tokens our logits are as near to the fp32 logits as eager attention's logits in the same dtype."""
     said, logits = generate(Server(device, dtype, page), device, False)
     models = [copy.deepcopy(eager(dtype)).to(device, x) for x in (torch.float32, dtype)]
     for n, prompt in enumerate(prompts(device)):
@@ -147,7 +147,7 @@ def test_logits_in_16_bit(device, dtype, page):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("page", (0, 1, 16))
 def test_a_captured_step_says_the_same(dtype, page):
-    """One step in a CUDA graph, replayed while the lengths grow, against the same steps run one by one."""
+    """One step in a CUDA graph, replayed while the lengths grow, gives the same as single steps."""
     eager = generate(Server("cuda", dtype, page), "cuda", False)
     replayed = generate(Server("cuda", dtype, page), "cuda", True)
     assert all(torch.equal(x, y) for x, y in zip(eager, replayed))

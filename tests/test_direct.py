@@ -1,4 +1,4 @@
-"""The ops without torch's dispatcher (csrc/torch/direct.c): the same results, and None where somebody would notice."""
+"""The ops without torch's dispatcher (csrc/torch/direct.c). Results are the same, and a watched call gets None."""
 
 import subprocess
 import sys
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn import flash_attn_func
 
 OPS = torch.ops.flash_attn
-MASK = (0.3, True, (4, -1), 0.0)  # as the direct functions take it
-FLAT = (0.3, True, 4, -1, 0.0)  # as the ops do
+MASK = (0.3, True, (4, -1), 0.0)  # as the direct functions take the mask
+FLAT = (0.3, True, 4, -1, 0.0)  # as the ops take the mask
 INT = torch.int32
 
 
@@ -27,7 +27,7 @@ Q, K, V = randn(2, 5, 4, 16), randn(2, 7, 2, 16), randn(2, 7, 2, 16)
 ROWS = [x.flatten(0, 1) for x in (Q, K, V)]
 LENGTHS = (torch.tensor([0, 4, 10], dtype=INT), torch.tensor([0, 9, 14], dtype=INT), 6, 9)
 USED = torch.tensor([3, 6], dtype=INT)
-NEW = None, None, USED, *[None] * 6  # neither keys to append nor rotary, indices, pages, slopes
+NEW = None, None, USED, *[None] * 6  # no keys to append, and no rotary, indices, pages, slopes
 SLOPES = torch.rand(4)
 
 
@@ -109,14 +109,14 @@ def test_empty_tensors():
 def test_tensors_that_want_gradients():
     for i in range(3):
         tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate((Q, K, V))]
-        same(dense(*tensors), direct.direct_forward(Q, K, V, *MASK, SLOPES))  # lse too, for the backward
+        same(dense(*tensors), direct.direct_forward(Q, K, V, *MASK, SLOPES))  # lse is needed for the backward, too
         assert direct.direct_flash_attn_forward(*tensors, 0.0, *FLAT, None, False) is None
         with torch.no_grad():
             same(dense(*tensors), dense())
         same(direct.direct_forward(*tensors, *MASK, SLOPES), direct.direct_forward(Q, K, V, *MASK, SLOPES))
 
 
-# ---- who is refused ------------------------------------------------------------------------------------------------
+# ---- refused calls -------------------------------------------------------------------------------------------------
 
 
 class Subclass(torch.Tensor):
@@ -124,7 +124,7 @@ class Subclass(torch.Tensor):
 
 
 def negative(x):
-    """``-x``, of which only a flag says that it is negative."""
+    """``-x`` as a view. Only a flag says that its elements are negated."""
     return torch.complex(torch.zeros_like(x), x).conj().imag
 
 
@@ -141,7 +141,7 @@ ONE_COLUMN = randn(2, 5, 4, 1)
         lambda: dense(Q.to("meta")),
         lambda: dense(Q.to_sparse()),
         lambda: dense(Q.int()),
-        lambda: dense(Q.double()),  # of another dtype than k
+        lambda: dense(Q.double()),  # k has another dtype
         lambda: dense(Q[0]),
         lambda: dense(torch._efficientzerotensor(Q.shape)),
         lambda: dense(Q.mT.contiguous().mT),
@@ -162,8 +162,8 @@ ONE_COLUMN = randn(2, 5, 4, 1)
         lambda: direct.direct_attention(),
         lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], torch.tensor(6), 9, *MASK, None, None),
         lambda: direct.direct_varlen_attention(*ROWS, LENGTHS[0].long(), *LENGTHS[1:], *MASK, None, None),
-        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], 1, 9, *MASK, None, None),  # longer than said
-        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 8, *NEW[3:], *MASK, True, 0),  # of 7 keys
+        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], 1, 9, *MASK, None, None),  # max_seqlen_q 1
+        lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 8, *NEW[3:], *MASK, True, 0),  # 7 keys in all
         lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 2**32, *NEW[3:], *MASK, True, 0),
         lambda: direct.direct_kvcache_attention(Q, K, V, None, None, -1, *NEW[3:], *MASK, True, 0),
         lambda: direct.direct_kvcache_attention(Q, K, V, None, None, True, *NEW[3:], *MASK, True, 0),
@@ -197,7 +197,8 @@ def test_refused_while_watched(watch):
 
 
 def test_observers_of_every_thread_see_the_op(tmp_path):
-    """ExecutionTraceObserver and the profiler of all threads: callbacks that the state of the thread does not show."""
+    """ExecutionTraceObserver and the profiler of all threads have callbacks that the state of the thread does not
+    show."""
     assert dense() is not None
     observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
     observer.start()
@@ -249,7 +250,7 @@ with torch.library._scoped_library("flash_attn", "IMPL") as library:
 
 
 def test_kernels_of_others_are_called():
-    """In a process of its own: what torch keeps of an override outlives it."""
+    """The test runs in a process of its own, because torch's memory of an override outlives the override."""
     run = [sys.executable, "-c", OVERRIDE, "CPU", "AutogradCPU", "Autograd"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -274,7 +275,7 @@ def test_refused_inside_functorch():
     seen = []
 
     def call(q):
-        seen.append(dense())  # tensors that functorch does not know
+        seen.append(dense())  # functorch does not know these tensors
         return q
 
     torch.func.vmap(call)(Q)

@@ -1,4 +1,5 @@
-"""Dropout: the exact mapping from the generator to the mask, the seed, S_dmask, forward and backward in agreement."""
+"""Dropout: the exact mapping from the generator to the mask, the seed, S_dmask, and agreement of forward and
+backward."""
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def rounded(n):
 @pytest.mark.parametrize("len_q, len_kv", [(1, 1), (15, 33), (129, 200), (40, 17)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 def test_s_dmask(len_q, len_kv, dropout_p, dtype, isa):
-    """Signs are the mask, bit for bit; magnitudes are exp(s - row max)."""
+    """Signs are the mask, bit for bit, and magnitudes are exp(s - row max)."""
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, n, h, 16).to(dtype) for n, h in ((len_q, 4), (len_kv, 2), (len_kv, 2)))
     out, lse, s_dmask, rng = _flash_attn_forward(q, k, v, dropout_p, 0.25, False, -1, -1, 0.0, None, True)
@@ -60,7 +61,7 @@ def test_s_dmask_with_masks_and_packed(isa):
 
 @pytest.mark.parametrize("case", [c for c in OPTIONS + PACKED if c.dropout], ids=repr)
 def test_seed_is_drawn_once_from_the_default_generator(case):
-    """The same manual_seed gives the same bits, and the generator moves on by one draw whatever the size."""
+    """The same manual_seed gives the same bits. The generator advances by one draw, whatever the size."""
     first, second = ours(case, True), ours(case, True)
     for name in ("out", "lse", "dq", "dk", "dv"):
         assert torch.equal(join(getattr(first, name)), join(getattr(second, name)))
@@ -106,7 +107,8 @@ def test_checkpoint_sees_the_same_mask():
 
 
 def test_backward_rebuilds_the_mask_from_rng_state(isa):
-    """Any seed and offset, also ones that carry into the high half of the counter, beyond what CPU calls draw."""
+    """Any seed and offset, also values that carry into the high half of the counter, which CPU calls do not
+    draw."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, n, 2, 16) for n in (33, 70, 70, 33))
     for seed, offset in ((1, 0), (2**63 - 1, 4), (-(2**63), 0), (0x123456789ABCDEF, 2**32 - 8), (7, 2**40 + 3)):
@@ -128,7 +130,7 @@ def test_backward_rebuilds_the_mask_from_rng_state(isa):
 
 
 def test_dropout_with_softcap_and_negligible_p(isa):
-    """1e-30 drops nothing, and return_softmax is legal with it (diffusers asks for lse this way)."""
+    """A dropout of 1e-30 drops nothing, and return_softmax is legal with it (diffusers asks for lse in this way)."""
     torch.manual_seed(0)
     q = torch.randn(1, 40, 2, 16)
     out, lse, s_dmask, rng = _flash_attn_forward(q, q, q, 1e-30, 0.25, True, -1, -1, 2.0, None, True)
@@ -169,11 +171,11 @@ def test_vmap_says_how_random_numbers_are_drawn(device):
 
 
 def test_vmap_asks_the_generator_of_the_tensors_gpu(monkeypatch):
-    """Which need not be the current one."""
+    """The GPU of the tensors need not be the current GPU."""
     asked = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": asked.append(str(device)))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": asked.append(str(device)))
-    device = "cuda:0" if torch.cuda.device_count() == 1 else "cuda:1"  # a fake tensor asks for its device
+    device = "cuda:0" if torch.cuda.device_count() == 1 else "cuda:1"  # a fake tensor needs its device
     with FakeTensorMode():
         get_rng_state, set_rng_state = _ops._rng_of(torch.empty(3, device=device))
     set_rng_state(get_rng_state())

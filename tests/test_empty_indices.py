@@ -1,7 +1,7 @@
-"""Index tensors without rows or columns, on both devices: a block table without columns is still a block table.
+"""Index tensors without rows or columns, on both devices. A block table without columns is still a block table.
 
-Caches lie inside larger memory, whose every byte is compared afterwards. On the CPU a sequence that needs a page it has
-not got is an error. On a GPU, where the host reads no lengths, it sees no key and writes nothing.
+Caches lie inside larger memory, whose every byte is compared afterwards. On the CPU a sequence that needs a missing
+page is an error. On a GPU the host reads no lengths, so such a sequence sees no key and writes nothing.
 """
 
 import flash_attn_2_cuda
@@ -43,7 +43,7 @@ def i32(device):
 
 
 class Guarded:
-    """Caches [num, ROWS, H, D], k and v, in memory that must stay as it is."""
+    """Caches [num, ROWS, H, D], k and v, in memory that must not change."""
 
     def __init__(self, make, num):
         self.memory = make(2 * num + 3, ROWS, H, D)
@@ -55,7 +55,7 @@ class Guarded:
 
 
 def refused_or_empty(device, words, call):
-    """On the CPU the error, on a GPU (out, lse) of rows that see no key."""
+    """Expects an error on the CPU, and on a GPU (out, lse) of rows that see no key."""
     if device == "cpu":
         with pytest.raises(RuntimeError) as raised:
             call()
@@ -142,7 +142,7 @@ def test_packed_queries_over_pages_that_are_not_there(pages, columns, seqused, l
 
 
 def test_a_cache_without_rows(device, tensors, i32):
-    """Rows of the cache that cache_batch_idx may name, of which there are none; and a cache of length 0."""
+    """cache_batch_idx must name rows of a cache without rows. Also a cache of length 0."""
     cache, q = Guarded(tensors, 0), tensors(2, 1, H, D)
     options = {"cache_seqlens": i32(1, 1), "cache_batch_idx": i32(0, 1), "return_softmax_lse": True}
     refused_or_empty(
@@ -163,7 +163,7 @@ def test_a_cache_without_rows(device, tensors, i32):
 
 @pytest.mark.parametrize("columns", [0, 3])
 def test_an_empty_batch(columns, device, tensors, i32):
-    """Every index tensor without an element."""
+    """Every index tensor has no element."""
     cache, none = Guarded(tensors, 2), i32()
     q, table = tensors(0, 1, H, D), none.view(0, columns)
     slopes = torch.empty(0, H, device=device)
@@ -193,7 +193,7 @@ def test_offsets_without_an_element(device, tensors, i32):
 
 
 def test_slopes_of_no_head():
-    """(On a GPU q must have a head.)"""
+    """On a GPU q must have a head here."""
     q, k = torch.randn(2, 3, 0, D), torch.randn(2, 3, H, D)
     for slopes in (torch.empty(0), torch.empty(2, 0)):
         assert flash_attn_func(q, k, k, alibi_slopes=slopes).shape == q.shape

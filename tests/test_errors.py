@@ -1,6 +1,6 @@
-"""Everything a caller can get wrong: an exception that names the argument, and nothing written.
+"""Every possible error of a caller raises an exception that names the argument, and nothing is written.
 
-A row is a name, the arguments that change a correct call, the exception, and words that its text must hold.
+A row is a name, the arguments that change a correct call, the exception, and words that its text must contain.
 """
 
 import math
@@ -25,7 +25,7 @@ from flash_attn.flash_attn_interface import (
 )
 
 HALF = torch.float16
-# Texts that clients match on.
+# Clients match on these texts.
 DATA_TYPE = "FlashAttention only support fp16 and bf16 data type"
 K_DTYPE = "query and key must have the same dtype"
 V_DTYPE = "query and value must have the same dtype"
@@ -53,7 +53,7 @@ def i32(*values):
 
 
 def strided(x):
-    """The same values with a last dimension that is not contiguous."""
+    """The same values, with a last dimension that is not contiguous."""
     return torch.stack((x, x), -1)[..., 0]
 
 
@@ -189,7 +189,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("call, name", [pytest.param(*row[1:], id=row[0]) for row in DEVICES])
 def test_tensors_of_several_devices(call, name):
-    """Those of device meta have no memory: what is said of their shapes must not pass for a result."""
+    """Tensors of device meta have no memory, so statements about their shapes must not count as a result."""
     with pytest.raises(RuntimeError, match=f"{name} must be on (cpu|meta), where q is; it is on (cpu|meta)"):
         call()
 
@@ -375,7 +375,7 @@ def test_private_varlen_backward(changes, words):
     refuse(_flash_attn_varlen_backward, arguments, changes, words, grads.values())
 
 
-# ---- the ops themselves: nobody copies what is not contiguous ------------------------------------------------------
+# ---- the ops themselves do not copy tensors that are not contiguous ------------------------------------------------
 
 IN_PLACE = [
     ("q", {"q": strided(half(2, 5, 4, 16))}, [LAST_DIM, "q"]),
@@ -538,7 +538,7 @@ def test_kvcache(changes, words):
 
 
 def test_kvcache_entries_nobody_needs_are_not_checked():
-    table = i32(0, 6, 2, 3).view(2, 2)  # page 6 does not exist; entry 0 needs one page
+    table = i32(0, 6, 2, 3).view(2, 2)  # page 6 does not exist, and entry 0 needs one page
     flash_attn_with_kvcache(**{**cache(), **IN_PAGES, **ROOM, "block_table": table})
 
 

@@ -1,7 +1,7 @@
-"""How exact out is: on a GPU beside cuDNN, on the CPU beside the same arithmetic written plainly.
+"""The exactness of out: on a GPU compared with cuDNN, on the CPU with the same arithmetic in plain PyTorch.
 
-The error is |out - ref| / |ref| over all elements, ref in float64 from the same inputs; 1.03 times the other's is
-allowed.
+The error is |out - ref| / |ref| over all elements, with ref in float64 from the same inputs. Our error may be 1.03
+times the error of the comparison.
 """
 
 import math
@@ -41,7 +41,7 @@ def relative_error(out, q, k, v, causal):
 
 
 def plain(q, k, v, causal):
-    """In float32, but for P and out, which are rounded to the inputs' dtype; the largest P of a row is 1."""
+    """Plain attention in float32. Only P and out are rounded to the inputs' dtype, and the largest P of a row is 1."""
     s = scores(q, k, causal, torch.float32)
     p = torch.exp(s - s.amax(dim=-1, keepdim=True))
     out = p.to(v.dtype).float() @ v[0].transpose(0, 1).float() / p.sum(dim=-1, keepdim=True)
@@ -95,7 +95,7 @@ def test_few_queries_beside_cudnn(d, dtype, factor):
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("len_q", (1, 500))
 def test_a_key_that_dominates_a_row_is_all_it_gives(len_q, d, dtype):
-    """One key of each row is 40 nats above all others: its V comes out, bit for bit."""
+    """One key of each row is 40 nats above all others. The output is the V of this key, bit for bit."""
     gen = torch.Generator().manual_seed(0)
     v = torch.randn(1, 500, HEADS, d, generator=gen).to(DTYPES[dtype])
     q, k = (torch.randn(1, n, HEADS, d, generator=gen) * 0.1 for n in (len_q, 500))

@@ -1,4 +1,4 @@
-"""explain() plans the call that it is given, says so in words, and changes nothing."""
+"""explain() plans a given call, describes the plan in words, and changes nothing."""
 
 import threading
 
@@ -46,7 +46,7 @@ def test_an_intermediate_result_keeps_its_graph():
     qkv = x.sin()
     assert explain(flash_attn_qkvpacked_func, qkv).backward is not None
     assert x.grad is None
-    flash_attn_qkvpacked_func(qkv).sum().backward()  # not freed
+    flash_attn_qkvpacked_func(qkv).sum().backward()  # the graph is still alive
     assert x.grad is not None
 
 

@@ -1,4 +1,4 @@
-"""Failures that are not the caller's arguments: each raises the exception that it is, by every way into an op."""
+"""Failures that do not come from the caller's arguments. Each raises its own exception, by every way into an op."""
 
 import flash_attn_2_cuda as raw
 import pytest
@@ -26,7 +26,7 @@ def route(request):
             yield
 
 
-ENDLESS = torch.zeros(1, 1, 1, 64).expand(1, 2**42, 1, 64)  # one row over and over: out would take 2^50 bytes
+ENDLESS = torch.zeros(1, 1, 1, 64).expand(1, 2**42, 1, 64)  # one row repeated: out would take 2^50 bytes
 KEY = torch.zeros(1, 3, 1, 64)
 
 
@@ -41,10 +41,10 @@ def test_no_memory_for_the_result(route):
 
 
 def test_an_op_that_is_called_by_its_name():
-    """The dispatcher knows no MemoryError: the words are the same."""
+    """The dispatcher knows no MemoryError, but the words are the same."""
     with pytest.raises(RuntimeError, match="could not allocate an output"):
         torch.ops.flash_attn._flash_attn_forward(ENDLESS, KEY, KEY, 0.0, 1.0, False, -1, -1, 0.0, None, False)
-    # and the next failure on this thread is not taken for that one
+    # The next failure on this thread is not mistaken for this failure.
     with pytest.raises(RuntimeError, match="must have the same dtype") as raised:
         flash_attn_func(KEY, KEY.half(), KEY)
     assert type(raised.value) is RuntimeError
@@ -63,7 +63,7 @@ def calls_with_dropout():
 
 @pytest.mark.parametrize("which", range(3))
 def test_an_exception_of_python(which, route, monkeypatch):
-    """Drawing the seed is Python's business, and what it raises arrives."""
+    """Python draws the seed, and its exception reaches the caller."""
     call = list(calls_with_dropout())[which]
     call()
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="while the seed was drawn"):

@@ -1,6 +1,6 @@
-"""Tensors whose storage has been freed, as FSDP and offloading do it, or cut: a sentence that names the tensor.
+"""Tensors whose storage was freed, as by FSDP and offloading, or cut. The error names the tensor.
 
-Every tensor argument of every op, through torch's dispatcher and past it, on both devices.
+The tests cover every tensor argument of every op, through torch's dispatcher and past it, on both devices.
 """
 
 import pytest
@@ -96,7 +96,7 @@ def copied(arguments, device):
 @pytest.mark.parametrize("function, arguments, name", ROWS_OF_TESTS)
 def test_the_tensor_is_named(function, arguments, name, kept, device):
     arguments = copied(arguments, device)
-    # Views of larger memory: what counts is what the view reaches.
+    # Views of larger memory: only the memory that the view reaches counts.
     x = arguments[name]
     memory = torch.cat([x.flatten()[:1], x.flatten(), x.flatten()[:1]])
     arguments[name] = memory[1:-1].view(x.shape)
@@ -113,7 +113,7 @@ def test_the_tensor_is_named(function, arguments, name, kept, device):
 
 
 def test_gradients_of_freed_tensors():
-    """The backward of what was freed after the forward."""
+    """The backward of a tensor that was freed after the forward."""
     q, k, v = (x.clone().requires_grad_() for x in QKV.values())
     out = flash_attn_func(q, k, v)
     k.untyped_storage().resize_(0)
@@ -130,7 +130,7 @@ def test_empty_tensors_need_no_storage():
 
 @pytest.mark.parametrize("given", [(), ("cu_seqlens_q",), ("cu_seqlens_k",)])
 def test_lengths_that_are_none(given):
-    """The first one that is missing is named."""
+    """The error names the first missing argument."""
     arguments = {**PACKED, **{name: None for name in ("cu_seqlens_q", "cu_seqlens_k") if name not in given}}
     missing = "cu_seqlens_k" if "cu_seqlens_q" in given else "cu_seqlens_q"
     for function in (OPS._flash_attn_varlen_forward, interface._flash_attn_varlen_forward):

@@ -1,4 +1,4 @@
-"""Random problems (hypothesis) on every kernel. A failure prints one line that replays it:
+"""Random problems (hypothesis) on every kernel. A failure prints one line that replays the failure:
 
 python tests/test_fuzz.py "Case(len_q=65, len_kv=1, causal=True)"
 """
@@ -19,8 +19,8 @@ from test_kvcache import run as run_cache
 from test_varlen import Parts
 from test_varlen import run as run_parts
 
-# `make test` is the same every time; FUZZ=1000 looks for more, elsewhere. 100000 small problems take ten minutes:
-# FUZZ=100000 pytest tests/test_fuzz.py -k small, or python tests/fuzz.py 0 100000.
+# `make test` is the same every time. FUZZ=1000 tests more cases, and other cases. 100000 small problems take ten
+# minutes: FUZZ=100000 pytest tests/test_fuzz.py -k small, or python tests/fuzz.py 0 100000.
 EXAMPLES = int(os.environ.get("FUZZ", "0"))
 SETTINGS = settings(
     max_examples=EXAMPLES or 40,
@@ -134,7 +134,7 @@ def parts(draw):
 
 
 def replay(case):
-    """One case on every instruction set."""
+    """Runs one case on every instruction set."""
     for isa in ISAS:
         flash_attn_2_cuda.set_cpu_isa(isa)
         try:
@@ -153,13 +153,13 @@ def replay(case):
 
 @pytest.mark.parametrize("part", range(8))
 def test_small_problems(part):
-    """Infinities that rows see, zeros of every size, memory of NaN: see fuzz.py."""
+    """Infinities that rows see, sizes of zero, and memory of NaN (fuzz.py)."""
     num = (EXAMPLES or 1600) // 8
     assert fuzz.run_range(fuzz.run_on_cpu, part * num, (part + 1) * num, bytearray(8)), "the cases that are printed"
 
 
 def test_small_problem_of_nothing_but_rounding():
-    """One visible key a row: dk is 0 but for the rounding of out, halves of which AVX512-BF16 rounds the other way."""
+    """Each row sees one key. dk is 0 except for the rounding of out, and AVX512-BF16 rounds ties the other way."""
     fuzz.run_on_cpu(63437, ISAS)
 
 

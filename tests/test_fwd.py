@@ -21,7 +21,7 @@ def test_dense(case, isa):
 
 @pytest.mark.parametrize("case", each(Case(300, 517, b=1, h=3, h_kv=1, d=64), dtype=DTYPES, causal=BOTH), ids=repr)
 def test_many_tiles(case, isa):
-    """Several query tiles times several key blocks, none of them full at the end."""
+    """Several query tiles and several key blocks, of which the last ones are not full."""
     verify(case)
 
 
@@ -48,14 +48,14 @@ def test_scores_beyond_the_digits_of_fp32(softmax_scale, dtype, causal, isa):
 
 @pytest.mark.parametrize("case", each(Case(65, 80, d=64), dtype=DTYPES, softcap=(3e4, 0.1)), ids=repr)
 def test_softcap_far_from_the_scores(case, isa):
-    """tanh keeps its digits near 0, and where all is saturated it is 1 and its slope 0."""
+    """tanh keeps its digits near 0. Where it is saturated, it is 1 and its slope is 0."""
     verify(case)
 
 
 @pytest.mark.parametrize("isa_name", [name for name in ISAS if name not in ("reference", "scalar")])
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 def test_long(dtype, isa_name):
-    """Many key blocks: the running maximum and the running sum move often."""
+    """With many key blocks the running maximum and the running sum change often."""
     import flash_attn_2_cuda
 
     flash_attn_2_cuda.set_cpu_isa(isa_name)
@@ -68,7 +68,7 @@ def test_long(dtype, isa_name):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 def test_nan_and_inf_stay_in_their_row(dtype, isa):
-    """A bad query spoils its own row of its own head: out and lse are NaN there, and exact elsewhere."""
+    """A bad query changes only its own row of its own head. There out and lse are NaN, and all other rows are exact."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 70, 2, 24).to(dtype) for _ in range(3))
     clean, clean_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
@@ -81,7 +81,7 @@ def test_nan_and_inf_stay_in_their_row(dtype, isa):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 def test_masked_keys_may_be_anything(dtype, isa):
-    """NaN and inf in keys and values that a row does not see never reach it, within a tile as without."""
+    """NaN and inf in keys and values never reach a row that does not see them, inside a tile and outside."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 32).to(dtype) for n in (40, 100, 100))
     out, lse = attention(q[0].double(), k[0].double(), v[0].double(), window=(20, 10))
@@ -97,7 +97,7 @@ def test_masked_keys_may_be_anything(dtype, isa):
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("bad", (math.inf, -math.inf, math.nan))
 def test_nonfinite_values_reach_the_rows_that_see_them(bad, dtype, isa):
-    """One element of v: its column becomes what it is in every row that sees the key, nothing else changes."""
+    """One element of v is bad. Its column gets this value in every row that sees the key, and nothing else changes."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 100, 2, 32).to(dtype) for _ in range(3))
     want = flash_attn_func(q, k, v, causal=True)
@@ -109,7 +109,7 @@ def test_nonfinite_values_reach_the_rows_that_see_them(bad, dtype, isa):
 
 
 def test_key_minus_infinity_scores(isa):
-    """A score of -inf that no mask made (an overflowing key) weighs nothing."""
+    """A key with a score of -inf without a mask (an overflowing key) has weight zero."""
     q, k, v = torch.ones(1, 3, 1, 8), torch.zeros(1, 70, 1, 8), torch.randn(1, 70, 1, 8)
     k[0, 10:, 0, 0] = -math.inf
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
@@ -168,14 +168,15 @@ def test_upstream_grid(case):
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("values", (1.0, math.inf))
 def test_scores_of_minus_infinity_alone(values, dtype, isa):
-    """A row that has no other score counts as one that sees nothing, whatever v holds; tiles of them leave no trace."""
+    """A row without another score counts as a row that sees no key, whatever v holds. Tiles of such scores change
+    nothing."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 2, 32).to(dtype) for n in (70, 300, 300))
     q[..., 0], k[..., 0], v[..., 0] = 1, 0, values
-    k[:, 128:, 0, 0] = -math.inf  # head 0: the last tiles
-    k[:, :256, 1, 0] = -math.inf  # head 1: the first ones
-    k[:, 256:, 1] -= 90  # and what is left lies far below 0
-    q[:, :35, 1, 0], k[:, 256:, 1, 0] = math.inf, -1.0  # half of the rows of head 1: everything
+    k[:, 128:, 0, 0] = -math.inf  # head 0: scores of the last tiles
+    k[:, :256, 1, 0] = -math.inf  # head 1: scores of the first tiles
+    k[:, 256:, 1] -= 90  # the remaining scores are far below 0
+    q[:, :35, 1, 0], k[:, 256:, 1, 0] = math.inf, -1.0  # half of the rows of head 1: all scores
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
     assert (out[0, :35, 1] == 0).all() and (lse[0, 1, :35] == math.inf).all()
     assert lse[0, 0].isfinite().all() and lse[0, 1, 35:].isfinite().all()
@@ -187,7 +188,7 @@ def test_scores_of_minus_infinity_alone(values, dtype, isa):
 
 @pytest.mark.parametrize("b", (10**9, 2**40))
 def test_more_sequences_than_can_be_counted(b):
-    """Expanded tensors: with nothing to compute a call returns at once; sequences beyond int32 are refused."""
+    """Expanded tensors. A call without work returns at once, and sequences beyond int32 are refused."""
     x = torch.zeros(1, 1, 1, 8)
     empty, one, no_heads = x[:, :0].expand(b, 0, 1, 8), x.expand(b, 1, 1, 8), x[:, :, :0].expand(b, 1, 0, 8)
     for q, k in ((empty, one), (empty, empty), (no_heads, one)):
@@ -201,7 +202,7 @@ def test_more_sequences_than_can_be_counted(b):
 
 
 def test_no_memory_to_work_in():
-    """In a process of its own, whose address space has an end."""
+    """The test runs in a process of its own with a limited address space."""
     program = """
 import resource, torch
 from flash_attn.flash_attn_interface import _flash_attn_backward

@@ -1,4 +1,4 @@
-"""``import flash_attn`` in a fresh process: what it needs, what it says, what it costs."""
+"""``import flash_attn`` in a fresh process: its requirements, its output and its cost."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_without_the_compiled_module():
 
 
 def test_import_is_quick_and_light():
-    """Half a second after torch, on any machine; it takes a few hundredths."""
+    """At most half a second after torch, on any machine. The import takes a few hundredths of a second."""
     seconds, modules = python("""
         import sys, time, torch
         before = set(sys.modules)
@@ -63,7 +63,7 @@ FORGET = "for name in [x for x in sys.modules if x.startswith('flash_attn')]: de
 
 
 def test_import_again():
-    """After sys.modules has been emptied: the ops are those of the first import."""
+    """After sys.modules was emptied, the ops are the ops of the first import."""
     said = python(f"""
         import sys, torch, flash_attn
         for _ in range(2):
@@ -85,7 +85,8 @@ def test_import_again():
 @pytest.mark.parametrize("where", ["register_fake", "register_autograd"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_import_after_one_that_was_interrupted(where, number):
-    """What the first one did not come to is not missing in silence: gradients of the ops were."""
+    """The second import completes the registrations that the interrupted import did not reach, such as gradients of the
+    ops."""
     assert (
         python(f"""
         import sys, torch
@@ -143,7 +144,7 @@ def test_other_distributions_may_add_subpackages(tmp_path):
     (package / "__init__.py").write_text("answer = 42")
     ours = os.path.dirname(
         os.path.dirname(flash_attn.__file__)
-    )  # before the other one, where an editable install is not
+    )  # an editable install would otherwise come after tmp_path
     code = f"""
         import sys; sys.path[:] = [{ours!r}, *sys.path, {str(tmp_path)!r}]
         import flash_attn.from_elsewhere; print(flash_attn.from_elsewhere.answer, flash_attn.__version__)

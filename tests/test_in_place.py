@@ -1,6 +1,7 @@
-"""What is written in place, as autograd must know it: caches, a given out, dq, dk, dv; by ops and past the dispatcher.
+"""Tensors that are written in place, as autograd must know them: caches, a given out, dq, dk, dv. Tests use the ops and
+the direct functions.
 
-Versions move, leaves that require grad are refused in PyTorch's words, and a decode that drops gradients says so.
+Versions advance, leaves that require grad are refused in PyTorch's words, and a decode that drops gradients warns.
 """
 
 import warnings
@@ -54,7 +55,7 @@ def append(q, caches, new):
 def test_caches(tensors, route):
     q, new, caches = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16), [tensors(2, 8, 2, 16) for _ in range(2)]
     flash_attn_with_kvcache(q, *caches, cache_seqlens=3)
-    assert versions(q, new, *caches) == [0, 0, 0, 0]  # nothing was written
+    assert versions(q, new, *caches) == [0, 0, 0, 0]  # no tensor was written
     append(q, caches, new)
     assert versions(q, new, *caches) == [0, 0, 1, 1]
 
@@ -76,7 +77,7 @@ def test_given_out(tensors):
     assert versions(q, k, out) == [0, 0, 2]
     part = tensors(3, 5, 4, 16)
     OPS.fwd(q, k, k, part[1:], 0.0, *MASK, None, False)
-    assert part._version == 1  # the counter is that of the whole memory
+    assert part._version == 1  # the version counter belongs to the whole memory
 
 
 @pytest.mark.parametrize("missing", [None, 0, 2])
@@ -92,7 +93,7 @@ def test_gradients(missing, tensors, route):
 
 @pytest.mark.parametrize("is_view", [False, True])
 def test_leaves_that_require_grad(is_view, tensors, route):
-    """As PyTorch: an error where gradients are recorded, in its words."""
+    """As in PyTorch, a write is an error with PyTorch's words while gradients are recorded."""
 
     def leaf(like):
         x = torch.zeros_like(like).requires_grad_()
@@ -129,7 +130,7 @@ def test_leaves_that_require_grad(is_view, tensors, route):
 
 
 def test_tensors_of_inference_mode(tensors, route):
-    """They have no version, and may be written outside of it."""
+    """Tensors of inference mode have no version, and may be written outside of that mode."""
     q, new = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16)
     with torch.inference_mode():
         caches = [torch.zeros_like(tensors(2, 8, 2, 16)) for _ in range(2)]
@@ -139,7 +140,7 @@ def test_tensors_of_inference_mode(tensors, route):
 
 
 def test_dropped_gradients(tensors, route, monkeypatch):
-    """One warning in a process, which names the way out; none where nobody asked for gradients."""
+    """One warning in a process names the way out. A call without gradients does not warn."""
     monkeypatch.setattr(_ops, "_has_warned", False)
     q, cache = tensors(2, 1, 4, 16).requires_grad_(), tensors(2, 8, 2, 16)
     with warnings.catch_warnings():
@@ -158,7 +159,7 @@ def test_any_input_may_require_grad(name, tensors, monkeypatch):
     monkeypatch.setattr(_ops, "_has_warned", False)
     inputs = {"q": tensors(2, 1, 4, 16), "k": tensors(2, 1, 2, 16), "v": tensors(2, 1, 2, 16)}
     inputs = {**inputs, "k_cache": tensors(2, 8, 2, 16), "v_cache": tensors(2, 8, 2, 16)}
-    inputs[name] = inputs[name].requires_grad_() * 1  # no leaf
+    inputs[name] = inputs[name].requires_grad_() * 1  # not a leaf
     with pytest.warns(UserWarning, match="flash_attn_with_kvcache has no backward"):
         flash_attn_with_kvcache(**inputs, cache_seqlens=2)
 
@@ -183,7 +184,8 @@ def test_training_writes_nothing_of_the_callers(tensors):
 
 
 def test_what_is_written_shares_no_memory():
-    """With what is read, or with what is written beside it; wrong numbers in silence otherwise."""
+    """A written tensor must not share memory with a read tensor or with another written tensor. Numbers would be wrong
+    silently."""
     q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
     out, lse, *_ = raw.fwd(q, k, v, None, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
     for x, name in ((k, "k"), (v, "v")):
@@ -225,7 +227,7 @@ def test_what_is_appended_does_not_begin_with_the_cache():
 
 
 def test_one_cache_for_keys_and_values():
-    """Right where both get the same, and where nothing is written."""
+    """One cache for both is correct if both get the same keys, or if nothing is written."""
     cache, new = torch.randn(1, 40, 2, 16), torch.randn(1, 3, 2, 16)
     q = torch.randn(1, 3, 2, 16)
     want = flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=20)

@@ -1,6 +1,6 @@
-"""The Python interface: names and orders that clients rely on, and what happens before and after an op runs.
+"""The Python interface: names and orders that clients rely on, and the work before and after an op.
 
-What the ops compute is tested elsewhere; here results are compared with those of another way to make the same call.
+The results of the ops are tested elsewhere. Here results are compared with another way to make the same call.
 """
 
 import inspect
@@ -105,11 +105,11 @@ def test_other_names():
     assert interface.flash_attn_gpu is flash_attn_2_cuda
     assert interface.USE_TRITON_ROCM is False
     assert [interface.round_multiple(x, 128) for x in (0, 1, 128, 129)] == [0, 128, 128, 256]
-    for device in (torch.device("cpu"), torch.device("cuda"), "cuda:0"):  # nobody asks the device
+    for device in (torch.device("cpu"), torch.device("cuda"), "cuda:0"):  # the device itself is not asked
         assert interface._get_block_size_n(device, 64, True, False) >= 1 << 20
 
 
-# ---- the same call in other clothes --------------------------------------------------------------------------------
+# ---- the same call in another form ---------------------------------------------------------------------------------
 
 
 def randn(*shape):
@@ -250,7 +250,7 @@ def test_caches_are_never_copied(name):
 
 
 def torn(x):
-    """The same values with a last dimension that is not contiguous."""
+    """The same values, with a last dimension that is not contiguous."""
     return torch.stack((x, torch.full_like(x, float("nan"))), -1)[..., 0]
 
 
@@ -290,7 +290,7 @@ def test_results_and_gradients_are_laid_out_like_the_inputs():
 
 
 def test_overlapping_rows_have_results_and_gradients_apart():
-    """Windows of one sequence, which ``torch.empty_like`` would give another last dimension."""
+    """Windows of one sequence. ``torch.empty_like`` would give the result another last dimension."""
     q, k, v = (randn(400 + i).as_strided((1, 5, 2, 16), (0, 1, 1, 1)) for i in range(3))
     assert torch.empty_like(q).stride(-1) != 1
     want, want_grads = run(flash_attn_func, [x.contiguous() for x in (q, k, v)])
@@ -316,7 +316,7 @@ class Ops(TorchDispatchMode):
 
 
 def short_calls():
-    """Calls without dropout or gradients, and the op by whose name watchers know them."""
+    """Calls without dropout or gradients, and the op that watchers see for each."""
     q, k, v, rows = randn(2, 5, 4, 16), randn(2, 6, 2, 16), randn(2, 6, 2, 16), randn(9, 4, 16)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     slopes = torch.rand(4)
@@ -325,7 +325,7 @@ def short_calls():
         (dense, lambda: flash_attn_func(q, k, v)),
         (dense, lambda: flash_attn_func(q, k, v, softmax_scale=0.3, window_size=[2, 0], softcap=3.0)),
         (dense, lambda: flash_attn_func(q.transpose(1, 2), q.transpose(1, 2), q.transpose(1, 2), causal=True)),
-        (dense, lambda: flash_attn_func(q.mT.contiguous().mT, k, v, alibi_slopes=slopes)),  # copied: the long road
+        (dense, lambda: flash_attn_func(q.mT.contiguous().mT, k, v, alibi_slopes=slopes)),  # q is copied, by the op
         (dense, lambda: flash_attn_func(q, k, v, return_attn_probs=True)),
         (dense, lambda: interface._flash_attn_forward(q, k, v, 0.0, 0.25, True, -1, -1, 0.0, slopes, False)),
         (varlen, lambda: flash_attn_varlen_func(rows, rows, rows, cu, cu, 5, 5, causal=True)),
@@ -337,7 +337,7 @@ def short_calls():
 
 
 def negative(x):
-    """``-x``, of which only a flag says that it is negative."""
+    """``-x`` as a view. Only a flag says that its elements are negated."""
     return torch.complex(torch.zeros_like(x), x).conj().imag
 
 
@@ -369,7 +369,7 @@ def test_watched_calls_are_the_same_calls_by_the_name_of_the_op(i):
     ids=["packed", "slopes", "varlen"],
 )
 def test_a_checkpoint_may_be_watched_when_it_repeats(function):
-    """Slopes and lengths are saved last: in their places must lie the same tensors."""
+    """Slopes and lengths are saved last. The recomputation must save the same tensors at these places."""
     qkv = randn(1, 5, 3, 2, 16).requires_grad_()
     want = run(function, (qkv,), dout=torch.ones(1, 5, 2, 16))[1][0]
     out = checkpoint(function, qkv, use_reentrant=False)
@@ -383,7 +383,7 @@ def test_unowned_rows_of_the_private_varlen_forward_are_zero():
     x = randn(9, 2, 16)
     cu = torch.tensor([0, 4], dtype=torch.int32)
     for watched in (False, True):
-        torch.full_like(x, float("nan"))  # what the allocator hands out next
+        torch.full_like(x, float("nan"))  # the allocator returns this memory next
         with Ops() if watched else torch.no_grad():
             out, lse, *_ = interface._flash_attn_varlen_forward(x, x, x, cu, cu, 4, 4, 0.0, 0.25, False)
         assert torch.all(out[4:] == 0) and torch.all(lse[:, 4:] == float("-inf"))
@@ -399,7 +399,7 @@ def test_a_packed_gradient_is_written_in_place(packed):
     dout = torch.ones_like(out)
     with Ops() as ops:
         grads = torch.autograd.grad(out, tensors, dout)
-    assert set(ops.names()) <= {"empty_like", "select", "_flash_attn_backward", "detach"}  # nothing that copies
+    assert set(ops.names()) <= {"empty_like", "select", "_flash_attn_backward", "detach"}  # no op copies
     (args,) = [args for func, args in ops.calls if "backward" in func.name()]
     packed_grad = grads[-1]
     assert args[8].untyped_storage().data_ptr() == packed_grad.untyped_storage().data_ptr()
@@ -493,7 +493,7 @@ def test_only_out_carries_a_gradient():
     ids=["dense", "dropout", "packed", "op", "varlen", "checkpoint"],
 )
 def test_second_derivatives_are_refused(function, dout_requires_grad):
-    """Also where only weights before the attention are asked for, as by a gradient penalty."""
+    """The error also comes if only weights before the attention need gradients, as in a gradient penalty."""
     x, weight = randn(1, 12, 2, 16).requires_grad_(), randn(16, 16).requires_grad_()
     dout = randn(1, 12, 2, 16).requires_grad_(dout_requires_grad)
     torch.manual_seed(0)
@@ -510,8 +510,11 @@ def test_second_derivatives_are_refused(function, dout_requires_grad):
         lambda x: flash_attn_func(x, x, x),
         lambda x: flash_attn_qkvpacked_func(torch.stack((x, x, x), 2)),
         lambda x: flash_attn_varlen_func(x[0], x[0], x[0], CU_Q, CU_Q, LONGEST, LONGEST),
+        lambda x: flash_attn_with_kvcache(x, x.detach(), x.detach()),
+        lambda x: flash_attn_with_kvcache(x[:, :1], randn(1, 20, 2, 16), randn(1, 20, 2, 16), x, x, cache_seqlens=3),
+        lambda x: interface._flash_attn_forward(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False),
     ],
-    ids=["dense", "packed", "varlen"],
+    ids=["dense", "packed", "varlen", "cache", "append", "private"],
 )
 def test_forward_derivatives_are_refused(function):
     x = randn(1, 12, 2, 16)
@@ -520,7 +523,7 @@ def test_forward_derivatives_are_refused(function):
 
 
 def test_ops_that_write_into_given_results_have_no_gradients():
-    """Autograd lets them pass: it neither warns nor looks for a backward."""
+    """Autograd accepts these ops. It neither warns nor looks for a backward."""
     q, out = randn(1, 5, 2, 16).requires_grad_(), torch.empty(1, 5, 2, 16)
     mask, ops = (0.25, False, -1, -1, 0.0), torch.ops.flash_attn
     results = [
@@ -569,7 +572,7 @@ def test_checkpoint_repeats_the_dropout(reentrant):
         qkv = randn(2, 6, 3, 2, 16).requires_grad_()
         torch.manual_seed(0)
         out = function(qkv)
-        torch.rand(1)  # others draw too before the backward
+        torch.rand(1)  # another draw comes before the backward
         out.backward(randn(*out.shape))
         return out.detach(), qkv.grad
 
@@ -594,7 +597,7 @@ def test_selective_checkpoint_can_name_the_op():
     assert ops.names().count("_flash_attn_forward") == 1 and ops.names().count("sin") == 2
 
 
-# ---- what comes before the checks of an op ------------------------------------------------------------------------
+# ---- before the checks of an op ------------------------------------------------------------------------------------
 
 TAIL = (0.0, None, False, (-1, -1), 0.0, None, False, False, True)
 

@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels, through a C program: what it keeps, what it refuses, where it gives up."""
+"""The disk cache of compiled kernels, through a C program: the files that it keeps, refuses, and fails to write."""
 
 import os
 import random
@@ -22,8 +22,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="folders of Windows have no owner that we look at"),
 ]
 
-# write NAME KEY TEXT...: the texts, of KEY and the numbers behind it. read NAME KEY: prints the text, or "absent".
-# stress NAME SECONDS: reads and writes a few kernels, whose texts follow from their keys; ends with 1 if one is wrong.
+# write NAME KEY TEXT...: writes the texts, with KEY and the next numbers as keys. read NAME KEY: prints the text, or
+# "absent". stress NAME SECONDS: reads and writes a few kernels, whose texts follow from their keys. Exits with 1 if a
+# text is wrong.
 PROGRAM = r"""
 #include "gpu/kernel_cache.h"
 #include "gpu/nvrtc.h"
@@ -111,7 +112,7 @@ def fast_program(tmp_path_factory):
 
 @pytest.fixture
 def cache(program, tmp_path):
-    """cache(words..): (what the program printed, what it warned)."""
+    """cache(words..): (the program's output, its warnings)."""
 
     def cache(*words, options=None, **environment):
         done = subprocess.run(
@@ -177,7 +178,7 @@ def test_a_kernel_does_not_outlive_its_compiler(cache):
     assert cache("read", "kernel", 7)[0] == "absent"
     cache("write", "kernel", 7, "of 13")
     assert cache("read", "kernel", 7)[0] == "of 13" and cache("read", "kernel", 7, NVRTC="12")[0] == "of 12"
-    assert cache("read", "kernel", 7, NVRTC=None)[0] in ("of 12", "of 13")  # whoever cannot compile takes any
+    assert cache("read", "kernel", 7, NVRTC=None)[0] in ("of 12", "of 13")  # without a compiler any version does
     assert cache("read", "kernel", 8, NVRTC=None)[0] == "absent"
 
 
@@ -186,7 +187,7 @@ def test_shipped_files_come_first(cache, tmp_path):
     cache("write", "kernel", 7, "shipped", FLASH_ATTN_CACHE_DIR=str(shipped), NVRTC="12")
     (path,) = shipped.iterdir()
     path.rename(path.with_name("kernel-0000000000000007.cubin"))
-    shipped.chmod(0o775)  # as an installer made it
+    shipped.chmod(0o775)  # the mode that an installer may set
     cache("write", "kernel", 7, "compiled")
     assert cache("read", "kernel", 7, MODULE_FOLDER=str(tmp_path / "site")) == ("shipped", "")
     assert cache("read", "kernel", 7)[0] == "compiled"
@@ -199,17 +200,17 @@ def test_where_the_user_keeps_caches(cache, tmp_path):
     assert len(names(tmp_path / "home" / ".cache" / "flash_attn")) == 1
 
 
-# ---- what goes -----------------------------------------------------------------------------------------------------
+# ---- removal of files ----------------------------------------------------------------------------------------------
 
 TEXT = "x" * 10_000
 
 
 def test_a_process_keeps_all_that_it_wrote(cache):
-    cache("write", "attn_a", 0, *[TEXT] * 30)  # three times the bound, as of `python -m flash_attn.build --all`
+    cache("write", "attn_a", 0, *[TEXT] * 30)  # three times the limit, as with `python -m flash_attn.build --all`
     assert len(names(cache.folder)) == 30
     cache("write", "attn_b", 0, TEXT)  # another process, soon after
     assert len(names(cache.folder)) == 31
-    cache("write", "attn_c", 0, *[TEXT] * 15, AGED="1")  # while a clock jumps
+    cache("write", "attn_c", 0, *[TEXT] * 15, AGED="1")  # with a clock that jumps
     assert sum(name.startswith("attn_c") for name in names(cache.folder)) == 15
 
 
@@ -236,7 +237,7 @@ def test_what_was_not_used_for_longest_goes(cache):
 
 
 def test_a_clock_that_jumped(cache):
-    """Files of the future grow old from when they are seen; those of 1970 go first."""
+    """A file from the future ages from the moment when it is first seen. Files of 1970 go first."""
     cache("write", "attn_a", 0, *[TEXT] * 15)
     files = sorted(cache.folder.iterdir())
     for path in files[:10]:
@@ -265,7 +266,7 @@ def test_unfinished_files_of_dead_processes_go(cache):
     assert not old.exists() and young.exists() and other.exists()
 
 
-# ---- where it gives up ---------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------------------------
 
 
 def one_warning(said, *words):
@@ -310,7 +311,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache, mode):
 
 @pytest.mark.parametrize("mode", (0o620, 0o602))
 def test_a_file_that_others_may_write_to_counts_as_absent(cache, mode):
-    """Folders are closed behind those who came before, or unpacked with the modes that files had elsewhere."""
+    """A folder may have been closed after others wrote to it, or files may keep modes from elsewhere."""
     cache("write", "kernel", 7, "planted")
     (path,) = cache.folder.iterdir()
     path.chmod(mode)
@@ -345,7 +346,7 @@ def test_a_file_of_another_user_counts_as_absent(cache, tmp_path, is_link):
 
 @AS_ROOT
 def test_a_folder_of_root_is_read_by_others(cache, program, tmp_path):
-    """As an image has it whose kernels were compiled while it was built."""
+    """An image may contain kernels that root compiled while the image was built."""
     cache("write", "kernel", 7, "of the image")
     for folder in (cache.folder, *cache.folder.parents):
         if os.access(folder, os.W_OK) and folder.stat().st_uid == 0 and folder != Path("/"):
@@ -369,7 +370,7 @@ def limit_file_size(num_bytes):
 
 @pytest.mark.parametrize("room", (0, 20, 32, 1000, 10_031))
 def test_a_full_disk(cache, room):
-    """Which a limit on the size of files stands for: writing fails behind so many bytes."""
+    """A limit on the size of files replaces a full disk. Writing fails after this number of bytes."""
     cache("write", "kernel", 7, "before")
     full = {"preexec_fn": lambda: limit_file_size(room), "restore_signals": False}
     out, said = cache("write", "kernel", 7, TEXT, TEXT, options=full)
@@ -390,7 +391,7 @@ def test_many_processes_at_once(fast_program, cache):
 
 
 def test_processes_that_are_killed(fast_program, cache):
-    """What they leave is whole, or nobody takes it, and a file damaged in between is mended."""
+    """Killed processes leave complete files, or files that no process takes. A file damaged meanwhile is replaced."""
     r = random.Random(0)
     for _ in range(25):
         words = [fast_program, "stress", "attn_a", "5"]

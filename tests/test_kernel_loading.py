@@ -1,4 +1,4 @@
-"""Loading and launching GPU kernels, through a C program in which a stub stands for the driver."""
+"""Loading and launching of GPU kernels, through a C program with a stub of the driver."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ GCC = shutil.which("gcc")
 
 pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
-# A kernel is the address of its name, and a library has one kernel. Each command prints nothing unless it fails.
+# A kernel is the address of its name, and a library has one kernel. A command prints nothing unless it fails.
 PROGRAM = r"""
 #include "gpu/kernels.c"
 
@@ -391,7 +391,7 @@ int main(int argc, char **argv) {
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loading")
-    # a kernel is the address of its cubin, which must stay
+    # A kernel is the address of its cubin, which must not move.
     (folder / "main.c").write_text(
         "#include <stdlib.h>\n#define free(pointer) keep(pointer)\nstatic void keep(void *);\n" + PROGRAM
     )

@@ -18,7 +18,7 @@ NAN = math.nan
 
 @dataclass(frozen=True, repr=False)
 class Cache:
-    """seqlens: keys before the append, one per entry. page 0: not paged."""
+    """seqlens: keys before the append, one number per entry. page 0: not paged."""
 
     len_q: int = 1
     seqlens: tuple[int, ...] | int | None = (5, 40, 0)
@@ -29,7 +29,7 @@ class Cache:
     d: int = 32
     dtype: str = "fp32"
     page: int = 0
-    rotary: float = 0.0  # share of d
+    rotary: float = 0.0  # share of d that is rotated
     interleaved: bool = True
     leftpad: bool = False
     batch_idx: bool = False
@@ -66,12 +66,12 @@ def run(case, device="cpu"):
         shape = (entries * columns + 2, case.page, case.h_kv, d)
         order = torch.randperm(entries * columns + 2, generator=gen)
         table = order[: entries * columns].view(entries, columns).clone()
-        for n in range(b):  # pages that the entry does not reach are not allocated
+        for n in range(b):  # pages that the entry does not need are not allocated
             row = n if batch_idx is None else batch_idx[n]
             table[row, -(-(old[n] + case.len_new) // case.page) :] = -1
     else:
         shape, table = (entries, case.capacity, case.h_kv, d), None
-    # Only rows that somebody owns hold numbers.
+    # Only rows that belong to an entry hold numbers.
     k_cache, v_cache = (torch.full(shape, NAN, dtype=dtype) for _ in range(2))
     for n in range(b):
         row = n if batch_idx is None else batch_idx[n]
@@ -83,7 +83,7 @@ def run(case, device="cpu"):
     cos = sin = None
     if case.rotary:
         half = int(d * case.rotary) // 16 * 16 // 2
-        positions = -(-case.capacity // case.page) * case.page if case.page else case.capacity  # not one too many
+        positions = -(-case.capacity // case.page) * case.page if case.page else case.capacity  # as many rows as needed
         angle = torch.rand(positions, half, generator=gen) * 2 * math.pi
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     slopes = None
@@ -119,14 +119,14 @@ def run(case, device="cpu"):
     same_bits(v_cache, v_after, "v_cache")
     if case.rotary:
         assert torch.equal(k_cache.isnan(), k_after.isnan()), "k_cache: a row outside the append was written"
-        ulp = torch.finfo(dtype).eps  # fused or not, the two products of a rotation round within one unit
+        ulp = torch.finfo(dtype).eps  # an fma or two roundings: the products of a rotation differ by at most one unit
         got, want = k_cache.nan_to_num().double(), k_after.nan_to_num().double()
         assert ((got - want).abs() <= ulp * (want.abs() + 1e-1)).all(), "k_cache: rotated keys"
     else:
         same_bits(k_cache, k_after, "k_cache")
     m = (5.0 if case.alibi else 3.0) if dtype != torch.float32 else 2.0
     if case.rotary and dtype == torch.float32:
-        m = 4.0  # q and k were each rounded after the rotation, one way or the other
+        m = 4.0  # q and k were rounded after the rotation, possibly in different directions
     check("out", out, ref, plain, m=m, scale=max(largest(ref), size_of_values(v_after)))
     check_lse(lse, ref_lse, plain_lse, torch.float16 if case.rotary else dtype)
 
@@ -217,7 +217,7 @@ def test_num_splits(case, num_splits, isa):
 
 
 def test_returns_and_layouts(isa):
-    """A tensor, or (out, lse); q, k, v are copied when their last dimension is not contiguous, caches never."""
+    """A tensor, or (out, lse). q, k, v are copied if their last dimension is not contiguous, but caches never."""
     torch.manual_seed(0)
     k_cache, v_cache = torch.randn(2, 30, 2, 16), torch.randn(2, 30, 2, 16)
     q = torch.randn(2, 3, 4, 32)[..., ::2]
@@ -227,7 +227,7 @@ def test_returns_and_layouts(isa):
     torch.testing.assert_close(got, want)
     _, lse = flash_attn_with_kvcache(q, k_cache, v_cache, return_softmax_lse=True)
     assert lse.shape == (2, 4, 3) and lse.dtype == torch.float32
-    # caches as views: heads before rows, and one of two tensors packed in a buffer
+    # Caches as views: heads before rows, and one of two tensors packed in a buffer.
     for view in (
         torch.full((2, 2, 30, 16), NAN).transpose(1, 2),
         torch.full((2, 30, 2, 2, 20), NAN)[:, :, 1, :, 1:17],
@@ -270,7 +270,7 @@ def test_long_decode(isa):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 0)}, {"alibi_slopes": torch.zeros(0)}])
 @pytest.mark.parametrize("len_q", [2, 40])
 def test_no_query_heads(len_q, options, isa):
-    """Nothing is computed, but keys are appended, and their gradients are 0."""
+    """Nothing is computed, but keys are appended, and gradients are 0."""
     q, k = torch.randn(2, len_q, 0, 32, requires_grad=True), torch.randn(2, 90, 2, 32, requires_grad=True)
     out = flash_attn_func(q, k, k, **options)
     dq, dk, dv = torch.empty_like(q), torch.full_like(k, 7), torch.full_like(k, 7)

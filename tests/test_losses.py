@@ -37,7 +37,7 @@ def problem(n=9, classes=37, dtype=torch.float32):
 @pytest.mark.parametrize("smoothing", [0.0, 0.9])
 @pytest.mark.parametrize("chunk", [1, 80, 1 << 22])
 def test_formula(chunk, smoothing, scale, z_scale, inplace, dtype, monkeypatch):
-    """In chunks of one row, of two rows and one left over, and all at once."""
+    """Chunks of one row, of two rows with one row left, and of all rows."""
     monkeypatch.setattr(implementation, "CHUNK_ELEMENTS", chunk)
     values, labels = problem(dtype=dtype)
     reference = values.double().requires_grad_()
@@ -85,7 +85,8 @@ def test_module_z_loss():
 
 
 def test_precomputed_lse():
-    """Used with scale 1 and no smoothing, a wrong one shows; with either of them it is not."""
+    """A given lse is used with scale 1 and no smoothing. Then a wrong lse shows. With scale or smoothing it is
+    ignored."""
     x, labels = problem()
     lse = x.logsumexp(-1)
     right = cross_entropy_loss(x, labels)[0]
@@ -125,7 +126,7 @@ def test_refusals():
 
 
 def split_vocabulary(rank, group):
-    """On each rank: losses equal those of the whole vocabulary, gradients its columns."""
+    """On each rank losses equal the losses of the whole vocabulary, and gradients equal its columns."""
     torch.manual_seed(0)
     for smoothing, scale, z_scale in ((0.0, 1.0, 0.0), (0.2, 0.7, 0.01)):
         values, labels = problem(n=11, classes=24)

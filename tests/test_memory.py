@@ -1,4 +1,4 @@
-"""Memory linear in the lengths, no leak, the same bits from any number of threads and from any Python thread."""
+"""Memory is linear in the lengths and does not leak. Any number of threads and any Python thread give the same bits."""
 
 import resource
 import subprocess
@@ -58,7 +58,7 @@ print("grown by", peak() - before)
     ],
 )
 def test_length_8192_stores_no_scores(dtype, packed, options):
-    """One head, forward and backward: tensors of 0.5 to 2 MiB each; the scores would be 128 MiB in 16 bit."""
+    """One head, forward and backward, with tensors of 0.5 to 2 MiB each. The scores would be 128 MiB in 16 bit."""
     text = repr((dtype, packed, options)).replace("tensor(", "torch.tensor(")
     done = subprocess.run(
         [sys.executable, "-c", PEAK, text], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
@@ -188,7 +188,7 @@ def test_python_threads_do_not_meet():
 
 
 def test_python_threads_get_their_own_errors():
-    """A message belongs to the call that was refused, also when others fail at the same time."""
+    """A message belongs to the refused call, also when other calls fail at the same time."""
 
     def work(h):
         with pytest.raises(RuntimeError) as caught:
@@ -209,7 +209,7 @@ def test_inputs_are_not_written(isa):
 
 
 def test_denormals_of_the_caller_survive(isa):
-    """Kernels flush denormal numbers to zero in their workers, and put the processor back as it was."""
+    """Kernels flush denormal numbers to zero in their workers, and restore the mode of the processor."""
     ours(Case(33, 49), True)
     tiny = torch.full((64,), 1e-39)
     assert (tiny * 1.0 != 0).all() and (tiny.double().float() * 2 != 0).all()

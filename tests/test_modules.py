@@ -1,4 +1,4 @@
-"""Transformer modules: attention against the definition, parallel forms against whole ones on two processes."""
+"""Transformer modules: attention against the definition, and parallel forms against whole forms on two processes."""
 
 from functools import partial
 
@@ -126,7 +126,7 @@ def test_alibi_window_and_dropout():
     assert not attention.state_dict()
     assert not torch.allclose(attention(qkv), attention(qkv))
     close(attention.eval()(qkv), expected)
-    half = attention.half()(qkv.half())  # which casts the slopes too, while the kernels want fp32
+    half = attention.half()(qkv.half())  # half() also casts the slopes, but the kernels need fp32
     torch.testing.assert_close(half.float(), expected, rtol=1e-2, atol=1e-2)
     attention.float()
     cross = FlashCrossAttention(False, None, 0.0, slopes, (2, 2))
@@ -197,7 +197,7 @@ def test_mha_cross(flash):
 
 
 def test_mha_convolution():
-    """Causal: a token changes itself and the two after it."""
+    """With a causal convolution a token changes only itself and the next two tokens."""
     mha = MHA(32, 2, dwconv=True, causal=True)
     x = torch.randn(1, 6, 32)
     out = mha(x)
@@ -225,7 +225,7 @@ def test_mha_convolution():
 )
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_mha_generates_what_it_computes_at_once(heads_kv, options, flash):
-    """A prompt of 3 tokens, then one at a time, then two: the same as all 7 at once."""
+    """A prompt of 3 tokens, then single tokens, then two tokens give the same as all 7 at once."""
     if not flash and ("window_size" in options or "use_alibi" in options):
         with pytest.raises(AssertionError, match="needs use_flash_attn"):
             MHA(64, 4, **options)
@@ -261,7 +261,7 @@ def test_mha_generates_with_lengths_of_its_own():
 @pytest.mark.parametrize("rotary_dim", [0, 16])
 @pytest.mark.parametrize("flash", BOTH)
 def test_mha_generates_for_some_rows_of_the_batch(flash, rotary_dim):
-    """Rows 1 and 2 of caches of four: a prompt of 3 tokens, then one, then one with lengths that are given."""
+    """Rows 1 and 2 of caches of four: a prompt of 3 tokens, then one token, then one token with given lengths."""
     mha = MHA(64, 4, causal=True, layer_idx=0, rotary_emb_dim=rotary_dim, use_flash_attn=flash)
     x = torch.randn(2, 5, 64)
     with torch.no_grad():
@@ -460,7 +460,7 @@ def parameters_of_ranks(rank, group):
 
 
 def gradients_of_every_dtype(rank, group):
-    """One message each: what is summed in another dtype is rounded otherwise, or cut."""
+    """One message for each dtype. A sum in another dtype would be rounded differently or lose digits."""
     messages, all_reduce_once = [], dist.all_reduce
     model = nn.ParameterDict({
         name: nn.Parameter(torch.zeros(size, dtype=dtype))
@@ -481,7 +481,8 @@ def gradients_of_every_dtype(rank, group):
 
 
 def split_layers(rank, group):
-    """Column then row parallel, with tokens split or not: outputs and gradients of the whole layers."""
+    """A column parallel layer and a row parallel layer, with tokens split or not, give outputs and gradients of the
+    whole layers."""
     torch.manual_seed(0)
     fc1, fc2, x = nn.Linear(6, 8), nn.Linear(8, 5), torch.randn(4, 6, requires_grad=True)
     gated = nn.Linear(6, 16)

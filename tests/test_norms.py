@@ -1,4 +1,4 @@
-"""Norms with what is fused to them, against the formula in float64."""
+"""Norms with fused operations, against the formula in float64."""
 
 import inspect
 
@@ -197,7 +197,7 @@ def test_dropout_add_norm(is_rms):
 
 @pytest.mark.parametrize("is_rms", BOTH)
 def test_subset(is_rms):
-    """Row 1 of the residual has no x0, rows 0 and 4 are not wanted."""
+    """Row 1 of the residual has no x0, and rows 0 and 4 are not needed."""
     subset = names(is_rms)[1]
     x0, residual, weight, bias = torch.randn(4, N), torch.randn(5, N), torch.randn(N), torch.randn(N)
     x0_subset = torch.tensor([1, 0, 2, 3, 4], dtype=torch.int32)

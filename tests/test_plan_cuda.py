@@ -1,4 +1,4 @@
-"""The choice of a CUDA kernel, without a GPU: a C program links csrc/plan and prints what it chooses."""
+"""The choice of a CUDA kernel, without a GPU. A C program links csrc/plan and prints the choice."""
 
 import re
 import shutil
@@ -174,13 +174,14 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
     [
         ({}, 32),  # 32 tiles in all, of 16 steps with each of two query heads
         ({"sms": 64}, 32),
-        ({"sms": 63}, 0),  # two rounds of pieces are not worth it
+        ({"sms": 63}, 0),  # two rounds of pieces do not pay
         ({"sms": 32}, 0),
         ({"sms": 31}, 1),  # one tile is left for a second round
         ({"sms": 27}, 5),
-        ({"sms": 20}, 0),  # 12 are too many
-        ({"len_q": 64}, 0),  # two steps are not worth a cut
-        # along the query heads: into pieces of two or more, of 1024 rows in all, 1536 or 6144 where tiles are many
+        ({"sms": 20}, 0),  # 12 tiles are too many
+        ({"len_q": 64}, 0),  # two steps do not pay for a cut
+        # Cuts along the query heads, into two or more pieces with 1024 rows in total, or 1536 or 6144 if there are many
+        # tiles.
         ({"right": 0}, 0),
         ({"packed": 1}, 0),
         ({"right": 0, "h": 8}, 32),
@@ -194,14 +195,14 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
         ({"left": 300, "right": 2**62, "h": 8}, 32),
         ({"right": 0, "h": 6}, 0),
         ({"right": 0, "h": 12, "len_q": 2048}, 32),
-        ({"packed": 1, "h": 8}, 36),  # no more than these
+        ({"packed": 1, "h": 8}, 36),  # the limit for packed sequences
         ({"right": 0, "h": 8, "d": 256}, 0),
         ({"d": 256}, 0),
     ],
     ids=str,
 )
 def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
-    """They add up dK and dV of 128 keys in the workspace, and 8 warps count their pieces."""
+    """Pieces add up dK and dV of 128 keys in the workspace, and 8 warps count the pieces."""
     cut_bytes, bytes_ = (int(plan(**{"pass": 1} | {"sms": sms} | numbers | extra).splitlines()[0].split()[3])
                          for sms, extra in ((132, {}), (0, {"sms": 0})))  # fmt: skip
     assert cut_bytes - bytes_ == cut * (2 * 128 * (96 if numbers.get("d") == 96 else 128) + 8) * 4
@@ -210,9 +211,9 @@ def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
 @pytest.mark.parametrize(
     ("numbers", "any_order", "converts", "heads"),
     [
-        ({"d": 64, "b": 33}, 0, 0, 32),  # without a mask in order, where CTAs have 8 tiles or more
+        ({"d": 64, "b": 33}, 0, 0, 32),  # no mask: in order, if CTAs have 8 tiles or more
         ({"d": 64, "b": 32}, 1, 0, 32),
-        ({"d": 64, "b": 1, "h": 32, "len": 16384}, 0, 0, 4),  # as many as the L2 has room for
+        ({"d": 64, "b": 1, "h": 32, "len": 16384}, 0, 0, 4),  # as many heads as the L2 can hold
         ({"b": 4, "h": 16, "len": 4096}, 0, 0, 8),
         ({"b": 1, "h": 16, "len": 16384}, 1, 0, 1),
         ({"b": 1, "h": 16, "len": 16384, "ordered": 1}, 0, 0, 2),
@@ -220,14 +221,14 @@ def test_key_tiles_are_cut_where_there_are_too_few(plan, numbers, cut):
         ({"d": 64, "b": 4, "h": 32, "len": 4096, "right": 0}, 1, 1, 8),
         ({"d": 64, "b": 4, "h": 32, "len": 4096, "right": 0, "ordered": 1}, 0, 0, 32),
         ({"d": 64, "b": 4, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 0, 0, 8),  # grouped heads: in order
-        ({"d": 64, "b": 1, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 1, 1, 8),  # but for few tiles
+        ({"d": 64, "b": 1, "h": 32, "h_kv": 8, "len": 4096, "right": 0}, 1, 1, 8),  # few tiles: in any order
         ({"d": 64, "b": 4, "h": 32, "h_kv": 8, "len": 4096, "left": 99, "right": 0}, 1, 0, 2),
-        ({"d": 96, "b": 4, "h": 20, "h_kv": 5, "len": 4096, "right": 0}, 1, 0, 10),  # not 8, 8 and 4
+        ({"d": 96, "b": 4, "h": 20, "h_kv": 5, "len": 4096, "right": 0}, 1, 0, 10),  # two groups of 10, not 8, 8 and 4
         ({"d": 96, "b": 1, "h": 20, "h_kv": 5, "len": 16384, "right": 0}, 1, 0, 3),
         ({"b": 8, "h": 32, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 4),  # a tile for every CTA, within 32 MB
         ({"b": 8, "h": 16, "h_kv": 8, "len": 2048, "right": 0}, 1, 0, 8),
         ({"d": 256, "b": 8, "h": 8, "h_kv": 2, "len": 2048, "right": 0}, 1, 0, 2),
-        ({"d": 64, "b": 33, "packed": 1}, 0, 0, 4),  # tiles of all sequences count
+        ({"d": 64, "b": 33, "packed": 1}, 0, 0, 4),  # tiles of all sequences are counted
         ({"d": 64, "b": 32, "packed": 1}, 1, 0, 4),
         ({"b": 0, "right": 0}, 0, 0, 0),
     ],
@@ -289,7 +290,7 @@ def test_few_queries_and_caches(plan, numbers, kernel):
     ("numbers", "kernel"),
     [
         ({"len_q": 1, "len_kv": 1, "b": 1, "stride": 4}, "fwd_sm90"),
-        ({"len_q": 1, "len_kv": 1, "stride": 4}, "fwd_any"),  # rows of two sequences
+        ({"len_q": 1, "len_kv": 1, "stride": 4}, "fwd_any"),  # the stride between the rows of two sequences
         ({"h": 1, "h_kv": 1, "stride_h": 4}, "fwd_sm90"),
         ({"stride_h": 4}, "fwd_any"),
         ({"b": 1, "stride_b": 4}, "fwd_sm90"),
@@ -353,7 +354,7 @@ def test_launches_of_a_decode(plan, numbers, launches):
 
 @pytest.mark.parametrize("name", ["k_batch", "v_batch"])
 def test_decoding_counts_either_cache_with_32_bits(plan, name):
-    last_key = 1023 * 4 * 128 + 128  # of the second head; pieces of 8 elements
+    last_key = 1023 * 4 * 128 + 128  # offset of the last key of the second head; pieces have 8 elements
     for stride, fits in ((2**35 - 16 - last_key, True), (2**35 - 8 - last_key, False), (-8, False)):
         first, *ruled_out = plan(**{"len_q": 1, name: stride}).splitlines()
         assert first.startswith("attn_decode_sm90_" if fits else "attn_fwd_sm90_")
@@ -370,11 +371,11 @@ def test_decoding_counts_either_cache_with_32_bits(plan, name):
         ({"b": 17}, 2),
         ({"b": 32}, 2),
         ({"b": 33, "h_kv": 1}, 0),
-        ({"len_kv": 2049}, 8),  # long: a head wants four clusters
+        ({"len_kv": 2049}, 8),  # long: a head needs four clusters
         ({"len_kv": 2049, "b": 3}, 4),
         ({"len_kv": 2049, "b": 8}, 2),
         ({"len_kv": 2049, "b": 9}, 0),
-        ({"len_kv": 2049, "b": 1, "h_kv": 16, "h": 16}, 8),  # but of one sequence all are alike
+        ({"len_kv": 2049, "b": 1, "h_kv": 16, "h": 16}, 8),  # in one sequence all heads are alike
         ({"len_kv": 2049, "b": 1, "h_kv": 66, "h": 66}, 2),
         ({"len_kv": 2049, "b": 1, "h_kv": 67, "h": 67}, 0),
         ({"len_kv": 32768, "b": 1, "h_kv": 8, "h": 32}, 8),
@@ -382,7 +383,7 @@ def test_decoding_counts_either_cache_with_32_bits(plan, name):
         ({"len_kv": 32769, "b": 1, "h_kv": 132, "h": 132}, 2),
         ({"len_kv": 32769, "b": 1, "h_kv": 133, "h": 133}, 0),
         ({"len_kv": 65536, "b": 8, "h": 2, "h_kv": 1}, 0),
-        ({"len_kv": 1 << 20, "b": 1}, 8),  # of few heads
+        ({"len_kv": 1 << 20, "b": 1}, 8),  # few heads
         ({"h": 32}, 8),
         ({"h": 34}, 0),  # 17 rows
         ({"splits": 2}, 0),
@@ -441,7 +442,7 @@ def test_queries_without_heads_go_to_the_generic_kernels(plan, more):
 
 @pytest.mark.parametrize("backward", (0, 1))
 def test_kernels_are_named_in_full(plan, backward):
-    """As the list of all kernels names them, which the tests of the list compare with tiles.def."""
+    """Names are the names in the list of all kernels. Other tests compare that list with tiles.def."""
     names = {name for name, *_ in flash_attn_2_cuda.cuda_kernels()}
     options = [{}, {"right": 0}, {"left": 5}], [{}, {"packed": 1}], [{}, {"softcap": 1}], [{}, {"dropout": 0.1}]
     found = set()
@@ -459,11 +460,11 @@ def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
 @pytest.mark.parametrize(
     ("numbers", "apart"),
     [
-        ({"new": 9}, 1024),  # more than the kernel appends itself
+        ({"new": 9}, 1024),  # more new keys than the kernel appends itself
         ({"new": 9, "len_q": 40}, 40 * 1024),
         ({"new": 9, "len_q": 1, "h": 34, "b": 1}, 34 * 128),
         ({"new": 8}, 0),
-        ({"new": 8, "len_q": 40}, 40 * 1024),  # more rows than one tile has
+        ({"new": 8, "len_q": 40}, 40 * 1024),  # more rows than a tile has
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Compiling GPU kernels ahead, on a machine that needs no GPU for it."""
+"""Compiling GPU kernels in advance, on a machine without a GPU."""
 
 import os
 import re
@@ -11,7 +11,8 @@ import pytest
 import flash_attn
 
 NAME = re.compile(
-    r"attn_(fwd|bwd|bwd_wide)_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
+    r"attn_(fwd|bwd|bwd_wide)_sm90_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+"
+    r"(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
 )
 DTYPES = ("bf16", "fp16")
 HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+(_varlen)?")

@@ -52,7 +52,7 @@ def test_fwd():
 
 
 def test_integers_and_floats_mix_as_in_pybind():
-    """An int is a float to pybind."""
+    """pybind accepts an int as a float."""
     q, k, v, _ = tensors()
     want = fwd(q, k, v, scale=1.0)[0]
     assert torch.equal(fwd(q, k, v, p=0, scale=1, softcap=0)[0], want)

@@ -1,5 +1,5 @@
-"""The reference kernels, the specification of all others, held against float64 PyTorch; and the oracle against
-PyTorch's own attention, so that the chain hangs on something that is not ours."""
+"""The reference kernels are the specification of all others, and are compared with float64 PyTorch. The oracle is
+compared with PyTorch's own attention, so that the comparison ends at code that is not ours."""
 
 import math
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("reference_isa")
 
 @pytest.mark.parametrize("len_q, len_kv, causal", [(5, 9, False), (9, 5, False), (7, 7, True), (1, 6, True)])
 def test_oracle_equals_sdpa(len_q, len_kv, causal):
-    """SDPA's own causal mask is aligned to the top left: hand it ours."""
+    """SDPA's own causal mask is aligned to the top left, so SDPA gets our mask."""
     q, k, v = (torch.randn(n, 4, 8, dtype=torch.float64) for n in (len_q, len_kv, len_kv))
     mask = torch.ones(len_q, len_kv, dtype=torch.bool).tril(len_kv - len_q) if causal else None
     want = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), attn_mask=mask, scale=0.7)

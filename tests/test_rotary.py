@@ -1,4 +1,4 @@
-"""Rotary embedding: a rotation written with complex numbers in float64 is the reference."""
+"""Rotary embedding. The reference is a rotation written with complex numbers in float64."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def tables(rows, rotary_dim, dtype=torch.float32):
-    """cos and sin as RotaryEmbedding makes them, and the angles they came from."""
+    """cos and sin as RotaryEmbedding makes them, and their angles."""
     angles = torch.arange(rows)[:, None] * 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.double) / rotary_dim)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -38,10 +38,10 @@ def reference(x, cos, sin, positions, interleaved, conjugate=False):
 
 
 def close(x, expected):
-    """One rounding of an fp32 result: half a unit in the last place, and fp32's own noise."""
+    """One rounding of an fp32 result: half a unit in the last place, and the rounding error of fp32."""
     bound = expected.abs() * torch.finfo(x.dtype).eps / 2 * 1.01 + 4 * torch.finfo(torch.float32).eps
     if x.dtype == torch.float16:
-        bound += 2.0**-25  # halves of subnormal steps
+        bound += 2.0**-25  # half a subnormal step
     difference = (x.double() - expected).abs()
     assert (difference <= bound).all(), f"{(difference - bound).max()} beyond rounding in {x.dtype}"
 
@@ -69,7 +69,7 @@ def test_dense(offset, rotary_dim, interleaved, inplace, dtype):
 @pytest.mark.parametrize("inplace", BOTH)
 @pytest.mark.parametrize("interleaved", BOTH)
 def test_packed(interleaved, inplace, offset_dtype):
-    """Sequences of 3, 0 and 5 tokens; the last two tokens belong to none and stay."""
+    """Sequences of 3, 0 and 5 tokens. The last two tokens belong to no sequence and do not change."""
     x = torch.randn(10, 2, 20)
     cos, sin = tables(12, 16)
     cu_seqlens = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
@@ -90,7 +90,7 @@ def test_positions_past_the_table_do_not_turn():
 
 
 def test_layouts():
-    """Views with gaps, a head slice and a transposed batch; in place writes nothing else."""
+    """Views with gaps, a head slice and a transposed batch. The in-place form writes nothing else."""
     cos, sin = tables(8, 8)
     memory = torch.randn(5, 2, 3, 12)  # [s, b, h, d]
     before = memory.clone()
@@ -127,7 +127,8 @@ def test_definition_and_gradients(interleaved):
 
 @pytest.mark.parametrize("leaf", BOTH)
 def test_in_place_gradients(leaf):
-    """Also on a leaf that requires grad; the gradient that came in is another tensor's too and stays whole."""
+    """Also on a leaf that requires grad. The incoming gradient may belong to another tensor, too, and does not
+    change."""
     cos, sin = tables(4, 8)
     w = torch.randn(2, 4, 1, 8, requires_grad=True)
     values = torch.randn(2, 4, 1, 8)
@@ -164,7 +165,7 @@ def test_qkv(leaf, form, interleaved, own_k):
         )
         return torch.cat([reference(q, cos, sin, positions, interleaved, conjugate), k, v], dim=2)
 
-    if own_k:  # the reference treats positions off the table as no turn; all are on it here
+    if own_k:  # the reference does not rotate positions off the table; here all are on the table
         assert positions.max() < 10
     close(out.detach(), shape(turned(values, False)))
     dout = torch.randn_like(values)
@@ -188,7 +189,7 @@ def test_kv():
 @pytest.mark.parametrize("interleaved", BOTH)
 @pytest.mark.parametrize("scale_base", [None, 512.0])
 def test_module(scale_base, interleaved):
-    """Scores of rotated q and k depend on the distance only, XPos scales them by the distance."""
+    """Scores of rotated q and k depend on the distance only, and XPos scales the scores by the distance."""
     rotary = RotaryEmbedding(16, interleaved=interleaved, scale_base=scale_base)
     vector_q, vector_k = torch.randn(1, 1, 1, 1, 16), torch.randn(1, 1, 1, 1, 16)
     qkv = torch.cat([vector_q, vector_k, torch.zeros_like(vector_q)], dim=2).repeat(1, 12, 1, 1, 1)
@@ -215,7 +216,8 @@ def test_module_formula_of_xpos():
 
 
 def test_module_cache():
-    """Tables grow, follow the dtype, are exact in half precision, and a decoded token equals the whole sequence."""
+    """Tables grow, follow the dtype, and are exact in half precision. A decoded token equals that of the whole
+    sequence."""
     rotary = RotaryEmbedding(16)
     qkv = torch.randn(2, 9, 3, 2, 16)
     whole = rotary(qkv.clone())
@@ -287,7 +289,7 @@ def test_rotary_kernel_refuses():
 
 
 def test_in_place_on_views_of_one_projection():
-    """q and k rotated one after the other where they lie, made by unbind or by slices; gradients reach the base."""
+    """q and k are rotated in place, one after the other, as views from unbind or slices. Gradients reach the base."""
     cos, sin = tables(5, 8)
     dout = torch.randn(2, 5, 3, 8)
     for views in (lambda t: t.unbind(2), lambda t: (t[:, :, 0], t[:, :, 1], t[:, :, 2])):

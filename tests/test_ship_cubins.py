@@ -1,4 +1,5 @@
-"""Compiled GPU kernels inside a wheel: chosen by the environment, found by name and key, never needed."""
+"""Compiled GPU kernels inside a wheel. The environment chooses them, they are found by name and key, and none is
+required."""
 
 import hashlib
 import json
@@ -46,7 +47,7 @@ print(json.dumps(manifest))
 
 @pytest.fixture
 def built(tmp_path):
-    """A folder like a build's: the extension, and the kernels' texts beside it."""
+    """A folder like that of a build: the extension, and the kernels' texts beside it."""
     shutil.copy(EXTENSION, tmp_path)
     shutil.copytree(ROOT / "csrc" / "cuda", tmp_path / "flash_attn" / "cuda")
     return tmp_path
@@ -109,7 +110,7 @@ def test_what_is_shipped_is_found(built):
     for entry in manifest:
         content = (folder / f"{entry['name']}-{entry['key']}.cubin").read_bytes()
         assert len(content) == entry["bytes"] and hashlib.sha256(content).hexdigest() == entry["sha256"]
-    # The runtime takes them instead of compiling; not after the source has changed.
+    # The runtime takes shipped kernels instead of compiling, but not after the source has changed.
     program = """
 import importlib.util, sys
 module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("flash_attn_2_cuda", sys.argv[1]))

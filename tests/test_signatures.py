@@ -1,4 +1,4 @@
-"""Names, order and defaults of the arguments around attention: clients call by position and inspect signatures."""
+"""Names, order and defaults of the arguments around attention. Clients call by position and inspect signatures."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Memory layouts: what a view looks like changes no bit of the result, results are laid out as promised."""
+"""Memory layouts. The layout of a view changes no bit of the result, and results have the documented layout."""
 
 import mmap
 
@@ -46,7 +46,7 @@ def test_last_dimension_is_copied_when_it_must_be(isa):
 
 
 def test_out_is_laid_out_like_q():
-    """empty_like(q): strides of a dense permuted q are kept, those of a slice are not."""
+    """empty_like(q) keeps the strides of a dense permuted q, but not the strides of a slice."""
     k = torch.randn(2, 7, 3, 16)
     for q in (
         torch.randn(2, 5, 3, 16),

@@ -1,4 +1,4 @@
-"""A small GPT learns real text with our attention as it does with PyTorch's own arithmetic."""
+"""A small GPT learns real text with our attention as well as with PyTorch's own arithmetic."""
 
 import functools
 

@@ -1,7 +1,8 @@
-"""transformers with this package as its flash attention: tiny models with random weights against eager attention.
+"""transformers with this package as its flash attention. Tiny models with random weights are compared with eager
+attention.
 
-transformers asks two questions: is the package there, and is there a GPU. The first is answered by what is installed
-here; the second, and nothing else, is answered by the fixture.
+transformers asks whether the package is there, and whether there is a GPU. The installed package answers the first
+question. The fixture answers the second question and changes nothing else.
 """
 
 import importlib
@@ -64,7 +65,7 @@ def tokens(lengths=LENGTHS):
 
 
 def counted(monkeypatch, name):
-    """How often transformers calls one of our functions."""
+    """The number of times that transformers calls one of our functions."""
     calls = []
     function = getattr(flash_utils, name)
     monkeypatch.setattr(flash_utils, name, lambda *args, **kwargs: calls.append(kwargs) or function(*args, **kwargs))
@@ -72,7 +73,8 @@ def counted(monkeypatch, name):
 
 
 def close(flash, eager, exact=None):
-    """fp32: a few roundings. Otherwise at most twice as far from fp32 as eager attention is in that dtype."""
+    """fp32: a few roundings. Otherwise our distance from fp32 is at most twice that of eager attention in the same
+    dtype."""
     if exact is None:
         torch.testing.assert_close(flash, eager, rtol=1e-4, atol=1e-5)
     else:
@@ -80,7 +82,7 @@ def close(flash, eager, exact=None):
         assert ours <= 2 * theirs, f"{ours} from fp32, eager is {theirs}"
 
 
-# ---- what clients look for -----------------------------------------------------------------------------------------
+# ---- names that clients look for -----------------------------------------------------------------------------------
 
 
 def test_distribution():
@@ -172,7 +174,7 @@ def test_llama_without_padding(any_device, monkeypatch):
 
 
 def test_llama_packed(any_device, monkeypatch):
-    """Three sequences in one row, told apart by their position ids: each as if it were alone."""
+    """Three sequences in one row, which position ids separate. Each gives the same as alone."""
     eager, flash = llama()
     ids, mask = tokens()
     packed = ids[mask.bool()][None]
@@ -224,7 +226,7 @@ def test_bert(any_device, monkeypatch, dtype):
 
 
 def test_modern_bert_slides_its_window(any_device, monkeypatch):
-    """Every other layer sees 4 tokens to each side."""
+    """Every second layer sees 4 tokens to each side."""
     config = ModernBertConfig(
         **SMALL, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2, bos_token_id=1,
         eos_token_id=2,

@@ -92,7 +92,7 @@ def test_sample():
     assert set(sample(logits, top_k=0, top_p=0.7).tolist()) == {0, 3}
     share = sample(logits, top_k=0, temperature=0.1).bincount(minlength=4) / 4000
     assert share[0] > 0.98
-    assert logits[0, 1] == torch.tensor(0.05).log()  # the caller's logits stay
+    assert logits[0, 1] == torch.tensor(0.05).log()  # the caller's logits do not change
 
 
 def test_inference_params():

@@ -1,4 +1,4 @@
-"""Packed sequences: forward and backward, used and skipped keys, pages of any size, rows that belong to nobody."""
+"""Packed sequences: forward and backward, used and skipped keys, pages of any size, rows of no sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_max_seqlen_may_be_larger(isa):
 
 
 def test_packed_equals_dense_of_each(isa):
-    """A sequence gives the same bits alone, and beside neighbours of other lengths."""
+    """A sequence gives the same bits alone and beside other sequences of other lengths."""
     case = Case((17, 128, 1, 65), (64, 129, 33, 65), h=4, h_kv=2, causal=True)
     together = ours(case, False)
     p = problem(case)
@@ -68,7 +68,7 @@ def test_packed_forms_are_the_same_function():
 
 
 def test_rows_outside_every_sequence(isa):
-    """Rows past cu_seqlens[-1] keep what they held; zero_tensors makes them 0, and their lse -inf."""
+    """Rows past cu_seqlens[-1] keep their old values. zero_tensors makes them 0, and their lse -inf."""
     torch.manual_seed(0)
     cu_q, cu_k = offsets((5, 0, 9)), offsets((7, 3, 0))
     q, k, v, dout = (torch.randn(n, 2, 16) for n in (20, 15, 15, 20))
@@ -94,7 +94,7 @@ def test_rows_outside_every_sequence(isa):
 
 
 def test_gradients_outside_every_sequence_are_zero(isa, monkeypatch):
-    """They go on to the weights before the attention: what the memory held must not."""
+    """These gradients go on to the weights before the attention, so they must not be old values of the memory."""
     monkeypatch.setattr(interface, "empty_like", lambda x: torch.full_like(x, NAN))
     cu_q, cu_k = offsets((5, 0, 9)), offsets((7, 3, 0))
     qkv = torch.randn(20, 3, 2, 16, requires_grad=True)
@@ -110,7 +110,7 @@ def test_gradients_outside_every_sequence_are_zero(isa, monkeypatch):
 
 
 def paged(parts, page_size, dtype, seed=0, spare_columns=2):
-    """Sequences [len, h_kv, d] scattered over pages in random order. What no sequence owns is NaN; table entries that
+    """Sequences [len, h_kv, d] scattered over pages in random order. Memory of no sequence is NaN. Table entries that
     no sequence needs are -1."""
     gen = torch.Generator().manual_seed(seed)
     need = [-(-len(part) // page_size) for part in parts]
@@ -139,7 +139,7 @@ SEQUENCES = Case((33, 1, 0, 70), (70, 129, 5, 0), h=4, h_kv=2, d=40)
     ids=repr,
 )
 def test_pages(case, page_size, isa):
-    """The same as from packed keys, whatever the size of a page."""
+    """Results equal the results from packed keys, for every size of a page."""
     p = problem(case)
     want, want_lse, _ = ours(case, False).whole[:2] + (None,)
     parts = [[x[a:z] for a, z in zip(p.cu_k[:-1], p.cu_k[1:])] for x in (p.k, p.v)]
@@ -175,7 +175,7 @@ class Parts:
 
 
 def run(case):
-    """Masks align to what is left of each sequence; the rest of it is NaN."""
+    """Masks align to the remaining keys of each sequence. All other keys are NaN."""
     gen = torch.Generator().manual_seed(0)
     dtype = DTYPES[case.dtype]
     q = torch.randn(sum(case.len_q), case.h, case.d, generator=gen).to(dtype)
@@ -215,7 +215,7 @@ def test_seqused_and_leftpad(dtype, page, isa):
 
 
 def test_num_splits_changes_nothing_much():
-    """0 and 1 are legal for packed keys; the result agrees to rounding."""
+    """0 and 1 are legal for packed keys, and the results agree to rounding."""
     case = Case((1, 3), (300, 129), h=4, h_kv=1)
     p = problem(case)
     args = (p.q, p.k, p.v, p.cu_q, p.cu_k, 3, 300, 0.0, 0.2, False)
@@ -224,7 +224,7 @@ def test_num_splits_changes_nothing_much():
         torch.testing.assert_close(_flash_attn_varlen_forward(*args, num_splits=num_splits)[0][:4], want)
 
 
-# Upstream's grid: lengths drawn in [s - 20, s], queries and keys apart.
+# Upstream's grid draws lengths in [s - 20, s], separately for queries and keys.
 def _ragged(len_q, len_kv, b, seed):
     gen = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-/* Attention on AMX: bf16 words as on AVX512-BF16, multiplied by the tile unit. */
+/* Attention on AMX. The operands are bf16 words as on AVX512-BF16, and the tile unit multiplies them. */
 #include "kernels.h"
 
 #if FA_AMX
@@ -10,7 +10,7 @@
 #include "attn_decode.h"
 #include "attn_fwd.h"
 
-/* The backward wants many lanes: they are the words k of dV and dK. */
+/* The backward has more lanes in a tile, because the lanes are the words k that the products dV and dK sum over. */
 const fa_cpu_kernels fa_kernels_amx = {.fwd = attn_fwd,
                                        .bwd = attn_bwd,
                                        .decode = attn_decode,

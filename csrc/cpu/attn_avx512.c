@@ -1,4 +1,4 @@
-/* Attention on AVX-512: fp32, and fp16 and bf16 converted while packing. */
+/* Attention on AVX-512. The kernels compute in fp32 and convert fp16 and bf16 while they pack. */
 #include "kernels.h"
 
 #if FA_X86

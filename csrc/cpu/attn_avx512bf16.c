@@ -1,4 +1,4 @@
-/* Attention on AVX512-BF16: bf16 words, multiplied two at a time at twice the speed of fp32. */
+/* Attention on AVX512-BF16. A word holds two bf16, so products run at twice the speed of fp32. */
 #include "kernels.h"
 
 #if FA_X86

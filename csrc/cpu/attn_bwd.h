@@ -1,26 +1,25 @@
-/* Attention backward on vectors, P computed again from lse:
+/* Attention backward on vectors. P is computed again from lse:
  *
  *   P = exp(scale Q K^T + bias - lse)      delta = rowsum(dO * O)      dS = P * (dO V^T - delta)
  *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K
  *
  *   q, o, dout, dq [b, len_q, h, d]    k, v, dk, dv [b, len_kv, h_kv, d]    lse, softmax_d [b, h, len_q] float
  *
- * Queries live in lanes as in the forward (attn_fwd.h), and all five products are the one of product.h.
+ * Each lane holds one query, as in the forward (attn_fwd.h). product.h computes all five products.
  *
  *   softmax_d = delta, for every row
- *   a task is one range of keys, or all of them, of one (sequence, key/value head), with dK = dV = 0 [keys][d] in fp32:
- *     for each pass of a few tiles of rows and heads that see its keys:
+ *   a task is one range of keys, or all ranges, of one (sequence, key/value head), with dK = dV = 0 [keys][d] in fp32:
+ *     for each pass of a few tiles of rows and heads that see the task's keys:
  *       pack Q^T, dO^T [d][lanes] and Q, dO [lanes][d];  dQ^T [d][lanes] = 0, for each range
  *       for each block of keys: pack K, V [keys][d], K^T [d][keys]
  *         for each tile: S^T = K Q^T · dP^T = V dO^T · P, dS · dV += P^T dO · dK += dS^T Q · dQ^T += K^T dS^T
- *       all ranges: dQ = their sum, in order;  one of several: dQ^T stays in the slab of the range
+ *       task of all ranges: dQ = sum of the ranges' dQ, in order;  task of one range: dQ^T goes to the range's slab
  *     write dK, dV
- *   slabs: dQ = their sum, in the order of the ranges
+ *   slabs: dQ = sum of the slabs, in the order of the ranges
  *
- * dK and dV belong to one task and sum over all heads of the group. Ranges follow from the shapes, so the bits depend on no
- * thread. A row or key that no visible pair touches is packed as zeros, and NaN reaches what sees it alone
- * (nonfinite.h).
- * Specification: reference.c. Measurements: README.md. */
+ * dK and dV of a key belong to one task and sum over all heads of the group. Ranges follow from the shapes, so the bits
+ * do not depend on the threads. A row or key without a visible pair is packed as zeros. NaN reaches only the rows and
+ * keys that see it (nonfinite.h). Specification: reference.c. Measurements: README.md. */
 #ifndef FA_CPU_ATTN_BWD_H
 #define FA_CPU_ATTN_BWD_H
 
@@ -44,7 +43,7 @@ static float dot_rows(const char *x, const char *y, int64_t d, fa_dtype dtype) {
     return WITH_DTYPE(dtype, dot_rows_of, x, y, d);
 }
 
-/* Every worker takes its share of the rows of every head. */
+/* Computes delta. Every worker takes its share of the rows of every head. */
 static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
     const bwd_job *job = ctx;
     const fa_problem *p = job->p;
@@ -155,7 +154,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
         for (int i = 0; i < t.num_tiles && p->dq.data && l->shares == 1; i++) {
             float *dq_t = t.dq_t + i * l->tile_floats;
             bwd_add_range(&t, i);
-            if (t.tiles[i].dq_range < 0) memset(dq_t, 0, (size_t)l->tile_floats * sizeof(float)); /* it saw no key */
+            if (t.tiles[i].dq_range < 0) memset(dq_t, 0, (size_t)l->tile_floats * sizeof(float)); /* no visible key */
             bwd_write_queries(p, &t.s, &t.tiles[i], dq_t);
         }
     }
@@ -175,7 +174,8 @@ static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-/* dQ of one tile: the slabs of the ranges that it sees, in their order, summed into the first of them. */
+/* dQ of one tile. The slabs of the ranges that the tile sees are summed in their order, into the first of these
+ * slabs. */
 static void bwd_sum_tile(const bwd_job *job, const fa_sequence *s, int64_t head_kv, int64_t idx, const float *zeros) {
     const fa_bwd_layout *l = &job->layout;
     fa_bwd_tile tile;
@@ -202,13 +202,13 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_mode mode = vec_enter();
     for (int64_t w = begin; w < end; w++) {
         float *zeros = (float *)(job->scratch + (size_t)w * job->layout.scratch_bytes + job->layout.q_t);
-        int64_t turn = 0;
+        int64_t tile_count = 0;
         memset(zeros, 0, (size_t)job->layout.tile_floats * sizeof(float));
         for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
             fa_sequence s = fa_sequence_at(p, b_idx);
             int64_t num_tiles = fa_num_tiles(p, &s, job->layout.block_q);
             for (int64_t i = 0; i < p->h_kv * num_tiles; i++)
-                if (turn++ % job->threads == w) bwd_sum_tile(job, &s, i / num_tiles, i % num_tiles, zeros);
+                if (tile_count++ % job->threads == w) bwd_sum_tile(job, &s, i / num_tiles, i % num_tiles, zeros);
         }
     }
     vec_leave(mode);
@@ -236,7 +236,7 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                                                        p->dq.data && shares > 1 ? bwd_sum_slabs : NULL};
     for (int i = 0; i < 3 && steps[i]; i++) {
         if (plan->cpu.threads == 1)
-            steps[i](0, 1, &job); /* too little to wake anybody */
+            steps[i](0, 1, &job); /* the work is too small to wake other threads */
         else if (!pool->parallel_for(plan->cpu.threads, steps[i], &job))
             return false;
     }

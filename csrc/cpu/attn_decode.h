@@ -2,8 +2,9 @@
  *
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d] or pages    o like q    lse [b, h, len_q]        len_q g <= 16
  *
- * Every byte of K and V is used g len_q times and never again, so memory binds, and the order of reading is everything:
- * tokens in ascending order, all heads of a token together, which is one sequential stream in the layout of a cache.
+ * Every byte of K and V serves g len_q rows and is never needed again. So memory binds, and the order of reading
+ * decides the speed. The kernel reads tokens in ascending order, with all heads of a token together. In the layout of a
+ * cache this order is one sequential stream.
  *
  *   first pass, one task for each (sequence, split of its keys, range of heads):
  *       for each block of 64 keys:
@@ -11,11 +12,12 @@
  *           softmax       S is [keys][rows of all heads], a row in each lane, as in attn_fwd.h
  *           O += P V      a few tokens of one head at a time, accumulators in registers
  *   second pass, one task for each (sequence, head):
- *       O = sum of the splits' O, each times exp2(its maximum - the largest), in the order of the keys
+ *       O = sum of the splits' O, each times exp2(the split's maximum - the largest maximum), in the order of the keys
  *
- * All along the stream the rows that come next are prefetched in the order of memory, a fixed distance ahead, over the
- * borders between K and V, blocks and splits, a line for each line that the arithmetic loads: left to itself the
- * processor reads half as fast. Specification: reference.c. Splits and workspace: decode_plan.h. Measurements: README.md. */
+ * The kernel prefetches the stream a fixed distance ahead, in the order of memory and across the borders of K, V,
+ * blocks and splits. Each cache line that the arithmetic loads comes with one prefetched line. With the hardware
+ * prefetchers alone the processor reads half as fast. Specification: reference.c. Splits and workspace: decode_plan.h.
+ * Measurements: README.md. */
 #ifndef FA_CPU_ATTN_DECODE_H
 #define FA_CPU_ATTN_DECODE_H
 
@@ -65,7 +67,8 @@ static void rescale_output(const decode_task *t, const float alpha[DECODE_MAX_LA
     }
 }
 
-/* A key that only some rows see was a row of zeros so far: NaN times the others' p = 0 would be NaN. */
+/* Adds a key that only some rows see. The products took this key as a row of zeros, because NaN times P = 0 would be
+ * NaN in the rows that do not see the key. */
 static void add_value(decode_task *t, int64_t key) {
     for (int64_t head = 0; head < t->num_heads; head++) {
         const char *v[WORD_ELEMS];
@@ -82,7 +85,7 @@ static void add_value(decode_task *t, int64_t key) {
 
 /* ---- a task ---- */
 
-/* Vectors of Q, the rows of a head side by side. */
+/* Packs Q into vectors, with the rows of a head side by side. */
 INLINE void pack_queries(decode_task *t, const char *const *rows, fa_dtype DTYPE) {
     const int64_t step = LANES * WORD_ELEMS, head_words = t->rows * t->columns / WORD_ELEMS;
     for (int64_t lane = 0; lane < t->num_heads * t->rows; lane++) {
@@ -133,7 +136,8 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
         list_rows(t, &p->k, block, n, t->stream);
         list_rows(t, &p->v, block, n, t->stream + n);
         list_rows(t, &p->k, block + n, next, t->stream + 2 * n);
-        for (int64_t i = 2 * n + next; i <= 2 * n + t->ahead; i++) t->stream[i] = t->stream[i - 1]; /* nothing more */
+        /* Behind its last row the stream repeats that row. */
+        for (int64_t i = 2 * n + next; i <= 2 * n + t->ahead; i++) t->stream[i] = t->stream[i - 1];
         float alpha[DECODE_MAX_LANES];
         t->job->patches.scores(t);
         softmax_of_block(t, alpha);
@@ -163,11 +167,11 @@ static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
     const fa_problem *p = job->p;
     vec_mode mode = vec_enter();
     for (int64_t task = begin, b_idx = 0; task < end; task++) {
-        /* splits run fastest: a worker walks along its keys */
+        /* splits vary fastest, so a worker walks along its keys */
         const int64_t partial = task % job->num_partials, range = task / job->num_partials;
         if (job->first_partial[b_idx] > partial) b_idx = 0;
         while (job->first_partial[b_idx + 1] <= partial) b_idx++;
-        decode_task t; /* 38 KB, and nobody reads what open_task and run_split leave alone */
+        decode_task t; /* 38 KB; only what open_task and run_split write is read */
         t.job = job, t.p = p, t.s = fa_sequence_at(p, b_idx), t.rows = job->rows, t.columns = job->columns;
         t.head_kv = range * job->heads_per_task;
         t.num_heads = p->h_kv - t.head_kv < job->heads_per_task ? p->h_kv - t.head_kv : job->heads_per_task;
@@ -203,7 +207,7 @@ static void combine_row(const decode_job *job, const fa_sequence *s, int64_t hea
         for (int64_t c = 0; c < job->columns; c += LANES)
             vec_store(o + c, vec_fma(vec_load(x + row * job->columns + c), weight, vec_load(o + c)));
     }
-    const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite one has given 1 or more */
+    const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
     *fa_row_stat(&p->lse, s, i, head) = is_empty ? INFINITY : (float)(largest * LN_2 + log(sum));
     if (is_empty) memset(o, 0, sizeof o); /* 0 times inf has left NaN */
     unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(p->dtype), p->d, o,

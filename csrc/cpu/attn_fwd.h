@@ -2,19 +2,20 @@
  *
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d]    o like q    lse [b, h, len_q] float
  *
- * The one idea: queries live in lanes. Scores are kept as S^T, one row per key and one lane per query, so the softmax
- * needs no sum across a vector, and K and V enter the products as broadcast words.
+ * The one idea: each lane of a vector holds one query. The engine stores scores as S^T, with one row per key and one
+ * lane per query. So the softmax needs no sum across a vector, and K and V enter the products as broadcast words.
  *
- * A task is a few tiles of one (sequence, key/value head): rows and heads of the group that share its keys.
+ * A task is a few tiles of one (sequence, key/value head). The rows and heads of these tiles share the keys.
  *
  *   open each tile     Q^T [d][lanes] packed, O^T [d][lanes] = 0
  *   for each block of keys that some row sees:
  *       pack K [keys][d] and V^T [d][keys]                      once for all tiles
- *       for each tile that sees it: S^T = K Q^T · adjust and mask · max · P = exp2(S - max) · O^T = O^T alpha + V^T P
+ *       for each tile that sees the block:
+ *           S^T = K Q^T · adjust and mask · max · P = exp2(S - max) · O^T = O^T alpha + V^T P
  *   close each tile    O = O^T / row sum, lse
  *
- * A tile adds its keys in ascending blocks that start at multiples of block_kv: the bits of an output depend neither on
- * the thread count nor on the other tiles of the task. Specification: reference.c. Measurements: README.md. */
+ * A tile adds its keys in ascending blocks that start at multiples of block_kv. So the bits of an output depend neither
+ * on the thread count nor on the other tiles of the task. Specification: reference.c. Measurements: README.md. */
 #ifndef FA_CPU_ATTN_FWD_H
 #define FA_CPU_ATTN_FWD_H
 
@@ -25,19 +26,19 @@
 #include "nonfinite.h"
 #include "pack.h"
 
-/* Two of scores and two of P, half as large, where the tile unit works on one pair and the vectors on the other. */
+/* Where tile unit and vectors overlap, there are two buffers of S^T and two of P. A buffer of P is half as large. */
 #define SCORE_BUFFERS (PRODUCT_OVERLAPS ? 3 : 1)
 
 typedef struct {
     const fa_problem *p;
     fa_fwd_layout layout;
     fa_task_list *list;
-    char *scratch;        /* of worker 0 */
-    float scale, softcap; /* of the product, and of what softcap multiplies, in units of log2 */
-    bool drops;           /* dropout is on and can drop something */
+    char *scratch;        /* scratch of worker 0 */
+    float scale, softcap; /* scale of the product, and softcap in units of log2 */
+    bool drops;           /* dropout is on, and keep_max allows a drop */
 } fwd_job;
 
-/* One task at work: the layout's offsets as pointers, and the block of keys that is packed now. */
+/* The state of a task: the layout's offsets as pointers, and the packed block of keys. */
 typedef struct {
     const fwd_job *job;
     const fa_problem *p;
@@ -48,13 +49,13 @@ typedef struct {
     fa_fwd_tile *tiles;
     int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
     int64_t block;                      /* first key of the block */
-    const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
-    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
-    const char **pieces;                /* of soon */
+    const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
+    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
+    const char **pieces;                /* storage of soon */
     fetch_queue soon;
-    bool finite;              /* all of the block's V */
-    const fa_task *next_task; /* during the last block: who comes next */
-    int turn;                 /* which of the two buffers of scores is next */
+    bool finite;              /* all packed elements of V are finite */
+    const fa_task *next_task; /* during the last block: probably the next task of this worker */
+    int score_buffer;         /* index of the next buffer of scores, 0 or 1 */
     product_queue queue;
 } fwd_task;
 
@@ -68,7 +69,7 @@ static inline char *query_row(const fwd_task *t, const fa_view *view, const fa_f
 
 /* ---- open a tile ---- */
 
-/* Which row and head each lane is, and what it sees. */
+/* Sets the row and head of each lane, and the keys that the lane sees. */
 static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     const fa_problem *p = t->p;
     tile->valid_lanes = fa_place_lanes(p, &t->s, t->head_kv, t->job->layout.block_q, idx, tile->row, tile->head);
@@ -108,7 +109,7 @@ static void open_tile(const fwd_task *t, int i) {
 
 /* ---- pack a block of keys ---- */
 
-/* Rows of K, then of V, of keys [begin, end) of a block, which is key `block` of the sequence; NULL for its other keys. */
+/* Lists rows of K, then of V, for keys [begin, end) of the block that starts at key `block`. Other entries are NULL. */
 static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t end, const char **rows) {
     const fa_problem *p = t->p;
     const int64_t bytes = DTYPE_BYTES(p->dtype), block_kv = t->job->layout.block_kv;
@@ -126,7 +127,7 @@ static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t e
     }
 }
 
-/* Keys [begin, end) of the block. */
+/* Packs keys [begin, end) of the block. */
 static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
     const fa_problem *p = t->p;
     const fa_fwd_layout *l = &t->job->layout;
@@ -142,17 +143,17 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
 
 /* ---- a tile meets a block ---- */
 
-/* One tile on one block: what passes between the two products and the softmax. */
+/* One tile on one block: the values that the products and the softmax pass to each other. */
 typedef struct {
     int tile;
-    int64_t begin, end; /* keys of the block, begin a multiple of WORD_ELEMS */
+    int64_t begin, end; /* keys of the block; begin is a multiple of WORD_ELEMS */
     bool masked, adjusts;
     bool rescales;     /* some alpha is not 1 */
-    float *scores, *p; /* S^T, P; the same buffer where nothing overlaps */
+    float *scores, *p; /* S^T and P, in the same buffer unless products overlap the softmax */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
 
-/* The first tile from `tile` on that sees the block; false when none does. */
+/* Finds the first tile from `tile` on that sees the block. Returns false if no tile does. */
 static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     const int64_t last = t->block + t->job->layout.block_kv;
     for (; tile < t->num_tiles; tile++) {
@@ -169,8 +170,9 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     return false;
 }
 
-/* The rows that the next task reads first: short sequences are all beginning. All of them at once, before the arithmetic, do not
- * overlap with it. O too (its lines are read before they are written) is no faster. */
+/* Adds the rows that the next task reads first. These are nearly all rows of a short sequence. A burst of all these
+ * prefetches before the arithmetic did not overlap with the arithmetic. Prefetching the rows of O, too, was no faster,
+ * although a store reads its line first. */
 static void fetch_task(fwd_task *t, const fa_task *task) {
     const fa_problem *p = t->p;
     const fa_fwd_layout *l = &t->job->layout;
@@ -192,9 +194,9 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
     }
 }
 
-/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, the queries of the
- * tile that opens next, when this is the tile's last block the rows that it will write, and when it is the task's last
- * step what the next task begins with. */
+/* Fills the prefetch queue that the products of this step drain. The queue gets this tile's share of the next block of
+ * keys, and the queries of the tile that opens next. On the tile's last block the queue also gets the rows of O, and on
+ * the task's last step the first rows of the next task. */
 static void fetch_during(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[step->tile];
@@ -215,7 +217,8 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     }
     if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
     const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
-    t->soon.pieces = PRODUCT_FETCHES ? (t->soon.end - t->soon.piece) / patches + 1 : t->soon.end - t->soon.piece;
+    t->soon.pieces_per_patch =
+        PRODUCT_FETCHES ? (t->soon.end - t->soon.piece) / patches + 1 : t->soon.end - t->soon.piece;
     if (!PRODUCT_FETCHES) fetch_some(&t->soon);
 }
 
@@ -226,9 +229,10 @@ static void step_scores(fwd_task *t, fwd_step *step) {
     while (t->num_open <= step->tile) open_tile(t, t->num_open++);
     fetch_during(t, step);
     const int64_t lanes = tile->lanes, buffer_floats = (int64_t)l->block_kv * l->block_q;
-    step->scores = t->scores + (PRODUCT_OVERLAPS ? t->turn * buffer_floats : 0);
-    step->p = PRODUCT_OVERLAPS ? t->scores + 2 * buffer_floats + t->turn * buffer_floats / WORD_ELEMS : step->scores;
-    t->turn ^= 1;
+    step->scores = t->scores + (PRODUCT_OVERLAPS ? t->score_buffer * buffer_floats : 0);
+    step->p =
+        PRODUCT_OVERLAPS ? t->scores + 2 * buffer_floats + t->score_buffer * buffer_floats / WORD_ELEMS : step->scores;
+    t->score_buffer ^= 1;
     memcpy(step->new_max, tile->row_max, (size_t)lanes * sizeof(float));
     product_args scores = {.a = t->k + step->begin * l->words,
                            .a_stride = l->words,
@@ -295,7 +299,8 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     for (int lane = 0; lane < lanes; lane++) step->rescales |= step->alpha[lane] != 1.0f;
 }
 
-/* O^T = O^T alpha + V^T P, where alpha 1 costs no multiplication; rows of padding in V^T are zero, so whole groups of rows are multiplied */
+/* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1. Padding rows of V^T are zero, so the product
+ * takes whole groups of rows. */
 static void step_output(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const int64_t lanes = t->tiles[step->tile].lanes;
@@ -326,8 +331,8 @@ static void step_output(fwd_task *t, const fwd_step *step) {
     }
 }
 
-/* Where products overlap the softmax, the scores of the next tile and the output of the last are computed during the
- * softmax of this one. */
+/* Runs all tiles on the block. If products overlap the softmax, the tile unit works during this tile's softmax. It then
+ * computes the scores of the next tile and the output of the previous tile. */
 static void step_tiles(fwd_task *t) {
     fwd_step steps[2];
     int n = 0;
@@ -359,7 +364,7 @@ static void close_tile(const fwd_task *t, int i) {
         vec_store(factor + lane, vec_div(vec_set(kept), vec_load(tile->row_sum + lane)));
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const float sum = tile->row_sum[lane];
-        const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite one has given 1 or more */
+        const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
         rows[lane] = query_row(t, &p->o, tile, lane);
         *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
             is_empty ? INFINITY : (float)(tile->row_max[lane] * LN_2 + log(sum));
@@ -372,7 +377,7 @@ static void close_tile(const fwd_task *t, int i) {
 
 /* ---- tasks and workers ---- */
 
-/* The block's keys, and the first tile's queries, for which nobody asked ahead. */
+/* Prefetches the block's keys and the first tile's queries, which no earlier product has prefetched. */
 static void fetch_block(const fwd_task *t) {
     const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
     const char *rows[FA_MAX_BLOCK_Q];
@@ -414,12 +419,12 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
         if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
         t.next_task = next >= end_key ? fa_next_task(job->list) : NULL;
         step_tiles(&t);
-        t.soon.pieces = t.soon.end - t.soon.piece; /* what no patch has taken */
+        t.soon.pieces_per_patch = t.soon.end - t.soon.piece; /* pieces that no register block has taken */
         fetch_some(&t.soon);
         const char **rows = t.key_rows;
         t.key_rows = t.next_rows, t.next_rows = rows;
     }
-    while (t.num_open < t.num_tiles) open_tile(&t, t.num_open++); /* they see no key */
+    while (t.num_open < t.num_tiles) open_tile(&t, t.num_open++); /* these tiles see no key */
     for (int i = 0; i < t.num_tiles; i++) close_tile(&t, i);
 }
 
@@ -450,7 +455,7 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .softcap = (float)(p->softcap * LOG2_E),
                    .drops = p->dropout_p > 0 && p->keep_max < 255};
     if (plan->cpu.threads > 1) return pool->parallel_for(plan->cpu.threads, run_workers, &job);
-    run_workers(0, 1, &job); /* too little to wake anybody */
+    run_workers(0, 1, &job); /* the work is too small to wake other threads */
     return true;
 }
 

@@ -1,4 +1,4 @@
-/* Attention in portable C: the same algorithm, for processors without kernels of their own. */
+/* Attention in portable C. The algorithm is the same, and serves processors that have no kernels of their own. */
 #include "kernels.h"
 #include "vec_scalar.h"
 

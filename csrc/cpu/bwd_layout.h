@@ -1,12 +1,15 @@
-/* The bytes of the backward: plan/cpu_bwd.c counts them, attn_bwd.h fills them. Everything is aligned to 64 bytes.
+/* The memory layout of the backward. plan/cpu_bwd.c counts the bytes, and attn_bwd.h fills them. Every array is aligned
+ * to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker | slabs of dQ
- *   scratch     Q^T, dO^T, Q, dO, dQ^T (and that of one range) of all tiles of a pass | K, V rows, K^T, S^T, dP^T, dS of one block of keys |
- *               dK, dV of the task's keys | addresses of the rows of K and V of two blocks, and of what is fetched ahead | tiles
- *   slab        dQ^T of every tile, for one range of keys; only if tasks share them
+ *   scratch     Q^T, dO^T, Q, dO, dQ^T (and dQ^T of one range) of all tiles of a pass |
+ *               K, V rows, K^T, S^T, dP^T, dS of one block of keys | dK, dV of the task's keys |
+ *               addresses of the rows of K and V of two blocks, and of the rows to prefetch | tiles
+ *   slab        dQ^T of every tile, for one range of keys; only if several tasks share the ranges
  *
- * How many ranges there are follows from the shapes, for dQ is a sum over them. A task holds one, or where there are tasks enough
- * all of them: then the packed tiles of a pass serve all keys, there are no slabs, and its dQ is final. */
+ * The number of ranges follows from the shapes, because dQ is a sum over ranges. A task computes one range, or all
+ * ranges if there are enough tasks. In a task of all ranges the packed tiles of a pass serve all keys. Such a task
+ * needs no slabs, because its dQ is complete. */
 #ifndef FA_CPU_BWD_LAYOUT_H
 #define FA_CPU_BWD_LAYOUT_H
 
@@ -15,36 +18,37 @@
 #define FA_MAX_BLOCK_Q_BWD 128
 #define FA_MAX_RANGES      8
 
-/* One tile: what its lanes are. Keys count from key 0 of the sequence; a lane that contributes nothing sees no key. */
+/* One tile: the row and head of each lane, and its statistics. Keys count from key 0 of the sequence. A lane that
+ * contributes nothing sees no key. */
 typedef struct {
-    float lse[FA_MAX_BLOCK_Q_BWD]; /* times log2(e); +inf: p is 0 whatever the score */
+    float lse[FA_MAX_BLOCK_Q_BWD]; /* lse times log2(e); with +inf every P of the lane is 0 */
     float delta[FA_MAX_BLOCK_Q_BWD], slope[FA_MAX_BLOCK_Q_BWD];
     int64_t first[FA_MAX_BLOCK_Q_BWD], end[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
     int64_t row[FA_MAX_BLOCK_Q_BWD], head[FA_MAX_BLOCK_Q_BWD];
     int64_t first_key, end_key;       /* some lane sees these keys */
-    int64_t common_first, common_end; /* every valid lane sees these */
-    int lanes, valid_lanes;           /* lanes: a multiple of the vector and of a dropout patch */
-    int64_t dq_range;                 /* the range that dQ is of now; -1: none yet */
-    float *dq_t;                      /* dQ^T of that range */
-    bool q_finite, dout_finite;       /* all that is packed of them; known once the tile is open */
+    int64_t common_first, common_end; /* every valid lane sees these keys */
+    int lanes, valid_lanes;           /* lanes is a multiple of the vector and of a dropout patch */
+    int64_t dq_range;                 /* the range that dq_t belongs to; -1: no range yet */
+    float *dq_t;                      /* dQ^T of dq_range */
+    bool q_finite, dout_finite;       /* all packed elements of Q, of dO are finite; known once the tile is open */
 } fa_bwd_tile;
 
 typedef struct {
-    int64_t words;       /* of a packed row of Q, K, V, dO, padded with zeros */
+    int64_t words;       /* words of a packed row of Q, K, V, dO, padded with zeros */
     int64_t columns;     /* d padded to whole transposes */
     int64_t k_t_stride;  /* words of a row of K^T */
-    int64_t task_keys;   /* at most so many in a task */
-    int64_t tile_floats; /* of Q^T, of dO^T and so on: from one tile to the next */
+    int64_t task_keys;   /* the largest number of keys of a task */
+    int64_t tile_floats; /* floats from one tile to the next, in Q^T, dO^T and so on */
     int block_q, block_kv, tiles;
-    int ranges, shares; /* of a sequence's keys; the ranges of a share are one task */
+    int ranges, shares; /* ranges of a sequence's keys; the ranges of a share form one task */
     size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, key_rows, pieces,
         tile;
     size_t scratch_bytes;
-    int64_t slab_tiles; /* of one (range, key/value head) */
+    int64_t slab_tiles; /* tiles of one (range, key/value head) in a slab */
     size_t slabs_bytes;
 } fa_bwd_layout;
 
-/* The keys [begin, end) of ranges [first, last) of a sequence: whole blocks, equal shares. */
+/* The keys [begin, end) of ranges [first, last) of a sequence. Ranges are whole blocks in equal shares. */
 static inline void fa_bwd_ranges(const fa_sequence *s, int block_kv, int ranges, int64_t first, int64_t last,
                                  int64_t *begin, int64_t *end) {
     int64_t blocks = (s->len_kv + block_kv - 1) / block_kv;
@@ -53,7 +57,7 @@ static inline void fa_bwd_ranges(const fa_sequence *s, int block_kv, int ranges,
     if (*end > s->len_kv) *end = s->len_kv;
 }
 
-/* The range of a key. */
+/* The range that contains a key. */
 static inline int64_t fa_bwd_range_of(const fa_sequence *s, int block_kv, int ranges, int64_t key) {
     int64_t begin, end, r = -1;
     do {
@@ -63,8 +67,8 @@ static inline int64_t fa_bwd_range_of(const fa_sequence *s, int block_kv, int ra
     return r;
 }
 
-/* Where the tiles of a sequence start in a slab: sequences never overlap, for a + b rows need at most one tile more
- * than a rows and b rows do. */
+/* The first tile of a sequence in a slab. Sequences never overlap, because a + b rows need at most one tile more than a
+ * rows and b rows together. */
 static inline int64_t fa_bwd_slab_tile(const fa_problem *p, int64_t b_idx, int64_t row, int block_q) {
     int64_t g = p->h / p->h_kv;
     return fa_stacks_heads(p) ? g * row / block_q + b_idx : g * (row / block_q + b_idx);
@@ -112,15 +116,17 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     return l;
 }
 
-/* How many tasks share the ranges of a sequence: one, if that leaves enough for each thread. dK and dV of more keys lie in the
- * third-level cache; with narrow rows that costs what one task saves. */
+/* The number of tasks that share the ranges of a sequence. One task takes all ranges if every thread still has enough
+ * tasks. dK and dV of more keys leave the second-level cache for the third-level cache. With narrow rows this costs as
+ * much as one task saves. */
 static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
     const int64_t tasks_of_thread = 8, most_narrow_keys = 4096;
     const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
     return enough && (p->d > 64 || p->len_kv <= most_narrow_keys) ? 1 : ranges;
 }
 
-/* Writes the tasks: ranges [begin, end), cost the pairs of tiles and keys; tasks NULL: only counts them. */
+/* Writes the tasks and returns their number. A task has ranges [begin, end), and its cost is the number of visible
+ * keys, summed over tiles. With tasks NULL the function only counts. */
 int64_t fa_bwd_tasks(const fa_problem *problem, int block_q, int block_kv, int ranges, int shares, fa_task *tasks);
 
 #endif

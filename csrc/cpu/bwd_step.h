@@ -1,13 +1,13 @@
-/* A tile of the backward meets a block of keys: S, dP -> P, dS -> dV, dK, dQ, for the pairs that see each other, while the
- * products fetch what comes next. The sums: attn_bwd.h. */
+/* One tile of the backward on one block of keys: S, dP -> P, dS -> dV, dK, dQ. The products skip pairs that are masked,
+ * and prefetch for later steps. The formulas: attn_bwd.h. */
 #ifndef FA_CPU_BWD_STEP_H
 #define FA_CPU_BWD_STEP_H
 
 #include "bwd_task.h"
 #include "elementwise_bwd.h"
 
-/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Strips of keys start at the first
- * lane that sees them and stop at the last: on the diagonal half of the lanes see nothing. */
+/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. A strip of keys takes only the
+ * range of lanes that see the strip, because on the diagonal half of the lanes see nothing. */
 static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
                          int64_t word_stride, const float *rows, int64_t begin, int64_t end) {
     const fa_bwd_layout *l = &t->job->layout;
@@ -34,7 +34,7 @@ static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, floa
     }
 }
 
-/* The same for elements of the rows that are not finite and were cleared (view: of dO or Q). */
+/* Adds the elements of dO or Q (`view`) that are not finite and were cleared, to the same gradient. */
 static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, const fa_view *view, float *grad,
                                    const float *words, int64_t word_stride, int64_t begin, int64_t end) {
     const int64_t columns = t->job->layout.columns;
@@ -46,12 +46,12 @@ static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, c
     }
 }
 
-/* Some lane, other than those of padding, does not see every key of [begin, end) of the block. */
+/* Whether some valid lane does not see every key of [begin, end) of the block. */
 static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
     return tile->common_first > t->block + begin || tile->common_end < t->block + end;
 }
 
-/* S and dP of keys [begin, end) of the block become P and dS. at: where the tile's operands lie. */
+/* S and dP of keys [begin, end) of the block become P and dS. `at` is the tile's offset in the packed operands. */
 static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int64_t begin, int64_t end, float *p_rows,
                           float *ds_rows, int64_t row_stride) {
     const bwd_job *job = t->job;
@@ -83,8 +83,9 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
 
     /* P, dS */
     float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
-    const bool hides = masked || tile->lanes > tile->valid_lanes; /* zeros of padding may meet infinite keys: NaN */
-    const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* nobody asks for the bounds */
+    /* Without a mask, zeros of padding lanes times infinite keys would be NaN. */
+    const bool hides = masked || tile->lanes > tile->valid_lanes;
+    const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* the bounds are not read */
     const int64_t key_0 = t->block + begin;
     for (int lane = 0; lane < lanes && !plain; lane++) {
         int64_t low = tile->first[lane] - key_0, high = tile->end[lane] - key_0;
@@ -114,7 +115,8 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
                                                .masked = hides}});
 }
 
-/* The rows that the next task reads first. Long sequences, whose keys are cut into ranges, do not need it. */
+/* Adds the rows that the next task reads first. Long sequences, whose keys are cut into ranges, do not need these
+ * prefetches. */
 static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &t->job->layout;
@@ -135,8 +137,8 @@ static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     }
 }
 
-/* dK and dV of keys of the next block, which a task of all ranges has not touched since its last pass. Of narrow rows enough is
- * left in the second-level cache. */
+/* Adds dK and dV of keys of the next block. A task of all ranges last touched these gradients in its previous pass.
+ * With narrow rows enough of dK and dV is still in the second-level cache. */
 static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t first = t->block + l->block_kv - t->keys_begin + begin, end = t->keys_end - t->keys_begin;
@@ -147,8 +149,9 @@ static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
     }
 }
 
-/* What comes after a step, to be fetched by its products: this tile's share of the next block of keys, for the tile that
- * opens next its rows of Q and dO, and after the task's last step what the next task begins with. */
+/* Fills the prefetch queue that the products of this step drain. The queue gets this tile's share of the next block of
+ * keys, and the rows of Q and dO of the tile that opens next. On the task's last step the queue also gets the first
+ * rows of the next task. */
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
@@ -166,7 +169,7 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     }
     if (t->next_task && i == t->num_tiles - 1) bwd_fetch_task(t, t->next_task);
     const int64_t patches = (4 * num_keys + l->columns) / UNROLL_ROWS + 1;
-    t->soon.pieces = (t->soon.end - t->soon.piece) / patches + 1;
+    t->soon.pieces_per_patch = (t->soon.end - t->soon.piece) / patches + 1;
 }
 
 static void bwd_step_tile(bwd_task *t, int i) {
@@ -178,12 +181,13 @@ static void bwd_step_tile(bwd_task *t, int i) {
     int64_t begin = tile->first_key > t->block ? tile->first_key - t->block : 0;
     int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
     if (begin >= end) return;
-    begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last are zeros */
+    begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
     if (p->dq.data) bwd_enter_range(t, i);
     bwd_fetch_during(t, i, end - begin);
 
-    /* Rows of P and dS, for bf16 half as long: behind the scores where those are kept short, else over them. */
+    /* Rows of P and dS are half as long for bf16. If the scores of a strip stay in the first-level cache, the rows lie
+     * behind these scores. Otherwise they lie over the scores. */
     const int64_t cached = PRODUCT_CACHED ? PRODUCT_CACHED : l->block_kv;
     const int64_t row_stride = PRODUCT_CACHED ? lanes / WORD_ELEMS : lanes;
     float *p_rows = t->scores + PRODUCT_CACHED * lanes, *ds_rows = t->dprob + PRODUCT_CACHED * lanes;
@@ -210,7 +214,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
                              .b_stride = lanes,
                              .c = tile->dq_t,
                              .c_stride = lanes,
-                             .rows = round_up(p->d, PRODUCT_ROWS), /* rows of padding in K^T are zero */
+                             .rows = round_up(p->d, PRODUCT_ROWS), /* padding rows of K^T are zero */
                              .num_words = (end - begin) / WORD_ELEMS,
                              .num_vecs = (int)(lanes / LANES),
                              .soon = &t->soon};

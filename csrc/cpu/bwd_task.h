@@ -1,5 +1,5 @@
-/* One task of the backward at work: what it holds, how its tiles are opened and its blocks of keys packed, and where a tile's
- * dQ is added. What it is all for: attn_bwd.h. */
+/* The state of a task of the backward. Functions here open tiles, pack blocks of keys and add up dQ of a tile. The
+ * algorithm: attn_bwd.h. */
 #ifndef FA_CPU_BWD_TASK_H
 #define FA_CPU_BWD_TASK_H
 
@@ -15,31 +15,31 @@ typedef struct {
     fa_bwd_layout layout;
     fa_task_list *list;
     int threads;
-    char *scratch;        /* of worker 0 */
+    char *scratch;        /* scratch of worker 0 */
     float *slabs;         /* [ranges][h_kv][slab_tiles][tile_floats] */
-    float scale, softcap; /* of the product, and of what softcap multiplies, in units of log2 */
+    float scale, softcap; /* scale of the product, and softcap in units of log2 */
     float kept;           /* 1 / (1 - dropout_p) */
-    bool drops;           /* dropout is on and can drop something */
+    bool drops;           /* dropout is on, and keep_max allows a drop */
 } bwd_job;
 
-/* One task at work: the layout's offsets as pointers, its keys, and the block of keys that is packed now. */
+/* The state of a task: the layout's offsets as pointers, the task's keys, and the packed block of keys. */
 typedef struct {
     const bwd_job *job;
     const fa_problem *p;
     fa_sequence s;
     int64_t head_kv, keys_begin, keys_end, seen_first, seen_end; /* some row sees keys [seen_first, seen_end) */
-    int64_t range;                                               /* of the block */
-    int64_t first_tile;                                          /* of the pass */
+    int64_t range;                                               /* range of the block */
+    int64_t first_tile;                                          /* first tile of the pass */
     float *q_t, *dout_t, *q, *dout, *dq_t, *dq_range, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
     uint8_t *bytes;
     fa_bwd_tile *tiles;
-    bool k_finite;                      /* all of the block's K, where K^T is packed */
+    bool k_finite;                      /* all elements of the block's K are finite, where K^T is packed */
     int num_tiles, num_open;            /* tiles of the pass, and how many of them are open */
     int64_t block;                      /* first key of the block */
-    const char **key_rows, **next_rows; /* of the block and of the next one: K, then V, block_kv each */
-    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them were asked for */
-    const fa_task *next_task;           /* during the last block: who comes next */
-    const char **pieces;                /* of soon */
+    const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
+    int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
+    const fa_task *next_task;           /* during the last block: probably the next task of this worker */
+    const char **pieces;                /* storage of soon */
     fetch_queue soon;
 } bwd_task;
 
@@ -61,7 +61,7 @@ static float *bwd_slab(const bwd_job *job, const fa_sequence *s, int64_t range, 
 
 /* ---- open a tile ---- */
 
-/* A row that sees no key contributes nothing, and its dout may be anything. */
+/* Whether a row contributes to the gradients. A row that sees no key does not, and its dout may hold any value. */
 static bool contributes(const fa_problem *p, const fa_sequence *s, int64_t row, int64_t head, int64_t *first,
                         int64_t *end) {
     fa_visible_keys(p, s, row, first, end);
@@ -74,7 +74,7 @@ static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t h
     tile->lanes = (int)round_up(tile->valid_lanes, FA_PATCH_ROWS);
 }
 
-/* What the lanes see, their lse and delta. Lanes of padding see no key and have lse +inf. */
+/* Sets the keys that the lanes see, and lse and delta of the lanes. Padding lanes see no key and have lse +inf. */
 static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_tile *tile) {
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
@@ -107,8 +107,9 @@ static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
 
 /* ---- dQ of a tile ---- */
 
-/* dQ is a sum over ranges in their order, and of each over its blocks, whoever computes it. A task of all ranges adds them up
- * here: the first in dq_t, another in dq_range until it is complete. Where they are shared each has a slab; those are added last. */
+/* dQ is a sum over ranges in their order, and each range is a sum over its blocks, whatever the worker. A task of all
+ * ranges adds the ranges up here. The first range lies in dq_t, and each later range in dq_range until the range is
+ * complete. If tasks share the ranges, each range has a slab, and the slabs are added last. */
 static void bwd_add_range(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
     float *dq_t = t->dq_t + i * l->tile_floats;
@@ -138,7 +139,7 @@ static void bwd_prepare_tile(const bwd_task *t, int i) {
     tile->dq_range = -1;
 }
 
-/* NULL for lanes that see no key. */
+/* Lists the rows of the lanes, with NULL for lanes that see no key. */
 static void bwd_list_queries(const bwd_task *t, const fa_view *view, const fa_bwd_tile *tile, const char **rows) {
     for (int lane = 0; lane < tile->lanes; lane++) {
         const bool is_empty = tile->first[lane] >= tile->end[lane];
@@ -166,7 +167,7 @@ static void bwd_open_tile(const bwd_task *t, int i) {
 
 /* ---- pack a block of keys ---- */
 
-/* Rows of K, then of V, of the block that begins with key `block`; NULL for keys that nobody sees. */
+/* Lists rows of K, then of V, of the block that starts at key `block`. Keys that no row sees have NULL. */
 static void bwd_list_keys(const bwd_task *t, int64_t block, const char **rows) {
     const int64_t block_kv = t->job->layout.block_kv;
     for (int64_t j = 0; j < block_kv; j++) {

@@ -1,10 +1,10 @@
-/* Elements of any dtype in portable C. fp16 and bf16 go to fp32 and back by integer code alone: the same bits
- * everywhere, whatever MXCSR says.
+/* Elements of any dtype in portable C. Integer code converts fp16 and bf16 to fp32 and back. So the bits are the same
+ * on every machine, whatever MXCSR says.
  *
  *   fp16   s eeeee mmmmmmmmmm          bias 15
  *   bf16   s eeeeeeee mmmmmmm          the upper half of an fp32
  *
- * Narrowing rounds to nearest, ties to even; infinities stay, NaN stays NaN and becomes quiet. */
+ * Narrowing rounds to nearest, ties to even. An infinity stays an infinity, and a NaN becomes a quiet NaN. */
 #ifndef FA_CPU_CONVERT_H
 #define FA_CPU_CONVERT_H
 
@@ -27,7 +27,7 @@ static inline float fa_f32_from_bf16(uint16_t x) { return fa_f32_of_bits((uint32
 
 static inline uint16_t fa_bf16_from_f32(float x) {
     uint32_t bits = fa_bits_of(x);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN: rounding could make it inf */
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* rounding a NaN could give inf */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
@@ -46,14 +46,14 @@ static inline float fa_f32_from_f16(uint16_t x) {
 static inline uint16_t fa_f16_from_f32(float x) {
     uint32_t bits = fa_bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
-    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more round to infinity */
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and larger values round to infinity */
     uint32_t rest, shift, half;
-    if (magnitude >= 0x38800000) { /* 2^-14: normal */
+    if (magnitude >= 0x38800000) { /* 2^-14 and above: normal in fp16 */
         shift = 13;
         rest = magnitude - (112u << 23);
     } else {
         uint32_t exponent = magnitude >> 23;
-        if (exponent < 102) return (uint16_t)sign; /* below 2^-25: zero */
+        if (exponent < 102) return (uint16_t)sign; /* below 2^-25: rounds to zero */
         shift = 126 - exponent;
         rest = (magnitude & 0x7fffff) | 0x800000;
     }
@@ -63,7 +63,7 @@ static inline uint16_t fa_f16_from_f32(float x) {
     return (uint16_t)(sign | half);
 }
 
-/* One element of a tensor as a double, which holds every dtype exactly, and back, rounded. */
+/* Loads one element of a tensor as a double, which holds every dtype exactly. fa_store_element rounds back. */
 static inline double fa_load_element(const void *data, int64_t idx, fa_dtype dtype) {
     switch (dtype) {
     case FA_F16: return fa_f32_from_f16(((const uint16_t *)data)[idx]);

@@ -1,5 +1,5 @@
-/* The two products of the decode kernel over a block of keys, S = Q K^T and O += P V, a table of them by dtype and number of
- * unrolled rows. What they are for: attn_decode.h. */
+/* The two products of the decode kernel over a block of keys, S = Q K^T and O += P V. A table holds them by dtype and
+ * number of unrolled rows. The algorithm: attn_decode.h. */
 #ifndef FA_CPU_DECODE_PATCHES_H
 #define FA_CPU_DECODE_PATCHES_H
 
@@ -22,9 +22,9 @@ INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {
 #define DECODE_TOKENS(ROWS) (LANES / (ROWS) < 4 ? LANES / (ROWS) : 4)
 #define DECODE_HEADS(ROWS)  (LANES / (ROWS) / DECODE_TOKENS(ROWS))
 
-/* A tile of LANES dot products: ROWS rows of Q, a few tokens, and more heads if that leaves room. A vector of Q serves
- * all tokens and one of K all rows, so that the multiply-adds bind and not the loads. k: the tokens' rows of head 0; ahead: what to fetch
- * meanwhile. */
+/* A tile of LANES dot products: ROWS rows of Q, a few tokens, and several heads if lanes remain. A vector of Q serves
+ * all tokens, and a vector of K serves all rows, so the multiply-adds bind and not the loads. k holds the tokens' rows
+ * of head 0, and `ahead` the lines to prefetch. */
 INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, decode_ahead ahead, int64_t head,
                         int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;
@@ -77,7 +77,8 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, de
     }
 }
 
-/* All heads of the block. What does not exist in the last tile of tokens or heads is computed as the last one again. */
+/* S of all heads of the block. In an incomplete last tile, missing tokens and heads repeat the last existing token or
+ * head. */
 INLINE void scores_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS);
     const decode_ahead nothing = {(const char *)t->scores, 0};
@@ -103,13 +104,13 @@ INLINE void scores_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
 
 /* ---- O += P V ---- */
 
-/* Every row sees the key of the block. */
+/* Whether every row sees the key of the block. */
 INLINE bool is_common(const decode_task *t, int64_t key) {
     return t->common_first <= t->block + key && t->block + key < t->common_end && key < t->num_keys;
 }
 
-/* ROWS rows of O, CHUNKS LANES WORD_ELEMS of their columns, over num_words words of keys. v: their rows, to which offset
- * bytes are added; ahead: what to fetch meanwhile. */
+/* Adds num_words words of keys to ROWS rows of O, over CHUNKS LANES WORD_ELEMS columns. v holds the keys' rows, to
+ * which `offset` bytes are added, and `ahead` the lines to prefetch. */
 INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *t, float *o, const char *const *v,
                          decode_ahead ahead, int64_t offset, int64_t elem, const float *p_words, int64_t num_words,
                          fa_dtype DTYPE) {
@@ -145,7 +146,7 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
     }
 }
 
-/* The same over all columns. */
+/* Adds num_words words of keys to ROWS rows of O, over all columns. */
 INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, decode_ahead ahead,
                         int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
     const int64_t d = t->p->d, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
@@ -159,7 +160,7 @@ INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *co
     if (elem < d) values_patch(ROWS, 1, true, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
 }
 
-/* All heads of the block; a key that some row does not see is a row of zeros. */
+/* O of all heads of the block. A key that some row does not see is a row of zeros here. */
 INLINE void values_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
     const decode_ahead nothing = {(const char *)t->scores, 0};
     const int64_t n = t->num_keys, rows = t->rows;

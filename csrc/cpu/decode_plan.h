@@ -1,8 +1,8 @@
-/* Sizes of the decode kernel: how the keys of a sequence are cut into splits, and where the splits' results lie.
+/* Sizes of the decode kernel: the splits of a sequence's keys, and the layout of their results.
  *
- * A split's length follows from its own sequence and num_splits alone, so that neither the thread count nor another
- * sequence of the batch can change a bit. Its result is a partial: O, not yet divided, with the maximum and the sum of
- * every row. The workspace is
+ * The length of a split follows from its own sequence and num_splits alone. So neither the thread count nor another
+ * sequence of the batch can change a bit. The result of a split is a partial: O before the division, with the
+ * maximum and the sum of every row. The workspace is
  *
  *   first_partial [b + 1]                      sequence i owns partials first_partial[i] ... first_partial[i + 1] - 1
  *   partials: O [rows][columns], row_max [rows], row_sum [rows]        rows in the order [h_kv][group_rows] */
@@ -22,7 +22,8 @@ static inline int64_t fa_num_decodes(const fa_problem *p) {
     return num;
 }
 
-/* The most rows of one key/value head, padded to what the kernel unrolls: 1, 2 or a multiple of 4. */
+/* The largest number of rows of one key/value head, padded to a number that the kernel unrolls: 1, 2 or a multiple of
+ * 4. */
 static inline int64_t fa_decode_group_rows(const fa_problem *p) {
     int64_t g = p->h / p->h_kv, rows = p->len_q * g;
     if (rows > FA_DECODE_MAX_ROWS) rows = FA_DECODE_MAX_ROWS / g * g;
@@ -33,11 +34,12 @@ static inline int64_t fa_decode_columns(const fa_problem *p) { return (p->d + 31
 
 typedef struct {
     int64_t first, end; /* the keys that some row of the sequence sees */
-    int64_t length;     /* keys of a split, the last one may be shorter */
+    int64_t length;     /* keys of a split; the last split may be shorter */
     int64_t num;
 } fa_decode_splits;
 
-/* About 512 keys, all splits of a sequence alike; num_splits, if given, is the most that a sequence is cut into. */
+/* All splits of a sequence have the same length of about 512 keys. num_splits, if given, limits the number of
+ * splits. */
 static inline fa_decode_splits fa_decode_splits_of(const fa_problem *p, const fa_sequence *s) {
     fa_decode_splits r = {.length = FA_DECODE_BLOCK};
     if (s->len_q == 0 || !fa_decodes(p, s)) return r;
@@ -59,8 +61,8 @@ static inline int64_t fa_decode_num_partials(const fa_problem *p) {
     return num;
 }
 
-/* Key/value heads of one task: their O and Q stay in the first-level cache, and every thread has something to do. It
- * moves no bit: heads do not meet. */
+/* The key/value heads of one task. Their O and Q stay in the first-level cache, and every thread gets a task. The
+ * choice changes no bit, because heads are independent. */
 static inline int64_t fa_decode_heads_per_task(const fa_problem *p, int64_t num_partials, int threads) {
     int64_t rows = fa_decode_group_rows(p), heads = 16 * 1024 / (rows * fa_decode_columns(p) * 4);
     if (heads > 64 / rows) heads = 64 / rows;

@@ -1,5 +1,6 @@
-/* One task of the decode kernel at work, and the stream of rows that it reads: keys of a block, its values, keys of the next
- * block, fetched ahead in the order of memory. What it is all for: attn_decode.h. */
+/* The state of a task of the decode kernel, and the stream of rows that the task reads. The stream holds the keys of a
+ * block, the values of the block, and the keys of the next block. The kernel prefetches the stream in the order of
+ * memory. The algorithm: attn_decode.h. */
 #ifndef FA_CPU_DECODE_TASK_H
 #define FA_CPU_DECODE_TASK_H
 
@@ -13,7 +14,7 @@
 #define DECODE_AGAIN_BYTES (4 * 1024)
 
 struct decode_task;
-/* What is compiled for each dtype and number of unrolled rows. */
+/* The functions that are compiled for each dtype and number of unrolled rows. */
 typedef struct {
     int unrolled_rows;
     void (*scores)(struct decode_task *t);
@@ -28,10 +29,10 @@ typedef struct {
     float *partials;
     int64_t num_partials, heads_per_task;
     int64_t rows, columns, partial_floats; /* see decode_plan.h */
-    float scale, softcap;                  /* of the product, and of what softcap multiplies, in units of log2 */
+    float scale, softcap;                  /* scale of the product, and softcap in units of log2 */
 } decode_job;
 
-/* One task: heads [head_kv, head_kv + num_heads) of one split. Lane r + rows (head - head_kv) is row r of a head. */
+/* One task: heads [head_kv, head_kv + num_heads) of one split. Lane r + rows (head - head_kv) holds row r of a head. */
 typedef struct decode_task {
     const decode_job *job;
     const fa_problem *p;
@@ -40,11 +41,11 @@ typedef struct decode_task {
     int64_t common_first, common_end; /* the keys that every row sees */
     float *o; /* [lanes][columns]; bf16 words leave the columns in the order of vec_interleave */
 
-    /* Keys of the block, then its values, then the first keys of the next block: the order in which they are read. */
+    /* The block's keys, then its values, then the first keys of the next block, in the order of the reads. */
     const char *stream[2 * FA_DECODE_BLOCK + DECODE_MAX_AHEAD + 1];
     int64_t block, num_keys; /* first key and number of keys of the block */
-    int64_t ahead, again;    /* distance of the prefetch in tokens, and by how much the second follows the first */
-    bool is_side_by_side;    /* the heads of a token */
+    int64_t ahead, again;    /* tokens from a load to its first prefetch, and from the first to the second prefetch */
+    bool is_side_by_side;    /* the heads of a token are contiguous */
     int64_t k_head_bytes, v_head_bytes, row_bytes;
 
     float row_max[DECODE_MAX_LANES], row_sum[DECODE_MAX_LANES];
@@ -57,7 +58,7 @@ static const char decode_zeros[4 * FA_MAX_HEAD_DIM];
 
 /* ---- the stream ---- */
 
-/* Addresses of n rows of k or v from key `first` on. */
+/* Lists the addresses of n rows of k or v from key `first` on. */
 static void list_rows(const decode_task *t, const fa_view *view, int64_t first, int64_t n, const char **rows) {
     const fa_problem *p = t->p;
     const int64_t bytes = DTYPE_BYTES(p->dtype);
@@ -69,14 +70,16 @@ static void list_rows(const decode_task *t, const fa_view *view, int64_t first, 
     }
 }
 
-/* Where the prefetch stands: `left` rows of `token`, which is an index of the stream, lie side by side from `row` on. */
+/* The position of the prefetch. `left` rows of `token` lie side by side from `row` on, and `token` is an index of the
+ * stream. */
 typedef struct {
     int64_t token, left, back;
     const char *row;
 } decode_cursor;
 
-/* What to fetch with the lines that the arithmetic loads: rows side by side, and once more what lies `back` bytes before. A
- * processor whose queue of misses is full drops a prefetch; the second finds most lines in the first-level cache. */
+/* The lines to prefetch while the arithmetic loads: lines of `row`, and a second time the lines `back` bytes before. A
+ * processor drops prefetches when its queue of misses is full. The second prefetch finds most lines in the first-level
+ * cache. */
 typedef struct {
     const char *row;
     int64_t back;
@@ -87,8 +90,8 @@ INLINE decode_cursor cursor_at(const decode_task *t, int64_t token) {
     return (decode_cursor){.token = token, .left = t->num_heads, .back = row - t->stream[token - t->again], .row = row};
 }
 
-/* The next num_rows rows of the stream. If they do not lie side by side they are fetched here and now, and the address is
- * one of the first-level cache. */
+/* Returns the next num_rows rows of the stream. Rows that do not lie side by side are prefetched at once, and the
+ * function returns an address in the first-level cache instead. */
 INLINE decode_ahead next_rows(const decode_task *t, decode_cursor *c, int64_t num_rows) {
     decode_ahead found = {(const char *)t->scores, 0};
     if (t->is_side_by_side && num_rows <= c->left) {

@@ -1,5 +1,5 @@
-/* What this processor offers, which kernels serve it, and the one way into them. */
-#define _DEFAULT_SOURCE /* syscall */
+/* Detects the processor, and chooses its table of kernels. */
+#define _DEFAULT_SOURCE /* for syscall */
 #include "dispatch.h"
 
 #include "reference.h"
@@ -20,21 +20,21 @@ static uint64_t read_xcr0(void) {
 static bool has_bits(uint64_t word, uint64_t bits) { return (word & bits) == bits; }
 #define BIT(n) (UINT64_C(1) << (n))
 
-/* Tiles belong to a process only after it has asked for them. Asking again changes nothing. Where the system does not know
- * the question, or a sandbox refuses it, there is no AMX. */
+/* A process must ask the system for AMX tiles before it uses them. A second request changes nothing. If the system does
+ * not know the request, or a sandbox refuses it, the engine does not use AMX. */
 static bool may_use_tiles(void) {
 #if FA_AMX && defined(__linux__) && defined(SYS_arch_prctl)
-    const long request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, bit of XCR0 */
+    const long request_permission = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, and the bit of XCR0 */
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 #else
     return false;
 #endif
 }
 
-/* NOTE: read from cpuid and XCR0 and not from __builtin_cpu_supports, whose compilers know different sets of names. */
+/* NOTE: the detection reads cpuid and XCR0. The names that __builtin_cpu_supports knows differ between compilers. */
 static void detect_isas(bool legal[FA_NUM_ISAS]) {
     uint32_t eax, ebx, ecx, edx, max_subleaf;
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_bits(ecx, BIT(27))) return; /* 27: the system uses XSAVE */
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !has_bits(ecx, BIT(27))) return; /* bit 27: the system uses XSAVE */
     bool fma_f16c_avx = has_bits(ecx, BIT(12) | BIT(28) | BIT(29));
     uint64_t xcr0 = read_xcr0();
     if (!__get_cpuid_count(7, 0, &max_subleaf, &ebx, &ecx, &edx)) return;
@@ -47,7 +47,7 @@ static void detect_isas(bool legal[FA_NUM_ISAS]) {
     legal[FA_ISA_AMX] = legal[FA_ISA_AVX512BF16] && has_tiles && may_use_tiles();
 }
 
-/* Deterministic cache parameters: leaf 4 (Intel), 0x8000001d (AMD); both describe one cache for each subleaf. */
+/* Leaf 4 (Intel) and leaf 0x8000001d (AMD) hold the cache parameters. Each subleaf describes one cache. */
 static size_t detect_l2_bytes(void) {
     static const uint32_t leaves[] = {4, 0x8000001d};
     for (int i = 0; i < 2; i++) {

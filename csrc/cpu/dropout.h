@@ -1,7 +1,8 @@
-/* Which elements of p survive dropout: a pure function of (seed, offset, batch, head, row, column).
+/* Which elements of P survive dropout. The answer is a pure function of (seed, offset, batch, head, row, column).
  *
- * Philox4x32 with 7 rounds turns a 128-bit counter and the seed into 16 bytes, one byte for each of 16 elements. A patch
- * of 16 rows x 32 columns is served by 32 calls, the lanes of a warp on the GPU that drew this mapping first:
+ * Philox4x32 with 7 rounds turns a 128-bit counter and the seed into 16 bytes, one byte for each of 16 elements. A
+ * patch of 16 rows x 32 columns takes 32 generator calls. The calls are the lanes of a warp in the GPU kernel that
+ * first used this mapping.
  *
  *   counter   low 64 bits: offset + (b_idx h + head) 32 + lane;   next 32: row / 16;   top 32: column / 32
  *   lane      4 (r % 8) + (c % 8) / 2               with r = row % 16, c = column % 32
@@ -15,7 +16,7 @@
 
 enum { FA_PATCH_ROWS = 16, FA_PATCH_COLS = 32, FA_PHILOX_LANES = 32, FA_PHILOX_ROUNDS = 7 };
 
-/* The 64 low bits of lane 0's counter. */
+/* The low 64 bits of the counter of lane 0. */
 static inline uint64_t fa_dropout_stream(uint64_t offset, int64_t b_idx, int64_t h, int64_t head) {
     return offset + (uint64_t)(b_idx * h + head) * FA_PHILOX_LANES;
 }
@@ -35,7 +36,7 @@ static inline void fa_philox(uint64_t seed, uint64_t low, uint32_t row_patch, ui
     out[0] = x, out[1] = y, out[2] = z, out[3] = w;
 }
 
-/* One element: the definition. */
+/* The random byte of one element. This function defines the mapping. */
 static inline uint8_t fa_dropout_byte(uint64_t seed, uint64_t stream, int64_t row, int64_t col) {
     int r = (int)(row % FA_PATCH_ROWS), c = (int)(col % FA_PATCH_COLS);
     uint32_t out[4];

@@ -1,11 +1,11 @@
-/* What happens to a tile of scores between the two products, lane by lane: S^T [keys][lanes], one query in each lane,
- * so that maxima, sums and masks are plain vector instructions and no option needs a kernel of its own.
+/* The element-wise stage between the two products. S^T is [keys][lanes], with one query in each lane. So maxima, sums
+ * and masks are plain vector instructions, and no option needs a kernel of its own.
  *
  *   scores_adjust          scale -> softcap -> ALiBi -> mask, in this order; folds the maxima
  *   softmax_step           p = exp2(s - max), row sums, dropout, P as words
- *   softmax_step_scaling   the same for scores as the product stored them
+ *   softmax_step_scaling   softmax_step for scores that the product stored without their scale
  *
- * Scaled scores are in units of log2: the scale carries log2(e). */
+ * Scaled scores are in units of log2, because the scale contains log2(e). */
 #ifndef FA_CPU_ELEMENTWISE_H
 #define FA_CPU_ELEMENTWISE_H
 
@@ -15,8 +15,8 @@
 #define LOG2_E 1.44269504088896341
 #define LN_2   0.693147180559945309
 
-/* tanh as a P(a^2) / Q(a^2) with the smallest relative error up to `last`, where the quotient is exactly 1. Degree 4 errs by 3e-7, nearly
- * all of it rounding; degree 3, for bf16, by 2e-6. */
+/* tanh as a P(a^2) / Q(a^2). The coefficients minimise the relative error up to `last`, where the quotient is exactly
+ * 1. Degree 4 has an error of 3e-7, nearly all of it rounding. Degree 3, for bf16, has an error of 2e-6. */
 INLINE vec vec_tanh(vec a) {
     const vec last = vec_set(WORD_ELEMS == 2 ? 7.0390625f : 9.03125f);
     const vec x = vec_max(vec_sub(vec_set(0.0f), last), vec_min(last, a)), square = vec_mul(x, x);
@@ -39,13 +39,13 @@ INLINE vec vec_tanh(vec a) {
     return vec_div(vec_mul(p, x), vec_fma(q, square, vec_set(1.0f)));
 }
 
-/* Options of one tile against one block of keys. Keys count from the start of the block; a lane sees keys
- * [first, end) of it, whole numbers kept as floats. */
+/* Options of one tile on one block of keys. Keys count from the start of the block. A lane sees keys [first, end) of
+ * the block, and these bounds are whole numbers stored as floats. */
 typedef struct {
-    float scale;           /* of the scores; 1: it is in them already */
-    float softcap;         /* times log2(e); 0: off. Then scores come in as scale / softcap q.k */
+    float scale;           /* scale of the scores; 1: the scores are scaled already */
+    float softcap;         /* times log2(e); 0: off. With softcap the scores enter as scale / softcap q.k */
     const float *slope;    /* [lanes] ALiBi slope times log2(e); NULL: off */
-    const float *diagonal; /* [lanes] the key without bias */
+    const float *diagonal; /* [lanes] the key at distance 0 */
     const float *first, *end;
     bool masked; /* some lane does not see every key of the range */
 } score_options;
@@ -77,7 +77,7 @@ INLINE void scores_adjust_of(float *scores, int64_t lanes, int64_t begin, int64_
     }
 }
 
-/* Every set of options is a loop of its own: branches at each vector would be as many instructions as its arithmetic. */
+/* Every set of options has its own loop. Branches at each vector would take as many instructions as the arithmetic. */
 OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
                            float *lane_max) {
     switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2) {
@@ -88,15 +88,16 @@ OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t 
     }
 }
 
-/* s scale - reference, where the scale is in s already or is not. NOTE: for fp32 the product is rounded, as the maximum and
- * lse are: a score far above all others gives exactly 1, here and in the backward. bf16 does not see the difference. */
+/* s scale - reference, or s - reference if s is scaled already. NOTE: for fp32 the product is rounded, just as the
+ * maximum and lse are. So a score far above all others gives exactly 1, here and in the backward. For bf16 the
+ * difference does not matter. */
 INLINE vec scores_minus(bool SCALED, vec s, vec scale, vec reference) {
     if (SCALED) return vec_sub(s, reference);
     if (WORD_ELEMS == 1) return vec_sub(vec_mul(s, scale), reference);
     return vec_fma(s, scale, vec_sub(vec_set(0.0f), reference));
 }
 
-/* One row of P; what DROPS by the bytes of the generator is zero in P but stays in the sum. */
+/* One row of P. With DROPS, an element that the generator's bytes drop becomes zero in P but stays in the sum. */
 INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec reference, vec *sum, const uint8_t *bytes,
                        uint8_t keep_max) {
     vec p = vec_exp2(scores_minus(SCALED, score, scale, reference));
@@ -104,47 +105,53 @@ INLINE vec softmax_row(bool SCALED, bool DROPS, vec score, vec scale, vec refere
     return DROPS ? vec_select(mask_bytes_le(bytes, keep_max), p, vec_set(0.0f)) : p;
 }
 
-/* The maximum of a lane stays what it was until it would grow by a factor of 2^8: P is below 256 instead of 1, and every digit
- * counts as before. So O^T is almost never rescaled. Each lane decides for itself: its bits depend on no other.
+/* A lane keeps its old maximum until the maximum would grow by a factor of 2^8. P then stays below 256 instead of 1,
+ * and has as many significant digits as before. So O^T is almost never rescaled. Each lane decides for itself, so the
+ * bits of a lane do not depend on other lanes.
  *
- * bf16: P is rounded for its product with V. The largest P is one and loses nothing, but only under its own maximum. A larger
- * P loses up to 2^-9 of itself, which shows in O where that key has a large share of the row's sum. There the maximum grows. */
+ * bf16: P is rounded for its product with V. A P of 1 loses nothing, so a row's largest P is exact under the row's own
+ * maximum. A larger P loses up to 2^-9 of itself. The loss shows in O where the key has a large share of the row's
+ * sum. There the maximum grows. */
 #define LAZY_MAX    8.0f
-#define LARGE_SHARE 0.25f /* of the sum over earlier keys; measurements.md has its price */
+#define LARGE_SHARE 0.25f /* share of the sum over earlier keys; for its cost see measurements.md */
 
-/* Where products run beside vectors, the maximum is guessed. Above this sum over earlier keys the guess hardly ever fails. */
+/* Where products overlap the softmax, the maximum is guessed. The guess hardly ever fails if the sum over earlier keys
+ * is above this value. */
 #define SURE_SUM 8.0f
 
-/* Lanes whose maximum m becomes `high`, the maximum over all keys so far; sum: of P over earlier keys, under m. */
+/* The lanes whose maximum grows from m to `high`. `high` is the maximum over all keys so far, and `sum` is the sum of P
+ * over earlier keys, under m. */
 INLINE vec_mask max_outgrown(vec m, vec high, vec sum) {
     if (WORD_ELEMS == 1) return vec_lt(vec_add(m, vec_set(LAZY_MAX)), high);
     const vec far = vec_set(exp2f(LAZY_MAX)), large = vec_max(vec_mul(sum, vec_set(LARGE_SHARE)), vec_set(1.0f));
     return vec_lt(vec_min(far, large), vec_exp2(vec_min(vec_set(LAZY_MAX + 1), vec_sub(high, m))));
 }
 
-/* bf16: a fused product is exact, the maximum is rounded, and from here on they differ by more than exp2 should see. */
+/* bf16: a fused product is exact, but the maximum is rounded. Above this value the rounding would change exp2
+ * visibly. */
 #define FUSED_SCORES_MAX 0x1p24f
 
-/* Where products run beside vectors: keys between two calls of product_advance. */
+/* The number of keys between two calls of product_advance, where products overlap the softmax. */
 #define SOFTMAX_KEYS 16
 
 typedef struct {
-    const float *scores; /* S^T, keys [begin, end) */
-    float *p;            /* P as words, in row key / WORD_ELEMS; may lie over the scores where the maxima are known */
+    const float *scores;       /* S^T, keys [begin, end) */
+    float *p;                  /* P as words, in row key / WORD_ELEMS; may overlap the scores if the maxima are known */
     int64_t lanes, begin, end; /* begin is a multiple of WORD_ELEMS */
-    float scale;               /* of the scores, where it is not in them yet */
-    const float *new_max;      /* over all keys so far, times scale; not read where products overlap and do not scale */
+    float scale;               /* scale of the scores, if the scores are not scaled yet */
+    /* The maxima over all keys so far, times scale. Not read if products overlap and the scores are not scaled yet. */
+    const float *new_max;
     float *row_max, *row_sum, *alpha;
-    const uint8_t *bytes; /* of the dropout generator, [key][lanes]; NULL: nothing is dropped */
+    const uint8_t *bytes; /* bytes of the dropout generator, [key][lanes]; NULL: no dropout */
     uint8_t keep_max;
-    product_queue *queue; /* what may be computed meanwhile */
+    product_queue *queue; /* products that may be computed meanwhile */
 } softmax_args;
 
 typedef struct {
     vec sum_even, sum_odd, highest;
 } softmax_sums;
 
-/* P of one vector of lanes; the sums, and the highest score as it was stored. */
+/* Computes P of one vector of lanes. Returns the sums, and the highest score as it is stored. */
 INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS, int64_t lane, vec scale,
                                   vec reference) {
     const vec zero = vec_set(0.0f);
@@ -183,7 +190,8 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
     return x;
 }
 
-/* The highest scores of one vector of lanes, as they are stored. Four chains, for a maximum takes four clocks. */
+/* The highest scores of one vector of lanes, as they are stored. A maximum takes four clocks, so there are four
+ * chains. */
 INLINE vec highest_score(const softmax_args *a, int64_t lane) {
     const int64_t lanes = a->lanes;
     const float *s = a->scores + a->begin * lanes + lane;
@@ -195,7 +203,7 @@ INLINE vec highest_score(const softmax_args *a, int64_t lane) {
     return vec_max(vec_max(high[0], high[1]), vec_max(high[2], high[3]));
 }
 
-/* One vector of lanes of the scores, times scale and rounded like the maxima. */
+/* Multiplies the scores of one vector of lanes by scale. The products are rounded like the maxima. */
 OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
     for (int64_t key = a->begin; key < a->end; key++) {
         float *at = (float *)a->scores + key * a->lanes + lane;
@@ -203,12 +211,12 @@ OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
     }
 }
 
-/* Scores become P. row_max goes from the old maximum to the new one, row_sum to the sum over all keys so far, and alpha
- * is the factor that the old accumulators need: 1 where there was no key yet, for they are zero.
+/* Scores become P. row_max becomes the new maximum, and row_sum becomes the sum over all keys so far. alpha is the
+ * factor for the old accumulators. alpha is 1 if there was no key yet, because then the accumulators are zero.
  *
- * Where products run beside vectors and the scores are not adjusted, the maxima are not known. They are found in the same
- * pass, on the guess that no row outgrows its maximum. The pass is repeated where one did. Rows of a small sum outgrow
- * theirs often: there the maxima are found first. */
+ * If products overlap the softmax and the scores are not adjusted, the maxima are not known. The same pass then finds
+ * the maxima, on the guess that no row outgrows its maximum. If some row outgrew its maximum, the pass is repeated.
+ * Rows of a small sum often outgrow their maximum, so their maxima are found first. */
 INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
     const bool KNOWN = SCALED || !PRODUCT_OVERLAPS;
     const vec lowest = vec_set(-INFINITY), zero = vec_set(0.0f), sure_sum = vec_set(SURE_SUM);
@@ -226,7 +234,7 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
             m = vec_select(max_outgrown(old, m, sum), m, old);
         }
         for (;;) {
-            reference = vec_select(vec_le(m, lowest), zero, m); /* no key yet: -inf - 0 stays -inf */
+            reference = vec_select(vec_le(m, lowest), zero, m); /* without a key yet, -inf - 0 stays -inf */
             if (!scaled && mask_any(vec_lt(fused_max, vec_max(reference, vec_sub(zero, reference))))) {
                 scale_scores(a, lane);
                 scale = one;
@@ -240,7 +248,7 @@ INLINE void softmax_step_of(const softmax_args *a, bool SCALED, bool DROPS) {
             m = vec_select(grown, high, m);
         }
         vec rescale = vec_exp2(vec_sub(old, reference));
-        rescale = vec_select(vec_le(old, lowest), one, rescale); /* of nothing */
+        rescale = vec_select(vec_le(old, lowest), one, rescale); /* there is nothing to rescale */
         vec_store(a->alpha + lane, rescale);
         vec_store(a->row_max + lane, m);
         vec_store(a->row_sum + lane, vec_fma(sum, rescale, vec_add(x.sum_even, x.sum_odd)));
@@ -254,7 +262,7 @@ OUTLINE void softmax_step(const softmax_args *a) {
         softmax_step_of(a, true, false);
 }
 
-/* The same where the scores come without their scale. new_max, row_max and row_sum are of scaled scores. */
+/* softmax_step for scores without their scale. new_max, row_max and row_sum belong to scaled scores. */
 OUTLINE void softmax_step_scaling(const softmax_args *a) {
     if (a->bytes)
         softmax_step_of(a, false, true);
@@ -262,9 +270,10 @@ OUTLINE void softmax_step_scaling(const softmax_args *a) {
         softmax_step_of(a, false, false);
 }
 
-/* The bytes of one patch of 16 rows x 32 keys, bytes[c][r]. All calls of the generator run abreast, ordered so that the
- * 8 rows r % 8 of a pair of columns are neighbours: call 8 ((c % 8) / 2) + r % 8. NOTE: written in verbs, because
- * compilers turn the 64-bit products of fa_philox into 64-bit multiplications, which are several times slower. */
+/* The bytes of one patch of 16 rows x 32 keys, bytes[c][r]. Each lane runs one call of the generator.
+ * Call 8 ((c % 8) / 2) + r % 8 serves row r and column c, so the 8 rows r % 8 of a pair of columns are neighbours.
+ * NOTE: the code uses vector verbs, because compilers turn the 64-bit products of fa_philox into 64-bit
+ * multiplications. Such multiplications are several times slower. */
 static inline void dropout_patch(uint64_t seed, uint64_t stream, int64_t row_patch, int64_t col_patch,
                                  uint8_t bytes[FA_PATCH_COLS][FA_PATCH_ROWS]) {
     enum { RUN = LANES < 8 ? LANES : 8 };
@@ -302,8 +311,9 @@ static inline void dropout_patch(uint64_t seed, uint64_t stream, int64_t row_pat
     }
 }
 
-/* Bytes of the generator for keys [begin, end) of a block, [key][lanes]: lanes are rows row ... row + lanes - 1 of one
- * head, row and lanes multiples of 16; the block starts at key first_key, a multiple of 32. */
+/* Writes the generator's bytes [key][lanes] for keys [begin, end) of a block. The lanes are rows
+ * [row, row + lanes) of one head, and row and lanes are multiples of 16. The block starts at key first_key, a multiple
+ * of 32. */
 OUTLINE void dropout_bytes(uint8_t *bytes, int64_t lanes, int64_t begin, int64_t end, uint64_t seed, uint64_t stream,
                            int64_t row, int64_t first_key) {
     for (int64_t key = begin / FA_PATCH_COLS * FA_PATCH_COLS; key < end; key += FA_PATCH_COLS) {

@@ -1,9 +1,9 @@
-/* What happens to a tile of scores in the backward, lane by lane: S^T and dP^T [keys][lanes] become P and dS.
+/* The element-wise stage of the backward. S^T and dP^T [keys][lanes] become P and dS.
  *
  *   p = exp2(s - lse)      ds = p (dp - delta)      softcap: ds (1 - tanh^2)      dropout: P and dp only where kept
  *
- * The products want P and dS as rows of words along the lanes (dV, dK) and dS as words along the keys (dQ): for fp32 the
- * same buffer, for bf16 a converted copy of each. */
+ * The products for dV and dK need P and dS as rows of words along the lanes. The product for dQ needs dS as words along
+ * the keys. For fp32 both forms are the same buffer. For bf16 each form is a converted copy. */
 #ifndef FA_CPU_ELEMENTWISE_BWD_H
 #define FA_CPU_ELEMENTWISE_BWD_H
 
@@ -11,18 +11,18 @@
 
 typedef struct {
     float *scores, *dprob;    /* [num_keys][lanes] */
-    float *p_rows, *ds_rows;  /* P and dS, words along the lanes; may lie over scores and dprob */
-    int64_t row_stride;       /* of these two */
-    float *ds_words;          /* [num_keys / 2][lanes]: dS as words along the keys; WORD_ELEMS 1: not used */
+    float *p_rows, *ds_rows;  /* P and dS, words along the lanes; may overlap scores and dprob */
+    int64_t row_stride;       /* stride of p_rows and ds_rows */
+    float *ds_words;          /* [num_keys / 2][lanes]: dS as words along the keys; not used if WORD_ELEMS is 1 */
     int64_t lanes, num_keys;  /* num_keys is even */
     const float *lse, *delta; /* [lanes] */
-    const uint8_t *bytes;     /* of the dropout generator, [num_keys][lanes]; NULL: nothing is dropped */
+    const uint8_t *bytes;     /* bytes of the dropout generator, [num_keys][lanes]; NULL: no dropout */
     uint8_t keep_max;
-    float scale, kept; /* of scores and of dprob */
+    float scale, kept; /* scale of scores, and factor of dprob */
     score_options options;
 } gradient_args;
 
-/* One vector of lanes, and where its next key is. */
+/* One vector of lanes, and the position of the next key. */
 typedef struct {
     vec lse, delta, slope, diagonal, first, end, key;
     const float *score, *dprob;
@@ -33,7 +33,7 @@ typedef struct {
     vec p, ds;
 } gradient_pair;
 
-/* The next key. Masks select, they do not multiply: a masked score may be NaN. */
+/* Computes P and dS of the next key. Masks select and do not multiply, because a masked score may be NaN. */
 INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool DROPS,
                                  gradient_lanes *x) {
     const vec zero = vec_set(0.0f), one = vec_set(1.0f);
@@ -49,7 +49,7 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES,
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
     vec p = vec_exp2(scores_minus(CAPS || SLOPES, s, vec_set(a->scale), x->lse)), kept = p;
-    if (DROPS) { /* a product: what is dropped is multiplied by 0, and NaN stays NaN */
+    if (DROPS) { /* NaN stays NaN, because a dropped element is multiplied by 0 */
         const vec z = vec_select(mask_bytes_le(x->byte, a->keep_max), one, zero);
         dp = vec_mul(dp, z);
         kept = vec_mul(p, z);
@@ -67,8 +67,8 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES,
     return (gradient_pair){kept, ds};
 }
 
-/* NOTE: a copy of the arguments, which no store can change: else all of them are read again for every key, and that is half
- * as many instructions as the arithmetic. */
+/* NOTE: the loop reads a copy of the arguments, which no store can change. Otherwise the compiler reads all arguments
+ * again for every key. These reads are half as many instructions as the arithmetic. */
 INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, bool MASKED, bool DROPS) {
     const gradient_args copy = *args, *const a = &copy;
     const int64_t row_stride = a->row_stride;
@@ -86,7 +86,7 @@ INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, 
         for (int64_t key = 0; key < a->num_keys; key += 2, p += 2 * row_stride, ds += 2 * row_stride) {
             gradient_pair even = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x);
             gradient_pair odd = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x);
-#if WORD_ELEMS == 2 /* rows of bf16 lie over floats that were read already */
+#if WORD_ELEMS == 2 /* rows of bf16 overwrite floats that were read already */
             vec_store_rows(p, p + row_stride, even.p, odd.p);
             vec_store(ds_words, vec_store_rows(ds, ds + row_stride, even.ds, odd.ds));
             ds_words += a->lanes;
@@ -101,7 +101,7 @@ INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, 
     }
 }
 
-/* Every set of options is a loop of its own, as in scores_adjust. */
+/* Every set of options has its own loop, as in scores_adjust. */
 OUTLINE void gradient_step(const gradient_args *a) {
     const score_options *o = &a->options;
     switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2) {

@@ -1,8 +1,9 @@
-/* The bytes of the forward: plan/cpu_fwd.c counts them, attn_fwd.h fills them. Everything is aligned to 64 bytes.
+/* The memory layout of the forward. plan/cpu_fwd.c counts the bytes, and attn_fwd.h fills them. Every array is aligned
+ * to 64 bytes.
  *
  *   workspace   tasks | one scratch for each worker
  *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | addresses of the
- *               rows of K and V of two blocks, and of what is fetched ahead | tiles */
+ *               rows of K and V of two blocks, and of the rows to prefetch | tiles */
 #ifndef FA_CPU_FWD_LAYOUT_H
 #define FA_CPU_FWD_LAYOUT_H
 
@@ -11,19 +12,20 @@
 
 #define FA_MAX_BLOCK_Q 64
 
-/* One tile: what its lanes are and where its softmax stands. Keys count from key 0 of the sequence. */
+/* One tile: the row and head of each lane, and the running state of the online softmax. Keys count from key 0 of the
+ * sequence. */
 typedef struct {
     float row_max[FA_MAX_BLOCK_Q], row_sum[FA_MAX_BLOCK_Q], slope[FA_MAX_BLOCK_Q];
-    int64_t first[FA_MAX_BLOCK_Q], end[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q]; /* of a lane's row */
+    int64_t first[FA_MAX_BLOCK_Q], end[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q]; /* keys of a lane's row */
     int64_t row[FA_MAX_BLOCK_Q], head[FA_MAX_BLOCK_Q];
     int64_t first_key, end_key;       /* some lane sees these keys */
-    int64_t common_first, common_end; /* every lane sees these; empty when some lane sees nothing */
-    int lanes, valid_lanes; /* lanes: a multiple of the vector; those past valid_lanes repeat the last valid one */
+    int64_t common_first, common_end; /* every lane sees these keys; empty when some lane sees no key */
+    int lanes, valid_lanes; /* lanes is a multiple of the vector; lanes past valid_lanes repeat the last valid lane */
 } fa_fwd_tile;
 
 typedef struct {
-    int64_t words;    /* of a packed row of Q or K, padded with zeros */
-    int64_t columns;  /* d padded to whole transposes: rows of V^T and O^T */
+    int64_t words;    /* words of a packed row of Q or K, padded with zeros */
+    int64_t columns;  /* d padded to whole transposes, the number of rows of V^T and O^T */
     int64_t v_stride; /* words of a row of V^T */
     int block_q, block_kv, tiles;
     size_t q_t, o_t, k, v_t, scores, bytes, key_rows, pieces, tile; /* offsets in a scratch */
@@ -36,7 +38,7 @@ static inline size_t fa_take(size_t *at, int64_t bytes) {
     return offset;
 }
 
-/* score_buffers: of S^T and P, each for one tile and one block. */
+/* score_buffers is the number of buffers for S^T and P. Each buffer holds one tile on one block of keys. */
 static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
                                              int score_buffers) {
     int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
@@ -60,7 +62,7 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     return l;
 }
 
-/* Bytes before the first scratch. */
+/* The bytes of the tasks, which lie in front of the first scratch. */
 static inline size_t fa_tasks_bytes(int64_t num_tasks) {
     size_t at = 0;
     fa_take(&at, num_tasks * (int64_t)sizeof(fa_task));

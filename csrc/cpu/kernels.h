@@ -6,13 +6,13 @@
 #include "macros.h"
 #include "pool.h"
 
-/* The kernels of one instruction set. A NULL entry does not exist there. */
+/* The kernels of one instruction set. A NULL entry means that the instruction set has no such kernel. */
 typedef bool fa_cpu_kernel(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool);
 typedef struct {
-    fa_cpu_kernel *fwd, *bwd, *decode; /* decode: the sequences of a forward that fa_decodes (partition.h) */
-    int block_q;                       /* query lanes of one tile */
-    int block_q_bwd;                   /* of the backward; 0: the same */
-    int score_buffers;                 /* of the forward: fwd_layout.h */
+    fa_cpu_kernel *fwd, *bwd, *decode; /* decode: for sequences with fa_decodes (partition.h) */
+    int block_q;                       /* query lanes of one forward tile */
+    int block_q_bwd;                   /* query lanes of one backward tile; 0: as many as block_q */
+    int score_buffers;                 /* score buffers of the forward (fwd_layout.h) */
 } fa_cpu_kernels;
 
 extern const fa_cpu_kernels fa_kernels_scalar;

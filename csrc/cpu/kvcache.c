@@ -1,11 +1,12 @@
-/* What happens to a cache before attention reads it: new keys and values are written in place, rotary embedding turns
- * the new keys and the queries.
+/* The update of a cache before attention reads the cache. New keys and values are written in place. Rotary embedding
+ * rotates the new keys and the queries.
  *
  *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
  *   q [b, len_q, h, d]                  ->  q_rotated, contiguous
  *
- * Rotary: a pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row
- * "position" of cos and sin, rounded once. Everything else is copied bit for bit. */
+ * Rotary embedding rotates pairs (x0, x1) of the first rotary_dim elements to (x0 cos - x1 sin, x0 sin + x1 cos). cos
+ * and sin are row "position" of their tables, and the result is rounded once. All other elements are copied bit for
+ * bit. */
 #include "convert.h"
 #include "kvcache.h"
 #include "sequence.h"
@@ -21,7 +22,7 @@ static void copy_row(const fa_problem *p, void *dst, int64_t dst_offset, const v
            (size_t)p->d * bytes);
 }
 
-/* Turns one row of d elements where it lies. */
+/* Rotates one row of d elements in place. */
 static void rotate_row(const fa_problem *p, void *data, int64_t offset, int64_t position) {
     if (!p->rotary_cos || position >= p->rotary_rows) return;
     int64_t pairs = p->rotary_dim / 2;
@@ -36,7 +37,7 @@ static void rotate_row(const fa_problem *p, void *data, int64_t offset, int64_t 
     }
 }
 
-/* Absolute position of the first appended key: left padding does not move it. */
+/* The absolute position of the first appended key. Left padding does not change the position. */
 static int64_t append_position(const fa_problem *p, int64_t b_idx) { return p->seqused_k ? p->seqused_k[b_idx] : 0; }
 
 static void append_token(const fa_problem *p, int64_t b_idx, int64_t t) {
@@ -61,7 +62,7 @@ static void rotate_query(const fa_problem *p, void *q_rotated, int64_t b_idx, in
     }
 }
 
-/* Tasks: the new tokens of every sequence, then the queries of every sequence. */
+/* The tasks are the new tokens of every sequence, then the queries of every sequence. */
 static void append_tokens(int64_t begin, int64_t end, void *ctx) {
     const append_job *job = ctx;
     const fa_problem *p = job->p;

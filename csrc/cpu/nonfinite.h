@@ -1,12 +1,12 @@
-/* NaN and infinities next to a mask. A pair that is masked has P = dS = 0 in the products, and 0 x NaN is NaN: it would
- * reach lanes and keys that never saw it. So packing notices such elements, clear_nonfinite takes them out of the packed
- * operand, and they are added afterwards for the pairs that see them:
+/* NaN and infinity next to a mask. The products give a masked pair P = dS = 0, but 0 x NaN is NaN. So NaN would reach
+ * lanes and keys that do not see the element. Packing therefore detects non-finite elements, and clear_nonfinite sets
+ * them to zero in the packed operand. Afterwards the functions below add these elements to the pairs that see them:
  *
- *   O^T += V^T P,   dQ^T += K^T dS      elements of a key, to the lanes that see it
- *   dV += P^T dO,   dK += dS^T Q        elements of a lane, to the keys that it sees
+ *   O^T += V^T P,   dQ^T += K^T dS      elements of a key, to the lanes that see the key
+ *   dV += P^T dO,   dK += dS^T Q        elements of a lane, to the keys that the lane sees
  *
- * The scores and dP need none of this: a masked one is not read. Rows without such elements lose nothing but a multiply-add
- * for each vector that is packed. */
+ * S and dP need no such step, because masked elements of S and dP are not read. For finite rows the only cost is one
+ * multiply-add for each packed vector. */
 #ifndef FA_CPU_NONFINITE_H
 #define FA_CPU_NONFINITE_H
 
@@ -23,13 +23,13 @@ OUTLINE void clear_nonfinite(float *words, int64_t count) {
     }
 }
 
-/* Element `half` of a word. */
+/* Element `half` of a word, as a float. */
 static inline float word_element(const float *word, int64_t half) {
     if (WORD_ELEMS == 1) return *word;
     return fa_f32_of_bits(half ? fa_bits_of(*word) & 0xffff0000 : fa_bits_of(*word) << 16);
 }
 
-/* Loads a row, padded with zeros to whole vectors; false: every element is finite. */
+/* Loads a row and pads it with zeros to whole vectors. Returns whether some element is not finite. */
 OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM], const char *data, int64_t d, fa_dtype dtype) {
     bool found = false;
     for (int64_t c = 0; c < FA_MAX_HEAD_DIM; c++) {
@@ -39,8 +39,8 @@ OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM], const char *data, int64_
     return found;
 }
 
-/* out[c][lane] += x[key][lane] row[c]: row is that of the key, x are words along the keys. key counts from the block, the
- * bounds of a lane from the sequence. */
+/* out[c][lane] += x[key][lane] row[c]. row is the key's row of V or K, and x holds words along the keys. `key` counts
+ * from the start of the block, and the bounds of a lane count from the start of the sequence. */
 OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_t key, const int64_t *first,
                                const int64_t *end, int64_t block, const char *data, int64_t d, fa_dtype dtype) {
     float row[FA_MAX_HEAD_DIM], weight[FA_MAX_BLOCK_Q_BWD], sees[FA_MAX_BLOCK_Q_BWD];
@@ -59,7 +59,8 @@ OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_
     }
 }
 
-/* out[key][c] += x[key][lane] row[c], keys [begin, end): row is that of the lane, x are words along the lanes. */
+/* out[key][c] += x[key][lane] row[c] for keys [begin, end). row is the lane's row of Q or dO, and x holds words along
+ * the lanes. */
 OUTLINE void add_lane_nonfinite(float *out, int64_t out_stride, const float *x, int64_t x_stride, int64_t lane,
                                 int64_t begin, int64_t end, const char *data, int64_t d, fa_dtype dtype) {
     float row[FA_MAX_HEAD_DIM];

@@ -7,15 +7,15 @@
  *   unpack_lanes   floats [d][m] times a factor per lane  ->  rows  O, dQ
  *   unpack_row     floats [d] times a factor  ->  row               dK, dV
  *
- * Copying is not waste: rows of the caller lie h d apart, often a power of two, and would fall into a few cache sets.
- * Transposes are LANES x LANES words in registers. A row pointer NULL reads as zeros; nothing past element d is read or
- * written in the caller's memory, and the packed words there are zero. */
+ * The copy is worth its time. The caller's rows lie h d apart, often a power of two, and would share a few cache sets.
+ * Transposes are LANES x LANES words in registers. A NULL row pointer reads as zeros. In the caller's memory nothing
+ * past element d is read or written, and the packed words past element d are zero. */
 #ifndef FA_CPU_PACK_H
 #define FA_CPU_PACK_H
 
 #include "product.h"
 
-/* Calls fn(arguments..., dtype as a constant). */
+/* Calls fn(arguments..., dtype), with the dtype as a constant. */
 #if WORD_ELEMS == 2
 #define WITH_DTYPE(dtype, fn, ...) ((void)(dtype), fn(__VA_ARGS__, FA_BF16))
 #else
@@ -41,7 +41,7 @@ INLINE void store_elems(void *p, vec a, fa_dtype DTYPE) {
 
 #define DTYPE_BYTES(DTYPE) ((DTYPE) == FA_F32 ? 4 : 2)
 
-/* Where `count` elements of a row can be read from element elem on: the row itself, or a copy padded with zeros. */
+/* Returns an address from which `count` elements can be read: the row from element elem on, or a zero-padded copy. */
 INLINE const void *readable(const char *row, int64_t elem, int64_t d, int count, char padded[4 * LANES],
                             fa_dtype DTYPE) {
     if (row && elem + count <= d) return row + elem * DTYPE_BYTES(DTYPE);
@@ -50,14 +50,14 @@ INLINE const void *readable(const char *row, int64_t elem, int64_t d, int count,
     return padded;
 }
 
-/* LANES words of a row, from element elem on. */
+/* Loads LANES words of a row, from element elem on. */
 INLINE vec load_row_words(const char *row, int64_t elem, int64_t d, fa_dtype DTYPE) {
     char padded[4 * LANES];
     const void *p = readable(row, elem, d, LANES * WORD_ELEMS, padded, DTYPE);
     return WORD_ELEMS == 2 ? vec_load(p) : load_elems(p, DTYPE);
 }
 
-/* LANES elements of WORD_ELEMS neighbouring rows, as words. */
+/* Loads LANES elements of WORD_ELEMS neighbouring rows, as words. */
 INLINE vec load_column_words(const char *const *row, int64_t elem, int64_t d, fa_dtype DTYPE) {
 #if WORD_ELEMS == 2
     char padded[2][4 * LANES];
@@ -89,8 +89,8 @@ INLINE void pack_lanes_of(float *dst, int64_t stride, const char *const *rows, i
     }
 }
 
-/* Finite elements add nothing to a sum of 0 x; 0 x is NaN for NaN and inf. Rows have sums of their own, so that few
- * multiply-adds wait for each other. */
+/* Whether a sum of 0 x over many elements x is zero. 0 x is zero for a finite x and NaN for NaN and inf. Each row has a
+ * sum of its own, so that few multiply-adds wait for each other. */
 INLINE bool is_zero(vec sum) {
     float lane[LANES];
     bool all = true;
@@ -102,7 +102,7 @@ INLINE bool is_zero(vec sum) {
 /* num_rows is a multiple of LANES WORD_ELEMS. Returns whether every element is finite. */
 INLINE bool pack_columns_of(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                             fa_dtype DTYPE) {
-    vec poison[2] = {vec_set(0.0f), vec_set(0.0f)}; /* sums that do not wait for each other */
+    vec poison[2] = {vec_set(0.0f), vec_set(0.0f)}; /* two independent sums */
     for (int64_t r = 0; r < num_rows; r += LANES * WORD_ELEMS) {
         for (int64_t elem = 0; elem < d; elem += LANES) {
             vec t[LANES];
@@ -134,7 +134,7 @@ INLINE bool pack_pairs_of(float *dst, int64_t stride, const char *const *rows, i
     return is_zero(poison);
 }
 
-/* count <= LANES elements of a row, from element elem on. */
+/* Stores count <= LANES elements of a row, from element elem on. */
 INLINE void store_row_elems(char *row, int64_t elem, int64_t count, vec a, fa_dtype DTYPE) {
     char padded[4 * LANES];
     if (count == LANES) {
@@ -152,7 +152,7 @@ INLINE void unpack_row_of(char *row, int64_t d, const float *src, float factor, 
     }
 }
 
-/* Rows of num_lanes lanes; num_lanes need not be a multiple of LANES, src has room for it. */
+/* Stores rows of num_lanes lanes. num_lanes need not be a multiple of LANES, because src has room for whole vectors. */
 INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, const float *src, int64_t stride,
                             const float *factor, fa_dtype DTYPE) {
     for (int64_t lane = 0; lane < num_lanes; lane += LANES) {
@@ -163,7 +163,7 @@ INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, con
             UNROLL for (int i = 0; i < LANES; i++) t[i] = vec_mul(vec_load(src + (elem + i) * stride + lane), scale);
             vec_transpose(t);
             int64_t elems = d - elem < LANES ? d - elem : LANES;
-            if (count == LANES && elems == LANES) { /* straight from the registers */
+            if (count == LANES && elems == LANES) { /* whole vectors go from the registers to memory without a copy */
                 UNROLL for (int i = 0; i < LANES; i++)
                     store_elems(rows[lane + i] + elem * DTYPE_BYTES(DTYPE), t[i], DTYPE);
                 continue;

@@ -29,7 +29,7 @@ int64_t fa_fwd_tasks(const fa_problem *p, int block_q, int tiles_per_task, fa_ta
         fa_sequence s = fa_sequence_at(p, b_idx);
         int64_t num_tiles = fa_num_tiles(p, &s, block_q), num_tasks = (num_tiles + tiles_per_task - 1) / tiles_per_task;
         for (int64_t t = 0; tasks && t < num_tasks; t++) {
-            /* Equal shares: 9 tiles in tasks of at most 8 are 5 and 4. */
+            /* Tasks get equal shares: 9 tiles in tasks of at most 8 become tasks of 5 and 4. */
             int64_t begin = num_tiles * t / num_tasks, end = num_tiles * (t + 1) / num_tasks;
             int64_t cost = cost_of_tiles(p, &s, block_q, begin, end);
             for (int64_t head_kv = 0; head_kv < p->h_kv; head_kv++)

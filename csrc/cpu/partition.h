@@ -1,6 +1,6 @@
-/* Who does what: tasks in descending order of their cost; a worker that is free takes the next. Costs are exact (visible
- * keys), but cores are not equal: beside a busy neighbour one runs at half speed. A task's result never depends on who
- * computes it: the bits of an output are the same for any number of threads. */
+/* Distribution of tasks over workers. Tasks are sorted by descending cost, and a free worker takes the next task. Costs
+ * are exact (visible keys), but cores are not equal: a core beside a busy neighbour runs at half speed. A task's result
+ * does not depend on its worker, so the output bits are the same for any number of threads. */
 #ifndef FA_CPU_PARTITION_H
 #define FA_CPU_PARTITION_H
 
@@ -10,27 +10,27 @@
 
 typedef struct {
     int64_t cost;
-    int64_t begin, end; /* tiles of the forward, keys of the backward */
+    int64_t begin, end; /* tiles of the forward, ranges of keys of the backward */
     int32_t b_idx, head_kv;
 } fa_task;
 
-/* Heaviest first; equal ones in the order of memory. */
+/* Sorts tasks by descending cost. Tasks of equal cost keep the order of memory. */
 void fa_sort_tasks(fa_task *tasks, int64_t num_tasks);
 
-/* The tasks of a call, and the next that nobody has taken. */
+/* The tasks of a call, and the index of the first task that no worker has taken. */
 typedef struct {
     const fa_task *tasks;
     int64_t num_tasks;
     _Atomic int64_t next;
 } fa_task_list;
 
-/* NULL: there are no more. */
+/* Takes the next task. Returns NULL when no task is left. */
 static inline const fa_task *fa_take_task(fa_task_list *list) {
     int64_t idx = atomic_fetch_add_explicit(&list->next, 1, memory_order_relaxed);
     return idx < list->num_tasks ? &list->tasks[idx] : NULL;
 }
 
-/* What would be taken now: a guess at what this worker takes next. */
+/* The task that a worker would take now, as a guess at this worker's next task. NULL: no task is left. */
 static inline const fa_task *fa_next_task(const fa_task_list *list) {
     int64_t idx = atomic_load_explicit(&list->next, memory_order_relaxed);
     return idx < list->num_tasks ? &list->tasks[idx] : NULL;
@@ -38,13 +38,13 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
 
 /* ---- tiles of the forward ----
  *
- * A tile is block_q lanes of one (sequence, key/value head). Lanes are (row, head of the group) pairs, heads running
- * faster: so one query row of a group of 8 heads fills 8 lanes, and a tile of a causal mask covers few rows. With
- * dropout a tile is rows of one head, because the generator serves patches of 16 rows. */
+ * A tile is block_q lanes of one (sequence, key/value head). Each lane is a (row, head of the group) pair, and heads
+ * vary fastest. So one query row of a group of 8 heads fills 8 lanes, and a tile of a causal mask covers few rows. With
+ * dropout a tile holds rows of one head, because the generator serves patches of 16 rows. */
 
-/* A sequence of few query rows is the decode kernel's, unless it is a short prompt, which the tiled kernel packs once and
- * serves in a third of the time (bf16, 16 tokens). Its own lengths decide, not the longest of the batch: a sequence has
- * the same bits beside any neighbours. */
+/* The decode kernel serves sequences of few query rows, except short prompts. The tiled kernel packs the keys of a
+ * short prompt once and takes a third of the time (bf16, 16 tokens). The sequence's own lengths decide, not the longest
+ * of the batch. So a sequence has the same bits in every batch. */
 #define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
 static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
     return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 &&
@@ -59,7 +59,7 @@ static inline int64_t fa_num_tiles(const fa_problem *p, const fa_sequence *s, in
     return fa_stacks_heads(p) ? (g * s->len_q + block_q - 1) / block_q : g * ((s->len_q + block_q - 1) / block_q);
 }
 
-/* The rows [first, end) that tiles [begin, end) touch. */
+/* The rows [row_first, row_end) that tiles [begin, end) touch. */
 static inline void fa_tile_rows(const fa_problem *p, const fa_sequence *s, int block_q, int64_t begin, int64_t end,
                                 int64_t *row_first, int64_t *row_end) {
     int64_t g = p->h / p->h_kv;
@@ -68,7 +68,7 @@ static inline void fa_tile_rows(const fa_problem *p, const fa_sequence *s, int b
     if (*row_end > s->len_q) *row_end = s->len_q;
 }
 
-/* The keys that some row of [row_first, row_end) sees: both bounds of a row grow with the row. */
+/* The keys that some row of [row_first, row_end) sees. Both bounds of a row grow with the row. */
 static inline void fa_rows_keys(const fa_problem *p, const fa_sequence *s, int64_t row_first, int64_t row_end,
                                 int64_t *first, int64_t *end) {
     int64_t ignored;
@@ -77,7 +77,8 @@ static inline void fa_rows_keys(const fa_problem *p, const fa_sequence *s, int64
     if (*end < *first) *end = *first;
 }
 
-/* Writes the tasks of the forward, tiles_per_task tiles each; tasks NULL: only counts them. */
+/* Writes the tasks of the forward, with at most tiles_per_task tiles each, and returns their number. With tasks NULL
+ * the function only counts. */
 int64_t fa_fwd_tasks(const fa_problem *problem, int block_q, int tiles_per_task, fa_task *tasks);
 
 #endif

@@ -1,13 +1,13 @@
-/* The threads that the engine works with. */
+/* The threads of the engine. */
 #ifndef FA_CPU_POOL_H
 #define FA_CPU_POOL_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Somebody else's threads: torch's pool in the extension, pthreads or none in the C tests. fn gets every index of
- * [0, n) exactly once, in ranges of any size, and must neither throw nor call torch. false: the threads could not be had,
- * and nobody knows which indices ran. */
+/* The caller's threads: torch's pool in the extension, pthreads or no threads in the C tests. parallel_for passes every
+ * index of [0, n) to fn exactly once, in ranges of any size. fn must neither throw nor call torch. parallel_for returns
+ * false if no threads are available. Then some indices may have run and others not. */
 typedef struct {
     bool (*parallel_for)(int64_t n, void (*fn)(int64_t begin, int64_t end, void *ctx), void *ctx);
 } fa_pool;

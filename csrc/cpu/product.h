@@ -9,11 +9,12 @@
  *   dQ^T += K^T dS^T                 K^T                 dS           keys         ADD
  *   dV += P^T dO,  dK += dS^T Q      P, dS rows          dO, Q rows   queries      ADD
  *
- * UNROLL_ROWS x UNROLL_VECS accumulators stay in registers over all of k: per step UNROLL_VECS loads and UNROLL_ROWS
- * broadcasts feed their product of multiply-adds, so the multiply-add pipes bind and not the load ports.
+ * UNROLL_ROWS x UNROLL_VECS accumulators, a register block of C called patch, stay in registers over all of k. Each
+ * step takes UNROLL_VECS loads and UNROLL_ROWS broadcasts for UNROLL_VECS x UNROLL_ROWS multiply-adds. So the
+ * multiply-add pipes bind, and not the load ports.
  *
- * Starting from zero and finishing with one multiply-add keeps the sum in two levels, which halves its rounding error
- * and makes rescaling free. Measurements: README.md. */
+ * The sum starts from zero, and one multiply-add joins the old value of C. The sum thus has two levels, which halves
+ * its rounding error, and the rescaling of C costs nothing. Measurements: README.md. */
 #ifndef FA_CPU_PRODUCT_H
 #define FA_CPU_PRODUCT_H
 
@@ -26,18 +27,18 @@
 #include "product_amx.h" /* the same product on the same buffers */
 #else
 
-#define PRODUCT_OVERLAPS 0  /* products that may wait run beside the vectors that follow */
-#define PRODUCT_FETCHES  1  /* product_args.soon is fetched */
-#define PRODUCT_ROWS     8  /* rows of C come in multiples of this, where rows of padding in A are zero */
-#define PRODUCT_STRIP_A  16 /* rows of A, and */
-#define PRODUCT_CACHED   0  /* rows of C that stay in the first-level cache until they are read; 0: who cares */
-#define PRODUCT_STRIP_K  1  /* words, that are taken or left as a whole where much of A is zero */
+#define PRODUCT_OVERLAPS 0  /* 1: product_later may run a product beside the vectors that follow */
+#define PRODUCT_FETCHES  1  /* 1: products prefetch from product_args.soon */
+#define PRODUCT_ROWS     8  /* C has a multiple of so many rows if the padding rows of A are zero */
+#define PRODUCT_STRIP_A  16 /* a masked product skips strips of so many rows of A */
+#define PRODUCT_CACHED   0  /* rows of C that stay in the first-level cache until the softmax; 0: no limit */
+#define PRODUCT_STRIP_K  1  /* a masked product skips strips of so many words of k */
 
-/* What a worker needs around its products. */
+/* A worker calls product_enter before its first product and product_leave after its last product. */
 INLINE void product_enter(void) {}
 INLINE void product_leave(void) {}
 
-/* Rows [row, row + ROWS) of lanes [lane, lane + VECS LANES). */
+/* A register block of C: rows [row, row + ROWS) and lanes [lane, lane + VECS LANES). */
 INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int64_t row, int lane) {
     vec acc[8][4], alpha[4], high[4];
     const float *a = p->a + row * p->a_stride, *b = p->b + lane;
@@ -84,7 +85,7 @@ INLINE void product_lanes(product_epilogue EPILOGUE, int ROWS, int VECS, const p
     for (; row < p->rows; row++) product_patch(EPILOGUE, 1, VECS, p, row, lane);
 }
 
-/* Few lanes take more rows, so that enough independent sums hide the latency of a multiply-add. */
+/* With few lanes a register block has more rows, so that enough independent sums hide the latency of a multiply-add. */
 INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     int u = 0;
     for (; u + UNROLL_VECS <= p->num_vecs; u += UNROLL_VECS)
@@ -103,7 +104,7 @@ OUTLINE void product_add(const product_args *p) { product(PRODUCT_ADD, p); }
 OUTLINE void product_rescale(const product_args *p) { product(PRODUCT_RESCALE, p); }
 
 #ifndef VEC_TILES
-/* One unit computes everything: nothing waits. */
+/* Vectors compute all products. So product_later computes at once, and the queue stays empty. */
 typedef struct {
     int unused;
 } product_queue;

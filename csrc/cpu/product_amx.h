@@ -1,19 +1,19 @@
 /* The product of product.h on AMX tiles: C[row][lane] = sum_k A[row][k] . B[k][lane], over words of two bf16.
  *
- *   tile of A   [16 rows][16 words]    the words of A as they lie: words run along k
- *   tile of B   [16 words][16 lanes]   the words of B as they lie: a row of B is word k of all lanes
+ *   tile of A   [16 rows][16 words]    A needs no reordering: words run along k
+ *   tile of B   [16 words][16 lanes]   B needs no reordering: a row of B is word k of all lanes
  *   tile of C   [16 rows][16 lanes]    fp32
  *
  *            B: tile 6  tile 7
  *   A: tile 4   C: 0      1         a step of 16 words: four products of 16 cycles, four loads of 8
  *      tile 5      2      3
  *
- * Tiles multiply sixteen times as fast as the vectors, so every pass of vectors over C counts. Scores are stored without
- * their scale: who reads them multiplies, as part of an fma. Sums are added to C inside the tiles; C alpha is computed only
- * where alpha is not 1, which the softmax makes rare (elementwise.h).
+ * Tiles multiply sixteen times as fast as the vectors, so every pass of vectors over C counts. Therefore scores are
+ * stored without their scale, and the softmax multiplies in an fma. Sums are added to C inside the tiles. C alpha is
+ * computed only where alpha is not 1, which the softmax makes rare (elementwise.h).
  *
- * Left over rows and words come from copies padded with zeros: nothing outside A and B is read, and no NaN behind
- * their ends is multiplied. */
+ * Remaining rows and words are copied and padded with zeros. So the product reads nothing outside A and B, and
+ * multiplies no NaN that lies behind their ends. */
 #ifndef FA_CPU_PRODUCT_AMX_H
 #define FA_CPU_PRODUCT_AMX_H
 
@@ -26,7 +26,7 @@
 #include "vec_target.h"
 
 #define PRODUCT_OVERLAPS 1
-#define PRODUCT_FETCHES  0 /* products are too short to hide it */
+#define PRODUCT_FETCHES  0 /* products are too short to hide prefetches */
 #define PRODUCT_ROWS     16
 #define PRODUCT_STRIP_A  32
 #define PRODUCT_CACHED   32
@@ -36,8 +36,9 @@ enum { TILE = 16 }; /* rows, words and lanes of a tile */
 
 _Static_assert(LANES == TILE && WORD_ELEMS == 2, "a vector of words is a row of a tile");
 
-/* Tiles belong to the thread. They are configured on entering a worker and released on leaving it, never held across a
- * call into other code. NOTE: static, because gcc's intrinsic admits to reading 8 bytes of it only. */
+/* Tiles belong to the thread. A worker configures the tiles when it enters and releases them when it leaves, so other
+ * code never runs with configured tiles. NOTE: the configuration is static, because gcc's intrinsic declares a read of
+ * only 8 bytes. */
 INLINE void product_enter(void) {
     static const struct {
         uint8_t palette, start_row, reserved[14];
@@ -50,10 +51,10 @@ INLINE void product_enter(void) {
 }
 INLINE void product_leave(void) { _tile_release(); }
 
-/* What was stored there must be in memory now: gcc's intrinsics do not say that tiles are loaded from it. */
+/* Forces earlier stores to memory, because gcc's intrinsics do not declare that tile loads read memory. */
 INLINE void tiles_read(const float *p) { __asm__ volatile("" ::"r"(p) : "memory"); }
 
-/* Bytes from one row of a tile to the next. */
+/* The bytes from one row of a tile to the next row. */
 INLINE long tile_stride(int64_t floats) { return (long)floats * (long)sizeof(float); }
 
 INLINE void sums_zero(int ROW_TILES, int VECS) {
@@ -77,7 +78,7 @@ INLINE void sums_store(int ROW_TILES, int VECS, float *c, int64_t stride) {
     if (ROW_TILES > 1 && VECS > 1) _tile_stored(3, c + TILE * stride + TILE, tile_stride(stride));
 }
 
-/* The operands of one step, 16 words. */
+/* Loads the operands of one step of 16 words. */
 INLINE void operands_load(int ROW_TILES, int VECS, const float *a, int64_t a_stride, const float *b, int64_t b_stride) {
     _tile_loadd(6, b, tile_stride(b_stride));
     _tile_loadd(4, a, tile_stride(a_stride));
@@ -92,7 +93,8 @@ INLINE void sums_add(int ROW_TILES, int VECS) {
     if (ROW_TILES > 1 && VECS > 1) _tile_dpbf16ps(3, 5, 7);
 }
 
-/* A copy [rows][width TILE] of which `valid` rows and, in each vector, `elems` elements exist; the rest is zero. */
+/* A copy [rows][width TILE] of src, padded with zeros. `valid` rows exist, and `elems` elements of each vector
+ * exist. */
 INLINE void copy_padded(float *dst, int rows, int width, const float *src, int64_t stride, int64_t valid,
                         int64_t elems) {
     for (int r = 0; r < rows; r++)
@@ -103,7 +105,7 @@ INLINE void copy_padded(float *dst, int rows, int width, const float *src, int64
     tiles_read(dst);
 }
 
-/* A step where words or, in the only tile of A, rows are missing. */
+/* A step in which words are missing. With a single tile of A, rows may also be missing. */
 INLINE void sums_add_padded(int ROW_TILES, int VECS, const float *a, int64_t a_stride, int64_t rows, const float *b,
                             int64_t b_stride, int64_t words) {
     _Alignas(64) float a_copy[2 * TILE * TILE], b_copy[TILE * 2 * TILE];
@@ -113,8 +115,9 @@ INLINE void sums_add_padded(int ROW_TILES, int VECS, const float *a, int64_t a_s
     sums_add(ROW_TILES, VECS);
 }
 
-/* Patches of ROW_TILES TILE rows from `row` on, lanes [lane, lane + VECS TILE); returns the first row that is left. The
- * operands of the next step are loaded before sums are stored: the tile unit need not wait for the stores. */
+/* Computes register blocks of ROW_TILES TILE rows from `row` on, for lanes [lane, lane + VECS TILE). Returns the first
+ * remaining row. The operands of the next step are loaded before the sums are stored, so the tile unit need not wait
+ * for the stores. */
 INLINE int64_t product_patches(product_epilogue EPILOGUE, int ROW_TILES, int VECS, const product_args *p, int64_t row,
                                int lane) {
     const int64_t rows = ROW_TILES * TILE, full = p->num_words / TILE * TILE, words = p->num_words - full;
@@ -139,7 +142,7 @@ INLINE int64_t product_patches(product_epilogue EPILOGUE, int ROW_TILES, int VEC
     return row;
 }
 
-/* The last rows, fewer than a tile has. */
+/* Computes the last rows, which are fewer than a tile has. */
 INLINE void product_last_rows(product_epilogue EPILOGUE, int VECS, const product_args *p, int64_t row, int lane) {
     _Alignas(64) float sums[TILE * 2 * TILE];
     const int64_t rows = p->rows - row;
@@ -187,8 +190,9 @@ INLINE void product(product_epilogue epilogue, const product_args *p) {
 
 /* ---- products beside vectors ---- */
 
-/* Products that were asked for and are not finished, in this order. The one in front stands at word k of a patch of
- * 2 x 2 tiles; the sums of a patch are stored when the next one begins, so that nobody waits for them. */
+/* Products that were requested and are not finished, in order of request. The first product stands at word k of a
+ * register block of 2 x 2 tiles. The sums of a register block are stored when the next register block begins, so that
+ * no store waits for the tile unit. */
 enum { QUEUED_PRODUCTS = 8 };
 typedef struct {
     product_args jobs[QUEUED_PRODUCTS];
@@ -196,9 +200,9 @@ typedef struct {
     int first, count;
     int64_t row, k;
     int lane;
-    float *sums; /* where the sums of the last patch belong; NULL: they are stored */
+    float *sums; /* C of the last register block; NULL: its sums are stored */
     int64_t sums_stride;
-    int64_t steps, share; /* left of all products, and taken by each product_advance */
+    int64_t steps, share; /* remaining steps of all products; steps of each product_advance */
 } product_queue;
 
 INLINE void product_store_sums(product_queue *q) {
@@ -208,7 +212,7 @@ INLINE void product_store_sums(product_queue *q) {
     q->sums = NULL;
 }
 
-/* Sixteen words of a patch: four loads, four products. */
+/* One step takes sixteen words of a register block: four loads, four products. */
 INLINE void product_step(product_queue *q) {
     const product_args *p = &q->jobs[q->first];
     const float *a = p->a + q->row * p->a_stride + q->k, *b = p->b + q->k * p->b_stride + q->lane;
@@ -247,7 +251,7 @@ INLINE void product_advance(product_queue *q) {
     if (q && q->steps) product_take(q);
 }
 
-/* The vector work that follows calls product_advance so many times. */
+/* Announces that the vector work that follows calls product_advance `parts` times. */
 INLINE void product_spread(product_queue *q, int64_t parts) { q->share = (q->steps + parts - 1) / parts; }
 
 OUTLINE void product_finish(product_queue *q) {
@@ -256,15 +260,15 @@ OUTLINE void product_finish(product_queue *q) {
     q->first = q->count = 0;
 }
 
-/* A product that may be computed until product_finish: A, B and C stay as they are. Whole patches wait, all else is
- * computed now. */
+/* Requests a product that may be computed at any time until product_finish. A, B and C must not change until then. The
+ * queue takes products of whole register blocks. Other products are computed now. */
 OUTLINE void product_later(product_queue *q, product_epilogue epilogue, const product_args *p) {
     if (epilogue == PRODUCT_RESCALE)
         for (int u = 0; u < p->num_vecs; u++) rescale_lanes(p, u * TILE);
     if (epilogue == PRODUCT_RESCALE) epilogue = PRODUCT_ADD;
     const bool whole = p->rows % (2 * TILE) == 0 && p->num_words % TILE == 0 && p->num_vecs % 2 == 0;
     if (!whole || q->count == QUEUED_PRODUCTS) {
-        product_finish(q); /* the tiles are in use */
+        product_finish(q); /* the product below needs the tiles */
         product(epilogue, p);
         return;
     }

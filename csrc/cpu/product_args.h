@@ -1,12 +1,12 @@
-/* What a product is asked for: C[row][lane] = sum_k A[row][k] . B[k][lane] over words, and what becomes of the sums. */
+/* The arguments of a product C[row][lane] = sum_k A[row][k] . B[k][lane] over words, and the kinds of its epilogue. */
 #ifndef FA_CPU_PRODUCT_ARGS_H
 #define FA_CPU_PRODUCT_ARGS_H
 
 #include "fetch.h"
 
 typedef enum {
-    PRODUCT_STORE,     /* C = acc: scores come without their scale, and who reads them multiplies */
-    PRODUCT_STORE_MAX, /* the same; lane_max = max(lane_max, acc scale) over the rows. Not where PRODUCT_OVERLAPS */
+    PRODUCT_STORE,     /* C = acc. Scores are stored without their scale, and their reader multiplies */
+    PRODUCT_STORE_MAX, /* C = acc, lane_max = max(lane_max, acc scale) over the rows. Not with PRODUCT_OVERLAPS */
     PRODUCT_ADD,       /* C += acc */
     PRODUCT_RESCALE,   /* C = C alpha + acc */
 } product_epilogue;
@@ -23,7 +23,7 @@ typedef struct {
     const float *alpha; /* PRODUCT_RESCALE: [num_vecs LANES] */
     float scale;        /* PRODUCT_STORE_MAX: above 0 */
     float *lane_max;    /* PRODUCT_STORE_MAX: [num_vecs LANES] */
-    fetch_queue *soon;  /* what to fetch meanwhile; NULL: nothing. Where PRODUCT_FETCHES is 0 nobody looks */
+    fetch_queue *soon;  /* pieces to prefetch; NULL: none. Ignored if PRODUCT_FETCHES is 0 */
 } product_args;
 
 #endif

@@ -10,17 +10,19 @@
  *   ds_ij = p_ij (z_ij dout_i.v_j - delta_i)    with softcap also times 1 - tanh^2
  *   dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i z_ij p_ij dout_i
  *
- * A pair that is masked is skipped, never multiplied by zero: what lies there may be NaN. Everything else is plain
+ * A masked pair is skipped and never multiplied by zero, because NaN may lie there. All other pairs are plain
  * arithmetic:
  *
- *   every visible score is -inf      the row counts as one that sees no key: o 0, lse +inf, and the backward skips it
+ *   every visible score is -inf      the row counts as a row that sees no key: o 0, lse +inf, and the backward skips it
  *   some visible score is finite     a score of -inf has p = 0; 0 times an infinite element of k, v, q or dout is NaN
- *   some score is +inf or NaN        o and lse are NaN, and so is whatever the backward adds for the row
+ *   some score is +inf or NaN        o and lse are NaN, and everything that the backward adds for the row is NaN
  *
- * Where tensors are not fp64, the kernels hold scores as fp32 in units of log2. A score beyond that is infinite here, too.
+ * If tensors are not fp64, the kernels hold scores as fp32 in units of log2. A score that overflows fp32 in these units
+ * is infinite in the reference, too.
  *
- * Sums over rows run over all g query heads of the key's head. Nothing is stored between the loops, so the work is done twice and the memory is
- * a few rows on the stack. Every output row belongs to one call of one task: threads cannot change a bit. */
+ * Sums over rows run over all g query heads of the key's head. No intermediate result is stored, so scores are computed
+ * twice, and a few rows on the stack are all the memory. One call of one task computes an output row, so the threads
+ * cannot change a bit. */
 #include "convert.h"
 #include "reference.h"
 #include "dropout.h"
@@ -63,7 +65,7 @@ typedef struct {
     fa_sequence s;
     int64_t head, head_kv;
     double slope;
-    uint64_t stream; /* of the dropout generator */
+    uint64_t stream; /* stream of the dropout generator */
 } head_view;
 
 static head_view head_view_at(const fa_problem *p, int64_t b_idx, int64_t head) {
@@ -83,7 +85,7 @@ static void load_key(row dst, const head_view *a, const fa_view *kv, int64_t j) 
     load_row(dst, kv->data, fa_key_offset(a->p, kv, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
 }
 
-/* Beyond the numbers of fp32 in units of log2, a score is infinite. */
+/* A score is infinite if it overflows fp32 in units of log2. */
 static double in_range(const fa_problem *p, double s) {
     return p->dtype != FA_F64 && fabs(s) > FLT_MAX * LN_2 ? copysign(INFINITY, s) : s;
 }
@@ -107,13 +109,14 @@ static bool is_kept(const head_view *a, int64_t i, int64_t j) {
     return fa_dropout_byte(a->p->seed, a->stream, i, j) <= a->p->keep_max;
 }
 
-/* z_ij of the formulas above. */
+/* z_ij of the formulas at the top. */
 static double dropout_factor(const head_view *a, int64_t i, int64_t j) {
     if (a->p->dropout_p == 0) return 1;
     return is_kept(a, i, j) ? 1 / (1 - a->p->dropout_p) : 0;
 }
 
-/* Largest score of row i over keys [first, end). A NaN is not the largest; it reaches o and lse through the sum. */
+/* The largest score of row i over keys [first, end). NaN never is the largest, but reaches o and lse through the
+ * sum. */
 static double row_max(const head_view *a, const row q, int64_t i, int64_t first, int64_t end) {
     double largest = -INFINITY, capped;
     for (int64_t j = first; j < end; j++) {
@@ -125,7 +128,7 @@ static double row_max(const head_view *a, const row q, int64_t i, int64_t first,
     return largest;
 }
 
-/* exp(s - largest), where -inf is no number to subtract. */
+/* exp(s - largest). If largest is -inf, the subtraction would give NaN, so s is used alone. */
 static double weight_of(double s, double largest) { return exp(largest == -INFINITY ? s : s - largest); }
 
 /* ---- forward ------------------------------------------------------------------------------------------------- */
@@ -146,7 +149,7 @@ static void forward_row(const head_view *a, int64_t i) {
         sum += weight; /* dropout comes after the normalisation */
         add_scaled(o, weight * dropout_factor(a, i, j), v, p->d);
     }
-    bool is_empty = sum == 0; /* no key, or none whose score is above -inf */
+    bool is_empty = sum == 0; /* no key, or no key with a score above -inf */
     if (is_empty) memset(o, 0, sizeof o);
     store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : 1 / sum, p->d, p->dtype);
     *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? INFINITY : (float)(largest + log(sum));
@@ -197,7 +200,8 @@ bool fa_reference_s_dmask(const fa_problem *problem, const fa_pool *pool) {
 
 /* ---- backward ------------------------------------------------------------------------------------------------ */
 
-/* p_ij z_ij, the weight of dout_i in dv_j, and ds_ij before the scale. lse of either infinity: the row saw nothing. */
+/* pz is p_ij z_ij, the weight of dout_i in dv_j. ds is ds_ij before the scale. An infinite lse of either sign means
+ * that the row saw no key. */
 typedef struct {
     double pz, ds;
 } pair;

@@ -15,10 +15,10 @@ bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
     if (p.pass == FA_BWD) return kernels->bwd(&p, plan, workspace, pool);
     if (p.k_new.data || p.rotary_cos) {
         if (!fa_cpu_append(problem, workspace, pool)) return false;
-        if (p.rotary_cos) /* the plan put the rotated queries in front */
+        if (p.rotary_cos) /* the plan put the rotated queries at the start of the workspace */
             p.q = (fa_view){workspace, p.len_q * p.h * p.d, p.h * p.d, p.d};
     }
-    if (p.h == 0) return true; /* and groups of no heads to divide by */
+    if (p.h == 0) return true; /* without heads there is no group size to divide by */
     char *scratch = (char *)workspace + fa_rotated_q_bytes(problem);
     if (plan->cpu.num_decodes > 0 && !kernels->decode(&p, plan, scratch, pool)) return false;
     if (plan->cpu.num_decodes < p.b && !kernels->fwd(&p, plan, scratch, pool)) return false;
@@ -35,8 +35,9 @@ static void zero_rows(const fa_problem *p, const fa_view *t, int64_t first, int6
                    row_bytes);
 }
 
-/* Rows after the last sequence belong to nobody. The kernels leave them alone; here an output that we allocated
- * becomes zero with an lse of -inf, and so does, with zero_tensors, one that the caller brought. */
+/* Rows after the last sequence belong to no sequence, and the kernels do not write them. Their lse becomes -inf. Their
+ * outputs become zero if the extension allocated the output. With zero_tensors the caller's outputs become zero,
+ * too. */
 static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
     if (!p->cu_seqlens_q) return;
     const int64_t end_q = p->cu_seqlens_q[p->b], end_kv = p->cu_seqlens_k[p->b];
@@ -51,7 +52,7 @@ static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
     }
 }
 
-/* dK and dV where q has no heads: nobody reads the keys. */
+/* dK and dV are zero if q has no heads, because no query reads the keys. */
 static void zero_key_gradients(const fa_problem *p) {
     fa_view gradients[] = {p->dk, p->dv};
     const bool packed = p->cu_seqlens_k != NULL;

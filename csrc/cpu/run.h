@@ -1,16 +1,16 @@
-/* A plan for the CPU is executed. */
+/* The execution of a plan on the CPU. */
 #ifndef FA_CPU_RUN_H
 #define FA_CPU_RUN_H
 
 #include "flash_attn.h"
 #include "pool.h"
 
-/* Runs a checked CPU problem with its plan. workspace: plan->workspace_bytes, aligned to 64 bytes, uninitialised.
- * false: the pool failed, and what is written is worth nothing. */
+/* Runs a checked CPU problem with its plan. The workspace has plan->workspace_bytes, is aligned to 64 bytes and need
+ * not be initialised. Returns false if the pool failed. Then the outputs are invalid. */
 bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool);
 
-/* The same for a call as a whole: rows that belong to no sequence are filled, too. zero_tensors: those of outputs and
- * gradients become zero. FA_ENOMEM: torch could not start the threads of the call. */
+/* Runs a whole call with fa_cpu_run, and also fills rows that belong to no sequence. With zero_tensors these rows of
+ * outputs and gradients become zero. FA_ENOMEM: torch could not start the threads of the call. */
 fa_status fa_cpu_run_call(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                           const fa_pool *pool, fa_error *err);
 

@@ -9,7 +9,7 @@
 #define LANES       8
 #define WORD_ELEMS  1
 #define UNROLL_VECS 3
-#define UNROLL_ROWS 4 /* 12 accumulators, 3 vectors, 1 broadcast: all 16 registers */
+#define UNROLL_ROWS 4 /* all 16 registers: 12 accumulators, 3 vectors, 1 broadcast */
 #define BLOCK_Q     48
 
 typedef __m256 vec;
@@ -63,10 +63,11 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(pairs, pairs));
 }
 
-/* As in vec_scalar.h: the magic number finds the nearest integer and its place in the exponent, where -127 is zero. */
+/* As in vec_scalar.h, the magic number finds the nearest integer and its place in the exponent. Here -127 gives
+ * zero. */
 INLINE vec vec_exp2(vec a) {
     const vec lowest = vec_set(-127.0f), magic = vec_set(0x1.8p23f);
-    vec x = _mm256_max_ps(lowest, a); /* NaN stays: the second operand */
+    vec x = _mm256_max_ps(lowest, a); /* NaN stays, because a is the second operand */
     vec shifted = _mm256_add_ps(x, magic), f = _mm256_sub_ps(x, _mm256_sub_ps(shifted, magic));
     __m256i exponent = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
     vec power = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
@@ -106,7 +107,7 @@ INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
     return vec_load_bf16(half);
 }
 
-/* A tree: every round adds two halves and puts two vectors into one. */
+/* A tree of additions. Every round adds two halves and puts two vectors into one. */
 INLINE vec vec_sums(const vec a[LANES]) {
     vec pair[4], four[2];
     UNROLL for (int i = 0; i < 4; i++) {
@@ -120,7 +121,7 @@ INLINE vec vec_sums(const vec a[LANES]) {
                          _mm256_permute2f128_ps(four[0], four[1], 0x31));
 }
 
-/* 8 x 8 words: two rounds inside 128-bit halves, one round of halves. */
+/* Transposes 8 x 8 words: two rounds inside 128-bit halves, one round of halves. */
 INLINE void vec_transpose(vec row[LANES]) {
     vec t[LANES];
     UNROLL for (int i = 0; i < 8; i += 4) {

@@ -1,6 +1,6 @@
-/* The vector vocabulary (see vec_scalar.h) on AVX-512 F, DQ, BW, VL: 32 registers of 16 lanes.
- * With VEC_BF16_WORDS the words of products are pairs of bf16 and AVX512-BF16 multiplies them; with VEC_TILES also, AMX
- * does (product_amx.h). */
+/* The vector vocabulary (see vec_scalar.h) on AVX-512 F, DQ, BW, VL: 32 registers of 16 lanes. With VEC_BF16_WORDS the
+ * words of products are pairs of bf16, and AVX512-BF16 multiplies these words. If VEC_TILES is also defined, AMX
+ * multiplies these words (product_amx.h). */
 #ifndef FA_CPU_VEC_AVX512_H
 #define FA_CPU_VEC_AVX512_H
 
@@ -113,8 +113,9 @@ INLINE vec vec_dot(vec acc, vec a, vec b) { return _mm512_fmadd_ps(a, b, acc); }
 
 #endif
 
-/* vreduceps leaves a - floor(a), and vscalefps takes the floor of its second operand itself; reduce(-inf) is 0 and
- * scaling by -inf gives exactly 0, so nothing is clamped. Degree 5 errs by 1e-7, degree 4, for bf16, by 3e-6. */
+/* vreduceps gives a - floor(a), and vscalefps takes the floor of its second operand itself. reduce(-inf) is 0, and
+ * scaling by -inf gives exactly 0, so nothing is clamped. Degree 5 has an error of 1e-7, degree 4, for bf16, of
+ * 3e-6. */
 INLINE vec vec_exp2(vec a) {
     vec f = _mm512_reduce_ps(a, 0x09), p; /* 0x09: towards -inf, no exceptions */
     if (WORD_ELEMS == 2) {
@@ -158,7 +159,7 @@ INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* A tree: every round adds two halves and puts two vectors into one. */
+/* A tree of additions. Every round adds two halves and puts two vectors into one. */
 INLINE vec vec_sums(const vec a[LANES]) {
     vec pair[8], four[4], eight[2];
     UNROLL for (int i = 0; i < 8; i++) {
@@ -176,7 +177,7 @@ INLINE vec vec_sums(const vec a[LANES]) {
                          _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
 }
 
-/* 16 x 16 words: two rounds inside 128-bit quarters, two rounds of quarters. */
+/* Transposes 16 x 16 words: two rounds inside 128-bit quarters, two rounds of quarters. */
 INLINE void vec_transpose(vec row[LANES]) {
     vec t[LANES];
     UNROLL for (int i = 0; i < 16; i += 4) {

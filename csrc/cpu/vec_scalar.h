@@ -1,4 +1,4 @@
-/* The vector vocabulary in portable C, and its documentation: what each verb means on every instruction set.
+/* The vector vocabulary in portable C. This file also documents the meaning of each verb on every instruction set.
  *
  *   vec         LANES floats, or LANES words
  *   word        32 bits of an operand of a product: one fp32 (WORD_ELEMS 1), or two neighbouring bf16 (WORD_ELEMS 2,
@@ -8,10 +8,11 @@
  *   UNROLL_VECS, UNROLL_ROWS   shape of the product kernel: accumulators that fit the registers, with room for operands
  *   BLOCK_Q                    query lanes of a tile, a multiple of UNROLL_VECS LANES and of 16
  *
- * With VEC_BF16_WORDS words are pairs of bf16 here too: so the tests run the kernels for such words on any processor.
+ * With VEC_BF16_WORDS the words are pairs of bf16 here, too. So the tests run the kernels for such words on any
+ * processor.
  *
- * Pointers need no alignment. A comparison with NaN is false. vec_max and vec_min return their second operand when
- * either is NaN. Arithmetic runs with denormals flushed to zero between vec_enter and vec_leave. */
+ * Pointers need no alignment. A comparison with NaN is false. vec_max and vec_min return their second operand if an
+ * operand is NaN. Arithmetic runs with denormals flushed to zero between vec_enter and vec_leave. */
 #ifndef FA_CPU_VEC_SCALAR_H
 #define FA_CPU_VEC_SCALAR_H
 
@@ -32,10 +33,15 @@
 #define BLOCK_Q     32
 #endif
 
-/* gcc and clang know vectors of any processor, and give them their registers; elsewhere a vec is an array. Verbs are written
- * once: after EACH_LANE, OF(a) is all of a vector or one of its lanes, BITS and FLOATS are the same 32 bits of each as the
- * other type, TRUTH makes a mask of a comparison, and WIDE makes 32 bits of 16. Left to find the vectors in loops over arrays, gcc takes four times as
- * long. */
+/* gcc and clang support vectors on any processor and keep them in registers. For other compilers a vec is an array. The
+ * macros below let one text serve both, after EACH_LANE:
+ *
+ *   OF(a)               all of a vector, or one of its lanes
+ *   BITS(a), FLOATS(x)  the same 32 bits as the other type
+ *   TRUTH(x)            a mask of a comparison
+ *   WIDE(h)             32 bits of 16
+ *
+ * gcc takes four times as long to compile loops over arrays, in which it must find the vectors itself. */
 #if defined(__GNUC__)
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vec_bits __attribute__((vector_size(4 * LANES)));
@@ -72,7 +78,7 @@ INLINE vec vec_load(const float *p) {
     return r;
 }
 INLINE void vec_store(float *p, vec a) { memcpy(p, &a, sizeof a); }
-/* The first n < LANES floats; nothing behind them is touched, the other lanes are 0. */
+/* Loads the first n < LANES floats. Memory behind them is not touched, and the other lanes are 0. */
 INLINE vec vec_load_first(const float *p, int64_t n) {
     float lane[LANES] = {0};
     memcpy(lane, p, (size_t)n * sizeof *p);
@@ -85,8 +91,8 @@ INLINE vec vec_set(float x) {
 }
 INLINE vec vec_broadcast(const float *word) { return vec_set(*word); }
 
-/* Keeps a loaded vector in a register. Without it gcc folds the load into each multiply-add that uses it, and the two
- * load ports bind: a fifth of the speed on AVX-512 and AVX2. */
+/* Keeps a loaded vector in a register. Without vec_pin gcc folds the load into each multiply-add that uses the vector.
+ * Then the two load ports bind, which costs a fifth of the speed on AVX-512 and AVX2. */
 INLINE void vec_pin(vec *a) { (void)a; }
 
 /* ---- arithmetic ---- */
@@ -143,7 +149,7 @@ INLINE bool mask_any(vec_mask m) {
     for (int i = 0; i < LANES; i++) any |= lane[i];
     return any != 0;
 }
-/* LANES bytes against one limit */
+/* Compares LANES bytes with one limit. */
 INLINE vec_mask mask_bytes_le(const uint8_t *bytes, uint8_t limit) {
     uint32_t lane[LANES];
     vec_mask m;
@@ -170,7 +176,7 @@ INLINE vec vec_xor(vec a, vec b) {
     EACH_LANE OF(a) = FLOATS(BITS(a) ^ BITS(b));
     return a;
 }
-/* The high halves of the 64-bit products a factor; *low receives the low halves. */
+/* Returns the high halves of the 64-bit products a factor. *low receives the low halves. */
 INLINE vec vec_multiply_bits(vec a, uint32_t factor, vec *low) {
     uint32_t x[LANES], y[LANES];
     memcpy(x, &a, sizeof x);
@@ -183,15 +189,16 @@ INLINE vec vec_multiply_bits(vec a, uint32_t factor, vec *low) {
     memcpy(low, y, sizeof y);
     return a;
 }
-/* The byte of each lane that starts at bit `shift`: LANES bytes. */
+/* Stores LANES bytes: from each lane the byte that starts at bit `shift`. */
 INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     uint32_t lane[LANES];
     memcpy(lane, &a, sizeof lane);
     for (int i = 0; i < LANES; i++) p[i] = (uint8_t)(lane[i] >> shift);
 }
 
-/* 2^a for a <= 126: a relative error of 1e-7, exactly 1 at 0, exactly 0 below -127, NaN stays NaN. The magic number
- * moves the nearest integer n into the low bits; 2^(a - n) is a polynomial whose constant term is 1. */
+/* 2^a for a <= 126, with a relative error of 1e-7. The result is exactly 1 at 0 and exactly 0 below -127, and NaN stays
+ * NaN. The magic number moves the nearest integer n into the low bits. 2^(a - n) is a polynomial with constant term
+ * 1. */
 INLINE vec vec_exp2(vec a) {
     const vec lowest = vec_set(-126.0f), magic = vec_set(0x1.8p23f);
     const vec_mask is_zero = vec_lt(a, lowest);
@@ -209,7 +216,7 @@ INLINE vec vec_exp2(vec a) {
 OUTLINE void lanes_to_f16(uint16_t half[LANES], const float lane[LANES]) {
     for (int i = 0; i < LANES; i++) half[i] = fa_f16_from_f32(lane[i]);
 }
-/* As fa_f32_from_f16, without branches: a subnormal is the mantissa behind 2^-14, less 2^-14. */
+/* fa_f32_from_f16 without branches. A subnormal is the mantissa behind 2^-14, less 2^-14. */
 INLINE vec vec_load_f16(const void *p) {
     vec_half half;
     vec_bits sign, rest, is_small, is_special, is_nan;
@@ -260,7 +267,7 @@ INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
     return vec_load_bf16(half);
 }
 
-/* lane i: the sum of the lanes of a[i] */
+/* Lane i of the result is the sum of the lanes of a[i]. */
 INLINE vec vec_sums(const vec a[LANES]) {
     float lane[LANES][LANES], sum[LANES] = {0};
     memcpy(lane, a, sizeof lane);
@@ -269,7 +276,7 @@ INLINE vec vec_sums(const vec a[LANES]) {
     return vec_load(sum);
 }
 
-/* row[i] lane j <-> row[j] lane i, for floats and words alike */
+/* Swaps row[i] lane j with row[j] lane i, for floats and for words. */
 INLINE void vec_transpose(vec row[LANES]) {
     uint32_t from[LANES][LANES], to[LANES][LANES];
     memcpy(from, row, sizeof from);
@@ -288,33 +295,33 @@ INLINE vec vec_join(const uint16_t even[LANES], const uint16_t odd[LANES]) {
     memcpy(&r, word, sizeof r);
     return r;
 }
-/* Two vectors of floats, rounded to bf16, as words. */
+/* Rounds two vectors of floats to bf16 and joins them as words. */
 INLINE vec vec_pack_words(vec even, vec odd) {
     uint16_t half[2][LANES];
     vec_store_bf16(half[0], even);
     vec_store_bf16(half[1], odd);
     return vec_join(half[0], half[1]);
 }
-/* The same, which also stores each vector as a row of bf16. */
+/* vec_pack_words that also stores each vector as a row of bf16. */
 INLINE vec vec_store_rows(void *even_row, void *odd_row, vec even, vec odd) {
     vec_store_bf16(even_row, even);
     vec_store_bf16(odd_row, odd);
     return vec_pack_words(even, odd);
 }
-/* LANES bf16 of two rows as words. */
+/* Joins LANES bf16 of each of two rows as words. */
 INLINE vec vec_join_rows(const void *even, const void *odd) {
     uint16_t half[2][LANES];
     memcpy(half[0], even, sizeof half[0]);
     memcpy(half[1], odd, sizeof half[1]);
     return vec_join(half[0], half[1]);
 }
-/* The first n < 2 LANES bf16 as words, zeros behind them. */
+/* Loads the first n < 2 LANES bf16 as words, with zeros behind them. */
 INLINE vec vec_load_words_first(const void *p, int64_t n) {
     vec r = {0};
     memcpy(&r, p, (size_t)n * sizeof(uint16_t));
     return r;
 }
-/* Rows a, b of 2 LANES bf16 become words (a[c], b[c]), columns in an order that suits the instruction set. */
+/* Rows a, b of 2 LANES bf16 become words (a[c], b[c]). The order of the columns c suits the instruction set. */
 INLINE void vec_interleave(vec *a, vec *b) {
     uint16_t half[2][2 * LANES];
     memcpy(half[0], a, sizeof half[0]);
@@ -322,7 +329,7 @@ INLINE void vec_interleave(vec *a, vec *b) {
     *a = vec_join(half[0], half[1]);
     *b = vec_join(half[0] + LANES, half[1] + LANES);
 }
-/* 2 LANES floats in that order: their natural order. */
+/* Puts 2 LANES floats from the order of vec_interleave into their natural order. */
 INLINE void vec_in_order(vec *a, vec *b) { (void)a, (void)b; }
 
 #endif

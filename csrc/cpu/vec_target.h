@@ -1,6 +1,6 @@
-/* Everything after this header, to the end of the source file, is compiled for VEC_TARGET: gcc and clang spell it
- * differently, and clang wants "vec_target_end.h" as the last line. The build passes no -m flags, so that one binary runs
- * everywhere. */
+/* The compiler translates all code after this header, up to the end of the file, for VEC_TARGET. gcc and clang
+ * spell the target differently, and clang needs "vec_target_end.h" as the last line. The build passes no -m flags, so
+ * that one binary runs everywhere. */
 #ifndef FA_CPU_VEC_TARGET_H
 #define FA_CPU_VEC_TARGET_H
 

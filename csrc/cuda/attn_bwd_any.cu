@@ -61,19 +61,6 @@ DEVICE row_stats stats_at(const fa_cuda_problem &p, const sequence &s, int i, in
 /* Behind the columns of a query in shared memory, where its row is padded. */
 DEVICE row_stats &stats_behind(element *tile, int r) { return *(row_stats *)(tile + r * PITCH + HEAD_DIM); }
 
-/* The rows of the other side that some of the own rows [first, last] meets, and those that all of them meet. */
-struct span {
-    int begin, end, whole_begin, whole_end;
-};
-
-DEVICE span walked_rows(const fa_cuda_problem &p, const sequence &s, int first, int last) {
-    if (!OWNS_KEYS) return {first_key(p, s, first), end_key(p, s, last), first_key(p, s, last), end_key(p, s, first)};
-    /* key j is seen by the queries from j - shift - right to j - shift + left */
-    const int shift = s.len_kv - s.len_q, left = p.window_left, right = p.window_right;
-    return {right < 0 ? 0 : max(first - shift - right, 0), left < 0 ? s.len_q : min(last - shift + left + 1, s.len_q),
-            right < 0 ? 0 : max(last - shift - right, 0), left < 0 ? s.len_q : min(first - shift + left + 1, s.len_q)};
-}
-
 /* Where a row of q, k, v or dO begins, for load_tile. */
 DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tensor, const sequence &s, int row, int head,
                              bool is_key) {
@@ -131,15 +118,16 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
             const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
             const bool sees = j >= first_key(p, seq, i) && j < end_key(p, seq, i) && q.lse != INF;
-            float weight = 0, change = 0, capped;
+            float weight = 0, change = 0, derivative;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
-                float x = score(s[n][e], i, j, capped) - q.lse;
-                if (score.is_plain) x = fmaf(s[n][e], score.scale, -q.lse); /* as the forward: not rounded before */
+                float x = score(s[n][e], i, j, derivative) - q.lse;
+                if (score.is_plain)
+                    x = fmaf(s[n][e], score.score_scale, -q.lse); /* as the forward: not rounded before */
                 const float prob = ex2(x * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
                 weight = prob * z;
-                if (ADDS_DS) change = prob * (z * dp[n][e] - q.delta) * (1 - capped * capped);
+                if (ADDS_DS) change = prob * (z * dp[n][e] - q.delta) * derivative;
             }
             s[n][e] = weight;
             if (ADDS_DS) dp[n][e] = change;
@@ -164,10 +152,11 @@ struct sums {
 /* Adds what the walked rows of one query head contribute to the own rows from `own` on. */
 DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own, sums &o) {
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
-    const span met = walked_rows(p, s, own, min(own + OWN, num_own) - 1);
+    const int last_own = min(own + OWN, num_own) - 1;
+    const tile_walk met = OWNS_KEYS ? rows_of(p, s, own, last_own) : keys_of(p, s, own, last_own);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
     const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain; /* 256: registers */
-    const int start = met.begin / WALK * WALK, num_steps = ceil_div(met.end - start, WALK);
+    const int start = met.start<WALK>(), num_steps = met.num_steps<WALK>();
     row_stats own_stats[BLOCKS][2], next = {INF, 0};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -213,7 +202,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         multiply_rows(scores, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
         if (ADDS_DS) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
 
-        const bool is_whole = first >= met.whole_begin && first + WALK <= met.whole_end;
+        const bool is_whole = !is_partial<WALK>(first, met.full_begin, met.full_end);
         u32 seen[BLOCKS];
         if (is_whole && is_plain)
             make_plain_weights(p, own_stats, walk_s, scores, dp);

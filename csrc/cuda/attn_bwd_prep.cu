@@ -15,10 +15,9 @@
 #include "attn_bwd_params.h"
 #include "ptx_sm90.cuh"
 #include "attn_bwd_slabs.cuh"
+#include "score.cuh"
 
 constexpr int THREADS = 256, LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, ROWS = THREADS / LANES;
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f;
 
 DEVICE float dot(const uint4 &x, const uint4 &y) {
     const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
@@ -59,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     if (p.dq.data) {
         const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
         const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
-        const kv_range seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
+        const interval seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
         if (seen.begin == seen.end) {
             u16 *dq = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
             for (int row = threadIdx.x / LANES; row < t.rows && column < p.d; row += ROWS)

@@ -5,10 +5,9 @@
 #include "attn_bwd_tiles.cuh"
 #include "philox.cuh"
 #include "quads.cuh"
+#include "score.cuh"
 
 constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers than the P of dV */
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f;
 
 /* Registers of a thread: it holds two keys, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 query rows the
  * rows 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two and to row row_of(i). */
@@ -91,28 +90,23 @@ DEVICE place place_of(const tile &t, int q_tile) {
             q_tile * BLOCK_Q + 2 * (thread % 4) + t.len_kv - t.len_q, t.len_kv};
 }
 
-/* Softcap and ALiBi, in natural units, for 16 rows from `first` on; factor: d S / d (scale q.k).
- * softcap tanh(x / softcap) = softcap - 2 softcap r with r = 1 / (1 + exp(2 x / softcap)); 1 - tanh^2 = 4 r (1 - r). */
-DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const place &at, int first, float slope) {
-    const float exponent = p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0;
+/* The scores of 16 rows from `first` on; factor: d S / d (scale q.k). */
+DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const place &at, int first,
+                          const score_head &q_head) {
+    const score_of<FAST, true, params> score(p);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float r = p.softcap > 0 ? rcp(1 + ex2(s[i] * exponent)) : 0;
-        factor[i] = p.softcap > 0 ? 4 * r * (1 - r) : 1;
-        const float x = p.softcap > 0 ? p.softcap - 2 * p.softcap * r : s[i] * p.score_scale;
-        s[i] = x - slope * fabsf((float)(at.row + first + row_of(i) - at.key - 8 * key_of(i)));
-    }
+    for (int i = 0; i < 8; i++)
+        s[i] = score(s[i], q_head, at.row + first + row_of(i), at.key + 8 * key_of(i), factor[i]);
 }
 
 /* Pairs that do not see each other get -inf, in 16 rows from `first` on. */
 DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+        /* Rows from this thread's first. Beyond the last row Q is 0, but K may be inf. */
         const int key = at.key + 8 * r;
-        int begin = -1,
-            end = at.len_kv - at.row; /* rows, from this thread's first. Beyond the last one Q is 0, K may be inf. */
-        if (CAUSAL || (LOCAL && p.window_right >= 0)) begin = key - (CAUSAL ? 0 : p.window_right) - at.row;
-        if (LOCAL && p.window_left >= 0) end = min(end, key + p.window_left - at.row + 1);
+        int begin = mask::rows_begin_from(p, key, at.row),
+            end = mask::rows_end_from(p, key, at.row, at.len_kv - at.row);
         if (key >= at.len_kv) end = 0, begin = 1 << 30;
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -158,12 +152,12 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(s[2 * i], s[2 * i + 1]);
     } else {
         const place at = place_of(t, q_tile);
-        float slope = 0;
-        if (SCORE && p.alibi_slopes) slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head];
+        score_head q_head = {t.b_idx, head, t.len_kv - t.len_q, 0};
+        if (SCORE && p.alibi_slopes) q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head];
 #pragma unroll
         for (int g = 0; g < S_REGS / 8; g++) {
             float factor[8], *x = s + 8 * g;
-            if (SCORE) change_scores(x, factor, p, at, 16 * g, slope);
+            if (SCORE) change_scores(x, factor, p, at, 16 * g, q_head);
             if (is_masked) mask_scores(x, p, at, 16 * g);
 #pragma unroll
             for (int i = 0; i < 8; i++) x[i] = ex2(fmaf(x[i], p.scale_log2, -lse[stat_of(8 * g + i)]));

@@ -4,6 +4,7 @@
 #define FA_ATTN_BWD_SLABS_CUH
 
 #include "attn_bwd_params.h"
+#include "mask.cuh"
 #include "packed.cuh"
 #include "ptx_sm90.cuh"
 
@@ -23,14 +24,12 @@ DEVICE constexpr int dq_column(int wg) { return BLOCK_Q == 128 ? 0 : DQ_COLUMNS 
 /* Where row i of 16 lies among the statistics of 16 rows: the four that one lane of a quad needs are neighbours. */
 DEVICE constexpr int stat_place(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
-/* The key tiles that see rows of query tile i. A window of -1 is unlimited. */
-struct kv_range {
-    int begin, end;
-};
-DEVICE kv_range key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv, int i) {
+/* The key tiles that some row of query tile i sees. The window is read at run time: attn_bwd_prep has no CAUSAL. */
+DEVICE interval key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv, int i) {
+    typedef mask_of<false, true> mask;
     const int shift = len_kv - len_q, first_row = i * BLOCK_Q, last_row = min(first_row + BLOCK_Q, len_q) - 1;
-    const int begin = p.window_left >= 0 ? clamp(first_row + shift - p.window_left, 0, len_kv) : 0;
-    const int end = p.window_right >= 0 ? clamp(last_row + shift + p.window_right + 1, 0, len_kv) : len_kv;
+    const int begin = mask::keys_begin<INSIDE>(p, first_row, shift, 0, len_kv);
+    const int end = mask::keys_end<INSIDE>(p, last_row, shift, 0, len_kv);
     return {begin / BLOCK_KV, begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV};
 }
 

@@ -38,7 +38,7 @@
  * This file: what a warpgroup does step by step. Pieces: attn_bwd_memory.cuh, operands and barriers; _writers, dQ, dK and dV
  * to memory; and, shared with heads of more columns, _tiles, which tile is where, and the producer; _scores, work on registers.
  *
- * Specification: cpu/reference.c. Limits and measurements: README.md. */
+ * Specification: cpu/reference.c. Design and limits: backward.md. Measurements: measurements/backward.md. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
 #error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
@@ -190,10 +190,10 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const tile &t = s.tiles[tr.stage];
         const int kv_tile = uniform(t.kv_tile);
         if (kv_tile < 0) break;
-        const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
-        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+        const tile_walk queries = {uniform(t.queries.begin), uniform(t.queries.end), uniform(t.queries.full_begin),
+                                   uniform(t.queries.full_end)};
         const int last_end = CONVERTS && p.converts ? 0 : uniform(t.last_end);
-        const int num_steps = (q_end - q_begin) * (IS_GROUPED ? p.heads_per_tile : 1);
+        const int num_steps = (queries.end - queries.begin) * (IS_GROUPED ? p.heads_per_tile : 1);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
 
@@ -223,8 +223,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
-                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, q_end, step);
-                const bool is_masked = q_tile < full_begin || q_tile >= full_end;
+                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
+                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #pragma unroll
                 for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
@@ -236,7 +236,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 wgmma_wait_group<0>(dQ);
                 if (step > 0) {
                     if (arrives) mbarrier_arrive(&s.ds_empty[last]);
-                    const int last_q_tile = place_of_step<IS_GROUPED>(p, q_end, step - 1).q_tile;
+                    const int last_q_tile = place_of_step<IS_GROUPED>(p, queries.end, step - 1).q_tile;
                     hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
                 } else {
                     mbarrier_wait(&s.v_full, kv_parity);
@@ -280,7 +280,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (arrives) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
             mbarrier_wait(&s.ds_empty[last], last_parity);
             hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
-            hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, q_begin, q_begin < last_end);
+            hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, queries.begin, queries.begin < last_end);
             __syncwarp();
             if (arrives) mbarrier_arrive(&s.dq_full[last]);
             kv_parity ^= 1;

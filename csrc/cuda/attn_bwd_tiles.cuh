@@ -6,6 +6,7 @@
 #include "attn_bwd_params.h"
 #include "ptx_sm90.cuh"
 #include "attn_bwd_slabs.cuh"
+#include "walk.cuh"
 
 typedef fa_attn_bwd_params params;
 
@@ -19,8 +20,7 @@ struct tile {
     int b_idx, head_kv;
     int first_head; /* query head, in its sequence */
     int len_q, len_kv;
-    int q_begin, q_end;       /* query tiles that see some key ... */
-    int full_begin, full_end; /* ... and those of them with BLOCK_Q rows that see all BLOCK_KV keys */
+    tile_walk queries; /* query tiles; full ones have BLOCK_Q rows that see BLOCK_KV keys */
     int idx, piece,
         pieces;           /* where it is cut: its number among such, which piece of its queries this is, of how many */
     int first_begin;      /* query tiles from here on see no earlier key tile: this one begins their sum of dQ */
@@ -98,17 +98,15 @@ DEVICE int find_sequence(const params &p, int &idx) {
     }
 }
 
+/* The mask of this launch. */
+typedef mask_of<CAUSAL, LOCAL> mask;
+
 /* The query tiles that see some key of a key tile. */
-struct q_range {
-    int begin, end;
-};
-DEVICE q_range queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
-    /* Key j is seen from rows [j - shift - window_right, j - shift + window_left]. */
+DEVICE interval queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
     const int shift = len_kv - len_q;
     const int first_key = kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, len_kv) - 1;
-    int begin = 0, end = len_q; /* rows */
-    if (CAUSAL || (LOCAL && p.window_right >= 0)) begin = max(first_key - shift - (CAUSAL ? 0 : p.window_right), 0);
-    if (LOCAL && p.window_left >= 0) end = clamp(last_key - shift + p.window_left + 1, 0, end);
+    const int begin = CAUSAL || LOCAL ? mask::rows_begin<FROM_0>(p, first_key, shift) : 0; /* rows */
+    const int end = CAUSAL || LOCAL ? mask::rows_end<INSIDE>(p, last_key, shift, len_q) : len_q;
     if (begin >= end) return {ceil_div(begin, BLOCK_Q), ceil_div(begin, BLOCK_Q)};
     return {begin / BLOCK_Q, ceil_div(end, BLOCK_Q)};
 }
@@ -148,20 +146,17 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.first_head = t.slab_head - t.b_idx * p.h, t.slab = 0;
     }
 
-    const q_range seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
-    t.q_begin = seen.begin, t.q_end = seen.end;
+    const interval seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
+    t.queries.begin = seen.begin, t.queries.end = seen.end;
     if (CUTS_QUERIES && t.pieces > 1)
-        t.q_begin = seen.end * t.piece / t.pieces, t.q_end = seen.end * (t.piece + 1) / t.pieces;
+        t.queries.begin = seen.end * t.piece / t.pieces, t.queries.end = seen.end * (t.piece + 1) / t.pieces;
     const int shift = t.len_kv - t.len_q;
     const int first_key = t.kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, t.len_kv) - 1;
-    int full_begin = 0, full_end = t.len_q; /* rows */
-    if (CAUSAL || (LOCAL && p.window_right >= 0)) full_begin = max(last_key - shift - (CAUSAL ? 0 : p.window_right), 0);
-    if (LOCAL && p.window_left >= 0) full_end = clamp(first_key - shift + p.window_left + 1, 0, full_end);
-    t.full_begin = ceil_div(full_begin, BLOCK_Q);
-    t.full_end = full_end / BLOCK_Q;
+    t.queries.full_begin = ceil_div(mask::rows_begin<FROM_0>(p, last_key, shift), BLOCK_Q);
+    t.queries.full_end = mask::rows_end<INSIDE>(p, first_key, shift, t.len_q) / BLOCK_Q;
     t.first_begin = t.kv_tile == 0 ? 0 : queries_of(p, t.kv_tile - 1, t.len_q, t.len_kv).end;
     t.last_end = first_key + BLOCK_KV >= t.len_kv ? seen.end : queries_of(p, t.kv_tile + 1, t.len_q, t.len_kv).begin;
-    if (last_key - first_key < BLOCK_KV - 1) t.full_end = 0;
+    if (last_key - first_key < BLOCK_KV - 1) t.queries.full_end = 0;
     return t;
 }
 
@@ -253,7 +248,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
         }
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
-            if (t.q_begin < t.q_end) {
+            if (t.queries.begin < t.queries.end) {
                 const auto load_k = [&] {
                     mbarrier_wait(&s.k_empty, kv_parity ^ 1);
                     if constexpr (CTAS > 1) {
@@ -278,7 +273,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 }
                 bool is_first = true;
 #pragma unroll 1
-                for (int i = t.q_end - 1, g = 0; i >= t.q_begin; r.next()) {
+                for (int i = t.queries.end - 1, g = 0; i >= t.queries.begin; r.next()) {
                     const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
                     const float *stats =
                         p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
@@ -333,7 +328,7 @@ template <class shared_memory, class work_on_tile> DEVICE void lead_through_tile
 
 /* The turn of a key tile at query tile i: how many others add before it. */
 DEVICE u32 turn_of(const params &p, const tile &t, int i) {
-    const kv_range seen = key_tiles_of(p, t.len_q, t.len_kv, i);
+    const interval seen = key_tiles_of(p, t.len_q, t.len_kv, i);
     return t.kv_tile - seen.begin;
 }
 

@@ -140,7 +140,7 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
 template <class work_on_step> DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step work) {
     lead_through_tiles(s, [&](const tile &t) {
 #pragma unroll 1
-        for (int i = t.q_end - 1; i >= t.q_begin && p.dq.data; i--) {
+        for (int i = t.queries.end - 1; i >= t.queries.begin && p.dq.data; i--) {
             u32 *turn = p.turns + ((long long)t.slab_head * p.num_slabs + t.slab + i) * 2 + cluster_rank();
 #pragma unroll 1
             for (int g = 0; g < p.heads_per_tile; g++, turn += 2ll * p.num_slabs) work(t, i, turn);
@@ -232,18 +232,18 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (uniform(t.kv_tile) < 0) break;
-        const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
-        const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+        const tile_walk queries = {uniform(t.queries.begin), uniform(t.queries.end), uniform(t.queries.full_begin),
+                                   uniform(t.queries.full_end)};
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dV[i] = 0;
 
-        if (q_begin < q_end) {
-            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
+        if (queries.begin < queries.end) {
+            int q_tile = queries.end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
             mbarrier_wait(&s.k_full, kv_parity);
             pin(dV);
             wgmma_fence();
 #pragma unroll 1
-            while (q_tile >= q_begin) {
+            while (q_tile >= queries.begin) {
                 const bool is_first = last_q_tile < 0;
                 const last_step last = step_before(r, last_q_tile, last_head);
                 u32 P[P_REGS];
@@ -256,7 +256,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 start_dq(dQ, s, operands, last, !is_first);
                 /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
                 wgmma_wait_group<1>(S);
-                const bool is_masked = q_tile < full_begin || q_tile >= full_end;
+                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
@@ -307,7 +307,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (uniform(t.kv_tile) < 0) break;
-        const int q_begin = uniform(t.q_begin), q_end = uniform(t.q_end);
+        const int q_begin = uniform(t.queries.begin), q_end = uniform(t.queries.end);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
 

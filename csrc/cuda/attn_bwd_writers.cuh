@@ -46,11 +46,11 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
     int skip = w; /* steps of the tile that come before the next one of this stage */
     bool is_ready = false;
     lead_through_tiles(s, [&](const tile &t) {
-        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_tile;
+        const int num_steps = (t.queries.end - t.queries.begin) * p.heads_per_tile;
         int step = skip;
 #pragma unroll 1
         for (; step < num_steps; step += 2) {
-            const auto [i, head] = place_of_step(p, t.q_end, step);
+            const auto [i, head] = place_of_step(p, t.queries.end, step);
             const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
@@ -149,9 +149,10 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
     u32 parity = 0, sum_parity = 0; /* of stage n: bit n */
     int num_steps_before = 0;
     go_through_tiles(s, [&](const tile &t, const bool is_leader) {
-        const int num_steps = (t.q_end - t.q_begin) * p.heads_per_tile;
+        const int num_steps = (t.queries.end - t.queries.begin) * p.heads_per_tile;
         if (num_steps <= 0) return;
-        const int num_sums = CONVERTS && p.converts && p.dq.data ? (t.last_end - t.q_begin) * p.heads_per_tile : 0;
+        const int num_sums =
+            CONVERTS && p.converts && p.dq.data ? (t.last_end - t.queries.begin) * p.heads_per_tile : 0;
         int step = num_steps - clamp(num_sums, 0, num_steps);
         bool has_stored = false;
 #pragma unroll 1
@@ -168,7 +169,7 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
 #pragma unroll 1
             for (int warp = 0; warp < 8; warp++)
                 convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
-            const auto [i, head] = place_of_step(p, t.q_end, step);
+            const auto [i, head] = place_of_step(p, t.queries.end, step);
             __syncwarp(); /* all have written */
             if (is_leader)
                 clear_blind_rows(p, s, stage,

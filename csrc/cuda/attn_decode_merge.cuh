@@ -3,6 +3,7 @@
 #define FA_ATTN_DECODE_MERGE_CUH
 
 #include "attn_decode_schedule.cuh"
+#include "score.cuh"
 
 /* What the warps leave in shared memory at the end of a piece. */
 struct warp_results {

@@ -3,16 +3,16 @@
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
 #define FA_ATTN_DECODE_SCHEDULE_CUH
 
+#include "walk.cuh"
+
 /* ---- sequences and their tiles --------------------------------------------------------------------------------- */
 
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 /* (x y + add) / z of positions and groups. A division of 64 bits takes 100 instructions, and few problems need one. */
 __device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
 DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
 /* Whatever the arrays hold, what comes out lies within the tensors. */
 struct sequence {
@@ -53,29 +53,19 @@ DEVICE sequence sequence_at(const params &p, int b_idx) {
     return s;
 }
 
-/* Keys [begin, end) that some row of a tile of queries sees, and [full_begin, full_end) that all of them see. */
-struct key_range {
-    int begin, end, full_begin, full_end;
-};
+/* The window is read at run time. */
+typedef mask_of<false, true> mask;
 
-DEVICE key_range keys_of(const params &p, const sequence &s, int q_tile) {
-    key_range r = {0, s.len_kv, 0, s.len_kv};
+/* The keys that a tile of queries walks over. */
+DEVICE tile_walk keys_of(const params &p, const sequence &s, int q_tile) {
     const int shift = s.len_kv - s.len_q;
     const int first = divide(q_tile * BLOCK_Q, p.by_heads_per_kv);
     const int last = min(divide(q_tile * BLOCK_Q + BLOCK_Q - 1, p.by_heads_per_kv), s.len_q - 1);
-    if (p.window_right >= 0) {
-        r.end = clamp(last + shift + p.window_right + 1, 0, s.len_kv);
-        r.full_end = clamp(first + shift + p.window_right + 1, 0, s.len_kv);
-    }
-    if (p.window_left >= 0) {
-        r.begin = clamp(first + shift - p.window_left, 0, r.end);
-        r.full_begin = max(last + shift - p.window_left, 0);
-    }
-    return r;
+    return walk_of_rows(p, first, last, shift, s.len_kv);
 }
 
 /* Key tiles of a tile of queries. One that sees no key has one too: somebody must write its zeros. */
-DEVICE int tiles_of(const key_range &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
+DEVICE int tiles_of(const tile_walk &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
 
 /* Key tiles of one head of a sequence, over all tiles of its queries; most: of one of these, or, where a window makes
  * them unlike, of all. */
@@ -97,7 +87,7 @@ DEVICE head_tiles tiles_of_head(const params &p, const sequence &s) {
  * laid end to end: position x is one key tile of one item. */
 struct item {
     sequence s;
-    key_range keys;
+    tile_walk keys;
     int b_idx, head_block, q_tile;
     int begin, tiles; /* positions */
 };

@@ -18,7 +18,7 @@
  * the CTAs read themselves. So the host need not know them, and a captured graph stays right while they grow. Where there
  * are few heads, clusters take the place of CTAs: what a cluster's CTAs have read is merged in their shared memory.
  *
- * Specification: cpu/reference.c. Limits and measurements: README.md. */
+ * Specification: cpu/reference.c. Design and limits: decode.md. Measurements: measurements/decode.md. */
 #include "attn_decode_params.h"
 #include "ptx_cluster.cuh"
 
@@ -46,8 +46,6 @@ constexpr bool HAS_CLUSTERS = WARPS_Q == 1; /* what CTAs send each other has roo
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
 /* The largest P of a row is 2^-HEADROOM: of values as large as bf16's, sums over 2^HEADROOM keys stay floats. */
 constexpr float HEADROOM = BF16 ? 24 : 0;
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which the swizzle permutes");
 static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
@@ -102,7 +100,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         c.cache_row = 0;
     /* What is read once and will not be there next time leaves L2 first. */
     const u64 l2_policy = s.work.w.is_stream && t.s.q_tiles == 1 ? l2_evict_first() : l2_evict_normal();
-    const int full_begin = t.keys.full_begin, full_end = t.keys.full_end;
+    const tile_walk keys = t.keys;
 
     /* Loads run SLOTS - 1 slots ahead: K and V in turns, `load_step` counts pairs. */
     const u32 k_head = head * p.k.stride_h, v_head = head * p.v.stride_h;
@@ -208,7 +206,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         }
         /* softmax */
         const int key = first_key + step * BLOCK_KV;
-        const bool is_masked = key < full_begin || key + TEAM_KEYS > full_end;
+        const bool is_masked = is_partial<TEAM_KEYS>(key, keys.full_begin, keys.full_end);
         if (p.changes_scores || is_masked) {
             const int row = 16 * warp_q + lane / 4, column = key + 2 * (lane % 4);
             const query_row rows[2] = {row_at(p, t, head, row), row_at(p, t, head, row + 8)};
@@ -228,7 +226,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         const u16 *v_smem = s.ring[team][slot];
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
         /* Do some rows see keys that others do not? A P of zero times NaN would be NaN. */
-        const bool is_partial = max(key, t.keys.begin) < full_begin || min(key + TEAM_KEYS, t.keys.end) > full_end;
+        const bool is_partial =
+            max(key, t.keys.begin) < keys.full_begin || min(key + TEAM_KEYS, t.keys.end) > keys.full_end;
         if (is_partial && has_nan_or_inf(v_smem)) {
             const int row = 16 * warp_q + lane / 4;
             const query_row rows[2] = {row_at(p, t, head, row), row_at(p, t, head, row + 8)};

@@ -4,6 +4,7 @@
 #define FA_ATTN_DECODE_SOFTMAX_CUH
 
 #include "attn_decode_loads.cuh"
+#include "score.cuh"
 
 /* Registers of a thread: it holds two rows, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 columns the
  * columns 2 (l % 4) + {0, 1}: register i of a group belongs to row i / 2, column i % 2. */
@@ -17,33 +18,32 @@ struct softmax_rows {
 struct query_row {
     int begin, end; /* keys */
     int diagonal;   /* its own position among the keys */
-    float slope;
+    score_head q_head;
 };
 
 DEVICE query_row row_at(const params &p, const item &t, int head, int row) {
     const int at = min(t.q_tile * BLOCK_Q + row, t.s.len_q * p.heads_per_kv - 1);
     const int i = divide(at, p.by_heads_per_kv);
-    query_row x = {0, t.s.len_kv, i + t.s.len_kv - t.s.len_q, 0};
-    if (p.window_left >= 0) x.begin = x.diagonal - p.window_left;
-    if (p.window_right >= 0) x.end = min(x.diagonal + p.window_right + 1, t.s.len_kv);
+    const int diagonal = i + t.s.len_kv - t.s.len_q;
+    query_row x = {mask::keys_begin<UNBOUNDED>(p, diagonal, 0, 0, 0),
+                   mask::keys_end<TO_LENGTH>(p, diagonal, 0, 0, t.s.len_kv),
+                   diagonal,
+                   {t.b_idx, head * p.heads_per_kv + at - i * p.heads_per_kv, t.s.len_kv - t.s.len_q, 0}};
     if (p.alibi_slopes)
-        x.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head * p.heads_per_kv + at - i * p.heads_per_kv];
+        x.q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head * p.heads_per_kv + at - i * p.heads_per_kv];
     return x;
 }
 
 constexpr int GROUPS_S = TEAM_KEYS / 8, GROUPS_O = HEAD_DIM / 8;
 
-/* Softcap and ALiBi, in natural units; key: this thread's first. The hardware's tanh is right to 2^-11 only. */
+/* key: this thread's first. */
 DEVICE void change_scores(float (&s)[GROUPS_S][4], const params &p, const query_row (&rows)[2], int key) {
-    const float exponent = p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0;
+    const score_of<FAST, false, params> score(p);
 #pragma unroll
     for (int n = 0; n < GROUPS_S; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float x =
-                p.softcap > 0 ? p.softcap - 2 * p.softcap * rcp(1 + ex2(s[n][i] * exponent)) : s[n][i] * p.score_scale;
-            s[n][i] = x - rows[i / 2].slope * fabsf((float)(rows[i / 2].diagonal - (key + 8 * n + i % 2)));
-        }
+        for (int i = 0; i < 4; i++)
+            s[n][i] = score(s[n][i], rows[i / 2].q_head, rows[i / 2].diagonal, key + 8 * n + i % 2);
 }
 
 DEVICE void mask_scores(float (&s)[GROUPS_S][4], const query_row (&rows)[2], int key) {

@@ -156,8 +156,7 @@ DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, in
 DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
     const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
     const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
-    const int begin = first_key(p, s, first_row), end = end_key(p, s, last_row);             /* some row sees */
-    const int whole_begin = first_key(p, s, last_row), whole_end = end_key(p, s, first_row); /* every row sees */
+    const tile_walk keys = keys_of(p, s, first_row, last_row);
     const bool is_used = warp_row < s.len_q, is_plain = scorer(p, s, head).is_plain;
     const float unit = is_plain ? p.scale : 1; /* plain scores are scaled with the exponent */
     row_state rows[BLOCKS][2];
@@ -169,10 +168,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
     }
 
-    const int start = begin / BLOCK_KV * BLOCK_KV, num_steps = ceil_div(end - start, BLOCK_KV);
+    const int start = keys.start<BLOCK_KV>(), num_steps = keys.num_steps<BLOCK_KV>();
     const auto load_keys = [&](element *tile, const fa_cuda_view &kv, int step) {
         const int l = laneid(), j = start + step * BLOCK_KV + warp() * (BLOCK_KV / WARPS) + l;
-        const bool is_wanted = l < BLOCK_KV / WARPS && j >= begin && j < end;
+        const bool is_wanted = l < BLOCK_KV / WARPS && j >= keys.begin && j < keys.end;
         const element *row = is_wanted ? (const element *)kv.data + key_offset(p, kv, s, j, head_kv) : nullptr;
         if (step < num_steps) load_tile<BLOCK_KV>(p, tile, row);
         cp_async_commit_group();
@@ -196,7 +195,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         wait_for_tiles<2 * STAGES - 2>(); /* V is there, and everyone has read K */
         load_keys(shared.k[step % STAGES], p.k, step + STAGES);
 
-        const bool is_whole = first >= whole_begin && first + BLOCK_KV <= whole_end;
+        const bool is_whole = !is_partial<BLOCK_KV>(first, keys.full_begin, keys.full_end);
         const bool is_exact = !is_whole && has_nan_or_inf<BLOCK_KV>(v);
         if (!is_used) continue;
         u32 seen[BLOCKS];

@@ -1,36 +1,47 @@
-/* Shared memory of attn_fwd_sm90.cu: the rings of Q, K and V, their barriers, and what else the producer tells the
- * warpgroups. */
+/* Shared memory of attn_fwd_sm90.cu: the pipeline stages of Q, K and V, their mbarriers, and the slots of work
+ * tiles. */
 #ifndef FA_ATTN_FWD_MEMORY_CUH
 #define FA_ATTN_FWD_MEMORY_CUH
 
 #include "attn_fwd_tiles.cuh"
 
-/* Operands are stored as TMA writes them and wgmma reads them: chunks of CHUNK columns, rows of ROW_BYTES, the 16-byte
- * pieces of a row swizzled by the row's number. Each chunk starts at a multiple of 1024 bytes, the swizzle's period. */
+/* TMA writes operands and wgmma reads them in the same layout. A matrix consists of chunks of CHUNK columns, whose
+ * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
+ * multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory {
     alignas(1024) u16 q[Q_STAGES][BLOCK_Q * HEAD_DIM];
     alignas(1024) u16 k[STAGES][BLOCK_KV * HEAD_DIM];
     alignas(1024) u16 v[V_STAGES][BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 o[O_BY_TMA && !O_IN_Q ? BLOCK_Q * HEAD_DIM : 8]; /* per warp: chunks of 16 rows */
-    /* Arrivals. full: one, with TMA's bytes. empty: one for each consumer warp. all_done: one for each consumer warp,
-     * when it is told to REPORT. */
+    alignas(1024) u16 o[O_BY_TMA && !O_IN_Q ? BLOCK_Q * HEAD_DIM : 8]; /* Each warp has chunks of 16 rows. */
+    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[V_STAGES], v_empty[V_STAGES];
-    u64 all_done;
-    u64 tile_wanted, tile_found; /* between producer and finder: one arrival each */
-    tile tiles[TILES];
-    window packed;    /* the finder's */
-    u64 seed, offset; /* of dropout */
-    /* Tiles that failed, as each consumer warp found them; how many of them the finder has seen. */
+    u64 all_done;                /* Each consumer warp arrives when it is told to REPORT. The producer waits. */
+    u64 tile_wanted, tile_found; /* The producer arrives at the first, the scheduler at the second. The other waits. */
+    tile tiles[TILE_SLOTS];
+    sequence_set sequences; /* The scheduler keeps them from one work tile to the next. */
+    u64 seed, offset;       /* of dropout */
+    /* Each consumer warp notes its row strips that failed. num_seen counts the notes that the scheduler has read. */
     struct {
-        int tile, rows; /* its number in the launch, which 16 of its rows */
+        int tile_idx, strip; /* the work tile's number in the launch; the row strip in the tile */
     } failed[4 * WGS][FAILED];
     int num_failed[4 * WGS], num_seen[4 * WGS];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");
 
-/* Position in a ring: the parity flips each time round. */
+/* One thread. Consumers wait for parity 0 of full first. The producer waits for parity 1 of empty first, which
+ * passes at once because all stages are free. */
+DEVICE void init_barriers(shared_memory &smem) {
+    const u32 consumers = of_warps(4 * WGS);
+    for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&smem.q_full[i], 1), mbarrier_init(&smem.q_empty[i], consumers);
+    for (int i = 0; i < STAGES; i++) mbarrier_init(&smem.k_full[i], 1), mbarrier_init(&smem.k_empty[i], consumers);
+    for (int i = 0; i < V_STAGES; i++) mbarrier_init(&smem.v_full[i], 1), mbarrier_init(&smem.v_empty[i], consumers);
+    mbarrier_init(&smem.all_done, consumers);
+    mbarrier_init(&smem.tile_wanted, 1), mbarrier_init(&smem.tile_found, 1);
+}
+
+/* A position in a pipeline of SIZE stages. The parity flips whenever the position wraps around. */
 template <int SIZE> struct ring {
     int stage = 0;
     u32 parity = 0;
@@ -39,7 +50,7 @@ template <int SIZE> struct ring {
     }
 };
 
-/* Named barriers: the turn of each warpgroup to issue products; the four warps of each. */
+/* Named barriers: each warpgroup has one for its turn, and one where its four warps meet. */
 enum { BAR_TURN = 1, BAR_GROUP = BAR_TURN + WGS };
 
 #endif

@@ -1,21 +1,22 @@
-/* What the host hands to a forward kernel: filled in C, read in CUDA. Only types that both sides lay out alike. */
+/* The parameters of attn_fwd_sm90. ../cuda_fwd.c fills them in C, and the kernel reads them in CUDA. So they have only
+ * types that both sides lay out alike. */
 #ifndef FA_ATTN_FWD_PARAMS_H
 #define FA_ATTN_FWD_PARAMS_H
 
 #include "tensor_map.h"
 
-#define FA_TILE_COUNTERS 4096 /* per kernel: slots of launches in a dynamic order, as gpu/slots.c gives them out */
+#define FA_TILE_COUNTERS 4096 /* Each kernel has these slots. gpu/slots.c gives a launch its slot. */
 
-/* Each of an SM's CTAs may have: it has 228 KiB, of which 1 goes with each. */
+/* Shared memory that a CTA may have. An SM has 228 KiB, and each of its CTAs costs 1 KiB besides. */
 #define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)
 #define FA_SHARED_BYTES          FA_SHARED_BYTES_OF(1)
 
 typedef struct {
     fa_tensor_map q, k, v, o;
 
-    float *lse; /* [b, h, len_q], packed [h, total_q]: natural log of the row sums; +inf for a row that sees no key */
+    float *lse; /* [b, h, len_q], packed [h, total_q]; +inf for a row that sees no key */
     long long lse_stride_b, lse_stride_h;
-    void *o_data; /* o again, for kernels that store it without TMA; strides count elements */
+    void *o_data; /* o again, for kernels that store O without TMA; strides count elements */
     long long o_stride_b, o_stride_row, o_stride_h;
 
     int b, h, heads_per_kv, d;
@@ -25,8 +26,8 @@ typedef struct {
 
     int num_q_tiles;  /* dense: query tiles of one sequence */
     int num_tiles;    /* dense: num_q_tiles b h */
-    int group_heads;  /* longest-first order: query heads that are walked together, so that their keys stay in L2 */
-    int counter_slot; /* of the kernel's tile counters; -1: static order */
+    int group_heads;  /* longest-first order: heads whose tiles interleave, so that their keys stay in the L2 */
+    int counter_slot; /* one of the kernel's tile counters; -1 is a static order */
 
     float scale_log2;              /* scores times this are exponents of 2 */
     float score_scale;             /* softcap and ALiBi: what S = Q K^T is multiplied by first */

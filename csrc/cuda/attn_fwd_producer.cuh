@@ -1,16 +1,17 @@
-/* The two warps of attn_fwd_sm90.cu that feed the others: one finds tiles, one brings their Q, K and V by TMA. */
+/* The two warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's
+ * first thread loads Q, K and V by TMA. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
 
 #include "attn_fwd_repeats.cuh"
 
-/* ---- which tile is next ---------------------------------------------------------------------------------------- */
+/* ---- the scheduler --------------------------------------------------------------------------------------------- */
 
-/* Next tiles of launches in a dynamic order: each launch counts in a slot of its own and leaves it at zero. */
+/* The counters of launches in a dynamic order. Each launch counts in a slot of its own and leaves the slot at zero. */
 __device__ u32 tile_counters[FA_TILE_COUNTERS];
 
-/* The next tile of a dynamic order. Every CTA is refused once and all tiles beyond the first of each CTA are given out
- * once: that many fetches are made in all, and the last one brings the counter back to zero. Whole warp. */
+/* The next tile of a dynamic order. Each CTA begins with a tile of its own, fetches the others, and is refused
+ * once. So the number of fetches is known, and the last fetch brings the counter back to zero. Whole warp. */
 DEVICE int fetch_tile(const params &p, int num_tiles) {
     int tile = 0;
     if (threadIdx.x % 32 == 0)
@@ -18,41 +19,42 @@ DEVICE int fetch_tile(const params &p, int num_tiles) {
     return __shfl_sync(0xffffffffu, tile, 0);
 }
 
-/* The finder. One warp: whenever the producer wants a tile, the next one, or one that failed before a new one; when there
- * is none, that consumers shall REPORT, and when they have, that they shall END. A tile takes 2000 clocks, in which the
- * producer has keys to load. */
-DEVICE void find_tiles(const params &p, shared_memory &s) {
+/* The scheduler. One warp. Whenever the producer wants a work tile, the scheduler gives out a tile that failed, or
+ * else the next tile. When no tile is left, consumers shall REPORT. When they have reported and no failed tile is
+ * left, they shall END. Finding a tile takes 2000 clocks, in which the producer has keys to load. */
+DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
     constexpr int NONE = 0x7fffffff;
     const bool is_leader = threadIdx.x % 32 == 0, is_dynamic = p.counter_slot >= 0;
     const int num_tiles = VARLEN ? count_packed_tiles(p) * p.h : p.num_tiles;
-    int next = blockIdx.x; /* NONE: consumers have been told to REPORT */
-    bool is_taken = false; /* the producer has it */
+    int next = blockIdx.x; /* NONE: consumers have been told to REPORT. */
+    bool is_taken = false; /* The tile `next` has been given out. */
     if (VARLEN && is_dynamic && next >= num_tiles) fetch_tile(p, num_tiles);
-    ring<TILES> tiles;
+    ring<TILE_SLOTS> slots;
     for (u32 parity = 0;; parity ^= 1) {
-        mbarrier_wait(&s.tile_wanted, parity);
+        mbarrier_wait(&smem.tile_wanted, parity);
         if (is_taken) next = is_dynamic ? fetch_tile(p, num_tiles) : next + gridDim.x;
-        u32 rows = 0;
-        const int failed = failed_tile(s, rows), idx = failed >= 0 ? failed : next;
+        u32 strips = 0;
+        const int failed = failed_tile(smem, strips), idx = failed >= 0 ? failed : next;
         const bool is_last = idx == NONE;
-        tile &t = s.tiles[tiles.stage]; /* nobody reads what was there: all have left the tile after it */
+        tile &t = smem.tiles[slots.stage]; /* All consumers have left the tile after the one in this slot. */
         if (idx < num_tiles) {
-            find_tile(p, s.packed, idx, t);
-            if (is_leader) t.repeated = rows;
+            find_tile(p, smem.sequences, idx, t);
+            if (is_leader) t.failed_strips = strips, t.command = strips ? REPEAT : COMPUTE;
             is_taken = failed < 0;
         } else {
             if (is_leader) set_no_tile(t, is_last ? END : REPORT);
             next = NONE, is_taken = false;
         }
         __syncwarp();
-        if (is_leader) mbarrier_arrive(&s.tile_found);
+        if (is_leader) mbarrier_arrive(&smem.tile_found);
         if (is_last) break;
-        tiles.next();
+        slots.next();
     }
 }
 
 /* ---- loads ----------------------------------------------------------------------------------------------------- */
 
+/* Loads ROWS rows of one head into a pipeline stage. The coordinates are those of the tensor map. */
 template <int ROWS>
 DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
     mbarrier_arrive_expect_tx(full, ROWS * HEAD_DIM * 2);
@@ -63,61 +65,74 @@ DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int hea
 
 /* The producer. One thread.
  *
- * The next tile is wanted when three key tiles of this one are left to load (wanted when this one begins, while others
- * are still to choose, it spoils the order: 10% at head_dim 256, causal), and where there is room its Q goes with the
- * last ones. */
-DEVICE void produce(const params &p, shared_memory &s) {
+ * It asks for the next work tile when three key tiles of this one are left to load. A request when this tile begins
+ * spoils the order of tiles, because other CTAs still choose: 10% at head_dim 256, causal. Where Q has a second place,
+ * the next Q goes with the last keys of this tile. */
+struct producer {
+    const params &p;
+    shared_memory &smem;
     ring<Q_STAGES> q;
     ring<STAGES> k;
     ring<V_STAGES> v;
-    ring<TILES> tiles;
+    ring<TILE_SLOTS> slots;
     u32 found_parity = 0;
 
-    /* The tile whose keys are loaded, at first one without any. NOTE: what the loads need is in registers. They are asked
-     * for just in time: read from shared memory each time, all was 9% slower (head_dim 128, length 16k). */
-    int kv_begin = 0, kv_end = 0, kv_row_0 = 0, kv_head = 0, kv_batch = 0;
-    const auto load_k = [&](int j) {
-        mbarrier_wait(&s.k_empty[k.stage], k.parity ^ 1);
-        load<BLOCK_KV>(s.k[k.stage], &p.k, &s.k_full[k.stage], kv_row_0 + j * BLOCK_KV, kv_head, kv_batch,
+    /* The work tile whose keys are loaded, at first one without keys. NOTE: what the loads need is in registers.
+     * Keys are asked for just in time. Reading the tile from shared memory each time cost 9% (head_dim 128, length
+     * 16k). */
+    key_walk walk;
+    int kv_origin = 0, kv_head = 0, kv_batch = 0;
+
+    DEVICE void load_k(int j) {
+        mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);
+        load<BLOCK_KV>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
                        L2_EVICT_LAST);
         k.next();
-    };
-    const auto load_v = [&](int j) {
-        mbarrier_wait(&s.v_empty[v.stage], v.parity ^ 1);
-        load<BLOCK_KV>(s.v[v.stage], &p.v, &s.v_full[v.stage], kv_row_0 + j * BLOCK_KV, kv_head, kv_batch,
+    }
+    DEVICE void load_v(int j) {
+        mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);
+        load<BLOCK_KV>(smem.v[v.stage], &p.v, &smem.v_full[v.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
                        L2_EVICT_LAST);
         v.next();
-    };
-    /* The next tile's, or without one only its place, in which consumers read what to do. */
-    const auto load_q = [&] {
-        const tile &t = s.tiles[tiles.stage];
-        mbarrier_wait(&s.q_empty[q.stage], q.parity ^ 1);
-        if (t.row >= 0)
-            load<BLOCK_Q>(s.q[q.stage], &p.q, &s.q_full[q.stage], t.row_0 + t.row, t.head, t.batch, L2_EVICT_FIRST);
-        else
-            mbarrier_arrive(&s.q_full[q.stage]);
-    };
-    const auto wait_tile = [&] { mbarrier_wait(&s.tile_found, found_parity), found_parity ^= 1; };
-
-    for (;;) {
-#pragma unroll 1
-        for (int j = kv_end - 1; j >= kv_begin - 1; j--) {
-            if (j == min(kv_begin + 2, kv_end - 1)) mbarrier_arrive(&s.tile_wanted);
-            /* K is needed one step before V of the same keys. */
-            if (j >= kv_begin && !(K_FIRST && j == kv_end - 1)) load_k(j);
-            if (j + 1 < kv_end) load_v(j + 1);
-            if (Q_EARLY && j == min(kv_begin, kv_end - 1)) wait_tile(), load_q();
-        }
-        if (!Q_EARLY) wait_tile();
-        const tile &t = s.tiles[tiles.stage];
-        kv_begin = t.kv_begin, kv_end = t.kv_end;
-        kv_row_0 = t.kv_row_0, kv_head = t.kv_head, kv_batch = t.kv_batch;
-        if (K_FIRST && kv_begin < kv_end) load_k(kv_end - 1);
-        if (!Q_EARLY) load_q();
-        if (t.row == END) break;
-        if (t.row == REPORT) mbarrier_wait(&s.all_done, 0);
-        q.next(), tiles.next();
     }
-}
+    /* Q of the next tile. Without a tile consumers only learn from Q's mbarrier that there is a command. */
+    DEVICE void load_q() {
+        const tile &t = smem.tiles[slots.stage];
+        mbarrier_wait(&smem.q_empty[q.stage], q.parity ^ 1);
+        if (t.has_rows())
+            load<BLOCK_Q>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head, t.q_batch,
+                          L2_EVICT_FIRST);
+        else
+            mbarrier_arrive(&smem.q_full[q.stage]);
+    }
+    DEVICE void want_tile() { mbarrier_arrive(&smem.tile_wanted); }
+    DEVICE void wait_tile() { mbarrier_wait(&smem.tile_found, found_parity), found_parity ^= 1; }
+
+    /* K is needed one step before V of the same keys. So the loop runs one round longer than the walk. */
+    DEVICE void load_keys() {
+#pragma unroll 1
+        for (; walk.next >= walk.bottom - 1; walk.take()) {
+            if (walk.has_left(3)) want_tile();
+            if (walk.has_next() && !(K_FIRST && walk.is_first())) load_k(walk.next);
+            if (!walk.is_first()) load_v(walk.previous());
+            if (Q_EARLY && walk.has_left(1)) wait_tile(), load_q();
+        }
+    }
+
+    DEVICE void run() {
+        for (;;) {
+            load_keys();
+            if (!Q_EARLY) wait_tile();
+            const tile &t = smem.tiles[slots.stage];
+            walk = key_walk_of(t.kv_begin, t.kv_end);
+            kv_origin = t.kv_origin, kv_head = t.kv_head, kv_batch = t.kv_batch;
+            if (K_FIRST && walk.has_next()) load_k(walk.next);
+            if (!Q_EARLY) load_q();
+            if (t.command == END) break;
+            if (t.command == REPORT) mbarrier_wait(&smem.all_done, 0);
+            q.next(), slots.next();
+        }
+    }
+};
 
 #endif

@@ -1,47 +1,48 @@
-/* Tiles of attn_fwd_sm90.cu: which rows and keys tile number idx of a launch has, and in which order they come: row tiles
- * of a head side by side without a mask, the longest first with one. Packed: the longest of 32 sequences first. */
+/* Work tiles of attn_fwd_sm90.cu: which query rows and keys work tile number idx of a launch has. Without a mask
+ * the tiles of a head follow each other. With a mask the longest tiles come first. Of packed sequences the longest
+ * of 32 comes first. */
 #ifndef FA_ATTN_FWD_TILES_CUH
 #define FA_ATTN_FWD_TILES_CUH
 
+#include "key_walk.cuh"
 #include "packed.cuh"
 
-/* In place of a tile: say when all before it is done, for some may have to be repeated; or leave. */
-enum { REPORT = -1, END = -2 };
+/* What the scheduler tells the other warps to do. REPEAT computes a tile again of which some row strips failed.
+ * REPORT has no tile: consumers say that all tiles before it are computed, because some of them may have failed.
+ * END ends the CTA. */
+enum tile_command { COMPUTE, REPEAT, REPORT, END };
 
-/* What the consumers must know of a tile. It lies beside Q and becomes visible with it. */
+/* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
 struct tile {
-    int idx; /* its number in the launch */
-    int row; /* first row in its sequence, or REPORT, or END */
+    int idx; /* the tile's number in the launch */
+    int row; /* its first row in its sequence */
     int b_idx, head;
     int len_q, len_kv;
-    int kv_begin, kv_end;   /* key tiles that some row sees */
-    int row_0, batch;       /* coordinates of the sequence's row 0 in the maps of q and o ... */
-    int kv_row_0, kv_batch; /* ... and in those of k and v */
+    int kv_begin, kv_end;    /* Some row sees a key of the key tiles kv_begin .. kv_end - 1. */
+    int q_origin, q_batch;   /* the sequence's first row as a coordinate of the tensor maps of q and o, and its batch */
+    int kv_origin, kv_batch; /* the same for k and v */
     int kv_head;
-    int lse_row;  /* where the sequence starts in lse */
-    u32 repeated; /* a bit for each 16 rows that failed before: carefully now; 0 for a tile that is new */
+    int lse_origin;    /* the sequence's first row in lse */
+    u32 failed_strips; /* REPEAT: a bit for each row strip that failed */
+    int command;       /* a tile_command */
+    DEVICE bool has_rows() const { return command <= REPEAT; }
 };
 
-DEVICE void set_no_tile(tile &t, int row) { t.row = row, t.kv_begin = t.kv_end = 0, t.repeated = 0; }
+/* Without a tile. No row and no key tile are left, so a consumer that asks finds itself idle. */
+DEVICE void set_no_tile(tile &t, tile_command command) {
+    t.command = command;
+    t.row = t.len_q = t.kv_begin = t.kv_end = 0;
+}
 
-/* Packed sequences are looked at 32 at a time. Among them the longest comes first, so that a launch ends with short
+/* Packed sequences are looked at in sets of 32. The longest of a set comes first, so that a launch ends with short
  * tiles. */
-struct window {
-    int first, begin, end;              /* first sequence; tiles of the launch, of all heads: [begin, end) */
+struct sequence_set {
+    int first, begin, end; /* the first sequence; the set's tiles in the launch, of all heads: [begin, end) */
     int lane_begin[32], lane_tiles[32]; /* tiles of sequence first + lane */
-    span q[32], kv[32];                 /* where it lies; without keys that are not used */
+    span q[32], kv[32];                 /* where the sequence lies; keys beyond seqused_k are left out */
 };
 
-/* A row sees keys [keys_begin, keys_end). diagonal: the row plus len_kv - len_q, its last key if it is causal. */
-DEVICE int keys_begin(const params &p, int diagonal) {
-    return LOCAL && p.window_left >= 0 ? max(diagonal - p.window_left, 0) : 0;
-}
-DEVICE int keys_end(const params &p, int diagonal, int len_kv) {
-    if (CAUSAL) return clamp(diagonal + 1, 0, len_kv);
-    return LOCAL && p.window_right >= 0 ? clamp(diagonal + p.window_right + 1, 0, len_kv) : len_kv;
-}
-
-/* Packed: tiles of one head, over all sequences. Whole warp. */
+/* Packed: the number of tiles of one head, over all sequences. Whole warp. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
     for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
@@ -49,10 +50,10 @@ DEVICE int count_packed_tiles(const params &p) {
     return __reduce_add_sync(0xffffffffu, tiles);
 }
 
-/* Packed: moves the window of 32 sequences to the one that tile idx falls into. Whole warp. */
-DEVICE void move_window(const params &p, window &w, int idx) {
+/* Packed: moves to the set of 32 sequences that tile idx falls into. Whole warp. */
+DEVICE void move_to_tile(const params &p, sequence_set &set, int idx) {
     const int lane = threadIdx.x % 32;
-    int first = w.first, begin = w.begin, end = w.end;
+    int first = set.first, begin = set.begin, end = set.end;
     if (begin <= idx && idx < end) return;
     if (idx < begin) first = -32, end = 0;
     while (idx >= end) {
@@ -63,7 +64,7 @@ DEVICE void move_window(const params &p, window &w, int idx) {
             const span q = span_at(p.cu_seqlens_q, b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
             len = p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len;
             my_tiles = p.h * ceil_div(q.len, BLOCK_Q);
-            w.q[lane] = q, w.kv[lane] = {kv.begin, len};
+            set.q[lane] = q, set.kv[lane] = {kv.begin, len};
         }
 #pragma unroll 1
         for (int i = 0; i < 32; i++) {
@@ -71,30 +72,31 @@ DEVICE void move_window(const params &p, window &w, int idx) {
             if (other > len || (other == len && i < lane)) my_begin += tiles;
             end += tiles;
         }
-        w.lane_begin[lane] = my_begin, w.lane_tiles[lane] = my_tiles;
+        set.lane_begin[lane] = my_begin, set.lane_tiles[lane] = my_tiles;
     }
     __syncwarp();
-    if (lane == 0) w.first = first, w.begin = begin, w.end = end;
+    if (lane == 0) set.first = first, set.begin = begin, set.end = end;
     __syncwarp();
 }
 
-/* Tile number idx of the launch. Whole warp; one lane writes. */
-DEVICE void find_tile(const params &p, window &w, int idx, tile &t) {
+/* Finds work tile number idx of the launch. Whole warp; one lane writes. */
+DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     const bool is_leader = threadIdx.x % 32 == 0;
-    int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h; /* of one order of row tiles and heads */
+    /* A dense launch, or a packed sequence, has tiles of q_tiles times heads. in_order is the tile's number there. */
+    int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h;
     int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv;
     if (VARLEN) {
-        move_window(p, w, idx);
-        const int begin = w.lane_begin[threadIdx.x % 32], tiles = w.lane_tiles[threadIdx.x % 32];
+        move_to_tile(p, set, idx);
+        const int begin = set.lane_begin[threadIdx.x % 32], tiles = set.lane_tiles[threadIdx.x % 32];
         const int owner = __ffs(__ballot_sync(0xffffffffu, (u32)(idx - begin) < (u32)tiles)) - 1;
-        b_idx = w.first + owner;
+        b_idx = set.first + owner;
         in_order -= __shfl_sync(0xffffffffu, begin, owner);
-        const span q = w.q[owner], kv = w.kv[owner];
+        const span q = set.q[owner], kv = set.kv[owner];
         len_q = q.len, len_kv = kv.len;
         q_tiles = ceil_div(len_q, BLOCK_Q), heads = p.h;
         if (is_leader) {
-            t.row_0 = p.len_q - len_q, t.batch = q.begin + len_q, t.lse_row = q.begin;
-            t.kv_row_0 = p.len_kv - len_kv, t.kv_batch = kv.begin + len_kv;
+            t.q_origin = p.len_q - len_q, t.q_batch = q.begin + len_q, t.lse_origin = q.begin;
+            t.kv_origin = p.len_kv - len_kv, t.kv_batch = kv.begin + len_kv;
         }
     }
     int q_tile, head;
@@ -107,9 +109,9 @@ DEVICE void find_tile(const params &p, window &w, int idx, tile &t) {
         head = in_order / q_tiles;
         q_tile = in_order - head * q_tiles;
     }
-    if (!VARLEN) { /* head counts over the whole batch */
+    if (!VARLEN) { /* head has counted over the whole batch. */
         b_idx = head / p.h, head -= b_idx * p.h;
-        if (is_leader) t.row_0 = t.lse_row = t.kv_row_0 = 0, t.batch = t.kv_batch = b_idx;
+        if (is_leader) t.q_origin = t.lse_origin = t.kv_origin = 0, t.q_batch = t.kv_batch = b_idx;
     }
     if (is_leader) {
         const int row = q_tile * BLOCK_Q, shift = len_kv - len_q, last_row = min(row + BLOCK_Q, len_q) - 1;

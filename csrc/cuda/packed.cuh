@@ -1,11 +1,9 @@
-/* Where a packed sequence lies, and the arithmetic of tiles. */
+/* Where a packed sequence lies. */
 #ifndef FA_PACKED_CUH
 #define FA_PACKED_CUH
 
+#include "integers.cuh"
 #include "ptx_sm80.cuh"
-
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
 
 /* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
 struct span {

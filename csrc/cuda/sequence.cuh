@@ -4,12 +4,7 @@
 #define FA_SEQUENCE_CUH
 
 #include "cuda_problem.h"
-
-#ifndef DEVICE
-#define DEVICE __device__ __forceinline__
-#endif
-
-DEVICE int clamp(int x, int low, int high) { return min(max(x, low), high); }
+#include "walk.cuh"
 
 struct sequence {
     int b_idx;
@@ -73,13 +68,29 @@ DEVICE float *row_stat(const fa_cuda_row_stats &t, const sequence &s, int i, int
     return t.data + s.b_idx * t.stride_b + head * t.stride_h + s.q_row + i;
 }
 
+/* The generic kernels read the window at run time. */
+typedef mask_of<false, true> mask;
+
 /* Visible keys of row i: [first, end), empty when end <= first. */
 DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
-    return p.window_left >= 0 ? max(i + s.len_kv - s.len_q - p.window_left, 0) : 0;
+    return mask::keys_begin<FROM_0>(p, i, s.len_kv, s.len_q, 0);
 }
 
 DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
-    return p.window_right >= 0 ? min(i + s.len_kv - s.len_q + p.window_right + 1, s.len_kv) : s.len_kv;
+    return mask::keys_end<TO_LENGTH>(p, i, s.len_kv, s.len_q, s.len_kv);
+}
+
+/* The keys that rows [first, last] walk over. */
+DEVICE tile_walk keys_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
+    return {first_key(p, s, first), end_key(p, s, last), first_key(p, s, last), end_key(p, s, first)};
+}
+
+/* The rows that keys [first, last] walk over. */
+DEVICE tile_walk rows_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
+    const int shift = s.len_kv - s.len_q;
+    const mask_window w = {p.window_left, p.window_right};
+    return {mask::rows_begin<FROM_0>(w, first, shift), mask::rows_end<TO_LENGTH>(w, last, shift, s.len_q),
+            mask::rows_begin<FROM_0>(w, last, shift), mask::rows_end<TO_LENGTH>(w, first, shift, s.len_q)};
 }
 
 #endif

@@ -9,10 +9,9 @@
 
 #include "element.cuh"
 #include "philox.cuh"
+#include "score.cuh"
 #include "sequence.cuh"
 
-#define INF __int_as_float(0x7f800000)
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 constexpr u32 WHOLE_WARP = 0xffffffffu;
 
 /* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements: eight rows then begin in different
@@ -22,7 +21,6 @@ constexpr int THREADS = 32 * WARPS;
 
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
-DEVICE int ceil_div(int x, int y) { return (x + y - 1) / y; }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
@@ -255,37 +253,22 @@ DEVICE void store_row(const fa_cuda_problem &p, element *row, const float (&o)[C
 
 /* ---- scores ---------------------------------------------------------------------------------------------------- */
 
-/* Within 2 units of the last place, near zero too, which the hardware's tanh is not. */
-DEVICE float tanh_exactly(float x) {
-    const float a = fabsf(x), x2 = x * x;
-    if (a < 0.55f)
-        return x + x * x2 *
-                       (-0.333333194f +
-                        x2 * (0.133326024f + x2 * (-0.0538538545f + x2 * (0.0210777503f - x2 * 0.00628246367f))));
-    const float y = 1 - 2 / (ex2(2 * LOG2_E * a) + 1);
-    return x < 0 ? -y : y;
-}
-
+/* The score of one query head, as score.cuh asks for its parameters. */
 struct scorer {
-    float scale, softcap, slope;
-    int shift;     /* len_kv - len_q */
+    float score_scale, softcap;
+    score_head at;
     bool is_plain; /* the score is scale q.k, and a larger q.k is a larger score */
 
     DEVICE scorer(const fa_cuda_problem &p, const sequence &s, int head) {
-        scale = p.scale, softcap = p.softcap, shift = s.len_kv - s.len_q;
-        slope = p.alibi_slopes ? p.alibi_slopes[s.b_idx * p.alibi_stride_b + head] : 0;
-        is_plain = scale > 0 && scale < 1e30f && softcap == 0 && slope == 0;
+        score_scale = p.scale, softcap = p.softcap;
+        at = {s.b_idx, head, s.len_kv - s.len_q,
+              p.alibi_slopes ? p.alibi_slopes[s.b_idx * p.alibi_stride_b + head] : 0};
+        is_plain = score_scale > 0 && score_scale < 1e30f && softcap == 0 && at.slope == 0;
     }
 
-    /* The score of row i and key j from q.k; capped becomes tanh(s / softcap), 0 without a softcap. */
-    DEVICE float operator()(float qk, int i, int j, float &capped) const {
-        float x = __fmul_rn(qk, scale); /* rounded, not fused: the same in both passes */
-        capped = 0;
-        if (softcap > 0) {
-            capped = tanh_exactly(x / softcap);
-            x = softcap * capped;
-        }
-        return slope == 0 ? x : x - slope * (float)abs(i + shift - j);
+    /* The score of row i and key j from q.k, and its derivative by scale q.k. */
+    DEVICE float operator()(float qk, int i, int j, float &derivative) const {
+        return score_of<EXACT, true, scorer>(*this)(qk, at, i + at.shift, j, derivative);
     }
 };
 

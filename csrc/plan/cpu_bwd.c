@@ -1,15 +1,15 @@
-/* Sizes and tasks of the tiled backward. dQ is a sum over ranges of keys. The ranges follow from the shapes alone, so
- * the bits of dQ do not depend on the number of threads. */
+/* Sizes of the tiled backward, and its tasks. The ranges of keys follow from the shapes alone, never from the threads.
+ * dQ is a sum over ranges, and its bits must not depend on the threads. */
 #include "cpu_planners.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/bwd_layout.h"
 
-/* Below this a second thread costs more than it saves: the call is 10 us of work, and waking a thread takes a few
- * us. */
+/* Below this number of FLOPs a second thread costs more than it saves: the work takes 10 us, and waking a thread takes
+ * a few us. */
 static const double inline_flops = 2e6;
 
-/* The most tiles that share a packed block of keys. More tiles would need less packing and more cache. */
+/* Tiles that share a packed block of keys. More tiles would cost less packing and more cache. */
 static const int64_t most_tiles = 8;
 
 static int64_t overlap(int64_t begin, int64_t end, int64_t first, int64_t last) {
@@ -44,8 +44,8 @@ int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges,
     return count;
 }
 
-/* With few heads, ranges give free threads more tasks. Each range costs a slab of dQ. A range that is a task of its own
- * also packs Q once more. */
+/* Chooses enough ranges to occupy all threads when there are few heads. Each range costs a slab of dQ. A range that is
+ * a task of its own also packs Q once more. */
 static int choose_ranges(const fa_problem *p) {
     const int64_t wanted_tasks = 64, most_ranges = FA_MAX_RANGES, least_keys = 512;
     int64_t heads = p->b * p->h_kv > 0 ? p->b * p->h_kv : 1, ranges = (wanted_tasks + heads - 1) / heads;
@@ -59,8 +59,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
     int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
-    /* If all keys fit one block, its size does not change the bits. With AMX, rows of P and dS lie behind 32 keys of
-     * scores. So the smallest block has 64 keys. */
+    /* A sequence of one block has the same bits whatever the block's size. With AMX, rows of P and dS lie behind 32
+     * keys of scores, so the smallest block has 64 keys. */
     const int least_kv = plan->cpu.isa == FA_ISA_AMX ? 64 : 32;
     while (block_kv > least_kv && p->len_kv <= block_kv / 2) block_kv /= 2;
     const int ranges = choose_ranges(p);
@@ -68,7 +68,7 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     int64_t tiles = fa_num_tiles(p, &longest, block_q);
     if (tiles > most_tiles) tiles = most_tiles;
     if (tiles < 1) tiles = 1;
-    /* AMX multiplies tiles faster than the third-level cache reads. So the operands of a pass may take half of the
+    /* Tiles multiply faster than the third-level cache can be read. So the operands of a pass take at most half of the
      * second-level cache. */
     const int64_t tile_bytes =
         fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges, ranges).tile_floats * 5 * 4;

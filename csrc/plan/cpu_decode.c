@@ -1,10 +1,10 @@
-/* Sizes of the decode kernel. Splits do not depend on the number of threads. */
+/* Sizes of the decode kernel. The thread count decides which worker computes a split, but never changes the splits. */
 #include "cpu_planners.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/decode_plan.h"
 
-/* Below this a second thread costs more than it saves. Reading these bytes takes 15 us. */
+/* Below this number of bytes a second thread costs more than it saves: the reads take 15 us. */
 static const double inline_bytes = 512 * 1024;
 
 void fa_cpu_plan_decode(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {

@@ -1,12 +1,12 @@
-/* Sizes of the tiled forward. Only block_kv can change bits of the result, and block_kv depends on the problem alone.
- * The number of tiles per task also depends on the cache and on the number of threads. */
+/* Sizes of the tiled forward. Everything but the thread count follows from the problem and the cache. Only block_kv can
+ * change a bit of the result, and block_kv depends on the problem alone. */
 #include "cpu_planners.h"
 
 #include "cpu/dispatch.h"
 #include "cpu/fwd_layout.h"
 
-/* Below this a second thread costs more than it saves: the call is 10 us of work, and waking a thread takes a few
- * us. */
+/* Below this number of FLOPs a second thread costs more than it saves: the work takes 10 us, and waking a thread takes
+ * a few us. */
 static const double inline_flops = 2e6;
 
 static double flops_of(const fa_problem *p) {
@@ -35,20 +35,21 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q, buffers = kernels->score_buffers;
-    /* Small blocks waste less work on the diagonal. Speeds with 96 to 768 keys per block differ by at most 3%. */
+    /* Small blocks waste less on the diagonal. From 96 to 768 keys the speed varies by at most 3%. */
     const bool is_short_causal = p->window_right >= 0 && p->len_kv <= 1024;
     int block_kv = p->d > 128 || is_short_causal ? 64 : 128;
-    while (block_kv > 32 && p->len_kv <= block_kv / 2) block_kv /= 2; /* the bits stay: one block holds all keys */
+    /* A sequence of one block has the same bits whatever the block's size. */
+    while (block_kv > 32 && p->len_kv <= block_kv / 2) block_kv /= 2;
 
-    /* As many tiles share a packed block of keys as the second-level cache holds. */
+    /* As many tiles share a packed block as the second-level cache holds. */
     int64_t tiles = 16, most = most_tiles(p, block_q);
-    if (plan->cpu.isa == FA_ISA_AMX) tiles *= 2; /* AMX tiles have half as many rows */
+    if (plan->cpu.isa == FA_ISA_AMX) tiles *= 2; /* a tile on AMX has half as many rows */
     if (tiles > most) tiles = most;
     while (tiles > 1 && fa_fwd_layout_of(p, word_elems, block_q, block_kv, (int)tiles, buffers).scratch_bytes >
                             machine->l2_bytes / 4 * 3)
         tiles--;
     const int64_t num_shares = (most + tiles - 1) / tiles;
-    tiles = (most + num_shares - 1) / num_shares; /* the last task of a head has as many tiles as the other tasks */
+    tiles = (most + num_shares - 1) / num_shares; /* all tasks of a head get about as many tiles */
 
     int threads = flops_of(p) < inline_flops || machine->threads < 1 ? 1 : machine->threads;
     while (threads > 1 && tiles > 1 && fa_fwd_tasks(p, block_q, (int)tiles, NULL) < 2 * threads)

@@ -145,19 +145,21 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 }
 
 /* A list of files, with NULL at its end. */
-#define FILES(...) ((const char *const[]){__VA_ARGS__, NULL})
-#define SM90_FILES "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", "quads.cuh"
-#define BWD_FILES  "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
+#define FILES(...)  ((const char *const[]){__VA_ARGS__, NULL})
+#define MASK_FILES  "walk.cuh", "mask.cuh", "integers.cuh"
+#define SCORE_FILES "score.cuh", MASK_FILES
+#define SM90_FILES  "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", SCORE_FILES
+#define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
-#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh"
+#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh",
+                     .files = FILES("attn_fwd_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh",
                                     "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh",
-                                    "attn_fwd_output.cuh", "philox.cuh", "attn_fwd_params.h", SM90_FILES),
+                                    "attn_fwd_output.cuh", "philox.cuh", "attn_fwd_params.h", "quads.cuh", SM90_FILES),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -167,7 +169,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh",
-                                    "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", BWD_FILES),
+                                    "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", "quads.cuh", BWD_FILES),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -177,7 +179,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
                           .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh",
-                                         "philox.cuh", BWD_FILES),
+                                         "philox.cuh", "quads.cuh", BWD_FILES),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -194,14 +196,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = FILES("attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"),
+                    .files = FILES("attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
                     .chooses = fwd_any_chooses},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
-                    .files = FILES("attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"),
+                    .files = FILES("attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"),
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = bwd_any_rows,
@@ -214,7 +216,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
-                      .files = FILES("attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "philox.cuh"),
+                      .files = FILES("attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"),
                       .knows = FA_IN_BF16 | FA_IN_F32,
                       .rows = probs_any_rows,
                       .num_rows = NUM_ROWS(probs_any_rows),
@@ -227,8 +229,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = FILES("attn_decode_sm90.cu", "ptx_sm80.cuh", "ptx_cluster.cuh", "attn_decode_params.h",
-                                       "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                       "attn_decode_merge.cuh", "attn_decode_append.cuh"),
+                                       SCORE_FILES, "attn_decode_schedule.cuh", "attn_decode_loads.cuh",
+                                       "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh"),
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,

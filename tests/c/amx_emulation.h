@@ -1,13 +1,13 @@
-/* Attention on AVX512-BF16 and on AMX, for processors that lack them. The Makefile puts this header in front of
- * attn_avx512bf16.c and attn_amx.c: their vocabulary becomes vec_scalar.h with words of two bf16, and the tile
- * instructions become the functions below. The rest of the text is what the library runs.
+/* Emulation of AVX512-BF16 and AMX for processors without them. The Makefile puts this header in front of
+ * attn_avx512bf16.c and attn_amx.c. The vocabulary of these files becomes vec_scalar.h with words of two bf16. The tile
+ * instructions become the functions below. All other code is the code of the library.
  *
- * There are eight full tiles, as product_enter() of product_amx.h configures them; denormal inputs count as zero. */
+ * There are eight full tiles, as product_enter() of product_amx.h configures them. Denormal inputs count as zero. */
 #ifndef FA_TEST_AMX_EMULATION_H
 #define FA_TEST_AMX_EMULATION_H
 
 #define VEC_BF16_WORDS
-#define FA_CPU_VEC_AVX512_H /* nothing of it */
+#define FA_CPU_VEC_AVX512_H /* vec_scalar.h replaces vec_avx512.h */
 #include "cpu/vec_scalar.h"
 
 typedef struct {
@@ -21,7 +21,7 @@ typedef struct {
 
 static _Thread_local emulated_tiles amx;
 
-/* Tiles start as zeros; whatever another configuration asks for is not emulated. */
+/* Tiles start as zeros. Other tile configurations are not emulated. */
 static inline void _tile_loadconfig(const void *config) {
     const uint8_t *bytes = config;
     for (int t = 0; t < 8; t++)
@@ -32,7 +32,7 @@ static inline void _tile_loadconfig(const void *config) {
 static inline void _tile_release(void) { amx.is_configured = 0; }
 
 static inline emulated_tile *emulated_tile_at(int t) {
-    if (!amx.is_configured) __builtin_trap(); /* the processor raises #UD */
+    if (!amx.is_configured) __builtin_trap(); /* a processor raises #UD here */
     return &amx.tile[t];
 }
 

@@ -1,7 +1,8 @@
-/* A random attention problem from one number, in guarded memory: the seed alone replays it.
+/* A random attention problem in guarded memory. The seed alone determines the problem.
  *
- * What no visible pair of row and key touches stays NaN in half of the cases: padding between rows, left padding, keys
- * past their sequence, unowned pages, and rows and keys that the mask hides from everybody. */
+ * In half of the cases memory that no visible pair of row and key touches stays NaN. Such memory is padding between
+ * rows, left padding, keys past their sequence, unowned pages, and rows and keys that the mask hides from all
+ * others. */
 #ifndef FA_TEST_CASES_H
 #define FA_TEST_CASES_H
 
@@ -57,7 +58,7 @@ static tensor tensor_make(const fa_problem *p, int64_t b, int64_t rows, int64_t 
     return t;
 }
 
-/* The same values and strides in fp64. */
+/* A copy with the same values and strides in fp64. */
 static tensor tensor_widened(const fa_problem *p, const tensor *t, bool at_end) {
     tensor wide = *t;
     wide.view.data = guarded_alloc((size_t)t->num_elements * sizeof(double), sizeof(double), at_end);
@@ -66,7 +67,8 @@ static tensor tensor_widened(const fa_problem *p, const tensor *t, bool at_end) 
     return wide;
 }
 
-/* Sanitized, cases take eight times as long; what one compiler runs in full, another may run in part (-DFEW_SEEDS). */
+/* With sanitizers a case takes eight times as long. Only one compiler runs all seeds, and others may run a part
+ * (-DFEW_SEEDS). */
 #if defined(FEW_SEEDS)
 #elif defined(__has_feature)
 #define FEW_SEEDS (__has_feature(address_sanitizer) || __has_feature(undefined_behavior_sanitizer))
@@ -98,7 +100,7 @@ static const int64_t head_dims[] = {HEAD_DIMS};
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 
-static const int64_t most_work = 8000000; /* pairs times head_dim: the reference takes its time */
+static const int64_t most_work = 8000000; /* pairs times head_dim; the reference is slow */
 
 static int64_t random_length(random_source *r) {
     return random_chance(r, 20) ? 130 + random_below(r, 300) : lengths[random_below(r, COUNT(lengths))];
@@ -156,7 +158,8 @@ static void draw_masks(test_case *c, random_source *r) {
     }
 }
 
-/* Where keys lie: dense, packed, or (forward only) a cache, paged or not, with left padding and unused keys. */
+/* Draws the placement of the keys: dense, packed, or (forward only) a cache. A cache may have pages, left padding and
+ * unused keys. */
 static void draw_placement(test_case *c, random_source *r) {
     fa_problem *p = &c->p;
     int64_t kind = random_below(r, p->pass == FA_FWD ? 5 : 2), cache_rows = p->b;
@@ -187,7 +190,7 @@ static void draw_placement(test_case *c, random_source *r) {
         int32_t *table = random_ints(r, p->num_pages, 1, c->at_end);
         random_shuffle(r, table, p->num_pages);
         p->paged = true, p->block_table = table;
-        for (int64_t i = 0; i < p->b; i++) { /* pages that the sequence does not need are not there */
+        for (int64_t i = 0; i < p->b; i++) { /* pages that the sequence does not need do not exist */
             int64_t cache_row = p->cache_batch_idx ? p->cache_batch_idx[i] : i;
             int64_t keys = p->cu_seqlens_k ? p->cu_seqlens_k[i + 1] - p->cu_seqlens_k[i] : p->seqused_k[i];
             for (int64_t col = (keys + p->page_size - 1) / p->page_size; col < p->block_table_cols; col++)
@@ -211,7 +214,8 @@ static void draw_placement(test_case *c, random_source *r) {
     }
 }
 
-/* Numbers for every row that sees a key and every key that a row sees; for the others only if they hide no NaN. */
+/* Fills every row that sees a key and every key that a row sees. Other rows and keys get numbers only if hides_nan is
+ * false. */
 static void fill_inputs(test_case *c, random_source *r) {
     fa_problem *p = &c->p;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -248,7 +252,7 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     p->len_q = random_length(r);
     p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
     if (p->d <= 33 && random_chance(r, 20))
-        p->len_kv = 1024 + random_below(r, 400); /* several ranges of keys in the backward */
+        p->len_kv = 1024 + random_below(r, 400); /* the backward then has several ranges of keys */
     while (p->b * p->h * p->len_q * p->len_kv * p->d > most_work) p->len_q = p->len_q * 2 / 3;
     draw_placement(&c, r);
     draw_masks(&c, r);
@@ -262,14 +266,15 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     return c;
 }
 
-/* Scores of -inf, and now and then of +inf, at keys that rows see: one column of k is beyond what fp32 can multiply by 4 (fp16:
- * is infinite) at some keys, and 0 at others. All keys, the first ones, the last ones, every other tile, or any. */
+/* Plants scores of -inf, and sometimes of +inf, at keys that rows see. One column of k is so large at some keys that
+ * four times its value overflows fp32 (fp16: the column is infinite). At other keys the column is 0. The large keys are
+ * all keys, the first, the last, every second tile, or random keys. */
 static inline void plant_infinite_scores(const test_case *c, random_source *r) {
     const fa_problem *p = &c->p;
     const double huge = p->dtype == FA_F16 ? INFINITY : 0x1.8p127;
     const int64_t column = random_below(r, p->d), kind = random_below(r, 5), tile = 16 << random_below(r, 4);
     const int64_t wrong_rows = random_chance(r, 20) ? 7 : 0;
-    const int64_t zero_rows = p->pass == FA_FWD && random_chance(r, 30) ? 3 : 0; /* their dq would add up such keys */
+    const int64_t zero_rows = p->pass == FA_FWD && random_chance(r, 30) ? 3 : 0; /* their dq would include such keys */
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
         const fa_sequence s = fa_sequence_at(p, b_idx);
         const int64_t edge = random_below(r, s.len_kv + 1);
@@ -287,7 +292,7 @@ static inline void plant_infinite_scores(const test_case *c, random_source *r) {
             for (int64_t head = 0; head < p->h_kv; head++)
                 fa_store_element(p->k.data, fa_key_offset(p, &p->k, &s, j, head) + column, is_huge ? -huge : 0,
                                  p->dtype);
-            /* Where nothing is seen, nothing of V shows. */
+            /* If a row sees no key, no value of V may appear in its output. */
             if (kind == 0 && p->pass == FA_FWD && !wrong_rows && !zero_rows && s.len_kv > 0)
                 fa_store_element(p->v.data, fa_key_offset(p, &p->v, &s, edge % s.len_kv, 0) + column, INFINITY,
                                  p->dtype);
@@ -295,8 +300,8 @@ static inline void plant_infinite_scores(const test_case *c, random_source *r) {
     }
 }
 
-/* NaN in the same places as in the reference, infinities with the same sign, and the rest close to it. cancelled: the size of
- * what may have cancelled. */
+/* Whether NaN stands in the same places as in the reference, infinities have the same sign, and finite values are
+ * close. `cancelled` is the size of terms that may have cancelled. */
 static inline bool is_same_kind(const void *x, const void *reference, int64_t num_elements, fa_dtype dtype,
                                 double cancelled) {
     static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
@@ -312,7 +317,7 @@ static inline bool is_same_kind(const void *x, const void *reference, int64_t nu
     return same && worst <= fmax(1e-4, 8 * half_unit[dtype]) * (1 + largest);
 }
 
-/* Values that sums in fp32 just hold. */
+/* Values whose sums fp32 can just represent. */
 #define HUGE_VALUES(dtype) ((dtype) == FA_F16 ? 0x1p8 : 0x1p100)
 static inline void plant_huge_values(const test_case *c) {
     const fa_problem *p = &c->p;

@@ -1,16 +1,18 @@
-/* Who works on what in attn_fwd_sm90 and both backward kernels, and where TMA reads for it, over random problems. The tiles of
- * a launch are all tiles, each once; what they say of themselves is what the mask says, asked pair by pair. Each box must
- * begin inside its map (csrc/cuda/tensor_map.h says what happens otherwise) and in the rows of its own sequence. The kernel's
- * own code chooses the tiles, and in the backward brings them, on the emulated warp of cuda_emulation.h; of the forward the
- * boxes of a tile are named here as produce() in attn_fwd_producer.cuh does.
+/* Tests the distribution of work in attn_fwd_sm90 and both backward kernels, and the boxes that TMA reads, over random
+ * problems. The tiles of a launch must cover all tiles exactly once. The properties of a tile must agree with the mask,
+ * which is evaluated pair by pair. Each box must begin inside its map (csrc/cuda/tensor_map.h explains why) and in the
+ * rows of its own sequence.
  *
- * tests/guards/test_check_kernels.py compiles it for each row of tiles.def, BACKWARD or not. */
+ * The kernel's own code chooses the tiles on the emulated warp of cuda_emulation.h. In the backward it also loads them.
+ * For the forward this file computes the boxes of a tile as produce() in attn_fwd_producer.cuh does.
+ *
+ * tests/guards/test_check_kernels.py compiles this file for each row of tiles.def, with BACKWARD or without. */
 #define FA_PTX_SM90_CUH
 #include "cuda/tensor_map.h"
 
 /* ---- in place of ptx_sm90.cuh ------------------------------------------------------------------------------------ */
 
-/* What a test map's words say; tensors are [row, head, column]. */
+/* The meaning of the words of a test map. Tensors are [row, head, column]. */
 enum { COLUMNS_OF, ROWS_OF, HEADS_OF, OFFSETS, USED, BATCHES_OF, BOX_BYTES };
 static long num_boxes;
 
@@ -39,7 +41,7 @@ static void check_box(const fa_tensor_map *map, int column, int row, int head, i
     abort();
 }
 
-/* Bytes that the barriers are told of, that come, and that should. */
+/* Bytes that the barriers expect, bytes that arrive, and bytes that should arrive. */
 static long announced, delivered, wanted;
 
 enum : u64 { L2_EVICT_FIRST, L2_EVICT_LAST };
@@ -57,8 +59,9 @@ static void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int column, 
     check_box(map, column, row, head, end);
 }
 
-/* The producer waits for nobody. But its waits for one barrier must ask for one parity after the other: 1, that of a phase
- * which has been, and 0. CTA 1's for the number of a tile begin with 0. */
+/* The emulated producer never blocks. But its waits for one barrier must alternate between two parities. The first wait
+ * has parity 1, that of a phase which is already complete. CTA 1's waits for the number of a tile begin with parity
+ * 0. */
 static struct {
     u64 *barrier;
     u32 parity;
@@ -76,7 +79,7 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define mbarrier_arrive_expect_tx(barrier, bytes) ((void)(announced += (long)(bytes)))
 #define arrives_for_warp(lane)                    ((lane) == 0)
 #define st_async(...)                             ((void)(delivered += 4))
-#define mbarrier_arrive_remote_release(...)       ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next one */
+#define mbarrier_arrive_remote_release(...)       ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next tile */
 #define fence_proxy_async_global()                ((void)0)
 
 #ifndef BACKWARD
@@ -86,12 +89,13 @@ constexpr bool IS_BACKWARD = false;
 constexpr bool IS_BACKWARD = true;
 #endif
 
-/* ---- what should be ------------------------------------------------------------------------------------------------ */
+/* ---- what should be ---------------------------------------------------------------------------------------------- */
 
 enum { MAX_SEQUENCES = 80, MAX_TILES = 16, MAX_HEADS = 16 };
-static struct { /* of a sequence; tiles [of queries][of keys] */
+static struct { /* one sequence; arrays are [query tiles][key tiles] */
     int q_begin, kv_begin, len_q, len_kv, q_tiles, kv_tiles;
-    bool sees[MAX_TILES][MAX_TILES], full[MAX_TILES][MAX_TILES]; /* some pair of the two, all with BLOCK_KV keys */
+    /* sees: some pair of the two tiles is visible. full: every row sees all BLOCK_KV keys. */
+    bool sees[MAX_TILES][MAX_TILES], full[MAX_TILES][MAX_TILES];
     int found[MAX_HEADS][MAX_TILES];
 } truth[MAX_SEQUENCES];
 
@@ -100,7 +104,7 @@ static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_
     x = {q_begin, kv_begin, len_q, len_kv, (len_q + BLOCK_Q - 1) / BLOCK_Q, (len_kv + BLOCK_KV - 1) / BLOCK_KV};
     for (int i = 0; i < MAX_TILES; i++)
         for (bool &full : x.full[i])
-            full = !IS_BACKWARD || (i + 1) * BLOCK_Q <= len_q; /* rows beyond are masked there */
+            full = !IS_BACKWARD || (i + 1) * BLOCK_Q <= len_q; /* rows past the end are masked there */
     for (int i = 0; i < len_q; i++) {
         const int diagonal = i + len_kv - len_q;
         for (int j = 0; j < x.kv_tiles; j++) {
@@ -115,7 +119,7 @@ static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_
     }
 }
 
-/* ---- the kernels' tiles -------------------------------------------------------------------------------------------- */
+/* ---- the kernels' tiles ------------------------------------------------------------------------------------------ */
 
 #ifdef BACKWARD
 
@@ -152,10 +156,10 @@ static void check_tile(const params &p, const tile &t, int idx) {
     EXPECT(t.q_row_0 == (VARLEN ? p.len_q - x.len_q : 0) && t.q_batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
     EXPECT(t.kv_row_0 == (VARLEN ? p.len_kv - x.len_kv : 0) &&
            t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
-    int &found = x.found[t.head_kv][t.kv_tile]; /* a bit for each piece */
+    int &found = x.found[t.head_kv][t.kv_tile]; /* one bit for each piece */
     EXPECT(!(found & 1 << t.piece));
     found |= 1 << t.piece;
-    /* An earlier key tile adds first: it must have been taken first. */
+    /* Earlier key tiles add first, so an earlier key tile must have been taken already. */
     EXPECT(t.kv_tile == 0 || CUTS_QUERIES || x.found[t.head_kv][t.kv_tile - 1] & 1 << t.piece);
 
     const int pieces = CUTS_HEADS ? p.pieces : 1, piece = CUTS_HEADS ? t.piece : 0;
@@ -163,7 +167,7 @@ static void check_tile(const params &p, const tile &t, int idx) {
     EXPECT(t.slab_head == t.first_head + (VARLEN ? 0 : t.b_idx * p.h));
     if (CUTS_HEADS) EXPECT(t.pieces == p.pieces);
     if (CUTS_QUERIES) EXPECT(t.pieces == (idx < p.num_whole ? 1 : p.pieces));
-    static int owners[1 << 20][3]; /* of the sums of what is cut */
+    static int owners[1 << 20][3]; /* owners of the sums of cut tiles */
     if (t.pieces > 1) {
         EXPECT(0 <= t.idx && t.idx < (CUTS_QUERIES ? p.num_cut : 1 << 20));
         int *owner = owners[t.idx], mine[] = {1 + t.b_idx, t.head_kv, t.kv_tile};
@@ -171,30 +175,30 @@ static void check_tile(const params &p, const tile &t, int idx) {
         EXPECT(!memcmp(owner, mine, sizeof mine));
     }
 
-    /* The pieces of a tile that is cut along the queries share them out, and none is empty that need not be. */
+    /* The pieces of a tile that is cut along the queries share all query tiles. No piece is empty without need. */
     const int begin = CUTS_QUERIES ? x.q_tiles * t.piece / t.pieces : 0;
     const int end = CUTS_QUERIES ? x.q_tiles * (t.piece + 1) / t.pieces : x.q_tiles;
     const long other_keys = CTAS > 1 ? sizeof s.k_other : 0, stat_bytes = BLOCK_Q * 4;
-    if (t.q_begin < t.q_end) wanted += CTAS * (2 * (long)sizeof s.v + other_keys);
+    if (t.queries.begin < t.queries.end) wanted += CTAS * (2 * (long)sizeof s.v + other_keys);
     for (int i = 0; i < x.q_tiles; i++) {
-        const bool is_step = t.q_begin <= i && i < t.q_end, sees = x.sees[i][t.kv_tile];
+        const bool is_step = t.queries.begin <= i && i < t.queries.end, sees = x.sees[i][t.kv_tile];
         EXPECT(is_step == (sees && begin <= i && i < end));
         int before = 0, behind = 0, first = -1;
         for (int j = 0; j < x.kv_tiles; j++) {
             if (x.sees[i][j] && first < 0) first = j;
             (j < t.kv_tile ? before : behind) += x.sees[i][j] && j != t.kv_tile;
         }
-        const kv_range seen = key_tiles_of(p, x.len_q, x.len_kv, i);
+        const interval seen = key_tiles_of(p, x.len_q, x.len_kv, i);
         EXPECT(first < 0 ? seen.begin >= seen.end : seen.begin == first && seen.end == first + before + behind + sees);
         if (!is_step) continue;
         wanted += CTAS * p.heads_per_tile * 2 * ((long)sizeof s.q[0] + stat_bytes);
-        EXPECT((t.full_begin <= i && i < t.full_end) == x.full[i][t.kv_tile]);
+        EXPECT((t.queries.full_begin <= i && i < t.queries.full_end) == x.full[i][t.kv_tile]);
         EXPECT((i >= t.first_begin) == (before == 0) && (i < t.last_end) == (behind == 0));
         EXPECT(turn_of(p, t, i) == (u32)before);
     }
 }
 
-/* The slabs of a head: those of a sequence are its own. */
+/* The slabs of a head: each sequence has its own slabs. */
 static void check_slabs(const params &p) {
     for (int head = 0; head < (VARLEN ? 1 : p.b) * p.h; head++) {
         int rows = 0, want = 0;
@@ -227,7 +231,7 @@ static void kernel(const params &p) {
             if (threadIdx.x == 0) check_tile(p, t, idx);
         }
         if (threadIdx.x == 0 && CTAS > 1)
-            wanted += 4 * (num_tiles + 1); /* numbers of tiles, and that there are no more */
+            wanted += 4 * (num_tiles + 1); /* the numbers of the tiles, and the end mark */
     }
     produce(p, s);
 }
@@ -243,13 +247,13 @@ static void check_all_found(const params &p) {
             }
 }
 
-/* Number n of a ring of two lies in place n % 2, and is used for the n / 2-th time. */
+/* Number n of a ring of two uses place n % 2, for the (n / 2)-th time. */
 static void check_rings() {
     ring r;
     for (u32 n = 0; n < 9; n++, r.next()) EXPECT(r.stage == (int)(n % 2) && r.parity == n / 2 % 2);
 }
 
-/* A step's place is what dividing gives. */
+/* The place of a step equals the result of a division. */
 static void check_places(unsigned (*below)(unsigned)) {
     for (int heads = 1; heads <= 256; heads++) {
         params p = {};
@@ -269,26 +273,59 @@ static void check_places(unsigned (*below)(unsigned)) {
 typedef fa_attn_fwd_params params;
 constexpr int NUM_CTAS = 1;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
+static int uniform(int x) { return x; }
 #include "cuda/attn_fwd_tiles.cuh"
 
-static window w;
+static sequence_set set;
 static tile t;
+
+/* Producer and consumers walk over the same key tiles, each once. A key tile that needs no mask is seen whole by all 16
+ * rows of a warp, and a key tile that is masked is not. Before the exact key tiles every row has seen a key. */
+static void check_walk(const params &p, const tile &t) {
+    key_walk walk = key_walk_of(t.kv_begin, t.kv_end);
+    int rounds = 0;
+    for (; walk.has_next(); rounds++) {
+        EXPECT(walk.is_first() == (rounds == 0) && walk.next == t.kv_end - 1 - rounds);
+        EXPECT(walk.has_left(3) == (t.kv_end - t.kv_begin - rounds == min(3, t.kv_end - t.kv_begin)));
+        const int j = walk.take();
+        EXPECT(walk.previous() == j && walk.is_last(j) == !walk.has_next());
+    }
+    EXPECT(rounds == t.kv_end - t.kv_begin);
+    for (int strip = t.row; strip < min(t.row + BLOCK_Q, t.len_q); strip += 16) {
+        const int shift = t.len_kv - t.len_q, block_end = min(strip / 64 * 64 + 64, t.len_q);
+        row_key_walk rows;
+        rows.seen_top = ceil_div(keys_end(p, block_end - 1 + shift, t.len_kv), BLOCK_KV) - 1;
+        if (keys_begin(p, strip / 64 * 64 + shift) >= keys_end(p, block_end - 1 + shift, t.len_kv)) continue;
+        rows.begin_rows(p, strip + shift, t.len_kv);
+        for (int j = t.kv_begin; j <= rows.seen_top; j++) {
+            bool is_whole = true, has_seen = true;
+            for (int i = strip; i < strip + 16; i++) {
+                const int begin = keys_begin(p, i + shift), end = keys_end(p, i + shift, t.len_kv);
+                is_whole &= begin <= j * BLOCK_KV && (j + 1) * BLOCK_KV <= end;
+                has_seen &= end > max(begin, (j + 1) * BLOCK_KV);
+            }
+            EXPECT(rows.is_partial(j) == !is_whole);
+            if (!rows.needs_max(j)) EXPECT(has_seen || is_whole);
+        }
+    }
+}
 
 static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
     EXPECT(t.idx == idx && 0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head && t.head < p.h);
     auto &x = truth[t.b_idx];
     EXPECT(t.len_q == x.len_q && t.len_kv == x.len_kv && t.kv_head == t.head / p.heads_per_kv);
-    EXPECT(t.row_0 == (VARLEN ? p.len_q - x.len_q : 0) && t.batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
-    EXPECT(t.kv_row_0 == (VARLEN ? p.len_kv - x.len_kv : 0) &&
+    EXPECT(t.q_origin == (VARLEN ? p.len_q - x.len_q : 0) && t.q_batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
+    EXPECT(t.kv_origin == (VARLEN ? p.len_kv - x.len_kv : 0) &&
            t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
-    EXPECT(t.lse_row == (VARLEN ? x.q_begin : 0));
+    EXPECT(t.lse_origin == (VARLEN ? x.q_begin : 0));
     const int i = t.row / BLOCK_Q;
     EXPECT(t.row % BLOCK_Q == 0 && 0 <= t.row && t.row < x.len_q);
     EXPECT(x.found[t.head][i]++ == is_again || is_again);
     for (int j = 0; j < x.kv_tiles; j++) EXPECT(x.sees[i][j] == (t.kv_begin <= j && j < t.kv_end));
     EXPECT(t.kv_begin >= 0 && t.kv_end <= x.kv_tiles);
+    check_walk(p, t);
     if (is_again) return;
-    /* The longest first: a head's last rows, and the most keys of 32 packed sequences. */
+    /* Longest tiles come first: a head's last rows, and of 32 packed sequences the sequence with the most keys. */
     EXPECT(i == x.q_tiles - 1 || x.found[t.head][i + 1] || !LONGEST_FIRST);
     EXPECT(i == 0 || x.found[t.head][i - 1] || LONGEST_FIRST);
     for (int other = t.b_idx / 32 * 32; VARLEN && other < p.b && other < t.b_idx / 32 * 32 + 32; other++)
@@ -298,19 +335,19 @@ static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
 
 static void kernel(const params &p) {
     const int num_tiles = VARLEN ? count_packed_tiles(p) * p.h : p.num_tiles;
-    w.first = -32, w.begin = w.end = 0;
+    set.first = -32, set.begin = set.end = 0;
     __syncwarp();
     for (int n = 0; n < num_tiles + 5; n++) {
-        const int idx = n < num_tiles ? n : n * 7 % (num_tiles ? num_tiles : 1); /* some once more */
+        const int idx = n < num_tiles ? n : n * 7 % (num_tiles ? num_tiles : 1); /* some tiles come once more */
         if (num_tiles == 0) break;
-        find_tile(p, w, idx, t);
+        find_tile(p, set, idx, t);
         __syncwarp();
         if (threadIdx.x == 0) {
             check_tile(p, t, idx, n >= num_tiles);
             for (int column = 0; column < p.d; column += HEAD_DIM % 64 ? 32 : 64) {
-                check_box(&p.q, column, t.row_0 + t.row, t.head, t.batch);
+                check_box(&p.q, column, t.q_origin + t.row, t.head, t.q_batch);
                 for (int j = t.kv_begin; j < t.kv_end; j++)
-                    check_box(&p.k, column, t.kv_row_0 + j * BLOCK_KV, t.kv_head, t.kv_batch);
+                    check_box(&p.k, column, t.kv_origin + j * BLOCK_KV, t.kv_head, t.kv_batch);
             }
         }
         __syncwarp();
@@ -325,7 +362,7 @@ static void check_all_found(const params &p) {
 
 #endif
 
-/* ---- problems ------------------------------------------------------------------------------------------------------ */
+/* ---- problems ---------------------------------------------------------------------------------------------------- */
 
 extern "C" {
 typedef struct {
@@ -340,7 +377,7 @@ static unsigned below(unsigned n) {
     return (unsigned)(state >> 33) % n;
 }
 
-/* Lengths of all kinds, 0 and 1 and those around tiles among them. */
+/* Lengths of all kinds, including 0, 1 and lengths near multiples of a tile. */
 static int make_offsets(int *offsets, int b) {
     const int tiles[] = {64, 128, BLOCK_Q, BLOCK_KV};
     offsets[0] = 0;
@@ -362,7 +399,7 @@ static fa_tensor_map map_of(int d, int rows, int heads, const int *offsets, int 
 
 static void run(const void *p) { kernel(*(const params *)p); }
 
-/* Offsets that mean nothing stay within the tensor. */
+/* Invalid offsets are clamped to the tensor. */
 static void check_spans() {
     for (int n = 0; n < 1000; n++) {
         const int total = (int)below(50), cu[] = {(int)below(100) - 25, (int)below(100) - 25};
@@ -388,7 +425,7 @@ int main() {
         const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, VARLEN ? p.b : 1);
         const int total_kv = make_offsets(offsets_kv, VARLEN ? p.b : 1);
         p.h = h_kv * heads, p.d = HEAD_DIM - 8 * (int)below(HEAD_DIM > 64 ? 4 : HEAD_DIM / 8);
-        p.len_q = total_q, p.len_kv = total_kv; /* dense: of each sequence */
+        p.len_q = total_q, p.len_kv = total_kv; /* dense: the length of each sequence */
         if (VARLEN) p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;
         p.window_left = LOCAL && below(3) ? (int)below(below(3) ? 300 : 2) : -1;
         p.window_right = CAUSAL ? 0 : LOCAL && below(3) ? (int)below(below(3) ? 300 : 2) : -1;
@@ -408,7 +445,7 @@ int main() {
             p.num_whole -= p.num_cut;
         p.num_tiles = p.num_whole * (CUTS_HEADS ? p.pieces : 1) + p.num_cut * p.pieces;
         p.num_slabs = VARLEN ? total_q / BLOCK_Q + p.b : ceil_div(total_q, BLOCK_Q);
-        static float stats[1]; /* an address: nothing is read */
+        static float stats[1]; /* only the address matters */
         first_stat = p.stats = stats;
         last_stat = stats + (long)p.num_slabs * p.h * (VARLEN ? 1 : p.b) * 2 * BLOCK_Q;
         p.tile_counter = &counter;

@@ -1,6 +1,7 @@
-/* The decode kernel of every instruction set against csrc/cpu/reference.c: few queries, up to four splits of the keys,
- * every placement, page size and mask, with new keys and rotary, in guarded memory (cases.h). check_cuda_decode: the same
- * for attn_decode_sm90, compiled for the CPU (cuda_emulation.h), which serves prompts, too.
+/* Compares the decode kernel of every instruction set with csrc/cpu/reference.c. The cases have few queries, up to four
+ * splits of the keys, and every placement, page size and mask. They include new keys and rotary embedding, in guarded
+ * memory (cases.h). check_cuda_decode does the same for attn_decode_sm90, which also serves prompts. It is compiled for
+ * the CPU (cuda_emulation.h).
  *
  *   check_decode                all tests
  *   check_decode --seed N       one random case in all dtypes, with its errors
@@ -12,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#if defined(CHECK_CUDA) /* what attn_decode_sm90 serves; the rest falls to other kernels */
+#if defined(CHECK_CUDA) /* head sizes of attn_decode_sm90; other kernels serve the rest */
 #define HEAD_DIMS   8, 16, 40, 64, 72, 96, 128, 136, 192, 256
 #define ROW_PADDING 8
 #endif
@@ -32,7 +33,8 @@ static fa_machine machine;
 
 /* ---- cases ----------------------------------------------------------------------------------------------------- */
 
-/* The last keys of every sequence become new ones, which are not in the cache yet: there is NaN. */
+/* Turns the last keys of every sequence into new keys. The cache does not have them yet and holds NaN in their
+ * places. */
 static void draw_append(test_case *c, random_source *r) {
     fa_problem *p = &c->p;
     int64_t most = p->seqused_k && random_chance(r, 70) ? 12 : 0;
@@ -93,7 +95,7 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     return c;
 }
 
-/* false: another kernel serves it. */
+/* Returns false if another kernel serves the case. */
 #if defined(CHECK_CUDA)
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     (void)isa;
@@ -117,7 +119,7 @@ static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
 
 /* ---- against the reference ------------------------------------------------------------------------------------- */
 
-/* Largest |x - exact| and, in *largest, |exact|, over the rows of the sequences. */
+/* The largest |x - exact| over the rows of the sequences. *largest receives the largest |exact|. */
 static double worst_error(const fa_problem *p, const fa_view *x, fa_dtype dtype, const fa_view *exact,
                           double *largest) {
     double worst = 0;
@@ -150,7 +152,8 @@ static double worst_lse(const fa_problem *p, const fa_row_stats *exact) {
     return worst;
 }
 
-/* A problem whose new keys have been appended, and whose queries have been turned: by fa_cpu_append, in memory of its own. */
+/* A copy of a problem after fa_cpu_append: its new keys are appended and its queries are rotated. The copy has its own
+ * memory. */
 typedef struct {
     fa_problem p;
     tensor q, k, v;
@@ -179,7 +182,7 @@ static appended append_on_cpu(const test_case *c) {
     return a;
 }
 
-/* Bit for bit, or within a unit in the last place of what was turned. */
+/* Whether the caches agree bit for bit. Rotated values may differ by a unit in the last place. */
 static bool is_same_cache(const fa_problem *p, const tensor *x, const tensor *y, bool is_turned) {
     static const double unit[] = {[FA_F16] = 0x1p-10, [FA_BF16] = 0x1p-7, [FA_F32] = 0x1p-23};
     const size_t bytes = (size_t)x->num_elements * fa_dtype_bytes(p->dtype);
@@ -275,7 +278,8 @@ static bits_case bits_case_make(fa_dtype dtype, int32_t *lengths_used) {
     return c;
 }
 
-/* A sequence's output depends neither on the threads nor on the other sequences of the batch nor on the capacity. */
+/* The output of a sequence depends neither on the threads, nor on the other sequences of the batch, nor on the
+ * capacity. */
 static void test_same_bits(void **state) {
     (void)state;
     static const int counts[] = {1, 2, 3, 7};
@@ -307,7 +311,7 @@ static void test_same_bits(void **state) {
 
 /* ---- infinities ------------------------------------------------------------------------------------------------ */
 
-/* A short prompt beside a long cache: the prompt is one thread's work, the cache is not. */
+/* A short prompt beside a long cache. One thread computes the prompt, and several threads read the cache. */
 static void test_mixed_threads(void **state) {
     (void)state;
     int32_t cu_q[] = {0, 8, 9}, cu_k[] = {0, 8, 8200};
@@ -325,7 +329,8 @@ static void test_mixed_threads(void **state) {
     assert_int_equal(plan.cpu.decode_threads, 8);
 }
 
-/* An infinite value reaches the rows that see it, as infinity; a NaN that only the last row sees stays there. */
+/* An infinite value reaches the rows that see it, as infinity. A NaN that only the last row sees reaches only that
+ * row. */
 static void test_nonfinite(void **state) {
     (void)state;
     enum { LEN_NAN = 70 };
@@ -365,10 +370,11 @@ static void test_nonfinite(void **state) {
         }
 }
 
-/* ---- a pool that fails -------------------------------------------------------------------------------------------- */
+/* ---- a pool that fails ------------------------------------------------------------------------------------------- */
 
 #if !defined(CHECK_CUDA)
-/* Of the append, of the splits and of their sum; of tiles, of delta and of the sum of slabs. */
+/* The failing call is the append, the splits or their sum. In tiled kernels it is the tiles, delta or the sum of
+ * slabs. */
 static void test_failing_pool(void **state) {
     (void)state;
     for (int isa = FA_ISA_REFERENCE; isa < FA_NUM_ISAS; isa++)
@@ -402,13 +408,13 @@ static void test_failing_pool(void **state) {
 
 /* ---- infinite scores -------------------------------------------------------------------------------------------- */
 
-/* A row all of whose scores are -inf counts as one that sees nothing; splits of such scores leave no trace. */
+/* A row whose scores are all -inf counts as a row that sees no key. Splits of such scores do not change the output. */
 static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
     test_case c = decode_case(seed, dtype);
     fa_problem *p = &c.p;
     random_source r = {seed};
     bool good = true;
-    if (p->rotary_cos) { /* would turn the column */
+    if (p->rotary_cos) { /* rotation would change the column */
         guarded_free_all();
         return true;
     }
@@ -450,9 +456,10 @@ static void test_infinite_scores(void **state) {
     assert_true(good);
 }
 
-/* ---- NaN and infinities in V -------------------------------------------------------------------------------------- */
+/* ---- NaN and infinities in V ------------------------------------------------------------------------------------- */
 
-/* Both finite and close, or neither is finite: a weight that underflows makes NaN of an infinity. */
+/* Whether elements are both finite and close, or neither is finite. A weight that underflows turns an infinity into
+ * NaN. */
 static bool is_as_finite(const tensor *x, const tensor *reference, fa_dtype dtype, double largest) {
     static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
     for (int64_t i = 0; i < x->num_elements; i++) {
@@ -463,7 +470,7 @@ static bool is_as_finite(const tensor *x, const tensor *reference, fa_dtype dtyp
     return true;
 }
 
-/* Anywhere in V, in every key or in a few: rows beside those that see such a key must not meet it. */
+/* The elements lie anywhere in V, in every key or in a few keys. Rows that do not see such a key must not change. */
 static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
     test_case c = decode_case(seed, dtype);
     fa_problem *p = &c.p;

@@ -1,14 +1,16 @@
-/* Every CPU kernel that this machine can run, held against csrc/cpu/reference.c; the reference held against finite
- * differences of itself and against a naive evaluation; dropout, conversion and cache append against their definitions.
+/* Compares every CPU kernel that this machine can run with csrc/cpu/reference.c. The reference is compared with finite
+ * differences of itself and with a naive evaluation. Dropout, conversion and cache append are compared with their
+ * definitions.
  *
  *   check_kernels                 all tests
- *   check_emulated --emulated     of the kernels that amx_emulation.h stands in for
+ *   check_emulated --emulated     tests of the kernels that amx_emulation.h emulates
  *   check_kernels --seed N        one random case in both passes and all dtypes, with its errors
- *   check_kernels --time [part]   GFLOPS of one thread, every kernel with that part in its name
+ *   check_kernels --time [part]   GFLOPS of one thread, of every kernel with `part` in its name
  *
  * The tolerance: with E(x) = max |x - reference in fp64 on the same inputs|, a kernel passes when
  *     E(kernel) <= m E(naive) + a max |reference|,   m = 2 forward, 3 backward,   a = half a unit in the last place
- * (fp32: 1e-6, and in the backward at least of the terms that cancel). Naive rounds every intermediate tensor to the dtype, as a tensor library would (naive.h).
+ * For fp32 a is 1e-6. In the backward the reference is at least as large as the terms that cancel. The naive evaluation
+ * rounds every intermediate tensor to the dtype, as a tensor library does (naive.h).
  *
  * Build: make -C tests/c (CC, CFLAGS as usual). */
 #define _GNU_SOURCE
@@ -42,12 +44,12 @@ static bool check_outputs(const test_case *c, fa_isa isa, output *outputs, int n
         output *o = &outputs[i];
         deviation ours = compare(p, &o->ours->view, p->dtype, &o->exact, o->is_key);
         deviation naive = compare(p, &o->naive, FA_F64, &o->exact, o->is_key);
-        /* dp - delta may cancel to nothing; its rounding errors, summed over rows or keys, do not */
+        /* dp - delta may cancel to zero, but its rounding errors, summed over rows or keys, do not cancel. */
         double num_terms = (double)(p->len_q * p->h / p->h_kv + p->len_kv), scale = ours.largest;
         if (p->pass == FA_BWD && p->dtype == FA_F32) scale = fmax(scale, c->amplitude * sqrt(num_terms));
         double allowed = (p->pass == FA_FWD ? 2 : 3) * naive.error + tolerance_of_dtype(p->dtype) * scale;
         bool clean = is_clean_outside(p, o->ours, o->is_key), close = ours.error <= allowed;
-        if (p->dtype == FA_F32 && naive.error > 1e-4 * scale) close = false; /* the reference errs */
+        if (p->dtype == FA_F32 && naive.error > 1e-4 * scale) close = false; /* the reference is wrong */
         if (verbose || !close || !clean)
             printf("  %-10s %-3s error %.3g of %.3g, naive %.3g%s%s\n", fa_isa_name(isa), o->name, ours.error,
                    ours.largest, naive.error, close ? "" : "  TOO FAR", clean ? "" : "  WROTE OUTSIDE");
@@ -56,7 +58,7 @@ static bool check_outputs(const test_case *c, fa_isa isa, output *outputs, int n
     return good;
 }
 
-/* softmax_d against its definition on the output that the kernel was given. */
+/* The error of softmax_d against its definition, on the output that the kernel was given. */
 static double delta_error(const fa_problem *p) {
     double worst = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -100,14 +102,14 @@ static bool check_isa(const test_case *c, fa_isa isa, output *outputs, const fa_
     return good;
 }
 
-/* The gradients that are judged follow from the kernel's own forward, as a user's do. */
+/* The tested gradients follow from the kernel's own forward, as the gradients of a user do. */
 static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose) {
     test_case c = case_make(seed, pass, dtype);
     fa_problem *p = &c.p, exact = *p;
     const int num_tensors = pass == FA_BWD ? 4 : 1;
     if (verbose) case_print(&c);
 
-    /* the same problem in fp64, and the naive results beside it */
+    /* the same problem in fp64, and the naive results */
     exact.dtype = FA_F64;
     exact.q = tensor_widened(p, &c.q, c.at_end).view;
     exact.k = tensor_widened(p, &c.k, c.at_end).view;
@@ -194,8 +196,8 @@ static void test_thread_counts(void **state) {
 
 /* ---- tasks ----------------------------------------------------------------------------------------------------- */
 
-/* Keys of [begin, end) between the first and the last that lane idx block_q and those behind it see; a lane is a row and one
- * of the heads that share keys, or with dropout a row of one head. */
+/* The number of keys of [begin, end) between the first and the last key that the tile's lanes see. The tile starts at
+ * lane idx block_q. A lane is a row and one of the heads that share keys. With dropout a lane is a row of one head. */
 static int64_t keys_of_tile(const fa_problem *p, const fa_sequence *s, int block_q, int64_t idx, int64_t begin,
                             int64_t end) {
     const int64_t g = p->h / p->h_kv;
@@ -213,7 +215,8 @@ static int64_t keys_of_tile(const fa_problem *p, const fa_sequence *s, int block
     return count;
 }
 
-/* The tasks of a call are all of its work, each piece once, the dearest first, and cost what they say. */
+/* The tasks of a call cover all of its work exactly once. They are sorted by descending cost, and their costs are
+ * correct. */
 static void check_tasks(const fa_problem *p, int block_q, int tiles_per_task, int ranges, int shares) {
     enum { BLOCK_KV = 32 };
     const bool forward = p->pass == FA_FWD;
@@ -232,7 +235,7 @@ static void check_tasks(const fa_problem *p, int block_q, int tiles_per_task, in
             assert_true(before->b_idx != t->b_idx       ? before->b_idx < t->b_idx
                         : before->head_kv != t->head_kv ? before->head_kv < t->head_kv
                                                         : before->begin < t->begin);
-        for (int64_t j = 0; j < i; j++) /* no tile and no range is in two of them */
+        for (int64_t j = 0; j < i; j++) /* no tile and no range is in two tasks */
             assert_true(tasks[j].b_idx != t->b_idx || tasks[j].head_kv != t->head_kv || tasks[j].end <= t->begin ||
                         t->end <= tasks[j].begin);
         places += t->end - t->begin;
@@ -243,7 +246,7 @@ static void check_tasks(const fa_problem *p, int block_q, int tiles_per_task, in
             cost += keys_of_tile(p, &s, block_q, tile, begin, end);
         assert_int_equal(t->cost, cost);
     }
-    int64_t all = forward ? 0 : p->b * p->h_kv * ranges; /* with the above: each of them is in one */
+    int64_t all = forward ? 0 : p->b * p->h_kv * ranges; /* with the check above, each range is in one task */
     for (int64_t b_idx = 0; forward && b_idx < p->b; b_idx++) {
         const fa_sequence s = fa_sequence_at(p, b_idx);
         all += p->h_kv * fa_num_tiles(p, &s, block_q);
@@ -262,7 +265,7 @@ static void test_tasks(void **state) {
         }
 }
 
-/* ---- why not a stronger instruction set --------------------------------------------------------------------------- */
+/* ---- why not a stronger instruction set -------------------------------------------------------------------------- */
 
 static void test_reasons(void **state) {
     (void)state;
@@ -308,7 +311,7 @@ static void test_reasons(void **state) {
 
 /* ---- absent gradients ---------------------------------------------------------------------------------------- */
 
-/* Any subset of dq, dk, dv may be asked for; what is asked for does not depend on the rest. */
+/* A caller may ask for any subset of dq, dk, dv. The requested gradients do not depend on the subset. */
 static void test_absent_gradients(void **state) {
     (void)state;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
@@ -345,14 +348,15 @@ static void test_absent_gradients(void **state) {
 
 /* ---- rows that see nothing ----------------------------------------------------------------------------------- */
 
-/* Vector kernels count denormal numbers as zero (elsewhere than here they cost a hundred times as much as others), whichever
- * thread they are on, and leave the thread as they found it: pool.h watches the pool's threads, this test the caller. */
+/* Vector kernels count denormal numbers as zero on every thread, because on some processors denormals cost a hundred
+ * times as much. They restore the mode of the thread. pool.h checks the pool's threads, and this test checks the
+ * caller. */
 static void test_denormals(void **state) {
     (void)state;
     static const struct {
         fa_pass pass;
         int64_t len_q;
-    } kernels[] = {{FA_FWD, 1}, {FA_FWD, 150}, {FA_BWD, 150}}; /* decode, tiles */
+    } kernels[] = {{FA_FWD, 1}, {FA_FWD, 150}, {FA_BWD, 150}}; /* decode; tiles; backward */
     for (int isa = FA_ISA_AVX2; isa < FA_NUM_ISAS; isa++) {
         for (int n = 0; n < 6 && machine.isa_legal[isa] && control_state() != 0; n++) {
             fa_problem p = {
@@ -383,8 +387,8 @@ static void test_denormals(void **state) {
     }
 }
 
-/* Rows above a causal mask, and rows whose lse says that they saw no key, with either sign: whatever q and dout hold
- * there, their gradients are zero and nobody else's change by a bit. */
+/* Rows above a causal mask, and rows whose lse is infinite with either sign, see no key. Whatever q and dout hold
+ * there, the gradients of these rows are zero. The gradients of other rows do not change by a bit. */
 static void test_silent_rows(void **state) {
     (void)state;
     enum { LEN_Q = 90, LEN_KV = 73, NUM_HIDDEN = LEN_Q - LEN_KV };
@@ -438,8 +442,8 @@ static void test_silent_rows(void **state) {
 
 /* ---- NaN and infinities --------------------------------------------------------------------------------------- */
 
-/* Elements, whole rows among them, become NaN or infinite. Where a bias or large scores let p underflow to 0 in fp32 but
- * not in the reference, 0 x inf is not what the reference has, and only NaN is planted. */
+/* Elements or whole rows become NaN or infinite. With a bias or large scores p may underflow to 0 in fp32 but not in
+ * the reference. Then 0 x inf differs from the reference, so only NaN is planted. */
 static void plant_nonfinite(const test_case *c, random_source *r) {
     const tensor *inputs[] = {&c->k, &c->v, &c->q, &c->dout};
     const int num_plants = 1 + (int)random_below(r, 3), num_values = c->p.alibi_slopes || c->amplitude > 1 ? 1 : 3;
@@ -464,7 +468,7 @@ static bool check_nonfinite(uint64_t seed, fa_pass pass, fa_dtype dtype, plant k
         tensor *ours;
     } outputs[] = {{"o", &c.o}, {"dq", &c.dq}, {"dk", &c.dk}, {"dv", &c.dv}};
     const int first = pass == FA_BWD ? 1 : 0, end = pass == FA_BWD ? 4 : 1;
-    /* dp - delta of a row with one key is nothing but the rounding errors of both */
+    /* for a row with one key, dp - delta consists of rounding errors only */
     const double cancelled = kind == INFINITE_SCORES_HUGE_VALUES && pass == FA_BWD ? 16 * HUGE_VALUES(dtype) : 0;
     void *expected[4];
     bool good = true;
@@ -499,7 +503,7 @@ static bool check_nonfinite(uint64_t seed, fa_pass pass, fa_dtype dtype, plant k
     return good;
 }
 
-/* Masked, padded, windowed or visible: NaN and infinities reach what the reference lets them reach, and nothing else. */
+/* NaN and infinities reach the same outputs as in the reference and no others, with every mask, padding and window. */
 static void test_nonfinite(void **state) {
     (void)state;
     const uint64_t first = 5000, num_seeds = IS_CUDA || FEW_SEEDS ? COUNT(head_dims) : 8 * COUNT(head_dims);
@@ -512,7 +516,7 @@ static void test_nonfinite(void **state) {
     assert_true(good);
 }
 
-/* Rows all of whose scores are -inf count as rows that see nothing, and tiles of such scores leave no trace. */
+/* Rows whose scores are all -inf count as rows that see no key. Tiles of such scores do not change the output. */
 static void test_infinite_scores(void **state) {
     (void)state;
     const uint64_t first = 6000, num_seeds = IS_CUDA || FEW_SEEDS ? COUNT(head_dims) : 2 * COUNT(head_dims);

@@ -1,5 +1,5 @@
-/* The GPU that check_cuda runs on: the real plan and the real launchers, a driver of one function, and kernels that are
- * compiled for the CPU when they are first asked for (cuda_emulation.h). */
+/* The GPU of check_cuda. It has the real plan, the real launchers, and a small emulated driver. Kernels are compiled
+ * for the CPU at their first use (cuda_emulation.h). */
 #ifndef CUDA_DEVICE_H
 #define CUDA_DEVICE_H
 
@@ -14,7 +14,7 @@
 #include "plan/gpu.h"
 #include <dlfcn.h>
 
-/* ---- in place of gpu/kernels.c and gpu/driver.c --------------------------------------------------------------------- */
+/* ---- in place of gpu/kernels.c and gpu/driver.c ------------------------------------------------------------------ */
 
 fa_status fa_driver_check(CUresult result, const char *attempt, fa_error *err) {
     return result == 0 ? FA_OK : fa_fail(err, FA_EUNSUPPORTED, "%s failed with %d", attempt, result);
@@ -34,7 +34,7 @@ bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
     return false;
 }
 
-/* BUILD_FOLDER/<name>.so; compiled by CXX unless it is there. */
+/* Loads BUILD_FOLDER/<name>.so. CXX compiles the file if it does not exist. */
 fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const fa_family *family = &fa_families[variant.family];
     char name[FA_VARIANT_NAME_BYTES], path[512], command[2048];
@@ -65,7 +65,7 @@ static CUresult is_capturing(CUstream stream, int *status) {
     static int num_calls;
     (void)stream;
     *status = 0;
-    return num_calls++ % 2; /* a failure: counters in the workspace instead of the kernel's own */
+    return num_calls++ % 2; /* a failure: the counters then lie in the workspace */
 }
 
 static CUresult clear(uint64_t to, uint32_t value, size_t num, CUstream stream) {
@@ -99,7 +99,7 @@ typedef struct {
 
 static fa_gpu gpu = {.capability = 80, .num_sms = 1};
 
-/* The same problem on the emulated GPU; *run must stay where it is. */
+/* Runs the same problem on the emulated GPU. *run must keep its address. */
 static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     static const fa_driver driver = {
         .cuLaunchKernelEx = launch, .cuStreamIsCapturing = is_capturing, .cuMemsetD32Async = clear};
@@ -121,7 +121,7 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     if ((p->pass == FA_FWD ? fa_cuda_fwd_any : fa_cuda_bwd_any)(&run.call, &err)) fail_msg("%s", err.text);
 }
 
-/* By attn_decode_sm90, on a Hopper of so many SMs. false: the plan takes another kernel. */
+/* Runs attn_decode_sm90 on a Hopper with this number of SMs. Returns false if the plan takes another kernel. */
 static inline bool run_decode_on_cuda(const fa_problem *p, int num_sms, bool at_end) {
     cuda_run run;
     fa_error err = {""};

@@ -1,9 +1,11 @@
-/* The CUDA of our generic kernels and of attn_decode_sm90 on a CPU: enough of the language, and of the instructions in ptx_sm80.cuh and ptx_cluster.cuh, to run their texts
- * as C++. A kernel is compiled with `-include cuda_emulation.h` into a shared object; emulate_cuda.c runs its CTAs one
- * after the other, the threads of a CTA as coroutines that change places at barriers and warp-wide instructions.
+/* An emulation of CUDA for the generic kernels and attn_decode_sm90 on a CPU. It covers enough of the language, and of
+ * the instructions in ptx_sm80.cuh and ptx_cluster.cuh, to compile the kernel texts as C++. A kernel is compiled with
+ * `-include cuda_emulation.h` into a shared object. emulate_cuda.c runs the kernel's CTAs one after the other. The
+ * threads of a CTA are coroutines that switch at barriers and warp-wide instructions.
  *
- * What it finds: wrong numbers; reads and writes outside of guarded memory; shared memory read before it was written, or
- * before cp.async has been waited for (NaN); barriers that not everyone reaches. Races it finds only by luck. */
+ * The emulation finds wrong numbers, and reads and writes outside of guarded memory. It finds reads of shared memory
+ * before a write, or before the wait for cp.async (both give NaN). It finds barriers that some threads do not reach. It
+ * finds races only by chance. */
 #ifndef CUDA_EMULATION_H
 #define CUDA_EMULATION_H
 
@@ -22,17 +24,18 @@ struct emulated_index {
 };
 extern "C" {
 extern emulated_index emulated_thread, emulated_block, emulated_block_size, emulated_grid_size;
-extern char memory[]; /* what kernels declare as extern __shared__ */
+extern char memory[]; /* the extern __shared__ memory of kernels */
 void emulated_syncthreads(void);
 int emulated_syncthreads_or(int x);
-/* All 32 lanes of a warp: brings `bytes` of each and returns 32 places of 64 bytes, good until the next exchange. */
+/* An exchange among all 32 lanes of a warp. Each lane brings `bytes` bytes. Returns 32 places of 64 bytes, which are
+ * valid until the next exchange. */
 const char *emulated_exchange(const void *mine, size_t bytes);
 void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_present);
 void emulated_cp_async_commit_group(void);
 void emulated_cp_async_wait_group(int pending);
 void emulated_bar_sync(unsigned id, unsigned num_threads);
 void emulated_cluster_sync(void);
-/* The shared memory of another CTA of the cluster: to be written between two barriers of the cluster. */
+/* The shared memory of another CTA of the cluster. It may be written only between two barriers of the cluster. */
 char *emulated_memory_of(unsigned rank);
 }
 
@@ -132,7 +135,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/* An address in shared memory: from the start of `memory`. */
+/* An address in shared memory, counted from the start of `memory`. */
 static inline u32 smem_address(const void *shared) { return (u32)((const char *)shared - memory); }
 
 static inline void cp_async_16(u32 dst, const void *src, bool is_present) {
@@ -153,7 +156,7 @@ static inline void cp_async_wait_all() {
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
 
-/* ptx_cluster.cuh. What is sent comes at once, and is waited for by everyone in the cluster. */
+/* ptx_cluster.cuh. Data arrives at once, and every CTA of the cluster waits for the data. */
 #define FA_PTX_CLUSTER_CUH
 static inline void cluster_arrive_relaxed() {}
 static inline void griddepcontrol_wait() {}
@@ -163,7 +166,7 @@ static inline void mbarrier_init_fence() {}
 static inline void mbarrier_arrive_expect_tx(u64 *barrier, u32 bytes) { *barrier += bytes; }
 static inline void mbarrier_wait(u64 *barrier, u32) {
     emulated_cluster_sync();
-    if (*barrier) abort(); /* not what was announced */
+    if (*barrier) abort(); /* other bytes than announced */
 }
 template <class T> static inline void st_async(float *dst, u64 *barrier, T x, u32 rank) {
     char *there = emulated_memory_of(rank);

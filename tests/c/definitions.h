@@ -1,5 +1,5 @@
-/* What all kernels are held against, held against its own definition: the reference against finite differences of itself,
- * dropout, conversion and cache append against plain loops. */
+/* Tests of the definitions that all kernels are compared with. The reference is compared with finite differences of
+ * itself. Dropout, conversion and cache append are compared with plain loops. */
 #ifndef FA_TEST_DEFINITIONS_H
 #define FA_TEST_DEFINITIONS_H
 
@@ -18,14 +18,15 @@ static double weighted_output(const fa_problem *p, const tensor *o, const tensor
             for (int64_t head = 0; head < p->h; head++)
                 for (int64_t t = 0; t < p->d; t++) {
                     double weight = ((double *)dout->view.data)[fa_query_offset(&dout->view, &s, i, head) + t];
-                    if (!isnan(weight)) /* a row that sees nothing */
+                    if (!isnan(weight)) /* a row that sees no key */
                         sum += weight * ((double *)o->view.data)[fa_query_offset(&o->view, &s, i, head) + t];
                 }
     }
     return sum;
 }
 
-/* The derivative of sum(dout o) along a random direction in q, k and v: by the backward pass and by two forwards. */
+/* The derivative of sum(dout o) along a random direction in q, k and v. It is computed by the backward pass and by two
+ * forwards. */
 static void test_reference_gradients(void **state) {
     (void)state;
     for (uint64_t seed = 3000; seed < 3060; seed++) {
@@ -75,7 +76,7 @@ static void test_reference_gradients(void **state) {
     }
 }
 
-/* Signs follow the generator, magnitudes are exp(s - row max), zero outside. */
+/* Signs follow the generator, and magnitudes are exp(s - row max). Values outside the mask are zero. */
 static void test_reference_s_dmask(void **state) {
     (void)state;
     enum { LEN_Q = 19, LEN_KV = 37, ROWS = 128, COLS = 128, D = 8 };
@@ -149,7 +150,7 @@ static void test_dropout_patch(void **state) {
 
 static void test_conversion(void **state) {
     (void)state;
-    for (uint32_t bits = 0; bits < 0x10000; bits++) { /* widening is exact, narrowing undoes it */
+    for (uint32_t bits = 0; bits < 0x10000; bits++) { /* widening is exact, and narrowing restores the value */
         uint16_t x = (uint16_t)bits;
         bool is_nan_f16 = (x & 0x7fff) > 0x7c00, is_nan_bf16 = (x & 0x7fff) > 0x7f80;
         assert_int_equal(fa_f16_from_f32(fa_f32_from_f16(x)), is_nan_f16 ? x | 0x200 : x);
@@ -159,7 +160,7 @@ static void test_conversion(void **state) {
         double value = ldexp((exponent ? 1024 : 0) + (x & 1023), (exponent ? exponent : 1) - 25);
         assert_true(fa_f32_from_f16(x) == (float)(x & 0x8000 ? -value : value));
     }
-    for (uint32_t x = 0; x < 0x7bff; x++) { /* between neighbours: nearest, and ties to even */
+    for (uint32_t x = 0; x < 0x7bff; x++) { /* between neighbours: rounds to nearest, ties to even */
         double low = fa_f32_from_f16((uint16_t)x), high = fa_f32_from_f16((uint16_t)(x + 1)), middle = (low + high) / 2;
         assert_int_equal(fa_f16_from_f32((float)middle), x & 1 ? x + 1 : x);
         assert_int_equal(fa_f16_from_f32(nextafterf((float)middle, 0)), x);

@@ -1,5 +1,5 @@
-/* Runs kernels that were compiled with cuda_emulation.h: the CTAs of a launch one after the other, their threads as
- * coroutines on stacks of their own. Those of a cluster run one after the other up to each of its barriers. */
+/* Runs kernels that were compiled with cuda_emulation.h. The CTAs of a launch run one after the other, with threads as
+ * coroutines on their own stacks. The CTAs of a cluster run one after the other up to each barrier of the cluster. */
 #define _GNU_SOURCE
 #include "emulate_cuda.h"
 
@@ -35,8 +35,9 @@ typedef struct {
     copy copies[MOST_COPIES];
     int num_copies, num_groups;
 } thread;
-static thread all_threads[MOST_CTAS][MOST_THREADS], *threads; /* of a cluster, of the CTA that runs */
-static char *kept_memory[MOST_CTAS];                          /* of the CTAs that do not */
+/* Threads of the cluster, and of the running CTA. */
+static thread all_threads[MOST_CTAS][MOST_THREADS], *threads;
+static char *kept_memory[MOST_CTAS]; /* shared memory of the other CTAs */
 static unsigned cluster_size, cluster_rank;
 static jmp_buf scheduler;
 static emulated_kernel *kernel;
@@ -101,13 +102,13 @@ void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_prese
     const unsigned t = emulated_thread.x;
     if ((uintptr_t)dst % bytes || (is_present && (uintptr_t)src % bytes)) die("cp.async of something not aligned");
     if (threads[t].num_copies == MOST_COPIES) die("too many copies without a wait");
-    memset(dst, 0xff, bytes); /* nobody may look before it has come */
+    memset(dst, 0xff, bytes); /* a read before the wait finds NaN */
     threads[t].copies[threads[t].num_copies++] = (copy){dst, src, bytes, is_present, threads[t].num_groups};
 }
 
 void emulated_cp_async_commit_group(void) { threads[emulated_thread.x].num_groups++; }
 
-/* What has been waited for arrives now and not before. */
+/* Copies arrive only when a thread waits for them. */
 void emulated_cp_async_wait_group(int pending) {
     const unsigned t = emulated_thread.x;
     int num_left = 0;
@@ -141,10 +142,11 @@ static void thread_main(void) {
     _longjmp(scheduler, 1);
 }
 
-/* Until all threads of a CTA have finished, or wait for the cluster. How many have finished. */
+/* Runs a CTA until each of its threads has finished or waits for the cluster. Returns the number of finished
+ * threads. */
 static unsigned run_block(unsigned num_threads, unsigned shared_bytes) {
     volatile unsigned num_left = num_threads, num_finished = 0;
-    const unsigned first = (emulated_block.x + emulated_block.y) * 37 % num_threads; /* another order in every block */
+    const unsigned first = (emulated_block.x + emulated_block.y) * 37 % num_threads; /* the order varies with the CTA */
     for (volatile unsigned turn = 0; num_left > 0; turn++) {
         const unsigned t = (first + turn) % num_threads;
         if (threads[t].has_finished || threads[t].waits_for_cluster) {
@@ -202,7 +204,7 @@ void emulate_launch(emulated_kernel *function, const void *parameter, const emul
     emulated_grid_size = (triple){shape->grid_x, shape->grid_y, shape->grid_z};
     emulated_block_size = (triple){shape->block, 1, 1};
     static bool backwards;
-    backwards = !backwards; /* nobody may count on an order of CTAs */
+    backwards = !backwards; /* kernels must not rely on an order of CTAs */
     const unsigned row = shape->grid_x / cluster_size, num = row * shape->grid_y * shape->grid_z;
     for (unsigned i = 0; i < num; i++) {
         const unsigned idx = backwards ? num - 1 - i : i;

@@ -1,4 +1,5 @@
-/* One kernel for emulate_cuda.c: SOURCE names its text, PARAMETERS what it takes, -D its row of tiles.def. */
+/* One kernel for emulate_cuda.c. SOURCE names its text, PARAMETERS names its parameter struct, and -D gives its row of
+ * tiles.def. */
 #define KERNEL kernel
 #include SOURCE
 

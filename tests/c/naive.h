@@ -1,7 +1,7 @@
-/* Attention as one would write it in a tensor library, every intermediate tensor rounded to the dtype: the yardstick of
- * the tolerance. A kernel may err twice as much as this does (see check_kernels.c).
+/* Attention as in a tensor library, with every intermediate tensor rounded to the dtype. The tolerance of the tests is
+ * relative to the error of this code: a kernel may err twice as much (see check_kernels.c).
  *
- * One sequence and one key/value head at a time, with all score matrices in memory: [len_q, len_kv] each. */
+ * The code takes one sequence and one key/value head at a time. All score matrices [len_q, len_kv] are in memory. */
 #ifndef FA_TEST_NAIVE_H
 #define FA_TEST_NAIVE_H
 
@@ -30,7 +30,7 @@ static float naive_dot(const float *x, const float *y, int64_t n) {
     return sum;
 }
 
-/* Results in fp64 tensors shaped and strided like the ones of the problem; absent ones have data NULL. */
+/* Results in fp64 tensors with the shapes and strides of the problem's tensors. Absent results have data NULL. */
 typedef struct {
     fa_view o, dq, dk, dv;
 } naive_results;

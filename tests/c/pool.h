@@ -1,5 +1,5 @@
-/* Pools for the C tests: test_pool() spreads the indices over pool_threads POSIX threads in uneven ranges. Every thread
- * checks that a kernel leaves the floating-point control state as it found it. */
+/* Thread pools for the C tests. test_pool() distributes the indices over pool_threads POSIX threads in uneven ranges.
+ * Every thread checks that a kernel restores the floating-point control state. */
 #ifndef FA_TEST_POOL_H
 #define FA_TEST_POOL_H
 
@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #if defined(__SSE2__)
 #include <xmmintrin.h>
-static unsigned control_state(void) { return _mm_getcsr() & ~0x3fu; } /* all but the sticky exception flags */
+static unsigned control_state(void) { return _mm_getcsr() & ~0x3fu; } /* all bits except the sticky exception flags */
 #else
 static unsigned control_state(void) { return 0; }
 #endif
@@ -38,7 +38,7 @@ static void *pool_worker(void *arg) {
     return NULL;
 }
 
-static int pool_fails_in = -1; /* calls; -1: never */
+static int pool_fails_in = -1; /* the call that fails, counted from 0; -1: no call */
 
 static bool pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), void *ctx) {
     if (pool_fails_in >= 0 && pool_fails_in-- == 0) return false;
@@ -56,7 +56,7 @@ static bool pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), v
 
 static const fa_pool test_pool = {pool_parallel_for};
 
-/* The plan runs, and says so whichever call of the pool fails. */
+/* Whether the run reports a failure, whichever call of the pool fails. */
 static inline bool notices_a_failing_pool(const fa_problem *p, const fa_plan *plan, void *workspace) {
     const int many = 1000;
     pool_fails_in = many;

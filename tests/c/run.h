@@ -1,4 +1,5 @@
-/* Runs a problem on one instruction set, on the reference or on the emulated GPU, and compares what comes out. Behind cmocka.h. */
+/* Runs a problem on one instruction set, on the reference or on the emulated GPU, and compares the outputs. cmocka.h
+ * must be included before. */
 #ifndef FA_TEST_RUN_H
 #define FA_TEST_RUN_H
 
@@ -7,7 +8,7 @@
 
 static fa_machine machine;
 
-/* check_cuda: the generic GPU kernels stand in the place of one instruction set. */
+/* In check_cuda the generic GPU kernels replace the kernels of one instruction set. */
 #if defined(CHECK_CUDA)
 #define IS_CUDA true
 #else
@@ -50,7 +51,7 @@ static void run_reference(const fa_problem *p) {
     (p->pass == FA_FWD ? fa_reference_fwd : fa_reference_bwd)(p, NULL, NULL, &test_pool);
 }
 
-/* o and lse, which a backward problem takes as inputs. */
+/* o and lse are inputs of a backward problem. */
 static void run_forward_reference(const fa_problem *p) {
     fa_problem forward = *p;
     forward.pass = FA_FWD;
@@ -63,7 +64,7 @@ typedef struct {
     double error, largest; /* max |x - reference|; max |reference| */
 } deviation;
 
-/* All rows of one output that belong to a sequence. A NaN on one side only is an infinite error. */
+/* Compares all rows of one output that belong to a sequence. A NaN on only one side counts as an infinite error. */
 static deviation compare(const fa_problem *p, const fa_view *x, fa_dtype dtype, const fa_view *reference, bool is_key) {
     deviation worst = {0, 0};
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -83,7 +84,8 @@ static deviation compare(const fa_problem *p, const fa_view *x, fa_dtype dtype, 
     return worst;
 }
 
-/* Nothing but rows of sequences was written: after wiping those rows, every byte is 0xff again. */
+/* Whether only rows of sequences were written. The function wipes these rows, and then every byte must be 0xff
+ * again. */
 static bool is_clean_outside(const fa_problem *p, const tensor *t, bool is_key) {
     size_t element = fa_dtype_bytes(p->dtype), bytes = (size_t)t->num_elements * element;
     unsigned char *copy = malloc(bytes + 1);

@@ -1,7 +1,7 @@
-"""libtorch's C shim, as csrc/torch/torch_abi.h declares it, against the torch that is installed here.
+"""libtorch's C shim, as csrc/torch/torch_abi.h declares it, against the installed torch.
 
-Our C code includes no header of torch. So a function that torch changed, renamed or dropped would show only as a crash
-at a user's; these tests make it show here. The table of csrc/torch/torch_abi.h is the only list: every test reads it.
+Our C code includes no header of torch. Without these tests a function that torch changed, renamed or dropped would show
+only as a crash on a user's machine. The table of csrc/torch/torch_abi.h is the only list, and every test reads it.
 """
 
 import re
@@ -14,8 +14,8 @@ from toolbox import CSRC, ROOT, run, tool
 HERE = ROOT / "tests" / "guards"
 OLDEST = (2, 10)
 
-# Every symbol that is looked up, by the release since which it can be relied on. Up to 2.10 is required: without one of
-# those, `import flash_attn` raises one sentence that names it. Later ones are optional.
+# Every symbol that is looked up, by the first release that has it. Symbols up to 2.10 are required. If one of them is
+# missing, `import flash_attn` raises a sentence that names the symbol. Later symbols are optional.
 SYMBOLS = {
     (2, 4): """
         aoti_torch_get_dim aoti_torch_get_sizes aoti_torch_get_strides aoti_torch_get_dtype
@@ -87,7 +87,7 @@ def test_types_equal_those_of_torch(torch_include):
 
 
 def test_a_wrong_type_is_noticed(torch_include, tmp_path):
-    """The check above can fail: one parameter changed in a copy of the header does not compile."""
+    """The check above can fail: a header copy with one changed parameter does not compile."""
     header = (CSRC / "torch/torch_abi.h").read_text()
     changed = header.replace("int64_t grain_size", "int32_t grain_size")
     assert changed != header
@@ -114,19 +114,21 @@ def exported_by(*libraries):
 
 
 def test_the_mangled_names_are_in_the_installed_libraries():
-    """Without them calls still work, but slower: through the dispatcher, or asking Python who watches."""
+    """Without these names calls still work, but slower: through the dispatcher, or with a question to Python about
+    watchers."""
     (wrap,) = re.findall(r'THPVARIABLE_WRAP "(_Z\w+)"', (CSRC / "torch/torch_abi.c").read_text())
     assert wrap in exported_by("libtorch_python.so")
     names = re.findall(r'"(_Z\w+)"', (CSRC / "torch/torch_abi.h").read_text())
     names += re.findall(r'HAS_CALLBACKS +"(_Z\w+)"', (CSRC / "torch/torch_abi.c").read_text())
     assert len(names) == 12 and set(names) <= exported_by("libtorch_cpu.so", "libc10.so")
-    # This one's header includes what torch does not ship: its type is not among those that abi_types.cpp checks.
+    # DynamicLayer.h includes headers that torch does not ship, so abi_types.cpp cannot check its type.
     header = Path(torch.__file__).parent / "include" / "ATen" / "functorch" / "DynamicLayer.h"
     assert "TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();" in header.read_text()
 
 
 def test_required_symbols_exist_since_the_oldest_release(table, torch_include):
-    """What we cannot do without is declared for 2.10; what came later is optional, and came when the table says so."""
+    """Required symbols are declared for 2.10. Optional symbols are newer, and each came with the release in the
+    table."""
     oldest = declared_names(torch_include, OLDEST)
     assert {symbol for symbol, (_, need) in table.items() if need == "required"} - oldest == set()
     assert {symbol for symbol, (since, need) in table.items() if since > OLDEST and need == "required"} == set()

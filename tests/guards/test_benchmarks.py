@@ -1,4 +1,4 @@
-"""Benchmarks do not erase results: where they write, and which rows they replace. What they make of NVML's samples."""
+"""Benchmarks do not erase results. The tests check the folder, the replaced rows, and the use of NVML's samples."""
 
 import argparse
 
@@ -15,7 +15,7 @@ SCRIPTS = [
 
 
 def test_a_row_replaces_only_its_own(tmp_path):
-    """A second command, with a new column, changes one cell of a file; the other rows stay as they were."""
+    """A second command, with a new column, changes one cell of a file. All other rows stay as they were."""
     path, key = tmp_path / "new folder" / "x.csv", ["device", "d", "length"]
     _results.save([{"device": "A", "d": 64, "length": n, "ms": 1.5} for n in (1, 2)], path, [*key, "ms"], key)
     rows = _results.save(
@@ -47,7 +47,7 @@ def test_out_is_not_committed_unless_asked():
 
 
 def test_watts_are_energy_between_two_steps_of_the_counter():
-    """The counter steps every 100 ms and is read every 20 ms; 2 J a step are 20 W, whenever the window begins."""
+    """The counter steps every 100 ms and is read every 20 ms. Steps of 2 J are 20 W, wherever the window begins."""
     meter = _gpu.Meter()
     meter.samples = [(0.02 * i, 100 + 2 * (i // 5), 1500 if i % 2 else 1400) for i in range(100)]
     assert meter.between(0.31, 1.63) == {"mhz": 1450, "watts": 20}

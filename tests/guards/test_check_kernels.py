@@ -1,4 +1,5 @@
-"""Runs the C test programs of tests/c: CPU kernels against the reference, plain and sanitized; texts of GPU kernels."""
+"""Runs the C test programs of tests/c: CPU kernels against the reference, plain and sanitized, and texts of GPU
+kernels."""
 
 import os
 import re
@@ -27,7 +28,7 @@ def test_kernels_meet_the_reference(compiler, flags, tmp_path):
 
 
 def test_generic_gpu_kernels_meet_the_reference(tmp_path):
-    """Their texts, compiled for the CPU (tests/c/cuda_emulation.h)."""
+    """The texts of the GPU kernels are compiled for the CPU (tests/c/cuda_emulation.h)."""
     if not list(Path("/usr/include").glob("**/cmocka.h")):
         lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
     command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", f"CC={tool('gcc')}"]
@@ -36,7 +37,8 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
 
 
 def scheduled_kernels():
-    """Hopper's rows with each mask, packed, and some that are not: {name: arguments of cuda_kernel_source}."""
+    """Hopper's rows with each mask, packed, and some rows that are not packed: {name: arguments of
+    cuda_kernel_source}."""
     mask = r"kv\d+(_causal|_local)?"
     some = r"(fwd_sm90_bf16_d(64_q192|192_q128)|bwd\w*_sm90_bf16_d(64|96|192)_q\d+)"
     wanted = re.compile(rf"attn_((fwd|bwd|bwd_wide)_sm90_bf16_\w*?{mask}_varlen|{some}{mask})")

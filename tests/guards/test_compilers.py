@@ -19,8 +19,8 @@ def test_source_compiles(compiler, path, tmp_path):
 
 @pytest.mark.parametrize("path", c_sources(), ids=relative)
 def test_source_compiles_for_aarch64(path, tmp_path):
-    """Intrinsics stay behind feature checks: what remains is portable. Python's pyconfig.h is this machine's, but both
-    are 64-bit Linux, and nothing is run."""
+    """Only portable C is compiled here, because intrinsics stay behind feature checks. Python's pyconfig.h
+    belongs to this machine, but both machines are 64-bit Linux, and nothing is run."""
     machine_code = compile_object("aarch64-linux-gnu-gcc", path, tmp_path, "-O1", *python_include())
     assert "AArch64" in run(tool("readelf"), "-h", machine_code)
 
@@ -30,7 +30,7 @@ def test_source_compiles_for_aarch64(path, tmp_path):
 def test_header_compiles_alone(compiler, path, tmp_path):
     text = f'#include "{path.relative_to(CSRC)}"\n' * 2
     if '#include "vec_target.h"' in path.read_text():
-        text += '#include "cpu/vec_target_end.h"\n'  # closes what vec_target.h opens
+        text += '#include "cpu/vec_target_end.h"\n'  # closes the pragma that vec_target.h opens
     (tmp_path / "alone.c").write_text(text)
     run(tool(compiler), *C_FLAGS, "-Wno-unused-function", "-fsyntax-only", "-I", CSRC, *python_include(),
         tmp_path / "alone.c", cwd=ROOT)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the documents point at is there: files, headings, results; what they show runs."""
+"""Files, headings and results that the documents name exist, and the examples in the documents run."""
 
 import re
 import sys
@@ -41,7 +41,8 @@ def test_results_that_are_named_exist(document):
 
 
 def test_every_result_is_named():
-    """Rows that no table and no sentence needs are not kept. The list of files in their own README does not count."""
+    """Rows that no table and no sentence needs are not kept. The list of files in the results' own README does not
+    count."""
     names = {name for name, _, _ in tables.named()}
     files = [path.name for path in RESULTS.iterdir() if path.name != "README.md"]
     assert sorted(file for file in files if not any(fnmatch(file, name) for name in names)) == []
@@ -59,7 +60,7 @@ def test_tables_are_those_of_the_results(document, name, text):
     try:
         made = tables.made(name)
     except tables.Missing:
-        made = ""  # not measured: then nothing stands there
+        made = ""  # not measured: the block must be empty
     assert text == made, "python benchmarks/tables.py --write"
 
 
@@ -72,7 +73,7 @@ def test_readme_names_every_file(folder):
 
 @pytest.mark.parametrize("folder", ["gpu", "plan", "system", "torch"])
 def test_the_tour_names_every_file(folder):
-    """A header that stands beside its .c file goes without saying."""
+    """The tour need not name a header that stands beside its .c file."""
     text = (CSRC / "README.md").read_text(encoding="utf-8")
     files = {path.name for path in (CSRC / folder).iterdir() if path.is_file() and path.suffix != ".md"}
     files -= {name[:-2] + ".h" for name in files if name.endswith(".c")}
@@ -80,7 +81,7 @@ def test_the_tour_names_every_file(folder):
 
 
 def test_examples_run_from_top_to_bottom():
-    """As who reads them types them, one after the other, in one session."""
+    """The examples run one after another in one session, as a reader types them."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     printed = run(sys.executable, "-c", "".join(examples))

@@ -1,5 +1,5 @@
-"""The machine code of the CPU engine's inner loops: a kernel that spills accumulators runs at half speed, and one whose
-compiler folds a shared load into every multiply-add at three quarters, with nothing to see in the source."""
+"""The machine code of the CPU engine's inner loops. A kernel that spills accumulators runs at half speed. A kernel
+whose compiler folds a shared load into every multiply-add runs at three quarters. The source shows neither."""
 
 import re
 
@@ -8,7 +8,7 @@ from toolbox import C_FLAGS, CSRC, run, tool
 
 MULTIPLY_ADD = re.compile(r"vfn?m(add|sub)\d+ps|vdpbf16ps")
 PRODUCTS = ["product_scores", "product_scores_max", "product_add", "product_rescale"]
-# instruction set: multiply-adds in a step of the widest patch, rows x vectors, and its loads, rows + vectors
+# instruction set: multiply-adds in a step of the widest register block (rows x vectors), and its loads (rows + vectors)
 PATCH = {"avx2": (12, 7), "avx512": (16, 8), "avx512bf16": (16, 8)}
 
 
@@ -26,7 +26,7 @@ def functions(text):
 
 
 def innermost_loops(body):
-    """From the target of a jump backward to the jump, where no other such jump lies between."""
+    """The code from the target of a backward jump to the jump, if no other such jump lies between."""
     addresses = {address: n for n, (address, _, _) in enumerate(body)}
     spans = []
     for n, (address, mnemonic, operands) in enumerate(body):
@@ -42,18 +42,18 @@ def multiply_adds(loop):
 
 
 def broadcasts(loop):
-    """Words are broadcast over k, and nowhere else: rows that are rescaled have loops and multiply-adds, too."""
+    """Only loops over k broadcast words. Loops that rescale rows also have multiply-adds."""
     return any("broadcast" in mnemonic or "{1to" in operands for _, mnemonic, operands in loop)
 
 
 def spills(loop):
-    """Vectors that are stored, or come from the stack: a loop of products needs neither."""
+    """Vectors that are stored or come from the stack. A loop of products needs neither."""
     vectors = [operands for _, _, operands in loop if re.search(r"%[xyz]mm", operands)]
     return [operands for operands in vectors if re.search(r"%[xyz]mm\d+,.*\(", operands) or "(%rsp" in operands]
 
 
 def folded(loop):
-    """Vectors loaded inside of multiply-adds, where every row of the patch needs them."""
+    """Vectors loaded inside multiply-adds, although every row of the register block needs them."""
     return [operands for operands in multiply_adds(loop) if "(" in operands and "{1to" not in operands]
 
 

@@ -1,12 +1,12 @@
-"""Who may know what: the includes of csrc against one table of arrows, and no circle among the files."""
+"""The layers of csrc: includes follow one table of arrows, and the files have no circle of includes."""
 
 import re
 
 import pytest
 from toolbox import CSRC
 
-# A folder's files may include those of its own folder, the contract, and these. "cuda" is what host and kernels share:
-# parameters of launches and tiles.def. A file alone may know more than its folder.
+# A folder's files may include files of their own folder, the contract, and the folders below. Host and kernels share
+# parameters of launches and tiles.def, which lie in "cuda". A single file may know more than its folder.
 CONTRACT = "contract"  # flash_attn.h and sequence.h, beside the folders
 ARROWS = {
     CONTRACT: set(),

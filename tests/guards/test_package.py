@@ -1,4 +1,4 @@
-"""The wheel and the sdist, made as users and packagers make them, in a fresh environment."""
+"""The wheel and the sdist, built as users and packagers build them, in a fresh environment."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ import zipfile
 import pytest
 from toolbox import ROOT, lacking, run, tool
 
-# Nothing that builds may touch a C++ compiler, nvcc, or an editable install of this tree.
+# No build may touch a C++ compiler, nvcc, or an editable install of this tree.
 CLEAN = {"CXX": "/bin/false", "CUDA_HOME": "/nonexistent", "PYTHONPATH": ""}
 
 WORKS = """
@@ -49,7 +49,7 @@ def tracked_files():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of what git tracks: nothing built before can help or hide."""
+    """A copy of the files that git tracks, so that no earlier build can help or hide an error."""
     folder = tmp_path_factory.mktemp("source")
     for name in tracked_files():
         if (ROOT / name).exists():
@@ -61,7 +61,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--no-deps", "-w", folder, source)  # isolated: sees setuptools and no torch
+    pip("wheel", "--no-deps", "-w", folder, source)  # isolated: finds setuptools but no torch
     (path,) = folder.glob("*.whl")
     return path
 
@@ -76,7 +76,8 @@ def sdist(source, tmp_path_factory):
 
 @pytest.fixture
 def install(tmp_path):
-    """install(what) puts a wheel or sdist into a fresh environment that borrows torch and returns its python."""
+    """install(what) installs a wheel or sdist in a fresh environment that borrows torch, and returns the environment's
+    python."""
 
     def install(what, *options):
         run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh")
@@ -127,8 +128,8 @@ def test_sdist_works(sdist, install, tmp_path):
 
 
 def test_extension_builds_in_seconds(source, tmp_path):
-    """The README promises under 20 s on two cores. Processor time, so that waiting for others does not count, and twice
-    as much of it, since a core that is shared by two runs at half its speed."""
+    """The README promises under 20 s on two cores. Processor time excludes waiting for other programs. The limit is
+    twice as much time, because a core that two programs share runs at half its speed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "o"]
     run(*command, cwd=source, env={**os.environ, **CLEAN})
@@ -139,7 +140,7 @@ def test_extension_builds_in_seconds(source, tmp_path):
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_max_jobs_sets_how_many_compilers_run(source, tmp_path, jobs):
-    """A compiler that only notes when it starts and ends, and makes empty files."""
+    """A compiler that only records its start and end, and makes empty files."""
     log = tmp_path / "log"
     compiler = tmp_path / "cc"
     compiler.write_text(
@@ -155,7 +156,8 @@ def test_max_jobs_sets_how_many_compilers_run(source, tmp_path, jobs):
 
 
 def test_kernels_are_compiled_with_the_headers_they_include():
-    """NVRTC knows no folder: what kernel_table.c lists is all that a text can include. nvcc would find the rest."""
+    """NVRTC knows no folder, so a text can include only the files that kernel_table.c lists. nvcc would also find other
+    files."""
     table = (ROOT / "csrc/plan/kernel_table.c").read_text(encoding="utf-8")
     lists = dict(re.findall(r"#define (\w+_FILES)\s+(.*)", table))
     families = re.findall(r"\.files = FILES\((.*?)\)", table, re.DOTALL)

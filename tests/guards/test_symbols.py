@@ -1,4 +1,4 @@
-"""What the built extension asks of the system and shows to it: one binary runs everywhere only if both are small."""
+"""The symbols that the built extension needs and exports. One binary runs everywhere only if both lists are small."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from toolbox import python_include, run, tool
 
 LIBRARIES = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-WEAK = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}  # the compiler's, may be absent
+WEAK = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}  # of the compiler, may be absent
 
 
 @pytest.fixture(scope="module")

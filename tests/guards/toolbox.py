@@ -1,4 +1,4 @@
-"""What the guards share: where things are, how to run a tool, what to do when it is missing."""
+"""Shared code of the guards: folders, the run of a tool, and the treatment of missing tools."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
-# How setup.py compiles, with every warning an error.
+# The flags of setup.py, with every warning as an error.
 C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-I", str(CSRC)]
 
 DEBIAN_PACKAGE = {
@@ -39,14 +39,14 @@ def tool(name):
 
 
 def lacking(reason):
-    """Something that the test needs is not here. CI installs everything, so there it is an error."""
+    """A requirement of the test is missing. CI installs everything, so there it is an error."""
     if os.environ.get("CI"):
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)
 
 
 def run(*command, **options):
-    """Runs a command and returns what it printed; a failure shows the command line and its output."""
+    """Runs a command and returns its output. A failure shows the command line and the output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     if done.returncode:

@@ -1,0 +1,90 @@
+/* The score of a query and a key. Every GPU kernel computes it here, and the backward its derivative:
+ *
+ *   score(x, b, h, i, j) = cap(scale x) - slope(b, h) |i + shift - j|        x = q.k        shift = len_kv - len_q
+ *   cap(y) = softcap tanh(y / softcap), or y where softcap is 0              slope: ALiBi's, or 0
+ *
+ * Scores are in natural units. Exponentials are powers of 2: a kernel multiplies by log2 e within the exponent.
+ *
+ * A plain score is scale x alone. Then no kernel comes here: the row maximum is that of x, and the factor of the
+ * exponent is scale log2 e. SCORE says so in Hopper's forward and backward, changes_scores in decode, and is_plain in
+ * the generic kernels.
+ *
+ * A user's function will stand at the end of operator() below. It gets the score and b, h, i and j, and multiplies the
+ * derivative by its own. A score of -inf hides the key. Kernels that use such a function have no plain scores. */
+#ifndef FA_SCORE_CUH
+#define FA_SCORE_CUH
+
+#include "ptx_sm80.cuh"
+
+#define INF __int_as_float(0x7f800000)
+constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
+
+/* One query head of one sequence. What a score does not ask for costs nothing. */
+struct score_head {
+    int b_idx, head;
+    int shift; /* len_kv - len_q: query i has the diagonal i + shift */
+    float slope;
+};
+
+/* How a kernel rounds its scores.
+ *
+ * FAST: Hopper's kernels. scale and log2 e are one factor of softcap's exponent. The hardware's tanh is right to 2^-11
+ *   only, which shows in lse. So tanh is made of ex2 and rcp, with r = 1 / (1 + exp(2 y / softcap)):
+ *   softcap tanh(y / softcap) = softcap - 2 softcap r, and 1 - tanh^2 = 4 r (1 - r). Products may be fused with sums.
+ * EXACT: the generic kernels. scale x is rounded, so that forward and backward have the same score. tanh is right
+ *   within 2 units of the last place, near zero too. */
+enum score_precision { FAST, EXACT };
+
+DEVICE float tanh_exactly(float x) {
+    const float a = fabsf(x), x2 = x * x;
+    if (a < 0.55f)
+        return x + x * x2 *
+                       (-0.333333194f +
+                        x2 * (0.133326024f + x2 * (-0.0538538545f + x2 * (0.0210777503f - x2 * 0.00628246367f))));
+    const float y = 1 - 2 / (ex2(2 * LOG2_E * a) + 1);
+    return x < 0 ? -y : y;
+}
+
+/* p: the parameters of a kernel, with score_scale and softcap. */
+template <score_precision PRECISION, bool HAS_DERIVATIVE, class params> struct score_of {
+    const params &p;
+    float exponent; /* FAST: of softcap, 2^(exponent x) = exp(2 y / softcap) */
+
+    DEVICE score_of(const params &p)
+        : p(p), exponent(PRECISION == FAST && p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0) {}
+
+    /* cap(scale x), and its derivative by scale x. */
+    DEVICE float capped(float x, float &derivative) const {
+        if (PRECISION == EXACT) {
+            float y = __fmul_rn(x, p.score_scale), t = 0;
+            if (p.softcap > 0) {
+                t = tanh_exactly(y / p.softcap);
+                y = p.softcap * t;
+            }
+            derivative = 1 - t * t;
+            return y;
+        }
+        float r = 0;
+        if (HAS_DERIVATIVE) {
+            r = p.softcap > 0 ? rcp(1 + ex2(x * exponent)) : 0;
+            derivative = p.softcap > 0 ? 4 * r * (1 - r) : 1;
+        }
+        return p.softcap > 0 ? p.softcap - 2 * p.softcap * (HAS_DERIVATIVE ? r : rcp(1 + ex2(x * exponent)))
+                             : x * p.score_scale;
+    }
+
+    /* The score of the query at a diagonal and key j, and its derivative by scale x. */
+    DEVICE float operator()(float x, const score_head &at, int diagonal, int j, float &derivative) const {
+        const float y = capped(x, derivative);
+        if (PRECISION == EXACT) return at.slope == 0 ? y : y - at.slope * (float)abs(diagonal - j);
+        return y - at.slope * fabsf((float)(diagonal - j));
+    }
+
+    /* The score alone. */
+    DEVICE float operator()(float x, const score_head &at, int diagonal, int j) const {
+        float unused;
+        return (*this)(x, at, diagonal, j, unused);
+    }
+};
+
+#endif
