@@ -244,18 +244,18 @@ def check_gradients(case, got, ref, plain, m_grad=None, a_grad=None):
     delta = largest(*((x.double() * o).norm(dim=-1) for x, o in zip(rows_of(case, p.dout, 0), ref.out)))
     qk = largest(*(x.double() for x in rows_of(case, p.q, 0) + rows_of(case, p.k, 1)))
     factor = abs(case.d**-0.5 if case.scale is None else case.scale)
-    if case.values == "equal":
-        sizes = [
+    scale = max(largest(*ref.dq, *ref.dk, *ref.dv), factor * delta * qk)
+    scales = {"dq": scale, "dk": scale, "dv": scale}
+    if case.values == "equal":  # a row may see as few as two keys, of which each has half of the weight
+        dout, v = (
             largest(*(x.double().norm(dim=-1) for x in rows))
             for rows in (rows_of(case, p.dout, 0), rows_of(case, p.v, 1))
-        ]
-        fewest = min((len(x) for x in rows_of(case, p.v, 1)), default=1)
-        delta += sizes[0] * sizes[1] / (case.d * max(fewest, 1)) ** 0.5
-    scale = max(largest(*ref.dq, *ref.dk, *ref.dv), factor * delta * qk)
+        )
+        scales["dq"] += factor * dout * v / case.d**0.5 * qk
     if dtype == torch.float64:  # P = exp(s - lse), and lse is kept in fp32
         seen = [x[x.isfinite()] for x in ref.lse]
         a_grad = 2.0**-22 * max(1.0, largest(*seen)) * scale
     if m_grad is None:
         m_grad = 2.0 if dtype == torch.float32 else 3.0
     for name in ("dq", "dk", "dv"):
-        check(name, *(join(getattr(x, name)) for x in (got, ref, plain)), m=m_grad, a=a_grad, scale=scale)
+        check(name, *(join(getattr(x, name)) for x in (got, ref, plain)), m=m_grad, a=a_grad, scale=scales[name])
