@@ -56,8 +56,8 @@ DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
 
 /* Loads ROWS rows of one head into a pipeline stage. The coordinates are those of the tensor map. */
 template <int ROWS>
-DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
-    mbarrier_arrive_expect_tx(full, ROWS * HEAD_DIM * 2);
+DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
+    mbarrier_arrive_expect_tx(full, ROWS * HEAD_DIM * element::BYTES);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);

@@ -68,8 +68,8 @@ constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
 constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
-constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* the length of a row of a swizzled chunk */
-constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
+constexpr int ROW_BYTES = HEAD_DIM * element::BYTES % 128 == 0 ? 128 : 64; /* the length of a row of a swizzled chunk */
+constexpr int CHUNK = ROW_BYTES / element::BYTES, CHUNKS = HEAD_DIM / CHUNK;
 constexpr bool O_BY_TMA = HEAD_DIM <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
@@ -85,8 +85,6 @@ constexpr bool K_FIRST = Q_STAGES == 1;
 constexpr int TILE_SLOTS = Q_STAGES + 2;
 /* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */
 constexpr int FAILED = 8;
-/* The largest P of a row is 2^-HEADROOM. So sums over 2^HEADROOM values of V as large as bf16's stay floats. */
-constexpr float HEADROOM = BF16 ? 24 : 0;
 /* A key is large if its P exceeds this share of what a thread has summed. */
 constexpr float LARGE_SHARE = 0.4f;
 
@@ -114,8 +112,8 @@ DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
-        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
-        wgmma<BLOCK_KV, BF16>::ss<high, high>(
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
+        wgmma<BLOCK_KV, element>::ss<high, high>(
             S, q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
             k_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk), k > 0);
     }
@@ -128,7 +126,7 @@ DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc)
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; k++)
-        wgmma<HEAD_DIM, BF16>::rs<high>(O, P + 4 * k, v_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+        wgmma<HEAD_DIM, element>::rs<high>(O, P + 4 * k, v_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
     wgmma_commit_group();
 }
 
@@ -173,9 +171,9 @@ struct consumer {
     int has_o = 0;   /* O holds a work tile that is not stored yet. */
     score_head q_head = {0, 0, 0, 0};
 
-    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
+    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * element::BYTES);
     static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
-    static constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
+    static constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * element::BYTES);
 
     DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
                     online_softmax &softmax)
@@ -229,7 +227,7 @@ struct consumer {
         return row_block >= which ? row_block - which : row_block - which + WGS;
     }
     /* O of the warp's row strip goes where the strip's Q was, or to a place of its own. */
-    DEVICE u16 *o_smem_of(which_tile which, int block) const {
+    DEVICE element::output *o_smem_of(which_tile which, int block) const {
         return O_IN_Q ? smem.q[q_stage_of(which)] + (64 * block + 16 * warp) * CHUNK
                       : smem.o + (4 * wg + warp) * 16 * HEAD_DIM;
     }
@@ -249,7 +247,7 @@ struct consumer {
     }
     DEVICE void round_p(const float (&S)[S_REGS]) {
 #pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(S[2 * i], S[2 * i + 1]);
     }
     /* S is P by now. Dropout clears some elements after the sums have been taken. */
     DEVICE void drop_and_round_p(float (&S)[S_REGS], int j) {
