@@ -37,7 +37,7 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     }
     const u32 matrix_row = lane % 16, swizzle = (ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (ROW_BYTES / 16);
 #pragma unroll
-    for (int g = 0; g < HEAD_DIM / 16; g++) {
+    for (int g = 0; g < D_V / 16; g++) {
         const int chunk = g * 16 / CHUNK;
         const u32 vector = (g * 32 % ROW_BYTES / 16 + lane / 16) ^ swizzle;
         const float *x = O + 8 * g;
@@ -51,7 +51,7 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++)
+        for (int c = 0; c < D_V / CHUNK; c++)
             cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * CHUNK, c * CHUNK, t.q_origin + first_row, t.head,
                                        t.q_batch);
         cp_async_bulk_commit_group();

@@ -76,7 +76,7 @@ DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element 
             sees[r] = begin[r] <= key && key < end[r];
         }
 #pragma unroll
-        for (int g = 0; g < HEAD_DIM / 8; g++) {
+        for (int g = 0; g < D_V / 8; g++) {
             const int chunk = g * 8 / CHUNK, vector = g % (CHUNK / 8) ^ swizzle;
             float v[2];
             unpack_x2<element>(*(const u32 *)(v_smem + (chunk * BLOCK_KV + key) * CHUNK + vector * 8 + 2 * (lane % 4)),
