@@ -226,8 +226,8 @@ DEVICE void store_rows(const fa_cuda_problem &p, const sequence &s, int head, in
             const int i = row + 16 * m + lane() / 4 + 8 * half;
             if (!result.data || i >= (OWNS_KEYS ? s.len_kv : s.len_q)) continue;
             const bool saw_nothing = !OWNS_KEYS && fabsf(*row_stat(p.lse, s, i, head)) == INF;
-            element *to = (element *)result.data +
-                          (OWNS_KEYS ? key_offset(p, result, s, i, head) : query_offset(result, s, i, head));
+            element::output *to = (element::output *)result.data +
+                                  (OWNS_KEYS ? key_offset(p, result, s, i, head) : query_offset(result, s, i, head));
             store_row(p, to, o[m], half, factor, saw_nothing);
         }
 }
@@ -266,7 +266,7 @@ DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, cons
 DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &result, int head, int first, int step) {
     for (int row = first; result.data && row < (OWNS_KEYS ? p.total_kv : p.total_q); row += step)
         for (int i = threadIdx.x; i < p.d; i += blockDim.x)
-            ((element *)result.data)[row * result.stride_row + head * result.stride_h + i] = (element)0;
+            ((element::output *)result.data)[row * result.stride_row + head * result.stride_h + i] = element::output{};
 }
 
 /* Tasks: the tiles of every head of every sequence; a sequence longer than max_seqlen takes several turns. */

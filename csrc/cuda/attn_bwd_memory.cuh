@@ -7,14 +7,14 @@
 /* Operands are stored as TMA writes them and wgmma reads them: chunks of CHUNK columns, rows of ROW_BYTES, the 16-byte
  * pieces of a row swizzled by the row's number. Each chunk starts at a multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory {
-    alignas(1024) u16 k[BLOCK_KV * COLUMNS];
-    alignas(1024) u16 v[BLOCK_KV * COLUMNS]; /* in the end dV */
-    alignas(1024) u16 q[2][BLOCK_Q * COLUMNS];
-    alignas(1024) u16 dout[2][BLOCK_Q * COLUMNS];
-    alignas(1024) u16 ds[2][BLOCK_Q * BLOCK_KV]; /* chunks of 64 keys, one from each warpgroup; in the end dK */
-    alignas(1024) float dq[2][2][DQ_FLOATS];     /* of two steps, one half from each warpgroup; or the 16-bit result */
-    alignas(16) float lse[2][BLOCK_Q];           /* comes with q */
-    alignas(16) float d[2][BLOCK_Q];             /* comes with dout */
+    alignas(1024) element k[BLOCK_KV * COLUMNS];
+    alignas(1024) element v[BLOCK_KV * COLUMNS]; /* in the end dV */
+    alignas(1024) element q[2][BLOCK_Q * COLUMNS];
+    alignas(1024) element dout[2][BLOCK_Q * COLUMNS];
+    alignas(1024) element ds[2][BLOCK_Q * BLOCK_KV]; /* chunks of 64 keys, one from each warpgroup; in the end dK */
+    alignas(1024) float dq[2][2][DQ_FLOATS]; /* of two steps, one half from each warpgroup; or the 16-bit result */
+    alignas(16) float lse[2][BLOCK_Q];       /* comes with q */
+    alignas(16) float d[2][BLOCK_Q];         /* comes with dout */
     /* Arrivals. full: one, with TMA's bytes; ds_full, dq_full, dk_full, dv_full: one for each consumer warp. empty: one for
      * each consumer warp; v_empty, dk_empty: of the warp that stores dV and dK; tile_empty: consumer warps and writers;
      * dq_ready: the writer's, and TMA's bytes where the sum comes with it; or the converter's. sum_full: the writer's, and

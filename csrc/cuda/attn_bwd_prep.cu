@@ -25,7 +25,7 @@ DEVICE float dot(const uint4 &x, const uint4 &y) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float x0, x1, y0, y1;
-        unpack_x2<BF16>(xs[i], x0, x1), unpack_x2<BF16>(ys[i], y0, y1);
+        unpack_x2<element::output>(xs[i], x0, x1), unpack_x2<element::output>(ys[i], y0, y1);
         sum = fmaf(x0, y0, fmaf(x1, y1, sum));
     }
     return sum;
@@ -41,8 +41,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         for (int i = threadIdx.x; i < 8 * p.num_cut; i += THREADS) p.kv_turns[i] = 0;
     if (t.rows <= 0) return;
 
-    const u16 *o = (const u16 *)p.o.data + t.b_idx * p.o.stride_b + t.head * p.o.stride_h;
-    const u16 *dout = (const u16 *)p.dout_rows.data + t.b_idx * p.dout_rows.stride_b + t.head * p.dout_rows.stride_h;
+    const element::output *o = (const element::output *)p.o.data + t.b_idx * p.o.stride_b + t.head * p.o.stride_h;
+    const element::output *dout =
+        (const element::output *)p.dout_rows.data + t.b_idx * p.dout_rows.stride_b + t.head * p.dout_rows.stride_h;
     uint4 x[BLOCK_Q / ROWS], y[BLOCK_Q / ROWS];
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / ROWS; i++) {
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
         const interval seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
         if (seen.begin == seen.end) {
-            u16 *dq = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
+            element::output *dq = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
             for (int row = threadIdx.x / LANES; row < t.rows && column < p.d; row += ROWS)
                 *(uint4 *)(dq + (long long)(t.begin + t.row + row) * p.dq.stride_row + column) = make_uint4(0, 0, 0, 0);
         }

@@ -30,9 +30,44 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
+/* Weights beside their 16 bits, in fewer registers than as floats: a weight's rest is a byte of what rounding took off.
+ *
+ * of_two            the rests of two weights, in the low bytes; `rounded` holds both in 16 bits
+ * added             the weight that became `rounded`; its rest is byte i of `four`
+ * LEAVES_REGISTERS  A kernel of this type has registers for a sum of dP that begins with -D, at 64 columns, too. */
+template <class T> struct weight_rest;
+
+/* The byte of the float behind those 16 bits. Its sign says which way the float was rounded. */
+template <> struct weight_rest<bf16> {
+    static constexpr bool LEAVES_REGISTERS = true;
+
+    static DEVICE u32 of_two(const float *x, u32) { return prmt(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x0051); }
+    static DEVICE float added(float rounded, u32 four, int i) {
+        return __uint_as_float(__float_as_uint(rounded) + prmt(four, 0, 0x8800 + 0x1111 * i));
+    }
+};
+
+/* The exponents of fp16 end sooner: the difference times 2^26, in e5m2. */
+template <> struct weight_rest<fp16> {
+    static constexpr bool LEAVES_REGISTERS = false;
+    static constexpr float FACTOR = 1 << 26;
+
+    static DEVICE u32 of_two(const float *x, u32 rounded) {
+        float low, high;
+        unpack_x2<fp16>(rounded, low, high);
+        return cvt_e5m2_x2((x[0] - low) * FACTOR, (x[1] - high) * FACTOR);
+    }
+    static DEVICE float added(float rounded, u32 four, int i) {
+        float rests[2];
+        unpack_x2<fp16>(prmt(four, 0, i < 2 ? 0x1404 : 0x3424), rests[0], rests[1]);
+        return fmaf(rests[i % 2], 1 / FACTOR, rounded);
+    }
+};
+
 /* The sum of dP begins with -D, for which there are no registers. Otherwise D is read when dP has come: with dropout, where dP
  * is scaled first; at 64 columns in fp16, which has no registers left; at 192, where ptxas would wait for dK before (C7517). */
-constexpr bool STARTS_WITH_D = !DROPOUT && (WIDE ? DO_STAGES == 1 : BF16 || BLOCK_Q < 128);
+constexpr bool STARTS_WITH_D =
+    !DROPOUT && (WIDE ? DO_STAGES == 1 : weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
 
 DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
 #pragma unroll
@@ -48,10 +83,10 @@ template <bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; k++) {
-        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
-        wgmma<BLOCK_Q, BF16>::ss<HIGH, HIGH>(s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk),
-                                             q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
-                                             ADDS || k > 0);
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
+        wgmma<BLOCK_Q, element>::ss<HIGH, HIGH>(
+            s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk),
+            q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk), ADDS || k > 0);
     }
     wgmma_commit_group();
 }
@@ -61,7 +96,7 @@ DEVICE void issue_update(float (&kv)[KV_REGS], const u32 (&p)[P_REGS], u32 q_des
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; k++)
-        wgmma<HEAD_DIM, BF16>::rs<HIGH>(kv, p + 4 * k, q_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+        wgmma<HEAD_DIM, element>::rs<HIGH>(kv, p + 4 * k, q_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
     wgmma_commit_group();
 }
 
@@ -70,8 +105,8 @@ DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; k++) {
-        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
-        wgmma<DQ_COLUMNS, BF16>::ss<HIGH, HIGH, 1>(
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
+        wgmma<DQ_COLUMNS, element>::ss<HIGH, HIGH, 1>(
             dq, ds_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
             k_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES), k > 0);
     }
@@ -149,7 +184,7 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
 #pragma unroll
         for (int i = 0; i < S_REGS; i++) s[i] = ex2(fmaf(s[i], p.scale_log2, -lse[stat_of(i)]));
 #pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(s[2 * i], s[2 * i + 1]);
     } else {
         const place at = place_of(t, q_tile);
         score_head q_head = {t.b_idx, head, t.len_kv - t.len_q, 0};
@@ -165,7 +200,7 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
             if (DROPOUT) drop = dropped(p, (u64)(t.b_idx * p.h + head) * 32, at.key, q_tile * (BLOCK_Q / 16) + g);
 #pragma unroll
             for (int i = 0; i < 8; i += 2)
-                P[4 * g + i / 2] = cvt_x2<BF16>(drop >> i & 1 ? 0 : x[i], drop >> (i + 1) & 1 ? 0 : x[i + 1]);
+                P[4 * g + i / 2] = cvt_x2<element>(drop >> i & 1 ? 0 : x[i], drop >> (i + 1) & 1 ? 0 : x[i + 1]);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 if (SCORE) x[i] *= factor[i];
@@ -175,34 +210,22 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
     }
 }
 
-/* Weights beside their 16 bits, in fewer registers than as floats: a byte of what rounding took off. bf16: the byte of the
- * float behind those 16 bits, whose sign says which way it was rounded. fp16, whose exponents end sooner: the difference
- * times 2^26, in e5m2. */
 constexpr int REST_REGS = S_REGS / 4;
-constexpr float REST_FACTOR = 1 << 26;
 
+/* The rests of the weights, four in a register. */
 DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P_REGS], u32 (&rest)[REST_REGS]) {
 #pragma unroll
     for (int i = 0; i < REST_REGS; i++) {
         u32 two[2];
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const float *x = weights + 4 * i + 2 * k;
-            float low, high;
-            unpack_x2<BF16>(rounded[2 * i + k], low, high);
-            two[k] = BF16 ? prmt(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x0051)
-                          : cvt_e5m2_x2((x[0] - low) * REST_FACTOR, (x[1] - high) * REST_FACTOR);
-        }
+        for (int k = 0; k < 2; k++) two[k] = weight_rest<element>::of_two(weights + 4 * i + 2 * k, rounded[2 * i + k]);
         rest[i] = prmt(two[0], two[1], 0x5410);
     }
 }
 DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS], int i) {
-    const u32 four = rest[i / 4];
-    float two[2], rests[2];
-    unpack_x2<BF16>(rounded[i / 2], two[0], two[1]);
-    if constexpr (BF16) return __uint_as_float(__float_as_uint(two[i % 2]) + prmt(four, 0, 0x8800 + 0x1111 * (i % 4)));
-    unpack_x2<false>(prmt(four, 0, i % 4 < 2 ? 0x1404 : 0x3424), rests[0], rests[1]);
-    return fmaf(rests[i % 2], 1 / REST_FACTOR, two[i % 2]);
+    float two[2];
+    unpack_x2<element>(rounded[i / 2], two[0], two[1]);
+    return weight_rest<element>::added(two[i % 2], rest[i / 4], i % 4);
 }
 
 /* dS = P (dP - D), in 16 bits. dp: dP, without D where it started with that; stats: D, in shared memory; weight(i):
@@ -224,7 +247,7 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
             }
             x[k] *= DROPOUT ? fabsf(w) : w;
         }
-        dS[i] = cvt_x2<BF16>(x[0], x[1]);
+        dS[i] = cvt_x2<element>(x[0], x[1]);
     }
 }
 
@@ -244,7 +267,8 @@ DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 address) {
 /* dK or dV of this warp's 16 keys. */
 DEVICE void store(const float (&kv)[KV_REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
     if (!out.data) return;
-    u16 *base = (u16 *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
+    element::output *base =
+        (element::output *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
     const float factors[2] = {factor, factor};
     store_rows(kv, factors, base, out.stride_row, key, t.len_kv, d);
 }

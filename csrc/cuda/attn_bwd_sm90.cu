@@ -69,7 +69,8 @@ template <int WIDTH> DEVICE void write_box(void *box, const float *x, float fact
     for (int g = 0; g < WIDTH / 16; g++) {
         u32 two[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) two[k] = cvt_x2<BF16>(x[8 * g + 2 * k] * factor, x[8 * g + 2 * k + 1] * factor);
+        for (int k = 0; k < 4; k++)
+            two[k] = cvt_x2<element::output>(x[8 * g + 2 * k] * factor, x[8 * g + 2 * k + 1] * factor);
         write_columns(row, g, two);
     }
 }
@@ -99,7 +100,7 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
 }
 
 /* dK or dV of this warp's 16 keys to the warp that stores it: chunks of BLOCK_KV keys. Whole warp. */
-DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, u16 *place, u64 *full, int key) {
+DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::output *place, u64 *full, int key) {
     if (HEAD_DIM >= CHUNK) write_box<CHUNK>(place + key * CHUNK, kv, factor);
     if (HEAD_DIM > CHUNK) write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
     __syncwarp();
@@ -142,7 +143,8 @@ DEVICE void add_to_pieces(float (&dK)[KV_REGS], float (&dV)[KV_REGS], const para
 /* dK or dV of 16 keys that no query sees. Whole warp. */
 DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t, int key) {
     if (!out.data) return;
-    u16 *rows = (u16 *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
+    element::output *rows =
+        (element::output *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < 16 * HEAD_DIM / 8; i += 32) {
         const int j = key + i / (HEAD_DIM / 8), column = i % (HEAD_DIM / 8) * 8;
@@ -172,8 +174,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds) + dq_row(wg) * ROW_BYTES, 0);
     const u32 k_dq_desc =
         matrix_descriptor(smem_address(s.k) + dq_column(wg) / CHUNK * BLOCK_KV * ROW_BYTES, BLOCK_KV * ROW_BYTES);
-    constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * 2);
-    constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * 2);
+    constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
+    constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * element::BYTES);
 
     /* Where this lane stores in stage 0. Computed again in every step, in front of the stores, it costs 3 to 4% at 128
      * columns, and kept 3 to 7% at 64. */
@@ -227,7 +229,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #pragma unroll
-                for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+                for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<element>(S[2 * i], S[2 * i + 1]);
                 const auto &weights = weights_among(P, W);
                 split_weights(S, weights, rest);
                 pin(P), pin(rest); /* not later: dQ runs now */
@@ -252,7 +254,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return weight_of(weights, rest, i); });
                 /* wait for a place for dS; in the first step it is the last tile's dK that must have left it */
                 mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
-                store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * 2));
+                store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
                 /* dK += dS^T Q; dS to both */
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();

@@ -10,7 +10,7 @@
 
 typedef fa_attn_bwd_params params;
 
-constexpr int ROW_BYTES = CHUNK * 2;                                 /* swizzled */
+constexpr int ROW_BYTES = CHUNK * element::BYTES;                    /* swizzled */
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
 constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* of dO: what there is room for */
 
@@ -170,7 +170,7 @@ DEVICE int key_to_load(const tile &t, int rank) {
 }
 
 /* This CTA's keys, of K or V. */
-DEVICE void load_keys(u16 *dst, const fa_tensor_map *map, u64 *full, const tile &t) {
+DEVICE void load_keys(element *dst, const fa_tensor_map *map, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank());
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
@@ -184,7 +184,7 @@ DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
 DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
 
 /* The other CTA's part of K: the chunks that this one's dQ takes. */
-DEVICE void load_other_keys(u16 *dst, const params &p, u64 *full, const tile &t) {
+DEVICE void load_other_keys(element *dst, const params &p, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
 #pragma unroll
     for (int wg = 0; wg < 2; wg++)
@@ -193,12 +193,12 @@ DEVICE void load_other_keys(u16 *dst, const params &p, u64 *full, const tile &t)
 }
 
 /* BLOCK_Q rows of Q or dO. The CTAs of a cluster share them: each brings every other chunk, for both. */
-DEVICE void load_queries(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
+DEVICE void load_queries(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += CTAS) {
         const int chunk = c + cluster_rank();
         if (chunk >= CHUNKS) break;
-        u16 *place = dst + chunk * BLOCK_Q * CHUNK;
+        element *place = dst + chunk * BLOCK_Q * CHUNK;
         if (CTAS > 1)
             cp_async_bulk_tensor_multicast(place, map, full, chunk * CHUNK, row, head, batch, 3, L2_EVICT_LAST);
         else

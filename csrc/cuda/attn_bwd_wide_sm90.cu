@@ -35,20 +35,20 @@ static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's 
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
-constexpr int DS_BYTES = BLOCK_Q * KEYS * 2, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
+constexpr int DS_BYTES = BLOCK_Q * KEYS * element::BYTES, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
 constexpr bool DP_FIRST = DO_STAGES > 1; /* before dQ of the last step, which runs under dS then: dO is early enough */
 
 /* Operands as in attn_bwd_sm90.cu. */
 struct shared_memory {
-    alignas(1024) u16 k[KEYS * HEAD_DIM];
-    alignas(1024) u16 k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this one's dQ */
-    alignas(1024) u16 v[KEYS * HEAD_DIM];
-    alignas(1024) u16 q[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 dout[DO_STAGES][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 ds[2][2][KEYS * BLOCK_Q]; /* [stage], this CTA's keys and the other's; a row is a key */
-    alignas(1024) float4 p[BLOCK_Q * KEYS / 4]; /* [register / 4][thread], what dS is weighted with */
-    alignas(16) float lse[2][BLOCK_Q];          /* comes with q */
-    alignas(16) float d[DO_STAGES][BLOCK_Q];    /* comes with dout */
+    alignas(1024) element k[KEYS * HEAD_DIM];
+    alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this one's dQ */
+    alignas(1024) element v[KEYS * HEAD_DIM];
+    alignas(1024) element q[2][BLOCK_Q * HEAD_DIM];
+    alignas(1024) element dout[DO_STAGES][BLOCK_Q * HEAD_DIM];
+    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage], this CTA's keys and the other's; a row is a key */
+    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], what dS is weighted with */
+    alignas(16) float lse[2][BLOCK_Q];              /* comes with q */
+    alignas(16) float d[DO_STAGES][BLOCK_Q];        /* comes with dout */
     /* Arrivals. full: one, with TMA's bytes; p_full: warps of warpgroup 0; ds_full: warps of warpgroup 1, with the bytes
      * of the other CTA's. k_empty, v_empty: this CTA's warps that read them. The other empty: warps of both CTAs. */
     u64 k_full, k_empty, v_full, v_empty;
@@ -76,8 +76,8 @@ DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc,
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; k++) {
         const u32 k_step = matrix_descriptor_bytes(k * 16 % KEYS * ROW_BYTES);
-        wgmma<CHUNK, BF16>::ss<HIGH, HIGH, 1, 1>(dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
-                                                 (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
+        wgmma<CHUNK, element>::ss<HIGH, HIGH, 1, 1>(dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
+                                                    (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
     }
     wgmma_commit_group();
 }
@@ -118,9 +118,9 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
                 if (is_blind[x / 2 % 2]) dq[x] = 0;
             const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
             const float factors[2] = {p.scale, p.scale};
-            u16 *base = (u16 *)p.dq.data + t.b_idx * p.dq.stride_b +
-                        (t.first_head + last.head_in_group) * p.dq.stride_h +
-                        (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
+            element::output *base = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b +
+                                    (t.first_head + last.head_in_group) * p.dq.stride_h +
+                                    (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
             store_rows(dq, factors, base, p.dq.stride_row, row, t.len_q, p.d - column);
         } else if (is_first) {
 #pragma unroll
@@ -176,7 +176,7 @@ DEVICE void end_turns(const params &p, shared_memory &s) {
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
-constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
+constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * element::BYTES);
 constexpr u32 DO_STAGE = DO_STAGES > 1 ? Q_STAGE : 0;
 constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
 

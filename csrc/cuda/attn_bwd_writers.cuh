@@ -132,8 +132,8 @@ DEVICE void convert_sum(float *sum, float factor) {
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
             const float4 x = pieces[32 * (2 * g + k / 2)];
-            two[g % 2][k] = cvt_x2<BF16>(x.x * factor, x.y * factor);
-            two[g % 2][k + 1] = cvt_x2<BF16>(x.z * factor, x.w * factor);
+            two[g % 2][k] = cvt_x2<element::output>(x.x * factor, x.y * factor);
+            two[g % 2][k + 1] = cvt_x2<element::output>(x.z * factor, x.w * factor);
         }
         if (g == 1) {
             __syncwarp(); /* all have read where the box goes */

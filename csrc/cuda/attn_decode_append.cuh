@@ -33,26 +33,26 @@ DEVICE two_pieces two_pieces_at(const params &p, int idx, int position) {
 /* Turns the pairs of number `idx`, which x holds: elements 0..7 of the first piece, then those of the second. */
 DEVICE void turn(const params &p, int idx, int position, u32 (&x)[8]) {
     const long long at = (long long)position * (p.rotary_dim / 2) + 8 * idx;
-    const uint4 cos_pieces = *(const uint4 *)((const u16 *)p.rotary_cos + at);
-    const uint4 sin_pieces = *(const uint4 *)((const u16 *)p.rotary_sin + at);
+    const uint4 cos_pieces = *(const uint4 *)((const element *)p.rotary_cos + at);
+    const uint4 sin_pieces = *(const uint4 *)((const element *)p.rotary_sin + at);
     const u32 cos_words[4] = {cos_pieces.x, cos_pieces.y, cos_pieces.z, cos_pieces.w};
     const u32 sin_words[4] = {sin_pieces.x, sin_pieces.y, sin_pieces.z, sin_pieces.w};
     float y_0[8], y_1[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int shift = 16 * (i % 2);
-        const float cos = cvt_f32<BF16>((u16)(cos_words[i / 2] >> shift));
-        const float sin = cvt_f32<BF16>((u16)(sin_words[i / 2] >> shift));
-        const float x_0 = cvt_f32<BF16>((u16)(p.rotary_interleaved ? x[i] : x[i / 2] >> shift));
-        const float x_1 = cvt_f32<BF16>((u16)(p.rotary_interleaved ? x[i] >> 16 : x[4 + i / 2] >> shift));
+        const float cos = cvt_f32(element{(u16)(cos_words[i / 2] >> shift)});
+        const float sin = cvt_f32(element{(u16)(sin_words[i / 2] >> shift)});
+        const float x_0 = cvt_f32(element{(u16)(p.rotary_interleaved ? x[i] : x[i / 2] >> shift)});
+        const float x_1 = cvt_f32(element{(u16)(p.rotary_interleaved ? x[i] >> 16 : x[4 + i / 2] >> shift)});
         y_0[i] = x_0 * cos - x_1 * sin;
         y_1[i] = x_0 * sin + x_1 * cos;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        x[i] = p.rotary_interleaved ? cvt_x2<BF16>(y_0[i], y_1[i]) : cvt_x2<BF16>(y_0[2 * i], y_0[2 * i + 1]);
-        x[4 + i] =
-            p.rotary_interleaved ? cvt_x2<BF16>(y_0[4 + i], y_1[4 + i]) : cvt_x2<BF16>(y_1[2 * i], y_1[2 * i + 1]);
+        x[i] = p.rotary_interleaved ? cvt_x2<element>(y_0[i], y_1[i]) : cvt_x2<element>(y_0[2 * i], y_0[2 * i + 1]);
+        x[4 + i] = p.rotary_interleaved ? cvt_x2<element>(y_0[4 + i], y_1[4 + i])
+                                        : cvt_x2<element>(y_1[2 * i], y_1[2 * i + 1]);
     }
 }
 
@@ -66,7 +66,7 @@ DEVICE void fetch(const params &p, const uint4 *row, two_pieces at, int idx, int
 }
 
 /* In place of load_queries where there is rotary: Q of the item, turned. The next __syncthreads shows it. Whole CTA. */
-__device__ __noinline__ void load_turned_queries(const params &p, u16 *q_smem, const item &t, int head) {
+__device__ __noinline__ void load_turned_queries(const params &p, element *q_smem, const item &t, int head) {
     const int num_rows = t.s.len_q * p.heads_per_kv;
     for (int n = threadIdx.x; n < BLOCK_Q * PIECES / 2; n += THREADS) {
         const int row = n / (PIECES / 2), idx = n % (PIECES / 2), at = t.q_tile * BLOCK_Q + row;
@@ -75,7 +75,8 @@ __device__ __noinline__ void load_turned_queries(const params &p, u16 *q_smem, c
         const two_pieces pieces = two_pieces_at(p, idx, position);
         u32 x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
         if (at < num_rows) {
-            const u16 *src = (const u16 *)p.q + t.b_idx * p.q_stride_b + i * p.q_stride_row + h_idx * p.q_stride_h;
+            const element *src =
+                (const element *)p.q + t.b_idx * p.q_stride_b + i * p.q_stride_row + h_idx * p.q_stride_h;
             fetch(p, (const uint4 *)src, pieces, idx, position, x);
         }
         *(uint4 *)(q_smem + piece_address(0, row, pieces.first) / 2) = make_uint4(x[0], x[1], x[2], x[3]);

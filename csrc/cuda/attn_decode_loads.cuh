@@ -68,7 +68,7 @@ DEVICE void load_queries(const params &p, u32 q_smem, const item &t, int head) {
         const int row = idx / PIECES, piece = idx % PIECES, at = t.q_tile * BLOCK_Q + row;
         const int i = divide(at, p.by_heads_per_kv), h_idx = head * p.heads_per_kv + at - i * p.heads_per_kv;
         const bool is_present = at < num_rows && 8 * piece < p.d;
-        const u16 *src = (const u16 *)p.q;
+        const element *src = (const element *)p.q;
         if (is_present)
             src += t.b_idx * p.q_stride_b + (t.s.q_row + i) * p.q_stride_row + h_idx * p.q_stride_h + 8 * piece;
         cp_async_16(piece_address(q_smem, row, piece), src, is_present);

@@ -13,7 +13,7 @@ struct warp_results {
 
 constexpr int PART_ROW = FA_DECODE_PART_ROW(HEAD_DIM);
 constexpr int STAGED_ROWS =
-    TEAMS * SLOTS * TEAM_KEYS * HEAD_DIM * 2 / (4 * PART_ROW); /* as many as fit into the rings */
+    TEAMS * SLOTS * TEAM_KEYS * HEAD_DIM * element::BYTES / (4 * PART_ROW); /* as many as fit into the rings */
 
 /* Rows of an item's parts, on their way to be merged: part k's row r is number k rows + r. */
 struct staged_parts {
@@ -43,8 +43,9 @@ DEVICE void write_output(const params &p, const item &t, int head, int row, int 
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = sum == 0 ? 0 : o[i] * (1 / sum);
     if (column < p.d) {
-        u16 *dst = (u16 *)p.o + t.b_idx * p.o_stride_b + (t.s.q_row + at.i) * p.o_stride_row + at.h_idx * p.o_stride_h;
-        *(uint2 *)(dst + column) = make_uint2(cvt_x2<BF16>(x[0], x[1]), cvt_x2<BF16>(x[2], x[3]));
+        element::output *dst = (element::output *)p.o + t.b_idx * p.o_stride_b + (t.s.q_row + at.i) * p.o_stride_row +
+                               at.h_idx * p.o_stride_h;
+        *(uint2 *)(dst + column) = make_uint2(cvt_x2<element::output>(x[0], x[1]), cvt_x2<element::output>(x[2], x[3]));
     }
     if (column == 0)
         p.lse[t.b_idx * p.lse_stride_b + at.h_idx * p.lse_stride_h + t.s.q_row + at.i] =
@@ -254,8 +255,8 @@ DEVICE void fill_unowned_rows(const params &p) {
 #pragma unroll 1
     for (int row = begin + blockIdx.y * gridDim.x + blockIdx.x; row < p.total_q; row += gridDim.x * gridDim.y)
         for (int h_idx = 0; h_idx < p.h; h_idx++) {
-            u16 *o = (u16 *)p.o + row * p.o_stride_row + h_idx * p.o_stride_h;
-            for (int i = threadIdx.x; i < p.d && p.zero_tensors; i += THREADS) o[i] = 0;
+            element::output *o = (element::output *)p.o + row * p.o_stride_row + h_idx * p.o_stride_h;
+            for (int i = threadIdx.x; i < p.d && p.zero_tensors; i += THREADS) o[i] = element::output{};
             if (threadIdx.x == 0) p.lse[h_idx * p.lse_stride_h + row] = -INF;
         }
 }

@@ -41,11 +41,9 @@ constexpr int BLOCK_Q = 16 * WARPS_Q;                             /* rows of a t
 constexpr int WARP_KEYS = FA_DECODE_WARP_KEYS(HEAD_DIM, WARPS_Q); /* of a slot, that one warp loads */
 constexpr int TEAM_KEYS = WARP_KEYS * WARPS_Q;                    /* of a slot */
 constexpr int BLOCK_KV = TEAM_KEYS * TEAMS;
-constexpr int PIECES = HEAD_DIM / 8, ROW_BYTES = 16 * PIECES; /* of a row: pieces of 16 bytes */
+constexpr int PIECES = HEAD_DIM * element::BYTES / 16, ROW_BYTES = 16 * PIECES; /* of a row: pieces of 16 bytes */
 constexpr bool HAS_CLUSTERS = WARPS_Q == 1; /* what CTAs send each other has room beside the results of the warps */
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
-/* The largest P of a row is 2^-HEADROOM: of values as large as bf16's, sums over 2^HEADROOM keys stay floats. */
-constexpr float HEADROOM = BF16 ? 24 : 0;
 
 static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which the swizzle permutes");
 static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
@@ -60,14 +58,14 @@ static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 
 struct shared_memory {
     union {
-        alignas(128) u16 ring[TEAMS][SLOTS][TEAM_KEYS * HEAD_DIM];
+        alignas(128) element ring[TEAMS][SLOTS][TEAM_KEYS * HEAD_DIM];
         struct {
             warp_results warp; /* between pieces */
             slices from;       /* of the cluster's CTAs */
         };
         staged_parts parts; /* of an item, to be merged */
     };
-    alignas(128) u16 q[BLOCK_Q * HEAD_DIM];
+    alignas(128) element q[BLOCK_Q * HEAD_DIM];
     schedule work;
     int is_last;                /* this CTA brought an item's last part */
     alignas(8) u64 slices_came; /* mbarrier of one phase: all bytes of `from` */
@@ -90,7 +88,7 @@ DEVICE void team_sync(int team) {
 DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, int head) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / WARPS_Q, warp_q = warp % WARPS_Q;
     const u32 ring = smem_address(s.ring[team]);
-    constexpr u32 SLOT_BYTES = TEAM_KEYS * HEAD_DIM * 2;
+    constexpr u32 SLOT_BYTES = TEAM_KEYS * HEAD_DIM * element::BYTES;
 
     walk c = {nullptr, (u32)t.b_idx, (u32)t.s.kv_row, t.keys.begin, t.keys.end};
     if (p.cache_batch_idx) c.cache_row = clamp(p.cache_batch_idx[t.b_idx], 0, p.num_caches - 1);
@@ -114,7 +112,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         if (load_step < steps) {
             now = next;
             if (c.pages) now.page = min(now.page, (u32)p.num_pages - 1); /* whatever the table holds */
-            load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
+            load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * element::BYTES, p.d,
+                 l2_policy);
             look_up(p, c, first_key + (load_step + 1) * BLOCK_KV + WARP_KEYS * warp_q, next);
         }
         if (loads_q) load_queries(p, smem_address(s.q), t, head);
@@ -124,7 +123,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     };
     auto load_v = [&]() {
         if (load_step < steps)
-            load(p.v, now, v_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * 2, p.d, l2_policy);
+            load(p.v, now, v_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * element::BYTES, p.d,
+                 l2_policy);
         cp_async_commit_group();
         load_step++;
         load_slot = load_slot + 1 == SLOTS ? 0 : load_slot + 1;
@@ -200,8 +200,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
             for (int n = 0; n < GROUPS_S / 2; n++) {
                 u32 b[4];
                 ldmatrix_x4(b, even_piece_address(k_base + 16 * n * ROW_BYTES, k_low, 2 * k));
-                mma_m16n8k16<BF16>(scores[2 * n], a, b[0], b[1]);
-                mma_m16n8k16<BF16>(scores[2 * n + 1], a, b[2], b[3]);
+                mma_m16n8k16<element>(scores[2 * n], a, b[0], b[1]);
+                mma_m16n8k16<element>(scores[2 * n + 1], a, b[2], b[3]);
             }
         }
         /* softmax */
@@ -223,7 +223,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
             load_k();
         /* O += P V */
         const u32 v_base = ring + slot * SLOT_BYTES + v_row * ROW_BYTES;
-        const u16 *v_smem = s.ring[team][slot];
+        const element *v_smem = s.ring[team][slot];
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
         /* Do some rows see keys that others do not? A P of zero times NaN would be NaN. */
         const bool is_partial =
@@ -236,16 +236,16 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         }
 #pragma unroll
         for (int k = 0; k < GROUPS_S / 2; k++) {
-            const u32 a[4] = {cvt_x2<BF16>(scores[2 * k][0], scores[2 * k][1]),
-                              cvt_x2<BF16>(scores[2 * k][2], scores[2 * k][3]),
-                              cvt_x2<BF16>(scores[2 * k + 1][0], scores[2 * k + 1][1]),
-                              cvt_x2<BF16>(scores[2 * k + 1][2], scores[2 * k + 1][3])};
+            const u32 a[4] = {cvt_x2<element>(scores[2 * k][0], scores[2 * k][1]),
+                              cvt_x2<element>(scores[2 * k][2], scores[2 * k][3]),
+                              cvt_x2<element>(scores[2 * k + 1][0], scores[2 * k + 1][1]),
+                              cvt_x2<element>(scores[2 * k + 1][2], scores[2 * k + 1][3])};
 #pragma unroll
             for (int n = 0; n < GROUPS_O / 2; n++) {
                 u32 b[4];
                 ldmatrix_x4_trans(b, even_piece_address(v_base + 16 * k * ROW_BYTES, v_low, 2 * n));
-                mma_m16n8k16<BF16>(o[2 * n], a, b[0], b[1]);
-                mma_m16n8k16<BF16>(o[2 * n + 1], a, b[2], b[3]);
+                mma_m16n8k16<element>(o[2 * n], a, b[0], b[1]);
+                mma_m16n8k16<element>(o[2 * n + 1], a, b[2], b[3]);
             }
         }
     }
@@ -261,7 +261,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
         const int row = lane / 4 + 8 * r;
         if (lane % 4 == 0) {
-            s.warp.stats[warp][row][0] = stats.max[r] == -INF ? -INF : stats.max[r] * p.scale_log2 + HEADROOM;
+            s.warp.stats[warp][row][0] = stats.max[r] == -INF ? -INF : stats.max[r] * p.scale_log2 + element::HEADROOM;
             s.warp.stats[warp][row][1] = sum;
         }
 #pragma unroll

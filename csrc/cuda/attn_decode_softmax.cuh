@@ -81,29 +81,28 @@ DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softm
     for (int n = 0; n < GROUPS_S; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            s[n][i] = ex2(fmaf(s[n][i] - rows.base[i / 2], p.scale_log2, -HEADROOM));
+            s[n][i] = ex2(fmaf(s[n][i] - rows.base[i / 2], p.scale_log2, -element::HEADROOM));
             rows.sum[i / 2] += s[n][i];
         }
 }
 
 /* ---- NaN or inf in V ------------------------------------------------------------------------------------------- */
 
-/* Does V of these keys hold any? The largest exponent plus its lowest bit carries into the sign. Whole warp. */
-DEVICE bool has_nan_or_inf(const u16 *v_smem) {
-    constexpr u32 exponents = BF16 ? 0x7f807f80 : 0x7c007c00, lowest = BF16 ? 0x00800080 : 0x04000400;
-    u32 carries = 0;
+/* Does V of these keys hold any? Whole warp. */
+DEVICE bool has_nan_or_inf(const element *v_smem) {
+    u32 signs = 0;
 #pragma unroll 4
     for (int i = threadIdx.x % 32; i < TEAM_KEYS * PIECES; i += 32) {
         const uint4 x = ((const uint4 *)v_smem)[i];
-        carries |= ((x.x & exponents) + lowest) | ((x.y & exponents) + lowest) | ((x.z & exponents) + lowest) |
-                   ((x.w & exponents) + lowest);
+        signs |= nan_or_inf_signs<element>(x.x) | nan_or_inf_signs<element>(x.y) | nan_or_inf_signs<element>(x.z) |
+                 nan_or_inf_signs<element>(x.w);
     }
-    return __any_sync(0xffffffffu, (carries & 0x80008000) != 0);
+    return __any_sync(0xffffffffu, (signs & element::SIGNS) != 0);
 }
 
 /* O += P V by FMAs, for the pairs that see each other: V may hold anything elsewhere. key: the first of V. P travels from
  * the lane that holds it to the other three of its rows, and moves up by 8 keys a turn. Whole warp. */
-DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4], const u16 *v_smem,
+DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4], const element *v_smem,
                             const query_row (&rows)[2], int key) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -114,16 +113,16 @@ DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4]
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float low, high; /* as rounded as elsewhere */
-            unpack_x2<BF16>(__shfl_sync(0xffffffffu, cvt_x2<BF16>(probs[0][2 * r], probs[0][2 * r + 1]), owner), low,
-                            high);
+            unpack_x2<element>(__shfl_sync(0xffffffffu, cvt_x2<element>(probs[0][2 * r], probs[0][2 * r + 1]), owner),
+                               low, high);
             weight[r] = at % 2 ? high : low;
             sees[r] = rows[r].begin <= key + at && key + at < rows[r].end;
         }
 #pragma unroll
         for (int n = 0; n < GROUPS_O; n++) {
             float v[2];
-            unpack_x2<BF16>(*(const u32 *)(v_smem + (at * PIECES + (n ^ swizzle(at))) * 8 + 2 * (lane % 4)), v[0],
-                            v[1]);
+            unpack_x2<element>(*(const u32 *)(v_smem + (at * PIECES + (n ^ swizzle(at))) * 8 + 2 * (lane % 4)), v[0],
+                               v[1]);
 #pragma unroll
             for (int i = 0; i < 4; i++) o[n][i] = fmaf(weight[i / 2], sees[i / 2] ? v[i % 2] : 0, o[n][i]);
         }

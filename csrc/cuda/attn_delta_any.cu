@@ -3,8 +3,12 @@
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
-#include "element.cuh"
+#include "ptx_sm80.cuh"
 #include "sequence.cuh"
+
+#ifndef F32
+#error "dtype: F32, or another: 0 or 1"
+#endif
 
 #ifndef KERNEL
 #define KERNEL attn_delta_any
@@ -15,10 +19,10 @@ constexpr int ROWS = 4; /* of a CTA */
 DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int head) {
     const float lse = *row_stat(p.lse, s, i, head);
     if (first_key(p, s, i) >= end_key(p, s, i) || fabsf(lse) == __int_as_float(0x7f800000)) return 0;
-    const element *o = (const element *)p.o.data + query_offset(p.o, s, i, head);
+    const element::output *o = (const element::output *)p.o.data + query_offset(p.o, s, i, head);
     const element *dout = (const element *)p.dout.data + query_offset(p.dout, s, i, head);
     float sum = 0;
-    for (int c = threadIdx.x % 32; c < p.d; c += 32) sum += to_float(o[c]) * to_float(dout[c]);
+    for (int c = threadIdx.x % 32; c < p.d; c += 32) sum += cvt_f32(o[c]) * cvt_f32(dout[c]);
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     return sum;
 }

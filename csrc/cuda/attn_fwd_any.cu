@@ -149,7 +149,7 @@ DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, in
     const bool is_empty = sum == 0 && base == -INF; /* no key, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
     if (lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty ? INF : lse;
-    store_row(p, (element *)p.o.data + query_offset(p.o, s, i, head), o, half, p.keep_scale / sum, is_empty);
+    store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head), o, half, p.keep_scale / sum, is_empty);
 }
 
 /* Rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
@@ -225,8 +225,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int step) {
     for (int row = first; row < p.total_q; row += step) {
         if (threadIdx.x == 0) p.lse.data[head * p.lse.stride_h + row] = -INF;
-        element *o = (element *)p.o.data + row * p.o.stride_row + head * p.o.stride_h;
-        for (int i = threadIdx.x; i < p.d && p.zero_tensors; i += blockDim.x) o[i] = (element)0;
+        element::output *o = (element::output *)p.o.data + row * p.o.stride_row + head * p.o.stride_h;
+        for (int i = threadIdx.x; i < p.d && p.zero_tensors; i += blockDim.x) o[i] = element::output{};
     }
 }
 

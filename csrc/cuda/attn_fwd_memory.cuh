@@ -9,10 +9,11 @@
  * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
  * multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory {
-    alignas(1024) u16 q[Q_STAGES][BLOCK_Q * HEAD_DIM];
-    alignas(1024) u16 k[STAGES][BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 v[V_STAGES][BLOCK_KV * HEAD_DIM];
-    alignas(1024) u16 o[O_BY_TMA && !O_IN_Q ? BLOCK_Q * HEAD_DIM : 8]; /* Each warp has chunks of 16 rows. */
+    alignas(1024) element q[Q_STAGES][BLOCK_Q * D_QK];
+    alignas(1024) element k[STAGES][BLOCK_KV * D_QK];
+    alignas(1024) element v[V_STAGES][BLOCK_KV * D_V];
+    /* Each warp has chunks of 16 rows. */
+    alignas(1024) element::output o[O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8];
     /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];

@@ -29,7 +29,7 @@ DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int
 /* Stores O times factor in 16 bits by TMA, chunk by chunk. Each warp passes its 16 rows through shared memory.
  * o_smem is the place of the first chunk. The next chunk lies O_ROWS rows behind it. */
 DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
-                         u16 *o_smem, int first_row) {
+                         element::output *o_smem, int first_row) {
     const int lane = threadIdx.x % 32;
     if (!O_IN_Q) {
         if (lane == 0) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
@@ -37,19 +37,21 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     }
     const u32 matrix_row = lane % 16, swizzle = (ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (ROW_BYTES / 16);
 #pragma unroll
-    for (int g = 0; g < HEAD_DIM / 16; g++) {
+    for (int g = 0; g < D_V / 16; g++) {
         const int chunk = g * 16 / CHUNK;
         const u32 vector = (g * 32 % ROW_BYTES / 16 + lane / 16) ^ swizzle;
         const float *x = O + 8 * g;
         stmatrix_x4(smem_address(o_smem) + chunk * O_ROWS * ROW_BYTES + matrix_row * ROW_BYTES + vector * 16,
-                    cvt_x2<BF16>(x[0] * factor[0], x[1] * factor[0]), cvt_x2<BF16>(x[2] * factor[1], x[3] * factor[1]),
-                    cvt_x2<BF16>(x[4] * factor[0], x[5] * factor[0]), cvt_x2<BF16>(x[6] * factor[1], x[7] * factor[1]));
+                    cvt_x2<element::output>(x[0] * factor[0], x[1] * factor[0]),
+                    cvt_x2<element::output>(x[2] * factor[1], x[3] * factor[1]),
+                    cvt_x2<element::output>(x[4] * factor[0], x[5] * factor[0]),
+                    cvt_x2<element::output>(x[6] * factor[1], x[7] * factor[1]));
     }
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++)
+        for (int c = 0; c < D_V / CHUNK; c++)
             cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * CHUNK, c * CHUNK, t.q_origin + first_row, t.head,
                                        t.q_batch);
         cp_async_bulk_commit_group();
@@ -59,15 +61,16 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
 /* Stores O times factor without shared memory, of which none is left above 128 columns. */
 DEVICE void store_directly(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
                            int first_row) {
-    u16 *base = (u16 *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + t.lse_origin * p.o_stride_row;
+    element::output *base =
+        (element::output *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + t.lse_origin * p.o_stride_row;
     store_rows(O, factor, base, p.o_stride_row, first_row, t.len_q, p.d);
 }
 
 /* Stores the row strip of rows that see no key. Whole warp. */
 DEVICE void store_zeros(const params &p, const tile &t, int first_row) {
     const int lane = threadIdx.x % 32, vectors = p.d / 8, rows = min(t.len_q - first_row, 16);
-    u16 *o =
-        (u16 *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + (t.lse_origin + first_row) * p.o_stride_row;
+    element::output *o = (element::output *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h +
+                         (t.lse_origin + first_row) * p.o_stride_row;
     for (int i = lane; i < rows * vectors; i += 32)
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     if (lane < rows) p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] = INF;

@@ -54,12 +54,12 @@ DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
 
 /* ---- loads ----------------------------------------------------------------------------------------------------- */
 
-/* Loads ROWS rows of one head into a pipeline stage. The coordinates are those of the tensor map. */
-template <int ROWS>
-DEVICE void load(u16 *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
-    mbarrier_arrive_expect_tx(full, ROWS * HEAD_DIM * 2);
+/* Loads ROWS rows and COLUMNS columns of one head into a pipeline stage. The coordinates are those of the map. */
+template <int ROWS, int COLUMNS>
+DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
+    mbarrier_arrive_expect_tx(full, ROWS * COLUMNS * element::BYTES);
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
+    for (int c = 0; c < COLUMNS / CHUNK; c++)
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
@@ -85,14 +85,14 @@ struct producer {
 
     DEVICE void load_k(int j) {
         mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);
-        load<BLOCK_KV>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
-                       L2_EVICT_LAST);
+        load<BLOCK_KV, D_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
+                             L2_EVICT_LAST);
         k.next();
     }
     DEVICE void load_v(int j) {
         mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);
-        load<BLOCK_KV>(smem.v[v.stage], &p.v, &smem.v_full[v.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
-                       L2_EVICT_LAST);
+        load<BLOCK_KV, D_V>(smem.v[v.stage], &p.v, &smem.v_full[v.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
+                            L2_EVICT_LAST);
         v.next();
     }
     /* Q of the next tile. Without a tile consumers only learn from Q's mbarrier that there is a command. */
@@ -100,8 +100,8 @@ struct producer {
         const tile &t = smem.tiles[slots.stage];
         mbarrier_wait(&smem.q_empty[q.stage], q.parity ^ 1);
         if (t.has_rows())
-            load<BLOCK_Q>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head, t.q_batch,
-                          L2_EVICT_FIRST);
+            load<BLOCK_Q, D_QK>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head, t.q_batch,
+                                L2_EVICT_FIRST);
         else
             mbarrier_arrive(&smem.q_full[q.stage]);
     }

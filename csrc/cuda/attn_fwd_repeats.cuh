@@ -53,7 +53,7 @@ DEVICE int failed_tile(shared_memory &smem, u32 &strips) {
 /* O += P V of one key tile by FMAs, for the pairs that see each other. Elsewhere V may hold anything. first_key is
  * the key tile's first key, and diagonal is that of mask_scores. Each P travels from the lane that holds it to the
  * other three lanes of its row. After 16 keys the registers of P move up. Whole warp. */
-DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const u16 *v_smem, const params &p, int len_kv,
+DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element *v_smem, const params &p, int len_kv,
                             int first_key, int diagonal) {
     const int lane = threadIdx.x % 32;
     int begin[2], end[2];
@@ -71,16 +71,16 @@ DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const u16 *v_s
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float low, high;
-            unpack_x2<BF16>(__shfl_sync(0xffffffffu, key_in_16 < 8 ? P[r] : P[2 + r], owner), low, high);
+            unpack_x2<element>(__shfl_sync(0xffffffffu, key_in_16 < 8 ? P[r] : P[2 + r], owner), low, high);
             weight[r] = key % 2 ? high : low;
             sees[r] = begin[r] <= key && key < end[r];
         }
 #pragma unroll
-        for (int g = 0; g < HEAD_DIM / 8; g++) {
+        for (int g = 0; g < D_V / 8; g++) {
             const int chunk = g * 8 / CHUNK, vector = g % (CHUNK / 8) ^ swizzle;
             float v[2];
-            unpack_x2<BF16>(*(const u32 *)(v_smem + (chunk * BLOCK_KV + key) * CHUNK + vector * 8 + 2 * (lane % 4)),
-                            v[0], v[1]);
+            unpack_x2<element>(*(const u32 *)(v_smem + (chunk * BLOCK_KV + key) * CHUNK + vector * 8 + 2 * (lane % 4)),
+                               v[0], v[1]);
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 O[4 * g + i] = fmaf(weight[row_of(i)], sees[row_of(i)] ? v[i % 2] : 0, O[4 * g + i]);

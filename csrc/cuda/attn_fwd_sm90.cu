@@ -68,9 +68,12 @@ constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
 constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
-constexpr int ROW_BYTES = HEAD_DIM % 64 == 0 ? 128 : 64; /* the length of a row of a swizzled chunk */
-constexpr int CHUNK = ROW_BYTES / 2, CHUNKS = HEAD_DIM / CHUNK;
-constexpr bool O_BY_TMA = HEAD_DIM <= 128;
+/* The columns of Q and K, and those of V and O. */
+constexpr int D_QK = HEAD_DIM, D_V = HEAD_DIM;
+/* The length of a row of a swizzled chunk. */
+constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYTES % 128 == 0 ? 128 : 64;
+constexpr int CHUNK = ROW_BYTES / element::BYTES;
+constexpr bool O_BY_TMA = D_V <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
 constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
@@ -85,17 +88,17 @@ constexpr bool K_FIRST = Q_STAGES == 1;
 constexpr int TILE_SLOTS = Q_STAGES + 2;
 /* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */
 constexpr int FAILED = 8;
-/* The largest P of a row is 2^-HEADROOM. So sums over 2^HEADROOM values of V as large as bf16's stay floats. */
-constexpr float HEADROOM = BF16 ? 24 : 0;
 /* A key is large if its P exceeds this share of what a thread has summed. */
 constexpr float LARGE_SHARE = 0.4f;
 
 static_assert(TURN_NEVER <= TURN && TURN <= TURN_UNTIL_SCORES, "TURN has three values");
 static_assert(O_WAIT_AFTER_EXP <= O_WAIT && O_WAIT <= O_WAIT_BEFORE_EXP, "O_WAIT has three values");
-static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 16 == 0, "wgmma contracts 16 at a time, TMA brings whole chunks");
+static_assert(D_QK % CHUNK == 0 && D_V % CHUNK == 0 && BLOCK_KV % 16 == 0,
+              "wgmma contracts 16 at a time, TMA brings whole chunks");
 static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(CTAS * (PRODUCER_REGS + WGS * CONSUMER_REGS) <= 512, "an SM has 64 K registers");
+static_assert(!O_IN_Q || D_V <= D_QK, "the place of Q has room for O");
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");
 
@@ -113,9 +116,9 @@ DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
     constexpr u32 high = matrix_descriptor_high(ROW_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; k++) {
-        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * 2;
-        wgmma<BLOCK_KV, BF16>::ss<high, high>(
+    for (int k = 0; k < D_QK / 16; k++) {
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
+        wgmma<BLOCK_KV, element>::ss<high, high>(
             S, q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
             k_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk), k > 0);
     }
@@ -128,7 +131,7 @@ DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc)
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; k++)
-        wgmma<HEAD_DIM, BF16>::rs<high>(O, P + 4 * k, v_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+        wgmma<D_V, element>::rs<high>(O, P + 4 * k, v_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
     wgmma_commit_group();
 }
 
@@ -173,9 +176,10 @@ struct consumer {
     int has_o = 0;   /* O holds a work tile that is not stored yet. */
     score_head q_head = {0, 0, 0, 0};
 
-    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * 2);
+    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * D_QK * element::BYTES);
     static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
-    static constexpr u32 KV_STAGE = matrix_descriptor_bytes(BLOCK_KV * HEAD_DIM * 2);
+    static constexpr u32 K_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_QK * element::BYTES);
+    static constexpr u32 V_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_V * element::BYTES);
 
     DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
                     online_softmax &softmax)
@@ -229,15 +233,15 @@ struct consumer {
         return row_block >= which ? row_block - which : row_block - which + WGS;
     }
     /* O of the warp's row strip goes where the strip's Q was, or to a place of its own. */
-    DEVICE u16 *o_smem_of(which_tile which, int block) const {
+    DEVICE element::output *o_smem_of(which_tile which, int block) const {
         return O_IN_Q ? smem.q[q_stage_of(which)] + (64 * block + 16 * warp) * CHUNK
-                      : smem.o + (4 * wg + warp) * 16 * HEAD_DIM;
+                      : smem.o + (4 * wg + warp) * 16 * D_V;
     }
 
     /* ---- parts of a step ---- */
 
-    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores(S, q_desc, k_desc_0 + k_ring.stage * KV_STAGE); }
-    DEVICE void issue_pv() { issue_output(O, P, v_desc_0 + v_ring.stage * KV_STAGE); }
+    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores(S, q_desc, k_desc_0 + k_ring.stage * K_STAGE); }
+    DEVICE void issue_pv() { issue_output(O, P, v_desc_0 + v_ring.stage * V_STAGE); }
     DEVICE void begin_rows() {
 #pragma unroll
         for (int i = 0; i < O_REGS; i++) O[i] = 0;
@@ -249,7 +253,7 @@ struct consumer {
     }
     DEVICE void round_p(const float (&S)[S_REGS]) {
 #pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<BF16>(S[2 * i], S[2 * i + 1]);
+        for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(S[2 * i], S[2 * i + 1]);
     }
     /* S is P by now. Dropout clears some elements after the sums have been taken. */
     DEVICE void drop_and_round_p(float (&S)[S_REGS], int j) {

@@ -10,7 +10,7 @@
 /* The registers of a thread. Of its warp's 16 rows the thread holds rows l / 4 and l / 4 + 8. In each group of 8
  * columns it holds the columns 2 (l % 4) + {0, 1}. Register i of S belongs to row row_of(i) of the two and to
  * column column_of(i). */
-constexpr int S_REGS = BLOCK_KV / 2, O_REGS = HEAD_DIM / 2, P_REGS = BLOCK_KV / 4;
+constexpr int S_REGS = BLOCK_KV / 2, O_REGS = D_V / 2, P_REGS = BLOCK_KV / 4;
 DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 DEVICE constexpr int column_of(int i) { return 8 * (i / 4) + i % 2; }
 
@@ -55,7 +55,7 @@ DEVICE bool overflows(const float (&S)[S_REGS], const online_softmax &softmax, f
     int largest[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], S[i]);
-    const float limit = BF16 ? 64 : 8;
+    const float limit = element::MAX_P_LOG2;
     return __any_sync(0xffffffffu, fmaf(__int_as_float(largest[0]), scale_log2, -softmax.max_log2[0]) > limit ||
                                        fmaf(__int_as_float(largest[1]), scale_log2, -softmax.max_log2[1]) > limit);
 }
@@ -76,7 +76,7 @@ DEVICE void raise_max(const float (&S)[S_REGS], online_softmax &softmax, float (
         float even = -INF, odd = -INF;
 #pragma unroll
         for (int i = 2 * r; i < S_REGS; i += 4) even = fmaxf(even, S[i]), odd = fmaxf(odd, S[i + 1]);
-        const float x = max_of_quad(fmaxf(even, odd)), x_log2 = x * scale_log2 + HEADROOM;
+        const float x = max_of_quad(fmaxf(even, odd)), x_log2 = x * scale_log2 + element::HEADROOM;
         softmax.max[r] = fmaxf(old, x);
         softmax.max_log2[r] = softmax.max[r] == -INF ? 0 : old == -INF ? x_log2 : fmaxf(old_log2, x_log2);
         const float change = is_exact ? (old - softmax.max[r]) * scale_log2 : old_log2 - softmax.max_log2[r];
@@ -88,8 +88,8 @@ DEVICE void raise_max(const float (&S)[S_REGS], online_softmax &softmax, float (
 /* A P above this limit, or four P that exceed it together, weighs in its row. It also exceeds the P of m's own key.
  * sum has a quarter of the row's columns and does not include this step. */
 DEVICE float limit_of_p(float sum) {
-    const float one = __int_as_float((127 - (int)HEADROOM) << 23), limit = fmaxf(LARGE_SHARE * sum, one);
-    return BF16 ? limit : fminf(limit, 256 * one); /* fp16 has no room for more. */
+    const float one = __int_as_float((127 - (int)element::HEADROOM) << 23), limit = fmaxf(LARGE_SHARE * sum, one);
+    return element::HAS_RANGE_OF_FP32 ? limit : fminf(limit, __int_as_float((127 + element::MAX_P_LOG2) << 23));
 }
 
 /* Whole warp. */
@@ -105,7 +105,7 @@ DEVICE void raise_to_p(float (&S)[S_REGS], online_softmax &softmax, float (&alph
     for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], S[i]);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const float growth = fmaxf(0, lg2(max_of_quad(__int_as_float(largest[r]))) + HEADROOM);
+        const float growth = fmaxf(0, lg2(max_of_quad(__int_as_float(largest[r]))) + element::HEADROOM);
         const float next = softmax.max_log2[r] + growth;
         /* Beyond the range of alpha, P may be inf, too. NaN makes the tile fail. */
         alpha[r] = growth < 120 ? ex2(softmax.max_log2[r] - next) : __int_as_float(0x7fffffff);
@@ -132,7 +132,7 @@ DEVICE void exponentiate_exactly(float (&S)[S_REGS], const online_softmax &softm
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
         const float m = softmax.max[row_of(i)] == -INF ? 0 : softmax.max[row_of(i)];
-        S[i] = ex2(fmaf(S[i] - m, scale_log2, -HEADROOM));
+        S[i] = ex2(fmaf(S[i] - m, scale_log2, -element::HEADROOM));
     }
 }
 

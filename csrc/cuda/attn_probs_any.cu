@@ -23,7 +23,7 @@ DEVICE float score_at(const fa_cuda_problem &p, const shared_memory &shared, con
                       int head, int i, int j) {
     const element *k = (const element *)p.k.data + key_offset(p, p.k, s, j, head / (p.h / p.h_kv));
     float dot = 0, unused;
-    for (int c = 0; c < p.d; c++) dot += shared.q[c] * to_float(k[c]);
+    for (int c = 0; c < p.d; c++) dot += shared.q[c] * cvt_f32(k[c]);
     return score(dot, i, j, unused);
 }
 
@@ -34,7 +34,7 @@ DEVICE void write_row(const fa_cuda_problem &p, shared_memory &shared, const seq
     const int begin = i < s.len_q ? first_key(p, s, i) : 0, end = i < s.len_q ? end_key(p, s, i) : 0;
     if (begin < end) {
         const element *q = (const element *)p.q.data + query_offset(p.q, s, i, head);
-        for (int c = threadIdx.x; c < p.d; c += THREADS) shared.q[c] = to_float(q[c]);
+        for (int c = threadIdx.x; c < p.d; c += THREADS) shared.q[c] = cvt_f32(q[c]);
     }
     __syncthreads();
     float largest = -INF;
@@ -55,7 +55,7 @@ DEVICE void write_row(const fa_cuda_problem &p, shared_memory &shared, const seq
             const u32 word = c < 16 ? (c < 8 ? words[0] : words[1]) : (c < 24 ? words[2] : words[3]);
             if (drop.is_on && !drop.keeps(word, byte)) x = -x;
         }
-        result[j] = to_element(x);
+        result[j] = cvt<element>(x);
     }
     __syncthreads(); /* everyone has read q and largest */
 }

@@ -1,21 +1,82 @@
-/* One element of a tensor: fp16, bf16 or fp32. The constants F32 and BF16 choose. */
+/* The types of a tensor's elements, with what kernels and wrappers of instructions ask of a type. Kernels use
+ * `element`. The constants F32 and BF16 choose it, here alone. A wrapper takes the type as its template parameter and
+ * has a specialisation for each type that its instruction knows. A new type is a new struct here, and its
+ * specialisations. */
 #ifndef FA_ELEMENT_CUH
 #define FA_ELEMENT_CUH
 
-#include "ptx_sm80.cuh"
-
-#if !defined(F32) || !defined(BF16)
-#error "dtype: F32, or BF16, or fp16 with neither: 0 or 1"
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
 #endif
 
-#if F32
-typedef float element;
-DEVICE float to_float(element x) { return x; }
-DEVICE element to_element(float x) { return x; }
+/* BYTES             of an element
+ * output            the type of O, dQ, dK and dV
+ * product           a float type that holds the product of two elements exactly
+ * ON_TENSOR_CORES   mma and wgmma multiply the type; FMAs multiply other types
+ * EXPONENTS, EXPONENT_ONES, SIGNS
+ *                   of the elements of a 32-bit word: all bits of the exponent, the smallest normal number, the sign
+ *
+ * For the types of mma and wgmma, the range of P in the online softmax:
+ *
+ * HEADROOM          The largest P of a row is 2^-HEADROOM. So sums over 2^HEADROOM values of V as large as bf16's stay
+ *                   floats.
+ * MAX_P_LOG2        Where a P would exceed 2^MAX_P_LOG2, the lagging maximum rises. So the type can hold P, and floats
+ *                   its sums.
+ * HAS_RANGE_OF_FP32 The type can hold every P that is a float. */
+
+struct bf16 {
+    unsigned short bits;
+
+    typedef bf16 output;
+    typedef float product;
+    static constexpr int BYTES = 2;
+    static constexpr bool ON_TENSOR_CORES = true;
+    static constexpr unsigned EXPONENTS = 0x7f807f80, EXPONENT_ONES = 0x00800080, SIGNS = 0x80008000;
+    static constexpr float HEADROOM = 24;
+    static constexpr int MAX_P_LOG2 = 64;
+    static constexpr bool HAS_RANGE_OF_FP32 = true;
+};
+
+struct fp16 {
+    unsigned short bits;
+
+    typedef fp16 output;
+    typedef float product;
+    static constexpr int BYTES = 2;
+    static constexpr bool ON_TENSOR_CORES = true;
+    static constexpr unsigned EXPONENTS = 0x7c007c00, EXPONENT_ONES = 0x04000400, SIGNS = 0x80008000;
+    static constexpr float HEADROOM = 0;
+    static constexpr int MAX_P_LOG2 = 8;
+    static constexpr bool HAS_RANGE_OF_FP32 = false;
+};
+
+/* Of the generic kernels. */
+struct fp32 {
+    float value;
+
+    typedef fp32 output;
+    typedef double product;
+    static constexpr int BYTES = 4;
+    static constexpr bool ON_TENSOR_CORES = false;
+    static constexpr unsigned EXPONENTS = 0x7f800000, EXPONENT_ONES = 0x00800000, SIGNS = 0x80000000;
+};
+
+#ifndef BF16
+#error "dtype: BF16, or fp16 without: 0 or 1; F32 instead in the generic kernels"
+#endif
+
+#if defined(F32) && F32
+using element = fp32;
+#elif BF16
+using element = bf16;
 #else
-typedef u16 element;
-DEVICE float to_float(element x) { return cvt_f32<BF16>(x); }
-DEVICE element to_element(float x) { return cvt_16<BF16>(x); }
+using element = fp16;
 #endif
+
+/* Has bits of T::SIGNS where the word holds a NaN or an infinite element of type T. In those elements all bits of the
+ * exponent are set, and adding its lowest bit carries into the sign. */
+template <class T> DEVICE unsigned nan_or_inf_signs(unsigned word) { return (word & T::EXPONENTS) + T::EXPONENT_ONES; }
+
+static_assert(sizeof(element) == element::BYTES, "an array of elements lies as the tensor does");
 
 #endif

@@ -10,17 +10,15 @@
  *
  * Specification: ../cpu/kvcache.c. */
 #include "cuda_problem.h"
-#include "element.cuh"
+#include "ptx_sm80.cuh"
 #include "sequence.cuh"
+
+#ifndef F32
+#error "dtype: F32, or another: 0 or 1"
+#endif
 
 #ifndef KERNEL
 #define KERNEL kvcache
-#endif
-
-#if F32
-typedef double wide; /* holds the product of two elements exactly */
-#else
-typedef float wide;
 #endif
 
 /* Copies one row and turns its rotary pairs. Whole warp: the lanes share the work. */
@@ -30,11 +28,11 @@ DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *s
     const int num_pairs = turns ? pairs : 0;
     for (int i = lane; i < num_pairs; i += 32) {
         const int idx_0 = p.rotary_interleaved ? 2 * i : i, idx_1 = p.rotary_interleaved ? 2 * i + 1 : i + pairs;
-        const wide cos = to_float(((const element *)p.rotary_cos)[(long long)position * pairs + i]);
-        const wide sin = to_float(((const element *)p.rotary_sin)[(long long)position * pairs + i]);
-        const wide x_0 = to_float(src[idx_0]), x_1 = to_float(src[idx_1]);
-        dst[idx_0] = to_element((float)(x_0 * cos - x_1 * sin));
-        dst[idx_1] = to_element((float)(x_0 * sin + x_1 * cos));
+        const element::product cos = cvt_f32(((const element *)p.rotary_cos)[(long long)position * pairs + i]);
+        const element::product sin = cvt_f32(((const element *)p.rotary_sin)[(long long)position * pairs + i]);
+        const element::product x_0 = cvt_f32(src[idx_0]), x_1 = cvt_f32(src[idx_1]);
+        dst[idx_0] = cvt<element>((float)(x_0 * cos - x_1 * sin));
+        dst[idx_1] = cvt<element>((float)(x_0 * sin + x_1 * cos));
     }
     for (int i = 2 * num_pairs + lane; i < p.d; i += 32) dst[i] = src[i];
 }

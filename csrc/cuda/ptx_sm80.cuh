@@ -4,6 +4,8 @@
 #ifndef FA_PTX_SM80_CUH
 #define FA_PTX_SM80_CUH
 
+#include "element.cuh"
+
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -87,17 +89,19 @@ DEVICE void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
  *   D [16, 8] float      register i    row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2
  *   A [16, 16] pairs     register 0    row l / 4, columns 2 (l % 4) + {0, 1}; 1: row + 8; 2: columns + 8; 3: both
  *   B [16, 8] pairs      register 0    rows 2 (l % 4) + {0, 1}, column l / 4; 1: rows + 8 */
-template <bool IS_BF16> DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if constexpr (IS_BF16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+template <class T> __device__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+template <> DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <> DEVICE void mma_m16n8k16<fp16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* ---- named barriers [bar] -------------------------------------------------------------------------------------
@@ -146,42 +150,53 @@ DEVICE float rcp(float x) {
     return y;
 }
 
-/* cvt_f32 makes a float of one 16-bit element. cvt_16 rounds a float to nearest even. [cvt] */
-template <bool IS_BF16> DEVICE float cvt_f32(u16 x) {
+/* cvt_f32 makes a float of one element. cvt rounds a float to nearest even. For fp32 nothing changes. [cvt] */
+DEVICE float cvt_f32(bf16 x) { return __int_as_float((int)x.bits << 16); }
+DEVICE float cvt_f32(fp16 x) {
     float y;
-    if constexpr (IS_BF16)
-        y = __int_as_float((int)x << 16);
-    else
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
     return y;
 }
-template <bool IS_BF16> DEVICE u16 cvt_16(float x) {
-    u16 y;
-    if constexpr (IS_BF16)
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    else
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+DEVICE float cvt_f32(fp32 x) { return x.value; }
+
+template <class T> __device__ T cvt(float x);
+
+template <> DEVICE bf16 cvt<bf16>(float x) {
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
+template <> DEVICE fp16 cvt<fp16>(float x) {
+    fp16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> DEVICE fp32 cvt<fp32>(float x) { return {x}; }
 
 /* Rounds two floats into one register, with low in the low half. [cvt] */
-template <bool IS_BF16> DEVICE u32 cvt_x2(float low, float high) {
+template <class T> __device__ u32 cvt_x2(float low, float high);
+
+template <> DEVICE u32 cvt_x2<bf16>(float low, float high) {
     u32 packed;
-    if constexpr (IS_BF16)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+template <> DEVICE u32 cvt_x2<fp16>(float low, float high) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
 /* The two 16-bit elements of one register, as floats. [cvt] */
-template <bool IS_BF16> DEVICE void unpack_x2(u32 packed, float &low, float &high) {
-    if constexpr (IS_BF16)
-        low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000u);
-    else
-        asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}"
-            : "=f"(low), "=f"(high)
-            : "r"(packed));
+template <class T> __device__ void unpack_x2(u32 packed, float &low, float &high);
+
+template <> DEVICE void unpack_x2<bf16>(u32 packed, float &low, float &high) {
+    low = __uint_as_float(packed << 16), high = __uint_as_float(packed & 0xffff0000u);
+}
+template <> DEVICE void unpack_x2<fp16>(u32 packed, float &low, float &high) {
+    asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}"
+        : "=f"(low), "=f"(high)
+        : "r"(packed));
 }
 
 /* Four of the eight bytes of a and b, a's first. Each hexadecimal digit of `selector` names one byte. A digit that is 8

@@ -239,10 +239,10 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
  *      [16, N], MN-major. With A_ACROSS, A is [16, 64], MN-major.
  * rs   D += A B. A [64, 16] is in registers, B [16, N] in shared memory, MN-major. Register 0 of A holds the pair in
  *      row l / 4, columns 2 (l % 4) + {0, 1}. Register 1 has row + 8, register 2 columns + 8, register 3 both. */
-template <int N, bool IS_BF16> struct wgmma;
+template <int N, class T> struct wgmma;
 
-#define WGMMA(N, TYPE, BF, REGS, R0, R1, R2, R3, R4, R5, R6)                                                         \
-    template <> struct wgmma<N, BF> {                                                                                \
+#define WGMMA(N, T, TYPE, REGS, R0, R1, R2, R3, R4, R5, R6)                                                          \
+    template <> struct wgmma<N, T> {                                                                                 \
         template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>                                        \
         static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                      \
             asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                        \
@@ -264,8 +264,8 @@ template <int N, bool IS_BF16> struct wgmma;
         }                                                                                                            \
     };
 #define WGMMA_BOTH(N, REGS, ...)              \
-    WGMMA(N, "bf16", true, REGS, __VA_ARGS__) \
-    WGMMA(N, "f16", false, REGS, __VA_ARGS__)
+    WGMMA(N, bf16, "bf16", REGS, __VA_ARGS__) \
+    WGMMA(N, fp16, "f16", REGS, __VA_ARGS__)
 
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)

@@ -22,23 +22,24 @@ DEVICE void transpose_in_quad(u32 (&x)[4]) {
             }
 }
 
-/* A warp's 16 rows of x, row `row` and those after it, times `factor`, in 16 bits. Row 0 is at `base`; rows from `end` on
- * and columns from `columns` on are not there. stride: by reference, so that it is read where it is used. Whole warp. */
+/* Stores a warp's 16 rows of x times `factor`, as elements of the output. The first is row `row`, and `base` is the
+ * place of row 0. Rows from `end` on and columns from `columns` on are not there. `stride` is a reference, so that it
+ * is read where it is used. Whole warp. */
 template <int N>
-DEVICE void store_rows(const float (&x)[N], const float (&factor)[2], u16 *base, const long long &stride, int row,
-                       int end, int columns) {
+DEVICE void store_rows(const float (&x)[N], const float (&factor)[2], element::output *base, const long long &stride,
+                       int row, int end, int columns) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int i = row + lane / 4 + 8 * r;
-        u16 *dst = base + i * stride;
+        element::output *dst = base + i * stride;
 #pragma unroll
         for (int g = 0; g < N / 16; g++) {
             const float *y = x + 16 * g + 2 * r;
             const float f = factor[r];
             u32 packed[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<BF16>(y[4 * k] * f, y[4 * k + 1] * f);
+            for (int k = 0; k < 4; k++) packed[k] = cvt_x2<element::output>(y[4 * k] * f, y[4 * k + 1] * f);
             transpose_in_quad(packed);
             const int column = 32 * g + 8 * (lane % 4);
             if (i < end && column < columns)

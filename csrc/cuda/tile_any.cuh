@@ -7,10 +7,13 @@
 #ifndef FA_TILE_ANY_CUH
 #define FA_TILE_ANY_CUH
 
-#include "element.cuh"
 #include "philox.cuh"
 #include "score.cuh"
 #include "sequence.cuh"
+
+#ifndef F32
+#error "dtype: F32, or another: 0 or 1"
+#endif
 
 constexpr u32 WHOLE_WARP = 0xffffffffu;
 
@@ -47,7 +50,7 @@ template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const elemen
             if constexpr (BYTES >= 4)
                 cp_async<BYTES>(smem_address(to), row + column, is_there);
             else
-                values[n] = is_there ? row[column] : (element)0;
+                values[n] = is_there ? row[column] : element{};
         }
         if constexpr (BYTES < 4) /* one after the other, each would wait for memory */
 #pragma unroll
@@ -82,17 +85,14 @@ template <int PENDING> DEVICE void wait_for_tiles() {
 
 /* Does some element of the tile lack a finite value? All threads get the answer. */
 template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
-    /* all bits of the exponent are set: adding its lowest carries into the sign */
-    constexpr u32 EXPONENT = F32 ? 0x7f800000u : BF16 ? 0x7f807f80u : 0x7c007c00u;
-    constexpr u32 LOWEST = F32 ? 0x00800000u : BF16 ? 0x00800080u : 0x04000400u;
     constexpr int WORDS = HEAD_DIM * (int)sizeof(element) / 4;
-    u32 found = 0;
+    u32 signs = 0;
     for (int i = 4 * threadIdx.x; i < ROWS * WORDS; i += 4 * THREADS) {
         const uint4 x = *(const uint4 *)((const u32 *)(tile + i / WORDS * PITCH) + i % WORDS);
-        found |= ((x.x & EXPONENT) + LOWEST) | ((x.y & EXPONENT) + LOWEST) | ((x.z & EXPONENT) + LOWEST) |
-                 ((x.w & EXPONENT) + LOWEST);
+        signs |= nan_or_inf_signs<element>(x.x) | nan_or_inf_signs<element>(x.y) | nan_or_inf_signs<element>(x.z) |
+                 nan_or_inf_signs<element>(x.w);
     }
-    return __syncthreads_or((found & (F32 ? 0x80000000u : 0x80008000u)) != 0);
+    return __syncthreads_or((signs & element::SIGNS) != 0);
 }
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
@@ -103,47 +103,47 @@ template <int N> DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const eleme
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
         for (int n = 0; n < N; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-#if F32
-    const element *a_row = a + lane() / 4 * PITCH, *b_row = b + 2 * (lane() % 4) * PITCH;
-#pragma unroll 1
-    for (int k = 0; k < HEAD_DIM; k += 4) {
-        float4 a_regs[2 * BLOCKS];
+    if constexpr (element::ON_TENSOR_CORES) {
+        static_assert(N % 2 == 0, "ldmatrix brings two fragments at a time");
+        constexpr int BYTES = element::BYTES;
+        const u32 a_row = smem_address(a + lane() % 16 * PITCH + lane() / 16 * 8);
+        const u32 b_row = smem_address(b + (lane() / 16 * 8 + lane() % 8) * PITCH + lane() / 8 % 2 * 8);
 #pragma unroll
-        for (int m = 0; m < 2 * BLOCKS; m++) a_regs[m] = *(const float4 *)(a_row + 8 * m * PITCH + k);
+        for (int k = 0; k < HEAD_DIM; k += 16) {
+            u32 a_regs[BLOCKS][4], b_regs[4];
 #pragma unroll
-        for (int n = 0; n < N; n++)
+            for (int m = 0; m < BLOCKS; m++) ldmatrix_x4(a_regs[m], a_row + (16 * m * PITCH + k) * BYTES);
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float4 y = *(const float4 *)(b_row + (8 * n + e) * PITCH + k);
+            for (int n = 0; n < N; n += 2) {
+                ldmatrix_x4(b_regs, b_row + (8 * n * PITCH + k) * BYTES);
 #pragma unroll
-                for (int m = 0; m < 2 * BLOCKS; m++) {
-                    const float4 x = a_regs[m];
-                    float &sum = s[m / 2][n][m % 2 * 2 + e];
-                    sum += x.x * y.x, sum += x.y * y.y, sum += x.z * y.z, sum += x.w * y.w;
+                for (int m = 0; m < BLOCKS; m++) {
+                    mma_m16n8k16<element>(s[m][n], a_regs[m], b_regs[0], b_regs[1]);
+                    mma_m16n8k16<element>(s[m][n + 1], a_regs[m], b_regs[2], b_regs[3]);
                 }
             }
-    }
-#else
-    static_assert(N % 2 == 0, "ldmatrix brings two fragments at a time");
-    constexpr int BYTES = sizeof(element);
-    const u32 a_row = smem_address(a + lane() % 16 * PITCH + lane() / 16 * 8);
-    const u32 b_row = smem_address(b + (lane() / 16 * 8 + lane() % 8) * PITCH + lane() / 8 % 2 * 8);
+        }
+    } else {
+        const element *a_row = a + lane() / 4 * PITCH, *b_row = b + 2 * (lane() % 4) * PITCH;
+#pragma unroll 1
+        for (int k = 0; k < HEAD_DIM; k += 4) {
+            float4 a_regs[2 * BLOCKS];
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM; k += 16) {
-        u32 a_regs[BLOCKS][4], b_regs[4];
+            for (int m = 0; m < 2 * BLOCKS; m++) a_regs[m] = *(const float4 *)(a_row + 8 * m * PITCH + k);
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++) ldmatrix_x4(a_regs[m], a_row + (16 * m * PITCH + k) * BYTES);
+            for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            ldmatrix_x4(b_regs, b_row + (8 * n * PITCH + k) * BYTES);
+                for (int e = 0; e < 2; e++) {
+                    const float4 y = *(const float4 *)(b_row + (8 * n + e) * PITCH + k);
 #pragma unroll
-            for (int m = 0; m < BLOCKS; m++) {
-                mma_m16n8k16<BF16>(s[m][n], a_regs[m], b_regs[0], b_regs[1]);
-                mma_m16n8k16<BF16>(s[m][n + 1], a_regs[m], b_regs[2], b_regs[3]);
-            }
+                    for (int m = 0; m < 2 * BLOCKS; m++) {
+                        const float4 x = a_regs[m];
+                        float &sum = s[m / 2][n][m % 2 * 2 + e];
+                        sum += x.x * y.x, sum += x.y * y.y, sum += x.z * y.z, sum += x.w * y.w;
+                    }
+                }
         }
     }
-#endif
 }
 
 constexpr int COLUMNS = HEAD_DIM / 8; /* fragments of a row of HEAD_DIM */
@@ -151,18 +151,18 @@ constexpr int COLUMNS = HEAD_DIM / 8; /* fragments of a row of HEAD_DIM */
 /* The first of the two columns, side by side, that a thread holds of fragment c of O. In fp32, where no tensor core asks for
  * another order, they lie beside those of its neighbour c + 1: four columns are one load. */
 DEVICE int column_of(int c) {
-    return F32 ? 8 * (c - c % 2) + 4 * (lane() % 4) + 2 * (c % 2) : 8 * c + 2 * (lane() % 4);
+    return element::ON_TENSOR_CORES ? 8 * c + 2 * (lane() % 4) : 8 * (c - c % 2) + 4 * (lane() % 4) + 2 * (c % 2);
 }
 
 /* A thread's columns of fragments c and c + 1 out of a row in shared memory. */
 DEVICE void load_columns(float (&x)[4], const element *row, int c) {
-#if F32
-    const float4 four = *(const float4 *)(row + column_of(c));
-    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-#else
+    if constexpr (element::ON_TENSOR_CORES) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = to_float(row[column_of(c + i / 2) + i % 2]);
-#endif
+        for (int i = 0; i < 4; i++) x[i] = cvt_f32(row[column_of(c + i / 2) + i % 2]);
+    } else {
+        const float4 four = *(const float4 *)(row + column_of(c));
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    }
 }
 
 /* O [16 BLOCKS, HEAD_DIM] += W [16 BLOCKS, 8 N] B by FMAs: B 8 N rows in shared memory. Bit 4 n + e of `counts`: the pair of
@@ -206,48 +206,47 @@ DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[B
 /* The same on tensor cores for 16 bits, W rounded: for tiles in which every number is finite or every pair counts. */
 template <int N>
 DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b) {
-#if F32
-    const u32 unused[BLOCKS] = {};
-    accumulate_by_fma<true>(o, w, b, unused);
-#else
-    constexpr int BYTES = sizeof(element);
-    const u32 b_row = smem_address(b + lane() % 16 * PITCH + lane() / 16 * 8);
+    if constexpr (element::ON_TENSOR_CORES) {
+        constexpr int BYTES = element::BYTES;
+        const u32 b_row = smem_address(b + lane() % 16 * PITCH + lane() / 16 * 8);
 #pragma unroll
-    for (int n = 0; n < N; n += 2) {
-        u32 a_regs[BLOCKS][4], b_regs[4];
+        for (int n = 0; n < N; n += 2) {
+            u32 a_regs[BLOCKS][4], b_regs[4];
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++)
+            for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                a_regs[m][i] = cvt_x2<BF16>(w[m][n + i / 2][i % 2 * 2], w[m][n + i / 2][i % 2 * 2 + 1]);
+                for (int i = 0; i < 4; i++)
+                    a_regs[m][i] = cvt_x2<element>(w[m][n + i / 2][i % 2 * 2], w[m][n + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += 2) {
-            ldmatrix_x4_trans(b_regs, b_row + (8 * n * PITCH + 8 * c) * BYTES);
+            for (int c = 0; c < COLUMNS; c += 2) {
+                ldmatrix_x4_trans(b_regs, b_row + (8 * n * PITCH + 8 * c) * BYTES);
 #pragma unroll
-            for (int m = 0; m < BLOCKS; m++) {
-                mma_m16n8k16<BF16>(o[m][c], a_regs[m], b_regs[0], b_regs[1]);
-                mma_m16n8k16<BF16>(o[m][c + 1], a_regs[m], b_regs[2], b_regs[3]);
+                for (int m = 0; m < BLOCKS; m++) {
+                    mma_m16n8k16<element>(o[m][c], a_regs[m], b_regs[0], b_regs[1]);
+                    mma_m16n8k16<element>(o[m][c + 1], a_regs[m], b_regs[2], b_regs[3]);
+                }
             }
         }
+    } else {
+        const u32 unused[BLOCKS] = {};
+        accumulate_by_fma<true>(o, w, b, unused);
     }
-#endif
 }
 
 /* Stores row l / 4 + 8 half of a block of O times factor, or zeros whatever O holds. */
-DEVICE void store_row(const fa_cuda_problem &p, element *row, const float (&o)[COLUMNS][4], int half, float factor,
-                      bool is_zero) {
+DEVICE void store_row(const fa_cuda_problem &p, element::output *row, const float (&o)[COLUMNS][4], int half,
+                      float factor, bool is_zero) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
         const int column = column_of(c);
         const float x_0 = is_zero ? 0 : o[c][2 * half] * factor, x_1 = is_zero ? 0 : o[c][2 * half + 1] * factor;
-#if !F32
-        if (p.piece_bytes >= 4) {
-            if (column < p.d) *(u32 *)(row + column) = cvt_x2<BF16>(x_0, x_1);
-            continue;
-        }
-#endif
-        if (column < p.d) row[column] = to_element(x_0);
-        if (column + 1 < p.d) row[column + 1] = to_element(x_1);
+        if constexpr (element::ON_TENSOR_CORES)
+            if (p.piece_bytes >= 4) {
+                if (column < p.d) *(u32 *)(row + column) = cvt_x2<element::output>(x_0, x_1);
+                continue;
+            }
+        if (column < p.d) row[column] = cvt<element::output>(x_0);
+        if (column + 1 < p.d) row[column + 1] = cvt<element::output>(x_1);
     }
 }
 

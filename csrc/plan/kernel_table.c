@@ -148,7 +148,8 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 #define FILES(...)  ((const char *const[]){__VA_ARGS__, NULL})
 #define MASK_FILES  "walk.cuh", "mask.cuh", "integers.cuh"
 #define SCORE_FILES "score.cuh", MASK_FILES
-#define SM90_FILES  "ptx_sm90.cuh", "ptx_cluster.cuh", "ptx_sm80.cuh", "tensor_map.h", "packed.cuh", SCORE_FILES
+#define PTX_FILES   "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
+#define SM90_FILES  "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
@@ -228,9 +229,9 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
-                        .files = FILES("attn_decode_sm90.cu", "ptx_sm80.cuh", "ptx_cluster.cuh", "attn_decode_params.h",
-                                       SCORE_FILES, "attn_decode_schedule.cuh", "attn_decode_loads.cuh",
-                                       "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh"),
+                        .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
+                                       "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
+                                       "attn_decode_merge.cuh", "attn_decode_append.cuh"),
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,

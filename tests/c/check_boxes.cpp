@@ -139,7 +139,7 @@ static int atomicAdd(unsigned *counter, int x) { return (int)(*counter += (unsig
 #include "cuda/attn_bwd_tiles.cuh"
 
 struct shared_memory {
-    u16 k[1], k_other[2 * KEYS * CHUNK], v[KEYS * COLUMNS], q[2][BLOCK_Q * COLUMNS], dout[2][BLOCK_Q * COLUMNS];
+    element k[1], k_other[2 * KEYS * CHUNK], v[KEYS * COLUMNS], q[2][BLOCK_Q * COLUMNS], dout[2][BLOCK_Q * COLUMNS];
     float lse[2][BLOCK_Q], d[2][BLOCK_Q];
     u64 k_full, k_empty, v_full, v_empty, q_full[2], q_empty[2], do_full[2], do_empty[2], tile_full[2], tile_empty[2];
     u64 idx_full, idx_empty;

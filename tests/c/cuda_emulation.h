@@ -131,6 +131,8 @@ static inline unsigned atom_inc_acq_rel(unsigned *counter, unsigned last) {
 /* ---- ptx_sm80.cuh ------------------------------------------------------------------------------------------------ */
 
 #define FA_PTX_SM80_CUH
+#include "cuda/element.cuh"
+
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -191,19 +193,21 @@ static inline void ldmatrix(u32 (&m)[4], u32 row, bool transposed) {
 static inline void ldmatrix_x4(u32 (&m)[4], u32 row) { ldmatrix(m, row, false); }
 static inline void ldmatrix_x4_trans(u32 (&m)[4], u32 row) { ldmatrix(m, row, true); }
 
-template <bool IS_BF16> static inline float cvt_f32(u16 x) {
-    return IS_BF16 ? fa_f32_from_bf16(x) : fa_f32_from_f16(x);
+static inline float cvt_f32(bf16 x) { return fa_f32_from_bf16(x.bits); }
+static inline float cvt_f32(fp16 x) { return fa_f32_from_f16(x.bits); }
+static inline float cvt_f32(fp32 x) { return x.value; }
+template <class T> inline T cvt(float x);
+template <> inline bf16 cvt<bf16>(float x) { return {fa_bf16_from_f32(x)}; }
+template <> inline fp16 cvt<fp16>(float x) { return {fa_f16_from_f32(x)}; }
+template <> inline fp32 cvt<fp32>(float x) { return {x}; }
+template <class T> static inline u32 cvt_x2(float low, float high) {
+    return cvt<T>(low).bits | (u32)cvt<T>(high).bits << 16;
 }
-template <bool IS_BF16> static inline u16 cvt_16(float x) { return IS_BF16 ? fa_bf16_from_f32(x) : fa_f16_from_f32(x); }
-template <bool IS_BF16> static inline u32 cvt_x2(float low, float high) {
-    return cvt_16<IS_BF16>(low) | (u32)cvt_16<IS_BF16>(high) << 16;
-}
-template <bool IS_BF16> static inline void unpack_x2(u32 packed, float &low, float &high) {
-    low = IS_BF16 ? fa_f32_from_bf16((u16)packed) : fa_f32_from_f16((u16)packed);
-    high = IS_BF16 ? fa_f32_from_bf16(packed >> 16) : fa_f32_from_f16(packed >> 16);
+template <class T> static inline void unpack_x2(u32 packed, float &low, float &high) {
+    low = cvt_f32(T{(u16)packed}), high = cvt_f32(T{(u16)(packed >> 16)});
 }
 
-template <bool IS_BF16> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const int lane = (int)(emulated_thread.x % 32);
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const char *all = emulated_exchange(mine, sizeof mine);
@@ -213,7 +217,7 @@ template <bool IS_BF16> static inline void mma_m16n8k16(float (&d)[4], const u32
             u32 x, y;
             memcpy(&x, all + 64 * (4 * row + k % 8 / 2) + 4 * (e / 2 + 2 * (k / 8)), 4);
             memcpy(&y, all + 64 * (4 * column + k % 8 / 2) + 4 * (4 + k / 8), 4);
-            d[e] += cvt_f32<IS_BF16>((u16)(x >> 16 * (k % 2))) * cvt_f32<IS_BF16>((u16)(y >> 16 * (k % 2)));
+            d[e] += cvt_f32(T{(u16)(x >> 16 * (k % 2))}) * cvt_f32(T{(u16)(y >> 16 * (k % 2))});
         }
 }
 
