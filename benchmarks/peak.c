@@ -1,8 +1,9 @@
-/* What one core of this machine can do at best, for the share of it that a kernel reaches. Compiled by bench_cpu.py with
- * -O3 -march=native.
+/* The peak of one core of this machine. Kernels are measured as a share of this peak. bench_cpu.py compiles this file
+ * with -O3 -march=native.
  *
- * Independent accumulators in registers hide the latency of the multiply-add; nothing touches memory. Two pipes and a latency
- * of 6 (Zen 5, pairs of bf16; fp32: 4) need more than twelve of them: 453 GFLOPS with 12, 482 with 14 and more. */
+ * Independent accumulators in registers hide the latency of the multiply-add, and nothing touches memory. Two pipes and
+ * a latency of 6 (Zen 5, pairs of bf16; fp32: 4) need more than twelve accumulators: 453 GFLOPS with 12, 482 with 14
+ * and more. */
 #include <immintrin.h>
 #include <stddef.h>
 

@@ -1,8 +1,9 @@
-/* What the tile unit of one core can do at best, beside peak.c. Compiled by bench_amx.py.
+/* The peak of the tile unit of one core, beside peak.c. bench_amx.py compiles this file.
  *
- * peak_tiles: four sums in tiles, each multiplied again as soon as the other three are under way; nothing touches memory.
- * peak_product: the same four sums as patches of 32 x 32 scores K Q^T: for each 32 columns two tiles of K and two of Q^T are
- * loaded, and at the end of a patch its four tiles are stored. 32 KiB in all lie in the first-level cache. */
+ * peak_tiles keeps four sums in tiles. Each sum is multiplied again as soon as the other three are under way. Nothing
+ * touches memory.
+ * peak_product computes the same four sums as patches of 32 x 32 scores K Q^T. For each 32 columns it loads two tiles
+ * of K and two of Q^T, and at the end of a patch it stores four tiles. All 32 KiB lie in the first-level cache. */
 #define _GNU_SOURCE
 #pragma GCC target("amx-tile,amx-bf16")
 #include <immintrin.h>

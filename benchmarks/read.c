@@ -1,5 +1,6 @@
-/* How fast this machine reads memory: the roof of a decode, which reads its cache once. Compiled by bench_cpu.py
- * with -O3 -march=native. One ascending stream and one addition a vector: the processor's own prefetch does the rest. */
+/* The rate at which this machine reads memory. This rate bounds a decode, which reads its cache once. bench_cpu.py
+ * compiles this file with -O3 -march=native. The loop reads one ascending stream with one addition a vector. The
+ * processor's own prefetch does the rest. */
 #include <stddef.h>
 #include <stdint.h>
 

@@ -116,8 +116,8 @@ DEVICE void raise_to_p(float (&S)[S_REGS], online_softmax &softmax, float (&alph
     for (int i = 0; i < S_REGS; i++) S[i] *= alpha[row_of(i)];
 }
 
-/* Scores beyond the range of fp32 in units of log2 become infinite. There c m would be infinite, and the LSE with it, while
- * c (S - m) is not. */
+/* Scores beyond the range of fp32 in units of log2 become infinite. There c m would be infinite, and the LSE with it,
+ * while c (S - m) is not. */
 DEVICE void make_infinite(float (&S)[S_REGS], float scale_log2) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i++)

@@ -1,4 +1,4 @@
-// Compiles only if each function of our table has the type that torch's own headers give it, and DLPack's structs agree.
+// Compiles only if each function of our table has the type of torch's own headers, and DLPack's structs agree.
 #include <cstddef>
 #include <type_traits>
 
