@@ -164,8 +164,8 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
 
 /* ---- producer -------------------------------------------------------------------------------------------------- */
 
-/* Returns the first key of CTA `rank` of the cluster in a work tile. Rows beyond the sequence's end may hold anything,
- * because such rows are masked and not stored. But no box may lie outside its map as a whole: see tensor_map.h. */
+/* Returns the first key of CTA `rank` of the cluster in a work tile. Keys beyond the sequence's end may hold anything,
+ * because such keys are masked and not stored. But no box may lie outside its map as a whole: see tensor_map.h. */
 DEVICE int key_to_load(const tile &t, int rank) {
     const int key = t.kv_tile * BLOCK_KV + rank * KEYS;
     return CTAS > 1 ? min(key, t.len_kv - 1) : key;
@@ -209,8 +209,8 @@ DEVICE void load_queries(element *dst, const fa_tensor_map *map, u64 *full, int 
     }
 }
 
-/* Whole warp. Takes the next work tile of the launch. In a cluster CTA 0 takes the tile and sends its number to CTA
- * 1. */
+/* Whole warp. Takes the next work tile of the launch. In a cluster CTA 0 takes the tile and sends its number to
+ * CTA 1. */
 template <class shared_memory> DEVICE int take_tile(const params &p, shared_memory &s, u32 &parity) {
     int idx = 0;
     if (threadIdx.x % 32 == 0) {
