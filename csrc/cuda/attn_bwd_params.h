@@ -26,7 +26,7 @@ typedef struct {
         dv_tiles; /* attn_bwd_sm90 writes the gradients that are asked for: boxes of 16 rows, whole tiles */
     fa_bwd_tensor o, dout_rows;      /* read by attn_bwd_prep */
     fa_bwd_tensor dq, dk, dv;        /* data NULL: not asked for */
-    fa_bwd_row_stats lse, softmax_d; /* natural log of the row sums, infinite for a row that sees no key; dO . O */
+    fa_bwd_row_stats lse, softmax_d; /* natural log of the row sums, an infinity for a row that sees no key; dO . O */
 
     /* The workspace consists of slabs of BLOCK_Q query rows of one head. Slab i of head n has number n num_slabs + i.
      * Dense problems have b h heads, and the slabs of each sequence begin at 0. Packed problems have h heads, and
@@ -41,7 +41,7 @@ typedef struct {
     int num_slabs;          /* per head */
 
     int b, h, h_kv, d;
-    int heads_per_tile;                     /* query heads of a key head, or of one of its pieces */
+    int heads_per_tile;                     /* query heads of a key head, or of one piece of a key head */
     unsigned heads_inverse;                 /* FA_HEADS_INVERSE(heads_per_tile) */
     int len_q, len_kv;                      /* packed: total_q and total_kv, the bounds of every offset */
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
@@ -57,7 +57,7 @@ typedef struct {
 
     float scale_log2;              /* scores times scale_log2 are exponents of 2 */
     float score_scale;             /* softcap and ALiBi: S = K Q^T is first multiplied by score_scale */
-    float scale;                   /* of the scores; dQ and dK are multiplied by scale at the end */
+    float scale;                   /* scale of the scores; dQ and dK are multiplied by scale at the end */
     float softcap;                 /* 0: off */
     int window_left, window_right; /* -1: unlimited; causal is right = 0 */
     const float *alibi_slopes;     /* [h], or [b, h] with alibi_stride_b; NULL: none */

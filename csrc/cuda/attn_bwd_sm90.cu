@@ -6,10 +6,12 @@
  *   q, dO, dQ [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    sums of dQ: dq_sums
  *
  * A persistent CTA stays on each SM. Its work tile is BLOCK_KV keys of one key head. For each work tile the CTA walks
- * over the query tiles that see these keys, and at each query tile through all query heads of the group. So dK and dV
- * stay in registers. Two warpgroups own 64 keys each. The warpgroups compute S and dP transposed: keys go down, queries
- * go across. P and dS then lie in registers as the products dV and dK take their first operand. Only dS goes through
- * shared memory, for dQ:
+ * over the query tiles that see these keys. At each query tile the CTA walks through all query heads of the group. So
+ * dK and dV stay in registers.
+ *
+ * Two warpgroups own 64 keys each. The warpgroups compute S and dP transposed: keys go down, queries go across. P and
+ * dS then lie in registers as the products dV and dK take their first operand. Only dS goes through shared memory, for
+ * dQ:
  *
  *   producer warp --k_full, v_full--> both warpgroups  --k_empty, v_empty--> producer warp
  *                 --q_full[s]-->      S^T = K Q^T, dK += dS^T Q             --q_empty[s]-->
@@ -115,8 +117,8 @@ DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::ou
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(full);
 }
 
-/* Whole warp. Adds the sum of the pieces before to dK or dV of a cut tile, and leaves the sum to the next piece. All
- * loads are under way together, because the next piece waits for the loads. */
+/* Whole warp. Adds the sum of the pieces before to dK or dV of a cut tile. Then leaves the sum to the next piece, if
+ * any. All loads are under way together, because the next piece waits for the loads. */
 DEVICE void add_pieces(float (&kv)[KV_REGS], float4 *sums, bool is_first, bool is_last) {
     if (!is_first) {
         float4 x[KV_REGS / 4];

@@ -162,7 +162,7 @@ template <class work_on_step> DEVICE void lead_through_steps(const params &p, sh
     });
 }
 
-/* Two warps handle the dQ turns, so that the warpgroups wait neither for the memory nor for its fences. This warp looks
+/* Two warps handle the dQ turns, so that the warpgroups wait neither for memory nor for fences. This warp looks
  * whether the dQ turn of a step has come, while the step before may still be adding. */
 DEVICE void open_turns(const params &p, shared_memory &s) {
     ring r; /* of steps */

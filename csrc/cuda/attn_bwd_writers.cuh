@@ -40,8 +40,7 @@ DEVICE void clear_blind_rows(const params &p, shared_memory &s, int stage, const
  *   first key tile of a query tile:  ready, wait dQ, store
  *   between:                         ready, wait turn, wait dQ, add
  *   last:                            wait turn, ready with the sum, wait result, store result
- *   last, with a converter:          ready, wait turn, wait dQ, add, bring the sum; the converter gives the next
- * ready */
+ *   last, with a converter:          ready, wait turn, wait dQ, add, bring the sum; then ready by the converter */
 DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
     const bool converts = CONVERTS && p.converts;
     u32 parity = 0;
