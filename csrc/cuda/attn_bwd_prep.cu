@@ -1,10 +1,14 @@
-/* Before attn_bwd_sm90 and attn_bwd_wide_sm90: what their products need of each query row. Zeros in dQ where no key is
- * seen.
+/* This kernel runs before attn_bwd_sm90 and attn_bwd_wide_sm90, whose products need two numbers of each query row. The
+ * kernel also writes zeros to dQ where a query tile sees no key.
  *
- *   D = rowsum(dO O)    lse in powers of 2; +inf, hence P = 0, for rows that see no key (or whose scores are all -inf) or
- *                       lie beyond the sequence. Up to 128 columns slabs with such rows are marked in `turns`.
+ *   D = rowsum(dO O)    lse in powers of 2
  *
- * One CTA per slab. A row of HEAD_DIM columns is read by LANES lanes, 16 bytes each. Bound by memory: reads O and dO. */
+ * The lse of a row is +inf, hence P = 0, in two cases:
+ *   - The row sees no key, or all its scores are -inf. Up to 128 columns slabs with such rows are marked in `turns`.
+ *   - The row lies beyond the sequence.
+ *
+ * One CTA serves one slab. LANES lanes read a row of HEAD_DIM columns, 16 bytes each. Memory binds: the kernel reads O
+ * and dO. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
 #error "HEAD_DIM columns and BLOCK_Q rows of a slab, BLOCK_KV keys of a tile, BF16 or fp16, VARLEN: 0 or 1"
 #endif
@@ -33,7 +37,7 @@ DEVICE float dot(const uint4 &x, const uint4 &y) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ fa_attn_bwd_params p) {
     const int slab = blockIdx.x, lane = threadIdx.x % LANES, column = 8 * lane;
-    griddepcontrol_wait(); /* for what the stream does before */
+    griddepcontrol_wait(); /* for earlier work of the stream */
     const slab_rows t = slab_at(p, slab);
     griddepcontrol_launch_dependents();
     if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
@@ -68,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     }
 
     float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);
-    bool is_blind = false; /* some row of this thread sees no key, or none whose score is more than -inf */
+    bool is_blind = false; /* some row of this thread sees no key, or only scores of -inf */
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / ROWS; i++) {
         const int row = i * ROWS + threadIdx.x / LANES;

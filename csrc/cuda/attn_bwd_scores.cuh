@@ -1,4 +1,4 @@
-/* The backward's work on a warpgroup's registers: products, masks, P, dS, and what is stored of them. */
+/* This file has the work of the backward kernels on a warpgroup's registers: products, masks, P, dS, and stores. */
 #ifndef FA_ATTN_BWD_SCORES_CUH
 #define FA_ATTN_BWD_SCORES_CUH
 
@@ -9,8 +9,8 @@
 
 constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers than the P of dV */
 
-/* Registers of a thread: it holds two keys, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 query rows the
- * rows 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two and to row row_of(i). */
+/* Lane l holds two keys, l / 4 and l / 4 + 8 of its warp's 16. In each group of 8 query rows lane l holds the rows
+ * 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two keys and to row row_of(i). */
 constexpr int S_REGS = BLOCK_Q / 2, P_REGS = BLOCK_Q / 4, STAT_REGS = BLOCK_Q / 4, KV_REGS = HEAD_DIM / 2;
 DEVICE constexpr int key_of(int i) { return i / 2 % 2; }
 DEVICE constexpr int row_of(int i) { return 8 * (i / 4) + i % 2; }
@@ -18,7 +18,7 @@ DEVICE constexpr int stat_of(int i) { return i / 8 * 4 + i / 4 % 2 * 2 + i % 2; 
 
 constexpr u32 HIGH = matrix_descriptor_high(ROW_BYTES);
 
-/* One value for each query row that this thread meets: four, and all. */
+/* Each query row of a thread has one value. four_stats loads four of the values, and load_stats loads all. */
 DEVICE float4 four_stats(const float *stats, int group, int lane) {
     return *(const float4 *)(stats + 16 * group + 4 * (lane % 4));
 }
@@ -30,14 +30,16 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
-/* Weights beside their 16 bits, in fewer registers than as floats: a weight's rest is a byte of what rounding took off.
+/* A weight is kept as 16 bits and a rest, in fewer registers than as a float. The rest is one byte of what rounding
+ * took off.
  *
- * of_two            the rests of two weights, in the low bytes; `rounded` holds both in 16 bits
- * added             the weight that became `rounded`; its rest is byte i of `four`
+ * of_two            Returns the rests of two weights in the low bytes. `rounded` holds both weights in 16 bits.
+ * added             Returns the weight that became `rounded`. Byte i of `four` is the rest of the weight.
  * LEAVES_REGISTERS  A kernel of this type has registers for a sum of dP that begins with -D, at 64 columns, too. */
 template <class T> struct weight_rest;
 
-/* The byte of the float behind those 16 bits. Its sign says which way the float was rounded. */
+/* In bf16 the rest is the byte of the float behind the 16 bits. The byte's sign says which way the float was
+ * rounded. */
 template <> struct weight_rest<bf16> {
     static constexpr bool LEAVES_REGISTERS = true;
 
@@ -47,7 +49,7 @@ template <> struct weight_rest<bf16> {
     }
 };
 
-/* The exponents of fp16 end sooner: the difference times 2^26, in e5m2. */
+/* The exponents of fp16 end sooner than the exponents of bf16. So the rest is the difference times 2^26, in e5m2. */
 template <> struct weight_rest<fp16> {
     static constexpr bool LEAVES_REGISTERS = false;
     static constexpr float FACTOR = 1 << 26;
@@ -64,8 +66,11 @@ template <> struct weight_rest<fp16> {
     }
 };
 
-/* The sum of dP begins with -D, for which there are no registers. Otherwise D is read when dP has come: with dropout, where dP
- * is scaled first; at 64 columns in fp16, which has no registers left; at 192, where ptxas would wait for dK before (C7517). */
+/* The sum of dP begins with -D, because there are no registers for D itself. In three cases D is read when dP has come:
+ *
+ *   dropout                dP is scaled first.
+ *   64 columns in fp16     No registers are left for such a sum.
+ *   192 columns            ptxas would wait for dK before (C7517). */
 constexpr bool STARTS_WITH_D =
     !DROPOUT && (WIDE ? DO_STAGES == 1 : weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
 
@@ -78,7 +83,8 @@ DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
     }
 }
 
-/* S^T = K Q^T for the 64 keys of this warpgroup; dP^T = V dO^T alike, added to what is there. */
+/* Issues S^T = K Q^T for the 64 keys of this warpgroup. dP^T = V dO^T is issued alike. With ADDS the product is added
+ * to the content of the registers. */
 template <bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
     wgmma_fence();
 #pragma unroll
@@ -91,7 +97,7 @@ template <bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv
     wgmma_commit_group();
 }
 
-/* dV += P^T dO; dK += dS^T Q alike. */
+/* Issues dV += P^T dO. dK += dS^T Q is issued alike. */
 DEVICE void issue_update(float (&kv)[KV_REGS], const u32 (&p)[P_REGS], u32 q_desc) {
     wgmma_fence();
 #pragma unroll
@@ -100,7 +106,7 @@ DEVICE void issue_update(float (&kv)[KV_REGS], const u32 (&p)[P_REGS], u32 q_des
     wgmma_commit_group();
 }
 
-/* dQ = dS K, this warpgroup's rows or columns of it. */
+/* Issues dQ = dS K for this warpgroup's rows or columns of dQ. */
 DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
     wgmma_fence();
 #pragma unroll
@@ -113,10 +119,11 @@ DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
     wgmma_commit_group();
 }
 
-/* Where a thread's scores lie. Read from shared memory when it is needed: registers are for the sums. */
+/* The keys and rows of a thread's scores. The tile is read from shared memory when the place is needed, because the
+ * registers are for the sums. */
 struct place {
-    int key; /* this thread's first, in its sequence */
-    int row; /* this thread's first, plus len_kv - len_q */
+    int key; /* this thread's first key, in its sequence */
+    int row; /* this thread's first row, plus len_kv - len_q */
     int len_kv;
 };
 DEVICE place place_of(const tile &t, int q_tile) {
@@ -125,7 +132,7 @@ DEVICE place place_of(const tile &t, int q_tile) {
             q_tile * BLOCK_Q + 2 * (thread % 4) + t.len_kv - t.len_q, t.len_kv};
 }
 
-/* The scores of 16 rows from `first` on; factor: d S / d (scale q.k). */
+/* Computes the scores of 16 rows from `first` on. `factor` becomes d S / d (scale q.k). */
 DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const place &at, int first,
                           const score_head &q_head) {
     const score_of<FAST, true, params> score(p);
@@ -134,11 +141,11 @@ DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const p
         s[i] = score(s[i], q_head, at.row + first + row_of(i), at.key + 8 * key_of(i), factor[i]);
 }
 
-/* Pairs that do not see each other get -inf, in 16 rows from `first` on. */
+/* Masks 16 rows from `first` on. The score of a row and a key that do not see each other becomes -inf. */
 DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        /* Rows from this thread's first. Beyond the last row Q is 0, but K may be inf. */
+        /* begin and end count from this thread's first row. Beyond the last row Q is 0, but K may be inf. */
         const int key = at.key + 8 * r;
         int begin = mask::rows_begin_from(p, key, at.row),
             end = mask::rows_end_from(p, key, at.row, at.len_kv - at.row);
@@ -149,8 +156,9 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
     }
 }
 
-/* Which of the 8 registers of 16 rows and 16 keys dropout drops, by the generator of cpu/dropout.h, which was drawn for
- * lanes that hold rows down and keys across: here a lane needs bytes of two others. */
+/* Returns one bit for each of the 8 registers of 16 rows and 16 keys. Dropout drops the elements of the set bits. The
+ * generator of cpu/dropout.h draws for lanes that hold rows down and keys across. Here a lane therefore needs bytes of
+ * two other lanes. */
 DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
     const int lane = threadIdx.x % 32, half = key / 16 % 2;
     const u64 seed = p.rng_state[0], low = p.rng_state[1] + stream + lane;
@@ -162,7 +170,7 @@ DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
 #pragma unroll
     for (int key = 0; key < 2; key++)
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) { /* row 2 (l % 4) + odd, and + 8 */
+        for (int odd = 0; odd < 2; odd++) { /* rows 2 (l % 4) + odd and 2 (l % 4) + odd + 8 */
             const u32 word = __shfl_sync(0xffffffffu, words[key], 8 * (lane % 4) + 4 * odd + lane / 8);
             const int byte = lane / 4 % 2;
             if ((int)(word >> 8 * byte & 0xff) > p.keep_max) bits |= 1u << (2 * key + odd);
@@ -171,8 +179,8 @@ DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
     return bits;
 }
 
-/* P of register i, for dV, in 16 bits. s becomes what dS is weighted with: the exact P, times softcap's derivative, its sign
- * bit set where dropout drops the element. */
+/* Computes P in 16 bits, for dV. `s` becomes the weights of dS: the exact P, times softcap's derivative. A weight's
+ * sign bit is set where dropout drops the element. */
 DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                          const tile &t, int q_tile, int head, bool is_masked) {
     if constexpr (!WEIGHTED) {
@@ -212,7 +220,7 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
 
 constexpr int REST_REGS = S_REGS / 4;
 
-/* The rests of the weights, four in a register. */
+/* Computes the rests of the weights, four in a register. */
 DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P_REGS], u32 (&rest)[REST_REGS]) {
 #pragma unroll
     for (int i = 0; i < REST_REGS; i++) {
@@ -228,8 +236,11 @@ DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS
     return weight_rest<element>::added(two[i % 2], rest[i / 4], i % 4);
 }
 
-/* dS = P (dP - D), in 16 bits. dp: dP, without D where it started with that; stats: D, in shared memory; weight(i):
- * s of above. */
+/* Computes dS = P (dP - D) in 16 bits.
+ *
+ * dp         dP, or dP - D if the sum started with -D
+ * stats      D, in shared memory
+ * weight(i)  the weight of register i, as `exponentiate` leaves the weights in `s` */
 template <class weight_of_register>
 DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
                           weight_of_register weight) {
@@ -251,8 +262,8 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
     }
 }
 
-/* dS of this warp's 16 keys, transposed: a row of shared memory is a query row, 64 keys long. Where a lane's first piece
- * lies in a chunk, and its pieces. Whole warp. */
+/* Whole warp. store_ds stores dS of this warp's 16 keys, transposed. A row of shared memory is a query row, 64 keys
+ * long. ds_offset returns the place of a lane's first 16-byte piece in a chunk. */
 DEVICE u32 ds_offset() {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const u32 row = lane % 8 + lane / 16 * 8, piece = (2 * warp + lane / 8 % 2) ^ (lane % 8);
@@ -264,7 +275,7 @@ DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 address) {
         stmatrix_x4_trans(address + 16 * g * ROW_BYTES, dS[4 * g], dS[4 * g + 1], dS[4 * g + 2], dS[4 * g + 3]);
 }
 
-/* dK or dV of this warp's 16 keys. */
+/* Stores dK or dV of this warp's 16 keys, times `factor`. */
 DEVICE void store(const float (&kv)[KV_REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
     if (!out.data) return;
     element::output *base =

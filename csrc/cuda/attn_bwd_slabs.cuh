@@ -1,5 +1,5 @@
-/* Where the backward kernels keep what belongs to BLOCK_Q query rows of one head: slabs, numbered per head. A packed
- * sequence has whole slabs of its own. */
+/* A slab holds the sums and the statistics of BLOCK_Q query rows of one head, for all backward kernels on Hopper. Slabs
+ * are numbered per head. A packed sequence has whole slabs of its own. */
 #ifndef FA_ATTN_BWD_SLABS_CUH
 #define FA_ATTN_BWD_SLABS_CUH
 
@@ -8,23 +8,27 @@
 #include "packed.cuh"
 #include "ptx_sm90.cuh"
 
-constexpr bool WIDE = HEAD_DIM > 128; /* the rows of attn_bwd_wide_sm90 */
+constexpr bool WIDE = HEAD_DIM > 128; /* the table rows of attn_bwd_wide_sm90 */
 
-/* Columns come in chunks, whole ones in shared memory: beyond the heads' they are zero, or are not written. */
+/* Columns come in chunks. Shared memory holds whole chunks. Columns beyond the
+ * heads' columns are zero, or are not written. */
 constexpr int CHUNK = 64, CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK, COLUMNS = CHUNKS * CHUNK;
 static_assert(HEAD_DIM % 32 == 0, "lanes store 16 bytes each");
 
-/* dQ of a slab is summed by two warpgroups. 128 rows: each has 64 of them. 64 rows: each has half of the columns. */
+/* Two warpgroups compute dQ of a slab. Of 128 rows each warpgroup has 64. Of 64 rows each warpgroup has half
+ * of the columns. */
 constexpr int DQ_COLUMNS = COLUMNS * BLOCK_Q / 128, DQ_REGS = DQ_COLUMNS / 2, DQ_FLOATS = 64 * DQ_COLUMNS;
 constexpr int SLAB_FLOATS =
-    BLOCK_Q * HEAD_DIM; /* sums of a slab: DQ_FLOATS of the first warpgroup, the rest the second's */
+    BLOCK_Q * HEAD_DIM; /* sums of a slab: DQ_FLOATS of the first warpgroup, then the second's */
 DEVICE constexpr int dq_row(int wg) { return BLOCK_Q == 128 ? 64 * wg : 0; }
 DEVICE constexpr int dq_column(int wg) { return BLOCK_Q == 128 ? 0 : DQ_COLUMNS * wg; }
 
-/* Where row i of 16 lies among the statistics of 16 rows: the four that one lane of a quad needs are neighbours. */
+/* Returns the place of row i among the statistics of 16 rows. The four numbers that a lane of a quad needs are
+ * neighbours. */
 DEVICE constexpr int stat_place(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
-/* The key tiles that some row of query tile i sees. The window is read at run time: attn_bwd_prep has no CAUSAL. */
+/* Returns the key tiles that some row of query tile i sees. The window is read at run time, because attn_bwd_prep has
+ * no constant CAUSAL. */
 DEVICE interval key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv, int i) {
     typedef mask_of<false, true> mask;
     const int shift = len_kv - len_q, first_row = i * BLOCK_Q, last_row = min(first_row + BLOCK_Q, len_q) - 1;
@@ -33,8 +37,8 @@ DEVICE interval key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv,
     return {begin / BLOCK_KV, begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV};
 }
 
-/* A packed sequence's first slab: floor((begin + len) / n) + 1 >= floor(begin / n) + ceil(len / n), so that none meets
- * the next one's. */
+/* Returns the first slab of a packed sequence. The slabs of two sequences do not meet, because
+ * floor((begin + len) / n) + 1 >= floor(begin / n) + ceil(len / n). */
 DEVICE int slab_begin(const fa_attn_bwd_params &p, int b_idx) {
     return clamp(p.cu_seqlens_q[b_idx], 0, p.len_q) / BLOCK_Q + b_idx;
 }
@@ -42,15 +46,15 @@ DEVICE int slab_begin(const fa_attn_bwd_params &p, int b_idx) {
 /* The rows of a slab. */
 struct slab_rows {
     int b_idx, head;
-    int row;   /* first one, in its sequence */
-    int begin; /* of the sequence in a packed tensor */
-    int rows;  /* up to BLOCK_Q; 0 or less: none */
+    int row;   /* first row, in its sequence */
+    int begin; /* first row of the sequence in a packed tensor */
+    int rows;  /* number of rows, up to BLOCK_Q; 0 or less: none */
 };
 DEVICE slab_rows slab_at(const fa_attn_bwd_params &p, int slab) {
     slab_rows t;
     const int head = slab / p.num_slabs, in_head = slab - head * p.num_slabs;
     if (VARLEN) {
-        int low = 0, high = p.b - 1; /* the last sequence that begins at or before the slab */
+        int low = 0, high = p.b - 1; /* finds the last sequence that begins at or before the slab */
         while (low < high) {
             const int middle = (low + high + 1) / 2;
             if (slab_begin(p, middle) <= in_head)

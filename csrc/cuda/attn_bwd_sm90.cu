@@ -1,14 +1,17 @@
 /* Attention backward on Hopper, after attn_bwd_prep:
  *
  *   P = exp(scale Q K^T + mask - lse)    dP = dO V^T    dS = P (dP - D)    D = rowsum(dO O), from attn_bwd_prep
- *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K, which the key tiles add up in fp32
+ *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K, summed over the key tiles in fp32
  *
  *   q, dO, dQ [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h_kv, d]    lse, D: stats    sums of dQ: dq_sums
  *
- * One CTA per SM stays for the whole launch. It takes tiles of BLOCK_KV keys of one key head, one after the other, and
- * walks over the query tiles that see them, and at each through all query heads of the group: dK and dV stay in registers.
- * Two warpgroups own 64 keys each. They compute S and dP transposed, keys down, queries across, because then P and dS lie in
- * registers as the products dV and dK take them; only dS goes through shared memory, for dQ:
+ * A persistent CTA stays on each SM. Its work tile is BLOCK_KV keys of one key head. For each work tile the CTA walks
+ * over the query tiles that see these keys. At each query tile the CTA walks through all query heads of the group. So
+ * dK and dV stay in registers.
+ *
+ * Two warpgroups own 64 keys each. The warpgroups compute S and dP transposed: keys go down, queries go across. P and
+ * dS then lie in registers as the products dV and dK take their first operand. Only dS goes through shared memory, for
+ * dQ:
  *
  *   producer warp --k_full, v_full--> both warpgroups  --k_empty, v_empty--> producer warp
  *                 --q_full[s]-->      S^T = K Q^T, dK += dS^T Q             --q_empty[s]-->
@@ -17,26 +20,31 @@
  *                 --dq_full[s]-->     writer warp s: adds dQ to memory      --dq_ready[s]-->
  *   writer warp s --sum_full[s]-->    converter, which stores dK and dV too --dq_ready[s]--> warpgroups
  *
- * dQ of a query tile is computed one step later, when the other warpgroup's dS has long been there: nobody waits for a
- * barrier of both, and the warpgroups drift apart until the tensor cores always have a product to run:
+ * dQ of a query tile is computed one step later. By then the other warpgroup's dS has long been there. So no warpgroup
+ * waits at a barrier of both. The warpgroups drift apart until the tensor cores always have a product to run. A step
+ * has four parts:
  *
- *   issue S            dK of the last step is done: release Q
- *   issue dQ           of the last step; P = exp2 while it runs
- *   dQ to the writer   issue dP, dV; dS while dV runs
- *   dS to both         issue dK
+ *   issue S                  When dK of the last step is done, release Q of the last step.
+ *   issue dQ                 This is dQ of the last step. Compute P = exp2 while dQ runs.
+ *   dQ to the writer warp    Issue dP and dV. Compute dS while dV runs.
+ *   dS to both warpgroups    Issue dK.
  *
- * The first key tile of a query tile stores its share of dQ, those between add theirs, and the last one's warpgroups add
- * the sum to theirs and write dQ. So nothing need be zero before, and nothing is left to do after. With in_order those
- * between add in their order, too, and every bit of dQ repeats; dK and dV repeat anyway. A turn is passed on when the
- * addition has arrived in the L2, 1 to 2 us after it was begun: as the two writers have alternate steps, each has the
- * time of two.
+ * The first key tile of a query tile stores its share of dQ, and the key tiles between add their shares. The warpgroups
+ * of the last key tile add the sum to their own share and write dQ. So no memory need be zero before, and no kernel
+ * follows. With in_order the key tiles between add in their order, too, and every bit of dQ repeats. dK and dV always
+ * repeat. A dQ turn is passed on when the addition has arrived in the L2, 1 to 2 us after its start. The two writer
+ * warps have alternate steps, so each writer warp has the time of two steps.
  *
- * Causal tiles complete a sum at their end, where the tiles before them have just come, too. Long ones of up to 64 columns
- * do not wait for those: the writer adds this share as well, brings the sum, and the converter makes dQ of it while the
- * warpgroups are in the next tile.
+ * A causal work tile completes sums at its end, to which the key tiles before have just come, too. A long work tile of
+ * up to 64 columns does not wait for these key tiles. The writer warp adds this share as well and brings the sum. The
+ * converter makes dQ of the sum while the warpgroups are in the next work tile.
  *
- * This file: what a warpgroup does step by step. Pieces: attn_bwd_memory.cuh, operands and barriers; _writers, dQ, dK and dV
- * to memory; and, shared with heads of more columns, _tiles, which tile is where, and the producer; _scores, work on registers.
+ * This file has the steps of a warpgroup. Four headers have the rest:
+ *
+ *   attn_bwd_memory.cuh     operands and barriers
+ *   attn_bwd_writers.cuh    dQ, dK and dV to memory
+ *   attn_bwd_tiles.cuh      work tiles and the producer warp; shared with attn_bwd_wide_sm90.cu
+ *   attn_bwd_scores.cuh     work on registers; shared with attn_bwd_wide_sm90.cu
  *
  * Specification: cpu/reference.c. Design and limits: backward.md. Measurements: measurements/backward.md. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
@@ -62,7 +70,8 @@ static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM 
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
-/* 16 rows and WIDTH columns of a warp's accumulators, times a factor, in 16 bits, as a box of TMA of 64 columns. Whole warp. */
+/* Whole warp. Writes 16 rows and WIDTH columns of a warp's accumulators, times `factor`, in 16 bits. The result has the
+ * form of a box of TMA of 64 columns. */
 template <int WIDTH> DEVICE void write_box(void *box, const float *x, float factor) {
     const u32 row = row_of_box(box);
 #pragma unroll
@@ -75,7 +84,7 @@ template <int WIDTH> DEVICE void write_box(void *box, const float *x, float fact
     }
 }
 
-/* dQ of query tile i to the writer, from this lane's place in stage 0 on. Whole warpgroup. */
+/* Whole warpgroup. Hands dQ of query tile i over to the writer warp. `dq_at` is this lane's place in stage 0. */
 DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s, const tile &t, u32 dq_at, int wg,
                          int stage, u32 parity, int i, bool is_last) {
     float4 *pieces = (float4 *)__cvta_shared_to_generic(dq_at + stage * (u32)sizeof s.dq[0]);
@@ -94,12 +103,13 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
                 dq[4 * x] += sum.x, dq[4 * x + 1] += sum.y, dq[4 * x + 2] += sum.z, dq[4 * x + 3] += sum.w;
             }
         }
-        __syncwarp(); /* all have read, and write over it */
+        __syncwarp(); /* all lanes have read the sum, and the box overwrites the sum */
         write_box<CHUNK>(s.dq[stage][wg] + threadIdx.x / 32 % 4 * warp_floats(wg), dq, p.scale);
     }
 }
 
-/* dK or dV of this warp's 16 keys to the warp that stores it: chunks of BLOCK_KV keys. Whole warp. */
+/* Whole warp. Hands dK or dV of this warp's 16 keys over to the warp that stores dK and dV. `place` has chunks of
+ * BLOCK_KV keys. */
 DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::output *place, u64 *full, int key) {
     if (HEAD_DIM >= CHUNK) write_box<CHUNK>(place + key * CHUNK, kv, factor);
     if (HEAD_DIM > CHUNK) write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
@@ -107,8 +117,8 @@ DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::ou
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(full);
 }
 
-/* dK or dV of a cut tile, so far: the sum of the pieces before is added, or the sum is left to the next. All loads are under
- * way together: the next piece waits for them. Whole warp. */
+/* Whole warp. Adds the sum of the pieces before to dK or dV of a cut tile. Then leaves the sum to the next piece, if
+ * any. All loads are under way together, because the next piece waits for the loads. */
 DEVICE void add_pieces(float (&kv)[KV_REGS], float4 *sums, bool is_first, bool is_last) {
     if (!is_first) {
         float4 x[KV_REGS / 4];
@@ -125,7 +135,7 @@ DEVICE void add_pieces(float (&kv)[KV_REGS], float4 *sums, bool is_first, bool i
     }
 }
 
-/* The pieces of a cut tile add up dK and dV in their order: the last one has the sums. Whole warp. */
+/* Whole warp. The pieces of a cut tile add up dK and dV in their order. The last piece has the sums. */
 DEVICE void add_to_pieces(float (&dK)[KV_REGS], float (&dV)[KV_REGS], const params &p, const tile &t, int warp) {
     const bool is_leader = threadIdx.x % 32 == 0, is_first = t.piece == 0, is_last = t.piece == t.pieces - 1;
     float4 *sums = (float4 *)p.kv_sums + (t.idx * 8 + warp) * (2 * KV_REGS / 4 * 32) + threadIdx.x % 32;
@@ -140,7 +150,7 @@ DEVICE void add_to_pieces(float (&dK)[KV_REGS], float (&dV)[KV_REGS], const para
     if (is_leader) end_turn(turn);
 }
 
-/* dK or dV of 16 keys that no query sees. Whole warp. */
+/* Whole warp. Stores zeros to dK or dV of 16 keys that no query sees. */
 DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t, int key) {
     if (!out.data) return;
     element::output *rows =
@@ -152,7 +162,7 @@ DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t
     }
 }
 
-/* The 16 bits of what dS is weighted with. */
+/* Returns the weights of dS in 16 bits. */
 template <int N>
 DEVICE const u32 (&weights_among(const u32 (&P)[P_REGS], const u32 (&W)[N])) [P_REGS] {
     if constexpr (WEIGHTED)
@@ -161,12 +171,12 @@ DEVICE const u32 (&weights_among(const u32 (&P)[P_REGS], const u32 (&W)[N])) [P_
         return P;
 }
 
-/* One warpgroup. IS_GROUPED: a tile may have several query heads. */
+/* This function is one warpgroup. With IS_GROUPED a work tile may have several query heads. */
 template <bool IS_GROUPED>
 DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool arrives = arrives_for_warp(lane);
-    /* One address serves both ways of reading an operand: along the row the leading offset is not used. */
+    /* One address serves both ways of reading an operand, because along the row the leading offset is not used. */
     const u32 k_desc = matrix_descriptor(smem_address(s.k) + wg * 64 * ROW_BYTES, 0);
     const u32 v_desc = matrix_descriptor(smem_address(s.v) + wg * 64 * ROW_BYTES, 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
@@ -177,8 +187,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
     constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * element::BYTES);
 
-    /* Where this lane stores in stage 0. Computed again in every step, in front of the stores, it costs 3 to 4% at 128
-     * columns, and kept 3 to 7% at 64. */
+    /* The addresses at which this lane stores in stage 0. At 128 columns, computing the addresses again in every step,
+     * in front of the stores, costs 3 to 4%. At 64 columns, keeping the addresses costs 3 to 7%. */
     u32 ds_at = smem_address(s.ds) + wg * BLOCK_Q * ROW_BYTES + ds_offset();
     u32 dq_at = smem_address(s.dq[0][wg] + warp * warp_floats(wg) + 4 * lane);
     if (KEEPS_ADDRESSES) ds_at = kept(ds_at), dq_at = kept(dq_at);
@@ -199,7 +209,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
 
-        const int key = 64 * wg + 16 * warp; /* this warp's first, in the tile */
+        const int key = 64 * wg + 16 * warp; /* this warp's first key, in the work tile */
 
         if (num_steps > 0) {
             mbarrier_wait(&s.k_full, kv_parity);
@@ -216,11 +226,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], lane);
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
-                /* dK of the last step is there: release its Q */
+                /* dK of the last step is there: release Q of the last step */
                 wgmma_wait_group<1>(dK);
                 if (arrives && step > 0) mbarrier_arrive(&s.q_empty[last]);
-                /* wait dS: dQ of the last step. NOTE: the first step computes one of what lies in dS and drops it. A
-                 * branch around the products, or a first step of its own, and ptxas runs them one by one (C7512). */
+                /* wait dS: dQ of the last step. NOTE: the first step multiplies whatever lies in dS, and drops the
+                 * result. With a branch around the products, or with a separate first step, ptxas runs the products one
+                 * by one (C7512). */
                 if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
                 issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
                 /* S is there: P */
@@ -232,7 +243,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<element>(S[2 * i], S[2 * i + 1]);
                 const auto &weights = weights_among(P, W);
                 split_weights(S, weights, rest);
-                pin(P), pin(rest); /* not later: dQ runs now */
+                pin(P), pin(rest); /* compute P here and not later, because dQ runs now */
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
                 wgmma_wait_group<0>(dQ);
@@ -252,10 +263,10 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return weight_of(weights, rest, i); });
-                /* wait for a place for dS; in the first step it is the last tile's dK that must have left it */
+                /* wait for a place for dS; in the first step the last work tile's dK must have left this place */
                 mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
-                /* dK += dS^T Q; dS to both */
+                /* dK += dS^T Q; dS to both warpgroups */
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();
                 __syncwarp();
@@ -267,8 +278,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 r.next();
             }
 
-            /* The last step's dQ. When both have their dS there, V has been read: its place serves dV. When both have
-             * their dQ, the place of dS serves dK. */
+            /* dQ of the last step. When dS of both warpgroups is there, V has been read, and dV takes the place of V.
+             * When dQ of both warpgroups is there, dK takes the place of dS. */
             const int last = r.stage ^ 1;
             const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
             float dQ[DQ_REGS];
@@ -298,8 +309,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ params p) {
-    /* There is no static shared memory, so the dynamic one starts at 1024, as its alignment asks. Said as a number, every
-     * address is a constant, which saves the producer's registers. */
+    /* There is no static shared memory. So dynamic shared memory starts at 1024, as its alignment asks. With this
+     * number in the text every address is a constant, which saves registers of the producer warp. */
     extern __shared__ __align__(1024) unsigned char smem[];
     if (smem_address(smem) != SHARED_BASE) __trap();
     shared_memory &s = *(shared_memory *)__cvta_shared_to_generic(SHARED_BASE);
@@ -323,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
         mbarrier_init_fence();
     }
-    griddepcontrol_wait(); /* for attn_bwd_prep, which this launch does not wait for */
+    griddepcontrol_wait(); /* for attn_bwd_prep, which may still run when this launch begins */
     __syncthreads();
 
     if (wg == 0) {
@@ -333,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (warp == 3) write_keys(p, s);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        /* A text of its own for one head gives 1 to 2%. With more options it would double what spills. */
+        /* A separate instance for one head gives 1 to 2%. With more options the instance would double the spills. */
         if (HEAD_DIM > 64 || SCORE || DROPOUT || p.heads_per_tile > 1)
             consume<true>(p, s, wg - 1);
         else

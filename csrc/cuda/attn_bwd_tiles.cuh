@@ -1,5 +1,5 @@
-/* What the backward kernels on Hopper share of a tile's life: which keys and queries it is, the producer warp that brings
- * them, and the order in which tiles add to dQ where it is fixed. */
+/* Both backward kernels on Hopper share this file. The file has the keys and queries of a work tile, the producer warp,
+ * and the dQ turns. */
 #ifndef FA_ATTN_BWD_TILES_CUH
 #define FA_ATTN_BWD_TILES_CUH
 
@@ -12,35 +12,36 @@ typedef fa_attn_bwd_params params;
 
 constexpr int ROW_BYTES = CHUNK * element::BYTES;                    /* swizzled */
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
-constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* of dO: what there is room for */
+constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* stages of dO that there is room for */
 
-/* What everybody must know of a tile. */
+/* The description of a work tile, which all warps of the CTA read. */
 struct tile {
-    int kv_tile; /* in its sequence; -1: there are no more tiles */
+    int kv_tile; /* key tile in its sequence; -1: there are no more tiles */
     int b_idx, head_kv;
-    int first_head; /* query head, in its sequence */
+    int first_head; /* first query head, in its sequence */
     int len_q, len_kv;
-    tile_walk queries; /* query tiles; full ones have BLOCK_Q rows that see BLOCK_KV keys */
+    tile_walk queries; /* query tiles; full query tiles have BLOCK_Q rows that see BLOCK_KV keys */
     int idx, piece,
-        pieces;           /* where it is cut: its number among such, which piece of its queries this is, of how many */
-    int first_begin;      /* query tiles from here on see no earlier key tile: this one begins their sum of dQ */
-    int last_end;         /* query tiles before it see no later key tile: this one completes their sum */
-    int kv_begin;         /* where the sequence begins in packed tensors */
-    int slab_head, slab;  /* of the group's first query head and of the sequence's first row */
-    int q_row_0, q_batch; /* coordinates of the sequence's row 0 in the maps of q and dO, */
-    int kv_row_0, kv_batch; /* and of k and v */
+        pieces;          /* of a cut tile: its number among cut tiles, the number of this piece, the number of pieces */
+    int first_begin;     /* query tiles from here on see no earlier key tile: this key tile begins the sum of dQ */
+    int last_end;        /* query tiles before here see no later key tile: this key tile completes the sum of dQ */
+    int kv_begin;        /* first row of the sequence in packed k and v */
+    int slab_head, slab; /* head number of the first query head, and the sequence's first slab */
+    int q_row_0, q_batch;   /* coordinates of the sequence's row 0 in the maps of q and dO */
+    int kv_row_0, kv_batch; /* the same in the maps of k and v */
 };
 
-/* This CTA's first key of a tile, in its sequence. */
+/* first_key returns this CTA's first key of a work tile, in its sequence. */
 DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
 DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank() * KEYS; }
 
-/* Too few tiles are cut. Each query tile costs the same: the last ones, along the queries. Else: all, along the query heads. */
+/* Work tiles are cut where there are too few for all SMs. If all query tiles cost the same, the last work tiles are cut
+ * along the queries. Otherwise all work tiles are cut along the query heads. */
 constexpr bool CUTS_QUERIES = !WIDE && !CAUSAL && !LOCAL && !VARLEN, CUTS_HEADS = !WIDE && !CUTS_QUERIES;
 
 constexpr u32 SHARED_BASE = 1024;
 
-/* Position in a ring of two; of one barrier used again and again: the parity of number 2 n. */
+/* The position in a ring of two stages. Step 2 n + s uses stage s, and the parity is n mod 2. */
 struct ring {
     int stage = 0;
     u32 parity = 0;
@@ -50,13 +51,14 @@ struct ring {
     }
 };
 
-/* Where dO of a step lies, and the parity of its barriers. */
+/* do_stage returns the stage of a step's dO. do_parity returns the parity of this stage's barriers. */
 DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
 DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
-/* What a step of a key tile is about: query tiles from the last to the first, and of each the heads of the group in turns. So
- * key tiles of one head come to a query tile at the same time. Were it one head after the other, short causal tiles would
- * wait at the end of each until the longest tile had been through with it. */
+/* The query tile and the query head of a step. A key tile walks from the last query tile to the first. At each query
+ * tile the key tile walks through the heads of the group. So the key tiles of one head come to a query tile at the same
+ * time. With one head after the other, short causal tiles would wait at the end of each head until the longest tile had
+ * been there. */
 struct step_place {
     int q_tile, head_in_group;
 };
@@ -68,7 +70,7 @@ template <bool IS_GROUPED = true> DEVICE step_place place_of_step(const params &
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
-/* Packed: tiles of one head, over all sequences. Whole warp. */
+/* Whole warp. Returns the number of key tiles of one head over all packed sequences. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
     for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
@@ -76,13 +78,13 @@ DEVICE int count_packed_tiles(const params &p) {
     return __reduce_add_sync(0xffffffffu, tiles);
 }
 
-/* Packed: the sequence that tile number `idx` of a head falls into; idx becomes the tile's number there. Whole warp:
- * lane l looks at sequence 32 window + l. */
+/* Whole warp. Returns the packed sequence that key tile number `idx` of a head falls into. `idx` becomes the tile's
+ * number in this sequence. Lane l looks at sequence `first` + l, with 32 sequences in a window. */
 DEVICE int find_sequence(const params &p, int &idx) {
     const int lane = threadIdx.x % 32;
     for (int first = 0;; first += 32) {
         int tiles = first + lane < p.b ? ceil_div(span_at(p.cu_seqlens_k, first + lane, p.len_kv).len, BLOCK_KV) : 0;
-        int end = tiles; /* of this lane's tiles, counted from the window's start: an inclusive scan */
+        int end = tiles; /* end of this lane's tiles, counted from the window's start by an inclusive scan */
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             int before = __shfl_up_sync(0xffffffffu, end, step);
@@ -101,7 +103,7 @@ DEVICE int find_sequence(const params &p, int &idx) {
 /* The mask of this launch. */
 typedef mask_of<CAUSAL, LOCAL> mask;
 
-/* The query tiles that see some key of a key tile. */
+/* Returns the query tiles that see some key of a key tile. */
 DEVICE interval queries_of(const params &p, int kv_tile, int len_q, int len_kv) {
     const int shift = len_kv - len_q;
     const int first_key = kv_tile * BLOCK_KV, last_key = min(first_key + BLOCK_KV, len_kv) - 1;
@@ -111,9 +113,9 @@ DEVICE interval queries_of(const params &p, int kv_tile, int len_q, int len_kv) 
     return {begin / BLOCK_Q, ceil_div(end, BLOCK_Q)};
 }
 
-/* Tile number idx of the launch. Whole warp. Where there is a causal mask, longest first; heads run fastest, so that tiles
- * that wait for each other, those of one head, begin apart. So do the pieces of one: those of all key heads come before the
- * next pieces. */
+/* Whole warp. Returns work tile number idx of the launch. With a causal mask the longest work tiles come first. Tiles
+ * of one head wait for each other. The head number therefore runs fastest, so that tiles of one head begin apart.
+ * Pieces of one tile begin apart, too, because one piece of every key head comes before the next pieces. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
     t.pieces = 1, t.piece = 0;
@@ -121,12 +123,12 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.pieces = p.pieces, t.idx = (idx - p.num_whole) / p.pieces, t.piece = idx - p.num_whole - t.idx * p.pieces;
         idx = p.num_whole + t.idx;
     }
-    const int pieces = CUTS_HEADS ? p.pieces : 1; /* of a key head: each has query heads of its own */
+    const int pieces = CUTS_HEADS ? p.pieces : 1; /* of a key head: each piece has query heads of its own */
     const int num_heads = VARLEN ? p.h_kv : p.b * p.h_kv, in_groups = p.group_heads * num_kv_tiles;
     const int group = idx / in_groups, in_group = idx - group * in_groups;
     const int heads = min(p.group_heads, num_heads * pieces - group * p.group_heads);
     const int part = group * p.group_heads + in_group % heads, piece = CUTS_HEADS ? part / num_heads : 0;
-    const int head = part - piece * num_heads; /* dense: of the whole batch */
+    const int head = part - piece * num_heads; /* dense: counted over the whole batch */
     t.kv_tile = in_group / heads;
     if (CUTS_HEADS) t.pieces = pieces, t.piece = piece, t.idx = head * num_kv_tiles + t.kv_tile;
     t.slab_head = (head * pieces + piece) * p.heads_per_tile;
@@ -162,14 +164,14 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
 
 /* ---- producer -------------------------------------------------------------------------------------------------- */
 
-/* This CTA's first key of a tile, or that of the cluster's other one. What lies beyond the sequence's end is masked and not
- * stored, whatever it holds, but no box may lie outside its map as a whole: see tensor_map.h. */
+/* Returns the first key of CTA `rank` of the cluster in a work tile. Keys beyond the sequence's end may hold anything,
+ * because such keys are masked and not stored. But no box may lie outside its map as a whole: see tensor_map.h. */
 DEVICE int key_to_load(const tile &t, int rank) {
     const int key = t.kv_tile * BLOCK_KV + rank * KEYS;
     return CTAS > 1 ? min(key, t.len_kv - 1) : key;
 }
 
-/* This CTA's keys, of K or V. */
+/* Loads this CTA's keys of K or V. */
 DEVICE void load_keys(element *dst, const fa_tensor_map *map, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank());
 #pragma unroll
@@ -178,12 +180,12 @@ DEVICE void load_keys(element *dst, const fa_tensor_map *map, u64 *full, const t
                                   L2_EVICT_FIRST);
 }
 
-/* In a cluster each of the four warpgroups makes one chunk of dQ's columns; one too many make the last one again, for
- * nothing. */
+/* In a cluster each of the four warpgroups computes one chunk of dQ's columns. If there are only three chunks, the
+ * fourth warpgroup computes the last chunk again, for nothing. */
 DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
 DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
 
-/* The other CTA's part of K: the chunks that this one's dQ takes. */
+/* Loads the other CTA's part of K: the chunks that this CTA's dQ takes. */
 DEVICE void load_other_keys(element *dst, const params &p, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
 #pragma unroll
@@ -192,7 +194,8 @@ DEVICE void load_other_keys(element *dst, const params &p, u64 *full, const tile
                                   t.kv_batch, L2_EVICT_FIRST);
 }
 
-/* BLOCK_Q rows of Q or dO. The CTAs of a cluster share them: each brings every other chunk, for both. */
+/* Loads BLOCK_Q rows of Q or dO. The CTAs of a cluster share the rows: each CTA loads every other chunk, for both
+ * CTAs. */
 DEVICE void load_queries(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c += CTAS) {
@@ -206,7 +209,8 @@ DEVICE void load_queries(element *dst, const fa_tensor_map *map, u64 *full, int 
     }
 }
 
-/* The next tile that nobody has taken, of a cluster: CTA 0 takes it and tells the other. Whole warp. */
+/* Whole warp. Takes the next work tile of the launch. In a cluster CTA 0 takes the tile and sends its number to
+ * CTA 1. */
 template <class shared_memory> DEVICE int take_tile(const params &p, shared_memory &s, u32 &parity) {
     int idx = 0;
     if (threadIdx.x % 32 == 0) {
@@ -219,7 +223,7 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
                 mbarrier_arrive_expect_tx(&s.idx_full, 4);
                 mbarrier_wait_cluster(&s.idx_full, parity);
                 idx = *(volatile int *)&s.idx;
-                mbarrier_arrive_remote_release(&s.idx_empty, 0); /* not before the number has been read */
+                mbarrier_arrive_remote_release(&s.idx_empty, 0); /* not before the number is read */
             }
         }
     }
@@ -227,11 +231,11 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
     return __shfl_sync(0xffffffffu, idx, 0);
 }
 
-/* A tile's keys come behind its first Q and dO, which wait for less of the tile before; in a cluster, where that is 0.5 to 3%
- * slower, K comes before them and V between. */
+/* A tile's keys come after its first Q and dO, because Q and dO wait for less of the tile before. In a cluster this
+ * order is 0.5 to 3% slower. There K comes before Q, and V comes between Q and dO. */
 constexpr bool KEYS_FIRST = CTAS > 1;
 
-/* One warp; lane 0 does what one thread must do. */
+/* This function is the producer warp. Lane 0 does all work that one thread must do. */
 template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
@@ -240,7 +244,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
-        const tile &t = s.tiles[tr.stage]; /* there, not here: this warp has few registers */
+        const tile &t = s.tiles[tr.stage]; /* stays in shared memory: this warp has few registers */
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
         {
             const tile found = tile_at(p, idx, num_kv_tiles);
@@ -267,7 +271,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 if (KEYS_FIRST) load_k();
                 const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
 #pragma unroll
-                for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* while the tile before still needs their places */
+                for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* the tile before still needs the places of K, V */
                     cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
                     cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
                 }
@@ -294,7 +298,8 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 kv_parity ^= 1;
             }
         }
-        /* Not sooner: who takes a tile must begin it soon, or others wait for it, or end late. */
+        /* Not sooner: a CTA must soon begin the tile that it takes. Otherwise other CTAs wait for the tile, or end
+         * late. */
         idx = take_tile(p, s, idx_parity);
     }
     if (is_leader) {
@@ -304,7 +309,8 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     }
 }
 
-/* What a warp does with each of the CTA's tiles, or one lane of it. Whole warp. */
+/* Whole warp. go_through_tiles calls `work` for each work tile of the CTA. lead_through_tiles calls `work` in one
+ * lane. */
 template <class shared_memory, class work_on_tile> DEVICE void go_through_tiles(shared_memory &s, work_on_tile work) {
     const bool is_leader = threadIdx.x % 32 == 0;
     for (ring tr;; tr.next()) {
@@ -312,7 +318,7 @@ template <class shared_memory, class work_on_tile> DEVICE void go_through_tiles(
         const tile &t = s.tiles[tr.stage];
         if (t.kv_tile < 0) break;
         work(t, is_leader);
-        __syncwarp(); /* all have read it: the leader gives the tile's place away */
+        __syncwarp(); /* all lanes have read the tile, so the leader releases its place */
         if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
 }
@@ -322,17 +328,18 @@ template <class shared_memory, class work_on_tile> DEVICE void lead_through_tile
     });
 }
 
-/* ---- who has added to dQ -------------------------------------------------------------------------------- */
+/* ---- dQ turns -------------------------------------------------------------------------------------------------- */
 
-/* Key tiles add in the order in which they begin. A tile waits only for tiles that somebody has begun. */
+/* Key tiles add in the order in which they begin. A key tile waits only for key tiles that some CTA has begun. */
 
-/* The turn of a key tile at query tile i: how many others add before it. */
+/* Returns the dQ turn of a key tile at query tile i: the number of key tiles that add before. */
 DEVICE u32 turn_of(const params &p, const tile &t, int i) {
     const interval seen = key_tiles_of(p, t.len_q, t.len_kv, i);
     return t.kv_tile - seen.begin;
 }
 
-/* One lane: until `rank` key tiles have added to the slab. What follows reads their sum or adds to it, maybe through TMA. */
+/* One lane. Waits until `rank` key tiles have added to the slab. The caller then reads the sum or adds to the sum,
+ * maybe through TMA. */
 DEVICE void wait_turn(const u32 *turn, u32 rank) {
     u32 seen;
     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");

@@ -1,22 +1,25 @@
-/* Attention backward on Hopper for heads of more than 128 columns: the formulas and the frame of attn_bwd_sm90.cu.
+/* Attention backward on Hopper for heads of more than 128 columns. The formulas and the frame come from
+ * attn_bwd_sm90.cu.
  *
- * dK and dV of 64 keys take 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a CTA share
- * 64 keys and split the work: one makes P and owns dV, the other makes dS and owns dK. Of 64 keys the sums of dQ would be
- * 4 bytes added in the L2 for 640 operations, at 3.3 TB/s 450 TFLOPS. So two CTAs, a cluster, take neighbouring keys and
- * the same queries, exchange dS, and each makes half of dQ's columns from the keys of both:
+ * dK and dV of 64 keys take 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a CTA
+ * share 64 keys and split the work. Warpgroup 0 computes P and owns dV. Warpgroup 1 computes dS and owns dK. With 64
+ * keys the sums of dQ would take 4 bytes of additions in the L2 for 640 operations. At 3.3 TB/s these additions allow
+ * 450 TFLOPS. So two CTAs, a thread block cluster, take neighbouring keys and the same queries. The CTAs exchange dS,
+ * and each CTA computes half of dQ's columns from the keys of both:
  *
  *   producer warp --q_full[s]--> both              warpgroup 1 of both CTAs: --q_empty[s]--> producer warps
  *                 --do_full----> both              both of both CTAs:        --do_empty---->
  *   warpgroup 0   S^T = K Q^T, P                   --p_full-->  warpgroup 1
  *                 dV += P^T dO
  *   warpgroup 1   dP^T = V dO^T, dS, dK += dS^T Q  --ds_full[s]--> both of both CTAs  --ds_empty[s]-->
- *   both          dQ = dS K of the last step, added to memory from registers, when the step's turn has come:
+ *   both          dQ = dS K of the last step, added to memory from registers, when the dQ turn has come
  *   open_turns    --turn_come[s]--> both            both: --dq_added[s]--> end_turns
  *
- * Each CTA brings half of Q and dO, for both. There is room for one dO: it is there again while dK, S and dQ run.
+ * Each CTA loads half of Q and dO, for both CTAs. Above 192 columns there is room for one stage of dO. The next dO
+ * comes while dK, S and dQ run.
  *
- * dQ is added up as in attn_bwd_sm90.cu: the first key tile that a query tile sees stores its share, those between add,
- * the last one adds the sum to its own and writes dQ. */
+ * dQ is added up as in attn_bwd_sm90.cu. The first key tile that a query tile sees stores its share, and the key tiles
+ * between add their shares. The last key tile adds the sum to its own share and writes dQ. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
 #error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
@@ -36,33 +39,43 @@ static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
 constexpr int DS_BYTES = BLOCK_Q * KEYS * element::BYTES, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
-constexpr bool DP_FIRST = DO_STAGES > 1; /* before dQ of the last step, which runs under dS then: dO is early enough */
+/* With two stages dO comes early enough for dP before dQ of the last step. dQ then runs while dS is computed. */
+constexpr bool DP_FIRST = DO_STAGES > 1;
 
-/* Operands as in attn_bwd_sm90.cu. */
+/* The operands lie as in attn_bwd_sm90.cu. */
 struct shared_memory {
     alignas(1024) element k[KEYS * HEAD_DIM];
-    alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this one's dQ */
+    alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this CTA's dQ */
     alignas(1024) element v[KEYS * HEAD_DIM];
     alignas(1024) element q[2][BLOCK_Q * HEAD_DIM];
     alignas(1024) element dout[DO_STAGES][BLOCK_Q * HEAD_DIM];
-    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage], this CTA's keys and the other's; a row is a key */
-    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], what dS is weighted with */
+    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
+    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], the weights of dS */
     alignas(16) float lse[2][BLOCK_Q];              /* comes with q */
     alignas(16) float d[DO_STAGES][BLOCK_Q];        /* comes with dout */
-    /* Arrivals. full: one, with TMA's bytes; p_full: warps of warpgroup 0; ds_full: warps of warpgroup 1, with the bytes
-     * of the other CTA's. k_empty, v_empty: this CTA's warps that read them. The other empty: warps of both CTAs. */
+    /* Arrivals at the barriers:
+     *
+     *   k_full, v_full, q_full, do_full   one, with TMA's bytes
+     *   k_empty, v_empty                  this CTA's warps that read K or V
+     *   q_empty, do_empty, ds_empty       the warps of both CTAs that read the stage
+     *   p_full                            the warps of warpgroup 0
+     *   ds_full                           the warps of warpgroup 1, with the bytes of the other CTA's dS
+     *   tile_full                         one, of the producer warp
+     *   tile_empty                        all eight consumer warps, open_turns and end_turns
+     *   turn_come                         two, open_turns and end_turns
+     *   dq_added                          all eight consumer warps */
     u64 k_full, k_empty, v_full, v_empty;
     u64 q_full[2], q_empty[2], do_full[DO_STAGES], do_empty[DO_STAGES];
     u64 p_full, ds_full[2], ds_empty[2];
     u64 tile_full[2], tile_empty[2];
-    u64 idx_full, idx_empty;       /* the next tile's number, from CTA 0 to CTA 1 */
-    u64 turn_come[2], dq_added[2]; /* two, open_turns and end_turns; all eight warps */
+    u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
+    u64 turn_come[2], dq_added[2];
     int idx;
     tile tiles[2];
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 
-/* One lane: an arrival in both CTAs. */
+/* One lane. Arrives at the barrier of both CTAs. */
 DEVICE void arrive_in_both(u64 *barrier) {
     mbarrier_arrive(barrier);
     mbarrier_arrive_remote(barrier, cluster_rank() ^ 1);
@@ -70,7 +83,7 @@ DEVICE void arrive_in_both(u64 *barrier) {
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
-/* dQ = dS K, one chunk of columns. */
+/* Issues dQ = dS K for one chunk of columns. */
 DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc, u32 k_other_desc) {
     wgmma_fence();
 #pragma unroll
@@ -82,7 +95,7 @@ DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc,
     wgmma_commit_group();
 }
 
-/* The step before, whose dQ comes now. */
+/* The last step, whose dQ is computed in the current step. */
 struct last_step {
     int q_tile, head_in_group, stage;
     u32 parity;
@@ -91,7 +104,7 @@ DEVICE last_step step_before(const ring &r, int q_tile, int head_in_group) {
     return {q_tile, head_in_group, r.stage ^ 1, r.stage ? r.parity : r.parity ^ 1};
 }
 
-/* This warpgroup's chunk of a step's dQ, when its turn has come. Whole warpgroup. */
+/* Whole warpgroup. Waits for the dQ turn, then adds this warpgroup's chunk of a step's dQ. */
 DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, const last_step &last,
                    int wg) {
     if (!p.dq.data) return;
@@ -109,7 +122,8 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
                     dq[x] += sum.x, dq[x + 1] += sum.y, dq[x + 2] += sum.z, dq[x + 3] += sum.w;
                 }
             }
-            /* A row that sees no key, or none whose score is more than -inf: its dS is zero, but K may hold infinities. */
+            /* A row that sees no key, or only scores of -inf, gets zeros. The row's dS is zero, but K may hold
+             * infinities. */
             const float *lse = p.stats + slab * (2 * BLOCK_Q) + threadIdx.x % 128 / 32 * 16;
             const bool is_blind[2] = {lse[stat_place(threadIdx.x % 32 / 4)] == INF,
                                       lse[stat_place(threadIdx.x % 32 / 4 + 8)] == INF};
@@ -136,7 +150,7 @@ DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s,
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_added[last.stage]);
 }
 
-/* What one lane does in each step, whose query tile is i. Whole warp. */
+/* Whole warp. One lane calls `work` for each step. `i` is the query tile of the step. */
 template <class work_on_step> DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step work) {
     lead_through_tiles(s, [&](const tile &t) {
 #pragma unroll 1
@@ -148,8 +162,8 @@ template <class work_on_step> DEVICE void lead_through_steps(const params &p, sh
     });
 }
 
-/* Two warps know when it is whose turn, so that the warpgroups wait neither for the memory nor for its fences. One looks
- * whether a step's turn has come, while the step before it may still be adding ... */
+/* Two warps handle the dQ turns, so that the warpgroups wait neither for memory nor for fences. This warp looks
+ * whether the dQ turn of a step has come, while the step before may still be adding. */
 DEVICE void open_turns(const params &p, shared_memory &s) {
     ring r; /* of steps */
     lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
@@ -160,9 +174,9 @@ DEVICE void open_turns(const params &p, shared_memory &s) {
     });
 }
 
-/* ... and one, when both warpgroups have added, lets the next step but one begin and tells the other key tiles. Its fence
- * orders what others of the CTA have done before, if they have told so. It is behind by no more than two steps: a phase
- * of dq_added that it has not seen cannot be followed by the next one. */
+/* When both warpgroups have added, this warp lets the next step but one begin and passes the dQ turn on. The warp's
+ * fence also orders the earlier additions of other warps of the CTA, if these warps have arrived. This warp is at most
+ * two steps behind. So no phase of dq_added can follow a phase that this warp has not seen. */
 DEVICE void end_turns(const params &p, shared_memory &s) {
     ring r; /* of steps */
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn_come[0]), mbarrier_arrive(&s.turn_come[1]);
@@ -180,7 +194,7 @@ constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * element::BY
 constexpr u32 DO_STAGE = DO_STAGES > 1 ? Q_STAGE : 0;
 constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
 
-/* dS of this warp's 16 keys: a row of shared memory is a key, 64 queries long. */
+/* Stores dS of this warp's 16 keys. A row of shared memory is a key, 64 queries long. */
 DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
     const int lane = threadIdx.x % 32, row = lane % 16;
 #pragma unroll
@@ -189,7 +203,7 @@ DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
                     dS[4 * g + 2], dS[4 * g + 3]);
 }
 
-/* What a warpgroup's chunk of dQ is made of: descriptors of dS in stage 0, of this CTA's keys and of the other's. */
+/* The operands of a warpgroup's chunk of dQ: descriptors of dS in stage 0, this CTA's keys and the other CTA's keys. */
 struct dq_operands {
     u32 ds, k, k_other;
 };
@@ -199,14 +213,15 @@ DEVICE dq_operands dq_operands_of(const shared_memory &s, int wg) {
             matrix_descriptor(smem_address(s.k_other) + wg * KEYS * ROW_BYTES, 0)};
 }
 
-/* wait dS: dQ of the last step. A tile's first step has none before it: what lies there is multiplied, and dropped. */
+/* Waits for dS and issues dQ of the last step. A tile's first step has no step before. The first step multiplies
+ * whatever lies in dS, and drops the result. */
 DEVICE void start_dq(float (&dq)[PAIR_DQ_REGS], shared_memory &s, const dq_operands &x, const last_step &last,
                      bool is_there) {
     if (is_there) mbarrier_wait(&s.ds_full[last.stage], last.parity);
     issue_dq_of_pair(dq, x.ds + last.stage * DS_STAGE, x.k, x.k_other);
 }
 
-/* dQ of a tile's last step. Nothing is read any more then. */
+/* Computes dQ of a tile's last step. Afterwards no operand of the tile is read any more. */
 DEVICE void finish_dq(const params &p, shared_memory &s, const dq_operands &x, const tile &t, const last_step &last,
                       int wg) {
     float dQ[PAIR_DQ_REGS];
@@ -216,7 +231,7 @@ DEVICE void finish_dq(const params &p, shared_memory &s, const dq_operands &x, c
     add_dq(dQ, p, s, t, last, wg);
 }
 
-/* Warpgroup 0: P and dV. */
+/* Warpgroup 0 computes P and dV. */
 DEVICE void consume_p(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
     const bool arrives = arrives_for_warp(threadIdx.x % 32);
@@ -254,7 +269,8 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* wait dS: dQ of the last step */
                 start_dq(dQ, s, operands, last, !is_first);
-                /* S is there: P, to the other warpgroup too, which has read the last one: it has made dS of it */
+                /* S is there: P, to the other warpgroup too. The other warpgroup has read the last P, because its dS is
+                 * there. */
                 wgmma_wait_group<1>(S);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
@@ -273,7 +289,8 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                     if (arrives) arrive_in_both(&s.ds_empty[last.stage]);
                     add_dq(dQ, p, s, t, last, 0);
                 }
-                /* dV is there: release dO. In the next step, behind the wait for Q, it is 5 to 8% slower from 4k on. */
+                /* dV is there: release dO. A release in the next step, behind the wait for Q, is 5 to 8% slower from 4k
+                 * on. */
                 wgmma_wait_group<0>(dV);
                 if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 r.next();
@@ -291,7 +308,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     }
 }
 
-/* Warpgroup 1: dS and dK. */
+/* Warpgroup 1 computes dS and dK. */
 DEVICE void consume_ds(const params &p, shared_memory &s) {
     const int warp = threadIdx.x / 32 % 4;
     const bool is_leader = threadIdx.x % 32 == 0, arrives = arrives_for_warp(threadIdx.x % 32);
@@ -313,7 +330,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 
         if (q_begin < q_end) {
             int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
-            mbarrier_wait(&s.k_full, kv_parity); /* read for dQ; the other warpgroup's wait is not this one's */
+            mbarrier_wait(&s.k_full, kv_parity); /* dQ reads K; the other warpgroup's wait does not serve here */
             mbarrier_wait(&s.v_full, kv_parity);
             pin(dK);
             wgmma_fence();
@@ -332,14 +349,14 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                     wgmma_wait_group<1>(dQ);
                     if (arrives && !is_first) arrive_in_both(&s.ds_empty[last.stage]);
                 };
-                /* wait dS: dQ of the last step. dK of it is there: release Q. wait dO: dP */
+                /* wait dS: dQ of the last step. dK of the last step is there: release Q. wait dO: dP */
                 DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, !is_first);
                 wgmma_wait_group<1>(dK);
                 if (arrives && !is_first) arrive_in_both(&s.q_empty[last.stage]);
                 DP_FIRST ? start_dq(dQ, s, operands, last, !is_first) : start_dp();
                 /* dQ is there: release dS */
                 if (!DP_FIRST) release_ds();
-                /* wait P; dP is there: release dO, dS */
+                /* wait P; dP is there: release dO, compute dS */
                 mbarrier_wait(&s.p_full, r.stage);
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4) {
@@ -351,13 +368,13 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 differentiate(dP, dS, s.d[do_stage(r)], p.keep_scale, [&](int i) { return W[i]; });
                 if (!STARTS_WITH_D) {
                     pin(dS);
-                    __syncwarp(); /* all have read D, which comes with dO */
+                    __syncwarp(); /* all lanes have read D, which comes with dO */
                     if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 }
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));
-                /* dK += dS^T Q; dS to all */
+                /* dK += dS^T Q; dS to both warpgroups of both CTAs */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 pin(dS);
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
@@ -369,7 +386,8 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 } else if (arrives) {
                     mbarrier_arrive(&s.ds_full[r.stage]);
                 }
-                /* add dQ. In front of dS, for which the other CTA and both next dQ wait, it is 5 to 14% slower. */
+                /* add dQ. An addition in front of dS is 5 to 14% slower, because the other CTA and both next dQ wait
+                 * for dS. */
                 if (DP_FIRST) release_ds();
                 if (!is_first) add_dq(dQ, p, s, t, last, 1);
                 r.next();
@@ -415,7 +433,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         mbarrier_init_fence();
     }
-    griddepcontrol_wait(); /* for attn_bwd_prep, which this launch does not wait for */
+    griddepcontrol_wait(); /* for attn_bwd_prep, which may still run when this launch begins */
     cluster_sync();
 
     if (wg == 0) {
@@ -430,7 +448,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         else
             consume_ds(p, s);
     }
-    /* Not sooner: the other CTA may still arrive or write here. */
+    /* A CTA must not end sooner, because the other CTA may still arrive or write here. */
     __syncwarp();
     cluster_sync();
 }

@@ -1,4 +1,5 @@
-/* The warps of attn_bwd_sm90.cu that write: two add dQ to memory, one stores dK and dV, and dQ, too, where it converts. */
+/* Three warps of attn_bwd_sm90.cu write to memory. Two writer warps add dQ. One warp stores dK and dV. As a converter
+ * this warp stores dQ, too. */
 #ifndef FA_ATTN_BWD_WRITERS_CUH
 #define FA_ATTN_BWD_WRITERS_CUH
 
@@ -6,7 +7,7 @@
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
-/* The result of a step to memory; its place is then free. One lane. */
+/* One lane. Stores the 16-bit dQ of a step. The place of the result is then free. */
 DEVICE void store_dq(const params &p, shared_memory &s, const tile &t, int stage, int i, int head) {
 #pragma unroll 1
     for (int warp = 0; warp < 8; warp++)
@@ -17,8 +18,8 @@ DEVICE void store_dq(const params &p, shared_memory &s, const tile &t, int stage
     cp_async_bulk_wait_all_read();
 }
 
-/* A row that sees no key, or none whose score is more than -inf, has a dQ of zeros. Its dS is zero, but K may hold infinities.
- * Its parts of the results of a step are overwritten before they are stored. One lane. */
+/* One lane. A row that sees no key, or only scores of -inf, has a dQ of zeros. The row's dS is zero, but K may hold
+ * infinities. So the row's parts of a step's result are overwritten before the store. */
 DEVICE void clear_blind_rows(const params &p, shared_memory &s, int stage, const u32 *turn) {
     if (!turn[1]) return;
     const float *lse = p.stats + (turn - p.turns) * BLOCK_Q;
@@ -34,16 +35,16 @@ DEVICE void clear_blind_rows(const params &p, shared_memory &s, int stage, const
     }
 }
 
-/* Writer w: dQ of the steps of stage w, which are every other one. One lane.
+/* This function is writer warp w. One lane writes dQ of the steps of stage w, which are every other step.
  *
  *   first key tile of a query tile:  ready, wait dQ, store
- *   between:                         ready, wait dQ, wait turn, add
- *   last:                            wait turn, ready with the sum, wait the result, store it
- *   last, with a converter:          ready, wait turn, wait dQ, add, bring the sum; the converter is the next to be ready */
+ *   between:                         ready, wait turn, wait dQ, add
+ *   last:                            wait turn, ready with the sum, wait result, store result
+ *   last, with a converter:          ready, wait turn, wait dQ, add, bring the sum; then ready by the converter */
 DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
     const bool converts = CONVERTS && p.converts;
     u32 parity = 0;
-    int skip = w; /* steps of the tile that come before the next one of this stage */
+    int skip = w; /* steps of the work tile before the next step of this stage */
     bool is_ready = false;
     lead_through_tiles(s, [&](const tile &t) {
         const int num_steps = (t.queries.end - t.queries.begin) * p.heads_per_tile;
@@ -70,12 +71,12 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             parity ^= 1;
             if (!p.dq.data) continue;
             is_ready = is_last && converts;
-            if (is_ready && is_first) { /* it is the sum */
+            if (is_ready && is_first) { /* this share is the sum */
                 mbarrier_arrive(&s.sum_full[w]);
                 continue;
             }
             if (is_last && !converts) clear_blind_rows(p, s, w, turn);
-            fence_proxy_async(); /* for the warpgroups' stores: there it would stand in the way, 2% */
+            fence_proxy_async(); /* for the warpgroups' stores; in the warpgroups the fence would cost 2% */
             if (is_last && !converts) {
                 store_dq(p, s, t, w, i, head);
                 continue;
@@ -101,8 +102,8 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
 
 /* ---- dK and dV ------------------------------------------------------------------------------------------------- */
 
-/* One lane stores them: dV from the place of V when the tile's last dP is done, dK from that of dS when its last dQ is. The
- * next tile needs V sooner than a place for its dS. */
+/* One lane. Stores dV from the place of V when the tile's last dP is done. Stores dK from the place of dS when the
+ * tile's last dQ is done. dV comes first, because the next tile needs V sooner than a place for its dS. */
 DEVICE void store_keys(const params &p, shared_memory &s, const tile &t, const u32 parity) {
     const bool has_sums = t.piece == t.pieces - 1;
 #pragma unroll 1
@@ -122,7 +123,7 @@ DEVICE void store_keys(const params &p, shared_memory &s, const tile &t, const u
     }
 }
 
-/* A warp's share of a sum becomes a box in its own place, whose first half that is. Whole warp. */
+/* Whole warp. A warp's share of a sum becomes a box of TMA. The box takes the first half of the share's place. */
 DEVICE void convert_sum(float *sum, float factor) {
     const float4 *pieces = (const float4 *)sum + threadIdx.x % 32;
     const u32 row = row_of_box(sum);
@@ -136,17 +137,18 @@ DEVICE void convert_sum(float *sum, float factor) {
             two[g % 2][k + 1] = cvt_x2<element::output>(x.z * factor, x.w * factor);
         }
         if (g == 1) {
-            __syncwarp(); /* all have read where the box goes */
+            __syncwarp(); /* all lanes have read where the box goes */
             write_columns(row, 0, two[0]);
         }
         if (g > 0) write_columns(row, g, two[g % 2]);
     }
 }
 
-/* One warp: dK and dV; as a converter dQ, too, where the tile completes its sum, which is in its last steps.
- * Nobody needs the places of the tile's last two steps before the next tile: dK and dV come before those. */
+/* This function is the warp that stores dK and dV. As a converter the warp also stores dQ in the last steps of a tile,
+ * where the tile completes the sums. The places of the last two dQ are not needed before the next tile. So dK and dV
+ * are stored before the last two dQ. */
 DEVICE void write_keys(const params &p, shared_memory &s) {
-    u32 parity = 0, sum_parity = 0; /* of stage n: bit n */
+    u32 parity = 0, sum_parity = 0; /* sum_parity of stage n: bit n */
     int num_steps_before = 0;
     go_through_tiles(s, [&](const tile &t, const bool is_leader) {
         const int num_steps = (t.queries.end - t.queries.begin) * p.heads_per_tile;
@@ -170,7 +172,7 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
             for (int warp = 0; warp < 8; warp++)
                 convert_sum(s.dq[stage][warp / 4] + warp % 4 * warp_floats(warp / 4), p.scale);
             const auto [i, head] = place_of_step(p, t.queries.end, step);
-            __syncwarp(); /* all have written */
+            __syncwarp(); /* all lanes have written */
             if (is_leader)
                 clear_blind_rows(p, s, stage,
                                  p.turns + ((long long)(t.slab_head + head) * p.num_slabs + t.slab + i) * 2);
