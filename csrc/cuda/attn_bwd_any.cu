@@ -1,26 +1,29 @@
-/* Attention backward on every GPU from compute capability 8.0 on, for every problem; deterministic.
+/* The kernel computes the attention backward on every GPU from compute capability 8.0 on, for every problem. The
+ * results are deterministic.
  *
  *   P_ij = exp(s_ij - lse_i)    dP = dO V^T    dS = P (z dP - delta) (1 - tanh^2 of a softcap)    z: dropout
  *   dQ = scale dS K             dK = scale dS^T Q             dV = (z P)^T dO
  *
- * Three gradients, one loop. A kernel computes one of them, or dK and dV (GRAD); a CTA owns OWN rows, 16 BLOCKS a warp, and
- * walks over the tiles of the other side, in a fixed order, without atomics:
+ * One loop computes all three gradients. A kernel computes one gradient, or dK and dV together (GRAD). A CTA owns
+ * OWN rows, 16 BLOCKS rows per warp. The CTA walks over the tiles of the other side in a fixed order, without
+ * atomics:
  *
  *   GRAD          own rows      walks over    S =      dP =      adds
  *   0 dQ          q and dO      k and v       Q K^T    dO V^T    dS K
- *   1 dK          k and v       q and dO      K Q^T    V dO^T    dS Q        all heads of the key's group, one after the other
- *   2 dV          k             q and dO      K Q^T    -         z P dO      the same
- *   3 dK and dV   k and v       q and dO      K Q^T    V dO^T    dS Q and z P dO, where registers suffice for both
+ *   1 dK          k and v       q and dO      K Q^T    V dO^T    dS Q               all query heads of a key head
+ *   2 dV          k             q and dO      K Q^T    -         z P dO             the same
+ *   3 dK and dV   k and v       q and dO      K Q^T    V dO^T    dS Q and z P dO    where registers suffice for both
  *
- * z P and dS stay in registers: the accumulators' order is that of the next product's first operand. The scores are computed
- * two or three times; in exchange nothing but delta is stored between the kernels, and nothing is summed through memory.
- * Masked pairs are left out, never multiplied by zero, as in attn_fwd_any.cu.
+ * z P and dS stay in registers, because the order of the accumulators is the order of the next product's first
+ * operand. The scores are computed two or three times. In exchange, the kernels store nothing but delta from one
+ * kernel to the next and sum nothing through memory. As in attn_fwd_any.cu, masked pairs are left out and never
+ * multiplied by zero.
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
-/* A row of tiles.def: HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, WALK rows of the other side in STAGES, CTAS of an
- * SM, GRAD. */
+/* A row of tiles.def gives HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, and WALK rows of the other side in
+ * STAGES. The row also gives CTAS of an SM and GRAD. */
 #if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
     !defined(CTAS) || !defined(GRAD)
 #error "a row of tiles.def"
@@ -38,7 +41,7 @@ static_assert(HEAD_DIM % 16 == 0 && WALK % 16 == 0, "mma.m16n8k16 contracts 16 a
 static_assert(OWNS_KEYS || WALK == 16 || WALK % 32 == 0, "a dropout patch has 32 keys");
 static_assert(WALK <= 64, "32 bits say which pairs of a thread dropout keeps");
 
-/* Rows of q or k, and of dO or v. */
+/* own_s and walk_s hold rows of q or k. own_dp and walk_dp hold rows of dO or v. */
 struct shared_memory {
     element own_s[OWN * PITCH], own_dp[ADDS_DS ? OWN * PITCH : 8];
     element walk_s[STAGES][WALK * PITCH], walk_dp[STAGES][WALK * PITCH];
@@ -47,7 +50,8 @@ static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9
 
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
 
-/* What a query knows of its row. lse is inf if it saw nothing: then it gives and gets nothing. With NaN it gives NaN. */
+/* A row_stats is the lse and delta of a query. An lse of inf means that the query saw no key. Such a query gives
+ * nothing and gets nothing. A query with an lse of NaN gives NaN. */
 struct row_stats {
     float lse, delta;
 };
@@ -58,10 +62,10 @@ DEVICE row_stats stats_at(const fa_cuda_problem &p, const sequence &s, int i, in
     return {fabsf(lse) == INF ? INF : lse, ADDS_DS ? *row_stat(p.softmax_d, s, i, head) : 0};
 }
 
-/* Behind the columns of a query in shared memory, where its row is padded. */
+/* Returns the stats behind the columns of query r in shared memory, where the row of the query is padded. */
 DEVICE row_stats &stats_behind(element *tile, int r) { return *(row_stats *)(tile + r * PITCH + HEAD_DIM); }
 
-/* Where a row of q, k, v or dO begins, for load_tile. */
+/* Returns the beginning of a row of q, k, v or dO, for load_tile. */
 DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tensor, const sequence &s, int row, int head,
                              bool is_key) {
     return (const element *)tensor.data +
@@ -70,8 +74,9 @@ DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tenso
 
 /* ---- one tile -------------------------------------------------------------------------------------------------- */
 
-/* S and dP [16 BLOCKS, WALK] become z P and dS where every query sees every key, and scores are plain. own: of the thread's
- * rows if they are queries; if the columns are, their stats lie behind them. */
+/* S and dP [16 BLOCKS, WALK] become z P and dS. This function serves tiles where every query sees every key and the
+ * scores are plain. If the thread's rows are queries, `own` holds their stats. If the columns are queries, their
+ * stats lie behind the queries in shared memory. */
 DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], element *queries,
                                float (&s)[BLOCKS][N][4], float (&dp)[BLOCKS][N][4]) {
     element *first_query = queries + 2 * (laneid() % 4) * PITCH;
@@ -91,8 +96,10 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
             }
         }
     if (!is_silent) return;
+    /* In shared memory zeros stand for a query that saw no key. Zeros times an infinite key are NaN, so the weights of
+     * the query become 0. */
 #pragma unroll
-    for (int n = 0; n < N; n++) /* zeros stand for a query that saw nothing: times an infinite key they are NaN */
+    for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             if (stats_behind(first_query, 8 * n + e % 2).lse == INF)
@@ -100,8 +107,8 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
                 for (int m = 0; m < BLOCKS; m++) s[m][n][e] = dp[m][n][e] = 0;
 }
 
-/* The same for a block of [16, WALK] and for all problems: own rows from `own_row` on, walked rows from `walk` on. Bit
- * 4 n + e of the result: the query of element e of fragment n sees the key. */
+/* Does the same for a block of [16, WALK] and for all problems. Own rows begin at `own_row`, and walked rows begin
+ * at `walk`. Bit 4 n + e of the result says that the query of element e of fragment n sees the key. */
 DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head, int own_row, int walk,
                         const row_stats (&own)[2], element *queries, float (&s)[N][4], float (&dp)[N][4]) {
     const scorer score(p, seq, head);
@@ -123,7 +130,7 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
             if (sees) {
                 float x = score(s[n][e], i, j, derivative) - q.lse;
                 if (score.is_plain)
-                    x = fmaf(s[n][e], score.score_scale, -q.lse); /* as the forward: not rounded before */
+                    x = fmaf(s[n][e], score.score_scale, -q.lse); /* the product is not rounded, as in the forward */
                 const float prob = ex2(x * LOG2_E);
                 const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
                 weight = prob * z;
@@ -135,7 +142,7 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
     return seen;
 }
 
-/* O += W B, by FMAs where a pair does not count and B holds NaN or inf. */
+/* O += W B. The product uses FMAs where some pair does not count and B holds NaN or inf. */
 DEVICE void add(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b, bool is_whole,
                 const u32 (&seen)[BLOCKS]) {
     if (!is_whole && has_nan_or_inf<WALK>(b))
@@ -144,18 +151,19 @@ DEVICE void add(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], 
         accumulate(o, w, b);
 }
 
-/* Of the own rows: what dS adds up, dQ or dK, and what z P adds up, dV. */
+/* The kernel adds up the gradients of its own rows here. `ds` adds up dQ or dK from dS, and `p` adds up dV from z P. */
 struct sums {
     float ds[BLOCKS][COLUMNS][4], p[BLOCKS][COLUMNS][4];
 };
 
-/* Adds what the walked rows of one query head contribute to the own rows from `own` on. */
+/* Adds the contribution of the walked rows of one query head to the own rows from `own` on. */
 DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own, sums &o) {
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
     const int last_own = min(own + OWN, num_own) - 1;
     const tile_walk met = OWNS_KEYS ? rows_of(p, s, own, last_own) : keys_of(p, s, own, last_own);
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
-    const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain; /* 256: registers */
+    /* At 256 columns the registers do not suffice for the short path. */
+    const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain;
     const int start = met.start<WALK>(), num_steps = met.num_steps<WALK>();
     row_stats own_stats[BLOCKS][2], next = {INF, 0};
 #pragma unroll
@@ -166,7 +174,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
             if (!OWNS_KEYS) own_stats[m][half] = stats_at(p, s, i, head, i < s.len_q);
         }
 
-    /* each lane finds one row of its warp, and knows the stats of its row of the next tile: they are on their way */
+    /* Each lane finds one row of its warp. The stats of the lane's row of the next tile are already on their way. */
     const auto own_walked = [&](int step) { return start + step * WALK + warp() * (WALK / WARPS) + laneid(); };
     const auto is_met = [&](int row) { return laneid() < WALK / WARPS && row >= met.begin && row < met.end; };
     const auto load = [&](int step) {
@@ -186,7 +194,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
     };
 
     if (OWNS_KEYS) next = stats_at(p, s, own_walked(0), head, is_met(own_walked(0)));
-    __syncthreads(); /* everyone has read the last tiles */
+    __syncthreads(); /* all warps have read the last tiles */
     if (STAGES == 2) load(0);
 #pragma unroll 1
     for (int step = 0; step < num_steps; step++) {
@@ -197,7 +205,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
             __syncthreads();
             load(step);
         }
-        wait_for_tiles<0>(); /* this step's tiles are there, and everyone has read the last ones */
+        wait_for_tiles<0>(); /* this step's tiles have come, and all warps have read the last tiles */
         if (STAGES == 2) load(step + 1);
         multiply_rows(scores, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
         if (ADDS_DS) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
@@ -239,7 +247,7 @@ DEVICE void clear(float (&o)[BLOCKS][COLUMNS][4]) {
         for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
 }
 
-/* Own rows [own, own + OWN) of one head of the gradients. */
+/* Computes the gradients of own rows [own, own + OWN) of one head. */
 DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head_own, int own) {
     const int g = p.h / p.h_kv, num_own = OWNS_KEYS ? s.len_kv : s.len_q;
     const int head = OWNS_KEYS ? head_own * g : head_own, num_heads = OWNS_KEYS ? g : 1;
@@ -250,26 +258,26 @@ DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, cons
     sums o;
     if (ADDS_DS) clear(o.ds);
     if (ADDS_P) clear(o.p);
-    __syncthreads(); /* everyone has read the last own rows */
+    __syncthreads(); /* all warps have read the last own rows */
     load_tile<OWN>(p, shared.own_s, is_wanted ? row_at(p, view_s, s, own_row, head, OWNS_KEYS) : nullptr);
     if (ADDS_DS)
         load_tile<OWN>(p, shared.own_dp, is_wanted ? row_at(p, view_dp, s, own_row, head, OWNS_KEYS) : nullptr);
 #pragma unroll 1
     for (int i = 0; i < num_heads; i++) walk(p, shared, s, head + i, own, o);
-    cp_async_wait_all(); /* own rows, where there was nothing to walk over */
+    cp_async_wait_all(); /* waits for the own rows, if there were no rows to walk over */
 
     if (ADDS_DS) store_rows(p, s, head_own, warp_own, OWNS_KEYS ? p.dk : p.dq, o.ds, p.scale);
     if (ADDS_P) store_rows(p, s, head_own, warp_own, p.dv, o.p, 1);
 }
 
-/* Packed rows behind the last sequence belong to nobody; here they become zero. */
+/* Packed rows behind the last sequence belong to no sequence. The gradients of such rows become zero. */
 DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &result, int head, int first, int step) {
     for (int row = first; result.data && row < (OWNS_KEYS ? p.total_kv : p.total_q); row += step)
         for (int i = threadIdx.x; i < p.d; i += blockDim.x)
             ((element::output *)result.data)[row * result.stride_row + head * result.stride_h + i] = element::output{};
 }
 
-/* Tasks: the tiles of every head of every sequence; a sequence longer than max_seqlen takes several turns. */
+/* A task is one tile of one head of one sequence. A task of a sequence longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;

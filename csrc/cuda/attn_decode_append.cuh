@@ -1,12 +1,12 @@
-/* What happens to rows on their way in attn_decode_sm90.cu: new keys and values are written into the cache, keys and queries
- * are turned (rotary).
+/* This file appends new keys and applies rotary embedding in attn_decode_sm90.cu. New keys and values are written
+ * into the cache. Keys and queries are turned by rotary embedding.
  *
  *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
  *   a pair (x0, x1) of the first rotary_dim elements  ->  (x0 cos - x1 sin, x0 sin + x1 cos), rounded once
  *
- * The CTA that will read a key writes it, before it asks for it: where all rows of a key head are one tile of queries,
- * nobody else reads it in this launch. Longer queries are served by kvcache.cu, in front of this kernel. A position without
- * room in the cache, or a page that is not there, is not written.
+ * The CTA that will read a key also writes the key, before the CTA asks for the key. Where all rows of a key head
+ * are one tile of queries, no other CTA reads the key in this launch. For longer queries kvcache.cu runs before this
+ * kernel. A position without room in the cache, or on a page that does not exist, is not written.
  *
  * Specification: ../cpu/kvcache.c. */
 #ifndef FA_ATTN_DECODE_APPEND_CUH
@@ -16,13 +16,14 @@
 
 /* ---- rotary ---------------------------------------------------------------------------------------------------- */
 
-/* Two 16-byte pieces of a row, 16 elements: the 8 pairs that turn together where `turns`, else two neighbours. */
+/* Two 16-byte pieces of a row hold 16 elements. Where `turns` is true, the pieces hold 8 pairs that turn together.
+ * Otherwise the pieces are two neighbours. */
 struct two_pieces {
     int first, second;
     bool turns;
 };
 
-/* Number `idx` of a row at `position`. */
+/* Returns the two pieces number `idx` of a row at `position`. */
 DEVICE two_pieces two_pieces_at(const params &p, int idx, int position) {
     const int num = p.rotary_dim / 16;
     const bool turns = p.rotary_cos && position < p.rotary_rows && idx < num;
@@ -30,7 +31,7 @@ DEVICE two_pieces two_pieces_at(const params &p, int idx, int position) {
     return {idx, idx + num, turns};
 }
 
-/* Turns the pairs of number `idx`, which x holds: elements 0..7 of the first piece, then those of the second. */
+/* Turns the pairs of number `idx`. x holds elements 0..7 of the first piece, then elements 0..7 of the second piece. */
 DEVICE void turn(const params &p, int idx, int position, u32 (&x)[8]) {
     const long long at = (long long)position * (p.rotary_dim / 2) + 8 * idx;
     const uint4 cos_pieces = *(const uint4 *)((const element *)p.rotary_cos + at);
@@ -56,7 +57,8 @@ DEVICE void turn(const params &p, int idx, int position, u32 (&x)[8]) {
     }
 }
 
-/* Both pieces of a row in global memory, columns from d on as zeros; turned if they are to. */
+/* Fetches both pieces of a row in global memory and turns the pairs if at.turns is true. Columns from d on become
+ * zeros. */
 DEVICE void fetch(const params &p, const uint4 *row, two_pieces at, int idx, int position, u32 (&x)[8]) {
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const uint4 first = 8 * at.first < p.d ? row[at.first] : zero, second = 8 * at.second < p.d ? row[at.second] : zero;
@@ -65,7 +67,8 @@ DEVICE void fetch(const params &p, const uint4 *row, two_pieces at, int idx, int
     if (at.turns) turn(p, idx, position, x);
 }
 
-/* In place of load_queries where there is rotary: Q of the item, turned. The next __syncthreads shows it. Whole CTA. */
+/* Takes the place of load_queries where there is rotary embedding. Writes the turned Q of the item to shared memory.
+ * The next __syncthreads makes Q visible. The whole CTA calls this function. */
 __device__ __noinline__ void load_turned_queries(const params &p, element *q_smem, const item &t, int head) {
     const int num_rows = t.s.len_q * p.heads_per_kv;
     for (int n = threadIdx.x; n < BLOCK_Q * PIECES / 2; n += THREADS) {
@@ -86,13 +89,13 @@ __device__ __noinline__ void load_turned_queries(const params &p, element *q_sme
 
 /* ---- append ---------------------------------------------------------------------------------------------------- */
 
-/* Keys [first, last) of a sequence, counted as its others. */
+/* Keys [first, last) of a sequence are new. The keys are counted like the other keys of the sequence. */
 struct new_keys {
     int first, last;
 };
 
-/* The new keys among keys [begin, end), which a piece reads. Those before and behind all that the item reads, outside its
- * window, belong to its first and its last part. */
+/* Returns the new keys among the keys [begin, end), which a piece reads. Some new keys lie outside the item's
+ * window, before or behind all keys that the item reads. Such keys belong to the item's first or last part. */
 DEVICE new_keys new_keys_of(const params &p, const item &t, const piece &x, int begin, int end) {
     if (!p.k_new.data) return {0, 0};
     new_keys n = {t.s.position - t.s.kv_row, min(t.s.position + p.len_new, p.capacity) - t.s.kv_row};
@@ -101,8 +104,8 @@ DEVICE new_keys new_keys_of(const params &p, const item &t, const piece &x, int 
     return n;
 }
 
-/* Writes them, and their values. A warp takes one row, the last warp first: the first ones turn the queries meanwhile. Whole
- * CTA. */
+/* Writes new keys and their values to the cache. A warp takes one row at a time. The last warp takes the first row,
+ * because the first warps turn the queries meanwhile. The whole CTA calls this function. */
 __device__ __noinline__ void append(const params &p, walk c, const item &t, int head, new_keys fresh) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1

@@ -1,37 +1,40 @@
-/* The stream of bytes of attn_decode_sm90.cu: rows of keys, values and queries from anywhere in memory into swizzled rows
- * of shared memory, 16 bytes a lane. */
+/* This file loads the bytes for attn_decode_sm90.cu. Rows of keys, values and queries come from anywhere in memory
+ * and go to swizzled rows of shared memory. Each lane copies 16 bytes at a time. */
 #ifndef FA_ATTN_DECODE_LOADS_CUH
 #define FA_ATTN_DECODE_LOADS_CUH
 
 #include "attn_decode_schedule.cuh"
 
-/* Rows of HEAD_DIM elements, their 16-byte pieces permuted so that 8 rows of one column fall into 8 different banks:
- * where a row is a multiple of 128 bytes by its number mod 8, else (96 columns, 192 bytes) by half its number mod 4. */
+/* Shared memory holds rows of HEAD_DIM elements, with permuted 16-byte pieces. The permutation puts 8 rows of one
+ * column into 8 different banks. Where a row is a multiple of 128 bytes, the permutation depends on the row's number
+ * mod 8. Other rows (96 columns, 192 bytes) use half the row's number mod 4. */
 DEVICE u32 swizzle(u32 row) { return HEAD_DIM % 64 == 0 ? row % 8 : row / 2 % 4; }
 DEVICE u32 piece_address(u32 base, u32 row, u32 piece) { return base + (row * PIECES + (piece ^ swizzle(row))) * 16; }
 
-/* The same where many pieces of one row are read, two after an even `piece` known to the compiler: row_base is the row's
- * address, low the swizzle of the row ^ 0 or 1. */
+/* Computes the same address as piece_address, where a lane reads many pieces of one row. `piece` is even and known
+ * to the compiler. row_base is the row's address. low is the row's swizzle ^ 0 or 1: the lane reads either `piece`
+ * or the next piece. */
 constexpr u32 PERIOD = HEAD_DIM % 64 == 0 ? 8 : 4;
 DEVICE u32 even_piece_address(u32 row_base, u32 low, u32 piece) {
     return row_base + (piece % PERIOD ^ low) * 16 + piece / PERIOD * PERIOD * 16;
 }
 
-/* The loading half of a warp's walk: WARP_KEYS keys of each slot. Lane l looks after key l % WARP_KEYS. */
+/* A loader is the load state of a warp's walk. The warp loads WARP_KEYS keys of each slot, and lane l finds key l %
+ * WARP_KEYS. */
 struct loader {
-    u32 page, row; /* of this lane's key; the page as the block table has it */
-    u32 present;   /* bit i: key i is there */
+    u32 page, row; /* place of this lane's key; the block table's page number is not clamped yet */
+    u32 present;   /* bit i: key i is present */
 };
 
-/* Where a sequence's keys lie, and which of them [begin, end) are to be read. */
+/* A walk is the place of a sequence's keys. The keys [begin, end) are to be read. */
 struct walk {
     const int *pages; /* NULL: not paged */
     u32 cache_row, kv_row;
     int begin, end;
 };
 
-/* Where this lane's key of the step at `key` lies; `key` is the warp's first. Asked one step ahead: the page
- * number is on its way meanwhile. */
+/* Finds the place of this lane's key of the step at `key`, which is the warp's first key. The call comes one step
+ * ahead, so that the page number arrives in time. */
 DEVICE void look_up(const params &p, const walk &c, int key, loader &l) {
     const int mine = key + (int)threadIdx.x % WARP_KEYS;
     const bool is_present = c.begin <= mine && mine < c.end;
@@ -60,7 +63,8 @@ DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset,
     }
 }
 
-/* Q of the item, rows beyond its end and columns beyond d as zeros. Whole CTA. */
+/* Loads Q of the item. Rows beyond the item's end and columns beyond d become zeros. The whole CTA calls this
+ * function. */
 DEVICE void load_queries(const params &p, u32 q_smem, const item &t, int head) {
     const int num_rows = t.s.len_q * p.heads_per_kv;
 #pragma unroll 1

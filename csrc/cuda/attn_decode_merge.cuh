@@ -1,32 +1,33 @@
-/* The end of a piece of attn_decode_sm90.cu: teams become one, parts of an item become one, rows are written. */
+/* This file does the work at the end of a piece of attn_decode_sm90.cu. The results of the teams are merged into one
+ * result. The parts of an item are merged too. The rows are then written. */
 #ifndef FA_ATTN_DECODE_MERGE_CUH
 #define FA_ATTN_DECODE_MERGE_CUH
 
 #include "attn_decode_schedule.cuh"
 #include "score.cuh"
 
-/* What the warps leave in shared memory at the end of a piece. */
+/* The warps leave their results in shared memory at the end of a piece. */
 struct warp_results {
-    float o[WARPS][16][HEAD_DIM + 8]; /* padded: 8 rows of 4 columns are stored at once */
+    float o[WARPS][16][HEAD_DIM + 8]; /* padded, because 8 rows of 4 columns are stored at once */
     float stats[WARPS][16][2];        /* m in exponents of 2, l */
 };
 
 constexpr int PART_ROW = FA_DECODE_PART_ROW(HEAD_DIM);
 constexpr int STAGED_ROWS =
-    TEAMS * SLOTS * TEAM_KEYS * HEAD_DIM * element::BYTES / (4 * PART_ROW); /* as many as fit into the rings */
+    TEAMS * SLOTS * TEAM_KEYS * HEAD_DIM * element::BYTES / (4 * PART_ROW); /* as many rows as fit into the rings */
 
-/* Rows of an item's parts, on their way to be merged: part k's row r is number k rows + r. */
+/* Rows of an item's parts wait here for the merge. Row r of part k has the number k rows + r. */
 struct staged_parts {
     alignas(16) float row[STAGED_ROWS][PART_ROW];
 };
 
-/* What the CTAs of a cluster send each other: number `from`'s sums of the columns that are this one's slice. */
+/* The CTAs of a cluster send each other slices. CTA `from` sends its sums of the columns in this CTA's slice. */
 struct slices {
     alignas(16) float o[HAS_CLUSTERS ? 16 * HEAD_DIM : 4];        /* [from][16][HEAD_DIM / CTAs] */
-    float stats[HAS_CLUSTERS ? FA_DECODE_MAX_CLUSTER : 1][16][2]; /* as above */
+    float stats[HAS_CLUSTERS ? FA_DECODE_MAX_CLUSTER : 1][16][2]; /* [from][row]: m in exponents of 2, l */
 };
 
-/* What row `row` of the tile is: its query and head. */
+/* A row_place is the query and the head of row `row` of the tile. */
 struct row_place {
     int i, h_idx;
 };
@@ -35,11 +36,11 @@ DEVICE row_place place_of(const params &p, const item &t, int head, int row) {
     return {i, head * p.heads_per_kv + at - i * p.heads_per_kv};
 }
 
-/* Four columns of a row that is finished: o = sum of the parts / l. */
+/* Writes four columns of a finished row: o = sum of the parts / l. */
 DEVICE void write_output(const params &p, const item &t, int head, int row, int column, const float (&o)[4], float max,
                          float sum) {
     const row_place at = place_of(p, t, head, row);
-    float x[4]; /* 0 where the row sees nothing, whatever V holds */
+    float x[4]; /* 0 where the row sees no key, whatever V holds */
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = sum == 0 ? 0 : o[i] * (1 / sum);
     if (column < p.d) {
@@ -52,28 +53,28 @@ DEVICE void write_output(const params &p, const item &t, int head, int row, int 
             sum == 0 ? INF : ((max == -INF ? 0 : max) + lg2(sum)) * LN_2;
 }
 
-/* The weight of a part whose maximum is `part` in a sum measured from `max`. */
+/* Returns the weight of a part with maximum `part` in a sum measured from `max`. */
 DEVICE float weight(float part, float max) { return part == -INF ? 0 : ex2(part - max); }
 
-/* Where part number idx of an item lies in partial_o: a share cuts at most two items, the one it begins in and the one
- * it ends in. */
+/* Returns the place of part `idx` of an item in partial_o. A share cuts at most two items, one at its beginning and
+ * one at its end. */
 DEVICE int part_place(const params &p, const item &t, const piece &x, int head, int idx) {
     if (p.num_splits == 0) return 2 * ((x.first_group + idx) * p.lanes + blockIdx.x) + (idx == 0);
     return ((t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile) * p.num_splits + idx;
 }
 
-/* Sums of some columns of a row, exponents measured from max. */
+/* A row_sums holds sums of some columns of a row, with exponents measured from max. */
 struct row_sums {
     float max, sum, o[4];
 };
 
-/* Others join, measured from the same max after they have been multiplied by w. */
+/* Adds further sums to x. The weight w converts these sums to the maximum of x. */
 DEVICE void add(row_sums &x, float w, float sum, float4 o) {
     x.sum += w * sum;
     x.o[0] += w * o.x, x.o[1] += w * o.y, x.o[2] += w * o.z, x.o[3] += w * o.w;
 }
 
-/* Of all teams. */
+/* Merges the results of all teams. */
 DEVICE row_sums merge_teams(const warp_results &s, int row, int column) {
     row_sums x = {-INF, 0, {0, 0, 0, 0}};
 #pragma unroll
@@ -87,7 +88,8 @@ DEVICE row_sums merge_teams(const warp_results &s, int row, int column) {
     return x;
 }
 
-/* Merges the teams. A whole item is written out, a part goes to partial_o. Whole CTA. */
+/* Merges the results of the teams. A whole item is written to o and lse, and a part is written to partial_o. The
+ * whole CTA calls this function. */
 DEVICE void finish_piece(const params &p, const warp_results &s, const item &t, const piece &x, int head) {
     const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
     const int place = x.parts == 1 ? 0 : part_place(p, t, x, head, x.idx);
@@ -106,30 +108,33 @@ DEVICE void finish_piece(const params &p, const warp_results &s, const item &t, 
 
 __device__ u32 own_counters[FA_DECODE_COUNTER_SLOTS][FA_DECODE_MAX_CTAS];
 
-/* Where the parts of an item are counted: with equal shares at most one item begins in a share and goes on beyond it. */
+/* Returns the counter of an item's parts. With equal shares, at most one item begins in a share and goes on beyond
+ * the share. */
 DEVICE int counter_of(const params &p, const item &t, const piece &x, int head) {
     return p.num_splits == 0 ? x.first_group * p.lanes + blockIdx.x
                              : (t.b_idx * p.h_kv + head) * p.max_q_tiles + t.q_tile;
 }
 
-/* After a part has been written: is it the last of its item? The counter comes back to zero with it. Whole CTA. */
+/* Returns whether this part of an item is the last part to come. The part has been written before the call. The
+ * counter returns to zero with the last part. The whole CTA calls this function. */
 DEVICE bool is_last_part(const params &p, int &is_last, const piece &x, int idx) {
     __syncthreads();
     if (threadIdx.x == 0) {
         u32 *counter = (p.counters ? p.counters : own_counters[p.counter_slot]) + idx;
-        /* In order behind the whole CTA's writes, which the barrier has handed to this thread. */
+        /* The increment is ordered behind the writes of the whole CTA, which the barrier has passed to this thread. */
         is_last = atom_inc_acq_rel(counter, x.parts - 1) == (u32)x.parts - 1;
     }
     __syncthreads();
     return is_last;
 }
 
-/* The parts of an item, in their order, whoever came last. They come into shared memory all together, as far as there is
- * room: latency is all that counts here, and the memory is busy. They join as a softmax over parts. Whole CTA. */
+/* Merges the parts of an item, in their order, whichever part came last. All parts come into shared memory together,
+ * as far as there is room. Only latency counts here, and the memory is busy. The parts are merged like a softmax
+ * over parts. The whole CTA calls this function. */
 DEVICE void merge_parts(const params &p, staged_parts &s, const item &t, const piece &x, int head) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_rows = min(BLOCK_Q, t.s.len_q * p.heads_per_kv - t.q_tile * BLOCK_Q);
-    constexpr int ROWS_OF_THREADS = 4 * THREADS / HEAD_DIM; /* of which a thread has one vector */
+    constexpr int ROWS_OF_THREADS = 4 * THREADS / HEAD_DIM; /* rows of which a thread has one vector */
     const int rows_at_once = num_rows * x.parts <= STAGED_ROWS ? num_rows : min(num_rows, ROWS_OF_THREADS);
     const int parts_at_once = min(x.parts, STAGED_ROWS / rows_at_once);
     const int place_0 = part_place(p, t, x, head, 0), place_1 = part_place(p, t, x, head, 1);
@@ -137,7 +142,8 @@ DEVICE void merge_parts(const params &p, staged_parts &s, const item &t, const p
 #pragma unroll 1
     for (int first_row = 0; first_row < num_rows; first_row += rows_at_once) {
         const int rows = min(rows_at_once, num_rows - first_row);
-        float o[4], max = -INF, sum; /* stay from some parts to the next, if not all come at once */
+        /* o, max and sum keep their values between rounds of parts, if not all parts come at once. */
+        float o[4], max = -INF, sum;
 #pragma unroll 1
         for (int first = 0; first < x.parts; first += parts_at_once) {
             const int parts = min(parts_at_once, x.parts - first);
@@ -176,14 +182,15 @@ DEVICE void merge_parts(const params &p, staged_parts &s, const item &t, const p
 
 /* ---- clusters -------------------------------------------------------------------------------------------------- */
 
-/* In place of all this where a cluster has read a part: each CTA is sent a slice of the columns by all of them, merges it
- * and, if there are more parts, counts and merges those of its slice: nobody waits for the other slices. Whole cluster:
- * number blockIdx.z of its head, CTA blockIdx.x. */
+/* Takes the place of finish_piece and merge_parts where a cluster has read a part. Each CTA gets a slice of the
+ * columns from all CTAs of the cluster and merges the slices. If there are more parts, each CTA counts and merges
+ * the parts of its own slice. No CTA waits for the other slices. The whole cluster calls this function. The cluster
+ * is number blockIdx.z of its head, and the CTA is blockIdx.x. */
 DEVICE void finish_in_cluster(const params &p, const warp_results &s, slices &from, u64 *slices_came, int &is_last,
                               const item &t, const piece &x, int head) {
     const int size = 1 << p.cluster_bits, width = HEAD_DIM >> p.cluster_bits, num_rows = t.s.len_q * p.heads_per_kv;
     const int rank = blockIdx.x, number = blockIdx.z;
-    cluster_wait(); /* all rings are free, all barriers initialised */
+    cluster_wait(); /* all rings are free, and all barriers are initialised */
     if (threadIdx.x == 0) mbarrier_arrive_expect_tx(slices_came, num_rows * (HEAD_DIM * 4 + size * 8));
 #pragma unroll 1
     for (int idx = threadIdx.x; idx < num_rows * (HEAD_DIM / 4); idx += THREADS) {
@@ -196,7 +203,7 @@ DEVICE void finish_in_cluster(const params &p, const warp_results &s, slices &fr
     }
     mbarrier_wait(slices_came, 0);
 
-    /* [number][h_kv][size][partial_rows][width + 4], the last 4: max, sum */
+    /* [number][h_kv][size][partial_rows][width + 4]; the last 4 floats: max, sum, 2 unused */
     const int part_row = width + 4, part_step = p.h_kv * size * p.partial_rows * part_row;
     float *const parts = p.partial_o + (((number - x.idx) * p.h_kv + head) * size + rank) * p.partial_rows * part_row;
     for (int idx = threadIdx.x; idx < 16 * (width / 4); idx += THREADS) {
@@ -221,7 +228,7 @@ DEVICE void finish_in_cluster(const params &p, const warp_results &s, slices &fr
     }
     if (x.parts == 1 || !is_last_part(p, is_last, x, ((number - x.idx) * p.h_kv + head) * size + rank)) return;
 
-    constexpr int AT_ONCE = 8; /* latency is all that counts here */
+    constexpr int AT_ONCE = 8; /* only latency counts here */
     for (int idx = threadIdx.x; idx < 16 * (width / 4); idx += THREADS) {
         const int row = idx % 16, column = idx / 16 * 4;
         if (row >= num_rows) continue;
@@ -249,7 +256,8 @@ DEVICE void finish_in_cluster(const params &p, const warp_results &s, slices &fr
     }
 }
 
-/* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
+/* Packed rows behind the last sequence belong to no sequence. The LSE of such a row becomes -inf, and its o becomes
+ * zero if zero_tensors is set. */
 DEVICE void fill_unowned_rows(const params &p) {
     const int begin = clamp(p.cu_seqlens_q[p.b], 0, p.total_q);
 #pragma unroll 1

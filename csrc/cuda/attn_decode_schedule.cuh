@@ -1,5 +1,6 @@
-/* Who works on what in attn_decode_sm90.cu: sequences become items, items laid end to end are cut into equal shares, one
- * for each group of CTAs, and a share falls into pieces. Every CTA finds its own from lengths on the GPU. */
+/* This file makes the schedule of attn_decode_sm90.cu. Sequences become items. Items are laid end to end and cut
+ * into equal shares, one for each group of CTAs. A share consists of pieces. Every CTA reads the lengths on the GPU
+ * and finds its own share. */
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
 #define FA_ATTN_DECODE_SCHEDULE_CUH
 
@@ -7,18 +8,21 @@
 
 /* ---- sequences and their tiles --------------------------------------------------------------------------------- */
 
-/* (x y + add) / z of positions and groups. A division of 64 bits takes 100 instructions, and few problems need one. */
+/* Computes (x y + add) / z for positions and groups. A 64-bit division takes 100 instructions, and few problems need
+ * a 64-bit division. */
 __device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
 DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
 
-/* Whatever the arrays hold, what comes out lies within the tensors. */
+/* All members lie within the tensors, whatever the index arrays hold. */
 struct sequence {
-    int q_row, len_q;   /* its queries: first row if packed, how many */
-    int kv_row, len_kv; /* key 0 in its cache, how many */
-    int position;       /* where a new key goes in its cache: behind the seqused_k old ones, whatever the padding */
+    int q_row, len_q;   /* the queries: first row (packed), number of rows */
+    int kv_row, len_kv; /* the keys: row of key 0 in the cache, number of keys */
+    /* position is the place of a new key in the cache, behind the seqused_k old keys. Padding does not change the
+     * position. */
+    int position;
     int q_tiles;
 };
 
@@ -56,7 +60,7 @@ DEVICE sequence sequence_at(const params &p, int b_idx) {
 /* The window is read at run time. */
 typedef mask_of<false, true> mask;
 
-/* The keys that a tile of queries walks over. */
+/* Returns the walk of a tile of queries over keys. */
 DEVICE tile_walk keys_of(const params &p, const sequence &s, int q_tile) {
     const int shift = s.len_kv - s.len_q;
     const int first = divide(q_tile * BLOCK_Q, p.by_heads_per_kv);
@@ -64,11 +68,12 @@ DEVICE tile_walk keys_of(const params &p, const sequence &s, int q_tile) {
     return walk_of_rows(p, first, last, shift, s.len_kv);
 }
 
-/* Key tiles of a tile of queries. One that sees no key has one too: somebody must write its zeros. */
+/* Returns the number of key tiles of a tile of queries. A tile of queries that sees no key counts as one key tile,
+ * because a CTA must write the zeros of its rows. */
 DEVICE int tiles_of(const tile_walk &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
 
-/* Key tiles of one head of a sequence, over all tiles of its queries; most: of one of these, or, where a window makes
- * them unlike, of all. */
+/* A head_tiles counts the key tiles of one head of a sequence. `sum` counts over all tiles of its queries. `most` is
+ * the largest number of one tile of queries. Where a window makes the tiles unlike, `most` is the sum. */
 struct head_tiles {
     int sum, most;
 };
@@ -83,8 +88,8 @@ DEVICE head_tiles tiles_of_head(const params &p, const sequence &s) {
 
 /* ---- work ------------------------------------------------------------------------------------------------------ */
 
-/* An item is one tile of queries of one key head. The items of a lane, in the order batch, head, tile of queries, are
- * laid end to end: position x is one key tile of one item. */
+/* An item is one tile of queries of one key head. The items of a lane are laid end to end, in the order batch, head,
+ * tile of queries. Position x is one key tile of one item. */
 struct item {
     sequence s;
     tile_walk keys;
@@ -92,25 +97,27 @@ struct item {
     int begin, tiles; /* positions */
 };
 
-/* The positions [first, last) of one group. The first `longer` groups have size + 1 of them, the others size, the last
- * ones what is left. */
+/* A share is the positions [first, last) of one group. The first `longer` groups have size + 1 positions, and the
+ * other groups have `size`. The last groups have the positions that are left. */
 struct share {
     int first, last, group;
     int size, longer;
-    bool is_stream; /* all the keys and values of the launch together do not stay in L2 */
+    bool is_stream; /* true: the keys and values of the launch do not all stay in the L2 */
 };
 
-/* Key tiles [first, last) of an item; part number `idx` of `parts`. */
+/* A piece is the key tiles [first, last) of an item. The piece has the part number `idx` of `parts`. */
 struct piece {
     int first, last, idx, parts;
-    int first_group; /* whose share the item begins in */
+    int first_group; /* the group in whose share the item begins */
 };
 
-/* Of one CTA, in shared memory. */
+/* A CTA keeps its schedule in shared memory. */
 struct schedule {
-    share w; /* of this CTA's group */
-    item t;  /* at hand. NOTE: here and not in registers, of which attend() has none to spare */
-    alignas(16) int tiles[WARPS], items[WARPS], most_tiles[WARPS]; /* that each warp has counted */
+    share w; /* the share of this CTA's group */
+    /* The item that the CTA works on. NOTE: the item lies in shared memory, because attend() has no registers to
+     * spare. */
+    item t;
+    alignas(16) int tiles[WARPS], items[WARPS], most_tiles[WARPS]; /* counts of each warp */
 };
 
 DEVICE void describe(const params &p, item &t) {
@@ -118,7 +125,7 @@ DEVICE void describe(const params &p, item &t) {
     t.tiles = tiles_of(t.keys);
 }
 
-/* false: there is none. */
+/* Steps to the next item. Returns false if there is no further item. */
 DEVICE bool next_item(const params &p, item &t) {
     t.begin += t.tiles;
     t.q_tile++;
@@ -137,7 +144,7 @@ DEVICE bool next_item(const params &p, item &t) {
     return true;
 }
 
-/* Whole CTA. */
+/* Steps the CTA's item to the next item, if there is a next item. The whole CTA calls this function. */
 DEVICE void step_item(const params &p, schedule &s) {
     item t = s.t;
     const bool is_there = next_item(p, t);
@@ -146,9 +153,10 @@ DEVICE void step_item(const params &p, schedule &s) {
     __syncthreads();
 }
 
-/* How the positions are shared: by all groups; where all items are alike, so that each is cut evenly, or goes to one group
- * as a whole, if that makes the shares at most an eighth longer. Then no group has the ends of two items, which costs
- * more than what the others could read meanwhile. */
+/* Chooses how the positions are shared. By default all groups get equal shares. Where all items have equal length,
+ * shares may follow the items instead. Each item is then cut evenly or goes to one group as a whole. This happens
+ * only if the shares grow by an eighth at most. No group then has the ends of two items. Two ends in a group cost
+ * more than the other groups could read meanwhile. */
 DEVICE void choose_size(const params &p, share &w, int total, int items, int most_tiles) {
     w.size = divide(total, p.by_groups), w.longer = total - w.size * p.groups;
     if (items <= 1 || (long long)items * most_tiles != total) return;
@@ -159,8 +167,9 @@ DEVICE void choose_size(const params &p, share &w, int total, int items, int mos
     w.size = even, w.longer = 0;
 }
 
-/* Counts the positions of a lane, and finds the group's share of them, empty for a group without work, and the item at
- * its beginning. Whole CTA. Every launch waits for this, so it divides by what the host has prepared. */
+/* Counts the positions of a lane. Finds the group's share of the positions and the item at the beginning of the
+ * share. A group without work gets an empty share. Every launch waits for this function, so its divisions use
+ * numbers that the host has prepared. The whole CTA calls this function. */
 DEVICE void find_share(const params &p, schedule &s, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int each = ceil_div(p.b, THREADS), first_b = min((int)threadIdx.x * each, p.b);
@@ -174,7 +183,7 @@ DEVICE void find_share(const params &p, schedule &s, int group) {
         tiles += of_head.sum * p.head_blocks, items += x.q_tiles * p.head_blocks;
         most_tiles = max(most_tiles, of_head.most);
     }
-    int end = tiles; /* an inclusive scan over the warp */
+    int end = tiles; /* becomes an inclusive scan over the warp */
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const int before = __shfl_up_sync(0xffffffffu, end, step);
@@ -225,12 +234,15 @@ DEVICE void find_share(const params &p, schedule &s, int group) {
     __syncthreads();
 }
 
-constexpr int LEAST_STEPS = 2; /* of a CTA: fewer cost more in the number of parts than they save */
-constexpr int UNCUT_STEPS = 4; /* so many take no longer than two parts and their sum */
+/* The least number of steps of a CTA. Fewer steps save less time than the additional parts cost. */
+constexpr int LEAST_STEPS = 2;
+/* So many steps in one part take no longer than two parts and their sum. */
+constexpr int UNCUT_STEPS = 4;
 
-/* In place of find_share where clusters work: number `number` of p.groups on one head gets one part of one sequence, and
- * of that its CTA `rank` its share, which may be empty. Parts are as short as the groups suffice for, but not too
- * short. Some groups get none. Whole CTA. */
+/* Takes the place of find_share where clusters work. Each head has p.groups clusters, and `number` is the number of
+ * this cluster. The cluster gets one part of one sequence, and its CTA `rank` gets a share of this part. The share
+ * may be empty. Parts are as short as the number of clusters allows, but not too short. Some clusters get no part.
+ * The whole CTA calls this function. */
 DEVICE void find_part(const params &p, schedule &s, piece &x, int number, int rank) {
     const int lane = threadIdx.x % 32;
     item t;
@@ -274,15 +286,16 @@ DEVICE void find_part(const params &p, schedule &s, piece &x, int number, int ra
     __syncthreads();
 }
 
-/* The group whose share holds a position. */
+/* Returns the group whose share holds a position. */
 DEVICE int group_at(const share &w, int position) {
     const int behind = position - w.longer * (w.size + 1);
     return behind < 0 ? position / (w.size + 1) : w.longer + behind / w.size;
 }
 
-/* The piece of t at or after `position`; false: the group has none left there. An item is cut at the ends of the shares,
- * or, with num_splits, into that many parts, each of which belongs to the group in whose share it begins: then its
- * result does not depend on what else is in the batch. */
+/* Finds the piece of t at or after `position`. Returns false if the group has no further piece of t. Without
+ * num_splits an item is cut at the ends of the shares. With num_splits an item is cut into num_splits parts. Each
+ * part belongs to the group in whose share the part begins. The result of the item then does not depend on the rest
+ * of the batch. */
 DEVICE bool piece_at(const params &p, const share &w, const item &t, int position, piece &x) {
     const int offset = position - t.begin;
     if (p.num_splits == 0) {
@@ -296,7 +309,8 @@ DEVICE bool piece_at(const params &p, const share &w, const item &t, int positio
     return x.idx < x.parts && t.begin + x.first < w.last;
 }
 
-/* Which part of how many it is: not known before because nobody needs it while there is nothing to wait for. */
+/* Finds the number of the part and the count of parts. The numbers are found while the first loads are on their way,
+ * because no code needs the numbers earlier. */
 DEVICE void count_parts(const params &p, const share &w, const item &t, piece &x) {
     if (p.num_splits > 0 || (HAS_CLUSTERS && p.cluster_bits > 0)) return;
     const int end = t.begin + t.tiles;

@@ -1,24 +1,27 @@
-/* Attention of few queries over long caches:  O = softmax(scale Q K^T + mask) V,  lse = log-sum-exp of each row.
+/* The kernel computes attention of few queries over long caches:
  *
+ *   O = softmax(scale Q K^T + mask) V,  lse = log-sum-exp of each row
  *   q [b, len_q, h, d]    k, v [caches, rows, h_kv, d] or [pages, page_size, h_kv, d]    o like q    lse [b, h, len_q]
  *
- * The time is that of reading the caches once, so everything serves the stream of bytes. The g query heads that share a
- * key head times the len_q queries are the rows of one tile: keys are read for all of them together. A *team* of WARPS_Q
- * warps (16 rows each) walks over keys of its own with a ring of its own; teams never wait for each other.
+ * Reading the caches once decides the time, so every part of the kernel serves the stream of bytes. The rows of one
+ * tile are the len_q queries times the g query heads that share a key head. Keys are read for all these rows
+ * together. A *team* of WARPS_Q warps has 16 rows per warp. Each team walks over keys of its own with a ring of its
+ * own. Teams never wait for each other.
  *
  *   cp.async, one row of a key or value = d 2 bytes from anywhere: a page holds any number of keys
  *      │
  *      ▼  ring of SLOTS slots of 16 WARPS_Q keys:  K0 V0 K1 V1 K2 ...      SLOTS - 1 on their way, one in use
  *   team: S = Q K^T (mma) ─► softmax ─► P ─► O += P V                      in registers
  *      │
- *      ▼  end of the piece: teams are merged in shared memory
- *   whole head ─► o, lse                part of one ─► partial_o ─► the last CTA to come merges all parts in order
+ *      ▼  end of the part: teams are merged in shared memory
+ *   whole head ─► o, lse             part of a head ─► partial_o ─► the last CTA to come merges all parts in order
  *
- * All key tiles of the batch, laid end to end, are cut into equal shares: one for each group of CTAs, from lengths that
- * the CTAs read themselves. So the host need not know them, and a captured graph stays right while they grow. Where there
- * are few heads, clusters take the place of CTAs: what a cluster's CTAs have read is merged in their shared memory.
+ * Split-KV: all key tiles of the batch lie end to end and are cut into equal shares, one for each group of CTAs. The
+ * CTAs read the lengths themselves. The host therefore need not know the lengths, and a captured graph stays right
+ * while the lengths grow. Where there are few heads, thread block clusters take the place of CTAs. The CTAs of a
+ * cluster merge their results in their shared memory.
  *
- * Specification: cpu/reference.c. Design and limits: decode.md. Measurements: measurements/decode.md. */
+ * Specification: ../cpu/reference.c. Design and limits: decode.md. Measurements: measurements/decode.md. */
 #include "attn_decode_params.h"
 #include "ptx_cluster.cuh"
 
@@ -38,11 +41,13 @@ typedef fa_attn_decode_params params;
 
 constexpr int WARPS = WARPS_Q * TEAMS, THREADS = 32 * WARPS;
 constexpr int BLOCK_Q = 16 * WARPS_Q;                             /* rows of a tile */
-constexpr int WARP_KEYS = FA_DECODE_WARP_KEYS(HEAD_DIM, WARPS_Q); /* of a slot, that one warp loads */
-constexpr int TEAM_KEYS = WARP_KEYS * WARPS_Q;                    /* of a slot */
+constexpr int WARP_KEYS = FA_DECODE_WARP_KEYS(HEAD_DIM, WARPS_Q); /* keys of a slot that one warp loads */
+constexpr int TEAM_KEYS = WARP_KEYS * WARPS_Q;                    /* keys of a slot */
 constexpr int BLOCK_KV = TEAM_KEYS * TEAMS;
-constexpr int PIECES = HEAD_DIM * element::BYTES / 16, ROW_BYTES = 16 * PIECES; /* of a row: pieces of 16 bytes */
-constexpr bool HAS_CLUSTERS = WARPS_Q == 1; /* what CTAs send each other has room beside the results of the warps */
+/* A row has PIECES pieces of 16 bytes. */
+constexpr int PIECES = HEAD_DIM * element::BYTES / 16, ROW_BYTES = 16 * PIECES;
+/* Where WARPS_Q is 1, shared memory has room for the slices of other CTAs beside the results of the warps. */
+constexpr bool HAS_CLUSTERS = WARPS_Q == 1;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
 
 static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which the swizzle permutes");
@@ -60,15 +65,15 @@ struct shared_memory {
     union {
         alignas(128) element ring[TEAMS][SLOTS][TEAM_KEYS * HEAD_DIM];
         struct {
-            warp_results warp; /* between pieces */
-            slices from;       /* of the cluster's CTAs */
+            warp_results warp; /* the results of the warps, between parts */
+            slices from;       /* the slices that the CTAs of the cluster sent */
         };
-        staged_parts parts; /* of an item, to be merged */
+        staged_parts parts; /* the parts of an item, to be merged */
     };
     alignas(128) element q[BLOCK_Q * HEAD_DIM];
     schedule work;
-    int is_last;                /* this CTA brought an item's last part */
-    alignas(8) u64 slices_came; /* mbarrier of one phase: all bytes of `from` */
+    int is_last;                /* true: this CTA wrote the last part of an item */
+    alignas(8) u64 slices_came; /* mbarrier of one phase: all bytes of `from` have come */
 };
 static_assert(sizeof(shared_memory) <= FA_DECODE_SHARED_BYTES(HEAD_DIM, WARPS_Q, TEAMS, SLOTS),
               "what the host asks for");
@@ -84,7 +89,8 @@ DEVICE void team_sync(int team) {
         bar_sync(1 + team, 32 * WARPS_Q);
 }
 
-/* Walks over the key tiles [x.first, x.last) of t and leaves O, m and l of every warp in shared memory. Whole CTA. */
+/* Walks over the key tiles [x.first, x.last) of t. Leaves O, m and l of every warp in shared memory. The whole CTA
+ * calls this function. */
 DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, int head) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / WARPS_Q, warp_q = warp % WARPS_Q;
     const u32 ring = smem_address(s.ring[team]);
@@ -96,22 +102,23 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         c.pages = p.block_table + c.cache_row * p.table_stride;
     else if (p.cu_seqlens_k)
         c.cache_row = 0;
-    /* What is read once and will not be there next time leaves L2 first. */
+    /* Keys and values leave the L2 first where the launch reads each key once and the L2 cannot keep all keys for
+     * the next launch. */
     const u64 l2_policy = s.work.w.is_stream && t.s.q_tiles == 1 ? l2_evict_first() : l2_evict_normal();
     const tile_walk keys = t.keys;
 
-    /* Loads run SLOTS - 1 slots ahead: K and V in turns, `load_step` counts pairs. */
+    /* Loads run SLOTS - 1 slots ahead. Loads of K and V alternate, and `load_step` counts their pairs. */
     const u32 k_head = head * p.k.stride_h, v_head = head * p.v.stride_h;
     const int steps = x.last - x.first, begin = (t.keys.begin / BLOCK_KV + x.first) * BLOCK_KV;
     const int first_key = begin + team * TEAM_KEYS;
     loader now, next;
     int load_step = 0, load_slot = 0;
-    bool loads_q = !p.rotary_cos; /* Q joins the first group */
+    bool loads_q = !p.rotary_cos; /* Q is part of the first cp.async group */
     look_up(p, c, first_key + WARP_KEYS * warp_q, next);
     auto load_k = [&]() {
         if (load_step < steps) {
             now = next;
-            if (c.pages) now.page = min(now.page, (u32)p.num_pages - 1); /* whatever the table holds */
+            if (c.pages) now.page = min(now.page, (u32)p.num_pages - 1); /* the table may hold any number */
             load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * element::BYTES, p.d,
                  l2_policy);
             look_up(p, c, first_key + (load_step + 1) * BLOCK_KV + WARP_KEYS * warp_q, next);
@@ -130,7 +137,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         load_slot = load_slot + 1 == SLOTS ? 0 : load_slot + 1;
     };
 
-    /* New keys of this piece are written before they are asked for: behind the first loads, if they are not among those. */
+    /* New keys of this part are written before the loads ask for the new keys. The append comes after the first
+     * loads, unless the first loads ask for new keys. */
     const new_keys fresh = new_keys_of(p, t, x, begin, begin + steps * BLOCK_KV);
     const bool are_asked_for_first = fresh.first < begin + SLOTS / 2 * BLOCK_KV;
     if (fresh.first < fresh.last && are_asked_for_first) {
@@ -155,7 +163,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
 #pragma unroll
         for (int i = 0; i < 4; i++) o[n][i] = 0;
 
-    /* The lane's places in the matrices that ldmatrix reads: of Q as A, of K as B, of V as B with keys along the rows. */
+    /* These are the lane's addresses for ldmatrix: Q as operand A, K as operand B, and V as operand B with keys
+     * along the rows. */
     const u32 q_row = 16 * warp_q + lane % 16, q_low = swizzle(q_row) ^ lane / 16;
     const u32 k_row = lane / 16 * 8 + lane % 8, k_low = swizzle(k_row) ^ lane / 8 % 2;
     const u32 v_row = lane % 16, v_low = swizzle(v_row) ^ lane / 16;
@@ -163,7 +172,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     u32 q_regs[Q_IN_REGISTERS ? HEAD_DIM / 16 : 1][4];
 
     cp_async_wait_group<SLOTS - 2>();
-    __syncthreads(); /* every thread's part of Q, and of the new keys */
+    /* Behind this barrier all threads' shares of Q and of the new keys are visible. */
+    __syncthreads();
     if (Q_IN_REGISTERS)
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++)
@@ -172,7 +182,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     int slot = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
-        /* wait K; the slot before it is free for all of the team: refill it */
+        /* Wait for K. The team has read the slot before K, so that slot is refilled. */
         cp_async_wait_group<SLOTS - 2>();
         team_sync(team);
         if ((SLOTS - 1) % 2 == 0)
@@ -214,7 +224,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
             if (is_masked) mask_scores(scores, rows, column);
         }
         softmax_step(scores, o, stats, p);
-        /* wait V, refill K's slot */
+        /* Wait for V, then refill K's slot. */
         cp_async_wait_group<SLOTS - 2>();
         team_sync(team);
         if ((SLOTS - 1) % 2 == 0)
@@ -225,7 +235,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         const u32 v_base = ring + slot * SLOT_BYTES + v_row * ROW_BYTES;
         const element *v_smem = s.ring[team][slot];
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
-        /* Do some rows see keys that others do not? A P of zero times NaN would be NaN. */
+        /* Do some rows see keys that other rows do not see? A weight of zero times NaN would be NaN. */
         const bool is_partial =
             max(key, t.keys.begin) < keys.full_begin || min(key + TEAM_KEYS, t.keys.end) > keys.full_end;
         if (is_partial && has_nan_or_inf(v_smem)) {
@@ -250,7 +260,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         }
     }
 
-    /* The ring is free when nobody reads it and nothing is on its way. */
+    /* The ring is free when no warp reads the ring and no copy is on its way. */
     cp_async_wait_group<0>();
     __syncthreads();
     if (HAS_CLUSTERS && p.cluster_bits > 0) cluster_arrive_relaxed();
@@ -276,7 +286,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(128) char memory[];
     shared_memory &s = *reinterpret_cast<shared_memory *>(memory);
-    griddepcontrol_wait(); /* for what the stream does before */
+    griddepcontrol_wait(); /* waits for earlier work of the stream */
     if (p.cu_seqlens_q) fill_unowned_rows(p);
     const bool is_cluster = HAS_CLUSTERS && p.cluster_bits > 0;
     piece x;

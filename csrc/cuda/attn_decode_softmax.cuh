@@ -1,23 +1,25 @@
-/* The softmax of attn_decode_sm90.cu, in registers: scores of 16 rows and TEAM_KEYS keys as mma leaves them; and P V where
- * NaN in V must not reach rows that do not see it. */
+/* This file computes the softmax of attn_decode_sm90.cu in registers. The registers hold scores of 16 rows and
+ * TEAM_KEYS keys in mma's accumulator layout. This file also computes P V where NaN in V must not reach rows that do
+ * not see the key. */
 #ifndef FA_ATTN_DECODE_SOFTMAX_CUH
 #define FA_ATTN_DECODE_SOFTMAX_CUH
 
 #include "attn_decode_loads.cuh"
 #include "score.cuh"
 
-/* Registers of a thread: it holds two rows, l / 4 and l / 4 + 8 of its warp's 16, and in each group of 8 columns the
- * columns 2 (l % 4) + {0, 1}: register i of a group belongs to row i / 2, column i % 2. */
+/* A thread holds registers of two rows, l / 4 and l / 4 + 8 of its warp's 16 rows. In each group of 8 columns a
+ * thread holds the columns 2 (l % 4) + {0, 1}. Register i of a group belongs to row i / 2 and column i % 2. */
 struct softmax_rows {
-    float max[2];  /* m: the largest score so far; -inf: none but -inf yet */
-    float base[2]; /* m, or 0 while it is -inf */
-    float sum[2];  /* of this thread's columns */
+    float max[2];  /* m: the largest score so far; -inf: no score above -inf yet */
+    float base[2]; /* m, or 0 while m is -inf */
+    float sum[2];  /* row sums over this thread's columns */
 };
 
-/* One of a thread's two rows: what it sees, and how its scores change. Found anew where it is needed, which is seldom. */
+/* A query_row is one of a thread's two rows: the keys that the row sees, and the change of its scores. The kernel
+ * computes a query_row where needed, which is seldom. */
 struct query_row {
-    int begin, end; /* keys */
-    int diagonal;   /* its own position among the keys */
+    int begin, end; /* the keys that the row sees */
+    int diagonal;   /* the row's own position among the keys */
     score_head q_head;
 };
 
@@ -36,7 +38,7 @@ DEVICE query_row row_at(const params &p, const item &t, int head, int row) {
 
 constexpr int GROUPS_S = TEAM_KEYS / 8, GROUPS_O = HEAD_DIM / 8;
 
-/* key: this thread's first. */
+/* `key` is this thread's first key. */
 DEVICE void change_scores(float (&s)[GROUPS_S][4], const params &p, const query_row (&rows)[2], int key) {
     const score_of<FAST, false, params> score(p);
 #pragma unroll
@@ -56,8 +58,8 @@ DEVICE void mask_scores(float (&s)[GROUPS_S][4], const query_row (&rows)[2], int
         }
 }
 
-/* S becomes P. Where a score exceeds m, m is raised to the largest, and O and l follow: the largest P is a power of two,
- * which 16 bits hold exactly. */
+/* S becomes P. Where a score exceeds m, m rises to the largest score, and O and l are rescaled. The largest P is
+ * then a power of two, which 16 bits hold exactly. */
 DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softmax_rows &rows, const params &p) {
     float largest[2] = {-INF, -INF};
 #pragma unroll
@@ -88,7 +90,7 @@ DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softm
 
 /* ---- NaN or inf in V ------------------------------------------------------------------------------------------- */
 
-/* Does V of these keys hold any? Whole warp. */
+/* Does V of these keys hold NaN or inf? The whole warp calls this function. */
 DEVICE bool has_nan_or_inf(const element *v_smem) {
     u32 signs = 0;
 #pragma unroll 4
@@ -100,8 +102,9 @@ DEVICE bool has_nan_or_inf(const element *v_smem) {
     return __any_sync(0xffffffffu, (signs & element::SIGNS) != 0);
 }
 
-/* O += P V by FMAs, for the pairs that see each other: V may hold anything elsewhere. key: the first of V. P travels from
- * the lane that holds it to the other three of its rows, and moves up by 8 keys a turn. Whole warp. */
+/* O += P V by FMAs, for the pairs of query and key that see each other. Elsewhere V may hold any value. `key` is the
+ * first key of V. The lane that holds a value of P sends the value to the other three lanes of its rows. After every
+ * 8 keys, P moves up by one group of 8 keys. The whole warp calls this function. */
 DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4], const element *v_smem,
                             const query_row (&rows)[2], int key) {
     const int lane = threadIdx.x % 32;
@@ -112,7 +115,7 @@ DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4]
         bool sees[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float low, high; /* as rounded as elsewhere */
+            float low, high; /* P is rounded as in the usual path */
             unpack_x2<element>(__shfl_sync(0xffffffffu, cvt_x2<element>(probs[0][2 * r], probs[0][2 * r + 1]), owner),
                                low, high);
             weight[r] = at % 2 ? high : low;

@@ -1,5 +1,7 @@
-/* softmax_d, the first step of the backward:  delta_i = dO_i . O_i, zero for a row that saw nothing; the rows of softmax_d
- * that only round up become zero. One warp takes one row.
+/* The first step of the backward computes softmax_d:  delta_i = dO_i . O_i
+ *
+ * delta_i is zero for a row that saw no key. Rows that only round up the size of softmax_d become zero. One warp
+ * takes one row.
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
@@ -14,7 +16,7 @@
 #define KERNEL attn_delta_any
 #endif
 
-constexpr int ROWS = 4; /* of a CTA */
+constexpr int ROWS = 4; /* rows of a CTA */
 
 DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int head) {
     const float lse = *row_stat(p.lse, s, i, head);
@@ -27,7 +29,8 @@ DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int he
     return sum;
 }
 
-/* Tasks: ROWS rows of each head of each sequence; then those behind the last sequence, or behind each if they are dense. */
+/* A task is ROWS rows of one head of one sequence. Further tasks clear the rows behind the last sequence. For dense
+ * queries the tasks of each sequence also clear the rows behind the sequence. */
 extern "C" __global__ void __launch_bounds__(32 * ROWS) KERNEL(const fa_cuda_problem p) {
     const bool is_packed = p.cu_seqlens_q != nullptr, is_first_lane = threadIdx.x % 32 == 0;
     const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;

@@ -1,22 +1,24 @@
-/* Attention forward on every GPU from compute capability 8.0 on, for every problem:
+/* The kernel computes the attention forward on every GPU from compute capability 8.0 on, for every problem:
  *
  *   O = softmax(scale Q K^T + mask) V,  lse = log-sum-exp of each row
  *
  *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d], packed or paged    o like q    lse [b, h, len_q] float
  *
- * One CTA takes BLOCK_Q rows of one head, 16 BLOCKS a warp, and walks over the keys that they see. Q and STAGES tiles of K
- * and of V lie in shared memory; with one stage V arrives while S is computed, and the next K during softmax and P V:
+ * One CTA takes BLOCK_Q rows of one head, 16 BLOCKS rows per warp, and walks over the keys that these rows see. Q
+ * and STAGES tiles of K and of V lie in shared memory. With one stage, V arrives while S is computed. The next K
+ * arrives during softmax and P V:
  *
  *   load Q, K | wait | load V | S = Q K^T | wait | load next K | softmax | O += P V | wait | ..
  *
- * Masked pairs are left out, never multiplied by zero: a tile of V that holds NaN or inf and that some row sees only in
- * part goes through FMAs that skip them. This is the kernel for what others do not serve: correct first.
+ * Masked pairs are left out and never multiplied by zero. A tile of V may hold NaN or inf, and some row may see only
+ * a part of the tile. Such a tile goes through FMAs that skip masked pairs. This kernel serves the calls that no
+ * other kernel serves, so correctness comes before speed.
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
-/* A row of tiles.def: HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, STAGES of K and V, CTAS of an
- * SM. */
+/* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows and STAGES of K and
+ * V. The row also gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
     !defined(CTAS)
 #error "a row of tiles.def"
@@ -38,7 +40,8 @@ struct shared_memory {
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
-/* One of the rows of a thread, two in each block: its largest score so far, the sum of its exponentials. */
+/* A row_state is the state of one row of a thread: the largest score so far and the sum of the exponentials. A
+ * thread has two rows in each block. */
 struct row_state {
     float max, sum;
 };
@@ -53,8 +56,9 @@ DEVICE float quad_sum(float x) {
     return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
 }
 
-/* S becomes P = 2^(factor S - base), base = factor max, and O follows the maximum. base is rounded: the same for all of a
- * row, so it cancels in the quotient; lse adds what was rounded away. fmaxf passes over NaN: it comes out through the sum. */
+/* S becomes P = 2^(factor S - base), with base = factor max, and O is rescaled to a new maximum. base is rounded.
+ * All scores of a row have the same base, so the rounding cancels in the quotient. lse adds the part that was
+ * rounded away. fmaxf ignores NaN, but NaN reaches the output through the sum. */
 DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4], row_state (&rows)[BLOCKS][2],
                          float factor) {
     float rescale[BLOCKS][2];
@@ -69,8 +73,8 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
             for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
             largest = quad_max(largest);
             const float scaled = __fmul_rn(largest, factor);
-            const float base = scaled == -INF ? 0 : scaled;            /* nothing seen yet, or only scores of -inf */
-            rescale[m][half] = ex2(__fmul_rn(row.max, factor) - base); /* rounded as base was, not fused */
+            const float base = scaled == -INF ? 0 : scaled;            /* no key seen yet, or only scores of -inf */
+            rescale[m][half] = ex2(__fmul_rn(row.max, factor) - base); /* rounded like base, not fused */
             is_raised |= rescale[m][half] != 1;
             row.max = largest;
             if (fabsf(base) <= 0x1p24f) {
@@ -97,7 +101,7 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
                 for (int e = 0; e < 4; e++) o[m][c][e] *= rescale[m][e / 2];
 }
 
-/* Scores of a block of rows from `row` on and of keys from `first` on: softcap and ALiBi where there are any. */
+/* Applies softcap and ALiBi to the scores of a block of rows from `row` on and of keys from `first` on. */
 DEVICE void change_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
                           int first) {
     const scorer score(p, s, head);
@@ -110,7 +114,8 @@ DEVICE void change_scores(const fa_cuda_problem &p, const sequence &s, int head,
                 score(scores[n][e], row + lane() / 4 + e / 2 * 8, first + 8 * n + 2 * (lane() % 4) + e % 2, unused);
 }
 
-/* Scores of keys that a row does not see become -inf. Bit 4 n + e of the result: the pair of element e of fragment n counts. */
+/* Scores of keys that a row does not see become -inf. Bit 4 n + e of the result says that the pair of element e of
+ * fragment n counts. */
 DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scores)[N][4], int row, int first) {
     u32 seen = 0;
 #pragma unroll
@@ -129,7 +134,7 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
     return seen;
 }
 
-/* Dropout comes after the normalisation: after the sum. */
+/* Dropout comes after the normalisation and therefore after the sum. */
 DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
                         int first) {
     const u32 kept = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, first);
@@ -140,25 +145,25 @@ DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, f
             if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
 }
 
-/* Row l / 4 + 8 half of a block: o and lse. */
+/* Writes o and lse of row l / 4 + 8 half of a block. */
 DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, int i, const float (&o)[COLUMNS][4],
                        int half, row_state row, float unit) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
-    const bool is_empty = sum == 0 && base == -INF; /* no key, or only scores of -inf */
+    const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
     if (lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty ? INF : lse;
     store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head), o, half, p.keep_scale / sum, is_empty);
 }
 
-/* Rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
+/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
 DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
     const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
     const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
     const tile_walk keys = keys_of(p, s, first_row, last_row);
     const bool is_used = warp_row < s.len_q, is_plain = scorer(p, s, head).is_plain;
-    const float unit = is_plain ? p.scale : 1; /* plain scores are scaled with the exponent */
+    const float unit = is_plain ? p.scale : 1; /* the exponent scales plain scores */
     row_state rows[BLOCKS][2];
     float o[BLOCKS][COLUMNS][4], scores[BLOCKS][N][4];
 #pragma unroll
@@ -189,10 +194,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     for (int step = 0; step < num_steps; step++) {
         const int first = start + step * BLOCK_KV;
         const element *k = shared.k[step % STAGES], *v = shared.v[step % STAGES];
-        wait_for_tiles<2 * STAGES - 2>(); /* K is there, and everyone has read the last V */
+        wait_for_tiles<2 * STAGES - 2>(); /* K has come, and all warps have read the last V */
         load_keys(shared.v[(step + STAGES - 1) % STAGES], p.v, step + STAGES - 1);
         if (is_used) multiply_rows(scores, shared.q + WARP_ROWS * warp() * PITCH, k);
-        wait_for_tiles<2 * STAGES - 2>(); /* V is there, and everyone has read K */
+        wait_for_tiles<2 * STAGES - 2>(); /* V has come, and all warps have read K */
         load_keys(shared.k[step % STAGES], p.k, step + STAGES);
 
         const bool is_whole = !is_partial<BLOCK_KV>(first, keys.full_begin, keys.full_end);
@@ -221,7 +226,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             finish_row(p, s, head, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half, rows[m][half], unit);
 }
 
-/* Packed rows behind the last sequence belong to nobody: lse -inf, and o zero where that was asked for. */
+/* Packed rows behind the last sequence belong to no sequence. The LSE of such a row becomes -inf, and its o becomes
+ * zero if zero_tensors is set. */
 DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int step) {
     for (int row = first; row < p.total_q; row += step) {
         if (threadIdx.x == 0) p.lse.data[head * p.lse.stride_h + row] = -INF;
@@ -230,8 +236,9 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int
     }
 }
 
-/* Tasks: the tiles of every head of every sequence, the longest rows of a causal mask first; for packed ones also the rows
- * that no sequence has. A sequence longer than max_seqlen takes several turns. */
+/* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows
+ * of a causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence
+ * longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
@@ -247,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_c
         const sequence s = sequence_at(p, b_idx);
         for (int row = tile * BLOCK_Q; row < s.len_q; row += p.num_tiles * BLOCK_Q) {
             attend(p, shared, s, head, row);
-            __syncthreads(); /* everyone has read Q, K and V */
+            __syncthreads(); /* all warps have read Q, K and V */
         }
     }
 }

@@ -1,7 +1,12 @@
-/* return_attn_probs:  s_dmask [b, h, rows, cols] = +-exp(s_ij - largest s of row i), minus where dropout removes the pair,
- * zero where row i does not see key j, and in the rows and columns that only round up.
+/* The kernel computes the result of return_attn_probs:
  *
- * Made for looking at masks: one CTA a row, one thread a key, each score computed twice. */
+ *   s_dmask [b, h, rows, cols] = +-exp(s_ij - largest s of row i)
+ *
+ * The sign is minus where dropout removes the pair. The value is zero where row i does not see key j. Rows and
+ * columns that only round up the size are zero too.
+ *
+ * The kernel is made for looking at masks. One CTA takes one row, one thread takes one key, and each score is
+ * computed twice. */
 #include "cuda_problem.h"
 
 #define HEAD_DIM 256
@@ -18,7 +23,7 @@ struct shared_memory {
     float largest[THREADS / 32];
 };
 
-/* The score of key j; `shared` holds the row of q. */
+/* Returns the score of key j. `shared` holds the row of q. */
 DEVICE float score_at(const fa_cuda_problem &p, const shared_memory &shared, const sequence &s, const scorer &score,
                       int head, int i, int j) {
     const element *k = (const element *)p.k.data + key_offset(p, p.k, s, j, head / (p.h / p.h_kv));
@@ -44,7 +49,7 @@ DEVICE void write_row(const fa_cuda_problem &p, shared_memory &shared, const seq
     if (lane() == 0) shared.largest[warp()] = largest;
     __syncthreads();
     for (int w = 0; w < THREADS / 32; w++) largest = fmaxf(largest, shared.largest[w]);
-    if (largest == -INF) largest = 0; /* only scores of -inf: exp(-inf) is 0 */
+    if (largest == -INF) largest = 0; /* there are only scores of -inf, and exp(-inf) is 0 */
     for (long long j = threadIdx.x; j < p.s_dmask_cols; j += THREADS) {
         float x = 0;
         if (j >= begin && j < end) {
@@ -57,7 +62,7 @@ DEVICE void write_row(const fa_cuda_problem &p, shared_memory &shared, const seq
         }
         result[j] = cvt<element>(x);
     }
-    __syncthreads(); /* everyone has read q and largest */
+    __syncthreads(); /* all threads have read q and largest */
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const fa_cuda_problem p) {

@@ -1,4 +1,4 @@
-/* The arithmetic of tiles. */
+/* This file has the arithmetic of tiles. */
 #ifndef FA_INTEGERS_CUH
 #define FA_INTEGERS_CUH
 

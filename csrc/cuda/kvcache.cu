@@ -1,12 +1,13 @@
-/* Work on a cache before attention reads it. New keys and values are written in place, and rotary embedding turns the
- * new keys and the queries.
+/* This kernel works on a cache before attention reads the cache. New keys and values are written in place, and
+ * rotary embedding turns the new keys and the queries.
  *
  *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
  *   q [b, len_q, h, d]                  ->  q_rotated, contiguous
+ *   a pair (x0, x1) of the first rotary_dim elements  ->  (x0 cos - x1 sin, x0 sin + x1 cos), rounded once
  *
- * A pair (x0, x1) of the first rotary_dim elements becomes (x0 cos - x1 sin, x0 sin + x1 cos) with row "position" of
- * cos and sin, rounded once. All other elements are copied bit for bit. One warp takes one row of one head. A position
- * without room in the cache, or on a page that does not exist, is not written.
+ * cos and sin come from row "position" of rotary_cos and rotary_sin. All other elements are copied bit for bit. One
+ * warp takes one row of one head. A position without room in the cache, or on a page that does not exist, is not
+ * written.
  *
  * Specification: ../cpu/kvcache.c. */
 #include "cuda_problem.h"
@@ -21,7 +22,7 @@
 #define KERNEL kvcache
 #endif
 
-/* Copies one row and turns its rotary pairs. Whole warp: the lanes share the work. */
+/* Copies one row and turns its rotary pairs. The whole warp calls this function, and the lanes share the work. */
 DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *src, int position) {
     const int lane = threadIdx.x % 32, pairs = p.rotary_dim / 2;
     const bool turns = p.rotary_cos && position < p.rotary_rows;
@@ -37,12 +38,13 @@ DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *s
     for (int i = 2 * num_pairs + lane; i < p.d; i += 32) dst[i] = src[i];
 }
 
-/* Absolute position of the first appended key. Left padding does not move the position. */
+/* Returns the absolute position of the first appended key. Left padding does not move the position. */
 DEVICE int append_position(const fa_cuda_problem &p, int b_idx) {
     return p.seqused_k ? clamp(p.seqused_k[b_idx], 0, 0x40000000) : 0;
 }
 
-/* Writes new key and value t of a sequence and key head to their place in the cache. Whole warp. */
+/* Writes new key and value t of a sequence and key head to their place in the cache. The whole warp calls this
+ * function. */
 DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
     const int position = append_position(p, b_idx) + t;
@@ -58,7 +60,7 @@ DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     for (int i = threadIdx.x % 32; i < p.d; i += 32) ((element *)p.v.data)[v_at + i] = v_new[i];
 }
 
-/* Writes query t of a sequence and head, turned, to q_rotated. Whole warp. */
+/* Writes query t of a sequence and head, turned, to q_rotated. The whole warp calls this function. */
 DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
     const long long at = (((long long)b_idx * p.len_q + t) * p.h + head) * p.d;
@@ -66,8 +68,8 @@ DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
                 append_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
 }
 
-/* One task per warp at a time. First come the new tokens of every sequence and key head, then the queries of every
- * sequence and head. */
+/* A warp does one task at a time. The first tasks are the new tokens of every sequence and key head. The queries of
+ * every sequence and head follow. */
 extern "C" __global__ void KERNEL(const fa_cuda_problem p) {
     const long long num_appends = (long long)p.b * p.len_new * p.h_kv;
     const long long num_tasks = num_appends + (p.q_rotated ? (long long)p.b * p.len_q * p.h : 0);

@@ -1,11 +1,12 @@
-/* Where a packed sequence lies. */
+/* This file finds the place of a packed sequence. */
 #ifndef FA_PACKED_CUH
 #define FA_PACKED_CUH
 
 #include "integers.cuh"
 #include "ptx_sm80.cuh"
 
-/* One packed sequence. Offsets are clamped: whatever the arrays hold, nothing outside the tensors is touched. */
+/* A span is the rows of one packed sequence. Offsets are clamped, so no access leaves the tensors, whatever the
+ * arrays hold. */
 struct span {
     int begin, len;
 };

@@ -1,10 +1,11 @@
-/* The generator of dropout (../cpu/dropout.h): Philox 4x32, 7 rounds. */
+/* Philox 4x32 with 7 rounds is the generator of dropout (../cpu/dropout.h). */
 #ifndef FA_PHILOX_CUH
 #define FA_PHILOX_CUH
 
 #include "ptx_sm80.cuh"
 
-/* 16 bytes of one lane for a patch of 16 rows and 32 keys. `low` is the low half of the counter and names the lane. */
+/* Draws 16 bytes of one lane for a patch of 16 rows and 32 keys. `low` is the low half of the counter and names the
+ * lane. */
 DEVICE void philox(u32 (&words)[4], u64 low, u32 row_patch, u32 key_patch, u64 seed) {
     u32 x = (u32)low, y = (u32)(low >> 32), z = row_patch, w = key_patch;
     u32 key_0 = (u32)seed, key_1 = (u32)(seed >> 32);

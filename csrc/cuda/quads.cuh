@@ -1,11 +1,11 @@
-/* The four lanes of a quad hold 16 rows of an accumulator together, two columns of every 8 each. They exchange them, so
- * that each stores 16 bytes of one row. */
+/* A warp holds 16 rows of an accumulator, and the four lanes of a quad together hold two of these rows. Each lane
+ * holds two columns of every 8. The lanes exchange columns, so that each lane stores 16 bytes of one row. */
 #ifndef FA_QUADS_CUH
 #define FA_QUADS_CUH
 
 #include "ptx_sm80.cuh"
 
-/* The 4 x 4 matrix whose rows are the four lanes of a quad, transposed. */
+/* Transposes the 4 x 4 matrix whose rows are the four lanes of a quad. */
 DEVICE void transpose_in_quad(u32 (&x)[4]) {
     const int lane = threadIdx.x;
 #pragma unroll
@@ -22,9 +22,9 @@ DEVICE void transpose_in_quad(u32 (&x)[4]) {
             }
 }
 
-/* Stores a warp's 16 rows of x times `factor`, as elements of the output. The first is row `row`, and `base` is the
- * place of row 0. Rows from `end` on and columns from `columns` on are not there. `stride` is a reference, so that it
- * is read where it is used. Whole warp. */
+/* Stores a warp's 16 rows of x times `factor`, as elements of the output. The first row is row `row`, and `base` is
+ * the place of row 0. Rows from `end` on and columns from `columns` on do not exist. `stride` is a reference, so
+ * that the kernel reads the stride where the stride is used. The whole warp calls this function. */
 template <int N>
 DEVICE void store_rows(const float (&x)[N], const float (&factor)[2], element::output *base, const long long &stride,
                        int row, int end, int columns) {

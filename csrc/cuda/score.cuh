@@ -1,16 +1,18 @@
-/* The score of a query and a key. Every GPU kernel computes it here, and the backward its derivative:
+/* This file computes the score of a query and a key. Every GPU kernel computes the score here, and the backward also
+ * computes the derivative here:
  *
  *   score(x, b, h, i, j) = cap(scale x) - slope(b, h) |i + shift - j|        x = q.k        shift = len_kv - len_q
  *   cap(y) = softcap tanh(y / softcap), or y where softcap is 0              slope: ALiBi's, or 0
  *
- * Scores are in natural units. Exponentials are powers of 2: a kernel multiplies by log2 e within the exponent.
+ * Scores are in natural units. Exponentials are powers of 2, so a kernel multiplies by log2 e within the exponent.
  *
- * A plain score is scale x alone. Then no kernel comes here: the row maximum is that of x, and the factor of the
- * exponent is scale log2 e. SCORE says so in Hopper's forward and backward, changes_scores in decode, and is_plain in
- * the generic kernels.
+ * A plain score is scale x alone. Kernels do not need score_of for plain scores. The row maximum is then the maximum
+ * of x, and the factor of the exponent is scale log2 e. SCORE marks scores that are not plain in Hopper's forward
+ * and backward, and changes_scores marks such scores in decode. is_plain marks plain scores in the generic kernels.
  *
- * A user's function will stand at the end of operator() below. It gets the score and b, h, i and j, and multiplies the
- * derivative by its own. A score of -inf hides the key. Kernels that use such a function have no plain scores. */
+ * A user's function will stand at the end of operator() below. The function will get the score and b, h, i and j,
+ * and will multiply the derivative by its own derivative. A score of -inf hides the key. Kernels that use such a
+ * function have no plain scores. */
 #ifndef FA_SCORE_CUH
 #define FA_SCORE_CUH
 
@@ -19,20 +21,25 @@
 #define INF __int_as_float(0x7f800000)
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
-/* One query head of one sequence. What a score does not ask for costs nothing. */
+/* A score_head is one query head of one sequence. A member that the score does not need costs nothing. */
 struct score_head {
     int b_idx, head;
     int shift; /* len_kv - len_q: query i has the diagonal i + shift */
     float slope;
 };
 
-/* How a kernel rounds its scores.
+/* A kernel rounds its scores in one of two ways.
  *
- * FAST: Hopper's kernels. scale and log2 e are one factor of softcap's exponent. The hardware's tanh is right to 2^-11
- *   only, which shows in lse. So tanh is made of ex2 and rcp, with r = 1 / (1 + exp(2 y / softcap)):
- *   softcap tanh(y / softcap) = softcap - 2 softcap r, and 1 - tanh^2 = 4 r (1 - r). Products may be fused with sums.
- * EXACT: the generic kernels. scale x is rounded, so that forward and backward have the same score. tanh is right
- *   within 2 units of the last place, near zero too. */
+ * FAST serves Hopper's kernels. scale and log2 e are one factor of softcap's exponent. The hardware's tanh is right
+ * only to 2^-11, and this error shows in lse. tanh is therefore made of ex2 and rcp:
+ *
+ *   r = 1 / (1 + exp(2 y / softcap))
+ *   softcap tanh(y / softcap) = softcap - 2 softcap r        1 - tanh^2 = 4 r (1 - r)
+ *
+ * Products may be fused with sums.
+ *
+ * EXACT serves the generic kernels. scale x is rounded, so that forward and backward have the same score. tanh is
+ * right within 2 units of the last place, near zero too. */
 enum score_precision { FAST, EXACT };
 
 DEVICE float tanh_exactly(float x) {
@@ -45,15 +52,15 @@ DEVICE float tanh_exactly(float x) {
     return x < 0 ? -y : y;
 }
 
-/* p: the parameters of a kernel, with score_scale and softcap. */
+/* p are the parameters of a kernel, with score_scale and softcap. */
 template <score_precision PRECISION, bool HAS_DERIVATIVE, class params> struct score_of {
     const params &p;
-    float exponent; /* FAST: of softcap, 2^(exponent x) = exp(2 y / softcap) */
+    float exponent; /* FAST: the exponent of softcap, 2^(exponent x) = exp(2 y / softcap) */
 
     DEVICE score_of(const params &p)
         : p(p), exponent(PRECISION == FAST && p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0) {}
 
-    /* cap(scale x), and its derivative by scale x. */
+    /* Returns cap(scale x), and its derivative by scale x. */
     DEVICE float capped(float x, float &derivative) const {
         if (PRECISION == EXACT) {
             float y = __fmul_rn(x, p.score_scale), t = 0;
@@ -73,14 +80,14 @@ template <score_precision PRECISION, bool HAS_DERIVATIVE, class params> struct s
                              : x * p.score_scale;
     }
 
-    /* The score of the query at a diagonal and key j, and its derivative by scale x. */
+    /* Returns the score of key j and the query at `diagonal`, and the derivative of the score by scale x. */
     DEVICE float operator()(float x, const score_head &at, int diagonal, int j, float &derivative) const {
         const float y = capped(x, derivative);
         if (PRECISION == EXACT) return at.slope == 0 ? y : y - at.slope * (float)abs(diagonal - j);
         return y - at.slope * fabsf((float)(diagonal - j));
     }
 
-    /* The score alone. */
+    /* Returns the score alone. */
     DEVICE float operator()(float x, const score_head &at, int diagonal, int j) const {
         float unused;
         return (*this)(x, at, diagonal, j, unused);

@@ -1,5 +1,6 @@
-/* ../sequence.h on the GPU: where sequence i of a problem lies. Whatever the index arrays hold, what comes out lies within
- * the tensors: offsets and lengths are clamped to the rows there are, page numbers to the pages. */
+/* This file does the work of ../sequence.h on the GPU and finds the place of sequence i of a problem. The index
+ * arrays may hold any value, but every place lies within the tensors. Offsets and lengths are clamped to the
+ * existing rows, and page numbers are clamped to the pages. */
 #ifndef FA_SEQUENCE_CUH
 #define FA_SEQUENCE_CUH
 
@@ -10,8 +11,8 @@ struct sequence {
     int b_idx;
     int q_row;         /* first row of the sequence in q, o, lse (packed), else 0 */
     int len_q, len_kv; /* visible lengths: after seqused_k, append and left padding */
-    int kv_batch;      /* index times stride_b of k and v; unused when paged */
-    int kv_row;        /* row of key 0 counted from kv_batch's start (paged: from the start of page 0) */
+    int kv_batch;      /* index that stride_b of k and v multiplies; unused when paged */
+    int kv_row;        /* row of key 0, counted from the start of kv_batch (paged: of page 0) */
     int capacity;      /* keys that fit, left padding included */
     const int *pages;  /* paged: the sequence's row of the block table */
 };
@@ -45,7 +46,8 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
     return s;
 }
 
-/* Element offset of row `row`, counted from kv_batch's start or from page 0, of one key/value head. */
+/* Returns the element offset of row `row` of one key head. The row is counted from the start of kv_batch or of page
+ * 0. */
 DEVICE long long cache_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, const sequence &s, int row,
                               int head_kv) {
     long long batch = s.kv_batch;
@@ -71,7 +73,7 @@ DEVICE float *row_stat(const fa_cuda_row_stats &t, const sequence &s, int i, int
 /* The generic kernels read the window at run time. */
 typedef mask_of<false, true> mask;
 
-/* Visible keys of row i: [first, end), empty when end <= first. */
+/* The visible keys of row i are [first_key, end_key), which is empty when end_key <= first_key. */
 DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
     return mask::keys_begin<FROM_0>(p, i, s.len_kv, s.len_q, 0);
 }
@@ -80,12 +82,12 @@ DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
     return mask::keys_end<TO_LENGTH>(p, i, s.len_kv, s.len_q, s.len_kv);
 }
 
-/* The keys that rows [first, last] walk over. */
+/* Returns the walk of rows [first, last] over keys. */
 DEVICE tile_walk keys_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
     return {first_key(p, s, first), end_key(p, s, last), first_key(p, s, last), end_key(p, s, first)};
 }
 
-/* The rows that keys [first, last] walk over. */
+/* Returns the walk of keys [first, last] over rows. */
 DEVICE tile_walk rows_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
     const int shift = s.len_kv - s.len_q;
     const mask_window w = {p.window_left, p.window_right};

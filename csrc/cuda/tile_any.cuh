@@ -1,9 +1,9 @@
-/* What the generic forward and backward share: tiles in shared memory, products of a warp, scores, dropout.
+/* The generic forward and backward share this file: tiles in shared memory, products of a warp, scores and dropout.
  *
- * A warp owns BLOCKS blocks of 16 rows. Everything it holds of a tile [16, 8 n] lies in the accumulators' order of
- * mma.m16n8k16, whatever the dtype: fragment n of lane l has rows l / 4 and (elements 2, 3) l / 4 + 8, columns
- * 8 n + 2 (l % 4) + {0, 1}. fp16 and bf16 are multiplied by tensor cores, fp32 by ordinary FMAs. What is read of the other
- * side's tile serves all blocks. */
+ * A warp owns BLOCKS blocks of 16 rows. The warp holds every tile [16, 8 n] in the accumulators' order of
+ * mma.m16n8k16, whatever the dtype. Fragment n of lane l has the rows l / 4 and, for elements 2 and 3, l / 4 + 8.
+ * The fragment has the columns 8 n + 2 (l % 4) + {0, 1}. Tensor cores multiply fp16 and bf16, and ordinary FMAs
+ * multiply fp32. All blocks of a warp use each value that the warp reads from the other side's tile. */
 #ifndef FA_TILE_ANY_CUH
 #define FA_TILE_ANY_CUH
 
@@ -17,8 +17,8 @@
 
 constexpr u32 WHOLE_WARP = 0xffffffffu;
 
-/* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements: eight rows then begin in different
- * groups of four banks, which is what ldmatrix and the loads of fp32 ask for. */
+/* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements. Eight rows then begin in
+ * different groups of four banks, as ldmatrix and the loads of fp32 require. */
 constexpr int PITCH = HEAD_DIM + 16 / sizeof(element);
 constexpr int THREADS = 32 * WARPS;
 
@@ -27,14 +27,14 @@ DEVICE int warp() { return threadIdx.x / 32; }
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
-/* load_tile in pieces of so many bytes. Bit r of `present`: the r-th row of the warp is there. */
+/* Does load_tile's work in pieces of BYTES bytes. Bit r of `present` says that the r-th row of the warp is present. */
 template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const element *own_row, u32 present, int d) {
-    constexpr int PIECE = BYTES / sizeof(element), PIECES = HEAD_DIM / PIECE; /* of a row */
+    constexpr int PIECE = BYTES / sizeof(element), PIECES = HEAD_DIM / PIECE; /* pieces of a row */
     constexpr int NUM = ROWS / WARPS * PIECES / 32, AT_ONCE = NUM < 8 ? NUM : NUM % 8 == 0 ? 8 : 6;
     static_assert(ROWS / WARPS * PIECES % 32 == 0 && NUM % AT_ONCE == 0, "no lane has less to do");
     element *own_tile = tile + warp() * (ROWS / WARPS) * PITCH, values[AT_ONCE];
     const int own_lane = laneid();
-    /* Where a row has 1, 2, .. 32 pieces, a lane keeps its column and goes down in steps. */
+    /* Where a row has 1, 2, .. 32 pieces, a lane stays in its column and goes down in steps of STEP rows. */
     constexpr int STEP = 32 % PIECES == 0 ? 32 / PIECES : 0;
     const int top = STEP ? own_lane / PIECES : 0, left = STEP ? own_lane % PIECES * PIECE : 0;
     const u32 own_present = STEP && left >= d ? 0 : present >> top;
@@ -52,7 +52,8 @@ template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const elemen
             else
                 values[n] = is_there ? row[column] : element{};
         }
-        if constexpr (BYTES < 4) /* one after the other, each would wait for memory */
+        /* Values are stored after all AT_ONCE loads. Otherwise each load would wait for memory. */
+        if constexpr (BYTES < 4)
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
                 const int i = own_lane + 32 * (first + n);
@@ -61,12 +62,13 @@ template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const elemen
     }
 }
 
-/* ROWS rows to shared memory, ROWS / WARPS by each warp: lane l says where the l-th of them begins. Rows that are NULL, and
- * columns from d on, become zero. All threads; complete when the group of copies is, and after a barrier. */
+/* Loads ROWS rows to shared memory, ROWS / WARPS rows by each warp. own_row of lane l is the beginning of the warp's
+ * l-th row. Rows that are NULL and columns from d on become zero. All threads call this function. The tile is
+ * complete after the wait for its group of copies and a barrier. */
 template <int ROWS> DEVICE void load_tile(const fa_cuda_problem &p, element *tile, const element *own_row) {
     static_assert(ROWS % WARPS == 0 && ROWS / WARPS <= 32, "a lane for each row of a warp");
     const u32 present = __ballot_sync(WHOLE_WARP, own_row != nullptr);
-    if (!own_row) own_row = (const element *)p.q.data; /* an address, though nothing is read */
+    if (!own_row) own_row = (const element *)p.q.data; /* a valid address, from which nothing is read */
     if (p.piece_bytes == 16)
         copy_rows<ROWS, 16>(tile, own_row, present, p.d);
     else if (p.piece_bytes == 8)
@@ -77,13 +79,14 @@ template <int ROWS> DEVICE void load_tile(const fa_cuda_problem &p, element *til
         copy_rows<ROWS, sizeof(element)>(tile, own_row, present, p.d);
 }
 
-/* All but the last PENDING tiles that were asked for are there, and everyone has done what was before. */
+/* Waits until all requested tiles but the last PENDING tiles have come, and all warps have finished their earlier
+ * work. */
 template <int PENDING> DEVICE void wait_for_tiles() {
     cp_async_wait_group<PENDING>();
     __syncthreads();
 }
 
-/* Does some element of the tile lack a finite value? All threads get the answer. */
+/* Does some element of the tile hold NaN or inf? All threads get the answer. */
 template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
     constexpr int WORDS = HEAD_DIM * (int)sizeof(element) / 4;
     u32 signs = 0;
@@ -97,7 +100,7 @@ template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* S [16 BLOCKS, 8 N] = A B^T: A the warp's rows, B 8 N rows, both in shared memory. */
+/* S [16 BLOCKS, 8 N] = A B^T. A are the warp's rows and B are 8 N rows, both in shared memory. */
 template <int N> DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const element *a, const element *b) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -148,13 +151,14 @@ template <int N> DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const eleme
 
 constexpr int COLUMNS = HEAD_DIM / 8; /* fragments of a row of HEAD_DIM */
 
-/* The first of the two columns, side by side, that a thread holds of fragment c of O. In fp32, where no tensor core asks for
- * another order, they lie beside those of its neighbour c + 1: four columns are one load. */
+/* Returns the first of the two neighbouring columns that a thread holds of fragment c of O. In fp32 no tensor core
+ * prescribes the order of columns. There the columns of two neighbouring fragments lie side by side, so that one
+ * load reads four columns. */
 DEVICE int column_of(int c) {
     return element::ON_TENSOR_CORES ? 8 * c + 2 * (lane() % 4) : 8 * (c - c % 2) + 4 * (lane() % 4) + 2 * (c % 2);
 }
 
-/* A thread's columns of fragments c and c + 1 out of a row in shared memory. */
+/* Loads a thread's columns of fragments c and c + 1 from a row in shared memory. */
 DEVICE void load_columns(float (&x)[4], const element *row, int c) {
     if constexpr (element::ON_TENSOR_CORES) {
 #pragma unroll
@@ -165,9 +169,10 @@ DEVICE void load_columns(float (&x)[4], const element *row, int c) {
     }
 }
 
-/* O [16 BLOCKS, HEAD_DIM] += W [16 BLOCKS, 8 N] B by FMAs: B 8 N rows in shared memory. Bit 4 n + e of `counts`: the pair of
- * element e of fragment n counts; where it does not, B may hold anything. ALL_COUNT: whatever it says. W travels from the
- * lane that holds it to the other three of its rows. */
+/* O [16 BLOCKS, HEAD_DIM] += W [16 BLOCKS, 8 N] B by FMAs. B are 8 N rows in shared memory. Bit 4 n + e of `counts`
+ * says that the pair of element e of fragment n counts. Where a pair does not count, B may hold any value. With
+ * ALL_COUNT all pairs count and `counts` is ignored. The lane that holds a value of W sends the value to the other
+ * three lanes of its rows. */
 template <bool ALL_COUNT, int N>
 DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b,
                               const u32 (&counts)[BLOCKS]) {
@@ -203,7 +208,8 @@ DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[B
     }
 }
 
-/* The same on tensor cores for 16 bits, W rounded: for tiles in which every number is finite or every pair counts. */
+/* Does the same on tensor cores for 16 bits, with W rounded. This function serves tiles in which every number is
+ * finite or every pair counts. */
 template <int N>
 DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b) {
     if constexpr (element::ON_TENSOR_CORES) {
@@ -233,7 +239,7 @@ DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][
     }
 }
 
-/* Stores row l / 4 + 8 half of a block of O times factor, or zeros whatever O holds. */
+/* Stores row l / 4 + 8 half of a block of O times factor. If is_zero is set, the row becomes zeros whatever O holds. */
 DEVICE void store_row(const fa_cuda_problem &p, element::output *row, const float (&o)[COLUMNS][4], int half,
                       float factor, bool is_zero) {
 #pragma unroll
@@ -252,11 +258,11 @@ DEVICE void store_row(const fa_cuda_problem &p, element::output *row, const floa
 
 /* ---- scores ---------------------------------------------------------------------------------------------------- */
 
-/* The score of one query head, as score.cuh asks for its parameters. */
+/* A scorer holds the parameters of score.cuh for one query head. */
 struct scorer {
     float score_scale, softcap;
     score_head at;
-    bool is_plain; /* the score is scale q.k, and a larger q.k is a larger score */
+    bool is_plain; /* the score is scale q.k, and a larger q.k gives a larger score */
 
     DEVICE scorer(const fa_cuda_problem &p, const sequence &s, int head) {
         score_scale = p.scale, softcap = p.softcap;
@@ -265,7 +271,7 @@ struct scorer {
         is_plain = score_scale > 0 && score_scale < 1e30f && softcap == 0 && at.slope == 0;
     }
 
-    /* The score of row i and key j from q.k, and its derivative by scale q.k. */
+    /* Computes the score of row i and key j from q.k, and the derivative of the score by scale q.k. */
     DEVICE float operator()(float qk, int i, int j, float &derivative) const {
         return score_of<EXACT, true, scorer>(*this)(qk, at, i + at.shift, j, derivative);
     }
@@ -291,8 +297,9 @@ struct dropout {
 
     DEVICE u32 keeps(u32 word, int byte) const { return (int)(word >> 8 * byte & 255) <= keep_max; }
 
-    /* A tile whose 16 rows are queries from `row`, its columns keys from `column`, multiples of 16: bit 4 n + e says
-     * whether element e of fragment n is kept. The generator's lanes are the warp's: one draw serves 4 fragments. */
+    /* The 16 rows of a tile are queries from `row` on, and its columns are keys from `column` on. `row` and `column`
+     * are multiples of 16. Bit 4 n + e says whether dropout keeps element e of fragment n. The generator's lanes are
+     * the warp's lanes, so one draw serves 4 fragments. */
     template <int N> DEVICE u32 kept_rows_are_queries(int row, int column) const {
         u32 kept = 0, words[4];
 #pragma unroll
@@ -310,7 +317,8 @@ struct dropout {
         return kept;
     }
 
-    /* The same where the 16 rows are keys and the columns queries: a draw serves two fragments, for one of two columns. */
+    /* Does the same where the 16 rows are keys and the columns are queries. A draw serves two fragments, for one of
+     * two columns. */
     template <int N> DEVICE u32 kept_rows_are_keys(int key, int query) const {
         const int g = lane() / 4, t = lane() % 4;
         u32 kept = 0, words[4];
