@@ -45,6 +45,17 @@ def test_no_line_has(pattern):
     assert found == []
 
 
+def test_lines_are_short():
+    """clang-format breaks code, not comments. ruff watches Python. Rows of Markdown tables may be longer."""
+    found = [
+        f"{relative(path)}:{number}: {len(line)} columns"
+        for path in project_files(TEXT - {".md", ".py", ".txt"})
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert found == []
+
+
 def test_kernels_contain_no_host_headers():
     """csrc/cpu knows the contract and C's own library: neither Python nor torch."""
     found = [
