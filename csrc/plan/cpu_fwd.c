@@ -1,4 +1,4 @@
-/* Sizes of the tiled forward. Everything but the thread count follows from the problem and the cache. Only block_kv can
+/* Sizes of the tiled forward. They follow from the problem, the cache and the number of threads. Only block_kv can
  * change a bit of the result, and block_kv depends on the problem alone. */
 #include "cpu_planners.h"
 
