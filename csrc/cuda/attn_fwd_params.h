@@ -1,5 +1,5 @@
-/* The parameters of attn_fwd_sm90. ../cuda_fwd.c fills them in C, and the kernel reads them in CUDA. So they have only
- * types that both sides lay out alike. */
+/* The parameters of attn_fwd_sm90. ../gpu/fwd_sm90.c fills them in C, and the kernel reads them in CUDA. So they have
+ * only types that both sides lay out alike. */
 #ifndef FA_ATTN_FWD_PARAMS_H
 #define FA_ATTN_FWD_PARAMS_H
 

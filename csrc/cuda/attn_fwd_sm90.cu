@@ -429,7 +429,7 @@ struct consumer {
             if (O_IN_Q) release_q(PREVIOUS_TILE);
         }
         /* NOTE: the compiler must not know this value. It would split the loop over work tiles by it, and ptxas
-         * would take matrix descriptors for values that differ between threads: 7% more instructions in a step. */
+         * would take matrix descriptors for values that differ between threads. */
         has_o = uniform(0);
     }
 

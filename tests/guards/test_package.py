@@ -127,14 +127,30 @@ def test_sdist_works(sdist, install, tmp_path):
     assert run(python, "-I", "-c", WORKS, cwd=tmp_path) == "works\n"
 
 
-def test_extension_builds_in_seconds(source, tmp_path):
-    """The README promises under 20 s on two cores. Processor time excludes waiting for other programs. The limit is
-    twice as much time, because a core that two programs share runs at half its speed."""
+def processor_seconds(*command, **options):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "o"]
-    run(*command, cwd=source, env={**os.environ, **CLEAN})
+    run(*command, **options)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 2 * 20
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+YARDSTICK = "".join(
+    f"double f{i}(double *x, int n) {{ double s = {i}; for (int i = 0; i < n; i++) "
+    f"s += x[i] * x[(i * {i + 3}) % n] - s / (x[i] + {i}.5); return s; }}\n"
+    for i in range(300)
+)
+
+
+def test_extension_builds_in_seconds(source, tmp_path):
+    """The README promises under 20 s on two cores. Processor time excludes waiting for other programs. A slow or shared
+    core has more time: as much more as it takes to compile a fixed text, which takes 1 s where the promise was made."""
+    (tmp_path / "yardstick.c").write_text(YARDSTICK)
+    yardstick = [tool("gcc"), "-O2", "-c", tmp_path / "yardstick.c", "-o", tmp_path / "yardstick.o"]
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "o"]
+    slow = processor_seconds(*yardstick)
+    seconds = processor_seconds(*command, cwd=source, env={**os.environ, **CLEAN})
+    slow = max(1, slow, processor_seconds(*yardstick))
+    assert seconds < 2 * 20 * slow, f"{seconds:.1f} s, where the fixed text takes {slow:.2f} s"
     assert (tmp_path / "flash_attn_2_cuda.abi3.so").exists()
 
 
