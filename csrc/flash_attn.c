@@ -12,11 +12,17 @@ const char *fa_isa_name(fa_isa isa) {
 }
 
 const char *fa_dtype_name(fa_dtype dtype) {
-    static const char *const names[] = {[FA_F16] = "fp16", [FA_BF16] = "bf16", [FA_F32] = "fp32", [FA_F64] = "fp64"};
+    static const char *const names[] = {
+        [FA_F16] = "fp16", [FA_BF16] = "bf16", [FA_F32] = "fp32", [FA_F64] = "fp64", [FA_E4M3] = "e4m3"};
     return names[dtype];
 }
 
-size_t fa_dtype_bytes(fa_dtype dtype) { return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : 2; }
+size_t fa_dtype_bytes(fa_dtype dtype) {
+    static const size_t bytes[] = {[FA_F16] = 2, [FA_BF16] = 2, [FA_F32] = 4, [FA_F64] = 8, [FA_E4M3] = 1};
+    return bytes[dtype];
+}
+
+fa_dtype fa_output_dtype(fa_dtype dtype) { return dtype == FA_E4M3 ? FA_BF16 : dtype; }
 
 fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
     va_list args;

@@ -5,7 +5,7 @@
  *   cpu/run.c, gpu/run.c    execute the plan in a workspace that the caller brings.
  *
  * These letters mean the same everywhere:
- *   b batch, h query heads, h_kv key/value heads, g = h / h_kv, d head dimension,
+ *   b batch, h query heads, h_kv key/value heads, g = h / h_kv, d head dimension, d_v head dimension of v and out,
  *   len_q, len_kv lengths of one sequence.
  * Strides count elements. Every tensor's last dimension is contiguous.
  *
@@ -18,7 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FA_MAX_HEAD_DIM 256
+#define FA_MAX_HEAD_DIM   256 /* columns of q and k */
+#define FA_MAX_HEAD_DIM_V 512 /* columns of v and out */
 
 /* ---- status, and the exception that torch/failures.c makes of it --------------------------------------------- */
 
@@ -46,7 +47,7 @@ fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...);
 /* ---- problem ----------------------------------------------------------------------------------------------- */
 
 typedef enum { FA_CPU, FA_CUDA } fa_device;
-typedef enum { FA_F16, FA_BF16, FA_F32, FA_F64 } fa_dtype;
+typedef enum { FA_F16, FA_BF16, FA_F32, FA_F64, FA_E4M3 } fa_dtype; /* FA_E4M3: float8_e4m3fn, forward only */
 typedef enum { FA_FWD, FA_BWD } fa_pass;
 
 /* A tensor [b, row, h, d] in the caller's memory. data NULL means that the tensor is absent.
@@ -64,25 +65,40 @@ typedef struct {
     int64_t stride_b, stride_h;
 } fa_row_stats;
 
+/* One factor per sequence and key head; data NULL: 1. */
+typedef struct {
+    const float *data;
+    int64_t stride_b, stride_h;
+} fa_descale;
+
 typedef struct {
     fa_pass pass;
     fa_device device;
     int device_idx;
-    fa_dtype dtype; /* dtype of q, k, v, o, their gradients, the new keys and cos/sin */
+    /* The dtype of q, k, v, o, their gradients, the new keys and cos/sin. With FA_E4M3, o, cos and sin are bf16. */
+    fa_dtype dtype;
 
-    int64_t b, h, h_kv, d;
-    int64_t len_q, len_kv;     /* dense: the lengths; varlen: max_seqlen; kvcache: capacity for len_kv */
-    int64_t total_q, total_kv; /* rows of the packed tensors; dense: b * len */
+    int64_t b, h, h_kv, d, d_v; /* v, o, qv, dout and dv have d_v columns; everything else has d */
+    int64_t len_q, len_kv;      /* dense: the lengths; varlen: max_seqlen; kvcache: capacity for len_kv */
+    int64_t total_q, total_kv;  /* rows of the packed tensors; dense: b * len */
 
     fa_view q, k, v, o;
-    fa_row_stats lse; /* natural log of the row sums; +inf for a row that sees no key */
+    fa_view qv;       /* like q with d_v columns: qv.v joins q.k; absent: nothing joins */
+    fa_row_stats lse; /* natural log of the row sums; empty_lse for a row that sees no key */
+    float empty_lse;  /* +inf or -inf. The backward takes both. */
+
+    /* FA_E4M3: q, k and v are multiplied by these factors. */
+    fa_descale q_descale, k_descale, v_descale;
 
     /* A score is computed in this order, with shift = len_kv - len_q of the sequence:
-     *   s = scale q.k;  if softcap > 0, s = softcap tanh(s / softcap);  s -= slope |i + shift - j|;  mask.
+     *   s = scale (q.k + qv.v);  if softcap > 0, s = softcap tanh(s / softcap);  s -= slope |i + shift - j|;  mask.
      * Row i sees key j iff i + shift - window_left <= j <= i + shift + window_right.
-     * A window of -1 lifts its bound. A causal mask is window_right = 0. */
+     * A window of -1 lifts its bound. A causal mask is window_right = 0.
+     * With an attention chunk of c > 0, row i also sees only keys of its own chunk:
+     * floor(j / c) = floor((i + shift) / c). */
     double scale, softcap; /* softcap 0: off */
     int64_t window_left, window_right;
+    int64_t attention_chunk;   /* 0: off */
     const float *alibi_slopes; /* [h], or [b, h] with alibi_stride_b; NULL: none */
     int64_t alibi_stride_b;
 
@@ -99,6 +115,7 @@ typedef struct {
      * An array without elements is NULL too: in an empty batch, or a block table without columns.
      * So `paged` says whether there are pages. */
     const int32_t *cu_seqlens_q, *cu_seqlens_k; /* [b + 1]; NULL: dense */
+    const int32_t *seqused_q;                   /* [b] queries in use; NULL: all. Rows that are not in use stay. */
     const int32_t *seqused_k;                   /* [b] keys in use (kvcache: before the append); NULL: all */
     const int32_t *leftpad_k;                   /* [b] leading keys to skip; NULL: 0 */
     const int32_t *cache_batch_idx;             /* [b] row of the cache (or of the block table); NULL: identity */
@@ -109,8 +126,10 @@ typedef struct {
     int64_t cache_rows; /* rows of the cache, or of the block table if paged: the bound of cache_batch_idx */
 
     /* The keys and values to append before attention (kvcache). */
-    fa_view k_new, v_new; /* [b, len_new, h_kv, d]; absent: nothing to append */
-    int64_t len_new;
+    fa_view k_new, v_new;                /* [b, len_new, h_kv, d]; absent: nothing to append */
+    int64_t len_new;                     /* packed: the most new keys of a sequence */
+    const int32_t *cu_seqlens_k_new;     /* [b + 1]; NULL: dense */
+    const int32_t *seqlens_rotary;       /* [b] position of the first new key and query; NULL: seqused_k */
     const void *rotary_cos, *rotary_sin; /* [rotary_rows, rotary_dim / 2] contiguous; NULL: none */
     int64_t rotary_rows, rotary_dim;     /* positions past the last row are not rotated: cos 1, sin 0 */
     bool rotary_interleaved;             /* pairs (0,1),(2,3).. instead of (0,r/2),(1,r/2+1).. */
@@ -124,6 +143,7 @@ typedef struct {
     /* Packed problems: rows that belong to no sequence become 0, and -inf in lse, even in tensors of the caller. */
     bool zero_tensors;
     int64_t num_splits; /* splits of the keys of one row; 0: the plan decides */
+    int64_t sm_margin;  /* multiprocessors of the GPU that the call leaves to others */
 } fa_problem;
 
 /* ---- plan -------------------------------------------------------------------------------------------------- */
@@ -207,5 +227,6 @@ typedef struct {
 const char *fa_isa_name(fa_isa isa);
 const char *fa_dtype_name(fa_dtype dtype);
 size_t fa_dtype_bytes(fa_dtype dtype);
+fa_dtype fa_output_dtype(fa_dtype dtype); /* the dtype of o: bf16 for FA_E4M3, otherwise the same */
 
 #endif

@@ -362,7 +362,8 @@ static void slots(void) {
 
 /* The row that takes what nobody wants is shorter than all heads: nobody fills it. Without memory there is none. */
 static void spare_row(void) {
-    fa_problem p = {.pass = FA_FWD, .h = 8, .b = 1, .d = 64, .total_q = 30000, .len_q = 30000, .dtype = FA_BF16};
+    fa_problem p = {.pass = FA_FWD, .h = 8, .b = 1, .d = 64, .d_v = 64, .total_q = 30000, .len_q = 30000,
+                    .dtype = FA_BF16};
     const fa_plan plan = {.gpu = {.family = FA_FWD_SM90}};
     p.lse.stride_h = 30000;
     state.fails_at = LOAD, state.with = CUDA_ERROR_OUT_OF_MEMORY, state.times = 1;

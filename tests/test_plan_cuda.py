@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
-    p.d = d;
+    p.d = p.d_v = d;
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
     void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
     fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};

@@ -3,6 +3,7 @@
  *
  *   fp16   s eeeee mmmmmmmmmm          bias 15
  *   bf16   s eeeeeeee mmmmmmm          the upper half of an fp32
+ *   e4m3   s eeee mmm                  bias 7, only read
  *
  * Narrowing rounds to nearest, ties to even. An infinity stays an infinity, and a NaN becomes a quiet NaN. */
 #ifndef FA_CPU_CONVERT_H
@@ -63,12 +64,20 @@ static inline uint16_t fa_f16_from_f32(float x) {
     return (uint16_t)(sign | half);
 }
 
+/* There is no infinity, and all ones are NaN. A subnormal counts units of 2^-9. */
+static inline float fa_f32_from_e4m3(uint8_t x) {
+    const uint32_t sign = (uint32_t)(x & 0x80) << 24, rest = x & 0x7f;
+    if (rest < 8) return fa_f32_of_bits(sign | fa_bits_of((float)rest * 0x1p-9f));
+    return fa_f32_of_bits(sign | (rest == 0x7f ? 0x7fc00000u : (rest << 20) + (120u << 23)));
+}
+
 /* Loads one element of a tensor as a double, which holds every dtype exactly. fa_store_element rounds back. */
 static inline double fa_load_element(const void *data, int64_t idx, fa_dtype dtype) {
     switch (dtype) {
     case FA_F16: return fa_f32_from_f16(((const uint16_t *)data)[idx]);
     case FA_BF16: return fa_f32_from_bf16(((const uint16_t *)data)[idx]);
     case FA_F32: return ((const float *)data)[idx];
+    case FA_E4M3: return fa_f32_from_e4m3(((const uint8_t *)data)[idx]);
     case FA_F64: break;
     }
     return ((const double *)data)[idx];
@@ -80,6 +89,7 @@ static inline void fa_store_element(void *data, int64_t idx, double x, fa_dtype 
     case FA_BF16: ((uint16_t *)data)[idx] = fa_bf16_from_f32((float)x); break;
     case FA_F32: ((float *)data)[idx] = (float)x; break;
     case FA_F64: ((double *)data)[idx] = x; break;
+    case FA_E4M3: break; /* inputs only */
     }
 }
 

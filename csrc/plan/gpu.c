@@ -33,6 +33,9 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
                        "torch.nn.functional.scaled_dot_product_attention",
                        machine->gpu_capability / 10, machine->gpu_capability % 10);
     *plan = (fa_plan){.pass = p->pass, .device = p->device, .num_splits = 1, .gpu = {.decode_low = {.row = -1}}};
+    fa_machine rest = *machine; /* without the multiprocessors that the call leaves to others */
+    if (rest.gpu_sms > 0 && p->sm_margin > 0)
+        rest.gpu_sms = p->sm_margin < rest.gpu_sms ? rest.gpu_sms - (int)p->sm_margin : 1;
     char reasons[FA_MESSAGE_BYTES - 64] = "";
     size_t at = 0;
     for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
@@ -41,7 +44,7 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
         if (machine->gpu_kernels && !strstr(planners[i].name, machine->gpu_kernels))
             why = "FLASH_ATTN_CUDA_KERNEL rules it out";
         else
-            why = planners[i].plan(p, machine, plan);
+            why = planners[i].plan(p, &rest, plan);
         if (!why) {
             name_kernel(plan, machine->gpu_capability);
             return FA_OK;

@@ -6,6 +6,8 @@
 #include "sequence.h"
 
 static const char *why_not(const fa_problem *p) {
+    const char *why = fa_why_not_of_3(p, 0);
+    if (why) return why;
     const int64_t most = 1 << 30; /* positions and lengths are added as 32-bit numbers */
     if (p->len_q > most || p->len_kv > most || p->b > most || p->h > most) return "it counts rows up to 2^30";
     if (p->cu_seqlens_q && (p->total_q > most || p->total_kv > most)) return "it counts packed rows up to 2^30";

@@ -120,6 +120,8 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
                           : packed_keys ? p->total_kv
                                         : p->len_kv,
                           p->h_kv};
+    const char *why = fa_why_not_of_3(p, 0);
+    if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");

@@ -58,6 +58,8 @@ static void choose_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const unsigned features = fa_cuda_features(p), wanted = features & FA_ALL_FEATURES;
     const bool packed = p->cu_seqlens_q != NULL;
+    const char *why = fa_why_not_of_3(p, 0);
+    if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");

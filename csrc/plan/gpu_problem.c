@@ -5,6 +5,26 @@
 
 bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !(p->scale >= 1e-37); }
 
+const char *fa_why_not_of_3(const fa_problem *p, unsigned knows) {
+    const struct {
+        unsigned addition;
+        bool is_wanted;
+        const char *why;
+    } additions[] = {
+        {FA_OTHER_D_V, p->d_v != p->d, "it takes v with as many columns as k"},
+        {FA_QV, p->qv.data != NULL, "it takes no qv"},
+        {FA_CHUNKS, p->attention_chunk > 0, "it has no attention_chunk"},
+        {FA_USED_Q, p->seqused_q != NULL, "it reads no seqused_q"},
+        {FA_E4M3_IN, p->dtype == FA_E4M3, "it takes no float8_e4m3fn"},
+        {FA_EMPTY_NEG, p->pass == FA_FWD && p->empty_lse < 0, "its lse of a row without keys is +inf"},
+        {FA_MIXED, p->cu_seqlens_k_new || p->seqlens_rotary || (p->cu_seqlens_q != NULL) != (p->cu_seqlens_k != NULL),
+         "it takes no packed queries beside a cache, packed new keys or rotary positions"},
+    };
+    for (size_t i = 0; i < sizeof additions / sizeof *additions; i++)
+        if (additions[i].is_wanted && !(knows & additions[i].addition)) return additions[i].why;
+    return NULL;
+}
+
 unsigned fa_cuda_features(const fa_problem *p) {
     const bool windowed = p->window_left >= 0 || p->window_right >= 0;
     const bool is_causal = p->window_left < 0 && p->window_right == 0;

@@ -20,6 +20,21 @@ bool fa_changes_scores(const fa_problem *problem);
 #define FA_HOPPERS_SOFTCAP 1000
 #define FA_SOFTCAP_REASON  "its scores lose their digits with a softcap above 1000"
 
+/* What flash-attn 3 adds to flash-attn 2. A kernel that knows some of these names the others. */
+enum {
+    FA_OTHER_D_V = 1,  /* v has other columns than k */
+    FA_QV = 2,         /* qv.v joins the score */
+    FA_CHUNKS = 4,     /* attention_chunk */
+    FA_USED_Q = 8,     /* seqused_q */
+    FA_E4M3_IN = 16,   /* q, k and v are float8_e4m3fn */
+    FA_EMPTY_NEG = 32, /* lse of a row without keys is -inf */
+    FA_MIXED = 64,     /* packed queries beside a dense cache, packed new keys, or rotary positions of their own */
+    FA_ALL_OF_3 = 127
+};
+
+/* Returns why a kernel that knows only the additions `knows` cannot serve the problem, or NULL. */
+const char *fa_why_not_of_3(const fa_problem *problem, unsigned knows);
+
 /* The features of kernel_table.h that the problem asks for, its dtype among them. */
 unsigned fa_cuda_features(const fa_problem *problem);
 

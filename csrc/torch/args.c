@@ -95,7 +95,7 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_rank(&c->q, q_ndim, q_dims, err));
     TRY(check_rank(&c->k, k_ndim, k_dims, err));
     const int64_t *q = c->q.size, *k = c->k.size;
-    p->d = q[q_ndim - 1];
+    p->d = p->d_v = q[q_ndim - 1];
     p->h = q[q_ndim - 2];
     p->h_kv = k[k_ndim - 2];
     p->len_q = q[q_ndim - 3];
@@ -319,7 +319,7 @@ static fa_status check_leaves(const fa_call *c, fa_error *err) {
 
 fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     words w;
-    *p = (fa_problem){.pass = c->pass};
+    *p = (fa_problem){.pass = c->pass, .empty_lse = INFINITY};
     REQUIRE(c->q.device_type == fa_torch.cpu || c->q.device_type == fa_torch.cuda,
             "q must be on the CPU or on CUDA; it "
             "is on %s",

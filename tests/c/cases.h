@@ -248,7 +248,7 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     *p = (fa_problem){.pass = pass, .device = FA_CPU, .dtype = dtype, .b = 1 + random_below(r, 2)};
     p->h_kv = 1 + random_below(r, 2);
     p->h = p->h_kv * (1 + random_below(r, 3));
-    p->d = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
     p->len_q = random_length(r);
     p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
     if (p->d <= 33 && random_chance(r, 20))

@@ -80,7 +80,7 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     int64_t g = random_chance(r, 20) ? 16 : 1 + random_below(r, 8);
     p->h_kv = random_chance(r, 15) ? 9 : 1 + random_below(r, 3);
     p->h = p->h_kv * g;
-    p->d = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
     p->len_q = random_chance(r, 40) ? 1 : random_below(r, 16 / g + 1);
     if (IS_CUDA && random_chance(r, 8)) p->len_q = 1 + random_below(r, 120 / g); /* prompts: several tiles of rows */
     p->len_kv = random_chance(r, 25) ? 700 + random_below(r, 900) : random_length(r);
@@ -261,7 +261,8 @@ typedef struct {
 static bits_case bits_case_make(fa_dtype dtype, int32_t *lengths_used) {
     random_source r = {3};
     bits_case c = {
-        .p = {.pass = FA_FWD, .dtype = dtype, .b = BATCH, .h = HEADS_KV * GROUP, .h_kv = HEADS_KV, .d = DIM}};
+        .p = {
+            .pass = FA_FWD, .dtype = dtype, .b = BATCH, .h = HEADS_KV * GROUP, .h_kv = HEADS_KV, .d = DIM, .d_v = DIM}};
     fa_problem *p = &c.p;
     p->len_q = 2, p->len_kv = LEN, p->scale = 0.12, p->window_left = -1, p->window_right = 0;
     p->total_q = BATCH * 2, p->total_kv = BATCH * LEN, p->seqused_k = lengths_used;
@@ -315,8 +316,15 @@ static void test_same_bits(void **state) {
 static void test_mixed_threads(void **state) {
     (void)state;
     int32_t cu_q[] = {0, 8, 9}, cu_k[] = {0, 8, 8200};
-    fa_problem p = {
-        .pass = FA_FWD, .device = FA_CPU, .dtype = FA_F32, .b = 2, .h = 4, .h_kv = 4, .d = 64, .scale = 0.125};
+    fa_problem p = {.pass = FA_FWD,
+                    .device = FA_CPU,
+                    .dtype = FA_F32,
+                    .b = 2,
+                    .h = 4,
+                    .h_kv = 4,
+                    .d = 64,
+                    .d_v = 64,
+                    .scale = 0.125};
     p.len_q = 8, p.len_kv = 8192, p.total_q = 9, p.total_kv = 8200, p.window_left = p.window_right = -1;
     p.cu_seqlens_q = cu_q, p.cu_seqlens_k = cu_k;
     fa_machine eight = machine;
@@ -336,7 +344,8 @@ static void test_nonfinite(void **state) {
     enum { LEN_NAN = 70 };
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++)
         for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32) && machine.isa_legal[isa]; dtype++) {
-            fa_problem p = {.pass = FA_FWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 2, .h_kv = 1, .d = 40, .scale = 0.1};
+            fa_problem p = {
+                .pass = FA_FWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 2, .h_kv = 1, .d = 40, .d_v = 40, .scale = 0.1};
             p.len_q = p.total_q = 3, p.len_kv = p.total_kv = LEN_NAN + 1, p.window_left = -1;
             const int32_t used[] = {LEN_NAN + 1};
             p.cache_rows = 1, p.seqused_k = used;
@@ -379,7 +388,8 @@ static void test_failing_pool(void **state) {
     (void)state;
     for (int isa = FA_ISA_REFERENCE; isa < FA_NUM_ISAS; isa++)
         for (int kind = 0; kind < 3 && machine.isa_legal[isa]; kind++) {
-            fa_problem p = {.pass = kind == 2 ? FA_BWD : FA_FWD, .dtype = FA_F32, .b = 1, .h = 2, .h_kv = 2, .d = 32};
+            fa_problem p = {
+                .pass = kind == 2 ? FA_BWD : FA_FWD, .dtype = FA_F32, .b = 1, .h = 2, .h_kv = 2, .d = 32, .d_v = 32};
             int32_t used[] = {2300};
             p.len_q = p.total_q = kind == 0 ? 2 : 70, p.len_kv = p.total_kv = 2400, p.cache_rows = 1, p.scale = 0.2;
             p.window_left = p.window_right = -1;

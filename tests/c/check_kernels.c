@@ -292,6 +292,7 @@ static void test_reasons(void **state) {
                                   .h = 1,
                                   .h_kv = 1,
                                   .d = 32,
+                                  .d_v = 32,
                                   .len_q = 64,
                                   .len_kv = 64,
                                   .total_q = 64,
@@ -359,8 +360,14 @@ static void test_denormals(void **state) {
     } kernels[] = {{FA_FWD, 1}, {FA_FWD, 150}, {FA_BWD, 150}}; /* decode; tiles; backward */
     for (int isa = FA_ISA_AVX2; isa < FA_NUM_ISAS; isa++) {
         for (int n = 0; n < 6 && machine.isa_legal[isa] && control_state() != 0; n++) {
-            fa_problem p = {
-                .pass = kernels[n / 2].pass, .dtype = FA_F32, .b = 2, .h = 2, .h_kv = 2, .d = 24, .scale = 0.2};
+            fa_problem p = {.pass = kernels[n / 2].pass,
+                            .dtype = FA_F32,
+                            .b = 2,
+                            .h = 2,
+                            .h_kv = 2,
+                            .d = 24,
+                            .d_v = 24,
+                            .scale = 0.2};
             p.len_q = kernels[n / 2].len_q, p.len_kv = 1100, p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
             p.window_left = p.window_right = -1;
             tensor all[8];
@@ -394,7 +401,8 @@ static void test_silent_rows(void **state) {
     enum { LEN_Q = 90, LEN_KV = 73, NUM_HIDDEN = LEN_Q - LEN_KV };
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
         for (int dtype = FA_F16; dtype <= FA_F32 && machine.isa_legal[isa]; dtype++) {
-            fa_problem p = {.pass = FA_BWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 1, .h_kv = 1, .d = 24, .scale = 0.2};
+            fa_problem p = {
+                .pass = FA_BWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 1, .h_kv = 1, .d = 24, .d_v = 24, .scale = 0.2};
             p.len_q = p.total_q = LEN_Q, p.len_kv = p.total_kv = LEN_KV;
             p.window_left = -1, p.window_right = 0;
             tensor all[8];
@@ -547,6 +555,7 @@ static void time_kernel(fa_isa isa, fa_pass pass, fa_dtype dtype, int64_t d, boo
                     .h = HEADS,
                     .h_kv = HEADS,
                     .d = d,
+                    .d_v = d,
                     .len_q = LEN,
                     .len_kv = LEN,
                     .total_q = LEN,

@@ -85,7 +85,8 @@ static void test_reference_s_dmask(void **state) {
     random_source r = {5};
     for (int i = 0; i < LEN_Q * D; i++) q[i] = (float)random_normal(&r);
     for (int i = 0; i < LEN_KV * D; i++) k[i] = (float)random_normal(&r);
-    fa_problem p = {.dtype = FA_F32, .b = 1, .h = 1, .h_kv = 1, .d = D, .len_q = LEN_Q, .len_kv = LEN_KV, .scale = 0.3};
+    fa_problem p = {
+        .dtype = FA_F32, .b = 1, .h = 1, .h_kv = 1, .d = D, .d_v = D, .len_q = LEN_Q, .len_kv = LEN_KV, .scale = 0.3};
     p.q = (fa_view){q, 0, D, D}, p.k = (fa_view){k, 0, D, D};
     p.window_left = -1, p.window_right = 0;
     p.dropout_p = 0.3, p.keep_max = 178, p.seed = 99, p.offset = 7;
@@ -198,7 +199,7 @@ static double turned(const fa_problem *p, const tensor *x, int64_t offset, int64
 
 static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleaved, bool q_by_row) {
     random_source r = {17};
-    fa_problem p = {.dtype = dtype, .b = APPEND_B, .h = APPEND_H, .h_kv = APPEND_H_KV, .d = APPEND_D};
+    fa_problem p = {.dtype = dtype, .b = APPEND_B, .h = APPEND_H, .h_kv = APPEND_H_KV, .d = APPEND_D, .d_v = APPEND_D};
     p.len_q = 3, p.len_kv = CACHE_LEN, p.len_new = LEN_NEW;
     int32_t used[] = {29, 0}, leftpad[] = {4, 0}, rows[] = {2, 0}, table[3 * 8];
     p.seqused_k = used, p.leftpad_k = leftpad, p.cache_batch_idx = rows, p.cache_rows = 3;
