@@ -172,7 +172,8 @@ typedef struct {
     const char *gpu_kernels; /* FLASH_ATTN_CUDA_KERNEL: only kernels whose names contain this text; NULL: all */
 } fa_machine;
 
-#define FA_KERNEL_NAME_BYTES 96 /* bytes of the longest name */
+/* Bytes of the longest name, with room for the hash of a user's text: "_" and 16 digits. */
+#define FA_KERNEL_NAME_BYTES 96
 #define FA_MAX_RULED_OUT     16
 typedef struct {
     const char *kernel, *reason; /* texts that live as long as the program */

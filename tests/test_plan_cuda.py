@@ -453,6 +453,13 @@ def test_kernels_are_named_in_full(plan, backward):
     assert found <= names and max(map(len, found)) == max(len(name) for name in names if ("bwd" in name) == backward)
 
 
+def test_names_have_room_for_the_hash_of_a_text():
+    """A function of the user will become a part of a kernel. Its hash, "_" and 16 digits, will become a part of the
+    kernel's name."""
+    room = int(re.search(r"FA_KERNEL_NAME_BYTES\s+(\d+)", (CSRC / "flash_attn.h").read_text())[1])
+    assert max(len(name) for name, *_ in flash_attn_2_cuda.cuda_kernels()) + 17 < room
+
+
 def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
     assert plan(new=1, rotary=64, d=64, capability=80).split()[3] == str(2 * 1024 * 4 * 64 * 2)
 

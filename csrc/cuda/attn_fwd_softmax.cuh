@@ -35,8 +35,8 @@ DEVICE void change_scores(float (&S)[S_REGS], const params &p, const score_head 
 DEVICE void mask_scores(float (&S)[S_REGS], const params &p, int len_kv, int first_key, int diagonal) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int begin = keys_begin(p, diagonal + 8 * r) - first_key;
-        const int end = keys_end(p, diagonal + 8 * r, len_kv) - first_key;
+        const tile_walk keys = keys_of(p, diagonal + 8 * r, diagonal + 8 * r, len_kv);
+        const int begin = keys.begin - first_key, end = keys.end - first_key;
 #pragma unroll
         for (int i = 0; i < S_REGS; i++)
             if (row_of(i) == r && (column_of(i) >= end || (LOCAL && column_of(i) < begin))) S[i] = -INF;

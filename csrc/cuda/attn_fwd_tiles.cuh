@@ -115,11 +115,11 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     }
     if (is_leader) {
         const int row = q_tile * BLOCK_Q, shift = len_kv - len_q, last_row = min(row + BLOCK_Q, len_q) - 1;
-        const int begin = keys_begin(p, row + shift), end = keys_end(p, last_row + shift, len_kv);
+        const tile_walk keys = keys_of(p, row + shift, last_row + shift, len_kv);
         t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.kv_head = head / p.heads_per_kv, t.len_q = len_q,
         t.len_kv = len_kv;
-        t.kv_begin = begin / BLOCK_KV;
-        t.kv_end = begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV;
+        t.kv_begin = keys.begin / BLOCK_KV;
+        t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
     }
 }
 

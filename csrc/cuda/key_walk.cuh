@@ -1,22 +1,19 @@
-/* The key walk: which key tiles of BLOCK_KV keys a work tile visits, in which order, and which of them need a mask.
- * Producer and consumers ask the same walk. Today the key tiles are an interval. */
+/* How Hopper's forward goes through the keys of a work tile: by key tiles of BLOCK_KV keys, from the top one down. The
+ * top key tiles come first because they hold the diagonal and the end of the sequence, where masks apply. Producer and
+ * consumers each have such a cursor. walk.cuh says which keys rows see. */
 #ifndef FA_KEY_WALK_CUH
 #define FA_KEY_WALK_CUH
 
-#include "mask.cuh"
 #include "packed.cuh"
+#include "walk.cuh"
 
-/* A query row sees the keys [keys_begin, keys_end). diagonal is the row plus len_kv - len_q: the last key that the row
- * sees under a causal mask. */
-DEVICE int keys_begin(const params &p, int diagonal) {
-    return mask_of<CAUSAL, LOCAL>::keys_begin<FROM_0>(p, diagonal, 0, 0, 0);
-}
-DEVICE int keys_end(const params &p, int diagonal, int len_kv) {
-    return mask_of<CAUSAL, LOCAL>::keys_end<INSIDE>(p, diagonal, 0, 0, len_kv);
+typedef mask_of<CAUSAL, LOCAL> mask;
+
+/* The keys that the rows with the diagonals [first, last] see. */
+DEVICE tile_walk keys_of(const params &p, int first, int last, int len_kv) {
+    return walk_of_diagonals<mask>(p, first, last, len_kv);
 }
 
-/* The key tiles of a work tile, from the top one down to the bottom one. The top key tiles come first because they hold
- * the diagonal and the end of the sequence, where masks apply. */
 struct key_walk {
     int next = -1;  /* the key tile of the next step */
     int bottom = 0; /* the key tile of the last step */
@@ -33,7 +30,7 @@ struct key_walk {
 
 DEVICE key_walk key_walk_of(int kv_begin, int kv_end) { return {kv_end - 1, kv_begin, kv_end - 1}; }
 
-/* The same walk, as a consumer warp sees the key tiles. */
+/* The same cursor, with what a consumer warp knows of the key tiles. */
 struct row_key_walk : key_walk {
     int seen_top = -1;   /* The row block sees no key tile above this one; -1 if the row block sees none. */
     int exact_begin = 0; /* From this key tile up, a row of the warp may have no row maximum yet. */
@@ -45,14 +42,15 @@ struct row_key_walk : key_walk {
     DEVICE bool is_partial(int j) const { return j >= full_end || (LOCAL && j < full_begin); }
     /* The step of key tile j takes its own row maximum before the exponentials. */
     DEVICE bool needs_max(int j) const { return j >= exact_begin || (LOCAL && j < full_begin); }
-    /* After key tile j a row of the warp still has no row maximum. */
+    /* After key tile j a row of the warp still has no row maximum: the mask hides the tile from the row, or all scores
+     * are -inf. The next step then takes its row maximum, too. */
     DEVICE void lacks_max_after(int j) { exact_begin = uniform(min(exact_begin, j - 1)); }
     /* diagonal belongs to the first of the warp's 16 rows. */
     DEVICE void begin_rows(const params &p, int diagonal, int len_kv) {
-        const int end = keys_end(p, diagonal, len_kv);
-        exact_begin = uniform(min(seen_top, max(end - 1, 0) / BLOCK_KV));
-        full_end = uniform(end / BLOCK_KV);
-        if (LOCAL) full_begin = uniform(ceil_div(keys_begin(p, diagonal + 15), BLOCK_KV));
+        const tile_walk keys = keys_of(p, diagonal, diagonal + 15, len_kv);
+        exact_begin = uniform(min(seen_top, max(keys.full_end - 1, 0) / BLOCK_KV));
+        full_end = uniform(keys.full_end / BLOCK_KV);
+        if (LOCAL) full_begin = uniform(ceil_div(keys.full_begin, BLOCK_KV));
     }
 };
 

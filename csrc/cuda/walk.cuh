@@ -35,6 +35,15 @@ template <class params> DEVICE tile_walk walk_of_rows(const params &p, int first
     return r;
 }
 
+/* The same walk where the mask is known at compile time, for rows with the diagonals [first, last]. A diagonal is a row
+ * plus len_kv - len_q. */
+template <class mask, class params>
+DEVICE tile_walk walk_of_diagonals(const params &p, int first, int last, int len_kv) {
+    return {mask::template keys_begin<FROM_0>(p, first, 0, 0, 0),
+            mask::template keys_end<INSIDE>(p, last, 0, 0, len_kv), mask::template keys_begin<FROM_0>(p, last, 0, 0, 0),
+            mask::template keys_end<INSIDE>(p, first, 0, 0, len_kv)};
+}
+
 /* Does the mask hide some pair of the step from `first` on? NOTE: is_partial is no method of tile_walk. In a method
  * the operands change places, and the loops of the kernels are compiled differently. */
 template <int STEP> DEVICE bool is_partial(int first, int full_begin, int full_end) {

@@ -279,6 +279,13 @@ static int uniform(int x) { return x; }
 static sequence_set set;
 static tile t;
 
+/* The keys that one row sees, by the definition of the window. */
+static interval seen_keys(const params &p, int row, int len_q, int len_kv) {
+    const int diagonal = row + len_kv - len_q, right = CAUSAL ? 0 : LOCAL ? p.window_right : -1;
+    const int left = LOCAL ? p.window_left : -1;
+    return {left < 0 ? 0 : max(diagonal - left, 0), right < 0 ? len_kv : max(min(diagonal + right + 1, len_kv), 0)};
+}
+
 /* Producer and consumers walk over the same key tiles, each once. A key tile that needs no mask is seen whole by all 16
  * rows of a warp, and a key tile that is masked is not. Before the exact key tiles every row has seen a key. */
 static void check_walk(const params &p, const tile &t) {
@@ -294,15 +301,17 @@ static void check_walk(const params &p, const tile &t) {
     for (int strip = t.row; strip < min(t.row + BLOCK_Q, t.len_q); strip += 16) {
         const int shift = t.len_kv - t.len_q, block_end = min(strip / 64 * 64 + 64, t.len_q);
         row_key_walk rows;
-        rows.seen_top = ceil_div(keys_end(p, block_end - 1 + shift, t.len_kv), BLOCK_KV) - 1;
-        if (keys_begin(p, strip / 64 * 64 + shift) >= keys_end(p, block_end - 1 + shift, t.len_kv)) continue;
+        const int begin_of_block = seen_keys(p, strip / 64 * 64, t.len_q, t.len_kv).begin;
+        const int end_of_block = seen_keys(p, block_end - 1, t.len_q, t.len_kv).end;
+        if (begin_of_block >= end_of_block) continue;
+        rows.seen_top = ceil_div(end_of_block, BLOCK_KV) - 1;
         rows.begin_rows(p, strip + shift, t.len_kv);
         for (int j = t.kv_begin; j <= rows.seen_top; j++) {
             bool is_whole = true, has_seen = true;
             for (int i = strip; i < strip + 16; i++) {
-                const int begin = keys_begin(p, i + shift), end = keys_end(p, i + shift, t.len_kv);
-                is_whole &= begin <= j * BLOCK_KV && (j + 1) * BLOCK_KV <= end;
-                has_seen &= end > max(begin, (j + 1) * BLOCK_KV);
+                const interval seen = seen_keys(p, i, t.len_q, t.len_kv);
+                is_whole &= seen.begin <= j * BLOCK_KV && (j + 1) * BLOCK_KV <= seen.end;
+                has_seen &= seen.end > max(seen.begin, (j + 1) * BLOCK_KV);
             }
             EXPECT(rows.is_partial(j) == !is_whole);
             if (!rows.needs_max(j)) EXPECT(has_seen || is_whole);
