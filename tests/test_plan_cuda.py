@@ -146,7 +146,7 @@ def test_kernel(plan, numbers, kernel):
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
     why_not_decode = "it has no dropout" if "dropout" in numbers else "it is for few queries over many keys"
     assert ruled_out.pop(0) == f"attn_decode_sm90: {why_not_decode}"
-    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+_q\d+kv\d+: .+", line) for line in ruled_out)
+    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+(v\d+)?_q\d+kv\d+: .+", line) for line in ruled_out)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ typedef struct {
     const unsigned long long *rng_state; /* dropout: (seed, offset) in device memory */
     int keep_max;                        /* a byte of the generator keeps its element iff byte <= keep_max */
     float keep_scale;                    /* 1 / (1 - p); 1 without dropout */
+    int d_v;                             /* columns of v, o and dO */
 } fa_attn_bwd_params;
 
 #endif

@@ -9,8 +9,9 @@
  *
  * One CTA serves one slab. LANES lanes read a row of HEAD_DIM columns, 16 bytes each. Memory binds: the kernel reads O
  * and dO. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
-#error "HEAD_DIM columns and BLOCK_Q rows of a slab, BLOCK_KV keys of a tile, BF16 or fp16, VARLEN: 0 or 1"
+#if !defined(HEAD_DIM) || !defined(D_V) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(BF16) || !defined(VARLEN)
+#error \
+    "HEAD_DIM columns, D_V of V and dO, BLOCK_Q rows of a slab, BLOCK_KV keys of a tile, BF16 or fp16, VARLEN: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_prep
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         const int row = i * ROWS + threadIdx.x / LANES;
         const long long at = t.begin + t.row + row;
         x[i] = y[i] = make_uint4(0, 0, 0, 0);
-        if (row < t.rows && column < p.d) {
+        if (row < t.rows && column < p.d_v) {
             x[i] = *(const uint4 *)(o + at * p.o.stride_row + column);
             y[i] = *(const uint4 *)(dout + at * p.dout_rows.stride_row + column);
         }

@@ -12,6 +12,7 @@ constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers
 /* Lane l holds two keys, l / 4 and l / 4 + 8 of its warp's 16. In each group of 8 query rows lane l holds the rows
  * 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two keys and to row row_of(i). */
 constexpr int S_REGS = BLOCK_Q / 2, P_REGS = BLOCK_Q / 4, STAT_REGS = BLOCK_Q / 4, KV_REGS = HEAD_DIM / 2;
+constexpr int DV_REGS = D_V / 2; /* KV_REGS hold dK */
 DEVICE constexpr int key_of(int i) { return i / 2 % 2; }
 DEVICE constexpr int row_of(int i) { return 8 * (i / 4) + i % 2; }
 DEVICE constexpr int stat_of(int i) { return i / 8 * 4 + i / 4 % 2 * 2 + i % 2; }
@@ -85,10 +86,10 @@ DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
 
 /* Issues S^T = K Q^T for the 64 keys of this warpgroup. dP^T = V dO^T is issued alike. With ADDS the product is added
  * to the content of the registers. */
-template <bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
+template <int COLUMNS, bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; k++) {
+    for (int k = 0; k < COLUMNS / 16; k++) {
         const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
         wgmma<BLOCK_Q, element>::ss<HIGH, HIGH>(
             s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk),
@@ -98,11 +99,11 @@ template <bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv
 }
 
 /* Issues dV += P^T dO. dK += dS^T Q is issued alike. */
-DEVICE void issue_update(float (&kv)[KV_REGS], const u32 (&p)[P_REGS], u32 q_desc) {
+template <int REGS> DEVICE void issue_update(float (&kv)[REGS], const u32 (&p)[P_REGS], u32 q_desc) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; k++)
-        wgmma<HEAD_DIM, element>::rs<HIGH>(kv, p + 4 * k, q_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+        wgmma<2 * REGS, element>::rs<HIGH>(kv, p + 4 * k, q_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
     wgmma_commit_group();
 }
 
@@ -276,7 +277,8 @@ DEVICE void store_ds(const u32 (&dS)[P_REGS], u32 address) {
 }
 
 /* Stores dK or dV of this warp's 16 keys, times `factor`. */
-DEVICE void store(const float (&kv)[KV_REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
+template <int REGS>
+DEVICE void store(const float (&kv)[REGS], float factor, const fa_bwd_tensor &out, const tile &t, int key, int d) {
     if (!out.data) return;
     element::output *base =
         (element::output *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;

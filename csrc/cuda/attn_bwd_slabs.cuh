@@ -13,6 +13,8 @@ constexpr bool WIDE = HEAD_DIM > 128; /* the table rows of attn_bwd_wide_sm90 */
 /* Columns come in chunks. Shared memory holds whole chunks. Columns beyond the
  * heads' columns are zero, or are not written. */
 constexpr int CHUNK = 64, CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK, COLUMNS = CHUNKS * CHUNK;
+constexpr int V_CHUNKS = (D_V + CHUNK - 1) / CHUNK; /* of V and dO */
+static_assert(D_V == HEAD_DIM || (WIDE && D_V % CHUNK == 0), "two kinds of columns: above 128 columns only");
 static_assert(HEAD_DIM % 32 == 0, "lanes store 16 bytes each");
 
 /* Two warpgroups compute dQ of a slab. Of 128 rows each warpgroup has 64. Of 64 rows each warpgroup has half

@@ -47,8 +47,8 @@
  *   attn_bwd_scores.cuh     work on registers; shared with attn_bwd_wide_sm90.cu
  *
  * Specification: cpu/reference.c. Design and limits: backward.md. Measurements: measurements/backward.md. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
-#error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
+#if !defined(HEAD_DIM) || !defined(D_V) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
+#error "tiles: HEAD_DIM columns, D_V of V and dO, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
@@ -150,15 +150,15 @@ DEVICE void add_to_pieces(float (&dK)[KV_REGS], float (&dV)[KV_REGS], const para
     if (is_leader) end_turn(turn);
 }
 
-/* Whole warp. Stores zeros to dK or dV of 16 keys that no query sees. */
-DEVICE void store_zeros(const fa_bwd_tensor &out, const params &p, const tile &t, int key) {
+/* Whole warp. Stores zeros to dK or dV of 16 keys that no query sees. d: columns of the gradient. */
+DEVICE void store_zeros(const fa_bwd_tensor &out, int d, const tile &t, int key) {
     if (!out.data) return;
     element::output *rows =
         (element::output *)out.data + t.b_idx * out.stride_b + t.head_kv * out.stride_h + t.kv_begin * out.stride_row;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < 16 * HEAD_DIM / 8; i += 32) {
         const int j = key + i / (HEAD_DIM / 8), column = i % (HEAD_DIM / 8) * 8;
-        if (j < t.len_kv && column < p.d) *(uint4 *)(rows + j * out.stride_row + column) = make_uint4(0, 0, 0, 0);
+        if (j < t.len_kv && column < d) *(uint4 *)(rows + j * out.stride_row + column) = make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -225,7 +225,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], lane);
-                issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
+                issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* dK of the last step is there: release Q of the last step */
                 wgmma_wait_group<1>(dK);
                 if (arrives && step > 0) mbarrier_arrive(&s.q_empty[last]);
@@ -256,7 +256,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 }
                 /* dP = V dO^T, dV += P^T dO */
                 start_dp_sum(dP, s.d[r.stage], lane);
-                issue_scores<STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
+                issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
                 issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
                 if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
@@ -298,8 +298,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (arrives) mbarrier_arrive(&s.dq_full[last]);
             kv_parity ^= 1;
         } else {
-            store_zeros(p.dk, p, t, t.kv_tile * BLOCK_KV + key);
-            store_zeros(p.dv, p, t, t.kv_tile * BLOCK_KV + key);
+            store_zeros(p.dk, p.d, t, t.kv_tile * BLOCK_KV + key);
+            store_zeros(p.dv, p.d_v, t, t.kv_tile * BLOCK_KV + key);
         }
         __syncwarp();
         if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);

@@ -172,10 +172,10 @@ DEVICE int key_to_load(const tile &t, int rank) {
 }
 
 /* Loads this CTA's keys of K or V. */
-DEVICE void load_keys(element *dst, const fa_tensor_map *map, u64 *full, const tile &t) {
+template <int NUM_CHUNKS> DEVICE void load_keys(element *dst, const fa_tensor_map *map, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank());
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
+    for (int c = 0; c < NUM_CHUNKS; c++)
         cp_async_bulk_tensor_load(dst + c * KEYS * CHUNK, map, full, c * CHUNK, row, t.head_kv, t.kv_batch,
                                   L2_EVICT_FIRST);
 }
@@ -196,11 +196,12 @@ DEVICE void load_other_keys(element *dst, const params &p, u64 *full, const tile
 
 /* Loads BLOCK_Q rows of Q or dO. The CTAs of a cluster share the rows: each CTA loads every other chunk, for both
  * CTAs. */
+template <int NUM_CHUNKS>
 DEVICE void load_queries(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c += CTAS) {
+    for (int c = 0; c < NUM_CHUNKS; c += CTAS) {
         const int chunk = c + cluster_rank();
-        if (chunk >= CHUNKS) break;
+        if (chunk >= NUM_CHUNKS) break;
         element *place = dst + chunk * BLOCK_Q * CHUNK;
         if (CTAS > 1)
             cp_async_bulk_tensor_multicast(place, map, full, chunk * CHUNK, row, head, batch, 3, L2_EVICT_LAST);
@@ -240,7 +241,8 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
-    constexpr u32 Q_BYTES = sizeof s.q[0], KV_BYTES = sizeof s.v, STAT_BYTES = BLOCK_Q * 4;
+    constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
+    constexpr u32 K_BYTES = sizeof s.k, V_BYTES = sizeof s.v;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
@@ -256,17 +258,17 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 const auto load_k = [&] {
                     mbarrier_wait(&s.k_empty, kv_parity ^ 1);
                     if constexpr (CTAS > 1) {
-                        mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES + sizeof s.k_other);
+                        mbarrier_arrive_expect_tx(&s.k_full, K_BYTES + sizeof s.k_other);
                         load_other_keys(s.k_other, p, &s.k_full, t);
                     } else {
-                        mbarrier_arrive_expect_tx(&s.k_full, KV_BYTES);
+                        mbarrier_arrive_expect_tx(&s.k_full, K_BYTES);
                     }
-                    load_keys(s.k, &p.k, &s.k_full, t);
+                    load_keys<CHUNKS>(s.k, &p.k, &s.k_full, t);
                 };
                 const auto load_v = [&] {
                     mbarrier_wait(&s.v_empty, kv_parity ^ 1);
-                    mbarrier_arrive_expect_tx(&s.v_full, KV_BYTES);
-                    load_keys(s.v, &p.v, &s.v_full, t);
+                    mbarrier_arrive_expect_tx(&s.v_full, V_BYTES);
+                    load_keys<V_CHUNKS>(s.v, &p.v, &s.v_full, t);
                 };
                 if (KEYS_FIRST) load_k();
                 const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
@@ -284,13 +286,13 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                     u64 *full = &s.q_full[r.stage];
                     mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
                     mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                    load_queries(s.q[r.stage], &p.q, full, row, head, t.q_batch);
+                    load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
                     cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
                     if (KEYS_FIRST && is_first) load_v(), is_first = false;
                     full = &s.do_full[do_stage(r)];
                     mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
-                    mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                    load_queries(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
+                    mbarrier_arrive_expect_tx(full, DO_BYTES + STAT_BYTES);
+                    load_queries<V_CHUNKS>(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
                     cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
                     if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
                     if (++g == p.heads_per_tile) g = 0, i--;

@@ -20,8 +20,8 @@
  *
  * dQ is added up as in attn_bwd_sm90.cu. The first key tile that a query tile sees stores its share, and the key tiles
  * between add their shares. The last key tile adds the sum to its own share and writes dQ. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
-#error "tiles: HEAD_DIM columns, BLOCK_Q query rows, BLOCK_KV keys"
+#if !defined(HEAD_DIM) || !defined(D_V) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
+#error "tiles: HEAD_DIM columns, D_V of V and dO, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
@@ -46,9 +46,9 @@ constexpr bool DP_FIRST = DO_STAGES > 1;
 struct shared_memory {
     alignas(1024) element k[KEYS * HEAD_DIM];
     alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this CTA's dQ */
-    alignas(1024) element v[KEYS * HEAD_DIM];
+    alignas(1024) element v[KEYS * D_V];
     alignas(1024) element q[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) element dout[DO_STAGES][BLOCK_Q * HEAD_DIM];
+    alignas(1024) element dout[DO_STAGES][BLOCK_Q * D_V];
     alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
     alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], the weights of dS */
     alignas(16) float lse[2][BLOCK_Q];              /* comes with q */
@@ -191,7 +191,7 @@ DEVICE void end_turns(const params &p, shared_memory &s) {
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
 constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * element::BYTES);
-constexpr u32 DO_STAGE = DO_STAGES > 1 ? Q_STAGE : 0;
+constexpr u32 DO_STAGE = DO_STAGES > 1 ? matrix_descriptor_bytes(BLOCK_Q * D_V * element::BYTES) : 0;
 constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
 
 /* Stores dS of this warp's 16 keys. A row of shared memory is a key, 64 queries long. */
@@ -239,7 +239,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
     const dq_operands operands = dq_operands_of(s, 0);
-    float dV[KV_REGS];
+    float dV[DV_REGS];
     ring r; /* of steps */
     u32 kv_parity = 0;
 
@@ -250,7 +250,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
         const tile_walk queries = {uniform(t.queries.begin), uniform(t.queries.end), uniform(t.queries.full_begin),
                                    uniform(t.queries.full_end)};
 #pragma unroll
-        for (int i = 0; i < KV_REGS; i++) dV[i] = 0;
+        for (int i = 0; i < DV_REGS; i++) dV[i] = 0;
 
         if (queries.begin < queries.end) {
             int q_tile = queries.end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
@@ -266,7 +266,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
-                issue_scores(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
+                issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* wait dS: dQ of the last step */
                 start_dq(dQ, s, operands, last, !is_first);
                 /* S is there: P, to the other warpgroup too. The other warpgroup has read the last P, because its dS is
@@ -302,7 +302,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
             pin(dV);
             kv_parity ^= 1;
         }
-        store(dV, p.keep_scale, p.dv, t, first_key(t) + 16 * warp, p.d);
+        store(dV, p.keep_scale, p.dv, t, first_key(t) + 16 * warp, p.d_v);
         __syncwarp();
         if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
@@ -343,7 +343,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 const auto start_dp = [&] {
                     mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
                     start_dp_sum(dP, s.d[do_stage(r)], threadIdx.x % 32);
-                    issue_scores<STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                    issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
                 };
                 const auto release_ds = [&] {
                     wgmma_wait_group<1>(dQ);

@@ -6,7 +6,8 @@
 #include "attn_fwd_softmax.cuh"
 #include "quads.cuh"
 
-/* lse of both rows, and the factor that O is multiplied by. A row that saw no key gets +inf and 0. */
+/* lse of both rows, and the factor that O is multiplied by. A row that saw no key has +inf and 0
+ * here. */
 DEVICE void finish_softmax(const online_softmax &softmax, const params &p, float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -22,8 +23,8 @@ DEVICE void finish_softmax(const online_softmax &softmax, const params &p, float
 DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int first_row) {
     const int lane = threadIdx.x % 32, row = first_row + lane / 4, rows_left = lane % 4 == 0 ? t.len_q - row : 0;
     float *dst = p.lse + t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + row;
-    if (rows_left > 0) dst[0] = lse[0];
-    if (rows_left > 8) dst[8] = lse[1];
+    if (rows_left > 0) dst[0] = lse[0] == INF ? p.empty_lse : lse[0];
+    if (rows_left > 8) dst[8] = lse[1] == INF ? p.empty_lse : lse[1];
 }
 
 /* Stores O times factor in 16 bits by TMA, chunk by chunk. Each warp passes its 16 rows through shared memory.
@@ -63,17 +64,18 @@ DEVICE void store_directly(const float (&O)[O_REGS], const float (&factor)[2], c
                            int first_row) {
     element::output *base =
         (element::output *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + t.lse_origin * p.o_stride_row;
-    store_rows(O, factor, base, p.o_stride_row, first_row, t.len_q, p.d);
+    store_rows(O, factor, base, p.o_stride_row, first_row, t.len_q, p.d_v);
 }
 
 /* Stores the row strip of rows that see no key. Whole warp. */
 DEVICE void store_zeros(const params &p, const tile &t, int first_row) {
-    const int lane = threadIdx.x % 32, vectors = p.d / 8, rows = min(t.len_q - first_row, 16);
+    const int lane = threadIdx.x % 32, vectors = p.d_v / 8, rows = min(t.len_q - first_row, 16);
     element::output *o = (element::output *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h +
                          (t.lse_origin + first_row) * p.o_stride_row;
     for (int i = lane; i < rows * vectors; i += 32)
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
-    if (lane < rows) p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] = INF;
+    if (lane < rows)
+        p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] = p.empty_lse;
 }
 
 #endif

@@ -14,12 +14,12 @@
 typedef struct {
     fa_tensor_map q, k, v, o;
 
-    float *lse; /* [b, h, len_q], packed [h, total_q]; +inf for a row that sees no key */
+    float *lse; /* [b, h, len_q], packed [h, total_q]; empty_lse for a row that sees no key */
     long long lse_stride_b, lse_stride_h;
     void *o_data; /* o again, for kernels that store O without TMA; strides count elements */
     long long o_stride_b, o_stride_row, o_stride_h;
 
-    int b, h, heads_per_kv, d;
+    int b, h, heads_per_kv, d_v;
     int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
     const int *seqused_k;                   /* [b] keys in use, packed only; NULL: all */
@@ -39,6 +39,10 @@ typedef struct {
     const unsigned long long *rng_state; /* dropout: (seed, offset) in device memory */
     int keep_max;                        /* a byte of the generator keeps its element iff byte <= keep_max */
     float keep_scale;                    /* 1 / (1 - p); 1 without dropout */
+
+    const int *seqused_q; /* [b] queries in use, packed only; NULL: all */
+    int attention_chunk;  /* with LOCAL; 0: off */
+    float empty_lse;      /* +inf or -inf */
 } fa_attn_fwd_params;
 
 #endif

@@ -1,6 +1,7 @@
 /* Attention forward on Hopper:  O = softmax(scale Q K^T + mask) V,  lse = log-sum-exp of each row.
  *
- *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d]    o like q    lse [b, h, len_q] float
+ *   q [b, len_q, h, d]    k [b, len_kv, h_kv, d]    v [b, len_kv, h_kv, d_v]    o [b, len_q, h, d_v]
+ *   lse [b, h, len_q] float
  *
  * CTAs are persistent: CTAS of them, mostly one, stay on each SM for the whole launch. A CTA takes one work tile after
  * another. A work tile is BLOCK_Q query rows of one head. The CTA walks over their keys in key tiles of BLOCK_KV keys,
@@ -41,8 +42,8 @@
 
 /* ---- parameters: one row of tiles.def -------------------------------------------------------------------------- */
 
-#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WGS) || !defined(STAGES) || !defined(Q_STAGES)
-#error "shape: HEAD_DIM columns, BLOCK_KV keys, WGS warpgroups of 64 rows, STAGES of K and V, Q_STAGES of Q"
+#if !defined(D_QK) || !defined(D_V) || !defined(BLOCK_KV) || !defined(WGS) || !defined(STAGES) || !defined(Q_STAGES)
+#error "shape: D_QK columns of Q and K, D_V of V and O, BLOCK_KV keys, WGS of 64 rows, STAGES of K and V, Q_STAGES"
 #endif
 #if !defined(TURN) || !defined(O_WAIT) || !defined(CTAS)
 #error "schedule: TURN and O_WAIT, named below, and CTAS of an SM"
@@ -68,8 +69,6 @@ constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
 constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
-/* The columns of Q and K, and those of V and O. */
-constexpr int D_QK = HEAD_DIM, D_V = HEAD_DIM;
 /* The length of a row of a swizzled chunk. */
 constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYTES % 128 == 0 ? 128 : 64;
 constexpr int CHUNK = ROW_BYTES / element::BYTES;
@@ -78,7 +77,7 @@ constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
 constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 /* O leaves from the place of its work tile's Q. V has the room that a place for O would need. */
-constexpr bool O_IN_Q = O_BY_TMA && !LONGEST_FIRST && BLOCK_KV > 64;
+constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 /* Q of the next work tile is loaded before the last V of this one. */
 constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
@@ -98,7 +97,6 @@ static_assert(D_QK % CHUNK == 0 && D_V % CHUNK == 0 && BLOCK_KV % 16 == 0,
 static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(CTAS * (PRODUCER_REGS + WGS * CONSUMER_REGS) <= 512, "an SM has 64 K registers");
-static_assert(!O_IN_Q || D_V <= D_QK, "the place of Q has room for O");
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");
 

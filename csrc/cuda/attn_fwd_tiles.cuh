@@ -42,11 +42,17 @@ struct sequence_set {
     span q[32], kv[32];                 /* where the sequence lies; keys beyond seqused_k are left out */
 };
 
+/* Packed: the queries of a sequence that are in use. */
+DEVICE span queries_of(const params &p, int b_idx) {
+    span q = span_at(p.cu_seqlens_q, b_idx, p.len_q);
+    if (p.seqused_q) q.len = clamp(p.seqused_q[b_idx], 0, q.len);
+    return q;
+}
+
 /* Packed: the number of tiles of one head, over all sequences. Whole warp. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
-    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
-        tiles += ceil_div(span_at(p.cu_seqlens_q, b_idx, p.len_q).len, BLOCK_Q);
+    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32) tiles += ceil_div(queries_of(p, b_idx).len, BLOCK_Q);
     return __reduce_add_sync(0xffffffffu, tiles);
 }
 
@@ -61,7 +67,7 @@ DEVICE void move_to_tile(const params &p, sequence_set &set, int idx) {
         const int b_idx = first + lane;
         int len = -1, my_begin = begin, my_tiles = 0;
         if (b_idx < p.b) {
-            const span q = span_at(p.cu_seqlens_q, b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
+            const span q = queries_of(p, b_idx), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
             len = p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len;
             my_tiles = p.h * ceil_div(q.len, BLOCK_Q);
             set.q[lane] = q, set.kv[lane] = {kv.begin, len};

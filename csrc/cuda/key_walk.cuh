@@ -11,7 +11,9 @@ typedef mask_of<CAUSAL, LOCAL> mask;
 
 /* The keys that the rows with the diagonals [first, last] see. */
 DEVICE tile_walk keys_of(const params &p, int first, int last, int len_kv) {
-    return walk_of_diagonals<mask>(p, first, last, len_kv);
+    tile_walk keys = walk_of_diagonals<mask>(p, first, last, len_kv);
+    if (LOCAL && p.attention_chunk > 0) keys.clip_to_chunks(p.attention_chunk, first, last, len_kv);
+    return keys;
 }
 
 struct key_walk {

@@ -35,6 +35,17 @@ template <mask_bounds BOUNDS> DEVICE int bounded(int x, int length) {
                                  : x;
 }
 
+/* An attention chunk of c keys: the query beside key x sees only keys of the chunk that holds x. Chunks begin at
+ * multiples of c, below 0 too. */
+DEVICE int chunk_begin(int x, int chunk) {
+    const int rest = x % chunk;
+    return x - (rest < 0 ? rest + chunk : rest);
+}
+DEVICE int chunk_end(int x, int chunk, int length) {
+    const int begin = chunk_begin(x, chunk);
+    return (unsigned)length - (unsigned)begin > (unsigned)chunk ? max(begin + chunk, 0) : length;
+}
+
 /* A window that has been read already. The struct replaces a kernel's parameters. */
 struct mask_window {
     int window_left, window_right;

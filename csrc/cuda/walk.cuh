@@ -15,6 +15,12 @@ struct tile_walk {
     int begin, end;           /* some row of the tile sees [begin, end) */
     int full_begin, full_end; /* all rows of the tile see [full_begin, full_end) */
 
+    /* Leaves the keys of the rows' attention chunks. first and last are the rows' diagonals. */
+    DEVICE void clip_to_chunks(int chunk, int first, int last, int len_kv) {
+        begin = max(begin, chunk_begin(first, chunk)), full_begin = max(full_begin, chunk_begin(last, chunk));
+        end = min(end, chunk_end(last, chunk, len_kv)), full_end = min(full_end, chunk_end(first, chunk, len_kv));
+    }
+
     /* Steps begin at multiples of STEP. */
     template <int STEP> DEVICE int start() const { return begin / STEP * STEP; }
     template <int STEP> DEVICE int num_steps() const { return ceil_div(end - start<STEP>(), STEP); }

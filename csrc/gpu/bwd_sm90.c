@@ -38,6 +38,7 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->tile_counter = (unsigned *)(workspace + w->tile_counter);
     a->num_slabs = (int)w->num_slabs;
     a->b = (int)p->b, a->h = (int)p->h, a->h_kv = (int)p->h_kv, a->d = (int)p->d;
+    a->d_v = (int)p->d_v;
     a->heads_per_tile = (int)(p->h / p->h_kv / w->head_pieces);
     a->heads_inverse = FA_HEADS_INVERSE(a->heads_per_tile);
     a->len_q = (int)(packed ? p->total_q : p->len_q);
@@ -66,17 +67,18 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     const fa_problem *p = call->problem;
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
-    const fa_box box_q = {call->plan->block_q, 64, packed};
-    const fa_box box_kv = {call->plan->block_kv / ctas_of_tile(call), 64, packed};
+    const int block_kv = call->plan->block_kv / ctas_of_tile(call);
+    const fa_box box_q = {call->plan->block_q, 64, packed, p->d}, box_o = {call->plan->block_q, 64, packed, p->d_v};
+    const fa_box box_k = {block_kv, 64, packed, p->d}, box_v = {block_kv, 64, packed, p->d_v};
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_q, &a->dout, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a->k, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a->v, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_o, &a->dout, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
     if (call->plan->gpu.family != FA_BWD_SM90) return status;
-    const fa_box box = {16, 64, packed};
+    const fa_box box = {16, 64, packed, p->d};
     if (status == FA_OK && p->dq.data) status = fa_cuda_map(call, &p->dq, rows_q, p->h, box, &a->dq_rows, err);
-    if (status == FA_OK && p->dk.data) status = fa_cuda_map(call, &p->dk, rows_kv, p->h_kv, box_kv, &a->dk_tiles, err);
-    if (status == FA_OK && p->dv.data) status = fa_cuda_map(call, &p->dv, rows_kv, p->h_kv, box_kv, &a->dv_tiles, err);
+    if (status == FA_OK && p->dk.data) status = fa_cuda_map(call, &p->dk, rows_kv, p->h_kv, box_k, &a->dk_tiles, err);
+    if (status == FA_OK && p->dv.data) status = fa_cuda_map(call, &p->dv, rows_kv, p->h_kv, box_v, &a->dv_tiles, err);
     return status;
 }
 
@@ -96,7 +98,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int row = call->plan->gpu.row;
     const fa_bwd_sm90_columns *tile = fa_bwd_sm90_row(family, row);
     const bool is_wide = family == FA_BWD_WIDE_SM90;
-    const int64_t sms = call->gpu->num_sms;
+    const int64_t sms = call->plan->gpu.num_sms;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q, tile->block_kv, is_wide ? 0 : sms);
     fa_attn_bwd_params a;
     if (p->b == 0 || p->total_q + p->total_kv == 0) return FA_OK; /* there is no gradient to write */
@@ -108,7 +110,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t tiles =
         p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv * w.head_pieces : a.num_tiles;
     const int64_t slabs = w.num_slabs * w.num_heads;
-    const int ctas = ctas_of_tile(call), clusters = call->gpu->num_sms / ctas;
+    const int ctas = ctas_of_tile(call), clusters = sms > ctas ? (int)sms / ctas : 1;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
                     HELPER_THREADS, &a, err);

@@ -4,6 +4,7 @@
 #include "map.h"
 #include "slots.h"
 
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 
@@ -15,17 +16,20 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     const bool packed = features & FA_VARLEN;
     const int64_t block_q = call->plan->block_q;
     a->lse = p->lse.data;
+    a->empty_lse = p->empty_lse;
     a->lse_stride_b = packed ? 0 : p->lse.stride_b;
     a->lse_stride_h = p->lse.stride_h;
     a->o_data = p->o.data;
     a->o_stride_b = packed ? 0 : p->o.stride_b;
     a->o_stride_row = p->o.stride_row;
     a->o_stride_h = p->o.stride_h;
-    a->b = (int)p->b, a->h = (int)p->h, a->heads_per_kv = (int)(p->h / p->h_kv), a->d = (int)p->d;
+    a->b = (int)p->b, a->h = (int)p->h, a->heads_per_kv = (int)(p->h / p->h_kv);
+    a->d_v = (int)p->d_v;
     a->len_q = (int)(packed ? p->total_q : p->len_q);
     a->len_kv = (int)(packed ? p->total_kv : p->len_kv);
     a->cu_seqlens_q = p->cu_seqlens_q;
     a->cu_seqlens_k = p->cu_seqlens_k;
+    a->seqused_q = p->seqused_q;
     a->seqused_k = p->seqused_k;
     a->num_q_tiles = (int)((p->len_q + block_q - 1) / block_q);
     a->num_tiles = a->num_q_tiles * a->b * a->h;
@@ -37,6 +41,7 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->score_scale = scale;
     a->softcap = (float)p->softcap;
     a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);
+    a->attention_chunk = (int)(p->attention_chunk < INT_MAX ? p->attention_chunk : INT_MAX);
     a->alibi_slopes = p->alibi_slopes;
     a->alibi_stride_b = p->alibi_stride_b;
     a->rng_state = (const unsigned long long *)p->rng_state;
@@ -53,13 +58,14 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
     fill_scalars(call, &a);
 
-    const int columns = tile->d % 64 == 0 ? 64 : 32;
-    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed},
-                 box_kv = {tile->block_kv, columns, packed}, box_o = {16, columns, packed};
+    const int columns = tile->d % 64 == 0 && tile->d_v % 64 == 0 ? 64 : 32;
+    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed, p->d};
+    const fa_box box_k = {tile->block_kv, columns, packed, p->d}, box_v = {tile->block_kv, columns, packed, p->d_v};
+    const fa_box box_o = {16, columns, packed, p->d_v};
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a.q, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_kv, &a.k, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_kv, &a.v, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a.k, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a.v, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
     if (status != FA_OK) return status;
 

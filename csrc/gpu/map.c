@@ -36,7 +36,7 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
     const uint64_t row_bytes = (uint64_t)t->stride_row * 2, rows = (uint64_t)num_rows;
     description of = {
         .base = t->data,
-        .size = {(uint64_t)p->d, rows, (uint64_t)num_heads, (uint64_t)p->b},
+        .size = {(uint64_t)box.d, rows, (uint64_t)num_heads, (uint64_t)p->b},
         .stride_bytes = {row_bytes, (uint64_t)t->stride_h * 2, (uint64_t)t->stride_b * 2},
         .columns = (uint32_t)box.columns,
         .rows = (uint32_t)box.rows,

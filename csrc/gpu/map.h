@@ -10,6 +10,7 @@
 typedef struct {
     int rows, columns;
     bool packed;
+    int64_t d; /* columns of the tensor */
 } fa_box;
 
 /* Describes a tensor to TMA. num_rows counts the rows of a sequence, or of the packed tensor. */

@@ -69,14 +69,14 @@ fa_status fa_cuda_wait(const fa_cuda_place *place, fa_error *err) {
     return fa_driver_check(place->driver->cuStreamSynchronize(place->stream), "waiting for the GPU", err);
 }
 
-/* Zeroes rows [0, rows) of a packed tensor [row, h, d]. If the heads of a row lie side by side, one fill zeroes all
- * heads. Otherwise there is one fill for each head. */
-static CUresult zero_rows(const fa_problem *p, const fa_view *t, int64_t rows, int64_t heads, const fa_driver *driver,
-                          CUstream stream) {
-    const size_t bytes = fa_dtype_bytes(p->dtype), head_bytes = (size_t)p->d * bytes;
+/* Zeroes rows [0, rows) of a packed tensor [row, heads, d] in the output's dtype. If the heads of a row lie side by
+ * side, one fill zeroes all heads. Otherwise there is one fill for each head. */
+static CUresult zero_rows(const fa_problem *p, const fa_view *t, int64_t rows, int64_t heads, int64_t d,
+                          const fa_driver *driver, CUstream stream) {
+    const size_t bytes = fa_dtype_bytes(fa_output_dtype(p->dtype)), head_bytes = (size_t)d * bytes;
     const size_t pitch = (size_t)t->stride_row * bytes;
     if (!t->data || rows == 0 || heads == 0) return 0;
-    const bool side_by_side = heads == 1 || t->stride_h == p->d;
+    const bool side_by_side = heads == 1 || t->stride_h == d;
     const size_t width = side_by_side ? head_bytes * (size_t)heads : head_bytes;
     CUresult result = 0;
     for (int64_t head = 0; head < (side_by_side ? 1 : heads) && result == 0; head++) {
@@ -90,14 +90,14 @@ fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUs
     const uint32_t minus_infinity = 0xff800000u;
     CUresult result = 0;
     if (p->pass == FA_FWD) {
-        result = zero_rows(p, &p->o, p->total_q, p->h, driver, stream);
+        result = zero_rows(p, &p->o, p->total_q, p->h, p->d_v, driver, stream);
         if (result == 0 && p->lse.data && p->lse.stride_h > 0 && p->h * p->total_q > 0) /* skips the spare row */
             result =
                 driver->cuMemsetD32Async(address(p->lse.data), minus_infinity, (size_t)(p->h * p->total_q), stream);
     } else {
-        result = zero_rows(p, &p->dq, p->total_q, p->h, driver, stream);
-        if (result == 0) result = zero_rows(p, &p->dk, p->total_kv, p->h_kv, driver, stream);
-        if (result == 0) result = zero_rows(p, &p->dv, p->total_kv, p->h_kv, driver, stream);
+        result = zero_rows(p, &p->dq, p->total_q, p->h, p->d, driver, stream);
+        if (result == 0) result = zero_rows(p, &p->dk, p->total_kv, p->h_kv, p->d, driver, stream);
+        if (result == 0) result = zero_rows(p, &p->dv, p->total_kv, p->h_kv, p->d_v, driver, stream);
     }
     return fa_driver_check(result, "filling the GPU's memory", err);
 }
@@ -110,7 +110,8 @@ fa_status fa_cuda_zero_key_gradients(const fa_problem *p, const fa_driver *drive
         for (int64_t b_idx = 0; b_idx < (packed ? 1 : p->b) && gradients[i]->data && result == 0; b_idx++) {
             fa_view of_batch = *gradients[i];
             of_batch.data = (char *)of_batch.data + (size_t)(b_idx * of_batch.stride_b) * fa_dtype_bytes(p->dtype);
-            result = zero_rows(p, &of_batch, packed ? p->total_kv : p->len_kv, p->h_kv, driver, stream);
+            result = zero_rows(p, &of_batch, packed ? p->total_kv : p->len_kv, p->h_kv, i == 0 ? p->d : p->d_v, driver,
+                               stream);
         }
     return fa_driver_check(result, "filling the GPU's memory", err);
 }

@@ -2,7 +2,7 @@
 #ifndef FA_PLAN_BWD_WORKSPACE_H
 #define FA_PLAN_BWD_WORKSPACE_H
 
-#include "flash_attn.h"
+#include "gpu_problem.h"
 
 typedef struct {
     int64_t num_slabs, num_heads; /* slabs of one head; heads (packed), or heads of all sequences (dense) */
@@ -41,7 +41,7 @@ static inline int64_t fa_bwd_rows_seen(const fa_problem *p, int block_kv) {
  * long compared to adding up dK and dV. Causal tiles of up to 96 columns must be longer still. Uncut, a CTA with one
  * long and one short tile ends together with the others. */
 static inline int64_t fa_bwd_head_pieces(const fa_problem *p, int64_t tiles, int64_t sms, int block_kv) {
-    const bool pairs = p->window_left < 0 && p->window_right >= 0 && p->d <= 96;
+    const bool pairs = p->window_left < 0 && p->window_right >= 0 && fa_columns(p) <= 96;
     const int64_t heads_per_kv = p->h / p->h_kv, rows = fa_bwd_rows_seen(p, block_kv) * heads_per_kv;
     int64_t n = 1;
     while (tiles * n < 4 * sms && heads_per_kv % (2 * n) == 0 && heads_per_kv > 2 * n) {

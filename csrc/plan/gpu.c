@@ -36,6 +36,7 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
     fa_machine rest = *machine; /* without the multiprocessors that the call leaves to others */
     if (rest.gpu_sms > 0 && p->sm_margin > 0)
         rest.gpu_sms = p->sm_margin < rest.gpu_sms ? rest.gpu_sms - (int)p->sm_margin : 1;
+    plan->gpu.num_sms = rest.gpu_sms;
     char reasons[FA_MESSAGE_BYTES - 64] = "";
     size_t at = 0;
     for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {

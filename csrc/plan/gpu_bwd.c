@@ -12,10 +12,14 @@ static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
 
 /* Returns the first row that has room for the head dimension and serves every feature, or -1. */
 static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
+    enum { BOX = 64 };
     const fa_family *family = &fa_families[id];
     for (int row = 0; row < family->num_rows; row++) {
-        if (fa_bwd_sm90_row(id, row)->d < p->d)
+        const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
+        if (t->d < p->d || t->d_v < p->d_v)
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
+        else if (p->cu_seqlens_q && !(fa_fills_boxes(p->d, t->d, BOX) && fa_fills_boxes(p->d_v, t->d_v, BOX)))
+            fa_rule_out(plan, family->rows[row].name, FA_BOXES_REASON);
         else if ((family->rows[row].serves & wanted) != wanted)
             fa_rule_out(plan, family->rows[row].name, "its tiles do not serve every option of the call");
         else
@@ -27,14 +31,14 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const unsigned features = fa_cuda_features(p);
     const unsigned wanted = features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
-    const char *why = fa_why_not_of_3(p, 0);
+    const char *why = fa_why_not_of_3(p, FA_OTHER_D_V);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");
     NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
     NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && !p->seqused_k, "it reads no KV cache");
-    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(p->d % 8 == 0 && p->d_v % 8 == 0, "it wants a head dimension that is a multiple of 8, of v too");
     NEEDS(suits(p, &p->q, true) && suits(p, &p->k, false) && suits(p, &p->v, false) && suits(p, &p->o, true) &&
               suits(p, &p->dout, true) && suits(p, &p->dq, true) && suits(p, &p->dk, false) && suits(p, &p->dv, false),
           "it wants all tensors and gradients to start at multiples of 16 bytes, with strides that are multiples of 8 "
@@ -59,6 +63,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = w.bytes;
-    if (p->b > 0) fa_plan_bwd_order(p, machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1), w.head_pieces, plan);
+    const int ctas = machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1);
+    if (p->b > 0) fa_plan_bwd_order(p, ctas > 0 ? ctas : 1, w.head_pieces, plan);
     return NULL;
 }

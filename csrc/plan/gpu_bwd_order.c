@@ -2,6 +2,7 @@
  * measured (cuda/measurements/backward.md). */
 #include "gpu_bwd_order.h"
 
+#include "gpu_problem.h"
 #include "kernel_table.h"
 
 /* The choice depends on these numbers. */
@@ -24,8 +25,8 @@ static int64_t heads_in_group(const order_of_tiles *o) {
  * Without a mask a fixed order is free if every CTA has many tiles. With a causal mask, grouped heads and up to 64
  * columns, a fixed order is even faster. */
 static bool order_is_free(const fa_problem *p, const order_of_tiles *o) {
-    const int64_t longest = p->d <= 64 ? INT64_MAX : p->d > 96 && p->d <= 128 ? 8192 : 2048;
-    if (o->is_masked) return o->is_causal && p->d <= 64 && p->h > p->h_kv && o->all_tiles >= 4 * o->ctas;
+    const int64_t longest = fa_columns(p) <= 64 ? INT64_MAX : fa_columns(p) > 96 && fa_columns(p) <= 128 ? 8192 : 2048;
+    if (o->is_masked) return o->is_causal && fa_columns(p) <= 64 && p->h > p->h_kv && o->all_tiles >= 4 * o->ctas;
     return p->len_q >= p->len_kv && p->len_kv <= longest && o->all_tiles >= 8 * o->ctas;
 }
 
@@ -41,8 +42,8 @@ static int64_t heads_within(int64_t heads, const order_of_tiles *o, int64_t byte
  * CTAs keep in step. With a causal mask, tiles have different lengths. Every CTA must have a tile of the group, or the
  * last group ends late. Long tiles of one head that have the SMs to themselves reach the diagonal together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
-    if (!o->is_causal) return in_order ? heads_within(1024 / p->d, o, 50 << 20) : 1;
-    const int64_t apart = (in_order ? 2048 / p->d : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
+    if (!o->is_causal) return in_order ? heads_within(1024 / fa_columns(p), o, 50 << 20) : 1;
+    const int64_t apart = (in_order ? 2048 / fa_columns(p) : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
     const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : heads_within(o->ctas / o->tiles, o, 32 << 20);
     return apart > busy ? apart : busy;
 }
@@ -62,12 +63,12 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
         .is_masked = plan->gpu.features & (FA_CAUSAL | FA_LOCAL),
     };
     o.all_tiles = p->h_kv * (packed ? p->total_kv / block_kv : p->b * o.tiles);
-    o.bytes = 8 * p->d * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;
+    o.bytes = 8 * fa_columns(p) * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;
     const bool in_order = p->deterministic || order_is_free(p, &o);
     plan->gpu.any_order = !in_order;
-    plan->gpu.converts = o.is_causal && p->d <= 64 && !in_order && p->len_kv > 1024;
+    plan->gpu.converts = o.is_causal && fa_columns(p) <= 64 && !in_order && p->len_kv > 1024;
     int64_t group = heads_in_group(&o);
-    if (o.is_causal && p->d <= 64 && !plan->gpu.converts) group *= 2;
+    if (o.is_causal && fa_columns(p) <= 64 && !plan->gpu.converts) group *= 2;
     const int64_t least = least_heads(p, &o, in_order);
     if (group < least) group = least;
     if (group > o.heads) group = o.heads;

@@ -1,5 +1,5 @@
-/* Planner of attn_fwd_sm90. The planner takes the rows of cuda/tiles.def with the first head dimension that has room.
- * Among the rows that serve every feature, it takes the row that wastes least beyond the sequences' ends. */
+/* Planner of attn_fwd_sm90. The planner takes the first rows of cuda/tiles.def that have room for the columns. Among
+ * the rows that serve every feature, it takes the row that wastes least beyond the sequences' ends. */
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -28,7 +28,7 @@ static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns
  *   us, head_dim 128:  at 512 16 heads 109.4, 32 106.9, 64 106.6, 128 121.3; at 1k 135.6, 134.9, 147.1;
  *   us, head_dim 64:   at 512 16 heads 112.2, 64 110.0, 128 108.8; at 1k 16 164.6, 64 159.4. */
 static int heads_in_group(const fa_problem *p) {
-    const int64_t kv_bytes = 4 * p->d * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
+    const int64_t kv_bytes = 2 * (p->d + p->d_v) * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
     int64_t kv_heads = 1;
     while (2 * kv_heads * kv_bytes <= (kv_heads < 16 ? 32 : 16) << 20) kv_heads *= 2;
     const int64_t group = kv_heads * (p->h / p->h_kv);
@@ -56,9 +56,10 @@ static void choose_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
 
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    enum { WIDEST = 256 };
     const unsigned features = fa_cuda_features(p), wanted = features & FA_ALL_FEATURES;
     const bool packed = p->cu_seqlens_q != NULL;
-    const char *why = fa_why_not_of_3(p, 0);
+    const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | FA_EMPTY_NEG);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -68,7 +69,9 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(!p->leftpad_k && !p->cache_batch_idx && !p->k_new.data && !p->rotary_cos && (!p->seqused_k || packed),
           "it reads no KV cache");
     NEEDS(!p->wants_s_dmask, "it does not return the attention probabilities");
-    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(!p->seqused_q || packed, "it reads seqused_q beside cu_seqlens_q only");
+    NEEDS(p->d % 8 == 0 && p->d_v % 8 == 0, "it wants a head dimension that is a multiple of 8, of v too");
+    NEEDS(p->d <= WIDEST && p->d_v <= WIDEST, "it has no tile for this head dimension");
     NEEDS(fa_suits_tma(p, &p->q, p->total_q, p->h, packed) && fa_suits_tma(p, &p->k, p->total_kv, p->h_kv, packed) &&
               fa_suits_tma(p, &p->v, p->total_kv, p->h_kv, packed) &&
               (!p->o.data || fa_suits_tma(p, &p->o, p->total_q, p->h, packed)),
@@ -80,9 +83,12 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     int row = 0;
     for (; row < family->num_rows; row++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
-        if (t->d < p->d)
+        const int box = t->d % 64 == 0 && t->d_v % 64 == 0 ? 64 : 32;
+        if (t->d < p->d || t->d_v < p->d_v)
             fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
-        else if (t->d % 64 != 0 && p->d % 16 != 0)
+        else if (p->cu_seqlens_q && !(fa_fills_boxes(p->d, t->d, box) && fa_fills_boxes(p->d_v, t->d_v, box)))
+            fa_rule_out(plan, family->rows[row].name, FA_BOXES_REASON);
+        else if (t->d % 64 != 0 && (p->d % 16 != 0 || p->d_v % 16 != 0))
             fa_rule_out(plan, family->rows[row].name,
                         "TMA is slow with its pieces of 64 bytes where rows begin amid sectors of 32");
         else if ((family->rows[row].serves & wanted) != wanted)
@@ -90,9 +96,10 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
         else
             break;
     }
+    NEEDS(row < family->num_rows, "it has no tile for these head dimensions");
     for (int later = row + 1; later < family->num_rows; later++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
-        if (other->d != t->d || (family->rows[later].serves & wanted) != wanted) continue;
+        if (other->d != t->d || other->d_v != t->d_v || (family->rows[later].serves & wanted) != wanted) continue;
         const bool is_better = cost_of_a_sequence(p, other) < cost_of_a_sequence(p, t);
         fa_rule_out(plan, family->rows[is_better ? row : later].name,
                     "its tiles reach further beyond the sequences' ends");

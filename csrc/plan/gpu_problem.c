@@ -26,8 +26,8 @@ const char *fa_why_not_of_3(const fa_problem *p, unsigned knows) {
 }
 
 unsigned fa_cuda_features(const fa_problem *p) {
-    const bool windowed = p->window_left >= 0 || p->window_right >= 0;
-    const bool is_causal = p->window_left < 0 && p->window_right == 0;
+    const bool windowed = p->window_left >= 0 || p->window_right >= 0 || p->attention_chunk > 0;
+    const bool is_causal = p->window_left < 0 && p->window_right == 0 && p->attention_chunk == 0;
     return (is_causal  ? FA_CAUSAL
             : windowed ? FA_LOCAL
                        : 0u) |

@@ -20,6 +20,14 @@ bool fa_changes_scores(const fa_problem *problem);
 #define FA_HOPPERS_SOFTCAP 1000
 #define FA_SOFTCAP_REASON  "its scores lose their digits with a softcap above 1000"
 
+/* The columns of a tile that holds q and k as well as v. */
+static inline int64_t fa_columns(const fa_problem *p) { return p->d > p->d_v ? p->d : p->d_v; }
+
+/* Does each of TMA's boxes begin among the tensor's d columns, if a tile has row_d columns in boxes of box_d? Beyond
+ * the columns of a packed tensor TMA may touch memory that is not there (cuda/tensor_map.h). */
+static inline bool fa_fills_boxes(int64_t d, int row_d, int box_d) { return d > (row_d - 1) / box_d * box_d; }
+#define FA_BOXES_REASON "a box of its loads would lie beyond the columns of a packed tensor"
+
 /* What flash-attn 3 adds to flash-attn 2. A kernel that knows some of these names the others. */
 enum {
     FA_OTHER_D_V = 1,  /* v has other columns than k */

@@ -20,11 +20,21 @@
 
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
+/* What a row's name says of d_v: nothing if d_v is d. */
+#define V_64_64   ""
+#define V_96_96   ""
+#define V_128_128 ""
+#define V_192_192 ""
+#define V_256_256 ""
+#define V_64_256  "v256"
+#define V_192_128 "v128"
+#define V_64_128  "v128"
+
 static const fa_row fwd_sm90_rows[] = {
-#define FA_FWD_TILE_SM90(d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
-    {"attn_fwd_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                             \
-     {d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
-     serves,                                                                                   \
+#define FA_FWD_TILE_SM90(d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
+    {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                    \
+     {d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
+     serves,                                                                                        \
      FA_SHARED_BYTES_OF(ctas)},
 #include "cuda/tiles.def"
 };
@@ -39,7 +49,7 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
-        if (t->d == mine->d && t->wgs >= mine->wgs && t->block_kv >= mine->block_kv &&
+        if (t->d == mine->d && t->d_v == mine->d_v && t->wgs >= mine->wgs && t->block_kv >= mine->block_kv &&
             (t->block_kv <= 64 || mine->block_kv > 64) &&
             t->wgs * t->block_kv * t->cost <= mine->wgs * mine->block_kv * mine->cost &&
             (fwd_sm90_rows[i].serves & wanted) == wanted)
@@ -50,20 +60,20 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
 
 /* ---- attn_bwd_sm90, attn_bwd_wide_sm90 --------------------------------------------------------------------------- */
 
-#define BWD_ROW(name, d, block_q, block_kv, serves, shared_bytes) \
-    {name "_d" #d "_q" #block_q "kv" #block_kv, {d, block_q, block_kv}, serves, shared_bytes},
+#define BWD_ROW(name, d, d_v, block_q, block_kv, serves, shared_bytes) \
+    {name "_d" #d V_##d##_##d_v "_q" #block_q "kv" #block_kv, {d, d_v, block_q, block_kv}, serves, shared_bytes},
 
 static const fa_row bwd_sm90_rows[] = {
-#define FA_BWD_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_sm90", d, q, kv, serves, FA_SHARED_BYTES)
+#define FA_BWD_TILE_SM90(d, v, q, kv, serves) BWD_ROW("attn_bwd_sm90", d, v, q, kv, serves, FA_SHARED_BYTES)
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_wide_sm90_rows[] = {
-#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_wide_sm90", d, q, kv, serves, FA_SHARED_BYTES)
+#define FA_BWD_WIDE_TILE_SM90(d, v, q, kv, serves) BWD_ROW("attn_bwd_wide_sm90", d, v, q, kv, serves, FA_SHARED_BYTES)
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_prep_rows[] = {
-#define FA_BWD_TILE_SM90(d, q, kv, serves)      BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
-#define FA_BWD_WIDE_TILE_SM90(d, q, kv, serves) BWD_ROW("attn_bwd_prep", d, q, kv, FA_VARLEN, 0)
+#define FA_BWD_TILE_SM90(d, v, q, kv, serves)      BWD_ROW("attn_bwd_prep", d, v, q, kv, FA_VARLEN, 0)
+#define FA_BWD_WIDE_TILE_SM90(d, v, q, kv, serves) BWD_ROW("attn_bwd_prep", d, v, q, kv, FA_VARLEN, 0)
 #include "cuda/tiles.def"
 };
 
@@ -162,7 +172,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                                     "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh",
                                     "attn_fwd_output.cuh", "philox.cuh", "attn_fwd_params.h", "quads.cuh", SM90_FILES),
                      .arch = 90,
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
+                     .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
@@ -172,7 +182,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh",
                                     "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", "quads.cuh", BWD_FILES),
                      .arch = 90,
-                     .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                     .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
                      .rows = bwd_sm90_rows,
                      .num_rows = NUM_ROWS(bwd_sm90_rows),
@@ -182,7 +192,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh",
                                          "philox.cuh", "quads.cuh", BWD_FILES),
                           .arch = 90,
-                          .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                          .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16,
                           .rows = bwd_wide_sm90_rows,
                           .num_rows = NUM_ROWS(bwd_wide_sm90_rows),
@@ -191,7 +201,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_PREP_SM90] = {.name = "attn_bwd_prep",
                           .files = FILES("attn_bwd_prep.cu", BWD_FILES),
                           .arch = 90,
-                          .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV"},
+                          .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_VARLEN | FA_IN_BF16,
                           .rows = bwd_prep_rows,
                           .num_rows = NUM_ROWS(bwd_prep_rows),

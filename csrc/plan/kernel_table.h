@@ -70,13 +70,13 @@ extern const fa_family fa_families[FA_NUM_FAMILIES];
 
 /* The columns of attn_fwd_sm90. */
 typedef struct {
-    int d, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
+    int d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
 
 /* The columns of attn_bwd_sm90, attn_bwd_wide_sm90 and attn_bwd_prep. */
 typedef struct {
-    int d, block_q, block_kv;
+    int d, d_v, block_q, block_kv;
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 

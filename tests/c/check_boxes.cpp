@@ -8,6 +8,9 @@
  *
  * tests/guards/test_check_kernels.py compiles this file for each row of tiles.def, with BACKWARD or without. */
 #define FA_PTX_SM90_CUH
+#ifdef BACKWARD
+#define D_QK HEAD_DIM
+#endif
 #include "cuda/tensor_map.h"
 
 /* ---- in place of ptx_sm90.cuh ------------------------------------------------------------------------------------ */
@@ -70,7 +73,7 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
     if (threadIdx.x > 0) return;
     int i = 0;
     while (waits[i].barrier && waits[i].barrier != barrier) i++;
-    EXPECT(i < 15 && (waits[i].barrier ? parity == (waits[i].parity ^ 1) : parity == 1 || HEAD_DIM > 128));
+    EXPECT(i < 15 && (waits[i].barrier ? parity == (waits[i].parity ^ 1) : parity == 1 || D_QK > 128));
     waits[i] = {barrier, parity};
 }
 #define mbarrier_wait                             wait_in_turn
@@ -83,7 +86,7 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define fence_proxy_async_global()                ((void)0)
 
 #ifndef BACKWARD
-constexpr int BLOCK_Q = 64 * WGS;
+constexpr int BLOCK_Q = 64 * WGS, BOX = D_QK % 64 || D_V % 64 ? 32 : 64; /* columns of a box */
 constexpr bool IS_BACKWARD = false;
 #else
 constexpr bool IS_BACKWARD = true;
@@ -99,7 +102,12 @@ static struct { /* one sequence; arrays are [query tiles][key tiles] */
     int found[MAX_HEADS][MAX_TILES];
 } truth[MAX_SEQUENCES];
 
-static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_kv, int left, int right) {
+/* chunk: of attention_chunk; 0: off */
+static bool is_in_chunk(int diagonal, int key, int chunk) {
+    return chunk == 0 || floor((double)diagonal / chunk) == key / chunk;
+}
+
+static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_kv, int left, int right, int chunk) {
     auto &x = truth[b_idx];
     x = {q_begin, kv_begin, len_q, len_kv, (len_q + BLOCK_Q - 1) / BLOCK_Q, (len_kv + BLOCK_KV - 1) / BLOCK_KV};
     for (int i = 0; i < MAX_TILES; i++)
@@ -110,8 +118,8 @@ static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_
         for (int j = 0; j < x.kv_tiles; j++) {
             bool some = false, all = true;
             for (int key = j * BLOCK_KV; key < (j + 1) * BLOCK_KV; key++) {
-                const bool is_seen =
-                    key < len_kv && (left < 0 || key >= diagonal - left) && (right < 0 || key <= diagonal + right);
+                const bool is_seen = key < len_kv && (left < 0 || key >= diagonal - left) &&
+                                     (right < 0 || key <= diagonal + right) && is_in_chunk(diagonal, key, chunk);
                 some |= is_seen, all &= is_seen;
             }
             x.sees[i / BLOCK_Q][j] |= some, x.full[i / BLOCK_Q][j] &= all;
@@ -139,7 +147,8 @@ static int atomicAdd(unsigned *counter, int x) { return (int)(*counter += (unsig
 #include "cuda/attn_bwd_tiles.cuh"
 
 struct shared_memory {
-    element k[1], k_other[2 * KEYS * CHUNK], v[KEYS * COLUMNS], q[2][BLOCK_Q * COLUMNS], dout[2][BLOCK_Q * COLUMNS];
+    element k[KEYS * COLUMNS], k_other[2 * KEYS * CHUNK], v[KEYS * V_CHUNKS * CHUNK];
+    element q[2][BLOCK_Q * COLUMNS], dout[2][BLOCK_Q * V_CHUNKS * CHUNK];
     float lse[2][BLOCK_Q], d[2][BLOCK_Q];
     u64 k_full, k_empty, v_full, v_empty, q_full[2], q_empty[2], do_full[2], do_empty[2], tile_full[2], tile_empty[2];
     u64 idx_full, idx_empty;
@@ -179,7 +188,7 @@ static void check_tile(const params &p, const tile &t, int idx) {
     const int begin = CUTS_QUERIES ? x.q_tiles * t.piece / t.pieces : 0;
     const int end = CUTS_QUERIES ? x.q_tiles * (t.piece + 1) / t.pieces : x.q_tiles;
     const long other_keys = CTAS > 1 ? sizeof s.k_other : 0, stat_bytes = BLOCK_Q * 4;
-    if (t.queries.begin < t.queries.end) wanted += CTAS * (2 * (long)sizeof s.v + other_keys);
+    if (t.queries.begin < t.queries.end) wanted += CTAS * ((long)sizeof s.k + (long)sizeof s.v + other_keys);
     for (int i = 0; i < x.q_tiles; i++) {
         const bool is_step = t.queries.begin <= i && i < t.queries.end, sees = x.sees[i][t.kv_tile];
         EXPECT(is_step == (sees && begin <= i && i < end));
@@ -191,7 +200,7 @@ static void check_tile(const params &p, const tile &t, int idx) {
         const interval seen = key_tiles_of(p, x.len_q, x.len_kv, i);
         EXPECT(first < 0 ? seen.begin >= seen.end : seen.begin == first && seen.end == first + before + behind + sees);
         if (!is_step) continue;
-        wanted += CTAS * p.heads_per_tile * 2 * ((long)sizeof s.q[0] + stat_bytes);
+        wanted += CTAS * p.heads_per_tile * ((long)(sizeof s.q[0] + sizeof s.dout[0]) + 2 * stat_bytes);
         EXPECT((t.queries.full_begin <= i && i < t.queries.full_end) == x.full[i][t.kv_tile]);
         EXPECT((i >= t.first_begin) == (before == 0) && (i < t.last_end) == (behind == 0));
         EXPECT(turn_of(p, t, i) == (u32)before);
@@ -282,8 +291,12 @@ static tile t;
 /* The keys that one row sees, by the definition of the window. */
 static interval seen_keys(const params &p, int row, int len_q, int len_kv) {
     const int diagonal = row + len_kv - len_q, right = CAUSAL ? 0 : LOCAL ? p.window_right : -1;
-    const int left = LOCAL ? p.window_left : -1;
-    return {left < 0 ? 0 : max(diagonal - left, 0), right < 0 ? len_kv : max(min(diagonal + right + 1, len_kv), 0)};
+    const int left = LOCAL ? p.window_left : -1, chunk = LOCAL ? p.attention_chunk : 0;
+    interval seen = {left < 0 ? 0 : max(diagonal - left, 0),
+                     right < 0 ? len_kv : max(min(diagonal + right + 1, len_kv), 0)};
+    while (seen.begin < seen.end && !is_in_chunk(diagonal, seen.begin, chunk)) seen.begin++;
+    while (seen.begin < seen.end && !is_in_chunk(diagonal, seen.end - 1, chunk)) seen.end--;
+    return seen;
 }
 
 /* Producer and consumers walk over the same key tiles, each once. A key tile that needs no mask is seen whole by all 16
@@ -353,11 +366,14 @@ static void kernel(const params &p) {
         __syncwarp();
         if (threadIdx.x == 0) {
             check_tile(p, t, idx, n >= num_tiles);
-            for (int column = 0; column < p.d; column += HEAD_DIM % 64 ? 32 : 64) {
+            for (int column = 0; column < D_QK; column += BOX) {
                 check_box(&p.q, column, t.q_origin + t.row, t.head, t.q_batch);
                 for (int j = t.kv_begin; j < t.kv_end; j++)
                     check_box(&p.k, column, t.kv_origin + j * BLOCK_KV, t.kv_head, t.kv_batch);
             }
+            for (int column = 0; column < D_V; column += BOX)
+                for (int j = t.kv_begin; j < t.kv_end; j++)
+                    check_box(&p.v, column, t.kv_origin + j * BLOCK_KV, t.kv_head, t.kv_batch);
         }
         __syncwarp();
     }
@@ -419,7 +435,7 @@ static void check_spans() {
 }
 
 int main() {
-    static int offsets_q[100], offsets_kv[100], used[100];
+    static int offsets_q[100], offsets_kv[100], used[100], used_q[100];
     const emulated_shape shape = {NUM_CTAS, 1, 1, 1, 32, 0};
     check_spans();
 #ifdef BACKWARD
@@ -433,18 +449,22 @@ int main() {
         p.b = 1 + (int)below(n % 2 && VARLEN ? 70 : 6);
         const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, VARLEN ? p.b : 1);
         const int total_kv = make_offsets(offsets_kv, VARLEN ? p.b : 1);
-        p.h = h_kv * heads, p.d = HEAD_DIM - 8 * (int)below(HEAD_DIM > 64 ? 4 : HEAD_DIM / 8);
+        p.h = h_kv * heads;
+        const int d = D_QK - 8 * (int)below(D_QK > 64 ? 4 : D_QK / 8),
+                  d_v = D_V - 8 * (int)below(D_V > 64 ? 4 : D_V / 8);
+        p.d_v = d_v;
         p.len_q = total_q, p.len_kv = total_kv; /* dense: the length of each sequence */
         if (VARLEN) p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;
         p.window_left = LOCAL && below(3) ? (int)below(below(3) ? 300 : 2) : -1;
         p.window_right = CAUSAL ? 0 : LOCAL && below(3) ? (int)below(below(3) ? 300 : 2) : -1;
         p.group_heads = 1 + (int)below(4);
-        p.q = map_of(p.d, total_q, p.h, offsets_q, p.b);
-        p.k = p.v = map_of(p.d, total_kv, h_kv, offsets_kv, p.b);
+        p.q = map_of(d, total_q, p.h, offsets_q, p.b);
+        p.k = map_of(d, total_kv, h_kv, offsets_kv, p.b), p.v = map_of(d_v, total_kv, h_kv, offsets_kv, p.b);
         if (!VARLEN && p.group_heads > p.b * h_kv) p.group_heads = p.b * h_kv;
 #ifdef BACKWARD
         p.heads_per_tile = heads, p.h_kv = h_kv, p.pieces = CUTS_HEADS ? 1 + (int)below(3) : 1;
-        p.h *= CUTS_HEADS ? p.pieces : 1, p.q = p.dout = map_of(p.d, total_q, p.h, offsets_q, p.b);
+        p.h *= CUTS_HEADS ? p.pieces : 1, p.d = d;
+        p.q = map_of(d, total_q, p.h, offsets_q, p.b), p.dout = map_of(d_v, total_q, p.h, offsets_q, p.b);
         p.q.words[BOX_BYTES] = p.dout.words[BOX_BYTES] = BLOCK_Q * CHUNK * 2;
         p.k.words[BOX_BYTES] = p.v.words[BOX_BYTES] = KEYS * CHUNK * 2;
         if (VARLEN) p.group_heads = min(p.group_heads, h_kv * p.pieces);
@@ -464,14 +484,19 @@ int main() {
         p.num_q_tiles = ceil_div(total_q, BLOCK_Q), p.num_tiles = p.num_q_tiles * p.b * p.h;
         for (int i = 0; i < p.b; i++) used[i] = (int)below(800);
         if (VARLEN && below(2)) p.seqused_k = used, p.k.words[USED] = p.v.words[USED] = (u64)used;
+        for (int i = 0; i < p.b; i++) used_q[i] = (int)below(800);
+        if (VARLEN && below(2)) p.seqused_q = used_q, p.q.words[USED] = (u64)used_q;
+        if (LOCAL && below(2)) p.attention_chunk = 1 + (int)below(below(2) ? 500 : 50);
 #endif
         for (int i = 0; i < p.b; i++) {
             const int *q = offsets_q + (VARLEN ? i : 0), *kv = offsets_kv + (VARLEN ? i : 0);
-            int len_kv = kv[1] - kv[0];
+            int len_q = q[1] - q[0], len_kv = kv[1] - kv[0], chunk = 0;
 #ifndef BACKWARD
+            if (p.seqused_q) len_q = min(len_q, used_q[i]);
             if (p.seqused_k) len_kv = min(len_kv, used[i]);
+            chunk = p.attention_chunk;
 #endif
-            find_truth(i, q[0], kv[0], q[1] - q[0], len_kv, p.window_left, p.window_right);
+            find_truth(i, q[0], kv[0], len_q, len_kv, p.window_left, p.window_right, chunk);
         }
         emulate_launch(run, &p, &shape);
         check_all_found(p);
