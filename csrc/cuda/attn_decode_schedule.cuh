@@ -65,7 +65,9 @@ DEVICE tile_walk keys_of(const params &p, const sequence &s, int q_tile) {
     const int shift = s.len_kv - s.len_q;
     const int first = divide(q_tile * BLOCK_Q, p.by_heads_per_kv);
     const int last = min(divide(q_tile * BLOCK_Q + BLOCK_Q - 1, p.by_heads_per_kv), s.len_q - 1);
-    return walk_of_rows(p, first, last, shift, s.len_kv);
+    tile_walk keys = walk_of_rows(p, first, last, shift, s.len_kv);
+    if (p.attention_chunk > 0) keys.clip_to_chunks(p.attention_chunk, first + shift, last + shift, s.len_kv);
+    return keys;
 }
 
 /* Returns the number of key tiles of a tile of queries. A tile of queries that sees no key counts as one key tile,
@@ -73,13 +75,14 @@ DEVICE tile_walk keys_of(const params &p, const sequence &s, int q_tile) {
 DEVICE int tiles_of(const tile_walk &r) { return max(ceil_div(r.end, BLOCK_KV) - r.begin / BLOCK_KV, 1); }
 
 /* A head_tiles counts the key tiles of one head of a sequence. `sum` counts over all tiles of its queries. `most` is
- * the largest number of one tile of queries. Where a window makes the tiles unlike, `most` is the sum. */
+ * the largest number of one tile of queries. Where a window or a chunk makes the tiles unlike, `most` is the sum. */
 struct head_tiles {
     int sum, most;
 };
 DEVICE head_tiles tiles_of_head(const params &p, const sequence &s) {
     const int whole = max(ceil_div(s.len_kv, BLOCK_KV), 1);
-    if (p.window_left < 0 && p.window_right < 0) return {s.q_tiles * whole, s.q_tiles > 0 ? whole : 0};
+    if (p.window_left < 0 && p.window_right < 0 && p.attention_chunk == 0)
+        return {s.q_tiles * whole, s.q_tiles > 0 ? whole : 0};
     int tiles = 0;
 #pragma unroll 1
     for (int i = 0; i < s.q_tiles; i++) tiles += tiles_of(keys_of(p, s, i));

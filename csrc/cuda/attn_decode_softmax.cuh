@@ -31,6 +31,10 @@ DEVICE query_row row_at(const params &p, const item &t, int head, int row) {
                    mask::keys_end<TO_LENGTH>(p, diagonal, 0, 0, t.s.len_kv),
                    diagonal,
                    {t.b_idx, head * p.heads_per_kv + at - i * p.heads_per_kv, t.s.len_kv - t.s.len_q, 0}};
+    if (p.attention_chunk > 0) {
+        x.begin = max(x.begin, chunk_begin(diagonal, p.attention_chunk));
+        x.end = min(x.end, chunk_end(diagonal, p.attention_chunk, t.s.len_kv));
+    }
     if (p.alibi_slopes)
         x.q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + head * p.heads_per_kv + at - i * p.heads_per_kv];
     return x;

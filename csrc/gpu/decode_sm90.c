@@ -64,6 +64,8 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .softcap = (float)p->softcap,
         .window_left = fa_clamp_window(p->window_left),
         .window_right = fa_clamp_window(p->window_right),
+        .attention_chunk = fa_clamp_chunk(p->attention_chunk),
+        .empty_lse = p->empty_lse,
         .alibi_slopes = p->alibi_slopes,
         .alibi_stride_b = p->alibi_stride_b,
     };

@@ -4,7 +4,6 @@
 #include "map.h"
 #include "slots.h"
 
-#include <limits.h>
 #include <math.h>
 #include <string.h>
 
@@ -41,7 +40,7 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->score_scale = scale;
     a->softcap = (float)p->softcap;
     a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);
-    a->attention_chunk = (int)(p->attention_chunk < INT_MAX ? p->attention_chunk : INT_MAX);
+    a->attention_chunk = fa_clamp_chunk(p->attention_chunk);
     a->alibi_slopes = p->alibi_slopes;
     a->alibi_stride_b = p->alibi_stride_b;
     a->rng_state = (const unsigned long long *)p->rng_state;

@@ -21,4 +21,7 @@ typedef struct {
 /* Limits a window to a size that is wider than any sequence and small enough to be added to positions. */
 static inline int fa_clamp_window(int64_t window) { return (int)(window < 1 << 30 ? window : 1 << 30); }
 
+/* Limits an attention chunk. Chunks of 2^31 - 1 keys and more are alike for all positions. */
+static inline int fa_clamp_chunk(int64_t chunk) { return (int)(chunk < INT32_MAX ? chunk : INT32_MAX); }
+
 #endif

@@ -17,8 +17,9 @@ const char *fa_why_not_of_3(const fa_problem *p, unsigned knows) {
         {FA_USED_Q, p->seqused_q != NULL, "it reads no seqused_q"},
         {FA_E4M3_IN, p->dtype == FA_E4M3, "it takes no float8_e4m3fn"},
         {FA_EMPTY_NEG, p->pass == FA_FWD && p->empty_lse < 0, "its lse of a row without keys is +inf"},
-        {FA_MIXED, p->cu_seqlens_k_new || p->seqlens_rotary || (p->cu_seqlens_q != NULL) != (p->cu_seqlens_k != NULL),
-         "it takes no packed queries beside a cache, packed new keys or rotary positions"},
+        {FA_MIXED, (p->cu_seqlens_q != NULL) != (p->cu_seqlens_k != NULL), "it takes no packed queries beside a cache"},
+        {FA_OTHER_NEW, p->cu_seqlens_k_new || p->seqlens_rotary,
+         "it takes no packed new keys and no rotary positions of their own"},
     };
     for (size_t i = 0; i < sizeof additions / sizeof *additions; i++)
         if (additions[i].is_wanted && !(knows & additions[i].addition)) return additions[i].why;
