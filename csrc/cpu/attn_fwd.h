@@ -35,9 +35,9 @@ typedef struct {
     const fa_problem *p;
     fa_fwd_layout layout;
     fa_task_list *list;
-    char *scratch;        /* scratch of worker 0 */
-    float softcap;        /* in units of log2 */
-    bool drops;           /* dropout is on, and keep_max allows a drop */
+    char *scratch; /* scratch of worker 0 */
+    float softcap; /* in units of log2 */
+    bool drops;    /* dropout is on, and keep_max allows a drop */
 } fwd_job;
 
 /* The state of a task: the layout's offsets as pointers, and the packed block of keys. */

@@ -67,7 +67,8 @@ static inline int64_t fa_decode_num_partials(const fa_problem *p) {
  * choice changes no bit, because heads are independent. */
 static inline int64_t fa_decode_heads_per_task(const fa_problem *p, int64_t num_partials, int threads) {
     const int64_t columns = fa_decode_columns(p), q_columns = fa_decode_q_columns(p);
-    int64_t rows = fa_decode_group_rows(p), heads = 16 * 1024 / (rows * (columns > q_columns ? columns : q_columns) * 4);
+    int64_t rows = fa_decode_group_rows(p),
+            heads = 16 * 1024 / (rows * (columns > q_columns ? columns : q_columns) * 4);
     if (heads > 64 / rows) heads = 64 / rows;
     if (heads > p->h_kv) heads = p->h_kv;
     if (heads < 1) heads = 1;

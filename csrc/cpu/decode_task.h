@@ -29,7 +29,7 @@ typedef struct {
     float *partials;
     int64_t num_partials, heads_per_task;
     int64_t rows, columns, q_columns, partial_floats; /* see decode_plan.h */
-    float scale, softcap; /* scale of the product, and softcap in units of log2 */
+    float scale, softcap;                             /* scale of the product, and softcap in units of log2 */
 } decode_job;
 
 /* One task: heads [head_kv, head_kv + num_heads) of one split. Lane r + rows (head - head_kv) holds row r of a head. */

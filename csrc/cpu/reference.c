@@ -240,7 +240,8 @@ typedef struct {
     double pz, ds;
 } pair;
 
-static pair pair_at(const head_view *a, const query_row q, const row dout, const row k, const row v, int64_t i, int64_t j) {
+static pair pair_at(const head_view *a, const query_row q, const row dout, const row k, const row v, int64_t i,
+                    int64_t j) {
     const fa_problem *p = a->p;
     double capped, s = score(a, q, k, v, i, j, &capped), z = dropout_factor(a, i, j);
     double prob = exp(s - *fa_row_stat(&p->lse, &a->s, i, a->head));
