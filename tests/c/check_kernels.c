@@ -317,6 +317,30 @@ static void test_reasons(void **state) {
         }
 }
 
+/* ---- every value of e4m3 ----------------------------------------------------------------------------------------- */
+
+/* With one key the output is the row of V. The row holds every code, and bf16 holds every value. */
+static void test_e4m3_codes(void **state) {
+    (void)state;
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++)
+        for (int64_t len_q = 1; len_q <= 20 && machine.isa_legal[isa]; len_q += 19) { /* decode; tiles */
+            uint8_t q[20 * 8] = {0}, k[8] = {0}, v[256];
+            uint16_t o[20 * 256];
+            float lse[20];
+            for (int i = 0; i < 256; i++) v[i] = (uint8_t)i;
+            fa_problem p = {.dtype = FA_E4M3, .b = 1, .h = 1, .h_kv = 1, .d = 8, .d_v = 256, .scale = 1};
+            p.len_q = p.total_q = len_q, p.len_kv = p.total_kv = 1, p.window_left = p.window_right = -1;
+            p.q = (fa_view){q, 0, 8, 8}, p.k = (fa_view){k, 0, 8, 8}, p.v = (fa_view){v, 0, 256, 256};
+            p.o = (fa_view){o, 0, 256, 256}, p.lse = (fa_row_stats){lse, 0, 20};
+            run_on((fa_isa)isa, 1, &p, true);
+            for (int64_t i = 0; i < len_q * 256; i++) {
+                const float x = fa_f32_from_bf16(o[i]), expected = fa_f32_from_e4m3(v[i % 256]);
+                assert_true(isnan(expected) ? isnan(x) : x == expected);
+            }
+            guarded_free_all();
+        }
+}
+
 /* ---- absent gradients ---------------------------------------------------------------------------------------- */
 
 /* A caller may ask for any subset of dq, dk, dv. The requested gradients do not depend on the subset. */
@@ -646,6 +670,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_fwd_bf16),
         cmocka_unit_test(test_fwd_f16),
         cmocka_unit_test(test_fwd_e4m3),
+        cmocka_unit_test(test_e4m3_codes),
         cmocka_unit_test(test_fwd_f64),
         cmocka_unit_test(test_bwd_f32),
         cmocka_unit_test(test_bwd_bf16),
