@@ -3,7 +3,8 @@
  *   P = exp(scale Q K^T + bias - lse)      delta = rowsum(dO * O)      dS = P * (dO V^T - delta)
  *   dV = P^T dO      dK = scale dS^T Q      dQ = scale dS K
  *
- *   q, o, dout, dq [b, len_q, h, d]    k, v, dk, dv [b, len_kv, h_kv, d]    lse, softmax_d [b, h, len_q] float
+ *   q, dq [b, len_q, h, d]      k, dk [b, len_kv, h_kv, d]      lse, softmax_d [b, h, len_q] float
+ *   o, dout [b, len_q, h, d_v]  v, dv [b, len_kv, h_kv, d_v]
  *
  * Each lane holds one query, as in the forward (attn_fwd.h). product.h computes all five products.
  *
@@ -57,11 +58,11 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
                 const int64_t later = row + ahead < rows_end ? row + ahead : row;
                 const char *soon[] = {bwd_query_row(p, &s, &p->dout, later, head),
                                       bwd_query_row(p, &s, &p->o, later, head)};
-                fetch_now(soon, 2, p->d * DTYPE_BYTES(p->dtype));
+                fetch_now(soon, 2, p->d_v * DTYPE_BYTES(p->dtype));
                 const char *dout = bwd_query_row(p, &s, &p->dout, row, head),
                            *o = bwd_query_row(p, &s, &p->o, row, head);
                 *fa_row_stat(&p->softmax_d, &s, row, head) =
-                    contributes(p, &s, row, head, &first, &end) ? dot_rows(dout, o, p->d, p->dtype) : 0.0f;
+                    contributes(p, &s, row, head, &first, &end) ? dot_rows(dout, o, p->d_v, p->dtype) : 0.0f;
             }
         }
     }
@@ -79,13 +80,14 @@ static void bwd_write_queries(const fa_problem *p, const fa_sequence *s, const f
     unpack_lanes(rows, tile->valid_lanes, p->d, dq_t, tile->lanes, factor, p->dtype);
 }
 
-static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *grad, float factor) {
-    const int64_t ahead = 8, row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+/* Writes a gradient of d elements, which lie in `columns`. */
+static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *grad, int64_t d, int64_t columns,
+                           float factor) {
+    const int64_t ahead = 8, row_bytes = d * DTYPE_BYTES(t->p->dtype);
     for (int64_t key = t->keys_begin; key < t->keys_end; key++) {
         const char *soon = key + ahead < t->keys_end ? bwd_key_row(t, view, key + ahead) : NULL;
         fetch_now(&soon, 1, row_bytes);
-        unpack_row(bwd_key_row(t, view, key), t->p->d, grad + (key - t->keys_begin) * t->job->layout.columns, factor,
-                   t->p->dtype);
+        unpack_row(bwd_key_row(t, view, key), d, grad + (key - t->keys_begin) * columns, factor, t->p->dtype);
     }
 }
 
@@ -120,9 +122,8 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
     const int64_t num_tiles = fa_num_tiles(p, &t.s, l->block_q);
     fa_bwd_ranges(&t.s, l->block_kv, l->ranges, task->begin, task->end, &t.keys_begin, &t.keys_end);
     if (t.s.len_q > 0) fa_rows_keys(p, &t.s, 0, t.s.len_q, &t.seen_first, &t.seen_end);
-    const size_t grad_bytes = (size_t)((t.keys_end - t.keys_begin) * l->columns) * sizeof(float);
-    memset(t.dk, 0, grad_bytes);
-    memset(t.dv, 0, grad_bytes);
+    memset(t.dk, 0, (size_t)((t.keys_end - t.keys_begin) * l->columns) * sizeof(float));
+    memset(t.dv, 0, (size_t)((t.keys_end - t.keys_begin) * l->v_columns) * sizeof(float));
 
     for (; t.first_tile < num_tiles; t.first_tile += l->tiles) {
         t.num_tiles = (int)(num_tiles - t.first_tile < l->tiles ? num_tiles - t.first_tile : l->tiles);
@@ -140,7 +141,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
             const int64_t next = t.block + l->block_kv;
             t.range = fa_bwd_range_of(&t.s, l->block_kv, l->ranges, t.block);
             if (is_first) bwd_list_keys(&t, t.block, t.key_rows);
-            if (is_first || !PRODUCT_FETCHES) fetch_now(t.key_rows, 2 * l->block_kv, p->d * DTYPE_BYTES(p->dtype));
+            if (is_first || !PRODUCT_FETCHES) fetch_now(t.key_rows, 2 * l->block_kv, bwd_longest_row(p));
             bwd_pack_block(&t);
             t.num_next = next < end_key ? 2 * l->block_kv : 0;
             t.num_fetched = 0;
@@ -158,8 +159,8 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
             bwd_write_queries(p, &t.s, &t.tiles[i], dq_t);
         }
     }
-    if (p->dk.data) bwd_write_keys(&t, &p->dk, t.dk, (float)p->scale);
-    if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, job->kept);
+    if (p->dk.data) bwd_write_keys(&t, &p->dk, t.dk, p->d, l->columns, (float)p->scale);
+    if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, p->d_v, l->v_columns, job->kept);
 }
 
 static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {

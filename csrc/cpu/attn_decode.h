@@ -1,6 +1,7 @@
 /* Attention forward for few queries against a long cache:  O = softmax(scale Q K^T + bias + mask) V,  lse.
  *
- *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d] or pages    o like q    lse [b, h, len_q]        len_q g <= 16
+ *   q [b, len_q, h, d]    k [b, len_kv, h_kv, d], v [.., d_v] or pages    o [b, len_q, h, d_v]    lse [b, h, len_q]
+ *   len_q g <= 16
  *
  * Every byte of K and V serves g len_q rows and is never needed again. So memory binds, and the order of reading
  * decides the speed. The kernel reads tokens in ascending order, with all heads of a token together. In the layout of a
@@ -85,13 +86,19 @@ static void add_value(decode_task *t, int64_t key) {
 
 /* ---- a task ---- */
 
-/* Packs Q into vectors, with the rows of a head side by side. */
+/* Packs Q into vectors, with the rows of a head side by side. FA_E4M3: Q is multiplied by its descale and K's. */
 INLINE void pack_queries(decode_task *t, const char *const *rows, fa_dtype DTYPE) {
-    const int64_t step = LANES * WORD_ELEMS, head_words = t->rows * t->columns / WORD_ELEMS;
+    const int64_t step = LANES * WORD_ELEMS, head_words = t->rows * t->q_columns / WORD_ELEMS;
     for (int64_t lane = 0; lane < t->num_heads * t->rows; lane++) {
         float *q = t->q + lane / t->rows * head_words + lane % t->rows * LANES;
-        for (int64_t elem = 0; elem < t->p->d; elem += step, q += t->rows * LANES)
-            vec_store(q, load_row_words(rows[lane], elem, t->p->d, DTYPE));
+        const int64_t b_idx = t->s.b_idx, head_kv = t->head_kv + lane / t->rows;
+        float descale = 1.0f;
+        if (DTYPE == FA_E4M3)
+            descale = fa_descale_of(&t->p->q_descale, b_idx, head_kv) * fa_descale_of(&t->p->k_descale, b_idx, head_kv);
+        for (int64_t elem = 0; elem < t->p->d; elem += step, q += t->rows * LANES) {
+            const vec words = load_row_words(rows[lane], elem, t->p->d, DTYPE);
+            vec_store(q, DTYPE == FA_E4M3 ? vec_mul(words, vec_set(descale)) : words);
+        }
     }
 }
 
@@ -100,7 +107,7 @@ static void open_task(decode_task *t) {
     const int64_t g = p->h / p->h_kv, bytes = DTYPE_BYTES(p->dtype);
     const char *q_rows[DECODE_MAX_LANES];
     t->lanes = round_up(t->num_heads * t->rows, LANES);
-    t->row_bytes = p->d * bytes;
+    t->row_bytes = p->d * bytes, t->v_row_bytes = p->d_v * bytes;
     t->k_head_bytes = p->k.stride_h * bytes, t->v_head_bytes = p->v.stride_h * bytes;
     t->ahead = DECODE_AHEAD_BYTES / (t->row_bytes * t->num_heads) / 2 * 2;
     if (t->ahead < 4) t->ahead = 4;
@@ -108,7 +115,8 @@ static void open_task(decode_task *t) {
     t->again = DECODE_AGAIN_BYTES / (t->row_bytes * t->num_heads);
     if (t->again < 1) t->again = 1;
     if (t->again > t->ahead) t->again = t->ahead;
-    t->is_side_by_side = t->k_head_bytes == t->row_bytes && t->v_head_bytes == t->row_bytes;
+    t->is_side_by_side =
+        t->k_head_bytes == t->row_bytes && t->v_head_bytes == t->row_bytes && t->v_row_bytes == t->row_bytes;
 
     int64_t ignored;
     fa_visible_keys(p, &t->s, t->s.len_q - 1, &t->common_first, &ignored);
@@ -123,7 +131,7 @@ static void open_task(decode_task *t) {
         if (exists && p->alibi_slopes)
             t->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + head] * LOG2_E);
     }
-    WITH_DTYPE(p->dtype, pack_queries, t, q_rows);
+    WITH_INPUT_DTYPE(p->dtype, pack_queries, t, q_rows);
     memset(t->o, 0, (size_t)(t->num_heads * t->rows * t->columns) * sizeof(float));
 }
 
@@ -172,7 +180,8 @@ static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
         if (job->first_partial[b_idx] > partial) b_idx = 0;
         while (job->first_partial[b_idx + 1] <= partial) b_idx++;
         decode_task t; /* 38 KB; only what open_task and run_split write is read */
-        t.job = job, t.p = p, t.s = fa_sequence_at(p, b_idx), t.rows = job->rows, t.columns = job->columns;
+        t.job = job, t.p = p, t.s = fa_sequence_at(p, b_idx), t.rows = job->rows;
+        t.columns = job->columns, t.q_columns = job->q_columns;
         t.head_kv = range * job->heads_per_task;
         t.num_heads = p->h_kv - t.head_kv < job->heads_per_task ? p->h_kv - t.head_kv : job->heads_per_task;
         float *out = job->partials + partial * job->partial_floats, *stats = out + p->h_kv * t.rows * t.columns;
@@ -194,7 +203,7 @@ static void combine_row(const decode_job *job, const fa_sequence *s, int64_t hea
     const int64_t g = p->h / p->h_kv, rows = p->h_kv * job->rows, row = head / g * job->rows + i * g + head % g;
     const float *begin = job->partials + job->first_partial[s->b_idx] * job->partial_floats;
     const float *end = job->partials + job->first_partial[s->b_idx + 1] * job->partial_floats;
-    float o[FA_MAX_HEAD_DIM] = {0}, largest = -INFINITY, sum = 0.0f;
+    float o[FA_MAX_HEAD_DIM_V] = {0}, largest = -INFINITY, sum = 0.0f;
     for (const float *x = begin; x < end; x += job->partial_floats)
         if (x[rows * job->columns + row] > largest) largest = x[rows * job->columns + row];
     const float reference = largest == -INFINITY ? 0.0f : largest;
@@ -208,10 +217,12 @@ static void combine_row(const decode_job *job, const fa_sequence *s, int64_t hea
             vec_store(o + c, vec_fma(vec_load(x + row * job->columns + c), weight, vec_load(o + c)));
     }
     const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
-    *fa_row_stat(&p->lse, s, i, head) = is_empty ? INFINITY : (float)(largest * LN_2 + log(sum));
+    *fa_row_stat(&p->lse, s, i, head) = is_empty ? p->empty_lse : (float)(largest * LN_2 + log(sum));
     if (is_empty) memset(o, 0, sizeof o); /* 0 times inf has left NaN */
-    unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(p->dtype), p->d, o,
-               is_empty ? 0.0f : 1.0f / sum, p->dtype);
+    const fa_dtype dtype = fa_output_dtype(p->dtype);
+    const float v_descale = p->dtype == FA_E4M3 ? fa_descale_of(&p->v_descale, s->b_idx, head / g) : 1.0f;
+    unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(dtype), p->d_v, o,
+               is_empty ? 0.0f : v_descale / sum, dtype);
 }
 
 static void run_combine_tasks(int64_t begin, int64_t end, void *ctx) {
@@ -238,6 +249,7 @@ static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
                       .num_partials = first_partial[p->b],
                       .rows = fa_decode_group_rows(p),
                       .columns = fa_decode_columns(p),
+                      .q_columns = fa_decode_q_columns(p),
                       .partial_floats = fa_decode_partial_floats(p),
                       .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
                       .softcap = (float)(p->softcap * LOG2_E)};

@@ -1,6 +1,6 @@
 /* Attention forward on vectors:  O = softmax(scale Q K^T + bias + mask) V,  lse = log-sum-exp of each row.
  *
- *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d]    o like q    lse [b, h, len_q] float
+ *   q [b, len_q, h, d]    k [b, len_kv, h_kv, d]    v [.., d_v]    o [b, len_q, h, d_v]    lse [b, h, len_q] float
  *
  * The one idea: each lane of a vector holds one query. The engine stores scores as S^T, with one row per key and one
  * lane per query. So the softmax needs no sum across a vector, and K and V enter the products as broadcast words.
@@ -15,7 +15,9 @@
  *   close each tile    O = O^T / row sum, lse
  *
  * A tile adds its keys in ascending blocks that start at multiples of block_kv. So the bits of an output depend neither
- * on the thread count nor on the other tiles of the task. Specification: reference.c. Measurements: README.md. */
+ * on the thread count nor on the other tiles of the task. With qv the rows of Q and K are longer: qv stands behind q and V
+ * behind K, so the same product computes their scores. FA_E4M3 is packed without descales, which join the scale of the
+ * scores and the factor of O. Specification: reference.c. Measurements: README.md. */
 #ifndef FA_CPU_ATTN_FWD_H
 #define FA_CPU_ATTN_FWD_H
 
@@ -33,9 +35,9 @@ typedef struct {
     const fa_problem *p;
     fa_fwd_layout layout;
     fa_task_list *list;
-    char *scratch;        /* scratch of worker 0 */
-    float scale, softcap; /* scale of the product, and softcap in units of log2 */
-    bool drops;           /* dropout is on, and keep_max allows a drop */
+    char *scratch; /* scratch of worker 0 */
+    float softcap; /* in units of log2 */
+    bool drops;    /* dropout is on, and keep_max allows a drop */
 } fwd_job;
 
 /* The state of a task: the layout's offsets as pointers, and the packed block of keys. */
@@ -44,6 +46,7 @@ typedef struct {
     const fa_problem *p;
     fa_sequence s;
     int64_t head_kv;
+    float scale; /* scale of the product */
     float *q_t, *o_t, *k, *v_t, *scores;
     uint8_t *bytes;
     fa_fwd_tile *tiles;
@@ -62,10 +65,14 @@ typedef struct {
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static inline char *query_row(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, int lane) {
+static inline char *query_row(const fwd_task *t, const fa_view *view, fa_dtype dtype, const fa_fwd_tile *tile,
+                              int lane) {
     int64_t offset = fa_query_offset(view, &t->s, tile->row[lane], tile->head[lane]);
-    return (char *)view->data + offset * DTYPE_BYTES(t->p->dtype);
+    return (char *)view->data + offset * DTYPE_BYTES(dtype);
 }
+
+/* Bytes of the longest row of an input. Rows are prefetched as if all were so long. */
+static inline int64_t longest_row(const fa_problem *p) { return max_i64(p->d, p->d_v) * DTYPE_BYTES(p->dtype); }
 
 /* ---- open a tile ---- */
 
@@ -91,7 +98,12 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
-    for (int lane = 0; lane < tile->lanes; lane++) rows[lane] = query_row(t, view, tile, lane);
+    for (int lane = 0; lane < tile->lanes; lane++) rows[lane] = query_row(t, view, t->p->dtype, tile, lane);
+}
+
+static void list_outputs(const fwd_task *t, const fa_fwd_tile *tile, int lanes, char **rows) {
+    for (int lane = 0; lane < lanes; lane++)
+        rows[lane] = query_row(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lane);
 }
 
 static void open_tile(const fwd_task *t, int i) {
@@ -103,7 +115,12 @@ static void open_tile(const fwd_task *t, int i) {
         tile->row_max[lane] = -INFINITY;
         tile->row_sum[lane] = 0.0f;
     }
-    pack_lanes(t->q_t + i * l->words * l->block_q, tile->lanes, rows, tile->lanes, t->p->d, t->p->dtype);
+    float *q_t = t->q_t + i * l->words * l->block_q;
+    pack_lanes(q_t, tile->lanes, rows, tile->lanes, t->p->d, t->p->dtype);
+    if (t->p->qv.data) {
+        list_queries(t, &t->p->qv, tile, rows);
+        pack_lanes(q_t + l->k_words * tile->lanes, tile->lanes, rows, tile->lanes, t->p->d_v, t->p->dtype);
+    }
     memset(t->o_t + i * l->columns * l->block_q, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
 }
 
@@ -135,7 +152,9 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
     const int64_t even = begin / WORD_ELEMS * WORD_ELEMS;
     const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
     pack_rows(t->k + even * l->words, l->words, k_rows + even, end - even, p->d, p->dtype);
-    t->finite = pack_columns(t->v_t + from / WORD_ELEMS, l->v_stride, v_rows + from, to - from, p->d, p->dtype);
+    if (p->qv.data)
+        pack_rows(t->k + even * l->words + l->k_words, l->words, v_rows + even, end - even, p->d_v, p->dtype);
+    t->finite = pack_columns(t->v_t + from / WORD_ELEMS, l->v_stride, v_rows + from, to - from, p->d_v, p->dtype);
     if (t->finite) return;
     for (int64_t c = 0; c < l->columns; c++)
         clear_nonfinite(t->v_t + c * l->v_stride + from / WORD_ELEMS, (to - from) / WORD_ELEMS);
@@ -164,7 +183,7 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
         step->begin = begin / WORD_ELEMS * WORD_ELEMS;
         step->end = end;
         step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
-        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || !(t->job->scale > 0);
+        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || !(t->scale > 0);
         return true;
     }
     return false;
@@ -177,7 +196,7 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
     const fa_problem *p = t->p;
     const fa_fwd_layout *l = &t->job->layout;
     const fa_sequence s = fa_sequence_at(p, task->b_idx);
-    const int64_t bytes = DTYPE_BYTES(p->dtype), row_bytes = p->d * bytes, g = p->h / p->h_kv;
+    const int64_t bytes = DTYPE_BYTES(p->dtype), row_bytes = longest_row(p), g = p->h / p->h_kv;
     int64_t row, row_end, key, key_end;
     fa_tile_rows(p, &s, l->block_q, task->begin, task->begin + 1, &row, &row_end);
     fa_rows_keys(p, &s, row, row_end, &key, &key_end);
@@ -200,7 +219,7 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
 static void fetch_during(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[step->tile];
-    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const int64_t row_bytes = longest_row(t->p);
     const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - step->tile);
     const char *rows[FA_MAX_BLOCK_Q];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
@@ -212,8 +231,9 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
         fetch_later(&t->soon, rows, next->lanes, row_bytes);
     }
     if (tile->end_key <= t->block + l->block_kv) {
-        list_queries(t, &t->p->o, tile, rows);
-        fetch_later(&t->soon, rows, tile->lanes, row_bytes);
+        char *outputs[FA_MAX_BLOCK_Q];
+        list_outputs(t, tile, tile->lanes, outputs);
+        fetch_later(&t->soon, (const char *const *)outputs, tile->lanes, row_bytes);
     }
     if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
     const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
@@ -241,9 +261,9 @@ static void step_scores(fwd_task *t, fwd_step *step) {
                            .c = step->scores + step->begin * lanes,
                            .c_stride = lanes,
                            .rows = step->end - step->begin,
-                           .num_words = (t->p->d + WORD_ELEMS - 1) / WORD_ELEMS,
+                           .num_words = l->qk_words,
                            .num_vecs = (int)(lanes / LANES),
-                           .scale = t->job->scale,
+                           .scale = t->scale,
                            .lane_max = step->new_max,
                            .soon = &t->soon};
     if (step->masked && !PRODUCT_OVERLAPS)
@@ -265,7 +285,7 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
             stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
         }
-        score_options options = {.scale = job->scale,
+        score_options options = {.scale = t->scale,
                                  .softcap = job->softcap,
                                  .slope = t->p->alibi_slopes ? tile->slope : NULL,
                                  .diagonal = diagonal,
@@ -282,7 +302,7 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
                             .lanes = lanes,
                             .begin = begin,
                             .end = end,
-                            .scale = job->scale,
+                            .scale = t->scale,
                             .new_max = step->new_max,
                             .row_max = tile->row_max,
                             .row_sum = tile->row_sum,
@@ -310,7 +330,7 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .b_stride = lanes,
                            .c = t->o_t + step->tile * l->columns * l->block_q,
                            .c_stride = lanes,
-                           .rows = round_up(t->p->d, PRODUCT_ROWS),
+                           .rows = round_up(t->p->d_v, PRODUCT_ROWS),
                            .num_words = (step->end - step->begin + WORD_ELEMS - 1) / WORD_ELEMS,
                            .num_vecs = (int)(lanes / LANES),
                            .alpha = step->alpha,
@@ -326,7 +346,7 @@ static void step_output(fwd_task *t, const fwd_step *step) {
     for (int64_t key = step->begin; key < step->end; key++) {
         const char *v_row = t->key_rows[l->block_kv + key];
         if (v_row)
-            add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block, v_row, t->p->d,
+            add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block, v_row, t->p->d_v,
                               t->p->dtype);
     }
 }
@@ -359,32 +379,41 @@ static void close_tile(const fwd_task *t, int i) {
     const fa_fwd_tile *tile = &t->tiles[i];
     float factor[FA_MAX_BLOCK_Q], *o_t = t->o_t + i * l->columns * l->block_q;
     char *rows[FA_MAX_BLOCK_Q];
-    const float kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f;
+    float kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f;
+    if (p->dtype == FA_E4M3) kept *= fa_descale_of(&p->v_descale, t->s.b_idx, t->head_kv);
+    list_outputs(t, tile, tile->valid_lanes, rows);
     for (int lane = 0; lane < tile->lanes; lane += LANES)
         vec_store(factor + lane, vec_div(vec_set(kept), vec_load(tile->row_sum + lane)));
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const float sum = tile->row_sum[lane];
         const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
-        rows[lane] = query_row(t, &p->o, tile, lane);
         *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
-            is_empty ? INFINITY : (float)(tile->row_max[lane] * LN_2 + log(sum));
+            is_empty ? p->empty_lse : (float)(tile->row_max[lane] * LN_2 + log(sum));
         if (!is_empty) continue;
         factor[lane] = 0.0f;
         for (int64_t c = 0; c < l->columns; c++) o_t[c * tile->lanes + lane] = 0.0f; /* 0 times inf has left NaN */
     }
-    unpack_lanes(rows, tile->valid_lanes, p->d, o_t, tile->lanes, factor, p->dtype);
+    unpack_lanes(rows, tile->valid_lanes, p->d_v, o_t, tile->lanes, factor, fa_output_dtype(p->dtype));
 }
 
 /* ---- tasks and workers ---- */
 
 /* Prefetches the block's keys and the first tile's queries, which no earlier product has prefetched. */
 static void fetch_block(const fwd_task *t) {
-    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const int64_t row_bytes = longest_row(t->p);
     const char *rows[FA_MAX_BLOCK_Q];
     fetch_now(t->key_rows, 2 * t->job->layout.block_kv, row_bytes);
     if (t->num_open > 0) return;
     list_queries(t, &t->p->q, &t->tiles[0], rows);
     fetch_now(rows, t->tiles[0].lanes, row_bytes);
+}
+
+/* The scale of the product: scores in units of log2, or with softcap in units of softcap. */
+static float score_scale(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
+    double scale = p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E;
+    if (p->dtype == FA_E4M3)
+        scale *= (double)fa_descale_of(&p->q_descale, b_idx, head_kv) * fa_descale_of(&p->k_descale, b_idx, head_kv);
+    return (float)scale;
 }
 
 static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
@@ -393,6 +422,7 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
                   .p = job->p,
                   .s = fa_sequence_at(job->p, task->b_idx),
                   .head_kv = task->head_kv,
+                  .scale = score_scale(job->p, task->b_idx, task->head_kv),
                   .q_t = (float *)(scratch + l->q_t),
                   .o_t = (float *)(scratch + l->o_t),
                   .k = (float *)(scratch + l->k),
@@ -451,7 +481,6 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                                               SCORE_BUFFERS),
                    .list = &list,
                    .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
-                   .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
                    .softcap = (float)(p->softcap * LOG2_E),
                    .drops = p->dropout_p > 0 && p->keep_max < 255};
     if (plan->cpu.threads > 1) return pool->parallel_for(plan->cpu.threads, run_workers, &job);

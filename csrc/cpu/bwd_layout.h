@@ -34,11 +34,11 @@ typedef struct {
 } fa_bwd_tile;
 
 typedef struct {
-    int64_t words;       /* words of a packed row of Q, K, V, dO, padded with zeros */
-    int64_t columns;     /* d padded to whole transposes */
-    int64_t k_t_stride;  /* words of a row of K^T */
-    int64_t task_keys;   /* the largest number of keys of a task */
-    int64_t tile_floats; /* floats from one tile to the next, in Q^T, dO^T and so on */
+    int64_t words, v_words;             /* words of a packed row of Q or K, and of V or dO, padded with zeros */
+    int64_t columns, v_columns;         /* d and d_v padded to whole transposes */
+    int64_t k_t_stride;                 /* words of a row of K^T */
+    int64_t task_keys;                  /* the largest number of keys of a task */
+    int64_t tile_floats, v_tile_floats; /* floats from one tile to the next, in Q^T, Q, dQ^T, and in dO^T, dO */
     int block_q, block_kv, tiles;
     int ranges, shares; /* ranges of a sequence's keys; the ranges of a share form one task */
     size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, dk, dv, key_rows, pieces,
@@ -74,39 +74,49 @@ static inline int64_t fa_bwd_slab_tile(const fa_problem *p, int64_t b_idx, int64
     return fa_stacks_heads(p) ? g * row / block_q + b_idx : g * (row / block_q + b_idx);
 }
 
+static inline int64_t fa_bwd_words(int64_t elems, int word_elems) {
+    return ((elems + word_elems - 1) / word_elems + 15) / 16 * 16;
+}
+
 static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
                                              int ranges, int shares) {
-    const int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
+    const int64_t words = fa_bwd_words(p->d, word_elems), columns = (p->d + 15) / 16 * 16;
+    const int64_t v_words = fa_bwd_words(p->d_v, word_elems), v_columns = (p->d_v + 15) / 16 * 16;
+    const int64_t widest = p->d > p->d_v ? p->d : p->d_v;
     const int64_t blocks = (p->len_kv + block_kv - 1) / block_kv, most_ranges = (ranges + shares - 1) / shares;
     fa_bwd_layout l = {.words = words,
+                       .v_words = v_words,
                        .columns = columns,
+                       .v_columns = v_columns,
                        .k_t_stride = block_kv / word_elems,
                        .task_keys = (blocks * most_ranges + ranges - 1) / ranges * block_kv,
                        .tile_floats = (words > columns ? words : columns) * block_q,
+                       .v_tile_floats = (v_words > v_columns ? v_words : v_columns) * block_q,
                        .block_q = block_q,
                        .block_kv = block_kv,
                        .tiles = tiles,
                        .ranges = ranges,
                        .shares = shares};
-    const int64_t tile_bytes = tiles * l.tile_floats * 4, pairs = (int64_t)block_kv * block_q;
+    const int64_t tile_bytes = tiles * l.tile_floats * 4, v_tile_bytes = tiles * l.v_tile_floats * 4;
+    const int64_t pairs = (int64_t)block_kv * block_q;
     size_t at = 0;
     l.q_t = fa_take(&at, tile_bytes);
-    l.dout_t = fa_take(&at, tile_bytes);
+    l.dout_t = fa_take(&at, v_tile_bytes);
     l.q = fa_take(&at, tile_bytes);
-    l.dout = fa_take(&at, tile_bytes);
+    l.dout = fa_take(&at, v_tile_bytes);
     l.dq_t = fa_take(&at, shares == 1 ? tile_bytes : 0);
     l.dq_range = fa_take(&at, shares == 1 && ranges > 1 ? tile_bytes : 0);
     l.k = fa_take(&at, block_kv * words * 4);
-    l.v = fa_take(&at, block_kv * words * 4);
+    l.v = fa_take(&at, block_kv * v_words * 4);
     l.k_t = fa_take(&at, columns * l.k_t_stride * 4);
     l.scores = fa_take(&at, pairs * 4);
     l.dprob = fa_take(&at, pairs * 4);
     l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
     l.bytes = fa_take(&at, p->dropout_p > 0 ? pairs : 0);
     l.dk = fa_take(&at, l.task_keys * columns * 4);
-    l.dv = fa_take(&at, l.task_keys * columns * 4);
+    l.dv = fa_take(&at, l.task_keys * v_columns * 4);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
-    l.pieces = fa_take(&at, (4 * block_kv + 3 * block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
+    l.pieces = fa_take(&at, (4 * block_kv + 3 * block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_bwd_tile));
     l.scratch_bytes = at;
     if (shares > 1) {

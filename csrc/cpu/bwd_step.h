@@ -6,11 +6,11 @@
 #include "bwd_task.h"
 #include "elementwise_bwd.h"
 
-/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. A strip of keys takes only the
+/* grad[key] += words[key] . rows over the lanes, where grad and rows have d elements in `columns`, for keys [begin, end) of the block. A strip of keys takes only the
  * range of lanes that see the strip, because on the diagonal half of the lanes see nothing. */
 static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
-                         int64_t word_stride, const float *rows, int64_t begin, int64_t end) {
-    const fa_bwd_layout *l = &t->job->layout;
+                         int64_t word_stride, const float *rows, int64_t d, int64_t columns, int64_t begin,
+                         int64_t end) {
     const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->keys_begin;
     for (int64_t key = begin; key < end; key += strip) {
         const int64_t stop = key + strip < end ? key + strip : end;
@@ -23,26 +23,26 @@ static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, floa
         const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
         product_add(&(product_args){.a = words + key * word_stride + word,
                                     .a_stride = word_stride,
-                                    .b = rows + word * l->columns,
-                                    .b_stride = l->columns,
-                                    .c = grad + (key_0 + key) * l->columns,
-                                    .c_stride = l->columns,
+                                    .b = rows + word * columns,
+                                    .b_stride = columns,
+                                    .c = grad + (key_0 + key) * columns,
+                                    .c_stride = columns,
                                     .rows = stop - key,
                                     .num_words = word_end - word,
-                                    .num_vecs = (int)((t->p->d + LANES - 1) / LANES),
+                                    .num_vecs = (int)((d + LANES - 1) / LANES),
                                     .soon = &t->soon});
     }
 }
 
 /* Adds the elements of dO or Q (`view`) that are not finite and were cleared, to the same gradient. */
 static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, const fa_view *view, float *grad,
-                                   const float *words, int64_t word_stride, int64_t begin, int64_t end) {
-    const int64_t columns = t->job->layout.columns;
+                                   const float *words, int64_t word_stride, int64_t d, int64_t columns, int64_t begin,
+                                   int64_t end) {
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
         add_lane_nonfinite(grad + (t->block - t->keys_begin) * columns, columns, words, word_stride, lane,
                            first > begin ? first : begin, stop < end ? stop : end,
-                           bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), t->p->d, t->p->dtype);
+                           bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), d, t->p->dtype);
     }
 }
 
@@ -51,18 +51,19 @@ static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t be
     return tile->common_first > t->block + begin || tile->common_end < t->block + end;
 }
 
-/* S and dP of keys [begin, end) of the block become P and dS. `at` is the tile's offset in the packed operands. */
-static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int64_t begin, int64_t end, float *p_rows,
-                          float *ds_rows, int64_t row_stride) {
+/* S and dP of keys [begin, end) of the block become P and dS. i is the number of the tile. */
+static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float *p_rows, float *ds_rows,
+                          int64_t row_stride) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
+    const fa_bwd_tile *tile = &t->tiles[i];
     const int64_t lanes = tile->lanes, num_keys = end - begin, from = PRODUCT_CACHED ? 0 : begin;
 
     /* S^T = K Q^T, dP^T = V dO^T */
     product_args scores = {.a = t->k + begin * l->words,
                            .a_stride = l->words,
-                           .b = t->q_t + at,
+                           .b = t->q_t + i * l->tile_floats,
                            .b_stride = lanes,
                            .c = t->scores + from * lanes,
                            .c_stride = lanes,
@@ -71,7 +72,8 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
                            .num_vecs = (int)(lanes / LANES),
                            .soon = &t->soon};
     product_args dprob = scores;
-    dprob.a = t->v + begin * l->words, dprob.b = t->dout_t + at, dprob.c = t->dprob + from * lanes;
+    dprob.a = t->v + begin * l->v_words, dprob.a_stride = l->v_words, dprob.b = t->dout_t + i * l->v_tile_floats;
+    dprob.c = t->dprob + from * lanes, dprob.num_words = (p->d_v + WORD_ELEMS - 1) / WORD_ELEMS;
     const bool masked = bwd_is_masked(t, tile, begin, end);
     if (masked && !PRODUCT_OVERLAPS) {
         product_scores_seen(&scores, tile->first, tile->end, t->block + begin);
@@ -120,7 +122,7 @@ static void bwd_step_keys(bwd_task *t, const fa_bwd_tile *tile, int64_t at, int6
 static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &t->job->layout;
-    const int64_t row_bytes = p->d * DTYPE_BYTES(p->dtype), g = p->h / p->h_kv;
+    const int64_t row_bytes = bwd_longest_row(p), g = p->h / p->h_kv;
     const bwd_task next = {.p = p, .s = fa_sequence_at(p, task->b_idx), .head_kv = task->head_kv};
     const int64_t num_keys = next.s.len_kv < l->block_kv ? next.s.len_kv : l->block_kv;
     const int64_t num_lanes = next.s.len_q * g < l->block_q ? next.s.len_q * g : l->block_q;
@@ -144,8 +146,9 @@ static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
     const int64_t first = t->block + l->block_kv - t->keys_begin + begin, end = t->keys_end - t->keys_begin;
     if (l->shares > 1 || t->p->d <= 64) return;
     for (int64_t j = first; j < first + num_keys && j < end; j++) {
-        const char *rows[] = {(const char *)(t->dk + j * l->columns), (const char *)(t->dv + j * l->columns)};
-        fetch_later(&t->soon, rows, 2, l->columns * 4);
+        const char *dk = (const char *)(t->dk + j * l->columns), *dv = (const char *)(t->dv + j * l->v_columns);
+        fetch_later(&t->soon, &dk, 1, l->columns * 4);
+        fetch_later(&t->soon, &dv, 1, l->v_columns * 4);
     }
 }
 
@@ -154,7 +157,7 @@ static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
  * rows of the next task. */
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
-    const int64_t row_bytes = t->p->d * DTYPE_BYTES(t->p->dtype);
+    const int64_t row_bytes = bwd_longest_row(t->p);
     const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - i);
     const char *rows[FA_MAX_BLOCK_Q_BWD];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
@@ -177,7 +180,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
     fa_bwd_tile *tile = &t->tiles[i];
-    const int64_t lanes = tile->lanes, at = i * l->tile_floats;
+    const int64_t lanes = tile->lanes, at = i * l->tile_floats, v_at = i * l->v_tile_floats;
     int64_t begin = tile->first_key > t->block ? tile->first_key - t->block : 0;
     int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
     if (begin >= end) return;
@@ -196,16 +199,19 @@ static void bwd_step_tile(bwd_task *t, int i) {
                       fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
     for (int64_t key = begin, stop; key < end; key = stop) {
         stop = key + cached < end ? key + cached : end;
-        bwd_step_keys(t, tile, at, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride);
+        bwd_step_keys(t, i, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride);
     }
 
     /* dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T */
     const bool masked = bwd_is_masked(t, tile, begin, end);
-    if (p->dv.data) bwd_add_keys(t, tile, masked, t->dv, p_rows, row_stride, t->dout + at, begin, end);
-    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, begin, end);
+    const int64_t columns = l->columns, v_columns = l->v_columns;
+    if (p->dv.data)
+        bwd_add_keys(t, tile, masked, t->dv, p_rows, row_stride, t->dout + v_at, p->d_v, v_columns, begin, end);
+    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, p->d, columns, begin, end);
     if (p->dv.data && !tile->dout_finite)
-        bwd_add_keys_nonfinite(t, tile, &p->dout, t->dv, p_rows, row_stride, begin, end);
-    if (p->dk.data && !tile->q_finite) bwd_add_keys_nonfinite(t, tile, &p->q, t->dk, ds_rows, row_stride, begin, end);
+        bwd_add_keys_nonfinite(t, tile, &p->dout, t->dv, p_rows, row_stride, p->d_v, v_columns, begin, end);
+    if (p->dk.data && !tile->q_finite)
+        bwd_add_keys_nonfinite(t, tile, &p->q, t->dk, ds_rows, row_stride, p->d, columns, begin, end);
     if (!p->dq.data) return;
     const float *ds_words = WORD_ELEMS == 2 ? t->ds_words : ds_rows;
     const product_args dq = {.a = t->k_t + begin / WORD_ELEMS,

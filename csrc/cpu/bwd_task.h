@@ -52,9 +52,14 @@ static inline char *bwd_key_row(const bwd_task *t, const fa_view *view, int64_t 
     return (char *)view->data + fa_key_offset(t->p, view, &t->s, key, t->head_kv) * DTYPE_BYTES(t->p->dtype);
 }
 
+/* Bytes of the longest row of a tensor. Rows are prefetched as if all were so long. */
+static inline int64_t bwd_longest_row(const fa_problem *p) {
+    return (p->d > p->d_v ? p->d : p->d_v) * DTYPE_BYTES(p->dtype);
+}
+
 static float *bwd_slab(const bwd_job *job, const fa_sequence *s, int64_t range, int64_t head_kv, int64_t tile) {
     const fa_bwd_layout *l = &job->layout;
-    int64_t row = job->p->cu_seqlens_q ? s->q_row : s->b_idx * s->len_q;
+    int64_t row = job->p->cu_seqlens_q ? s->q_row : s->b_idx * job->p->len_q;
     int64_t at = fa_bwd_slab_tile(job->p, s->b_idx, row, l->block_q) + tile;
     return job->slabs + ((range * job->p->h_kv + head_kv) * l->slab_tiles + at) * l->tile_floats;
 }
@@ -155,14 +160,14 @@ static void bwd_open_tile(const bwd_task *t, int i) {
     const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
     bwd_list_queries(t, &p->q, tile, q_rows);
     bwd_list_queries(t, &p->dout, tile, dout_rows);
-    const int64_t at = i * l->tile_floats;
+    const int64_t at = i * l->tile_floats, v_at = i * l->v_tile_floats;
     pack_lanes(t->q_t + at, tile->lanes, q_rows, tile->lanes, p->d, p->dtype);
     tile->q_finite = pack_pairs(t->q + at, l->columns, q_rows, tile->lanes, p->d, p->dtype);
-    pack_lanes(t->dout_t + at, tile->lanes, dout_rows, tile->lanes, p->d, p->dtype);
-    tile->dout_finite = pack_pairs(t->dout + at, l->columns, dout_rows, tile->lanes, p->d, p->dtype);
-    const int64_t num_words = tile->lanes / WORD_ELEMS * l->columns;
-    if (!tile->q_finite) clear_nonfinite(t->q + at, num_words);
-    if (!tile->dout_finite) clear_nonfinite(t->dout + at, num_words);
+    pack_lanes(t->dout_t + v_at, tile->lanes, dout_rows, tile->lanes, p->d_v, p->dtype);
+    tile->dout_finite = pack_pairs(t->dout + v_at, l->v_columns, dout_rows, tile->lanes, p->d_v, p->dtype);
+    const int64_t num_rows = tile->lanes / WORD_ELEMS;
+    if (!tile->q_finite) clear_nonfinite(t->q + at, num_rows * l->columns);
+    if (!tile->dout_finite) clear_nonfinite(t->dout + v_at, num_rows * l->v_columns);
 }
 
 /* ---- pack a block of keys ---- */
@@ -182,7 +187,7 @@ static void bwd_pack_block(bwd_task *t) {
     const fa_bwd_layout *l = &t->job->layout;
     const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
     pack_rows(t->k, l->words, k_rows, l->block_kv, p->d, p->dtype);
-    pack_rows(t->v, l->words, v_rows, l->block_kv, p->d, p->dtype);
+    pack_rows(t->v, l->v_words, v_rows, l->block_kv, p->d_v, p->dtype);
     if (!p->dq.data) return;
     t->k_finite = pack_columns(t->k_t, l->k_t_stride, k_rows, l->block_kv, p->d, p->dtype);
     if (!t->k_finite) clear_nonfinite(t->k_t, l->columns * l->k_t_stride);

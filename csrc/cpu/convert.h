@@ -3,9 +3,10 @@
  *
  *   fp16   s eeeee mmmmmmmmmm          bias 15
  *   bf16   s eeeeeeee mmmmmmm          the upper half of an fp32
- *   e4m3   s eeee mmm                  bias 7, only read
+ *   e4m3   s eeee mmm                  bias 7, no infinity
  *
- * Narrowing rounds to nearest, ties to even. An infinity stays an infinity, and a NaN becomes a quiet NaN. */
+ * Narrowing rounds to nearest, ties to even. An infinity stays an infinity, and a NaN becomes a quiet NaN. Only e4m3
+ * saturates at 448, as GPUs do. */
 #ifndef FA_CPU_CONVERT_H
 #define FA_CPU_CONVERT_H
 
@@ -71,6 +72,26 @@ static inline float fa_f32_from_e4m3(uint8_t x) {
     return fa_f32_of_bits(sign | (rest == 0x7f ? 0x7fc00000u : (rest << 20) + (120u << 23)));
 }
 
+static inline uint8_t fa_e4m3_from_f32(float x) {
+    const uint32_t bits = fa_bits_of(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint8_t)(sign | 0x7f);
+    if (magnitude >= 0x43e00000) return (uint8_t)(sign | 0x7e); /* 448 and above */
+    uint32_t rest, shift;
+    if (magnitude >= 0x3c800000) { /* 2^-6 and above: normal in e4m3 */
+        shift = 20;
+        rest = magnitude - (120u << 23);
+    } else {
+        const uint32_t exponent = magnitude >> 23;
+        if (exponent < 117) return (uint8_t)sign; /* below 2^-10: rounds to zero */
+        shift = 141 - exponent;
+        rest = (magnitude & 0x7fffff) | 0x800000;
+    }
+    const uint32_t lost = rest & ((1u << shift) - 1), tie = 1u << (shift - 1);
+    uint32_t code = rest >> shift;
+    code += lost > tie || (lost == tie && (code & 1)); /* a carry into the exponent is the right result */
+    return (uint8_t)(sign | code);
+}
+
 /* Loads one element of a tensor as a double, which holds every dtype exactly. fa_store_element rounds back. */
 static inline double fa_load_element(const void *data, int64_t idx, fa_dtype dtype) {
     switch (dtype) {
@@ -89,7 +110,7 @@ static inline void fa_store_element(void *data, int64_t idx, double x, fa_dtype 
     case FA_BF16: ((uint16_t *)data)[idx] = fa_bf16_from_f32((float)x); break;
     case FA_F32: ((float *)data)[idx] = (float)x; break;
     case FA_F64: ((double *)data)[idx] = x; break;
-    case FA_E4M3: break; /* inputs only */
+    case FA_E4M3: ((uint8_t *)data)[idx] = fa_e4m3_from_f32((float)x); break;
     }
 }
 

@@ -11,9 +11,10 @@ INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {
     (void)DTYPE;
     return vec_load_words_first(p, n);
 #else
-    return DTYPE == FA_F32   ? vec_load_first(p, n)
-           : DTYPE == FA_F16 ? vec_load_f16_first(p, n)
-                             : vec_load_bf16_first(p, n);
+    return DTYPE == FA_F32    ? vec_load_first(p, n)
+           : DTYPE == FA_F16  ? vec_load_f16_first(p, n)
+           : DTYPE == FA_E4M3 ? vec_load_e4m3_first(p, n)
+                              : vec_load_bf16_first(p, n);
 #endif
 }
 
@@ -28,7 +29,7 @@ INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {
 INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, decode_ahead ahead, int64_t head,
                         int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;
-    const int64_t d = t->p->d, q_step = t->rows * LANES, head_words = t->rows * t->columns / WORD_ELEMS;
+    const int64_t d = t->p->d, q_step = t->rows * LANES, head_words = t->rows * t->q_columns / WORD_ELEMS;
     const float *q[LANES];
     int64_t k_at[LANES];
     vec acc[LANES];
@@ -115,7 +116,7 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
                          decode_ahead ahead, int64_t offset, int64_t elem, const float *p_words, int64_t num_words,
                          fa_dtype DTYPE) {
     const int VECS = CHUNKS * WORD_ELEMS, line = LANES * WORD_ELEMS * DTYPE_BYTES(DTYPE);
-    const int64_t columns = t->columns, lanes = t->lanes, d = t->p->d;
+    const int64_t columns = t->columns, lanes = t->lanes, d = t->p->d_v;
     vec acc[LANES][8];
     UNROLL for (int r = 0; r < ROWS; r++) {
         UNROLL for (int c = 0; c < VECS; c++) acc[r][c] = vec_load(o + r * columns + elem + c * LANES);
@@ -149,7 +150,7 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
 /* Adds num_words words of keys to ROWS rows of O, over all columns. */
 INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, decode_ahead ahead,
                         int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
-    const int64_t d = t->p->d, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
+    const int64_t d = t->p->d_v, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
     const int CHUNKS = ROWS == 1 ? 8 / WORD_ELEMS : LANES / (ROWS * WORD_ELEMS);
     const char *const row = ahead.row;
     int64_t elem = 0;
@@ -207,14 +208,16 @@ DECODE_DTYPE(FA_BF16)
 #if WORD_ELEMS == 1
 DECODE_DTYPE(FA_F16)
 DECODE_DTYPE(FA_F32)
+DECODE_DTYPE(FA_E4M3)
 #endif
 
 static decode_patches decode_patches_of(fa_dtype dtype, int64_t rows) {
-    static const decode_patches table[FA_F64][3] = {
+    static const decode_patches table[FA_E4M3 + 1][3] = {
         [FA_BF16] = DECODE_ROWS(FA_BF16),
 #if WORD_ELEMS == 1
         [FA_F16] = DECODE_ROWS(FA_F16),
         [FA_F32] = DECODE_ROWS(FA_F32),
+        [FA_E4M3] = DECODE_ROWS(FA_E4M3),
 #endif
     };
     return table[dtype][rows > 2 ? 2 : rows - 1];

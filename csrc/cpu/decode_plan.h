@@ -30,7 +30,9 @@ static inline int64_t fa_decode_group_rows(const fa_problem *p) {
     return rows <= 2 ? (rows > 1 ? rows : 1) : (rows + 3) / 4 * 4;
 }
 
-static inline int64_t fa_decode_columns(const fa_problem *p) { return (p->d + 31) / 32 * 32; }
+/* Columns of O, and of the packed rows of Q. */
+static inline int64_t fa_decode_columns(const fa_problem *p) { return (p->d_v + 31) / 32 * 32; }
+static inline int64_t fa_decode_q_columns(const fa_problem *p) { return (p->d + 31) / 32 * 32; }
 
 typedef struct {
     int64_t first, end; /* the keys that some row of the sequence sees */
@@ -64,7 +66,9 @@ static inline int64_t fa_decode_num_partials(const fa_problem *p) {
 /* The key/value heads of one task. Their O and Q stay in the first-level cache, and every thread gets a task. The
  * choice changes no bit, because heads are independent. */
 static inline int64_t fa_decode_heads_per_task(const fa_problem *p, int64_t num_partials, int threads) {
-    int64_t rows = fa_decode_group_rows(p), heads = 16 * 1024 / (rows * fa_decode_columns(p) * 4);
+    const int64_t columns = fa_decode_columns(p), q_columns = fa_decode_q_columns(p);
+    int64_t rows = fa_decode_group_rows(p),
+            heads = 16 * 1024 / (rows * (columns > q_columns ? columns : q_columns) * 4);
     if (heads > 64 / rows) heads = 64 / rows;
     if (heads > p->h_kv) heads = p->h_kv;
     if (heads < 1) heads = 1;

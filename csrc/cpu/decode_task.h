@@ -28,8 +28,8 @@ typedef struct {
     const int64_t *first_partial; /* [b + 1] */
     float *partials;
     int64_t num_partials, heads_per_task;
-    int64_t rows, columns, partial_floats; /* see decode_plan.h */
-    float scale, softcap;                  /* scale of the product, and softcap in units of log2 */
+    int64_t rows, columns, q_columns, partial_floats; /* see decode_plan.h */
+    float scale, softcap;                             /* scale of the product, and softcap in units of log2 */
 } decode_job;
 
 /* One task: heads [head_kv, head_kv + num_heads) of one split. Lane r + rows (head - head_kv) holds row r of a head. */
@@ -37,7 +37,7 @@ typedef struct decode_task {
     const decode_job *job;
     const fa_problem *p;
     fa_sequence s;
-    int64_t head_kv, num_heads, rows, columns, lanes;
+    int64_t head_kv, num_heads, rows, columns, q_columns, lanes;
     int64_t common_first, common_end; /* the keys that every row sees */
     float *o; /* [lanes][columns]; bf16 words leave the columns in the order of vec_interleave */
 
@@ -45,16 +45,16 @@ typedef struct decode_task {
     const char *stream[2 * FA_DECODE_BLOCK + DECODE_MAX_AHEAD + 1];
     int64_t block, num_keys; /* first key and number of keys of the block */
     int64_t ahead, again;    /* tokens from a load to its first prefetch, and from the first to the second prefetch */
-    bool is_side_by_side;    /* the heads of a token are contiguous */
-    int64_t k_head_bytes, v_head_bytes, row_bytes;
+    bool is_side_by_side;    /* the heads of a token are contiguous, and rows of K and V are equally long */
+    int64_t k_head_bytes, v_head_bytes, row_bytes, v_row_bytes; /* row_bytes: a row of K */
 
     float row_max[DECODE_MAX_LANES], row_sum[DECODE_MAX_LANES];
     float slope[DECODE_MAX_LANES];
-    _Alignas(64) float q[4096]; /* [heads][columns / WORD_ELEMS / LANES][rows][LANES] words */
+    _Alignas(64) float q[4096]; /* [heads][q_columns / WORD_ELEMS / LANES][rows][LANES] words */
     _Alignas(64) float scores[FA_DECODE_BLOCK * DECODE_MAX_LANES]; /* [keys][lanes] */
 } decode_task;
 
-static const char decode_zeros[4 * FA_MAX_HEAD_DIM];
+static const char decode_zeros[4 * FA_MAX_HEAD_DIM_V];
 
 /* ---- the stream ---- */
 
@@ -103,7 +103,7 @@ INLINE decode_ahead next_rows(const decode_task *t, decode_cursor *c, int64_t nu
     }
     for (int64_t i = 0; i < num_rows; i++) {
         const bool is_value = c->token >= t->num_keys && c->token < 2 * t->num_keys;
-        for (int64_t at = 0; at < t->row_bytes; at += 64) PREFETCH(c->row + at);
+        for (int64_t at = 0; at < (is_value ? t->v_row_bytes : t->row_bytes); at += 64) PREFETCH(c->row + at);
         c->row += is_value ? t->v_head_bytes : t->k_head_bytes;
         if (--c->left == 0) *c = cursor_at(t, c->token + 1);
     }

@@ -24,8 +24,10 @@ typedef struct {
 } fa_fwd_tile;
 
 typedef struct {
-    int64_t words;    /* words of a packed row of Q or K, padded with zeros */
-    int64_t columns;  /* d padded to whole transposes, the number of rows of V^T and O^T */
+    int64_t words;    /* words of a packed row of Q or K, padded with zeros; with qv the words of qv or V are behind */
+    int64_t k_words;  /* words of Q or K that hold elements. Words of qv or V begin here. */
+    int64_t qk_words; /* words that the scores sum over: k_words, and the words of qv */
+    int64_t columns;  /* d_v padded to whole transposes, the number of rows of V^T and O^T */
     int64_t v_stride; /* words of a row of V^T */
     int block_q, block_kv, tiles;
     size_t q_t, o_t, k, v_t, scores, bytes, key_rows, pieces, tile; /* offsets in a scratch */
@@ -41,8 +43,12 @@ static inline size_t fa_take(size_t *at, int64_t bytes) {
 /* score_buffers is the number of buffers for S^T and P. Each buffer holds one tile on one block of keys. */
 static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
                                              int score_buffers) {
-    int64_t words = ((p->d + word_elems - 1) / word_elems + 15) / 16 * 16, columns = (p->d + 15) / 16 * 16;
+    const int64_t k_words = (p->d + word_elems - 1) / word_elems, columns = (p->d_v + 15) / 16 * 16;
+    const int64_t qv_words = p->qv.data ? (p->d_v + word_elems - 1) / word_elems : 0;
+    const int64_t words = (k_words + 15) / 16 * 16 + (qv_words + 15) / 16 * 16, widest = p->d > p->d_v ? p->d : p->d_v;
     fa_fwd_layout l = {.words = words,
+                       .k_words = k_words,
+                       .qk_words = k_words + qv_words,
                        .columns = columns,
                        .v_stride = block_kv / word_elems,
                        .block_q = block_q,
@@ -56,7 +62,7 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     l.scores = fa_take(&at, (int64_t)score_buffers * block_kv * block_q * 4);
     l.bytes = fa_take(&at, p->dropout_p > 0 ? (int64_t)block_kv * block_q : 0);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
-    l.pieces = fa_take(&at, 2 * (block_kv + block_q) * fetch_pieces(p->d * 4) * (int64_t)sizeof(void *));
+    l.pieces = fa_take(&at, 2 * (block_kv + block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_fwd_tile));
     l.scratch_bytes = at;
     return l;

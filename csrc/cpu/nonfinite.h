@@ -30,9 +30,9 @@ static inline float word_element(const float *word, int64_t half) {
 }
 
 /* Loads a row and pads it with zeros to whole vectors. Returns whether some element is not finite. */
-OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM], const char *data, int64_t d, fa_dtype dtype) {
+OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM_V], const char *data, int64_t d, fa_dtype dtype) {
     bool found = false;
-    for (int64_t c = 0; c < FA_MAX_HEAD_DIM; c++) {
+    for (int64_t c = 0; c < FA_MAX_HEAD_DIM_V; c++) {
         row[c] = c < d ? (float)fa_load_element(data, c, dtype) : 0.0f;
         found |= row[c] - row[c] != 0.0f;
     }
@@ -43,7 +43,7 @@ OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM], const char *data, int64_
  * from the start of the block, and the bounds of a lane count from the start of the sequence. */
 OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_t key, const int64_t *first,
                                const int64_t *end, int64_t block, const char *data, int64_t d, fa_dtype dtype) {
-    float row[FA_MAX_HEAD_DIM], weight[FA_MAX_BLOCK_Q_BWD], sees[FA_MAX_BLOCK_Q_BWD];
+    float row[FA_MAX_HEAD_DIM_V], weight[FA_MAX_BLOCK_Q_BWD], sees[FA_MAX_BLOCK_Q_BWD];
     if (!load_nonfinite(row, data, d, dtype)) return;
     for (int64_t lane = 0; lane < lanes; lane++) {
         weight[lane] = word_element(x + key / WORD_ELEMS * lanes + lane, key % WORD_ELEMS);
@@ -63,7 +63,7 @@ OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_
  * the lanes. */
 OUTLINE void add_lane_nonfinite(float *out, int64_t out_stride, const float *x, int64_t x_stride, int64_t lane,
                                 int64_t begin, int64_t end, const char *data, int64_t d, fa_dtype dtype) {
-    float row[FA_MAX_HEAD_DIM];
+    float row[FA_MAX_HEAD_DIM_V];
     if (begin >= end || !load_nonfinite(row, data, d, dtype)) return;
     for (int64_t key = begin; key < end; key++) {
         const vec weight = vec_set(word_element(x + key * x_stride + lane / WORD_ELEMS, lane % WORD_ELEMS));

@@ -1,6 +1,6 @@
 /* Copies between the caller's rows (any dtype, any stride, any page) and the words that products read.
  *
- *   pack_rows      rows [n][d]  ->  words [n][d / WORD_ELEMS]       K; in the backward V too
+ *   pack_rows      rows [n][d]  ->  words [n][d / WORD_ELEMS]       K; in the backward and with qv V too
  *   pack_lanes     rows [m][d]  ->  words [d / WORD_ELEMS][m]       Q^T, dO^T: a row becomes a lane
  *   pack_columns   rows [n][d]  ->  words [d][n / WORD_ELEMS]       V^T, K^T: words run along the rows
  *   pack_pairs     rows [m][d]  ->  words [m / WORD_ELEMS][d]       Q, dO in the backward: words join neighbouring rows
@@ -9,7 +9,8 @@
  *
  * The copy is worth its time. The caller's rows lie h d apart, often a power of two, and would share a few cache sets.
  * Transposes are LANES x LANES words in registers. A NULL row pointer reads as zeros. In the caller's memory nothing
- * past element d is read or written, and the packed words past element d are zero. */
+ * past element d is read or written, and the packed words past element d are zero. Only inputs may be FA_E4M3, whose
+ * values become fp32 without their descales. */
 #ifndef FA_CPU_PACK_H
 #define FA_CPU_PACK_H
 
@@ -17,17 +18,23 @@
 
 /* Calls fn(arguments..., dtype), with the dtype as a constant. */
 #if WORD_ELEMS == 2
-#define WITH_DTYPE(dtype, fn, ...) ((void)(dtype), fn(__VA_ARGS__, FA_BF16))
+#define WITH_DTYPE(dtype, fn, ...)       ((void)(dtype), fn(__VA_ARGS__, FA_BF16))
+#define WITH_INPUT_DTYPE(dtype, fn, ...) WITH_DTYPE(dtype, fn, __VA_ARGS__)
 #else
 #define WITH_DTYPE(dtype, fn, ...)                 \
     ((dtype) == FA_F32   ? fn(__VA_ARGS__, FA_F32) \
      : (dtype) == FA_F16 ? fn(__VA_ARGS__, FA_F16) \
                          : fn(__VA_ARGS__, FA_BF16))
+#define WITH_INPUT_DTYPE(dtype, fn, ...) \
+    ((dtype) == FA_E4M3 ? fn(__VA_ARGS__, FA_E4M3) : WITH_DTYPE(dtype, fn, __VA_ARGS__))
 #endif
 
 INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 INLINE vec load_elems(const void *p, fa_dtype DTYPE) {
+#if WORD_ELEMS == 1
+    if (DTYPE == FA_E4M3) return vec_load_e4m3(p);
+#endif
     return DTYPE == FA_F32 ? vec_load(p) : DTYPE == FA_F16 ? vec_load_f16(p) : vec_load_bf16(p);
 }
 INLINE void store_elems(void *p, vec a, fa_dtype DTYPE) {
@@ -39,7 +46,7 @@ INLINE void store_elems(void *p, vec a, fa_dtype DTYPE) {
         vec_store_bf16(p, a);
 }
 
-#define DTYPE_BYTES(DTYPE) ((DTYPE) == FA_F32 ? 4 : 2)
+#define DTYPE_BYTES(DTYPE) ((DTYPE) == FA_F32 ? 4 : (DTYPE) == FA_E4M3 ? 1 : 2)
 
 /* Returns an address from which `count` elements can be read: the row from element elem on, or a zero-padded copy. */
 INLINE const void *readable(const char *row, int64_t elem, int64_t d, int count, char padded[4 * LANES],
@@ -175,15 +182,15 @@ INLINE void unpack_lanes_of(char *const *rows, int64_t num_lanes, int64_t d, con
 
 static inline void pack_rows(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                              fa_dtype dtype) {
-    WITH_DTYPE(dtype, pack_rows_of, dst, stride, rows, num_rows, d);
+    WITH_INPUT_DTYPE(dtype, pack_rows_of, dst, stride, rows, num_rows, d);
 }
 static inline void pack_lanes(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                               fa_dtype dtype) {
-    WITH_DTYPE(dtype, pack_lanes_of, dst, stride, rows, num_rows, d);
+    WITH_INPUT_DTYPE(dtype, pack_lanes_of, dst, stride, rows, num_rows, d);
 }
 static inline bool pack_columns(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                                 fa_dtype dtype) {
-    return WITH_DTYPE(dtype, pack_columns_of, dst, stride, rows, num_rows, d);
+    return WITH_INPUT_DTYPE(dtype, pack_columns_of, dst, stride, rows, num_rows, d);
 }
 static inline bool pack_pairs(float *dst, int64_t stride, const char *const *rows, int64_t num_rows, int64_t d,
                               fa_dtype dtype) {

@@ -1,6 +1,6 @@
 /* The specification: attention forward and backward in plain loops with double accumulators.
  *
- *   s_ij = scale q_i.k_j                        softcap > 0: s = softcap tanh(s / softcap)
+ *   s_ij = scale (q_i.k_j + qv_i.v_j)           softcap > 0: s = softcap tanh(s / softcap)
  *   s_ij -= slope |i + len_kv - len_q - j|      ALiBi
  *   p_ij = exp(s_ij) / sum_j exp(s_ij)          over the keys that row i sees, and no others
  *   o_i  = sum_j z_ij p_ij v_j                  z = 1 / (1 - dropout_p) where kept, 0 where dropped; else 1
@@ -13,9 +13,11 @@
  * A masked pair is skipped and never multiplied by zero, because NaN may lie there. All other pairs are plain
  * arithmetic:
  *
- *   every visible score is -inf      the row counts as a row that sees no key: o 0, lse +inf, and the backward skips it
+ *   every visible score is -inf      the row counts as a row that sees no key: o 0, lse empty_lse, no gradient
  *   some visible score is finite     a score of -inf has p = 0; 0 times an infinite element of k, v, q or dout is NaN
  *   some score is +inf or NaN        o and lse are NaN, and everything that the backward adds for the row is NaN
+ *
+ * FA_E4M3: q, k and v are multiplied by their descales first, and o is bf16. There is no backward, and none for qv.
  *
  * If tensors are not fp64, the kernels hold scores as fp32 in units of log2. A score that overflows fp32 in these units
  * is infinite in the reference, too.
@@ -33,11 +35,11 @@
 
 #define LN_2 0.693147180559945309
 
-/* ---- rows of d elements in any dtype ------------------------------------------------------------------------- */
+/* ---- rows of d or d_v elements in any dtype ------------------------------------------------------------------ */
 
-typedef double row[FA_MAX_HEAD_DIM];
+typedef double row[FA_MAX_HEAD_DIM_V];
 
-static void load_row(row dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
+static void load_row(double *dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
     if (dtype == FA_F64)
         memcpy(dst, (const double *)data + offset, (size_t)n * sizeof *dst);
     else
@@ -48,7 +50,11 @@ static void store_row(void *data, int64_t offset, const row src, double factor, 
     for (int64_t i = 0; i < n; i++) fa_store_element(data, offset + i, src[i] * factor, dtype);
 }
 
-static double dot(const row x, const row y, int64_t n) {
+static void scale_row(double *x, double factor, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+static double dot(const double *x, const double *y, int64_t n) {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
     return sum;
@@ -65,24 +71,46 @@ typedef struct {
     fa_sequence s;
     int64_t head, head_kv;
     double slope;
-    uint64_t stream; /* stream of the dropout generator */
+    double q_descale, k_descale, v_descale; /* 1 unless the tensors are FA_E4M3 */
+    uint64_t stream;                        /* stream of the dropout generator */
 } head_view;
 
 static head_view head_view_at(const fa_problem *p, int64_t b_idx, int64_t head) {
+    const int64_t head_kv = head / (p->h / p->h_kv);
+    const bool is_scaled = p->dtype == FA_E4M3;
     return (head_view){.p = p,
                        .s = fa_sequence_at(p, b_idx),
                        .head = head,
-                       .head_kv = head / (p->h / p->h_kv),
+                       .head_kv = head_kv,
+                       .q_descale = is_scaled ? fa_descale_of(&p->q_descale, b_idx, head_kv) : 1,
+                       .k_descale = is_scaled ? fa_descale_of(&p->k_descale, b_idx, head_kv) : 1,
+                       .v_descale = is_scaled ? fa_descale_of(&p->v_descale, b_idx, head_kv) : 1,
                        .slope = p->alibi_slopes ? p->alibi_slopes[b_idx * p->alibi_stride_b + head] : 0,
                        .stream = fa_dropout_stream(p->offset, b_idx, p->h, head)};
 }
 
-static void load_query(row dst, const head_view *a, const fa_view *q, int64_t i) {
-    load_row(dst, q->data, fa_query_offset(q, &a->s, i, a->head), a->p->d, a->p->dtype);
+/* Row i of q and, behind its d elements, row i of qv if there is one. */
+typedef double query_row[FA_MAX_HEAD_DIM + FA_MAX_HEAD_DIM_V];
+
+static void load_query_row(row dst, const head_view *a, const fa_view *view, int64_t i, int64_t n) {
+    load_row(dst, view->data, fa_query_offset(view, &a->s, i, a->head), n, a->p->dtype);
 }
 
-static void load_key(row dst, const head_view *a, const fa_view *kv, int64_t j) {
-    load_row(dst, kv->data, fa_key_offset(a->p, kv, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
+static void load_query(query_row dst, const head_view *a, int64_t i) {
+    const fa_problem *p = a->p;
+    load_query_row(dst, a, &p->q, i, p->d);
+    if (a->q_descale != 1) scale_row(dst, a->q_descale, p->d);
+    if (p->qv.data) load_query_row(dst + p->d, a, &p->qv, i, p->d_v);
+}
+
+static void load_key(row dst, const head_view *a, int64_t j) {
+    load_row(dst, a->p->k.data, fa_key_offset(a->p, &a->p->k, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
+    if (a->k_descale != 1) scale_row(dst, a->k_descale, a->p->d);
+}
+
+static void load_value(row dst, const head_view *a, int64_t j) {
+    load_row(dst, a->p->v.data, fa_key_offset(a->p, &a->p->v, &a->s, j, a->head_kv), a->p->d_v, a->p->dtype);
+    if (a->v_descale != 1) scale_row(dst, a->v_descale, a->p->d_v);
 }
 
 /* A score is infinite if it overflows fp32 in units of log2. */
@@ -90,10 +118,12 @@ static double in_range(const fa_problem *p, double s) {
     return p->dtype != FA_F64 && fabs(s) > FLT_MAX * LN_2 ? copysign(INFINITY, s) : s;
 }
 
-/* The score of row i and key j; *capped receives tanh(s / softcap) for the derivative. */
-static double score(const head_view *a, const row q, const row k, int64_t i, int64_t j, double *capped) {
+/* The score of row i and key j; *capped receives tanh(s / softcap) for the derivative. v is read if there is qv. */
+static double score(const head_view *a, const query_row q, const row k, const row v, int64_t i, int64_t j,
+                    double *capped) {
     const fa_problem *p = a->p;
     double qk = dot(q, k, p->d), s;
+    if (p->qv.data) qk += dot(q + p->d, v, p->d_v);
     if (p->dtype != FA_F64 && fabs(qk) > FLT_MAX) qk = copysign(INFINITY, qk);
     s = p->scale * qk;
     *capped = 0;
@@ -117,12 +147,13 @@ static double dropout_factor(const head_view *a, int64_t i, int64_t j) {
 
 /* The largest score of row i over keys [first, end). NaN never is the largest, but reaches o and lse through the
  * sum. */
-static double row_max(const head_view *a, const row q, int64_t i, int64_t first, int64_t end) {
+static double row_max(const head_view *a, const query_row q, int64_t i, int64_t first, int64_t end) {
     double largest = -INFINITY, capped;
     for (int64_t j = first; j < end; j++) {
-        row k;
-        load_key(k, a, &a->p->k, j);
-        double s = score(a, q, k, i, j, &capped);
+        row k, v;
+        load_key(k, a, j);
+        if (a->p->qv.data) load_value(v, a, j);
+        double s = score(a, q, k, v, i, j, &capped);
         if (s > largest) largest = s;
     }
     return largest;
@@ -135,24 +166,26 @@ static double weight_of(double s, double largest) { return exp(largest == -INFIN
 
 static void forward_row(const head_view *a, int64_t i) {
     const fa_problem *p = a->p;
-    row q, o = {0};
+    query_row q;
+    row o = {0};
     int64_t first, end;
     fa_visible_keys(p, &a->s, i, &first, &end);
-    load_query(q, a, &p->q, i);
+    load_query(q, a, i);
 
     double largest = row_max(a, q, i, first, end), sum = 0, capped;
     for (int64_t j = first; j < end; j++) {
         row k, v;
-        load_key(k, a, &p->k, j);
-        load_key(v, a, &p->v, j);
-        double weight = weight_of(score(a, q, k, i, j, &capped), largest);
+        load_key(k, a, j);
+        load_value(v, a, j);
+        double weight = weight_of(score(a, q, k, v, i, j, &capped), largest);
         sum += weight; /* dropout comes after the normalisation */
-        add_scaled(o, weight * dropout_factor(a, i, j), v, p->d);
+        add_scaled(o, weight * dropout_factor(a, i, j), v, p->d_v);
     }
     bool is_empty = sum == 0; /* no key, or no key with a score above -inf */
     if (is_empty) memset(o, 0, sizeof o);
-    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : 1 / sum, p->d, p->dtype);
-    *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? INFINITY : (float)(largest + log(sum));
+    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : 1 / sum, p->d_v,
+              fa_output_dtype(p->dtype));
+    *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? p->empty_lse : (float)(largest + log(sum));
 }
 
 static void forward_heads(int64_t begin, int64_t end, void *ctx) {
@@ -179,14 +212,15 @@ static void s_dmask_heads(int64_t begin, int64_t end, void *ctx) {
             int64_t offset = (task * p->s_dmask_rows + i) * cols, first, last;
             for (int64_t j = 0; j < cols; j++) fa_store_element(p->s_dmask, offset + j, 0, p->dtype);
             if (i >= a.s.len_q) continue;
-            row q;
-            load_query(q, &a, &p->q, i);
+            query_row q;
+            load_query(q, &a, i);
             fa_visible_keys(p, &a.s, i, &first, &last);
             double largest = row_max(&a, q, i, first, last), capped;
             for (int64_t j = first; j < last; j++) {
-                row k;
-                load_key(k, &a, &p->k, j);
-                double weight = weight_of(score(&a, q, k, i, j, &capped), largest);
+                row k, v;
+                load_key(k, &a, j);
+                if (p->qv.data) load_value(v, &a, j);
+                double weight = weight_of(score(&a, q, k, v, i, j, &capped), largest);
                 bool is_dropped = p->dropout_p > 0 && !is_kept(&a, i, j);
                 fa_store_element(p->s_dmask, offset + j, is_dropped ? -weight : weight, p->dtype);
             }
@@ -206,12 +240,13 @@ typedef struct {
     double pz, ds;
 } pair;
 
-static pair pair_at(const head_view *a, const row q, const row dout, const row k, const row v, int64_t i, int64_t j) {
+static pair pair_at(const head_view *a, const query_row q, const row dout, const row k, const row v, int64_t i,
+                    int64_t j) {
     const fa_problem *p = a->p;
-    double capped, s = score(a, q, k, i, j, &capped), z = dropout_factor(a, i, j);
+    double capped, s = score(a, q, k, v, i, j, &capped), z = dropout_factor(a, i, j);
     double prob = exp(s - *fa_row_stat(&p->lse, &a->s, i, a->head));
     double delta = *fa_row_stat(&p->softmax_d, &a->s, i, a->head);
-    return (pair){.pz = prob * z, .ds = prob * (z * dot(dout, v, p->d) - delta) * (1 - capped * capped)};
+    return (pair){.pz = prob * z, .ds = prob * (z * dot(dout, v, p->d_v) - delta) * (1 - capped * capped)};
 }
 
 static bool sees_nothing(const head_view *a, int64_t i, int64_t *first, int64_t *end) {
@@ -221,18 +256,19 @@ static bool sees_nothing(const head_view *a, int64_t i, int64_t *first, int64_t 
 
 static void backward_query_row(const head_view *a, int64_t i) {
     const fa_problem *p = a->p;
-    row q, o, dout, dq = {0};
+    query_row q;
+    row o, dout, dq = {0};
     int64_t first, end;
     bool is_empty = sees_nothing(a, i, &first, &end);
-    load_query(q, a, &p->q, i);
-    load_query(o, a, &p->o, i);
-    load_query(dout, a, &p->dout, i);
-    *fa_row_stat(&p->softmax_d, &a->s, i, a->head) = is_empty ? 0 : (float)dot(dout, o, p->d);
+    load_query(q, a, i);
+    load_query_row(o, a, &p->o, i, p->d_v);
+    load_query_row(dout, a, &p->dout, i, p->d_v);
+    *fa_row_stat(&p->softmax_d, &a->s, i, a->head) = is_empty ? 0 : (float)dot(dout, o, p->d_v);
     if (!p->dq.data) return;
     for (int64_t j = first; j < end && !is_empty; j++) {
         row k, v;
-        load_key(k, a, &p->k, j);
-        load_key(v, a, &p->v, j);
+        load_key(k, a, j);
+        load_value(v, a, j);
         add_scaled(dq, pair_at(a, q, dout, k, v, i, j).ds, k, p->d);
     }
     store_row(p->dq.data, fa_query_offset(&p->dq, &a->s, i, a->head), dq, p->scale, p->d, p->dtype);
@@ -250,22 +286,23 @@ static void backward_key_row(const fa_problem *p, int64_t b_idx, int64_t head_kv
     row k, v, dk = {0}, dv = {0};
     int64_t g = p->h / p->h_kv, first, end;
     head_view a = head_view_at(p, b_idx, head_kv * g);
-    load_key(k, &a, &p->k, j);
-    load_key(v, &a, &p->v, j);
+    load_key(k, &a, j);
+    load_value(v, &a, j);
     for (int64_t head = head_kv * g; head < (head_kv + 1) * g; head++) {
         a = head_view_at(p, b_idx, head);
         for (int64_t i = 0; i < a.s.len_q; i++) {
             if (sees_nothing(&a, i, &first, &end) || j < first || j >= end) continue;
-            row q, dout;
-            load_query(q, &a, &p->q, i);
-            load_query(dout, &a, &p->dout, i);
+            query_row q;
+            row dout;
+            load_query(q, &a, i);
+            load_query_row(dout, &a, &p->dout, i, p->d_v);
             pair x = pair_at(&a, q, dout, k, v, i, j);
             add_scaled(dk, x.ds, q, p->d);
-            add_scaled(dv, x.pz, dout, p->d);
+            add_scaled(dv, x.pz, dout, p->d_v);
         }
     }
     if (p->dk.data) store_row(p->dk.data, fa_key_offset(p, &p->dk, &a.s, j, head_kv), dk, p->scale, p->d, p->dtype);
-    if (p->dv.data) store_row(p->dv.data, fa_key_offset(p, &p->dv, &a.s, j, head_kv), dv, 1, p->d, p->dtype);
+    if (p->dv.data) store_row(p->dv.data, fa_key_offset(p, &p->dv, &a.s, j, head_kv), dv, 1, p->d_v, p->dtype);
 }
 
 static void backward_key_heads(int64_t begin, int64_t end, void *ctx) {

@@ -16,7 +16,7 @@ bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
     if (p.k_new.data || p.rotary_cos) {
         if (!fa_cpu_append(problem, workspace, pool)) return false;
         if (p.rotary_cos) /* the plan put the rotated queries at the start of the workspace */
-            p.q = (fa_view){workspace, p.len_q * p.h * p.d, p.h * p.d, p.d};
+            p.q = (fa_view){workspace, p.cu_seqlens_q ? 0 : p.len_q * p.h * p.d, p.h * p.d, p.d};
     }
     if (p.h == 0) return true; /* without heads there is no group size to divide by */
     char *scratch = (char *)workspace + fa_rotated_q_bytes(problem);
@@ -25,30 +25,32 @@ bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
     return !p.s_dmask || fa_reference_s_dmask(&p, pool);
 }
 
-/* Rows [first, end) of a packed tensor become zero. */
-static void zero_rows(const fa_problem *p, const fa_view *t, int64_t first, int64_t end, int64_t num_heads) {
-    const size_t row_bytes = (size_t)p->d * fa_dtype_bytes(p->dtype);
+/* Rows [first, end) of an output become zero. The output is packed, or has one sequence. */
+static void zero_rows(const fa_problem *p, const fa_view *t, int64_t first, int64_t end, int64_t num_heads,
+                      int64_t columns) {
+    const size_t bytes = fa_dtype_bytes(fa_output_dtype(p->dtype));
     if (!t->data) return;
     for (int64_t row = first; row < end; row++)
         for (int64_t head = 0; head < num_heads; head++)
-            memset((char *)t->data + (size_t)(row * t->stride_row + head * t->stride_h) * fa_dtype_bytes(p->dtype), 0,
-                   row_bytes);
+            memset((char *)t->data + (size_t)(row * t->stride_row + head * t->stride_h) * bytes, 0,
+                   (size_t)columns * bytes);
 }
 
 /* Rows after the last sequence belong to no sequence, and the kernels do not write them. Their lse becomes -inf. Their
  * outputs become zero if the extension allocated the output. With zero_tensors the caller's outputs become zero,
  * too. */
 static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
-    if (!p->cu_seqlens_q) return;
-    const int64_t end_q = p->cu_seqlens_q[p->b], end_kv = p->cu_seqlens_k[p->b];
-    if (p->pass == FA_FWD) {
-        if (zero_tensors) zero_rows(p, &p->o, end_q, p->total_q, p->h);
-        for (int64_t head = 0; head < p->h; head++)
-            for (int64_t row = end_q; row < p->total_q; row++) p->lse.data[head * p->lse.stride_h + row] = -INFINITY;
-    } else if (zero_tensors) {
-        zero_rows(p, &p->dq, end_q, p->total_q, p->h);
-        zero_rows(p, &p->dk, end_kv, p->total_kv, p->h_kv);
-        zero_rows(p, &p->dv, end_kv, p->total_kv, p->h_kv);
+    const bool backward = p->pass == FA_BWD;
+    if (p->cu_seqlens_q) {
+        const int64_t end = p->cu_seqlens_q[p->b];
+        if (zero_tensors) zero_rows(p, backward ? &p->dq : &p->o, end, p->total_q, p->h, backward ? p->d : p->d_v);
+        for (int64_t head = 0; head < p->h && !backward; head++)
+            for (int64_t row = end; row < p->total_q; row++) p->lse.data[head * p->lse.stride_h + row] = -INFINITY;
+    }
+    if (p->cu_seqlens_k && backward && zero_tensors) {
+        const int64_t end = p->cu_seqlens_k[p->b];
+        zero_rows(p, &p->dk, end, p->total_kv, p->h_kv, p->d);
+        zero_rows(p, &p->dv, end, p->total_kv, p->h_kv, p->d_v);
     }
 }
 
@@ -58,7 +60,7 @@ static void zero_key_gradients(const fa_problem *p) {
     const bool packed = p->cu_seqlens_k != NULL;
     for (int i = 0; i < 2; i++)
         for (int64_t b_idx = 0; b_idx < (packed ? 1 : p->b); b_idx++) {
-            zero_rows(p, &gradients[i], 0, packed ? p->cu_seqlens_k[p->b] : p->len_kv, p->h_kv);
+            zero_rows(p, &gradients[i], 0, packed ? p->cu_seqlens_k[p->b] : p->len_kv, p->h_kv, i ? p->d_v : p->d);
             if (gradients[i].data)
                 gradients[i].data =
                     (char *)gradients[i].data + gradients[i].stride_b * (int64_t)fa_dtype_bytes(p->dtype);

@@ -78,7 +78,7 @@ INLINE vec vec_exp2(vec a) {
     return vec_mul(vec_fma(p, f, vec_set(1.0f)), power);
 }
 
-/* ---- the caller's 16-bit types ---- */
+/* ---- the caller's narrow types ---- */
 INLINE vec vec_load_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
 INLINE vec vec_load_bf16(const void *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
@@ -94,6 +94,20 @@ INLINE void vec_store_bf16(void *p, vec a) {
     bits = _mm256_srli_epi32(bits, 16);
     bits = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
     _mm_storeu_si128(p, _mm256_castsi256_si128(bits));
+}
+
+/* fp16 has one more bit of exponent and its bias is 8 larger, so the bits move by 7 and the value by 2^8. */
+INLINE vec vec_load_e4m3(const void *p) {
+    const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(p)), all = _mm_set1_epi16(0x7f), rest = _mm_and_si128(x, all);
+    const __m128i sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
+    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(rest, all), _mm_set1_epi16(0x7e00));
+    const __m128i half = _mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(rest, 7));
+    return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+}
+INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
+    uint8_t byte[LANES] = {0};
+    memcpy(byte, p, (size_t)n);
+    return vec_load_e4m3(byte);
 }
 
 INLINE vec vec_load_f16_first(const void *p, int64_t n) {

@@ -131,7 +131,7 @@ INLINE vec vec_exp2(vec a) {
     return _mm512_scalef_ps(vec_fma(p, f, vec_set(1.0f)), a);
 }
 
-/* ---- the caller's 16-bit types ---- */
+/* ---- the caller's narrow types ---- */
 INLINE vec vec_load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
 INLINE vec vec_load_bf16(const void *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p)), 16));
@@ -150,6 +150,20 @@ INLINE void vec_store_bf16(void *p, vec a) {
     _mm256_storeu_si256(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
 #endif
 }
+
+#if WORD_ELEMS == 1
+INLINE vec vec_of_e4m3(__m128i bytes) { /* as in vec_avx2.h */
+    const __m256i x = _mm256_cvtepu8_epi16(bytes), all = _mm256_set1_epi16(0x7f), rest = _mm256_and_si256(x, all);
+    const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(x, rest), 8);
+    const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(rest, all), _mm256_set1_epi16(0x7e00));
+    const __m256i half = _mm256_or_si256(_mm256_or_si256(sign, nan), _mm256_slli_epi16(rest, 7));
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+}
+INLINE vec vec_load_e4m3(const void *p) { return vec_of_e4m3(_mm_loadu_si128(p)); }
+INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
+    return vec_of_e4m3(_mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p));
+}
+#endif
 
 INLINE vec vec_load_f16_first(const void *p, int64_t n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));

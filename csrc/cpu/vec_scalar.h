@@ -212,7 +212,7 @@ INLINE vec vec_exp2(vec a) {
     return vec_select(is_zero, vec_set(0.0f), p);
 }
 
-/* ---- the caller's 16-bit types, LANES elements at a time; stores round to nearest even ---- */
+/* ---- the caller's narrow types, LANES elements at a time; stores round to nearest even ---- */
 OUTLINE void lanes_to_f16(uint16_t half[LANES], const float lane[LANES]) {
     for (int i = 0; i < LANES; i++) half[i] = fa_f16_from_f32(lane[i]);
 }
@@ -254,6 +254,32 @@ INLINE void vec_store_bf16(void *p, vec a) {
     for (int i = 0; i < LANES; i++) half[i] = fa_bf16_from_f32(lane[i]);
     memcpy(p, half, sizeof half);
 }
+
+#if WORD_ELEMS == 1
+/* fa_f32_from_e4m3 as in vec_load_f16. No processor has its own instruction for it. */
+INLINE vec vec_load_e4m3(const void *p) {
+    uint8_t byte[LANES];
+    uint32_t lane[LANES];
+    vec_bits bits, sign, rest, is_small, is_nan;
+    vec r, small;
+    memcpy(byte, p, sizeof byte);
+    for (int i = 0; i < LANES; i++) lane[i] = byte[i];
+    memcpy(&bits, lane, sizeof bits);
+    EACH_LANE OF(sign) = (OF(bits) & 0x80u) << 24;
+    EACH_LANE OF(rest) = (OF(bits) & 0x7fu) << 20;
+    EACH_LANE OF(is_small) = TRUTH(OF(rest) < 1u << 23);
+    EACH_LANE OF(is_nan) = TRUTH(OF(rest) == 0x7fu << 20);
+    EACH_LANE OF(rest) = (OF(rest) + (120u << 23)) | (OF(is_nan) & 0x7fc00000u);
+    EACH_LANE OF(small) = FLOATS(OF(rest) + (1u << 23)) - 0x1p-6f;
+    EACH_LANE OF(r) = FLOATS((OF(rest) & ~OF(is_small)) | (BITS(small) & OF(is_small)) | OF(sign));
+    return r;
+}
+INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
+    uint8_t byte[LANES] = {0};
+    memcpy(byte, p, (size_t)n);
+    return vec_load_e4m3(byte);
+}
+#endif
 
 /* vec_load_first for the other types */
 INLINE vec vec_load_f16_first(const void *p, int64_t n) {

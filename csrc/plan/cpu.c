@@ -42,10 +42,12 @@ static char *append_number(char *end, const char *text, int number) {
 static void name_kernel(fa_plan *plan, const fa_problem *p) {
     char *end = append(append(plan->kernel, names_of(plan, p)[plan->cpu.isa]), "_");
     end = append_number(append(end, fa_dtype_name(p->dtype)), "_d", (int)p->d);
+    if (p->d_v != p->d) end = append_number(end, "v", (int)p->d_v);
     if (plan->cpu.isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
 }
 
 static bool has_kernel(const fa_problem *p, fa_isa isa) {
+    if (p->dtype == FA_E4M3 && (p->pass == FA_BWD || p->qv.data)) return false;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(isa, p->dtype);
     return p->pass == FA_FWD ? kernels->fwd != NULL : kernels->bwd != NULL;
 }
@@ -54,7 +56,9 @@ static const char *why_not(const fa_problem *p, const fa_machine *machine, fa_is
     if (!machine->isa_legal[isa]) return "this processor or operating system does not offer it";
     if (isa > machine->isa) return "the choice was lowered: FLASH_ATTN_CPU_ISA or set_cpu_isa()";
     if (p->dtype == FA_F64) return "fp64 runs on the reference only";
+    if (p->dtype == FA_E4M3 && p->qv.data) return "qv of e4m3 runs on the reference only";
     if (isa < FA_ISA_AVX512BF16 || p->dtype == FA_BF16) return "it has no kernel for this pass";
+    if (p->dtype == FA_E4M3) return "it multiplies bf16, the tensors are e4m3";
     return p->dtype == FA_F16 ? "it multiplies bf16, the tensors are fp16" : "it multiplies bf16, the tensors are fp32";
 }
 

@@ -58,7 +58,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
-    int block_kv = p->d > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
+    int block_kv =
+        p->d > 128 || p->d_v > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
     /* A sequence of one block has the same bits whatever the block's size. With AMX, rows of P and dS lie behind 32
      * keys of scores, so the smallest block has 64 keys. */
     const int least_kv = plan->cpu.isa == FA_ISA_AMX ? 64 : 32;
@@ -70,11 +71,11 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     if (tiles < 1) tiles = 1;
     /* Tiles multiply faster than the third-level cache can be read. So the operands of a pass take at most half of the
      * second-level cache. */
-    const int64_t tile_bytes =
-        fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges, ranges).tile_floats * 5 * 4;
+    const fa_bwd_layout one = fa_bwd_layout_of(p, word_elems, block_q, block_kv, 1, ranges, ranges);
+    const int64_t tile_bytes = (3 * one.tile_floats + 2 * one.v_tile_floats) * 4;
     while (plan->cpu.isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
 
-    double flops = 10.0 * (double)(p->h * p->d) * (double)p->total_q * (double)p->len_kv;
+    double flops = (double)(p->h * (6 * p->d + 4 * p->d_v)) * (double)p->total_q * (double)p->len_kv;
     int threads = flops < inline_flops || machine->threads < 1 ? 1 : machine->threads;
     const int64_t most_tasks = p->b * p->h_kv * ranges;
     if (threads > most_tasks) threads = most_tasks > 0 ? (int)most_tasks : 1;

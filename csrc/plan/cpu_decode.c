@@ -15,7 +15,7 @@ void fa_cpu_plan_decode(const fa_problem *p, const fa_machine *machine, fa_plan 
         keys += splits.end - splits.first;
         if (splits.num > most_splits) most_splits = splits.num;
     }
-    double bytes = 2 * (double)keys * (double)(p->h_kv * p->d) * (double)fa_dtype_bytes(p->dtype);
+    double bytes = (double)keys * (double)(p->h_kv * (p->d + p->d_v)) * (double)fa_dtype_bytes(p->dtype);
     int threads = bytes < inline_bytes || machine->threads < 1 ? 1 : machine->threads;
     int64_t heads = fa_decode_heads_per_task(p, num_partials, threads);
     int64_t num_tasks = num_partials * ((p->h_kv + heads - 1) / heads);

@@ -16,9 +16,10 @@ static double flops_of(const fa_problem *p) {
         if (fa_decodes(p, &s)) continue;
         double keys = (double)s.len_kv, window = (double)p->window_left + (double)p->window_right + 1;
         if (p->window_left >= 0 && p->window_right >= 0 && window < keys) keys = window;
+        if (p->attention_chunk > 0 && (double)p->attention_chunk < keys) keys = (double)p->attention_chunk;
         pairs += (double)s.len_q * keys;
     }
-    return 4 * pairs * (double)(p->h * p->d);
+    return 2 * pairs * (double)(p->h * (p->d + (p->qv.data ? 2 : 1) * p->d_v));
 }
 
 static int64_t most_tiles(const fa_problem *p, int block_q) {
@@ -37,7 +38,7 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const int block_q = kernels->block_q, buffers = kernels->score_buffers;
     /* Small blocks waste less on the diagonal. From 96 to 768 keys the speed varies by at most 3%. */
     const bool is_short_causal = p->window_right >= 0 && p->len_kv <= 1024;
-    int block_kv = p->d > 128 || is_short_causal ? 64 : 128;
+    int block_kv = p->d > 128 || p->d_v > 128 || is_short_causal ? 64 : 128;
     /* A sequence of one block has the same bits whatever the block's size. */
     while (block_kv > 32 && p->len_kv <= block_kv / 2) block_kv /= 2;
 

@@ -38,6 +38,8 @@ static double random_normal(random_source *r) {
 
 typedef struct {
     fa_view view;
+    fa_dtype dtype;
+    int64_t columns;      /* elements of a row */
     int64_t num_elements; /* from data to the last element of the last row */
 } tensor;
 
@@ -47,23 +49,52 @@ typedef struct {
 
 typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tensor_layout;
 
-static tensor tensor_make(const fa_problem *p, int64_t b, int64_t rows, int64_t h, tensor_layout layout, bool at_end) {
-    tensor t = {.view = {.stride_b = rows * h * p->d, .stride_row = h * p->d, .stride_h = p->d}};
-    if (layout == HEADS_THEN_ROWS) t.view.stride_row = p->d, t.view.stride_h = rows * p->d;
+static tensor tensor_of(fa_dtype dtype, int64_t columns, int64_t b, int64_t rows, int64_t h, tensor_layout layout,
+                        bool at_end) {
+    tensor t = {.view = {.stride_b = rows * h * columns, .stride_row = h * columns, .stride_h = columns},
+                .dtype = dtype,
+                .columns = columns};
+    if (layout == HEADS_THEN_ROWS) t.view.stride_row = columns, t.view.stride_h = rows * columns;
     if (layout == PADDED_ROWS) t.view.stride_row += ROW_PADDING, t.view.stride_b += ROW_PADDING * (rows + 2);
     if (b * rows * h > 0)
-        t.num_elements = (b - 1) * t.view.stride_b + (rows - 1) * t.view.stride_row + (h - 1) * t.view.stride_h + p->d;
-    size_t element = fa_dtype_bytes(p->dtype);
+        t.num_elements =
+            (b - 1) * t.view.stride_b + (rows - 1) * t.view.stride_row + (h - 1) * t.view.stride_h + columns;
+    size_t element = fa_dtype_bytes(dtype);
     t.view.data = guarded_alloc((size_t)t.num_elements * element, element, at_end);
     return t;
 }
 
+/* A tensor like q or k. */
+static tensor tensor_make(const fa_problem *p, int64_t b, int64_t rows, int64_t h, tensor_layout layout, bool at_end) {
+    return tensor_of(p->dtype, p->d, b, rows, h, layout, at_end);
+}
+
+static size_t tensor_bytes(const tensor *t) { return (size_t)t->num_elements * fa_dtype_bytes(t->dtype); }
+
 /* A copy with the same values and strides in fp64. */
-static tensor tensor_widened(const fa_problem *p, const tensor *t, bool at_end) {
+static tensor tensor_widened(const tensor *t, bool at_end) {
     tensor wide = *t;
+    wide.dtype = FA_F64;
     wide.view.data = guarded_alloc((size_t)t->num_elements * sizeof(double), sizeof(double), at_end);
     for (int64_t i = 0; i < t->num_elements; i++)
-        ((double *)wide.view.data)[i] = fa_load_element(t->view.data, i, p->dtype);
+        ((double *)wide.view.data)[i] = fa_load_element(t->view.data, i, t->dtype);
+    return wide;
+}
+
+/* tensor_widened, with the rows of all sequences multiplied by their descales. */
+static tensor tensor_descaled(const fa_problem *p, const tensor *t, const fa_descale *descale, bool is_key,
+                              bool at_end) {
+    tensor wide = tensor_widened(t, at_end);
+    for (int64_t b_idx = 0; b_idx < p->b && p->dtype == FA_E4M3; b_idx++) {
+        const fa_sequence s = fa_sequence_at(p, b_idx);
+        for (int64_t row = 0; row < (is_key ? s.len_kv : s.len_q); row++)
+            for (int64_t head = 0; head < (is_key ? p->h_kv : p->h); head++) {
+                const double factor = fa_descale_of(descale, b_idx, is_key ? head : head / (p->h / p->h_kv));
+                const int64_t at =
+                    is_key ? fa_key_offset(p, &t->view, &s, row, head) : fa_query_offset(&t->view, &s, row, head);
+                for (int64_t i = 0; i < t->columns; i++) ((double *)wide.view.data)[at + i] *= factor;
+            }
+    }
     return wide;
 }
 
@@ -78,8 +109,9 @@ static tensor tensor_widened(const fa_problem *p, const tensor *t, bool at_end) 
 #define FEW_SEEDS 0
 #endif
 
-static void fill_row(const fa_problem *p, fa_view *view, int64_t offset, double amplitude, random_source *r) {
-    for (int64_t i = 0; i < p->d; i++) fa_store_element(view->data, offset + i, amplitude * random_normal(r), p->dtype);
+static void fill_row(tensor *t, int64_t offset, double amplitude, random_source *r) {
+    for (int64_t i = 0; i < t->columns; i++)
+        fa_store_element(t->view.data, offset + i, amplitude * random_normal(r), t->dtype);
 }
 
 /* ---- a case -------------------------------------------------------------------------------------------------- */
@@ -87,7 +119,7 @@ static void fill_row(const fa_problem *p, fa_view *view, int64_t offset, double 
 typedef struct {
     uint64_t seed;
     fa_problem p;
-    tensor q, k, v, o, dout, dq, dk, dv;
+    tensor q, k, v, o, dout, dq, dk, dv, qv;
     bool at_end;
     bool hides_nan; /* untouched rows and keys hold NaN */
     double amplitude;
@@ -97,6 +129,7 @@ typedef struct {
 #define HEAD_DIMS 1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 255, 256
 #endif
 static const int64_t head_dims[] = {HEAD_DIMS};
+static const int64_t v_head_dims[] = {1, 8, 31, 64, 96, 128, 200, 512};
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 
@@ -136,9 +169,43 @@ static float *alloc_row_stats(const fa_problem *p, fa_row_stats *stats, int64_t 
     return stats->data = guarded_alloc(n * sizeof(float), sizeof(float), at_end);
 }
 
+/* What flash-attn 3 adds to flash-attn 2. The numbers come from a source of their own. The emulated GPU kernels do not
+ * know these additions. */
+#if defined(CHECK_CUDA)
+static const bool draws_additions = false;
+#else
+static const bool draws_additions = true;
+#endif
+
+static random_source source_of_additions(uint64_t seed) { return (random_source){~seed}; }
+
+static fa_descale random_descale(const test_case *c, random_source *r) {
+    const int64_t stride_b = random_below(r, 2) * c->p.h_kv * 2, stride_h = random_below(r, 3);
+    if (random_chance(r, 20)) return (fa_descale){0};
+    const int64_t n = (c->p.b - 1) * stride_b + (c->p.h_kv - 1) * stride_h + 1;
+    float *factors = guarded_alloc((size_t)n * sizeof *factors, sizeof *factors, c->at_end);
+    for (int64_t i = 0; i < n; i++) factors[i] = (float)exp2(4 * random_uniform(r) - 2);
+    return (fa_descale){factors, stride_b, stride_h};
+}
+
+/* The additions that say what is computed. draw_placement draws those that say where rows lie. */
+static void draw_additions(test_case *c, random_source *more) {
+    fa_problem *p = &c->p;
+    p->empty_lse = INFINITY;
+    if (p->dtype == FA_E4M3) {
+        p->q_descale = random_descale(c, more);
+        p->k_descale = random_descale(c, more);
+        p->v_descale = random_descale(c, more);
+    }
+    if (!draws_additions) return;
+    if (random_chance(more, 40)) p->d_v = v_head_dims[random_below(more, COUNT(v_head_dims))];
+    if (random_chance(more, 30)) p->attention_chunk = 1 + random_below(more, random_chance(more, 50) ? 16 : 300);
+    if (random_chance(more, 50)) p->empty_lse = -INFINITY;
+}
+
 static void draw_masks(test_case *c, random_source *r) {
     fa_problem *p = &c->p;
-    p->scale = 1 / sqrt((double)p->d);
+    p->scale = 1 / sqrt((double)(p->d + (p->qv.data ? p->d_v : 0)));
     p->softcap = random_chance(r, 25) ? 2 + 10 * random_uniform(r) : 0;
     p->window_left = random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
     p->window_right = random_chance(r, 40) ? 0 : random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
@@ -160,7 +227,7 @@ static void draw_masks(test_case *c, random_source *r) {
 
 /* Draws the placement of the keys: dense, packed, or (forward only) a cache. A cache may have pages, left padding and
  * unused keys. */
-static void draw_placement(test_case *c, random_source *r) {
+static void draw_placement(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
     int64_t kind = random_below(r, p->pass == FA_FWD ? 5 : 2), cache_rows = p->b;
     p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
@@ -169,6 +236,20 @@ static void draw_placement(test_case *c, random_source *r) {
         p->cu_seqlens_k = random_cu_seqlens(r, p->b, p->len_kv, c->at_end);
         p->total_q = p->cu_seqlens_q[p->b] + random_below(r, 3);
         p->total_kv = p->cu_seqlens_k[p->b] + random_below(r, 3);
+    }
+    if (draws_additions && random_chance(more, 30)) { /* queries are packed and keys are not, or the reverse */
+        if (p->cu_seqlens_q) {
+            p->cu_seqlens_q = NULL;
+            p->total_q = p->b * p->len_q;
+        } else {
+            p->cu_seqlens_q = random_cu_seqlens(more, p->b, p->len_q, c->at_end);
+            p->total_q = p->cu_seqlens_q[p->b] + random_below(more, 3);
+        }
+    }
+    if (draws_additions && random_chance(more, 30)) {
+        int32_t *used = random_ints(more, p->b, 1, c->at_end);
+        for (int64_t i = 0; i < p->b; i++) used[i] = (int32_t)random_below(more, fa_sequence_at(p, i).len_q + 1);
+        p->seqused_q = used;
     }
     if (kind >= 3) {
         p->seqused_k = random_ints(r, p->b, p->len_kv + 1, c->at_end);
@@ -197,20 +278,28 @@ static void draw_placement(test_case *c, random_source *r) {
                 table[cache_row * p->block_table_stride + col] = -1;
         }
         c->k = tensor_make(p, p->num_pages, p->page_size, p->h_kv, kv_layout, c->at_end);
-        c->v = tensor_make(p, p->num_pages, p->page_size, p->h_kv, kv_layout, c->at_end);
+        c->v = tensor_of(p->dtype, p->d_v, p->num_pages, p->page_size, p->h_kv, kv_layout, c->at_end);
     } else {
         int64_t b = p->cu_seqlens_k ? 1 : cache_rows, rows = p->cu_seqlens_k ? p->total_kv : p->len_kv;
         tensor *all[] = {&c->k, &c->v, &c->dk, &c->dv};
         for (int i = 0; i < (p->pass == FA_BWD ? 4 : 2); i++) {
-            *all[i] = tensor_make(p, b, rows, p->h_kv, (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+            const tensor_layout layout = (tensor_layout)random_below(r, NUM_LAYOUTS);
+            *all[i] = tensor_of(p->dtype, i % 2 ? p->d_v : p->d, b, rows, p->h_kv, layout, c->at_end);
             if (p->cu_seqlens_k) all[i]->view.stride_b = 0;
         }
     }
     int64_t b = p->cu_seqlens_q ? 1 : p->b, rows = p->cu_seqlens_q ? p->total_q : p->len_q;
     tensor *all[] = {&c->q, &c->o, &c->dout, &c->dq};
     for (int i = 0; i < (p->pass == FA_BWD ? 4 : 2); i++) {
-        *all[i] = tensor_make(p, b, rows, p->h, (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+        const tensor_layout layout = (tensor_layout)random_below(r, NUM_LAYOUTS);
+        *all[i] = tensor_of(i == 1 ? fa_output_dtype(p->dtype) : p->dtype, i % 3 ? p->d_v : p->d, b, rows, p->h, layout,
+                            c->at_end);
         if (p->cu_seqlens_q) all[i]->view.stride_b = 0;
+    }
+    if (draws_additions && p->pass == FA_FWD && p->dtype != FA_E4M3 && random_chance(more, 20)) {
+        c->qv = tensor_of(p->dtype, p->d_v, b, rows, p->h, (tensor_layout)random_below(more, NUM_LAYOUTS), c->at_end);
+        if (p->cu_seqlens_q) c->qv.view.stride_b = 0;
+        p->qv = c->qv.view;
     }
 }
 
@@ -228,20 +317,21 @@ static void fill_inputs(test_case *c, random_source *r) {
             if (first < end && end > seen_end) seen_end = end;
             if (first >= end && c->hides_nan) continue;
             for (int64_t head = 0; head < p->h; head++) {
-                fill_row(p, &p->q, fa_query_offset(&p->q, &s, i, head), c->amplitude, r);
-                if (p->pass == FA_BWD) fill_row(p, &p->dout, fa_query_offset(&p->dout, &s, i, head), 1, r);
+                fill_row(&c->q, fa_query_offset(&p->q, &s, i, head), c->amplitude, r);
+                if (p->pass == FA_BWD) fill_row(&c->dout, fa_query_offset(&p->dout, &s, i, head), 1, r);
+                if (p->qv.data) fill_row(&c->qv, fa_query_offset(&p->qv, &s, i, head), 1, r);
             }
         }
         for (int64_t j = c->hides_nan ? seen_first : 0; j < (c->hides_nan ? seen_end : s.len_kv); j++)
             for (int64_t head = 0; head < p->h_kv; head++) {
-                fill_row(p, &p->k, fa_key_offset(p, &p->k, &s, j, head), 1, r);
-                fill_row(p, &p->v, fa_key_offset(p, &p->v, &s, j, head), 1, r);
+                fill_row(&c->k, fa_key_offset(p, &p->k, &s, j, head), 1, r);
+                fill_row(&c->v, fa_key_offset(p, &p->v, &s, j, head), 1, r);
             }
     }
 }
 
 static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
-    random_source source = {seed * 2 + pass}, *r = &source;
+    random_source source = {seed * 2 + pass}, *r = &source, more = source_of_additions(seed * 2 + pass);
     test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
     fa_problem *p = &c.p;
     c.amplitude = random_chance(r, 15) ? 12 : 1;
@@ -249,12 +339,13 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     p->h_kv = 1 + random_below(r, 2);
     p->h = p->h_kv * (1 + random_below(r, 3));
     p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    draw_additions(&c, &more);
     p->len_q = random_length(r);
     p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
     if (p->d <= 33 && random_chance(r, 20))
         p->len_kv = 1024 + random_below(r, 400); /* the backward then has several ranges of keys */
-    while (p->b * p->h * p->len_q * p->len_kv * p->d > most_work) p->len_q = p->len_q * 2 / 3;
-    draw_placement(&c, r);
+    while (p->b * p->h * p->len_q * p->len_kv * (p->d + p->d_v) / 2 > most_work) p->len_q = p->len_q * 2 / 3;
+    draw_placement(&c, r, &more);
     draw_masks(&c, r);
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     p->dout = c.dout.view, p->dq = c.dq.view, p->dk = c.dk.view, p->dv = c.dv.view;
@@ -293,8 +384,8 @@ static inline void plant_infinite_scores(const test_case *c, random_source *r) {
                 fa_store_element(p->k.data, fa_key_offset(p, &p->k, &s, j, head) + column, is_huge ? -huge : 0,
                                  p->dtype);
             /* If a row sees no key, no value of V may appear in its output. */
-            if (kind == 0 && p->pass == FA_FWD && !wrong_rows && !zero_rows && s.len_kv > 0)
-                fa_store_element(p->v.data, fa_key_offset(p, &p->v, &s, edge % s.len_kv, 0) + column, INFINITY,
+            if (kind == 0 && p->pass == FA_FWD && !wrong_rows && !zero_rows && s.len_kv > 0 && !p->qv.data)
+                fa_store_element(p->v.data, fa_key_offset(p, &p->v, &s, edge % s.len_kv, 0) + column % p->d_v, INFINITY,
                                  p->dtype);
         }
     }
@@ -317,11 +408,11 @@ static inline bool is_same_kind(const void *x, const void *reference, int64_t nu
     return same && worst <= fmax(1e-4, 8 * half_unit[dtype]) * (1 + largest);
 }
 
-/* Values whose sums fp32 can just represent. */
+/* Values whose sums fp32 can just represent. With qv the scores would overflow, so these cases stay as they are. */
 #define HUGE_VALUES(dtype) ((dtype) == FA_F16 ? 0x1p8 : 0x1p100)
 static inline void plant_huge_values(const test_case *c) {
     const fa_problem *p = &c->p;
-    for (int64_t i = 0; i < c->v.num_elements; i++) {
+    for (int64_t i = 0; i < c->v.num_elements && !p->qv.data; i++) {
         const double x = fa_load_element(c->v.view.data, i, p->dtype);
         fa_store_element(c->v.view.data, i, x * HUGE_VALUES(p->dtype), p->dtype);
     }
@@ -329,14 +420,14 @@ static inline void plant_huge_values(const test_case *c) {
 
 static void case_print(const test_case *c) {
     const fa_problem *p = &c->p;
-    printf(
-        "  replay: check_kernels --seed %llu   %s %s b %d h %d h_kv %d d %d len_q %d len_kv %d window %d,%d softcap %g"
-        "%s%s%s%s%s%s%s\n",
-        (unsigned long long)c->seed, p->pass == FA_FWD ? "fwd" : "bwd", fa_dtype_name(p->dtype), (int)p->b, (int)p->h,
-        (int)p->h_kv, (int)p->d, (int)p->len_q, (int)p->len_kv, (int)p->window_left, (int)p->window_right, p->softcap,
-        p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " varlen" : "",
-        p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "",
-        c->hides_nan ? " hidden-nan" : "");
+    printf("  replay: check_kernels --seed %llu   %s %s b %d h %d h_kv %d d %d d_v %d len_q %d len_kv %d window %d,%d "
+           "chunk %d softcap %g%s%s%s%s%s%s%s%s%s%s\n",
+           (unsigned long long)c->seed, p->pass == FA_FWD ? "fwd" : "bwd", fa_dtype_name(p->dtype), (int)p->b,
+           (int)p->h, (int)p->h_kv, (int)p->d, (int)p->d_v, (int)p->len_q, (int)p->len_kv, (int)p->window_left,
+           (int)p->window_right, (int)p->attention_chunk, p->softcap, p->alibi_slopes ? " alibi" : "",
+           p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " packed-q" : "", p->cu_seqlens_k ? " packed-k" : "",
+           p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "",
+           p->qv.data ? " qv" : "", p->seqused_q ? " seqused_q" : "", c->hides_nan ? " hidden-nan" : "");
 }
 
 #endif

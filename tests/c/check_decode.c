@@ -35,17 +35,26 @@ static fa_machine machine;
 
 /* Turns the last keys of every sequence into new keys. The cache does not have them yet and holds NaN in their
  * places. */
-static void draw_append(test_case *c, random_source *r) {
+static void draw_append(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
     int64_t most = p->seqused_k && random_chance(r, 70) ? 12 : 0;
     for (int64_t i = 0; i < p->b && most; i++) most = p->seqused_k[i] < most ? p->seqused_k[i] : most;
     if (most == 0) return;
     const int64_t len_new = random_chance(r, 50) ? 1 : 1 + random_below(r, most);
     int32_t *used = (int32_t *)p->seqused_k;
-    for (int64_t i = 0; i < p->b; i++) used[i] -= (int32_t)len_new;
+    int32_t *cu_new = NULL;
+    if (draws_additions && random_chance(more, 40)) { /* packed new keys: up to len_new of each sequence */
+        cu_new = random_ints(more, p->b + 1, 1, c->at_end);
+        for (int64_t i = 0; i < p->b; i++) cu_new[i + 1] = cu_new[i] + (int32_t)random_below(more, len_new + 1);
+        p->cu_seqlens_k_new = cu_new;
+    }
+    p->len_new = len_new;
+    for (int64_t i = 0; i < p->b; i++) used[i] -= (int32_t)fa_num_new_keys(p, i);
     tensor *caches[] = {&c->k, &c->v}, fresh[2];
     for (int n = 0; n < 2; n++) {
-        fresh[n] = tensor_make(p, p->b, len_new, p->h_kv, (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+        fresh[n] = tensor_of(p->dtype, caches[n]->columns, cu_new ? 1 : p->b, cu_new ? cu_new[p->b] : len_new, p->h_kv,
+                             (tensor_layout)random_below(r, NUM_LAYOUTS), c->at_end);
+        if (cu_new) fresh[n].view.stride_b = 0;
         for (int64_t i = 0; i < fresh[n].num_elements; i++)
             fa_store_element(fresh[n].view.data, i, random_normal(r), p->dtype);
         for (int64_t i = 0; i < p->b * len_new * p->h_kv; i++) {
@@ -53,26 +62,29 @@ static void draw_append(test_case *c, random_source *r) {
             unpadded.leftpad_k = NULL;
             const fa_sequence s = fa_sequence_at(&unpadded, i / p->h_kv / len_new);
             const int64_t j = used[s.b_idx] + i / p->h_kv % len_new;
+            if (i / p->h_kv % len_new >= fa_num_new_keys(p, s.b_idx)) continue;
             memset((char *)caches[n]->view.data +
                        (size_t)fa_key_offset(p, &caches[n]->view, &s, j, i % p->h_kv) * fa_dtype_bytes(p->dtype),
-                   0xff, (size_t)p->d * fa_dtype_bytes(p->dtype));
+                   0xff, (size_t)caches[n]->columns * fa_dtype_bytes(p->dtype));
         }
     }
-    p->len_new = len_new, p->k_new = fresh[0].view, p->v_new = fresh[1].view;
+    p->k_new = fresh[0].view, p->v_new = fresh[1].view;
     if (p->d < 16 || random_chance(r, 30)) return;
     p->rotary_dim = 16 * (1 + random_below(r, p->d / 16)), p->rotary_rows = p->len_kv;
     p->rotary_interleaved = random_chance(r, 50), p->rotary_q_by_row = random_chance(r, 50);
     const int64_t num = p->rotary_rows * p->rotary_dim / 2;
+    const fa_dtype table = fa_output_dtype(p->dtype);
     void *cos_sin[2];
     for (int n = 0; n < 2; n++) {
-        cos_sin[n] = guarded_alloc((size_t)num * fa_dtype_bytes(p->dtype), 16, c->at_end);
-        for (int64_t i = 0; i < num; i++) fa_store_element(cos_sin[n], i, random_uniform(r), p->dtype);
+        cos_sin[n] = guarded_alloc((size_t)num * fa_dtype_bytes(table), 16, c->at_end);
+        for (int64_t i = 0; i < num; i++) fa_store_element(cos_sin[n], i, random_uniform(r), table);
     }
+    if (draws_additions && random_chance(more, 40)) p->seqlens_rotary = random_ints(more, p->b, p->len_kv, c->at_end);
     p->rotary_cos = cos_sin[0], p->rotary_sin = cos_sin[1];
 }
 
 static test_case decode_case(uint64_t seed, fa_dtype dtype) {
-    random_source source = {seed}, *r = &source;
+    random_source source = {seed}, *r = &source, more = source_of_additions(seed);
     test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
     fa_problem *p = &c.p;
     c.amplitude = random_chance(r, 15) ? 12 : 1;
@@ -81,17 +93,18 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     p->h_kv = random_chance(r, 15) ? 9 : 1 + random_below(r, 3);
     p->h = p->h_kv * g;
     p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    draw_additions(&c, &more);
     p->len_q = random_chance(r, 40) ? 1 : random_below(r, 16 / g + 1);
     if (IS_CUDA && random_chance(r, 8)) p->len_q = 1 + random_below(r, 120 / g); /* prompts: several tiles of rows */
     p->len_kv = random_chance(r, 25) ? 700 + random_below(r, 900) : random_length(r);
     p->num_splits = random_chance(r, 30) ? 1 + random_below(r, 4) : 0;
-    draw_placement(&c, r);
+    draw_placement(&c, r, &more);
     draw_masks(&c, r);
     p->dropout_p = 0;
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     alloc_row_stats(p, &p->lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
     fill_inputs(&c, r);
-    draw_append(&c, r);
+    draw_append(&c, r, &more);
     return c;
 }
 
@@ -128,7 +141,7 @@ static double worst_error(const fa_problem *p, const fa_view *x, fa_dtype dtype,
         fa_sequence s = fa_sequence_at(p, b_idx);
         for (int64_t i = 0; i < s.len_q; i++)
             for (int64_t head = 0; head < p->h; head++)
-                for (int64_t t = 0; t < p->d; t++) {
+                for (int64_t t = 0; t < p->d_v; t++) {
                     int64_t at = fa_query_offset(x, &s, i, head) + t;
                     double expected = ((const double *)exact->data)[at];
                     double error = fabs(fa_load_element(x->data, at, dtype) - expected);
@@ -159,34 +172,35 @@ typedef struct {
     tensor q, k, v;
 } appended;
 
-static tensor tensor_copied(const fa_problem *p, const tensor *t, bool at_end) {
-    const size_t bytes = (size_t)t->num_elements * fa_dtype_bytes(p->dtype);
+static tensor tensor_copied(const tensor *t, bool at_end) {
     tensor copy = *t;
-    copy.view.data = guarded_alloc(bytes, fa_dtype_bytes(p->dtype), at_end);
-    memcpy(copy.view.data, t->view.data, bytes);
+    copy.view.data = guarded_alloc(tensor_bytes(t), fa_dtype_bytes(t->dtype), at_end);
+    memcpy(copy.view.data, t->view.data, tensor_bytes(t));
     return copy;
 }
 
 static appended append_on_cpu(const test_case *c) {
     appended a = {.p = c->p, .q = c->q};
     fa_problem *p = &a.p;
-    a.k = tensor_copied(p, &c->k, c->at_end), a.v = tensor_copied(p, &c->v, c->at_end);
+    a.k = tensor_copied(&c->k, c->at_end), a.v = tensor_copied(&c->v, c->at_end);
     p->k = a.k.view, p->v = a.v.view;
     if (!p->k_new.data) return a;
-    if (p->rotary_cos) a.q = tensor_make(p, p->b, p->len_q, p->h, ROWS_THEN_HEADS, c->at_end);
+    const bool packed = p->cu_seqlens_q != NULL;
+    if (p->rotary_cos)
+        a.q = tensor_make(p, packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h, ROWS_THEN_HEADS, c->at_end);
+    if (packed) a.q.view.stride_b = 0;
     fa_cpu_append(p, p->rotary_cos ? a.q.view.data : NULL, &test_pool);
     int32_t *used = guarded_alloc((size_t)p->b * sizeof *used, sizeof *used, c->at_end);
-    for (int64_t i = 0; i < p->b; i++) used[i] = p->seqused_k[i] + (int32_t)p->len_new;
+    for (int64_t i = 0; i < p->b; i++) used[i] = p->seqused_k[i] + (int32_t)fa_num_new_keys(p, i);
     p->seqused_k = used, p->q = a.q.view, p->len_new = 0, p->rotary_cos = p->rotary_sin = NULL;
-    p->k_new = p->v_new = (fa_view){0};
+    p->k_new = p->v_new = (fa_view){0}, p->cu_seqlens_k_new = NULL;
     return a;
 }
 
 /* Whether the caches agree bit for bit. Rotated values may differ by a unit in the last place. */
 static bool is_same_cache(const fa_problem *p, const tensor *x, const tensor *y, bool is_turned) {
-    static const double unit[] = {[FA_F16] = 0x1p-10, [FA_BF16] = 0x1p-7, [FA_F32] = 0x1p-23};
-    const size_t bytes = (size_t)x->num_elements * fa_dtype_bytes(p->dtype);
-    if (!is_turned) return memcmp(x->view.data, y->view.data, bytes) == 0;
+    static const double unit[] = {[FA_F16] = 0x1p-10, [FA_BF16] = 0x1p-7, [FA_F32] = 0x1p-23, [FA_E4M3] = 0x1p-3};
+    if (!is_turned) return memcmp(x->view.data, y->view.data, tensor_bytes(x)) == 0;
     for (int64_t i = 0; i < x->num_elements; i++) {
         const double a = fa_load_element(x->view.data, i, p->dtype), b = fa_load_element(y->view.data, i, p->dtype);
         if (isnan(a) != isnan(b) || fabs(a - b) > unit[p->dtype] * (fabs(b) + 0.1)) return false;
@@ -195,32 +209,35 @@ static bool is_same_cache(const fa_problem *p, const tensor *x, const tensor *y,
 }
 
 static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
-    static const double half_unit[] = {[FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6};
+    static const double half_unit[] = {
+        [FA_F16] = 0x1p-11, [FA_BF16] = 0x1p-8, [FA_F32] = 1e-6, [FA_E4M3] = 0x1p-8 + 1e-5};
     test_case c = decode_case(seed, dtype);
     fa_problem *p = &c.p;
     pool_threads = 1;
     appended after = append_on_cpu(&c);
-    const tensor k_before = tensor_copied(p, &c.k, c.at_end), v_before = tensor_copied(p, &c.v, c.at_end);
+    const tensor k_before = tensor_copied(&c.k, c.at_end), v_before = tensor_copied(&c.v, c.at_end);
     fa_problem exact = after.p;
     bool good = true;
     exact.dtype = FA_F64;
-    exact.q = tensor_widened(p, &after.q, c.at_end).view;
-    exact.k = tensor_widened(p, &after.k, c.at_end).view;
-    exact.v = tensor_widened(p, &after.v, c.at_end).view;
-    exact.o = tensor_widened(p, &c.o, c.at_end).view;
-    naive_results naive = {.o = tensor_widened(p, &c.o, c.at_end).view};
+    exact.q = tensor_descaled(&after.p, &after.q, &p->q_descale, false, c.at_end).view;
+    exact.k = tensor_descaled(&after.p, &after.k, &p->k_descale, true, c.at_end).view;
+    exact.v = tensor_descaled(&after.p, &after.v, &p->v_descale, true, c.at_end).view;
+    exact.o = tensor_widened(&c.o, c.at_end).view;
+    if (p->qv.data) exact.qv = tensor_widened(&c.qv, c.at_end).view;
+    naive_results naive = {.o = tensor_widened(&c.o, c.at_end).view};
     alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
     fa_reference_fwd(&exact, NULL, NULL, &test_pool);
     naive_attention(&after.p, &naive);
     if (verbose) case_print(&c);
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
         if (!machine.isa_legal[isa]) continue;
-        memset(c.o.view.data, 0xff, (size_t)c.o.num_elements * fa_dtype_bytes(dtype));
-        memcpy(c.k.view.data, k_before.view.data, (size_t)c.k.num_elements * fa_dtype_bytes(dtype));
-        memcpy(c.v.view.data, v_before.view.data, (size_t)c.v.num_elements * fa_dtype_bytes(dtype));
+        memset(c.o.view.data, 0xff, tensor_bytes(&c.o));
+        memcpy(c.k.view.data, k_before.view.data, tensor_bytes(&c.k));
+        memcpy(c.v.view.data, v_before.view.data, tensor_bytes(&c.v));
         if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
-        double largest, error = worst_error(p, &p->o, dtype, &exact.o, &largest);
-        double allowed = 2 * worst_error(p, &naive.o, FA_F64, &exact.o, &largest) + half_unit[dtype] * largest;
+        double largest, error = worst_error(p, &p->o, c.o.dtype, &exact.o, &largest);
+        double allowed = (dtype == FA_E4M3 ? 0 : 2) * worst_error(p, &naive.o, FA_F64, &exact.o, &largest) +
+                         half_unit[dtype] * largest;
         double lse_error = worst_lse(p, &exact.lse);
         bool same_caches = is_same_cache(p, &c.k, &after.k, p->rotary_cos) && is_same_cache(p, &c.v, &after.v, false);
         bool close = error <= allowed && lse_error <= 2e-5 && same_caches;
@@ -248,6 +265,7 @@ static void check_seeds(fa_dtype dtype) {
 static void test_f32(void **state) { (void)state, check_seeds(FA_F32); }
 static void test_bf16(void **state) { (void)state, check_seeds(FA_BF16); }
 static void test_f16(void **state) { (void)state, check_seeds(FA_F16); }
+static void test_e4m3(void **state) { (void)state, check_seeds(FA_E4M3); }
 
 /* ---- the same bits --------------------------------------------------------------------------------------------- */
 
@@ -433,7 +451,7 @@ static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
     pool_threads = 1;
     const appended after = append_on_cpu(&c);
     fa_problem exact = after.p;
-    tensor o = tensor_copied(p, &c.o, c.at_end);
+    tensor o = tensor_copied(&c.o, c.at_end);
     exact.o = o.view;
     alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
     memset(o.view.data, 0xff, (size_t)o.num_elements * fa_dtype_bytes(dtype));
@@ -493,15 +511,15 @@ static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
             if (random_below(&r, every)) continue;
             const double x = random_chance(&r, 50) ? NAN : random_chance(&r, 50) ? INFINITY : -INFINITY;
             const int64_t row = fa_key_offset(p, &p->v, &s, i / p->h_kv, i % p->h_kv);
-            fa_store_element(p->v.data, row + random_below(&r, p->d), x, dtype);
+            fa_store_element(p->v.data, row + random_below(&r, p->d_v), x, dtype);
         }
     }
     pool_threads = 1;
     const appended after = append_on_cpu(&c);
-    const tensor v_before = tensor_copied(p, &c.v, c.at_end);
+    const tensor v_before = tensor_copied(&c.v, c.at_end);
     fa_problem exact = after.p;
-    const tensor o = tensor_copied(p, &c.o, c.at_end);
-    const size_t bytes = (size_t)o.num_elements * fa_dtype_bytes(dtype);
+    const tensor o = tensor_copied(&c.o, c.at_end);
+    const size_t bytes = tensor_bytes(&o);
     exact.o = o.view;
     alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
     memset(o.view.data, 0xff, bytes);
@@ -539,8 +557,8 @@ int main(int argc, char **argv) {
     for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
     if (argc > 2 && !strcmp(argv[1], "--seed")) {
         bool good = true;
-        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
-            good = check_case(strtoull(argv[2], NULL, 10), (fa_dtype)dtype, true) && good;
+        for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_E4M3); dtype++)
+            good = (dtype == FA_F64 || check_case(strtoull(argv[2], NULL, 10), (fa_dtype)dtype, true)) && good;
         return !good;
     }
 #if defined(CHECK_CUDA)
@@ -553,6 +571,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_f32),
         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_f16),
+        cmocka_unit_test(test_e4m3),
         cmocka_unit_test(test_same_bits),
         cmocka_unit_test(test_nonfinite),
         cmocka_unit_test(test_mixed_threads),

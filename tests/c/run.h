@@ -20,7 +20,11 @@ static fa_machine machine;
 #endif
 
 static double tolerance_of_dtype(fa_dtype dtype) {
-    return dtype == FA_F16 ? 0x1p-11 : dtype == FA_BF16 ? 0x1p-8 : dtype == FA_F32 ? 1e-6 : 1e-14;
+    return dtype == FA_F16    ? 0x1p-11
+           : dtype == FA_BF16 ? 0x1p-8
+           : dtype == FA_F32  ? 1e-6
+           : dtype == FA_E4M3 ? 0x1p-4
+                              : 1e-14;
 }
 
 /* ---- running ------------------------------------------------------------------------------------------------- */
@@ -65,14 +69,15 @@ typedef struct {
 } deviation;
 
 /* Compares all rows of one output that belong to a sequence. A NaN on only one side counts as an infinite error. */
-static deviation compare(const fa_problem *p, const fa_view *x, fa_dtype dtype, const fa_view *reference, bool is_key) {
+static deviation compare(const fa_problem *p, const fa_view *x, fa_dtype dtype, int64_t columns,
+                         const fa_view *reference, bool is_key) {
     deviation worst = {0, 0};
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
         fa_sequence s = fa_sequence_at(p, b_idx);
         for (int64_t row = 0; row < (is_key ? s.len_kv : s.len_q); row++)
             for (int64_t head = 0; head < (is_key ? p->h_kv : p->h); head++) {
                 int64_t offset = is_key ? fa_key_offset(p, x, &s, row, head) : fa_query_offset(x, &s, row, head);
-                for (int64_t i = 0; i < p->d; i++) {
+                for (int64_t i = 0; i < columns; i++) {
                     double a = fa_load_element(x->data, offset + i, dtype);
                     double b = ((const double *)reference->data)[offset + i];
                     double error = isnan(a) && isnan(b) ? 0 : fabs(a - b);
@@ -87,7 +92,7 @@ static deviation compare(const fa_problem *p, const fa_view *x, fa_dtype dtype, 
 /* Whether only rows of sequences were written. The function wipes these rows, and then every byte must be 0xff
  * again. */
 static bool is_clean_outside(const fa_problem *p, const tensor *t, bool is_key) {
-    size_t element = fa_dtype_bytes(p->dtype), bytes = (size_t)t->num_elements * element;
+    size_t element = fa_dtype_bytes(t->dtype), bytes = tensor_bytes(t);
     unsigned char *copy = malloc(bytes + 1);
     memcpy(copy, t->view.data, bytes);
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -96,7 +101,7 @@ static bool is_clean_outside(const fa_problem *p, const tensor *t, bool is_key) 
             for (int64_t head = 0; head < (is_key ? p->h_kv : p->h); head++) {
                 int64_t offset =
                     is_key ? fa_key_offset(p, &t->view, &s, row, head) : fa_query_offset(&t->view, &s, row, head);
-                memset(copy + (size_t)offset * element, 0xff, (size_t)p->d * element);
+                memset(copy + (size_t)offset * element, 0xff, (size_t)t->columns * element);
             }
     }
     bool clean = true;
