@@ -1,7 +1,7 @@
 /* The ops of namespace flash_attn_3.
  *
  * The first four have the schemas of flash-attn 3. A result that no caller reads is empty: the partial sums of a split
- * forward, and the accumulators of a backward. The other three serve the Python functions: they say truly what they
+ * forward, and the accumulators of a backward. The others serve the Python functions: they say truly what they
  * write, so that tracers may rely on their schemas. */
 #include "combine.h"
 #include "execute.h"
@@ -64,6 +64,13 @@ static const fa_op ops[] = {
      fa_execute_combine,
      {FA_ARG("Tensor out_partial", out_partial), FA_ARG("Tensor lse_partial", lse_partial),
       FA_ARG("Tensor(out!)? out=None", out), FA_ARG("ScalarType? out_dtype=None", dtype)}},
+    {"_combine",
+     "(Tensor, Tensor)",
+     FA_OP_3,
+     FA_FWD,
+     fa_execute_combine,
+     {FA_ARG("Tensor out_partial", out_partial), FA_ARG("Tensor lse_partial", lse_partial),
+      FA_ARG("ScalarType? out_dtype=None", dtype)}},
     {"get_scheduler_metadata",
      "Tensor",
      FA_OP_3,
