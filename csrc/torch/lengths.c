@@ -56,6 +56,10 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
         REQUIRE(c->max_seqlen_k >= 0, "max_seqlen_k must be at least 0; it is %" PRId64, c->max_seqlen_k);
         p->len_kv = c->max_seqlen_k;
     }
+    const fa_tensor *batch = p->paged ? &c->block_table : &c->k;
+    REQUIRE(!is_3 || packed_k || present(&c->cache_batch_idx) || batch->ndim == 0 || batch->size[0] == p->b,
+            "batch_size must be equal to batch_size_k; q has %" PRId64 ", %s has %" PRId64, p->b, batch->name,
+            batch->size[0]);
     TRY(check_index_per_batch(&c->seqused_q, &c->q, p->b, err));
     TRY(check_index_per_batch(&c->seqused_k, &c->q, p->b, err));
     TRY(check_index_per_batch(&c->leftpad_k, &c->q, p->b, err));
@@ -66,8 +70,6 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
     p->cache_batch_idx = (const int32_t *)c->cache_batch_idx.data;
     TRY(check_block_table(c, p, err));
     p->cache_rows = p->paged ? c->block_table.size[0] : c->k.size[0];
-    REQUIRE(!is_3 || packed_k || p->paged || present(&c->cache_batch_idx) || c->k.size[0] == p->b,
-            "batch_size must be equal to batch_size_k; q has %" PRId64 ", k has %" PRId64, p->b, c->k.size[0]);
     const int64_t room = p->paged ? p->block_table_cols * p->page_size : p->total_kv;
     if (p->paged && !packed_k) p->len_kv = room;
     /* max_seqlen may be larger than the tensor, and plans need the real bound. */

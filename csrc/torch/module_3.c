@@ -1,5 +1,5 @@
-/* The CPython module flash_attn_3._C. Its import registers the ops of namespace flash_attn_3. The module holds diagnostics
- * and functions that compile GPU kernels before their first call. */
+/* The CPython module flash_attn_3._C. Its import registers the ops of namespace flash_attn_3. The module holds the ops as
+ * plain functions (direct.c), diagnostics, and functions that compile GPU kernels before their first call. */
 #include "direct.h"
 #include "failures.h"
 #include "kernel_functions.h"

@@ -15,9 +15,9 @@
         FA_ARG("Tensor? seqused_k=None", seqused_k), FA_ARG(INT "? max_seqlen_q=None", max_seqlen_q),           \
         FA_ARG(INT "? max_seqlen_k=None", max_seqlen_k), FA_ARG("Tensor? page_table=None", block_table),        \
         FA_ARG("Tensor? kv_batch_idx=None", cache_batch_idx), FA_ARG("Tensor? leftpad_k=None", leftpad_k)
-#define ARGS_ROTARY                                                                               \
+#define ARGS_ROTARY(POSITIONS)                                                                    \
     FA_ARG("Tensor? rotary_cos=None", rotary_cos), FA_ARG("Tensor? rotary_sin=None", rotary_sin), \
-        FA_ARG("Tensor? seqlens_rotary=None", seqlens_rotary)
+        FA_ARG("Tensor? " POSITIONS "=None", seqlens_rotary)
 #define ARGS_DESCALE                                                                          \
     FA_ARG("Tensor? q_descale=None", q_descale), FA_ARG("Tensor? k_descale=None", k_descale), \
         FA_ARG("Tensor? v_descale=None", v_descale)
@@ -44,9 +44,9 @@ static const fa_op ops[] = {
      FA_FWD,
      fa_execute,
      {ARGS_QKV, FA_ARG("Tensor(k_new!)? k_new=None", k_new), FA_ARG("Tensor(v_new!)? v_new=None", v_new),
-      FA_ARG("Tensor? q_v=None", qv), FA_ARG("Tensor(out!)? out=None", out), ARGS_CU_SEQLENS("int"), ARGS_ROTARY,
-      ARGS_DESCALE, FA_ARG("float? softmax_scale=None", softmax_scale), FA_ARG("bool is_causal=False", causal),
-      ARGS_MASK("int"), ARGS_CHUNK("int"), FA_ARG("float softcap=0.0", softcap),
+      FA_ARG("Tensor? q_v=None", qv), FA_ARG("Tensor(out!)? out=None", out), ARGS_CU_SEQLENS("int"),
+      ARGS_ROTARY("seqlens_rotary"), ARGS_DESCALE, FA_ARG("float? softmax_scale=None", softmax_scale),
+      FA_ARG("bool is_causal=False", causal), ARGS_MASK("int"), ARGS_CHUNK("int"), FA_ARG("float softcap=0.0", softcap),
       FA_ARG("bool is_rotary_interleaved=False", rotary_interleaved), ARGS_HINTS("int", "0")}},
     {"bwd",
      "(Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -105,7 +105,7 @@ static const fa_op ops[] = {
      FA_FWD,
      fa_execute,
      {ARGS_QKV, FA_ARG("Tensor? k_new=None", k_new), FA_ARG("Tensor? v_new=None", v_new), FA_ARG("Tensor? qv=None", qv),
-      FA_ARG("Tensor? out_=None", out), ARGS_CU_SEQLENS("SymInt"), ARGS_ROTARY, ARGS_DESCALE,
+      FA_ARG("Tensor? out_=None", out), ARGS_CU_SEQLENS("SymInt"), ARGS_ROTARY("seqlens_rotary"), ARGS_DESCALE,
       FA_ARG("float? softmax_scale=None", softmax_scale), FA_ARG("bool causal=False", causal), ARGS_MASK("SymInt"),
       ARGS_CHUNK("SymInt"), FA_ARG("float softcap=0.0", softcap),
       FA_ARG("bool rotary_interleaved=True", rotary_interleaved), ARGS_HINTS("SymInt", "1")}},
@@ -137,7 +137,7 @@ static const fa_op ops[] = {
       FA_ARG("Tensor? page_table", block_table),
       FA_ARG("Tensor? cache_batch_idx", cache_batch_idx),
       FA_ARG("Tensor? cache_leftpad", leftpad_k),
-      ARGS_ROTARY,
+      ARGS_ROTARY("rotary_seqlens"),
       ARGS_DESCALE,
       FA_ARG("float? softmax_scale=None", softmax_scale),
       FA_ARG("bool causal=False", causal),

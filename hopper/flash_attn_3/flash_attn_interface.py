@@ -311,8 +311,10 @@ def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
     lengths, options = _Lengths(*lengths), _Options(*options)
     _check_tensors(**dict(zip(("q", "k", "v") if len(tensors) == 3 else ("qkv",), tensors)))
     _check_no_gradient_of_qv(options.qv)
-    if compiling or forward_ad._current_level >= 0 or (
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if (
+        compiling
+        or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     ):
         rest = _distinct(*tensors, num_heads_q, deterministic, return_lse, *lengths, *options)
         return _Attention.apply(len(tensors), *rest)

@@ -26,7 +26,9 @@ def build():
     with open(HOPPER / "build" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_old():
-            subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"], cwd=HOPPER, check=True)
+            subprocess.run(
+                [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"], cwd=HOPPER, check=True
+            )
 
 
 build()

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from oracle3 import INF, assert_close, assert_lse, attention
-from torch.testing import assert_close as assert_equal
-
 from flash_attn_3.flash_attn_interface import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
 )
+from oracle3 import INF, assert_close, assert_lse, attention
+from torch.testing import assert_close as assert_equal
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -47,7 +46,11 @@ def by_sequence(q, k, v, qv=None, **options):
 @pytest.mark.parametrize("sizes", [(1, 1), (13, 40), (65, 64), (40, 13), (1, 70)], ids=str)
 def test_func(engine, sizes, mask, dtype):
     len_q, len_kv = sizes
-    q, k, v = make(2, len_q, 4, 32, dtype=dtype), make(2, len_kv, 2, 32, dtype=dtype), make(2, len_kv, 2, 32, dtype=dtype)
+    q, k, v = (
+        make(2, len_q, 4, 32, dtype=dtype),
+        make(2, len_kv, 2, 32, dtype=dtype),
+        make(2, len_kv, 2, 32, dtype=dtype),
+    )
     out, lse = flash_attn_func(q, k, v, **options_of(mask), return_attn_probs=True)
     truth, true_lse = by_sequence(q, k, v, **mask)
     assert out.is_contiguous() and out.dtype == dtype and lse.dtype == torch.float32
@@ -58,7 +61,9 @@ def test_func(engine, sizes, mask, dtype):
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 @pytest.mark.parametrize("h_kv", [1, 2, 6])
-@pytest.mark.parametrize("sizes", [(192, 128), (192, 64), (64, 256), (64, 512), (32, 96), (64, 8), (256, 256), (96, 96)])
+@pytest.mark.parametrize(
+    "sizes", [(192, 128), (192, 64), (64, 256), (64, 512), (32, 96), (64, 8), (256, 256), (96, 96)]
+)
 def test_widths_of_v(engine, sizes, h_kv, softcap):
     d, d_v = sizes
     dtype = torch.bfloat16

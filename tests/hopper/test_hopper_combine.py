@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from oracle3 import INF, attention
-
 from flash_attn_3.flash_attn_interface import flash_attn_combine, flash_attn_func
+from oracle3 import INF, attention
 
 
 def make(n, b, rows, h, d, views=False):
     """Parts, and lse with rows side by side; with views both are slices of larger tensors."""
     if views:
-        return torch.randn(n, b, rows, h + 1, 2 * d)[..., 1:, :d], torch.randn(n, b, h + 2, rows).transpose(2, 3)[..., 2:]
+        return torch.randn(n, b, rows, h + 1, 2 * d)[..., 1:, :d], torch.randn(n, b, h + 2, rows).transpose(2, 3)[
+            ..., 2:
+        ]
     return torch.randn(n, b, rows, h, d), torch.randn(n, b, h, rows).transpose(2, 3) * 3
 
 

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from oracle3 import INF, assert_close, assert_lse, attention
-
 from flash_attn_3.flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
+from oracle3 import INF, assert_close, assert_lse, attention
 
 E4M3 = torch.float8_e4m3fn
 B, CAPACITY, H, H_KV, D = 3, 24, 4, 2, 32
@@ -93,7 +92,8 @@ def test_cache(engine, options, packs, mask, page):
         given.update(cu_seqlens_q=i32(0, *itertools.accumulate(lens_q)), max_seqlen_q=max(lens_q))
     out, lse = flash_attn_with_kvcache(
         q if packs else q.view(B, 4, H, D), caches.given_k, caches.given_v, causal=mask.get("causal", False),
-        window_size=mask.get("window", (-1, -1)), attention_chunk=mask.get("chunk", 0), return_softmax_lse=True, **given,
+        window_size=mask.get("window", (-1, -1)), attention_chunk=mask.get("chunk", 0), return_softmax_lse=True,
+        **given,
     )  # fmt: skip
     out = out.view(-1, H, D)
     lse = lse if packs else lse.transpose(0, 1).flatten(1)
@@ -121,7 +121,9 @@ def test_cache(engine, options, packs, mask, page):
         truth, true_lse = attention(queries, keys, values, **mask)
         plain, _ = attention(queries, keys, values, dtype=dtype, **mask)
         assert_close(out[mine], truth, plain, a=2e-2 if "rotary" in options else None)
-        torch.testing.assert_close(lse[:, mine].double(), true_lse, rtol=1e-5, atol=3e-2 if "rotary" in options else 2e-5)
+        torch.testing.assert_close(
+            lse[:, mine].double(), true_lse, rtol=1e-5, atol=3e-2 if "rotary" in options else 2e-5
+        )
 
 
 @pytest.mark.parametrize("page", [None, 4])
@@ -158,7 +160,9 @@ def test_fp8_and_other_widths(engine, d_v, page):
         k = caches.k[i, : used[i]].double() * scales[1, i][:, None]
         v = caches.v[i, : used[i]].double() * scales[2, i][:, None]
         truth, true_lse = attention(wide, k, v, causal=True)
-        plain, _ = attention(wide.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, dtype=torch.bfloat16, rounds_p=E4M3)
+        plain, _ = attention(
+            wide.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, dtype=torch.bfloat16, rounds_p=E4M3
+        )
         assert_close(out[i], truth, plain)
         assert_lse(lse[i], true_lse)
 
