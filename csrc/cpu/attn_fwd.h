@@ -15,9 +15,11 @@
  *   close each tile    O = O^T / row sum, lse
  *
  * A tile adds its keys in ascending blocks that start at multiples of block_kv. So the bits of an output depend neither
- * on the thread count nor on the other tiles of the task. With qv the rows of Q and K are longer: qv stands behind q and V
- * behind K, so the same product computes their scores. FA_E4M3 is packed without descales, which join the scale of the
- * scores and the factor of O. Specification: reference.c. Measurements: README.md. */
+ * on the thread count nor on the other tiles of the task.
+ *
+ * With qv a packed row of Q continues with qv, and a packed row of K continues with V. So one product computes
+ * q.k + qv.v. FA_E4M3 is packed without its descales. They multiply the scale of the scores and the factor of O.
+ * Specification: reference.c. Measurements: README.md. */
 #ifndef FA_CPU_ATTN_FWD_H
 #define FA_CPU_ATTN_FWD_H
 

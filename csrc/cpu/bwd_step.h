@@ -6,8 +6,9 @@
 #include "bwd_task.h"
 #include "elementwise_bwd.h"
 
-/* grad[key] += words[key] . rows over the lanes, where grad and rows have d elements in `columns`, for keys [begin, end) of the block. A strip of keys takes only the
- * range of lanes that see the strip, because on the diagonal half of the lanes see nothing. */
+/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Rows of grad and rows hold d
+ * elements in `columns`. A strip of keys takes only the range of lanes that see the strip, because on the diagonal half
+ * of the lanes see nothing. */
 static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
                          int64_t word_stride, const float *rows, int64_t d, int64_t columns, int64_t begin,
                          int64_t end) {

@@ -58,8 +58,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
-    int block_kv =
-        p->d > 128 || p->d_v > 128 ? 64 : 128; /* K, V, K^T, dK, dV of a block stay in the second-level cache */
+    /* K, V, K^T, dK, dV of a block stay in the second-level cache. */
+    int block_kv = p->d > 128 || p->d_v > 128 ? 64 : 128;
     /* A sequence of one block has the same bits whatever the block's size. With AMX, rows of P and dS lie behind 32
      * keys of scores, so the smallest block has 64 keys. */
     const int least_kv = plan->cpu.isa == FA_ISA_AMX ? 64 : 32;

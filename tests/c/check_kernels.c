@@ -9,8 +9,9 @@
  *
  * The tolerance: with E(x) = max |x - reference in fp64 on the same inputs|, a kernel passes when
  *     E(kernel) <= m E(naive) + a max |reference|,   m = 2 forward, 3 backward,   a = half a unit in the last place
- * For fp32 a is 1e-6, and for e4m3 m is 0: the output is the bf16 that fp32 arithmetic gives. In the backward the reference is at least as large as the terms that cancel. The naive evaluation
- * rounds every intermediate tensor to the dtype, as a tensor library does (naive.h).
+ * For fp32 a is 1e-6. For e4m3 m is 0, and a is that of bf16: the kernel must be as exact as fp32 arithmetic. In the
+ * backward the reference is at least as large as the terms that cancel. The naive evaluation rounds every intermediate
+ * tensor to the dtype, as a tensor library does (naive.h).
  *
  * Build: make -C tests/c (CC, CFLAGS as usual). */
 #define _GNU_SOURCE
