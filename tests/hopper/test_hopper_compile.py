@@ -71,14 +71,15 @@ def compiled(function):
 def check_compiled(function, *tensors):
     """Results and gradients of the compiled function are those of the function, bit for bit."""
     inputs = [x for x in tensors if x.requires_grad]
+    found = []
     for run in (function, compiled(function)):
         out = run(*tensors)
-        results = [*(out if isinstance(out, tuple) else (out,))]
+        results = [*out] if isinstance(out, tuple) else [out]
         torch.manual_seed(1)
         dout = torch.randn(results[0].shape)
         grads = torch.autograd.grad(results[0], inputs, dout.to(results[0].dtype)) if inputs else ()
-        expected = [*results, *grads] if run is function else expected
-    assert all(torch.equal(x, y) for x, y in zip([*results, *grads], expected))
+        found.append([*results, *grads])
+    assert len(found[0]) == len(found[1]) and all(torch.equal(x, y) for x, y in zip(*found))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
