@@ -1,5 +1,7 @@
-/* The CPython module flash_attn_3._C. Its import registers the ops of namespace flash_attn_3. The module holds the ops as
- * plain functions (direct.c), diagnostics, and functions that compile GPU kernels before their first call. */
+/* The CPython module flash_attn_3._C.
+ *
+ * The module holds the ops as plain functions (direct.c), and diagnostics. Other functions compile GPU kernels before
+ * their first call. The import registers the ops of namespace flash_attn_3. */
 #include "direct.h"
 #include "failures.h"
 #include "kernel_functions.h"
