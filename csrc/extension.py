@@ -21,6 +21,7 @@ OWN = {
     2: {"torch/ops_2.c", "torch/direct_2.c", "torch/module_2.c", "torch/positional.c"},
     3: {
         "cpu/combine.c",
+        "gpu/combine.c",
         "torch/ops_3.c",
         "torch/direct_3.c",
         "torch/module_3.c",

@@ -9,7 +9,7 @@
 static double weigh(const fa_combination *c, const float *lse, double *weights) {
     double max = -INFINITY, sum = 0;
     for (int64_t i = 0; i < c->num_parts; i++)
-        if (!(lse[i * c->lse_stride_part] <= max)) max = lse[i * c->lse_stride_part]; /* a NaN stays */
+        if (lse[i * c->lse_stride_part] > max) max = lse[i * c->lse_stride_part];
     for (int64_t i = 0; i < c->num_parts; i++) {
         const float part = lse[i * c->lse_stride_part];
         weights[i] = part == -INFINITY ? 0 : exp(part - max);

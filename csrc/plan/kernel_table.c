@@ -112,6 +112,7 @@ static const fa_row bwd_any_rows[] = {
 static const fa_row delta_any_rows[] = {{.name = "attn_delta_any"}};
 static const fa_row probs_any_rows[] = {{.name = "attn_probs_any", .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache"}};
+static const fa_row combine_rows[] = {{.name = "combine"}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
 const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
@@ -227,6 +228,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = kvcache_rows,
                     .num_rows = NUM_ROWS(kvcache_rows),
+                    .chooses = always_chooses},
+    [FA_COMBINE] = {.name = "combine",
+                    .files = FILES("combine.cu", "combine_params.h", "element.cuh", "ptx_sm80.cuh"),
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = combine_rows,
+                    .num_rows = NUM_ROWS(combine_rows),
                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,

@@ -4,7 +4,7 @@
 #include "autograd.h"
 #include "check.h"
 #include "cpu/combine.h"
-#include "execute.h"
+#include "gpu/combine.h"
 
 #define OUT_DIMS "(batch_size, seqlen, num_heads, head_size)"
 #define LSE_DIMS "(num_splits, batch_size, seqlen, num_heads)"
@@ -81,8 +81,7 @@ static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
 
 static fa_status run(const fa_combination *combination, fa_error *err) {
     const fa_pool pool = {torch_parallel_for};
-    if (combination->device == FA_CUDA)
-        return fa_fail(err, FA_EUNSUPPORTED, "out_partial is on CUDA, and flash_attn_combine has no GPU kernel yet");
+    if (combination->device == FA_CUDA) return fa_cuda_combine(combination, err);
     return fa_cpu_combine(combination, &pool)
                ? FA_OK
                : fa_fail(err, FA_ENOMEM, "torch could not start the threads of the call");
