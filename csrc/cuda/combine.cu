@@ -39,8 +39,8 @@ DEVICE float weigh(const fa_combine_params &p, const float *lse, float *weights)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_COMBINE_WARPS) KERNEL(const fa_combine_params p) {
-    __shared__ float all_weights[FA_COMBINE_WARPS][FA_COMBINE_MAX_PARTS];
-    float *weights = all_weights[threadIdx.x / 32];
+    extern __shared__ __align__(16) char memory[];
+    float *weights = (float *)memory + FA_COMBINE_MAX_PARTS * (threadIdx.x / 32);
     for (long long task = (long long)blockIdx.x * FA_COMBINE_WARPS + threadIdx.x / 32; task < p.num_rows;
          task += (long long)gridDim.x * FA_COMBINE_WARPS) {
         const long long row = task % p.len, b_idx = task / p.len / p.h;

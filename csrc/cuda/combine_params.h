@@ -3,7 +3,7 @@
 #ifndef FA_COMBINE_PARAMS_H
 #define FA_COMBINE_PARAMS_H
 
-enum { FA_COMBINE_WARPS = 4, FA_COMBINE_MAX_PARTS = 256 };
+enum { FA_COMBINE_WARPS = 4, FA_COMBINE_MAX_PARTS = 256, FA_COMBINE_SHARED_BYTES = 4 * 4 * 256 };
 
 typedef struct {
     const float *out_partial; /* [part, b, row, h, d] */

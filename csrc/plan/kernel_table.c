@@ -3,6 +3,7 @@
 
 #include "cuda/attn_decode_params.h"
 #include "cuda/attn_fwd_params.h"
+#include "cuda/combine_params.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -112,7 +113,7 @@ static const fa_row bwd_any_rows[] = {
 static const fa_row delta_any_rows[] = {{.name = "attn_delta_any"}};
 static const fa_row probs_any_rows[] = {{.name = "attn_probs_any", .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache"}};
-static const fa_row combine_rows[] = {{.name = "combine"}};
+static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
 const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
