@@ -7,22 +7,17 @@ kernels on request. docs/install.md lists the environment variables.
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
-from setuptools.command.build_ext import build_ext
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)  # setuptools wants sources relative to the project
-sys.path.insert(0, str(ROOT / "csrc" / "gpu"))
+sys.path[:0] = [str(ROOT / "csrc"), str(ROOT / "csrc" / "gpu")]
 
+import extension  # noqa: E402
 from ship_cubins import ship, wanted_archs  # noqa: E402
-
-LIMITED_API = "0x03090000"
-GNU_FLAGS = ["-std=c11", "-O2", "-g0", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra"]
-MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 
 
 def version():
@@ -31,41 +26,13 @@ def version():
     return scope["__version__"]
 
 
-def max_jobs():
-    """The number of compilers that run at once: MAX_JOBS, or one per processor."""
-    return max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
-
-
-class BuildExt(build_ext):
-    """Chooses the compiler's dialect and compiles MAX_JOBS files at a time."""
+class BuildExt(extension.BuildExt):
+    """Compiles the extension, and then the GPU kernels that a wheel shall carry."""
 
     def build_extensions(self):
-        flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else GNU_FLAGS
-        for extension in self.extensions:
-            extension.extra_compile_args = flags
-        compile_files = self.compiler.compile
-        with ThreadPoolExecutor(max_jobs()) as pool:
+        super().build_extensions()
+        ship(self.get_ext_fullpath("flash_attn_2_cuda"), wanted_archs(os.environ), extension.max_jobs())
 
-            def compile_in_parallel(sources, *args, **kwargs):
-                jobs = [pool.submit(compile_files, [source], *args, **kwargs) for source in sources]
-                return [obj for job in jobs for obj in job.result()]
-
-            self.compiler.compile = compile_in_parallel
-            super().build_extensions()
-        ship(self.get_ext_fullpath("flash_attn_2_cuda"), wanted_archs(os.environ), max_jobs())
-
-
-c_files = sorted(glob("csrc/*.c") + glob("csrc/*/*.c"))
-
-extension = Extension(
-    "flash_attn_2_cuda",
-    sources=c_files,
-    depends=sorted(glob("csrc/*.h") + glob("csrc/*/*.h") + glob("csrc/*/*.def")),
-    include_dirs=["csrc"],
-    define_macros=[("Py_LIMITED_API", LIMITED_API)],
-    libraries=[] if sys.platform == "win32" else ["m", "dl"],
-    py_limited_api=True,
-)
 
 # GPU kernels are installed as text beside the Python files. A kernel is compiled at its first use.
 gpu_kernels = ["flash_attn.cuda"] if glob("csrc/cuda/*.cu") else []
@@ -84,7 +51,7 @@ setup(
     packages=find_packages(include=["flash_attn", "flash_attn.*"]) + gpu_kernels,
     package_dir={"flash_attn.cuda": "csrc/cuda"},
     package_data={"flash_attn.cuda": ["*.cu", "*.cuh", "*.h", "*.def"]},
-    ext_modules=[extension],
+    ext_modules=[extension.extension("flash_attn_2_cuda", "csrc", 2)],
     cmdclass={"build_ext": BuildExt},
     options={"bdist_wheel": {"py_limited_api": "cp39"}},
     zip_safe=False,

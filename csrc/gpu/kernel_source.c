@@ -1,5 +1,5 @@
 /* Reads the text of a variant and compiles the text with NVRTC. The sources lie beside the module: in flash_attn/cuda
- * of an installed package, or in csrc/cuda of a checkout. The sources include only each other. */
+ * or flash_attn_3/cuda of an installed package, or in csrc/cuda of a checkout. The sources include only each other. */
 #include "kernel_source.h"
 
 #include <stdarg.h>
@@ -46,11 +46,12 @@ static char *read_text(const char *name) {
 }
 
 static fa_status find_folder(fa_error *err) {
-    static const char *const places[] = {"flash_attn/cuda", "csrc/cuda"};
+    static const char *const places[] = {"flash_attn/cuda", "csrc/cuda",             /* flash_attn_2_cuda */
+                                         "cuda", "../../csrc/cuda", "../csrc/cuda"}; /* flash_attn_3._C */
     char module[PATH_BYTES - 32] = "";
     if (*folder) return FA_OK;
     if (!fa_module_folder(module, sizeof module))
-        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the folder of flash_attn_2_cuda is not known");
+        return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the folder of the module is not known");
     for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
         snprintf(folder, sizeof folder, "%s/%s", module, places[i]);
         char *text = read_text(fa_families[0].files[0]);
@@ -58,8 +59,9 @@ static fa_status find_folder(fa_error *err) {
         if (text) return FA_OK;
     }
     *folder = '\0';
-    return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the kernels' sources are neither in %s/%s nor in %s/%s", module,
-                   places[0], module, places[1]);
+    return fa_fail(err, FA_EUNSUPPORTED,
+                   "flash_attn: the kernels' sources are not in %s, neither in flash_attn/cuda, csrc/cuda nor cuda",
+                   module);
 }
 
 static fa_status read_file(const char *name, const char **text, fa_error *err) {

@@ -3,6 +3,7 @@
 
 #include "cuda/attn_decode_params.h"
 #include "cuda/attn_fwd_params.h"
+#include "cuda/combine_params.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -120,6 +121,7 @@ static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
+static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
 const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
@@ -244,6 +246,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .rows = kvcache_rows,
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = any_chooses},
+    [FA_COMBINE] = {.name = "combine",
+                    .files = FILES("combine.cu", "combine_params.h", "element.cuh", "ptx_sm80.cuh"),
+                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .rows = combine_rows,
+                    .num_rows = NUM_ROWS(combine_rows),
+                    .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
                                        "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",

@@ -44,6 +44,7 @@ typedef enum {
     FA_DELTA_ANY,
     FA_PROBS_ANY,
     FA_KVCACHE,
+    FA_COMBINE,
     FA_NUM_FAMILIES
 } fa_family_id;
 

@@ -16,7 +16,8 @@ typedef struct {
     int32_t dtype, device_type, device_idx;
 } fa_tensor;
 
-typedef enum { FA_OP_DENSE, FA_OP_VARLEN, FA_OP_KVCACHE } fa_layout;
+/* FA_OP_3: an op of flash-attn 3. Its arguments say where sequences lie, and its rules are those of flash-attn 3. */
+typedef enum { FA_OP_DENSE, FA_OP_VARLEN, FA_OP_KVCACHE, FA_OP_3 } fa_layout;
 
 /* All arguments of all ops. An argument that an op's schema lacks keeps the value of an absent argument. */
 typedef struct {
@@ -28,8 +29,16 @@ typedef struct {
     fa_tensor k_new, v_new, rotary_cos, rotary_sin, cache_batch_idx;
     fa_tensor dout, softmax_lse, dq, dk, dv, rng_state;
 
+    /* Of flash-attn 3. */
+    fa_tensor qv, seqused_q, cu_seqlens_k_new, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata;
+    fa_tensor out_partial, lse_partial;                /* of fwd_combine */
+    int64_t batch_size, num_heads, num_heads_k, dtype; /* of get_scheduler_metadata; dtype: also of out */
+    int64_t attention_chunk, sm_margin, ignored_int;
+
     double dropout_p, softmax_scale, softcap;
-    int64_t window_left, window_right, max_seqlen_q, max_seqlen_k, num_splits;
+    int64_t window_left, window_right, max_seqlen_q, max_seqlen_k, num_splits; /* max_seqlen -1: not given */
+    int num_results;
+    bool ignored_bool; /* ignored: hints that no kernel needs */
     bool causal, return_softmax, deterministic, zero_tensors, rotary_interleaved;
     bool default_scale; /* no softmax_scale was given, and the op has a default */
     bool only_out;      /* the op returns out alone */

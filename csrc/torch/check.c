@@ -16,6 +16,7 @@ const char *dtype_words(int32_t dtype) {
     if (dtype == fa_torch.bf16) return "bf16";
     if (dtype == fa_torch.f32) return "fp32";
     if (dtype == fa_torch.f64) return "fp64";
+    if (dtype == fa_torch.e4m3) return "float8_e4m3fn";
     if (dtype == fa_torch.i32) return "int32";
     if (dtype == fa_torch.i64) return "int64";
     if (dtype == fa_torch.u8) return "uint8";
@@ -123,6 +124,10 @@ fa_status check_index(const fa_tensor *t, const fa_tensor *q, fa_error *err) {
     TRY(check_device(t, q, err));
     REQUIRE(t->dtype == fa_torch.i32, "%s must have dtype int32; it is %s", t->name, dtype_words(t->dtype));
     return FA_OK;
+}
+
+fa_status check_index_if_given(const fa_tensor *t, const fa_tensor *q, fa_error *err) {
+    return present(t) ? check_index(t, q, err) : FA_OK;
 }
 
 fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t b, fa_error *err) {

@@ -27,6 +27,10 @@ const char *dtype_words(int32_t dtype);
 
 static inline bool present(const fa_tensor *t) { return t->handle != NULL; }
 
+/* Is the tensor q packed: sequences one after the other, without a batch dimension? Is k? */
+static inline bool packs_q(const fa_call *c) { return present(&c->cu_seqlens_q); }
+static inline bool packs_k(const fa_call *c) { return present(&c->cu_seqlens_k) && !present(&c->block_table); }
+
 /* A stride matters only if its dimension has more than one element and the tensor is not empty. */
 bool last_dim_contiguous(const fa_tensor *t);
 bool contiguous(const fa_tensor *t);
@@ -51,6 +55,8 @@ fa_status check_shape(const fa_tensor *t, int64_t ndim, const int64_t *size, con
 
 /* Checks a tensor of lengths or indices, which must be int32 and on q's device. */
 fa_status check_index(const fa_tensor *t, const fa_tensor *q, fa_error *err);
+
+fa_status check_index_if_given(const fa_tensor *t, const fa_tensor *q, fa_error *err);
 
 /* Checks a tensor with one length or index per sequence, which must be contiguous. The tensor may be absent. */
 fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t b, fa_error *err);

@@ -114,7 +114,7 @@ static bool is_watched_says_python(void) {
 }
 
 static bool has_key_of_ours(void) {
-    PyObject *keys = PySequence_List(python_kernels), *name = PyUnicode_FromString("flash_attn/");
+    PyObject *keys = PySequence_List(python_kernels), *name = PyUnicode_FromFormat("%s/", fa_ops.name_space);
     bool found = !keys || !name;
     for (Py_ssize_t i = 0; !found && i < PyList_Size(keys); i++)
         found = PyUnicode_Tailmatch(PyList_GetItem(keys, i), name, 0, PY_SSIZE_T_MAX, -1) != 0; /* -1: failed */
@@ -158,6 +158,7 @@ static int32_t dtype_of(const fa_dl_tensor *t) {
     case FA_DL_BFLOAT << 8 | 16: return fa_torch.bf16;
     case FA_DL_FLOAT << 8 | 32: return fa_torch.f32;
     case FA_DL_FLOAT << 8 | 64: return fa_torch.f64;
+    case FA_DL_E4M3 << 8 | 8: return fa_torch.e4m3;
     case FA_DL_INT << 8 | 32: return fa_torch.i32;
     case FA_DL_INT << 8 | 64: return fa_torch.i64;
     default: return -1;
@@ -253,7 +254,7 @@ static bool requires_grad(const fa_tensor *t) {
 static bool wants_gradients(const fa_call *call) {
     return fa_torch.aoti_torch_grad_mode_is_enabled() &&
            (requires_grad(&call->q) || requires_grad(&call->k) || requires_grad(&call->v) ||
-            requires_grad(&call->k_new) || requires_grad(&call->v_new));
+            requires_grad(&call->k_new) || requires_grad(&call->v_new) || requires_grad(&call->qv));
 }
 
 /* ---- results ----------------------------------------------------------------------------------------------------- */
@@ -290,6 +291,10 @@ static bool is_contiguous(const fa_tensor *t) {
     return true;
 }
 
+static bool has_columns_of(const fa_tensor *v, const fa_tensor *q) {
+    return v->ndim > 0 && q->ndim > 0 && v->size[v->ndim - 1] == q->size[q->ndim - 1];
+}
+
 /* Makes the call's out if q is contiguous and lies on the current GPU. Inductor's code calls the same function, which
  * avoids the dispatcher and saves 0.4 us. In all other cases, and after a failure, outputs.c makes out. Returns a new
  * reference, or NULL. */
@@ -301,7 +306,7 @@ static PyObject *bring_out(const fa_tensor *q, fa_call *call) {
     PyObject *layout, *out = NULL;
     fa_tensor t = call->out;
     if (!empty_strided_cuda || call->pass != FA_FWD || q->device_type != fa_torch.cuda || !dtype ||
-        q->ndim > MAX_NDIM || !is_contiguous(q))
+        q->ndim > MAX_NDIM || !is_contiguous(q) || !has_columns_of(&call->v, q))
         return NULL;
     if ((layout = contiguous_layout(q, dtype))) out = PyObject_Call(empty_strided_cuda, layout, NULL);
     if (out && read_tensor(out, &t) && t.device_type == q->device_type && t.device_idx == q->device_idx) {
@@ -330,65 +335,19 @@ static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
     return failed || tuple ? tuple : tensor;
 }
 
-/* ---- the functions ----------------------------------------------------------------------------------------------- */
-
-#define DENSE        "_flash_attn_forward"
-#define PACKED       "_flash_attn_varlen_forward"
-#define DENSE_GRADS  "_flash_attn_backward"
-#define PACKED_GRADS "_flash_attn_varlen_backward"
-
-#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
-#define VARLEN                                                                                              \
-    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
-    "softcap, alibi_slopes, block_table"
-#define KVCACHE   "the arguments of fwd_kvcache but out"
-#define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
-#define OF_THE_OP "the op's arguments"
-
-/* X(name, arguments for Python, results, op with these arguments, torch's op that the function replaces,
- *   whether out alone is returned, gradients). */
-#define FUNCTIONS(X)                                                                                       \
-    X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, NEED_LSE)                                  \
-    X(varlen_attention, VARLEN, WITH_LSE, "_varlen_forward", PACKED, true, NEED_LSE)                       \
-    X(forward, NO_DROPOUT, "(out, softmax_lse)", "_forward", DENSE, false, IGNORED)                        \
-    X(varlen_forward, VARLEN, "(out, softmax_lse)", "_varlen_forward", PACKED, false, IGNORED)             \
-    X(kvcache_attention, KVCACHE, "out", "fwd_kvcache", "fwd_kvcache", true, LEFT_TO_THE_OP)               \
-    X(kvcache_forward, KVCACHE, "(out, softmax_lse)", "fwd_kvcache", "fwd_kvcache", false, LEFT_TO_THE_OP) \
-    X(flash_attn_forward, OF_THE_OP, "its results", DENSE, DENSE, false, LEFT_TO_THE_OP)                   \
-    X(flash_attn_varlen_forward, OF_THE_OP, "its results", PACKED, PACKED, false, LEFT_TO_THE_OP)          \
-    X(flash_attn_backward, OF_THE_OP, "softmax_d", DENSE_GRADS, DENSE_GRADS, false, IGNORED)               \
-    X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, IGNORED)
-
-/* clang-format off */
-#define FUNCTION_ENUM(name, arguments, results, op, instead_of, only_out, gradients) WHICH_##name,
-enum { FUNCTIONS(FUNCTION_ENUM) NUM_FUNCTIONS };
-/* clang-format on */
-
-/* Tensors may want gradients. IGNORED: the caller needs none. NEED_LSE: the caller records the gradients and needs lse.
- * LEFT_TO_THE_OP: the op is called. The op records gradients. If the op has none, flash_attn_with_kvcache warns. */
-typedef enum { IGNORED, NEED_LSE, LEFT_TO_THE_OP } gradients;
-
-static const struct {
-    const char *op, *instead_of;
-    bool only_out;
-    gradients gradients;
-#define FUNCTION_ROW(name, arguments, results, op, instead_of, only_out, gradients) \
-    {op, instead_of, only_out, gradients},
-} functions[NUM_FUNCTIONS] = {FUNCTIONS(FUNCTION_ROW)};
+/* ---- calls ----------------------------------------------------------------------------------------------- */
 
 /* Returns the key that a kernel of the function's op has in torch.library's set. The reference is borrowed. NULL: there
  * is an exception. */
-static PyObject *kernel_key(int which, bool on_gpu) {
-    static PyObject *keys[NUM_FUNCTIONS][2];
-    PyObject **key = &keys[which][on_gpu];
-    if (!*key) *key = PyUnicode_FromFormat("flash_attn/%s/%s", functions[which].instead_of, on_gpu ? "CUDA" : "CPU");
+static PyObject *kernel_key(fa_direct_function *f, bool on_gpu) {
+    PyObject **key = &f->keys[on_gpu];
+    if (!*key) *key = PyUnicode_FromFormat("%s/%s/%s", fa_ops.name_space, f->instead_of, on_gpu ? "CUDA" : "CPU");
     return *key;
 }
 
-static PyObject *call_function(int which, PyObject *args) {
-    static const fa_signature *signatures[NUM_FUNCTIONS];
-    if (!signatures[which]) signatures[which] = fa_find_op(functions[which].op);
-    const fa_signature *signature = signatures[which];
+PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
+    if (!f->signature) f->signature = fa_find_op(f->op);
+    const fa_signature *signature = f->signature;
     fa_call call;
     fa_outputs outputs = {.num = 0};
     fa_error err = {""};
@@ -397,12 +356,13 @@ static PyObject *call_function(int which, PyObject *args) {
     PyObject *out = NULL;
     if (!is_possible()) goto refuse;
     fa_begin_call(signature, &call);
-    call.only_out = functions[which].only_out;
+    call.only_out = f->only_out;
+    call.num_results = 0; /* only the results that are read */
     if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
-    PyObject *key = kernel_key(which, call.q.device_type == fa_torch.cuda);
+    PyObject *key = kernel_key(f, call.q.device_type == fa_torch.cuda);
     if (!key || is_overridden(key)) goto refuse;
-    if (functions[which].gradients != IGNORED && wants_gradients(&call)) {
-        if (functions[which].gradients == LEFT_TO_THE_OP || PyErr_Occurred()) goto refuse;
+    if (f->gradients != FA_GRADIENTS_IGNORED && wants_gradients(&call)) {
+        if (f->gradients == FA_GRADIENTS_OF_THE_OP || PyErr_Occurred()) goto refuse;
         call.only_out = false;
     }
     out = bring_out(&call.q, &call);
@@ -419,16 +379,3 @@ refuse:
     PyErr_Clear();
     Py_RETURN_NONE;
 }
-
-#define FUNCTION(name, arguments, results, op, instead_of, only_out, gradients) \
-    static PyObject *call_##name(PyObject *self, PyObject *args) {              \
-        (void)self;                                                             \
-        return call_function(WHICH_##name, args);                               \
-    }
-FUNCTIONS(FUNCTION)
-
-/* clang-format off */
-#define METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
-    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
-PyMethodDef fa_direct_functions[] = {FUNCTIONS(METHOD) {NULL, NULL, 0, NULL}};
-/* clang-format on */

@@ -2,8 +2,32 @@
 #ifndef FA_TORCH_DIRECT_H
 #define FA_TORCH_DIRECT_H
 
-#include "python_api.h"
+#include "python_api.h" /* CPython wants to be the first */
 
+#include "ops.h"
+
+/* Tensors may want gradients. IGNORED: the caller needs none. NEED_LSE: the caller records the gradients and needs lse.
+ * OF_THE_OP: the op is called. The op records gradients. If the op has none, flash_attn_with_kvcache warns. */
+typedef enum { FA_GRADIENTS_IGNORED, FA_GRADIENTS_NEED_LSE, FA_GRADIENTS_OF_THE_OP } fa_gradients;
+
+typedef struct {
+    const char *op, *instead_of; /* the row with the arguments; torch's op that the function replaces */
+    bool only_out;               /* out alone is returned */
+    fa_gradients gradients;
+    /* Filled at the first calls. */
+    const fa_signature *signature;
+    PyObject *keys[2]; /* the op's keys in torch.library's set, for the CPU and for CUDA */
+} fa_direct_function;
+
+#define FA_DIRECT(op, instead_of, only_out, gradients)            \
+    {                                                             \
+        op, instead_of, only_out, gradients, NULL, { NULL, NULL } \
+    }
+
+/* Returns the results of a call, or None if the op must be called. NULL: there is an exception. */
+PyObject *fa_call_directly(fa_direct_function *function, PyObject *args);
+
+/* The extension's direct functions: direct_2.c or direct_3.c. */
 extern PyMethodDef fa_direct_functions[];
 
 #endif

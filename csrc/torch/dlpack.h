@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 enum { FA_DL_CPU = 1, FA_DL_CUDA = 2 };
-enum { FA_DL_INT = 0, FA_DL_FLOAT = 2, FA_DL_BFLOAT = 4 };
+enum { FA_DL_INT = 0, FA_DL_FLOAT = 2, FA_DL_BFLOAT = 4, FA_DL_E4M3 = 10 };
 
 typedef struct {
     void *data;

@@ -110,7 +110,9 @@ static fa_status fill_lengths(const fa_tensor *t, int32_t length, fa_error *err)
 
 fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err) {
     const fa_tensor *q = &call->q;
-    const int64_t b = q->ndim > 0 ? q->size[0] : 0, one = 1;
+    const fa_tensor *counted = present(&call->cu_seqlens_q) ? &call->cu_seqlens_q : q;
+    const int64_t rows = counted->ndim > 0 ? counted->size[0] : 0, one = 1;
+    const int64_t b = counted == q || rows == 0 ? rows : rows - 1;
     AtenTensorHandle handle = NULL;
     if (fa_torch.aoti_torch_empty_strided(1, &b, &one, fa_torch.i32, q->device_type, q->device_idx, &handle) != 0)
         return fa_fail(err, q->device_type == fa_torch.cpu ? FA_ENOMEM : FA_ENOMEM_GPU,

@@ -37,7 +37,10 @@ static fa_status check_copies(const fa_call *c, const fa_problem *p, const fa_cu
     const array arrays[] = {
         {&copy.cu_seqlens_q, p->b + 1},
         {&copy.cu_seqlens_k, p->b + 1},
+        {&copy.cu_seqlens_k_new, p->b + 1},
+        {&copy.seqused_q, p->b},
         {&copy.seqused_k, p->b},
+        {&copy.seqlens_rotary, p->b},
         {&copy.leftpad_k, p->b},
         {&copy.cache_batch_idx, p->b},
         {&copy.block_table, table_rows > 0 && p->block_table_cols > 0

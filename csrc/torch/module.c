@@ -1,28 +1,17 @@
-/* The CPython module flash_attn_2_cuda.
- *
- * The import finds libtorch, registers the ops of namespace flash_attn and reads the processor's features. The module
- * holds the five functions of positional.c, the ops as plain functions (direct.c), and diagnostics. Other functions
- * compile GPU kernels before their first call. */
-#include "python_api.h"
+/* What both Python modules do when they are imported: they find libtorch, register the ops and read the processor's
+ * features. The modules themselves are module_2.c and module_3.c. */
+#include "module.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "direct.h"
-#include "failures.h"
 #include "gpu_host.h"
 #include "gpu_values.h"
-#include "kernel_functions.h"
 #include "machine.h"
 #include "ops.h"
 #include "plans.h"
-#include "positional.h"
 #include "system/environment.h"
 #include "torch_abi.h"
-
-static PyMethodDef *const functions[] = {
-    fa_positional_functions, fa_direct_functions, fa_failure_functions, fa_plan_functions, fa_machine_functions,
-};
 
 /* Reads the environment variables that are read once. */
 static void read_environment(void) {
@@ -32,34 +21,19 @@ static void read_environment(void) {
     fa_environment_read();
 }
 
-static int exec_module(PyObject *module) {
+int fa_module_exec(PyObject *module, PyMethodDef *const *functions, fa_status (*load)(fa_error *err)) {
     static bool is_registered; /* an earlier import of this process has registered the ops */
     fa_error err = {""};
     if (!fa_python_load() || !fa_machine_load()) return -1;
     read_environment();
     if (!is_registered &&
-        (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK || fa_positional_load(&err) != FA_OK)) {
+        (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK || (load && load(&err) != FA_OK))) {
         PyErr_SetString(PyExc_ImportError, err.text);
         return -1;
     }
     is_registered = true;
     fa_gpu_host_load();
-    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
-        if (PyModule_AddFunctions(module, functions[i]) < 0) return -1;
+    for (; *functions; functions++)
+        if (PyModule_AddFunctions(module, *functions) < 0) return -1;
     return PyModule_AddIntConstant(module, "__torch_abi__", (long)(FA_TORCH_ABI_VERSION >> 48));
 }
-
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void *)exec_module}, {0, NULL}};
-
-/* The functions about GPU kernels exist before exec_module runs, because a build calls them without torch. */
-static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
-                                 "flash_attn_2_cuda",
-                                 "Attention ops of flash_attn for CPU and CUDA tensors.",
-                                 0,
-                                 fa_kernel_functions,
-                                 module_slots,
-                                 NULL,
-                                 NULL,
-                                 NULL};
-
-PyMODINIT_FUNC PyInit_flash_attn_2_cuda(void) { return PyModuleDef_Init(&module_def); }

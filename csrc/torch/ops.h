@@ -2,7 +2,10 @@
 #ifndef FA_TORCH_OPS_H
 #define FA_TORCH_OPS_H
 
+#include <stddef.h>
+
 #include "call.h"
+#include "outputs.h"
 
 typedef enum { FA_SLOT_TENSOR, FA_SLOT_FLOAT, FA_SLOT_BOOL, FA_SLOT_INT } fa_slot_kind;
 
@@ -14,7 +17,7 @@ typedef struct {
     char name[24]; /* name in messages */
 } fa_slot;
 
-#define FA_MAX_ARGUMENTS 24
+#define FA_MAX_ARGUMENTS 40
 typedef struct {
     fa_pass pass;
     fa_call nothing; /* a call without arguments */
@@ -22,13 +25,40 @@ typedef struct {
     fa_slot slots[FA_MAX_ARGUMENTS];
 } fa_signature;
 
+/* An argument of an op is a piece of schema text and the place of its value in fa_call. */
+typedef struct {
+    const char *schema; /* "Tensor(a!)? dq", "SymInt window_size_left=-1": type, name, default */
+    size_t place;       /* offset in fa_call */
+} fa_argument;
+
+#define FA_ARG(schema, member) {schema, offsetof(fa_call, member)}
+
+typedef struct {
+    const char *name, *results; /* results NULL: torch does not know the op */
+    fa_layout layout;
+    fa_pass pass;
+    fa_status (*execute)(const fa_call *call, fa_outputs *outputs, fa_error *err);
+    fa_argument arguments[FA_MAX_ARGUMENTS]; /* ends with an argument without schema */
+} fa_op;
+
+/* The ops of one namespace. The ops that torch knows come first. */
+typedef struct {
+    const char *name_space;
+    int num;
+    const fa_op *ops;
+    fa_signature *signatures; /* filled by fa_register_ops */
+} fa_op_table;
+
+/* An extension contains one table: ops_2.c for namespace flash_attn, ops_3.c for namespace flash_attn_3. */
+extern const fa_op_table fa_ops;
+
 /* Returns the signature of an op, or NULL if there is no such op. The ops must have been registered. */
 const fa_signature *fa_find_op(const char *name);
 
 /* Begins a call without arguments. The caller then fills in the slots. */
 void fa_begin_call(const fa_signature *signature, fa_call *call);
 
-/* Defines the ops of namespace flash_attn and implements them for CPU and CUDA tensors. Called once per process. */
+/* Defines the ops of fa_ops and implements them for CPU and CUDA tensors. Called once per process. */
 fa_status fa_register_ops(fa_error *err);
 
 #endif

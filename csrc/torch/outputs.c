@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "check.h"
 #include "gpu/memory.h"
 #include "seed.h"
 
@@ -99,8 +100,29 @@ static void empty_like_strides(const fa_tensor *t, int64_t *stride) {
         }
 }
 
+/* flash-attn 3 always makes a contiguous out. An op whose first result is out returns the caller's out, too. */
+static fa_status make_out_of_3(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    const int64_t n = c->q.ndim;
+    int64_t size[MAX_NDIM];
+    if (c->out.handle) {
+        if (c->num_results != 4 || c->fresh_out) return FA_OK;
+        if (fa_torch.aoti_torch_new_tensor_handle(c->out.handle, &outputs->tensor[0]) != 0)
+            return fa_fail(err, FA_ENOMEM, "out of memory: torch could not return out");
+        outputs->num = 1;
+        return FA_OK;
+    }
+    memcpy(size, c->q.size, (size_t)n * sizeof *size);
+    size[n - 1] = p->d_v;
+    p->o = (fa_view){.stride_b = n == 4 ? size[1] * size[2] * size[3] : 0,
+                     .stride_row = size[n - 2] * size[n - 1],
+                     .stride_h = size[n - 1]};
+    return make_contiguous(outputs, &c->q, n, size, p->dtype == FA_E4M3 ? fa_torch.bf16 : c->q.dtype, &p->o.data, err);
+}
+
 static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
     int64_t stride[MAX_NDIM] = {0};
+    if (c->layout == FA_OP_3) return make_out_of_3(c, p, outputs, err);
+    if (c->out.handle) return FA_OK;
     empty_like_strides(&c->q, stride);
     const int64_t n = c->q.ndim;
     p->o = (fa_view){.stride_b = n == 4 ? stride[0] : 0, .stride_row = stride[n - 3], .stride_h = stride[n - 2]};
@@ -108,7 +130,7 @@ static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
 }
 
 static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
-    const bool packed = c->layout == FA_OP_VARLEN;
+    const bool packed = packs_q(c);
     const int64_t size[3] = {p->b, p->h, p->len_q}, packed_size[2] = {p->h, p->total_q};
     void *data = NULL;
     fa_status status = FA_OK;
@@ -176,15 +198,15 @@ static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_o
 static fa_status make_softmax_d(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
     void *data = NULL;
     fa_status status;
-    int64_t rows = c->layout == FA_OP_VARLEN ? p->total_q + 128 * p->b : round_up_128(p->len_q);
-    if (c->layout == FA_OP_VARLEN)
+    const bool packed = packs_q(c);
+    int64_t rows = packed ? p->total_q + 128 * p->b : round_up_128(p->len_q);
+    if (packed)
         status = make_contiguous(outputs, &c->q, 2, (int64_t[]){p->h, rows}, fa_torch.f32, &data, err);
     else
         status = make_contiguous(outputs, &c->q, 3, (int64_t[]){p->b, p->h, rows}, fa_torch.f32, &data, err);
-    p->softmax_d = (fa_row_stats){
-        .data = (float *)data, .stride_b = c->layout == FA_OP_VARLEN ? 0 : p->h * rows, .stride_h = rows};
+    p->softmax_d = (fa_row_stats){.data = (float *)data, .stride_b = packed ? 0 : p->h * rows, .stride_h = rows};
     if (status == FA_OK && p->device == FA_CPU && data) /* padding rows are zero */
-        memset(data, 0, sizeof(float) * (size_t)(p->h * rows * (c->layout == FA_OP_VARLEN ? 1 : p->b)));
+        memset(data, 0, sizeof(float) * (size_t)(p->h * rows * (packed ? 1 : p->b)));
     return status;
 }
 
@@ -194,10 +216,54 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
     if (c->pass == FA_BWD) {
         status = make_softmax_d(c, p, outputs, err);
     } else {
-        if (!c->out.handle) status = make_out(c, p, outputs, err);
+        status = make_out(c, p, outputs, err);
         if (status == FA_OK) status = make_lse(c, p, outputs, err);
         if (status == FA_OK && c->has_dropout) status = make_s_dmask(c, p, outputs, err);
         if (status == FA_OK && c->has_dropout) status = make_rng_state(c, p, draw_seed, outputs, err);
+    }
+    while (status == FA_OK && c->layout == FA_OP_3 && !c->only_out && outputs->num < c->num_results) {
+        void *unused; /* flash-attn 3 names further results, which no caller reads */
+        status = make_contiguous(outputs, &c->q, 1, (int64_t[]){0}, fa_torch.f32, &unused, err);
+    }
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}
+
+/* ---- the other ops of flash-attn 3 --------------------------------------------------------------------------- */
+
+fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outputs, fa_combination *c, fa_error *err) {
+    const fa_tensor *like = &call->out_partial;
+    fa_status status = FA_OK;
+    void *data = NULL;
+    outputs->num = 0;
+    if (call->out.handle) {
+        c->out = view_of(&call->out);
+        if (fa_torch.aoti_torch_new_tensor_handle(call->out.handle, &outputs->tensor[0]) != 0)
+            return fa_fail(err, FA_ENOMEM, "out of memory: torch could not return out");
+        outputs->num = 1;
+    } else {
+        c->out = (fa_view){.stride_b = c->len * c->h * c->d, .stride_row = c->h * c->d, .stride_h = c->d};
+        status = make_contiguous(outputs, like, 4, (int64_t[]){c->b, c->len, c->h, c->d}, dtype, &c->out.data, err);
+    }
+    if (status == FA_OK)
+        status = make(outputs, like, 3, (int64_t[]){c->b, c->len, c->h}, (int64_t[]){c->h * c->len, 1, c->len},
+                      fa_torch.f32, &data, err);
+    c->lse = (float *)data;
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}
+
+fa_status fa_make_zero(const fa_tensor *like, fa_outputs *outputs, fa_error *err) {
+    void *data = NULL;
+    fa_cuda_place place;
+    fa_status status = make_contiguous(outputs, like, 1, (int64_t[]){1}, fa_torch.i32, &data, err);
+    if (status == FA_OK && like->device_type == fa_torch.cpu) {
+        *(int32_t *)data = 0;
+    } else if (status == FA_OK && (status = fa_cuda_enter(like->device_idx, &place, err)) == FA_OK) {
+        status = fa_cuda_fill(&place, data, 0, 1, err);
+        fa_cuda_leave(&place);
     }
     if (status != FA_OK)
         while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);

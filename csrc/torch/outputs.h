@@ -3,9 +3,10 @@
 #define FA_TORCH_OUTPUTS_H
 
 #include "call.h"
+#include "combination.h"
 
 /* The tensors that an op returns, in order. */
-#define FA_MAX_OUTPUTS 4
+#define FA_MAX_OUTPUTS 5
 typedef struct {
     AtenTensorHandle tensor[FA_MAX_OUTPUTS];
     int num;
@@ -14,5 +15,13 @@ typedef struct {
 /* Allocates the outputs as the fakes in flash_attn/ promise them, and points the problem at them. draw_seed: the
  * dropout seed is drawn too. After a failure no output stays allocated. */
 fa_status fa_make_outputs(const fa_call *call, bool draw_seed, fa_problem *problem, fa_outputs *outputs, fa_error *err);
+
+/* Makes the results of fwd_combine, out [b, len, h, d] and lse [b, len, h] with rows side by side in memory, and points
+ * the combination at them. */
+fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outputs, fa_combination *combination,
+                           fa_error *err);
+
+/* Makes the results of get_scheduler_metadata: one int32 that is 0, on the device of a tensor. */
+fa_status fa_make_zero(const fa_tensor *like, fa_outputs *outputs, fa_error *err);
 
 #endif

@@ -85,6 +85,7 @@ fa_status fa_torch_load(fa_error *err) {
     found.bf16 = found.aoti_torch_dtype_bfloat16();
     found.f32 = found.aoti_torch_dtype_float32();
     found.f64 = found.aoti_torch_dtype_float64();
+    found.e4m3 = found.aoti_torch_dtype_float8_e4m3fn();
     found.i32 = found.aoti_torch_dtype_int32();
     found.i64 = found.aoti_torch_dtype_int64();
     found.u8 = found.aoti_torch_dtype_uint8();

@@ -80,4 +80,6 @@ SAME_PLACE(fa_dl_exchange, major, DLPackExchangeAPI, header.version.major);
 SAME_PLACE(fa_dl_exchange, from_object, DLPackExchangeAPI, dltensor_from_py_object_no_sync);
 static_assert(sizeof(fa_dl_tensor) == sizeof(DLTensor), "we let torch fill in ours");
 static_assert(FA_DL_CPU == kDLCPU && FA_DL_CUDA == kDLCUDA, "devices");
-static_assert(FA_DL_INT == kDLInt && FA_DL_FLOAT == kDLFloat && FA_DL_BFLOAT == kDLBfloat, "dtypes");
+static_assert(FA_DL_INT == kDLInt && FA_DL_FLOAT == kDLFloat && FA_DL_BFLOAT == kDLBfloat &&
+                  FA_DL_E4M3 == kDLFloat8_e4m3fn,
+              "dtypes");

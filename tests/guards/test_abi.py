@@ -24,6 +24,7 @@ SYMBOLS = {
         aoti_torch_device_type_cpu aoti_torch_device_type_cuda
         aoti_torch_get_storage_size aoti_torch_get_storage_offset
         aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
+        aoti_torch_dtype_float8_e4m3fn aoti_torch_new_tensor_handle
         aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
     """,
     (2, 7): "aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def",

@@ -10,7 +10,7 @@ from toolbox import CSRC, ROOT, relative, run
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(CSRC.rglob("*.md"))]
-DOCUMENTS.append(RESULTS / "README.md")
+DOCUMENTS += [RESULTS / "README.md", ROOT / "hopper" / "README.md"]
 
 
 def headings(path):

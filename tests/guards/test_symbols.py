@@ -1,19 +1,31 @@
 """The symbols that the built extension needs and exports. One binary runs everywhere only if both lists are small."""
 
+import importlib
 import re
 
 import pytest
+from build_hopper import build_hopper
 from toolbox import python_include, run, tool
 
 LIBRARIES = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 WEAK = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}  # of the compiler, may be absent
 
 
-@pytest.fixture(scope="module")
-def module_path():
-    from flash_attn._ops import flash_attn_2_cuda  # loads torch first
+MODULES = {"flash_attn_2_cuda": "PyInit_flash_attn_2_cuda", "flash_attn_3._C": "PyInit__C"}
 
-    return flash_attn_2_cuda.__file__
+
+@pytest.fixture(params=MODULES)
+def module(request):
+    """The name of an extension. torch is loaded first."""
+    pytest.importorskip("torch")
+    return request.param
+
+
+@pytest.fixture
+def module_path(module):
+    if module == "flash_attn_3._C":
+        return str(build_hopper())
+    return importlib.import_module(module).__file__
 
 
 def test_needs_only_the_c_library(module_path):
@@ -32,9 +44,9 @@ def test_imports_only_libc_and_the_limited_api(module_path):
     assert any(name.startswith("Py") for name in imported)
 
 
-def test_exports_one_function(module_path):
+def test_exports_one_function(module, module_path):
     lines = run(tool("nm"), "-D", "--defined-only", module_path).splitlines()
-    assert [line.split()[-1] for line in lines] == ["PyInit_flash_attn_2_cuda"]
+    assert [line.split()[-1] for line in lines] == [MODULES[module]]
 
 
 def test_is_named_for_the_stable_abi(module_path):

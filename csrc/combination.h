@@ -1,0 +1,26 @@
+/* Partial attention results over the same queries, which are combined into one result:
+ *
+ *   lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) out_i
+ *
+ * A part with lse_i = -inf counts for nothing, whatever its out_i holds. Without any other part out is 0, lse -inf. */
+#ifndef FA_COMBINATION_H
+#define FA_COMBINATION_H
+
+#include "flash_attn.h"
+
+#define FA_MAX_PARTS 256
+
+typedef struct {
+    fa_device device;
+    int device_idx;
+    int64_t num_parts, b, len, h, d;
+    const float *out_partial; /* [part, b, row, h, d] */
+    int64_t stride_part, stride_b, stride_row, stride_h;
+    const float *lse_partial; /* [part, b, row, h], rows side by side */
+    int64_t lse_stride_part, lse_stride_b, lse_stride_h;
+    fa_dtype dtype; /* of out: fp32, fp16 or bf16 */
+    fa_view out;    /* [b, row, h, d] */
+    float *lse;     /* [b, h, row] contiguous */
+} fa_combination;
+
+#endif

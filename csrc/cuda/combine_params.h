@@ -1,0 +1,20 @@
+/* The parameters of combine.cu. C code fills the struct, and CUDA code reads the struct. All types have the same layout
+ * on both sides. Strides count elements. */
+#ifndef FA_COMBINE_PARAMS_H
+#define FA_COMBINE_PARAMS_H
+
+enum { FA_COMBINE_WARPS = 4, FA_COMBINE_MAX_PARTS = 256, FA_COMBINE_SHARED_BYTES = 4 * 4 * 256 };
+
+typedef struct {
+    const float *out_partial; /* [part, b, row, h, d] */
+    long long stride_part, stride_b, stride_row, stride_h;
+    const float *lse_partial; /* [part, b, row, h], rows side by side */
+    long long lse_stride_part, lse_stride_b, lse_stride_h;
+    void *out; /* [b, row, h, d] */
+    long long out_stride_b, out_stride_row, out_stride_h;
+    float *lse; /* [b, h, row] contiguous */
+    int num_parts, h;
+    long long len, d, num_rows; /* num_rows: of all sequences and heads */
+} fa_combine_params;
+
+#endif

@@ -1,0 +1,43 @@
+/* The ops of flash_attn as functions of the module flash_attn_2_cuda. */
+#include "direct.h"
+
+#define DENSE        "_flash_attn_forward"
+#define PACKED       "_flash_attn_varlen_forward"
+#define DENSE_GRADS  "_flash_attn_backward"
+#define PACKED_GRADS "_flash_attn_varlen_backward"
+
+#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
+#define VARLEN                                                                                              \
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
+    "softcap, alibi_slopes, block_table"
+#define KVCACHE   "the arguments of fwd_kvcache but out"
+#define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
+#define OF_THE_OP "the op's arguments"
+
+/* X(name, arguments for Python, results, op with these arguments, torch's op that the function replaces,
+ *   whether out alone is returned, gradients). */
+#define FUNCTIONS(X)                                                                                               \
+    X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, FA_GRADIENTS_NEED_LSE)                             \
+    X(varlen_attention, VARLEN, WITH_LSE, "_varlen_forward", PACKED, true, FA_GRADIENTS_NEED_LSE)                  \
+    X(forward, NO_DROPOUT, "(out, softmax_lse)", "_forward", DENSE, false, FA_GRADIENTS_IGNORED)                   \
+    X(varlen_forward, VARLEN, "(out, softmax_lse)", "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)        \
+    X(kvcache_attention, KVCACHE, "out", "fwd_kvcache", "fwd_kvcache", true, FA_GRADIENTS_OF_THE_OP)               \
+    X(kvcache_forward, KVCACHE, "(out, softmax_lse)", "fwd_kvcache", "fwd_kvcache", false, FA_GRADIENTS_OF_THE_OP) \
+    X(flash_attn_forward, OF_THE_OP, "its results", DENSE, DENSE, false, FA_GRADIENTS_OF_THE_OP)                   \
+    X(flash_attn_varlen_forward, OF_THE_OP, "its results", PACKED, PACKED, false, FA_GRADIENTS_OF_THE_OP)          \
+    X(flash_attn_backward, OF_THE_OP, "softmax_d", DENSE_GRADS, DENSE_GRADS, false, FA_GRADIENTS_IGNORED)          \
+    X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, FA_GRADIENTS_IGNORED)
+
+/* clang-format off */
+#define FUNCTION(name, arguments, results, op, instead_of, only_out, gradients)                  \
+    static PyObject *call_##name(PyObject *self, PyObject *args) {                               \
+        static fa_direct_function function = FA_DIRECT(op, instead_of, only_out, gradients);     \
+        (void)self;                                                                              \
+        return fa_call_directly(&function, args);                                                \
+    }
+FUNCTIONS(FUNCTION)
+
+#define METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
+    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(METHOD) {NULL, NULL, 0, NULL}};
+/* clang-format on */

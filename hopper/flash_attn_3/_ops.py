@@ -1,0 +1,172 @@
+"""The ops of namespace ``flash_attn_3`` as PyTorch's tracers see them.
+
+Importing the extension registers the ops (csrc/torch/ops_3.c). This file gives each op a fake. A fake computes the
+shapes, dtypes and strides of the op's results without data, so that torch.compile and torch.export can plan memory.
+
+    op                       results
+    fwd                      out, lse [b, h, len_q] or [h, total_q], two empty tensors
+    bwd                      softmax_d, four empty tensors;  dq, dk, dv are written in place
+    fwd_combine              out [b, len, h, d], lse [b, len, h]
+    get_scheduler_metadata   one int32
+    _flash_attn_forward      those of fwd
+    _flash_attn_backward     softmax_d;  dq, dk, dv are written in place
+    _fwd_kvcache             lse;  out and, when keys are appended, the cache are written in place
+    _combine                 those of fwd_combine, which are always new tensors
+
+An op that returns its argument ``out`` cannot be compiled. So the Python functions call the ops with an underscore.
+"""
+
+import torch
+
+try:
+    from flash_attn_3 import _C
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "flash_attn_3 needs its compiled module flash_attn_3._C, which is not installed: run `pip install ./hopper` "
+        "in the source tree"
+    ) from error
+
+__all__ = ["_C", "forget_own_kernels", "ops", "output_dtype", "register_once"]
+
+ops = torch.ops.flash_attn_3
+
+
+def register_once(what, register, *arguments):
+    """Calls ``register(*arguments)`` once in a process, even if this module is imported several times."""
+    done = vars(ops).setdefault("_registered", set())
+    if what not in done:
+        register(*arguments)
+        done.add(what)
+
+
+def output_dtype(q):
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
+def _fake(op):
+    """Registers a fake that gets the op's arguments by name, and refuses tensors of several devices."""
+    schema = getattr(ops, op).default._schema.arguments
+    names = [argument.name for argument in schema]
+    defaults = {argument.name: argument.default_value for argument in schema}
+
+    def register(fake):
+        def checked(*args, **kwargs):
+            given = {**defaults, **dict(zip(names, args)), **kwargs}
+            tensors = [(name, x) for name, x in given.items() if isinstance(x, torch.Tensor)]
+            first, device = tensors[0][0], tensors[0][1].device
+            for name, x in tensors:
+                if x.device != device:
+                    raise RuntimeError(f"{name} must be on {device}, where {first} is; it is on {x.device}")
+            return fake(given)
+
+        register_once(f"fake of {op}", torch.library.register_fake, f"flash_attn_3::{op}", checked)
+        return fake
+
+    return register
+
+
+def _check_rank(name, x, num):
+    if x.dim() != num:
+        raise RuntimeError(f"{name} must have {num} dimensions; it has {x.dim()}: shape {tuple(x.shape)}")
+
+
+def _lse_shape(call):
+    q = call["q"]
+    if call.get("cu_seqlens_q") is not None:
+        _check_rank("q", q, 3)
+        return q.shape[1], q.shape[0]
+    _check_rank("q", q, 4)
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def _out_shape(call):
+    return *call["q"].shape[:-1], call["v"].shape[-1]
+
+
+def _rows(q, *shape):
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+def _check_lengths(call):
+    for side in "qk":
+        if call.get(f"cu_seqlens_{side}") is not None and call[f"max_seqlen_{side}"] is None:
+            raise ValueError(f"max_seqlen_{side} must be provided if cu_seqlens_{side} is provided")
+
+
+@_fake("fwd")
+def _fwd(call):
+    _check_lengths(call)
+    q, out = call["q"], call.get("out")
+    lse = _rows(q, *_lse_shape(call))
+    out = q.new_empty(_out_shape(call), dtype=output_dtype(q)) if out is None else out
+    return out, lse, _rows(q, 0), _rows(q, 0)
+
+
+@_fake("_flash_attn_forward")
+def _forward(call):
+    if call["out_"] is not None:
+        raise TypeError("Tracing (torch.compile/torch.export) with pre-allocated output tensor is not supported.")
+    if call["num_splits"] <= 0:
+        raise ValueError(
+            f"tracing (torch.compile/torch.export) with num_splits <= 0 not supported. Got {call['num_splits']=}"
+        )
+    if call["k_new"] is not None:
+        raise TypeError("Tracing with k_new is not supported: call flash_attn_with_kvcache, which may write its caches")
+    return _fwd(call)
+
+
+@_fake("_flash_attn_backward")
+def _backward(call):
+    q, lse = call["q"], _lse_shape(call)
+    if call["cu_seqlens_q"] is not None:
+        return _rows(q, lse[0], lse[1] + 128 * (call["cu_seqlens_q"].shape[0] - 1))
+    return _rows(q, *lse[:2], (lse[2] + 127) // 128 * 128)
+
+
+@_fake("bwd")
+def _bwd(call):
+    _check_lengths(call)
+    return (_backward(call), *[_rows(call["q"], 0) for _ in range(4)])
+
+
+@_fake("_fwd_kvcache")
+def _fwd_kvcache(call):
+    return _rows(call["q"], *_lse_shape(call))
+
+
+@_fake("_combine")
+def _combine(call):
+    parts, lse = call["out_partial"], call["lse_partial"]
+    _check_rank("out_partial", parts, 5)
+    b, num_rows, h = lse.shape[1:]
+    out = parts.new_empty(parts.shape[1:], dtype=call["out_dtype"] or torch.float32)
+    return out, parts.new_empty((b, h, num_rows), dtype=torch.float32).transpose(1, 2)
+
+
+@_fake("fwd_combine")
+def _fwd_combine(call):
+    out, lse = _combine(call)
+    return (out if call["out"] is None else call["out"]), lse
+
+
+@_fake("get_scheduler_metadata")
+def _get_scheduler_metadata(call):
+    return call["seqused_k"].new_empty((1,), dtype=torch.int32)
+
+
+def _mark_ops():
+    """Autograd ignores the ops without gradients, because its default would look for gradients and warn."""
+    library = torch.library.Library("flash_attn_3", "IMPL")
+    for name in ("fwd", "bwd", "fwd_combine", "get_scheduler_metadata", "_fwd_kvcache", "_combine"):
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    ops._library = library  # keeps the library alive, because its kernels disappear with it
+
+
+register_once("marks", _mark_ops)
+
+
+def forget_own_kernels():
+    """Removes our kernels from torch.library's set. The direct functions search this set for foreign kernels."""
+    kernels = getattr(torch.library, "_impls", set())
+    own = {name for name in kernels if name.startswith("flash_attn_3/") and name.endswith(("/Meta", "/Autograd"))}
+    kernels.difference_update(own)

@@ -1,0 +1,58 @@
+"""Builds flash_attn_3: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.10 at once.
+
+The C files are those of ../csrc. An sdist carries a copy of them, so that it builds on its own. README.md lists the
+environment variables.
+"""
+
+import os
+import shutil
+import sys
+from glob import glob
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+os.chdir(HERE)  # setuptools wants sources relative to the project
+CSRC = "csrc" if Path("csrc").is_dir() else "../csrc"
+LICENSE = "LICENSE" if Path("LICENSE").exists() else "../LICENSE"
+sys.path.insert(0, CSRC)
+
+import extension  # noqa: E402
+
+# A build folder of its own keeps object files inside this folder, wherever the C files lie.
+BUILD = "build/csrc/objects"
+
+
+class Sdist(sdist):
+    """Adds the C files and the licence, which lie outside of this folder."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, [name for name in files if not name.startswith("..")])
+        ignored = shutil.ignore_patterns("*.o", "*.so", "__pycache__")
+        shutil.copytree(CSRC, Path(base_dir, "csrc"), ignore=ignored, dirs_exist_ok=True)
+        shutil.copy(LICENSE, Path(base_dir, "LICENSE"))
+
+
+setup(
+    name="flash_attn_3",
+    version="3.0.0",
+    description="Exact attention for PyTorch with the API of FlashAttention-3, on CPUs and GPUs, with FP8",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="BSD-3-Clause",
+    python_requires=">=3.9",
+    # Without bounds, so that pip never replaces the installed torch. If this torch is older than 2.10,
+    # `import flash_attn_3` says so.
+    install_requires=["torch"],
+    packages=["flash_attn_3"] + (["flash_attn_3.cuda"] if glob(f"{CSRC}/cuda/*.cu") else []),
+    py_modules=["flash_attn_interface", "flash_attn_config"],
+    # GPU kernels are installed as text beside the Python files. A kernel is compiled at its first use.
+    package_dir={"flash_attn_3.cuda": f"{CSRC}/cuda"},
+    package_data={"flash_attn_3.cuda": ["*.cu", "*.cuh", "*.h", "*.def"]},
+    ext_modules=[extension.extension("flash_attn_3._C", CSRC, 3)],
+    cmdclass={"build_ext": extension.BuildExt, "sdist": Sdist},
+    options={"bdist_wheel": {"py_limited_api": "cp39"}, "build_ext": {"build_temp": BUILD}},
+    zip_safe=False,
+)

@@ -1,0 +1,105 @@
+/* cuda/combine.cu, compiled for the CPU, against cpu/combine.c. Random cases: odd strides between guarded pages, parts
+ * that count for nothing and hold NaN, rows without parts. */
+#define _GNU_SOURCE
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#pragma GCC diagnostic ignored "-Wunused-function" /* the cases of attention are not used here */
+
+#include "cpu/combine.h"
+#include "cuda_device.h"
+#include "gpu/combine.h"
+
+static fa_gpu combining_gpu = {.capability = 80, .num_sms = 1};
+
+/* In place of gpu/memory.c. */
+fa_status fa_cuda_enter(int device_idx, fa_cuda_place *place, fa_error *err) {
+    static const fa_driver driver = {.cuLaunchKernelEx = launch};
+    (void)device_idx, (void)err;
+    *place = (fa_cuda_place){.driver = &driver, .gpu = &combining_gpu};
+    return FA_OK;
+}
+void fa_cuda_leave(const fa_cuda_place *place) { (void)place; }
+
+static uint64_t state = 1;
+static int64_t below(int64_t n) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int64_t)((state >> 33) % (uint64_t)n);
+}
+static float number(void) { return (float)(below(2001) - 1000) / 250; }
+
+static bool serial_for(int64_t n, void (*fn)(int64_t begin, int64_t end, void *ctx), void *ctx) {
+    fn(0, n, ctx);
+    return true;
+}
+
+/* Memory for out and lse, filled with 0xff. */
+static void bring_results(fa_combination *c, bool at_end) {
+    const int64_t out_rows = c->b * c->len * c->h, bytes = (int64_t)fa_dtype_bytes(c->dtype);
+    c->out = (fa_view){.stride_h = c->d + 3 * at_end};
+    c->out.stride_row = c->out.stride_h * c->h, c->out.stride_b = c->out.stride_row * c->len;
+    c->out.data = guarded_alloc((size_t)(out_rows * c->out.stride_h * bytes), 4, at_end);
+    c->lse = guarded_alloc((size_t)out_rows * 4, 4, at_end);
+}
+
+static void check_case(bool at_end) {
+    fa_combination c = {.num_parts = 1 + below(at_end ? 4 : FA_MAX_PARTS),
+                        .b = 1 + below(2),
+                        .len = 1 + below(9),
+                        .h = 1 + below(3),
+                        .d = 1 + below(70),
+                        .dtype = (fa_dtype)below(3)};
+    c.stride_h = c.d + below(3), c.stride_row = c.stride_h * c.h, c.stride_b = c.stride_row * c.len;
+    c.stride_part = c.stride_b * c.b;
+    c.lse_stride_h = c.len + below(2), c.lse_stride_b = c.lse_stride_h * c.h, c.lse_stride_part = c.lse_stride_b * c.b;
+    const int64_t num_out = c.num_parts * c.stride_part - (c.stride_h - c.d);
+    const int64_t num_lse = c.num_parts * c.lse_stride_part - (c.lse_stride_h - c.len);
+    float *parts = guarded_alloc((size_t)num_out * 4, 4, at_end), *lse = guarded_alloc((size_t)num_lse * 4, 4, at_end);
+    for (int64_t i = 0; i < num_out; i++) parts[i] = number();
+    for (int64_t i = 0; i < num_lse; i++) lse[i] = below(4) ? 5 * number() : -INFINITY;
+    for (int64_t i = 0; i < c.num_parts; i++) lse[i * c.lse_stride_part] = -INFINITY; /* a row without parts */
+    for (int64_t at = 0; at < c.num_parts * c.b * c.len * c.h; at++) {
+        const int64_t head = at % c.h, row = at / c.h % c.len, b = at / c.h / c.len % c.b, i = at / c.h / c.len / c.b;
+        if (lse[i * c.lse_stride_part + b * c.lse_stride_b + head * c.lse_stride_h + row] == -INFINITY)
+            parts[i * c.stride_part + b * c.stride_b + row * c.stride_row + head * c.stride_h] = NAN;
+    }
+    c.out_partial = parts, c.lse_partial = lse;
+
+    fa_combination on_gpu = c;
+    const fa_pool pool = {serial_for};
+    fa_error err = {""};
+    bring_results(&c, at_end);
+    bring_results(&on_gpu, at_end);
+    assert_true(fa_cpu_combine(&c, &pool));
+    if (fa_cuda_combine(&on_gpu, &err)) fail_msg("%s", err.text);
+    const int64_t rows = c.b * c.len * c.h;
+    for (int64_t i = 0; i < rows; i++)
+        assert_true(c.lse[i] == on_gpu.lse[i] || fabsf(c.lse[i] - on_gpu.lse[i]) < 1e-5f * (1 + fabsf(c.lse[i])));
+    assert_true(c.lse[0] == -INFINITY && fa_load_element(c.out.data, 0, c.dtype) == 0);
+    const double rounding = c.dtype == FA_BF16 ? 0x1p-7 : c.dtype == FA_F16 ? 0x1p-10 : 1e-5;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t col = 0; col < c.d; col++) {
+            const double x = fa_load_element(c.out.data, i * c.out.stride_h + col, c.dtype);
+            const double y = fa_load_element(on_gpu.out.data, i * c.out.stride_h + col, c.dtype);
+            assert_true(fabs(x - y) <= rounding * fabs(x) + 1e-5);
+        }
+    const size_t bytes = (size_t)(rows * c.out.stride_h) * fa_dtype_bytes(c.dtype), gap = fa_dtype_bytes(c.dtype);
+    if (at_end && c.d < c.out.stride_h) /* elements between rows stay */
+        assert_memory_equal((char *)on_gpu.out.data + bytes - gap, "\xff\xff\xff\xff", gap);
+    guarded_free_all();
+}
+
+static void test_combine(void **unused) {
+    (void)unused;
+    for (int i = 0; i < 60; i++) check_case(i % 2);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_combine)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

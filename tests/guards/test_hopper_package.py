@@ -1,0 +1,114 @@
+"""The wheel and the sdist of hopper/, built as users and packagers build them, in a fresh environment."""
+
+import os
+import sys
+import tarfile
+import zipfile
+
+import pytest
+from test_package import CLEAN, install, pip, source, tracked_files  # noqa: F401  fixtures
+from toolbox import run
+
+WORKS = """
+import sys, sysconfig
+{first}
+import torch, flash_attn_3, flash_attn_interface, flash_attn_config
+from importlib import metadata
+
+home = sysconfig.get_paths()["purelib"]
+from flash_attn_3 import _C
+for module in (flash_attn_3, flash_attn_interface, flash_attn_config, _C):
+    assert module.__file__.startswith(home), module.__file__
+assert flash_attn_3.__version__ == metadata.version("flash-attn-3") == "3.0.0"
+assert metadata.packages_distributions()["flash_attn_interface"] == ["flash_attn_3"]
+q, k, v = (torch.randn(2, 33, 4, 64, requires_grad=True) for _ in range(3))
+out = flash_attn_interface.flash_attn_func(q, k, v, causal=True)
+expected = torch.nn.functional.scaled_dot_product_attention(
+    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+assert torch.allclose(out, expected, atol=1e-5), (out - expected).abs().max()
+for ours, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))):
+    assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
+assert _C.cuda_kernel_source(*_C.cuda_kernels()[0][1:])
+{last}
+print("works")
+"""
+
+# Without its folder on the path there is no flash_attn.
+ALONE = {
+    "first": "sys.modules['flash_attn'] = sys.modules['flash_attn_2_cuda'] = None",
+    "last": "",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "-w", folder, source / "hopper")  # isolated: finds setuptools but no torch
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory):  # noqa: F811
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "build", "--sdist", "--outdir", folder, source / "hopper"]
+    run(*command, env={**os.environ, **CLEAN})
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+def test_wheel_is_small_and_serves_every_python(wheel):
+    assert wheel.name.startswith("flash_attn_3-3.0.0-cp39-abi3-")
+    assert wheel.stat().st_size < 2**20
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert "flash_attn_3/_C.abi3.so" in names
+    expected = {name[len("hopper/") :] for name in tracked_files() if name.startswith("hopper/flash_attn")}
+    expected |= {name.replace("csrc", "flash_attn_3", 1) for name in tracked_files() if name.startswith("csrc/cuda/")}
+    assert {name for name in expected - names if not name.endswith(".md")} == set()
+    top = {name.split("/")[0] for name in names}
+    assert top == {"flash_attn_3", "flash_attn_interface.py", "flash_attn_config.py", "flash_attn_3-3.0.0.dist-info"}
+
+
+def test_wheel_works_alone(wheel, install, tmp_path):  # noqa: F811
+    python = install(wheel)
+    assert run(python, "-I", "-c", WORKS.format(**ALONE), cwd=tmp_path) == "works\n"
+    # A kernel's text is found beside the module. There is no GPU, so NVRTC or the compilation may be missing.
+    found = "import torch; from flash_attn_3 import _C\ntry: _C.build_cuda_kernel(*_C.cuda_kernels()[0][1:])\n"
+    said = run(python, "-I", "-c", found + "except Exception as error: print(error)", cwd=tmp_path)
+    assert "sources are not in" not in said
+
+
+@pytest.mark.parametrize("order", ["flash_attn first", "flash_attn_3 first"])
+def test_both_packages_in_one_process(order, tmp_path):
+    """Each has its own ops, and neither disturbs the other."""
+    from build_hopper import HOPPER, build_hopper
+
+    build_hopper()
+    two, three = "import flash_attn", "import flash_attn_interface"
+    text = f"""
+import sys; sys.path.insert(0, {str(HOPPER)!r})
+{two if order == "flash_attn first" else three}
+{three if order == "flash_attn first" else two}
+import torch
+q = torch.randn(1, 9, 2, 32)
+assert torch.equal(flash_attn.flash_attn_func(q, q, q, causal=True),
+                   flash_attn_interface.flash_attn_func(q, q, q, causal=True))
+assert torch.equal(torch.ops.flash_attn_3.fwd(q, q, q)[0], flash_attn.flash_attn_func(q, q, q))
+try: flash_attn.flash_attn_func(q, q[:, :4], q)
+except RuntimeError as error: assert "num_heads_k, head_size)" in str(error), error
+print("works")
+"""
+    assert run(sys.executable, "-c", text) == "works\n"
+
+
+def test_sdist_is_complete_by_itself(sdist):
+    names = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames() if "/" in name}
+    expected = {name[len("hopper/") :] for name in tracked_files() if name.startswith("hopper/")}
+    expected |= {name for name in tracked_files() if name.startswith("csrc/")} | {"LICENSE"}
+    assert expected - names == set()
+    assert not any(name.endswith((".o", ".so")) for name in names)
+
+
+def test_sdist_works(sdist, install, tmp_path):  # noqa: F811
+    python = install(sdist, "--no-build-isolation")
+    assert run(python, "-I", "-c", WORKS.format(**ALONE), cwd=tmp_path) == "works\n"

@@ -1,0 +1,184 @@
+"""The ops of flash_attn_3 under torch.compile, torch.export and torch.library.opcheck."""
+
+import flash_attn_3.flash_attn_interface as fa3
+import pytest
+import torch
+from torch.library import opcheck
+
+OPS = torch.ops.flash_attn_3
+ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+# AOTAutograd takes no op that returns its argument, like fwd and fwd_combine with out.
+SCHEMA_AND_FAKE = ("test_schema", "test_faketensor")
+
+
+def make(*shape, grad=False, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype).requires_grad_(grad)
+
+
+def sums(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("d_v", [32, 64])
+def test_opcheck_forward(d_v, grad):
+    q, k, v = make(2, 9, 4, 32, grad=grad), make(2, 13, 2, 32, grad=grad), make(2, 13, 2, d_v, grad=grad)
+    opcheck(OPS._flash_attn_forward.default, (q, k, v), {"causal": True}, test_utils=ALL_CHECKS)
+    opcheck(OPS._flash_attn_forward.default, (q.detach(), k.detach(), v.detach()), {"window_size_left": 3})
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_varlen_forward(grad):
+    q = make(12, 4, 32, grad=grad)
+    lengths = {"cu_seqlens_q": sums(5, 0, 7), "cu_seqlens_k": sums(5, 0, 7), "max_seqlen_q": 7, "max_seqlen_k": 7}
+    opcheck(OPS._flash_attn_forward.default, (q, q, q), lengths, test_utils=ALL_CHECKS)
+
+
+def test_opcheck_fp8_forward():
+    q = make(2, 9, 4, 32, dtype=torch.float8_e4m3fn)
+    opcheck(OPS._flash_attn_forward.default, (q, q, q), {"q_descale": torch.rand(2, 4)}, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["bwd", "_flash_attn_backward"])
+def test_opcheck_backward(name, packed):
+    q = make(12, 4, 32) if packed else make(2, 6, 4, 32)
+    lengths = {"cu_seqlens_q": sums(5, 7), "cu_seqlens_k": sums(5, 7), "max_seqlen_q": 7, "max_seqlen_k": 7}
+    options = {**(lengths if packed else {}), "softmax_scale": 0.2, "is_causal": True}
+    out, lse = fa3._flash_attn_forward(q, q, q, **(lengths if packed else {}), softmax_scale=0.2, causal=True)[:2]
+    grads = {name: torch.zeros_like(q) for name in ("dq", "dk", "dv")}
+    opcheck(getattr(OPS, name).default, (make(*q.shape), q, q.clone(), q.clone(), out, lse), {**grads, **options})
+
+
+def test_opcheck_of_the_other_ops():
+    q, cache = make(2, 3, 4, 32), (make(2, 12, 2, 32), make(2, 12, 2, 32))
+    new, used = make(2, 2, 2, 32), torch.tensor([3, 10], dtype=torch.int32)
+    opcheck(OPS.fwd.default, (q, *cache), test_utils=SCHEMA_AND_FAKE)
+    opcheck(
+        OPS._fwd_kvcache.default,
+        (q, *cache, new, new.clone(), None, torch.empty_like(q), None, None, used, None, None, None, None),
+    )
+    parts, lse = make(3, 2, 5, 4, 16), make(3, 2, 4, 5).mT
+    opcheck(OPS._combine.default, (parts, lse, torch.float16))
+    opcheck(OPS.fwd_combine.default, (parts, lse), test_utils=SCHEMA_AND_FAKE)
+    opcheck(OPS.get_scheduler_metadata.default, (2, 1, 12, 4, 2, 32, 32, torch.bfloat16, used))
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def check_compiled(function, *tensors):
+    """Results and gradients of the compiled function are those of the function, bit for bit."""
+    inputs = [x for x in tensors if x.requires_grad]
+    found = []
+    for run in (function, compiled(function)):
+        out = run(*tensors)
+        results = [*out] if isinstance(out, tuple) else [out]
+        torch.manual_seed(1)
+        dout = torch.randn(results[0].shape)
+        grads = torch.autograd.grad(results[0], inputs, dout.to(results[0].dtype)) if inputs else ()
+        found.append([*results, *grads])
+    assert len(found[0]) == len(found[1]) and all(torch.equal(x, y) for x, y in zip(*found))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("d_v", [32, 64])
+def test_compiled_func(d_v, return_lse):
+    q, k, v = make(2, 9, 4, 32, grad=True), make(2, 13, 2, 32, grad=True), make(2, 13, 2, d_v, grad=True)
+    check_compiled(lambda *x: fa3.flash_attn_func(*x, causal=True, return_attn_probs=return_lse), q, k, v)
+
+
+def test_compiled_varlen():
+    """cu_seqlens_q and cu_seqlens_k are one tensor, as in self attention."""
+    qkv, cu = [make(12, 4, 32, grad=True) for _ in range(3)], sums(5, 0, 7)
+    used = torch.tensor([4, 0, 6], dtype=torch.int32)
+    check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, causal=True), *qkv)
+    check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, seqused_k=used), *qkv)
+
+
+@pytest.mark.parametrize("num_heads_q", [None, 4])
+def test_compiled_qkvpacked(num_heads_q):
+    qkv = make(2, 9, 8, 32, grad=True) if num_heads_q else make(2, 9, 3, 4, 32, grad=True)
+    check_compiled(lambda x: fa3.flash_attn_qkvpacked_func(x, causal=True, num_heads_q=num_heads_q), qkv)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_compiled_cache(num_splits):
+    """An append under torch.compile writes the caller's caches."""
+    q, new, used = make(2, 3, 4, 32), make(2, 3, 2, 32), torch.tensor([3, 9], dtype=torch.int32)
+    caches = make(2, 12, 2, 32), make(2, 12, 2, 32)
+
+    def step(q, k_cache, v_cache):
+        return fa3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, new, new, cache_seqlens=used, causal=True, num_splits=num_splits,
+            return_softmax_lse=True,
+        )  # fmt: skip
+
+    results = []
+    for run in (step, compiled(step)):
+        copies = [x.clone() for x in caches]
+        results.append([*run(q, *copies), *copies])
+        assert not torch.equal(copies[0], caches[0])
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+def test_compiled_combine_and_metadata():
+    parts, lse, out = make(3, 2, 5, 4, 16), make(3, 2, 4, 5).mT, torch.empty(2, 5, 4, 16)
+    check_compiled(fa3.flash_attn_combine, parts, lse)
+    check_compiled(lambda *x: fa3.flash_attn_combine(*x), parts, lse, out)
+    used = torch.tensor([3, 9], dtype=torch.int32)
+    check_compiled(lambda x: fa3.get_scheduler_metadata(2, 1, 12, 4, 2, 32, x), used)
+
+
+class Model(torch.nn.Module):
+    def forward(self, q, k, v):
+        return fa3.flash_attn_func(q, k, v, causal=True)
+
+
+def test_export():
+    q, k, v = make(2, 9, 4, 32), make(2, 13, 2, 32), make(2, 13, 2, 64)
+    lengths = {1: torch.export.Dim("length", min=2, max=100)}
+    program = torch.export.export(Model(), (q, k, v), dynamic_shapes=(lengths, None, None))
+    longer = make(2, 11, 4, 32)
+    assert torch.equal(program.module()(longer, k, v), Model()(longer, k, v))
+
+
+@pytest.mark.parametrize(
+    "function, error, text",
+    [
+        (lambda q: fa3.flash_attn_func(q, q, q, num_splits=0), ValueError, "num_splits <= 0 not supported"),
+        (lambda q: fa3._flash_attn_forward(q, q, q, out_=torch.empty_like(q)), TypeError,
+         "with pre-allocated output tensor is not supported."),
+        (lambda q: fa3._flash_attn_forward(q[0], q[0], q[0], cu_seqlens_q=q.new_empty(2).int()),
+         ValueError, "max_seqlen_q must be provided if cu_seqlens_q is provided"),
+    ],
+    ids=["num_splits", "out", "max_seqlen"],
+)  # fmt: skip
+def test_what_a_trace_refuses(function, error, text):
+    q = torch.empty(2, 3, 4, 32, device="meta")
+    with pytest.raises(error, match=text):
+        function(q)
+
+
+def test_meta_tensors():
+    q, v = torch.empty(2, 3, 4, 64, device="meta", dtype=torch.bfloat16), torch.empty(2, 3, 2, 256, device="meta")
+    v = v.bfloat16()
+    out, lse = fa3.flash_attn_func(q, v[..., :64], v, return_attn_probs=True)
+    assert out.shape == (2, 3, 4, 256) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 3)
+
+
+def test_checkpoint():
+    q = make(2, 5, 4, 32, grad=True)
+    out = torch.utils.checkpoint.checkpoint(lambda x: fa3.flash_attn_func(x, x, x, causal=True), q, use_reentrant=False)
+    expected = fa3.flash_attn_func(q, q, q, causal=True)
+    (x,), (y,) = torch.autograd.grad(out.sum(), q), torch.autograd.grad(expected.sum(), q)
+    assert torch.equal(x, y)
+
+
+def test_jvp_is_refused():
+    import torch.autograd.forward_ad as forward_ad
+
+    with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError)):
+        q = forward_ad.make_dual(make(1, 3, 2, 32), make(1, 3, 2, 32))
+        fa3.flash_attn_func(q, q, q)

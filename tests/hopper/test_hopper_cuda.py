@@ -1,0 +1,142 @@
+"""flash_attn_3 on a GPU against the CPU, which computes the specification."""
+
+import itertools
+
+import flash_attn_3.flash_attn_interface as fa3
+import pytest
+import torch
+from oracle3 import INF, assert_close
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+E4M3 = torch.float8_e4m3fn
+
+
+def move(value):
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+def compare(function, *args, tolerance=2e-2, **kwargs):
+    """Runs the function on both devices. Returns the GPU's results."""
+    expected = function(*args, **kwargs)
+    results = function(*map(move, args), **{name: move(value) for name, value in kwargs.items()})
+    for ours, theirs in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (results, expected))):
+        assert ours.is_cuda and ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=tolerance, atol=tolerance)
+    return results
+
+
+def make(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 133, 256])
+@pytest.mark.parametrize("sizes", [(2, 113, 3, 96), (1, 1, 1, 7), (2, 0, 3, 8)], ids=str)
+def test_combine(sizes, n, dtype):
+    b, rows, h, d = sizes
+    parts, lse = torch.randn(n, b, rows, h, d), torch.randn(n, b, h, rows).mT * 3
+    if b > 1 and n > 1 and rows:
+        parts[n // 2 :, 0], lse[n // 2 :, 0] = float("nan"), -INF
+        lse[:, 1, 0] = -INF
+    on_gpu = [parts.cuda(), lse.mT.cuda().mT]
+    out, total = fa3.flash_attn_combine(*on_gpu, out_dtype=dtype)
+    expected, true_total = fa3.flash_attn_combine(parts, lse, out_dtype=dtype)
+    tolerance = 1e-5 if dtype is None else 1e-2
+    torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(total.cpu(), true_total, rtol=1e-5, atol=1e-5)
+    assert total.stride() == true_total.stride()
+    if dtype is None:
+        again = torch.empty_like(out)
+        assert fa3.flash_attn_combine(*on_gpu, again)[0] is not None and torch.equal(again, out)
+
+
+def test_metadata():
+    used = torch.tensor([3, 9], dtype=torch.int32, device="cuda")
+    metadata = fa3.get_scheduler_metadata(2, 1, 12, 4, 2, 32, used)
+    assert metadata.device == used.device and metadata.tolist() == [0]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (5, 3)}, {"attention_chunk": 9}], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (192, 128), (64, 512), (128, 128), (256, 256)], ids=str)
+def test_func(sizes, options):
+    q, k, v = make(2, 70, 4, sizes[0]), make(2, 130, 2, sizes[0]), make(2, 130, 2, sizes[1])
+    compare(fa3.flash_attn_func, q, k, v, return_attn_probs=True, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp8(causal):
+    q, k, v = (make(2, n, h, 64, dtype=torch.float32).to(E4M3) for n, h in ((70, 4), (130, 2), (130, 2)))
+    scales = {f"{name}_descale": torch.rand(2, 2).T + 0.5 for name in "qkv"}
+    compare(fa3.flash_attn_func, q, k, v, causal=causal, tolerance=1e-1, return_attn_probs=True, **scales)
+
+
+def test_qv():
+    q, k, v, qv = make(2, 9, 4, 64), make(2, 50, 1, 64), make(2, 50, 1, 512), make(2, 9, 4, 512)
+    compare(fa3.flash_attn_func, q, k, v, qv=qv, causal=True, return_attn_probs=True)
+
+
+def test_rows_without_keys():
+    q, k = make(1, 9, 2, 64).cuda(), make(1, 4, 2, 64).cuda()
+    out, lse = fa3.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert (out[:, :5] == 0).all() and (lse[..., :5] == -INF).all() and lse[..., 5:].isfinite().all()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_varlen_with_gradients(is_used):
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 5, 90], [0, 30, 34, 130]))
+    used = {
+        "seqused_q": torch.tensor([3, 0, 80], dtype=torch.int32),
+        "seqused_k": torch.tensor([0, 4, 70], dtype=torch.int32),
+    }
+    q, k, v = make(90, 4, 64), make(130, 2, 64), make(130, 2, 64)
+    dout = make(90, 4, 64)
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device).requires_grad_() for x in (q, k, v)]
+        lengths = {name: x.to(device) for name, x in used.items()} if is_used else {}
+        out = fa3.flash_attn_varlen_func(*inputs, cu_q.to(device), cu_k.to(device), 85, 96, causal=True, **lengths)
+        kept = torch.zeros_like(dout, device=device)
+        for first, end, num in zip(cu_q.tolist(), cu_q[1:].tolist(), used["seqused_q"].tolist()):
+            rows = slice(first, first + num if is_used else end)
+            kept[rows] = dout[rows].to(device)
+        shown = torch.where(kept != 0, out, 0)
+        grads = torch.autograd.grad(shown, inputs, kept)
+        results.append([shown, *grads])
+    for x, y in zip(*results):
+        torch.testing.assert_close(y.cpu().float(), x.float(), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("page", [None, 4, 64])
+@pytest.mark.parametrize("packs", [False, True])
+def test_cache(packs, page):
+    capacity, used = 128, torch.tensor([7, 0, 100], dtype=torch.int32)
+    new = make(2, 12, 2, 64)
+    q = make(9, 4, 64) if packs else make(3, 3, 4, 64)
+    caches = make(2, 3, capacity, 2, 64)
+    given = {"cache_seqlens": used, "causal": True, "return_softmax_lse": True}
+    if packs:
+        cu_q, cu_new = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in ([4, 0, 5], [7, 1, 4]))
+        given.update(cu_seqlens_q=cu_q, max_seqlen_q=5, cu_seqlens_k_new=cu_new, k=new[0], v=new[1])
+    else:
+        given.update(k=new[0].view(3, 4, 2, 64), v=new[1].view(3, 4, 2, 64))
+    if page:
+        given["page_table"] = torch.randperm(3 * capacity // page).view(3, -1).to(torch.int32)
+        caches = caches.view(2, -1, page, 2, 64)
+    on_cpu, on_gpu = [x.clone() for x in caches], [x.cuda() for x in caches]
+    out, lse = fa3.flash_attn_with_kvcache(q, *on_cpu, **given)
+    results = fa3.flash_attn_with_kvcache(q.cuda(), *on_gpu, **{name: move(x) for name, x in given.items()})
+    for ours, theirs in zip((*results, *on_gpu), (out, lse, *on_cpu)):
+        torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_graph_and_margin():
+    """A call can be recorded, and a margin changes no result."""
+    q = make(2, 300, 4, 64).cuda()
+    expected = fa3.flash_attn_func(q, q, q, causal=True)
+    assert torch.equal(fa3.flash_attn_func(q, q, q, causal=True, sm_margin=100), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa3.flash_attn_func(q, q, q, causal=True)
+    graph.replay()
+    assert_close(out.cpu(), expected.double().cpu(), expected.cpu())
