@@ -125,7 +125,12 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
     u32 seen = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = row + lane() / 4 + 8 * half, begin = first_key(p, s, i), end = i < s.len_q ? end_key(p, s, i) : 0;
+        const int i = row + lane() / 4 + 8 * half;
+        int begin = first_key_of_window(p, s, i), end = i < s.len_q ? end_key_of_window(p, s, i) : 0;
+        if (OF_3 && p.attention_chunk > 0) {
+            const int chunk = chunk_begin(p, i + s.len_kv - s.len_q);
+            begin = max(begin, chunk), end = min(end, chunk + p.attention_chunk);
+        }
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
