@@ -111,8 +111,9 @@ INLINE decode_ahead next_rows(const decode_task *t, decode_cursor *c, int64_t nu
 }
 
 INLINE void fetch_ahead(decode_ahead ahead, int64_t at, fa_dtype DTYPE) {
+    if (DTYPE == FA_E4M3 && at % 64) return; /* loads of 8 or 16 bytes share a line */
     PREFETCH(ahead.row + at);
-    if (DTYPE != FA_F16) PREFETCH(ahead.row + at - ahead.back);
+    if (DTYPE != FA_F16 && DTYPE != FA_E4M3) PREFETCH(ahead.row + at - ahead.back);
 }
 
 #endif

@@ -96,12 +96,12 @@ INLINE void vec_store_bf16(void *p, vec a) {
     _mm_storeu_si128(p, _mm256_castsi256_si128(bits));
 }
 
-/* fp16 has one more bit of exponent and its bias is 8 larger, so the bits move by 7 and the value by 2^8. */
+/* The bits s eeee mmm become the fp16 s 0eeee mmm0000000. Its bias is 8 larger, so its value is 2^8 times as small. The
+ * sign, extended to 16 bits, also stands where the 0 belongs. NaN becomes a word of ones. */
 INLINE vec vec_load_e4m3(const void *p) {
-    const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(p)), all = _mm_set1_epi16(0x7f), rest = _mm_and_si128(x, all);
-    const __m128i sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
-    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(rest, all), _mm_set1_epi16(0x7e00));
-    const __m128i half = _mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(rest, 7));
+    const __m128i moved = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p)), 7);
+    const __m128i is_nan = _mm_cmpeq_epi16(_mm_or_si128(moved, _mm_set1_epi16(-0x4000)), _mm_set1_epi16(-0x80));
+    const __m128i half = _mm_or_si128(_mm_and_si128(moved, _mm_set1_epi16(-0x4001)), is_nan);
     return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
 }
 INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {

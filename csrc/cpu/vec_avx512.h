@@ -153,10 +153,10 @@ INLINE void vec_store_bf16(void *p, vec a) {
 
 #if WORD_ELEMS == 1
 INLINE vec vec_of_e4m3(__m128i bytes) { /* as in vec_avx2.h */
-    const __m256i x = _mm256_cvtepu8_epi16(bytes), all = _mm256_set1_epi16(0x7f), rest = _mm256_and_si256(x, all);
-    const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(x, rest), 8);
-    const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(rest, all), _mm256_set1_epi16(0x7e00));
-    const __m256i half = _mm256_or_si256(_mm256_or_si256(sign, nan), _mm256_slli_epi16(rest, 7));
+    const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+    const __m256i is_nan =
+        _mm256_cmpeq_epi16(_mm256_or_si256(moved, _mm256_set1_epi16(-0x4000)), _mm256_set1_epi16(-0x80));
+    const __m256i half = _mm256_or_si256(_mm256_and_si256(moved, _mm256_set1_epi16(-0x4001)), is_nan);
     return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 INLINE vec vec_load_e4m3(const void *p) { return vec_of_e4m3(_mm_loadu_si128(p)); }

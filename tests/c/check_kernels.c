@@ -317,6 +317,92 @@ static void test_reasons(void **state) {
         }
 }
 
+/* ---- every value of e4m3 ----------------------------------------------------------------------------------------- */
+
+/* With one key the output is the row of V. The row holds every code, and bf16 holds every value. */
+static void test_e4m3_codes(void **state) {
+    (void)state;
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++)
+        for (int64_t len_q = 1; len_q <= 20 && machine.isa_legal[isa]; len_q += 19) { /* decode; tiles */
+            uint8_t q[20 * 8] = {0}, k[8] = {0}, v[256];
+            uint16_t o[20 * 256];
+            float lse[20];
+            for (int i = 0; i < 256; i++) v[i] = (uint8_t)i;
+            fa_problem p = {.dtype = FA_E4M3, .b = 1, .h = 1, .h_kv = 1, .d = 8, .d_v = 256, .scale = 1};
+            p.len_q = p.total_q = len_q, p.len_kv = p.total_kv = 1, p.window_left = p.window_right = -1;
+            p.q = (fa_view){q, 0, 8, 8}, p.k = (fa_view){k, 0, 8, 8}, p.v = (fa_view){v, 0, 256, 256};
+            p.o = (fa_view){o, 0, 256, 256}, p.lse = (fa_row_stats){lse, 0, 20};
+            run_on((fa_isa)isa, 1, &p, true);
+            for (int64_t i = 0; i < len_q * 256; i++) {
+                const float x = fa_f32_from_bf16(o[i]), expected = fa_f32_from_e4m3(v[i % 256]);
+                assert_true(isnan(expected) ? isnan(x) : x == expected);
+            }
+            guarded_free_all();
+        }
+}
+
+/* ---- rows of no sequence --------------------------------------------------------------------------------------- */
+
+/* Whether rows from `first` on are zero, rows before them hold numbers, and the padding between rows is untouched. */
+static bool is_zero_from(const tensor *t, int64_t first) {
+    for (int64_t i = 0; i < t->num_elements; i++) {
+        const bool is_padding = i % t->view.stride_row >= t->columns, is_owned = i / t->view.stride_row < first;
+        const double x = fa_load_element(t->view.data, i, t->dtype);
+        if (is_padding ? !isnan(x) : is_owned ? isnan(x) : x != 0) return false;
+    }
+    return true;
+}
+
+/* A whole call fills the rows behind the last sequence, on the side that is packed. */
+static void test_unowned_rows(void **state) {
+    (void)state;
+    const int32_t cu[] = {0, 3, 5};
+    for (int bits = 0; bits < 8; bits++) {
+        const bool backward = bits & 1, packs_q = bits & 2, has_heads = bits & 4;
+        fa_problem p = {.pass = backward ? FA_BWD : FA_FWD, .dtype = FA_F32, .b = 2, .h = has_heads, .h_kv = 1};
+        p.d = 8, p.d_v = 24, p.scale = 0.3, p.window_left = p.window_right = -1, p.empty_lse = INFINITY;
+        p.len_q = packs_q ? 3 : 2, p.len_kv = packs_q ? 4 : 3, p.total_q = packs_q ? 7 : 4,
+        p.total_kv = packs_q ? 8 : 7;
+        if (packs_q) p.cu_seqlens_q = cu;
+        if (!packs_q) p.cu_seqlens_k = cu;
+        tensor all[8];
+        fa_view *views[] = {&p.q, &p.k, &p.v, &p.o, &p.dout, &p.dq, &p.dk, &p.dv};
+        random_source r = {43};
+        for (int i = 0; i < 8; i++) {
+            const bool is_key = i == 1 || i == 2 || i > 5, is_packed = is_key != packs_q;
+            const int64_t columns = i == 0 || i == 1 || i == 5 || i == 6 ? p.d : p.d_v,
+                          total = is_key ? p.total_kv : p.total_q;
+            all[i] = tensor_of(FA_F32, columns, 1, total, 1, PADDED_ROWS, true);
+            all[i].view.stride_b = is_packed ? 0 : total / 2 * all[i].view.stride_row;
+            for (int64_t n = 0; n < all[i].num_elements && (i < 3 || i == 4); n++)
+                fa_store_element(all[i].view.data, n, random_normal(&r), FA_F32);
+            *views[i] = all[i].view;
+        }
+        alloc_row_stats(&p, &p.lse, packs_q ? p.total_q : p.len_q, true);
+        alloc_row_stats(&p, &p.softmax_d, packs_q ? p.total_q : p.len_q, true);
+        if (backward && has_heads) run_forward_reference(&p);
+        fa_plan plan;
+        fa_error err;
+        pool_threads = 1;
+        fa_plan_cpu(&p, &machine, &plan);
+        void *workspace = guarded_alloc(plan.workspace_bytes, 64, true);
+        assert_int_equal(fa_cpu_run_call(&p, &plan, true, workspace, &test_pool, &err), FA_OK);
+        const int64_t q_end = packs_q ? 5 : p.total_q, k_end = packs_q ? p.total_kv : 5;
+        if (!has_heads && !backward) {
+            guarded_free_all();
+            continue;
+        }
+        if (!backward) {
+            assert_true(is_zero_from(&all[3], q_end));
+            for (int64_t row = q_end; row < p.total_q; row++) assert_true(p.lse.data[row] == -INFINITY);
+        } else {
+            if (has_heads) assert_true(is_zero_from(&all[5], q_end));
+            for (int i = 6; i < 8; i++) assert_true(is_zero_from(&all[i], has_heads ? k_end : 0));
+        }
+        guarded_free_all();
+    }
+}
+
 /* ---- absent gradients ---------------------------------------------------------------------------------------- */
 
 /* A caller may ask for any subset of dq, dk, dv. The requested gradients do not depend on the subset. */
@@ -646,6 +732,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_fwd_bf16),
         cmocka_unit_test(test_fwd_f16),
         cmocka_unit_test(test_fwd_e4m3),
+        cmocka_unit_test(test_e4m3_codes),
         cmocka_unit_test(test_fwd_f64),
         cmocka_unit_test(test_bwd_f32),
         cmocka_unit_test(test_bwd_bf16),
@@ -654,6 +741,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_tasks),
         cmocka_unit_test(test_reasons),
         cmocka_unit_test(test_thread_counts),
+        cmocka_unit_test(test_unowned_rows),
         cmocka_unit_test(test_absent_gradients),
         cmocka_unit_test(test_silent_rows),
         cmocka_unit_test(test_denormals),
