@@ -335,7 +335,7 @@ static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
     return failed || tuple ? tuple : tensor;
 }
 
-/* ---- calls ----------------------------------------------------------------------------------------------- */
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 /* Returns the key that a kernel of the function's op has in torch.library's set. The reference is borrowed. NULL: there
  * is an exception. */

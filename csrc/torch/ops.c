@@ -117,7 +117,7 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
 ENTRIES(ENTRY)
 
 #define ENTRY_OF(op_idx) entry_##op_idx,
-static fa_boxed_op *const entries[] = {ENTRIES(ENTRY_OF)};
+static fa_boxed_op *const entries[FA_MAX_OPS] = {ENTRIES(ENTRY_OF)};
 
 /* ---- registration ----------------------------------------------------------------------------------------------- */
 
@@ -181,6 +181,7 @@ fa_status fa_register_ops(fa_error *err) {
         char schema[2048];
         read_schema(op, &fa_ops.signatures[i]);
         if (!op->results) continue;
+        if (i == FA_MAX_OPS) return fa_fail(err, FA_EFAILED, "%s has more ops than FA_MAX_OPS", fa_ops.name_space);
         write_schema(op, schema, sizeof schema);
         failed = fa_torch.aoti_torch_library_def(def, schema);
         for (int k = 0; k < 2 && !failed; k++)

@@ -41,7 +41,8 @@ typedef struct {
     fa_argument arguments[FA_MAX_ARGUMENTS]; /* ends with an argument without schema */
 } fa_op;
 
-/* The ops of one namespace. The ops that torch knows come first. */
+/* The ops of one namespace. The ops that torch knows come first, and are at most FA_MAX_OPS. */
+#define FA_MAX_OPS 8
 typedef struct {
     const char *name_space;
     int num;

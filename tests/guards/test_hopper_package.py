@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 from test_package import CLEAN, install, pip, source, tracked_files  # noqa: F401  fixtures
-from toolbox import run
+from toolbox import run, tool
 
 WORKS = """
 import sys, sysconfig
@@ -99,6 +99,42 @@ except RuntimeError as error: assert "num_heads_k, head_size)" in str(error), er
 print("works")
 """
     assert run(sys.executable, "-c", text) == "works\n"
+
+
+FAKE_NVRTC = """
+#include <stddef.h>
+#include <string.h>
+typedef int result;
+result nvrtcVersion(int *major, int *minor) { return *major = 13, *minor = 0, 0; }
+const char *nvrtcGetErrorString(result r) { return "none"; }
+result nvrtcCreateProgram(void **p, const char *a, const char *b, int n, void *c, void *d) { return *p = "", 0; }
+result nvrtcDestroyProgram(void **p) { return 0; }
+result nvrtcCompileProgram(void *p, int n, const char *const *options) { return 0; }
+result nvrtcGetProgramLogSize(void *p, size_t *bytes) { return *bytes = 0; }
+result nvrtcGetProgramLog(void *p, char *log) { return 0; }
+result nvrtcGetCUBINSize(void *p, size_t *bytes) { return *bytes = 6, 0; }
+result nvrtcGetCUBIN(void *p, char *cubin) { return memcpy(cubin, "cubin", 6), 0; }
+"""
+
+
+def test_both_packages_share_compiled_kernels(tmp_path):
+    """A kernel that one package compiled is found by the other. The compiler is a fake that returns a text."""
+    from build_hopper import HOPPER, build_hopper
+
+    build_hopper()
+    (tmp_path / "nvrtc.c").write_text(FAKE_NVRTC)
+    run(tool("gcc"), "-shared", "-fPIC", "-w", tmp_path / "nvrtc.c", "-o", tmp_path / "nvrtc.so")
+    text = f"""
+import sys; sys.path.insert(0, {str(HOPPER)!r})
+import torch, flash_attn_2_cuda
+from flash_attn_3 import _C
+kernels = [kernel for kernel in _C.cuda_kernels() if kernel[-1] == 90][:3]
+print([_C.build_cuda_kernel(*rest) for _, *rest in kernels])
+print([flash_attn_2_cuda.build_cuda_kernel(*rest) for _, *rest in kernels])
+"""
+    environment = {"FLASH_ATTN_CACHE_DIR": str(tmp_path / "cache"), "FLASH_ATTN_NVRTC": str(tmp_path / "nvrtc.so")}
+    said = run(sys.executable, "-c", text, env={**os.environ, **environment})
+    assert said == "[True, True, True]\n[False, False, False]\n"
 
 
 def test_sdist_is_complete_by_itself(sdist):
