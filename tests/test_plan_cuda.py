@@ -44,7 +44,7 @@ int main(int argc, char **argv) {
         const char *name = argv[i];
         double x = atof(strchr(name, '=') + 1);
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
-        SET("capability", machine.gpu_capability) SET("d", d) SET("d_v", d_v) SET("len_q", p.len_q) SET("len_kv", p.len_kv)
+        SET("capability", machine.gpu_capability) SET("d", d) SET("d_v", d_v) SET("len_q", p.len_q)
         SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
@@ -449,6 +449,37 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
 )
 def test_generic_kernels_take_what_flash_attn_3_adds(plan, numbers, kernel):
     assert plan(capability=80, **numbers).split()[0] == kernel
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"chunk": 7}, "attn_fwd_sm90_bf16_d128_q128kv128_local"),
+        ({"chunk": 7, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_local"),
+        ({"used_q": 1, "packed": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_varlen"),
+        ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),  # dense
+        ({"empty": "-inf"}, "attn_fwd_sm90_bf16_d128_q128kv128"),
+        ({"empty": "-inf", "len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
+        ({"chunk": 7, "len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
+        ({"d": 192, "d_v": 128}, "attn_fwd_sm90_bf16_d192v128_q128kv112"),
+        ({"d": 192, "d_v": 64}, "attn_fwd_sm90_bf16_d192v128_q128kv112"),
+        ({"d": 192, "d_v": 64, "packed": 1}, "attn_fwd_any_bf16_d192_q64kv64_of3"),  # no box of columns 64 to 127
+        ({"d": 192, "d_v": 72, "packed": 1}, "attn_fwd_sm90_bf16_d192v128_q128kv112_varlen"),
+        ({"d": 64, "d_v": 128}, "attn_fwd_sm90_bf16_d64v128_q128kv128"),
+        ({"d": 64, "d_v": 200, "packed": 1}, "attn_fwd_sm90_bf16_d64v256_q128kv64_varlen"),
+        ({"d": 64, "d_v": 160}, "attn_fwd_sm90_bf16_d64v256_q128kv64"),
+        ({"d": 64, "d_v": 512}, "attn_fwd_any_bf16_d256_q64kv64_of3"),
+        ({"d": 128, "d_v": 128}, "attn_fwd_sm90_bf16_d128_q128kv128"),
+        ({"pass": 1, "d": 192, "d_v": 128}, "attn_bwd_wide_sm90_bf16_d192v128_q64kv128"),
+        ({"pass": 1, "d": 192, "d_v": 128, "packed": 1}, "attn_bwd_wide_sm90_bf16_d192v128_q64kv128_varlen"),
+        ({"pass": 1, "d": 64, "d_v": 128}, "attn_bwd_sm90_bf16_d128_q64kv128"),
+        ({"pass": 1, "d": 64, "d_v": 128, "packed": 1}, "attn_bwd_any_bf16_dq_d128_q64kv64_of3"),
+        ({"pass": 1, "chunk": 7}, "attn_bwd_any_bf16_dq_d128_q64kv64_of3"),
+    ],
+    ids=str,
+)
+def test_hopper_kernels_take_what_flash_attn_3_adds(plan, numbers, kernel):
+    assert plan(capability=90, **numbers).split()[0] == kernel
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def test_every_kernel_has_a_name_and_a_row():
     bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options}
     wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("192", "256") for o in options}
     plain = [o for o in options if not o[-1]]  # v of another width is never dropped
-    fwd |= {("fwd", t, *d, *o) for t in DTYPES for d in (("64", "v128"), ("64", "v256"), ("192", "v128")) for o in plain}
+    fwd |= {
+        ("fwd", t, *d, *o) for t in DTYPES for d in (("64", "v128"), ("64", "v256"), ("192", "v128")) for o in plain
+    }
     wide |= {("bwd_wide", t, "192", "v128", *o) for t in DTYPES for o in plain}
     assert found == fwd | bwd | wide
 
