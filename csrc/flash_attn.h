@@ -128,6 +128,7 @@ typedef struct {
     /* The keys and values to append before attention (kvcache). */
     fa_view k_new, v_new;                /* [b, len_new, h_kv, d]; absent: nothing to append */
     int64_t len_new;                     /* packed: the most new keys of a sequence */
+    int64_t total_new;                   /* packed: rows of k_new; 0: no bound is known */
     const int32_t *cu_seqlens_k_new;     /* [b + 1]; NULL: dense */
     const int32_t *seqlens_rotary;       /* [b] position of the first new key and query; NULL: seqused_k */
     const void *rotary_cos, *rotary_sin; /* [rotary_rows, rotary_dim / 2] contiguous; NULL: none */

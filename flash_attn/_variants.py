@@ -12,7 +12,9 @@ def number_of(arch):
 
 def _is_common(name, own, number):
     """Is the kernel common? On Hopper its own kernels without options are, elsewhere the generic kernels."""
-    return not re.search(r"_(local|score|dropout|paged)", name) if own else number != 90
+    if own:
+        return not re.search(r"_(local|score|dropout|paged)", name)
+    return number != 90 and not name.endswith("_of3")
 
 
 def choose(kernels, archs, all_features=False):

@@ -35,7 +35,7 @@ int main(int argc, char **argv) {
     static char memory[64];
     static const int32_t offsets[3];
     static const float slopes[1];
-    int64_t d = 128, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
+    int64_t d = 128, d_v = 0, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
     bool prints_order = false, prints_launch = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
@@ -44,14 +44,18 @@ int main(int argc, char **argv) {
         const char *name = argv[i];
         double x = atof(strchr(name, '=') + 1);
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
-        SET("capability", machine.gpu_capability) SET("d", d) SET("len_q", p.len_q) SET("len_kv", p.len_kv)
+        SET("capability", machine.gpu_capability) SET("d", d) SET("d_v", d_v) SET("len_q", p.len_q) SET("len_kv", p.len_kv)
         SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
         SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)
         SET("new", p.len_new)
         SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
-        SET("splits", p.num_splits)
+        SET("splits", p.num_splits) SET("chunk", p.attention_chunk) SET("empty", p.empty_lse)
+        if (strncmp(name, "used_q=", 7) == 0) p.seqused_q = offsets;
+        if (strncmp(name, "packed_q=", 9) == 0) p.cu_seqlens_q = offsets;
+        if (strncmp(name, "qv=", 3) == 0) p.qv.data = memory;
+        if (strncmp(name, "probs=", 6) == 0) p.s_dmask = memory;
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
         if (strncmp(name, "dtype=", 6) == 0) p.dtype = (fa_dtype)x;
         if (strncmp(name, "packed=", 7) == 0) p.cu_seqlens_q = p.cu_seqlens_k = offsets;
@@ -61,7 +65,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
-    p.d = p.d_v = d;
+    p.d = d, p.d_v = d_v ? d_v : d;
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
     void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
     fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};
@@ -423,6 +427,43 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
     assert first.split()[0] == kernel
     assert re.search(rf"_q{first.split()[1]}kv{first.split()[2]}", kernel)
     assert any(line.startswith("attn_fwd_sm90: ") and words in line for line in ruled_out)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"chunk": 7}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"packed_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"empty": "-inf"}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"d_v": 64}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"d": 64, "d_v": 192}, "attn_fwd_any_bf16_d192_q64kv64_of3"),
+        ({"d": 64, "d_v": 512}, "attn_fwd_any_bf16_d256_q64kv64_of3"),
+        ({"d": 64, "d_v": 64, "qv": 1}, "attn_fwd_any_bf16_d256_q64kv64_of3"),
+        ({"dtype": 4, "d": 64}, "attn_fwd_any_e4m3_d64_q128kv64_of3"),
+        ({"pass": 1, "d": 64, "d_v": 512}, "attn_bwd_any_bf16_dq_d256_q64kv32_of3"),
+        ({"pass": 1, "d": 192, "d_v": 128}, "attn_bwd_any_bf16_dq_d192_q64kv32_of3"),
+        ({"pass": 1, "empty": "-inf"}, "attn_bwd_any_bf16_dq_d128_q64kv64"),
+    ],
+    ids=str,
+)
+def test_generic_kernels_take_what_flash_attn_3_adds(plan, numbers, kernel):
+    assert plan(capability=80, **numbers).split()[0] == kernel
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"dtype": 4, "qv": 1}, "attn_fwd_any: it takes no qv of float8_e4m3fn"),
+        ({"qv": 1, "probs": 1}, "attn_fwd_any: its s_dmask takes no qv and no float8_e4m3fn"),
+        ({"dtype": 4, "probs": 1}, "attn_fwd_any: its s_dmask takes no qv and no float8_e4m3fn"),
+        ({"pass": 1, "qv": 1}, "attn_bwd_any: it takes no qv"),
+        ({"pass": 1, "dtype": 4}, "attn_bwd_any: it takes no float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_generic_kernels_name_what_they_do_not_take(plan, numbers, words):
+    assert words in plan(capability=80, **numbers)
 
 
 def test_backward_of_every_dtype(plan):

@@ -19,6 +19,9 @@
  * kernel to the next and sum nothing through memory. As in attn_fwd_any.cu, masked pairs are left out and never
  * multiplied by zero.
  *
+ * If v has more columns than a tile, each block of columns of dV has a CTA of its own. For dQ and dK the blocks of dO
+ * and v come one after the other to the same places and add to dP.
+ *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
 
@@ -43,10 +46,11 @@ static_assert(WALK <= 64, "32 bits say which pairs of a thread dropout keeps");
 
 /* own_s and walk_s hold rows of q or k. own_dp and walk_dp hold rows of dO or v. */
 struct shared_memory {
-    element own_s[OWN * PITCH], own_dp[ADDS_DS ? OWN * PITCH : 8];
-    element walk_s[STAGES][WALK * PITCH], walk_dp[STAGES][WALK * PITCH];
+    factor own_s[OWN * PITCH], own_dp[ADDS_DS ? OWN * PITCH : 8];
+    factor walk_s[STAGES][WALK * PITCH], walk_dp[STAGES][WALK * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
+static_assert(!MAY_HAVE_V_BLOCKS || (GRAD != 3 && STAGES == 1), "blocks of v need a gradient each, and one stage");
 
 /* ---- rows ------------------------------------------------------------------------------------------------------ */
 
@@ -63,12 +67,12 @@ DEVICE row_stats stats_at(const fa_cuda_problem &p, const sequence &s, int i, in
 }
 
 /* Returns the stats behind the columns of query r in shared memory, where the row of the query is padded. */
-DEVICE row_stats &stats_behind(element *tile, int r) { return *(row_stats *)(tile + r * PITCH + HEAD_DIM); }
+DEVICE row_stats &stats_behind(factor *tile, int r) { return *(row_stats *)(tile + r * PITCH + HEAD_DIM); }
 
-/* Returns the beginning of a row of q, k, v or dO, for load_tile. */
+/* Returns the place of a row of q, k, v or dO, for load_tile. The place begins at column `first`. */
 DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tensor, const sequence &s, int row, int head,
-                             bool is_key) {
-    return (const element *)tensor.data +
+                             bool is_key, int first = 0) {
+    return (const element *)tensor.data + first +
            (is_key ? key_offset(p, tensor, s, row, head / (p.h / p.h_kv)) : query_offset(tensor, s, row, head));
 }
 
@@ -77,9 +81,9 @@ DEVICE const element *row_at(const fa_cuda_problem &p, const fa_cuda_view &tenso
 /* S and dP [16 BLOCKS, WALK] become z P and dS. This function serves tiles where every query sees every key and the
  * scores are plain. If the thread's rows are queries, `own` holds their stats. If the columns are queries, their
  * stats lie behind the queries in shared memory. */
-DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], element *queries,
+DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[BLOCKS][2], factor *queries,
                                float (&s)[BLOCKS][N][4], float (&dp)[BLOCKS][N][4]) {
-    element *first_query = queries + 2 * (laneid() % 4) * PITCH;
+    factor *first_query = queries + 2 * (laneid() % 4) * PITCH;
     bool is_silent = false;
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -110,11 +114,15 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
 /* Does the same for a block of [16, WALK] and for all problems. Own rows begin at `own_row`, and walked rows begin
  * at `walk`. Bit 4 n + e of the result says that the query of element e of fragment n sees the key. */
 DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head, int own_row, int walk,
-                        const row_stats (&own)[2], element *queries, float (&s)[N][4], float (&dp)[N][4]) {
+                        const row_stats (&own)[2], factor *queries, float (&s)[N][4], float (&dp)[N][4]) {
     const scorer score(p, seq, head);
     const dropout drop(p, seq.b_idx, head);
     const int l = laneid(), row = own_row + l / 4, column = walk + 2 * (l % 4);
+    const int own_shift = OWNS_KEYS ? 0 : score.at.shift, walk_shift = OWNS_KEYS ? score.at.shift : 0;
     u32 kept = 0xffffffffu, seen = 0;
+    int chunk[2]; /* first position of the chunk that holds the thread's row */
+    if (OF_3 && p.attention_chunk > 0)
+        for (int half = 0; half < 2; half++) chunk[half] = chunk_begin(p, row + 8 * half + own_shift);
     if (drop.is_on)
         kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own_row, walk) : drop.kept_rows_are_queries<N>(own_row, walk);
 #pragma unroll
@@ -124,7 +132,9 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
             const int across = row + e / 2 * 8, along = column + 8 * n + e % 2;
             const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
-            const bool sees = j >= first_key(p, seq, i) && j < end_key(p, seq, i) && q.lse != INF;
+            bool sees = j >= first_key_of_window(p, seq, i) && j < end_key_of_window(p, seq, i) && q.lse != INF;
+            if (OF_3 && p.attention_chunk > 0)
+                sees = sees && (u32)(along + walk_shift - chunk[e / 2]) < (u32)p.attention_chunk;
             float weight = 0, change = 0, derivative;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
@@ -143,7 +153,7 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
 }
 
 /* O += W B. The product uses FMAs where some pair does not count and B holds NaN or inf. */
-DEVICE void add(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b, bool is_whole,
+DEVICE void add(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *b, bool is_whole,
                 const u32 (&seen)[BLOCKS]) {
     if (!is_whole && has_nan_or_inf<WALK>(b))
         accumulate_by_fma<false>(o, w, b, seen);
@@ -156,8 +166,11 @@ struct sums {
     float ds[BLOCKS][COLUMNS][4], p[BLOCKS][COLUMNS][4];
 };
 
-/* Adds the contribution of the walked rows of one query head to the own rows from `own` on. */
-DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int own, sums &o) {
+/* Adds the contribution of the walked rows of one query head to the own rows from `own` on. v is a block of columns of
+ * v and dO. load_own_dp loads such a block of the own rows. */
+template <class loader>
+DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, v_block v, int own,
+                 const loader &load_own_dp, sums &o) {
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
     const int last_own = min(own + OWN, num_own) - 1;
     const tile_walk met = OWNS_KEYS ? rows_of(p, s, own, last_own) : keys_of(p, s, own, last_own);
@@ -181,9 +194,10 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         const int slot = step % STAGES, row = own_walked(step), following = own_walked(step + 1);
         const bool is_wanted = is_met(row) && (!OWNS_KEYS || next.lse != INF);
         if (step < num_steps) {
-            load_tile<WALK>(p, shared.walk_s[slot], is_wanted ? row_at(p, view_s, s, row, head, !OWNS_KEYS) : nullptr);
+            load_tile<WALK>(p, shared.walk_s[slot], is_wanted ? row_at(p, view_s, s, row, head, !OWNS_KEYS) : nullptr,
+                            p.d);
             load_tile<WALK>(p, shared.walk_dp[slot],
-                            is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS) : nullptr);
+                            is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS, v.first) : nullptr, v.num);
         }
         if (OWNS_KEYS) {
             if (step < num_steps && laneid() < WALK / WARPS)
@@ -199,7 +213,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
 #pragma unroll 1
     for (int step = 0; step < num_steps; step++) {
         const int first = start + step * WALK;
-        element *walk_s = shared.walk_s[step % STAGES], *walk_dp = shared.walk_dp[step % STAGES];
+        factor *walk_s = shared.walk_s[step % STAGES], *walk_dp = shared.walk_dp[step % STAGES];
         float scores[BLOCKS][N][4], dp[BLOCKS][N][4];
         if (STAGES == 1) {
             __syncthreads();
@@ -209,6 +223,23 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         if (STAGES == 2) load(step + 1);
         multiply_rows(scores, shared.own_s + WARP_ROWS * warp() * PITCH, walk_s);
         if (ADDS_DS) multiply_rows(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
+        if (MAY_HAVE_V_BLOCKS && ADDS_DS && p.num_v_blocks > 1) {
+            const int row = own_walked(step), r = warp() * (WALK / WARPS) + laneid();
+            const bool is_wanted = is_met(row) && (!OWNS_KEYS || stats_behind(walk_s, r).lse != INF);
+            for (int idx = 1; idx < p.num_v_blocks; idx++) {
+                const v_block next_v = v_block_at(p, idx);
+                __syncthreads(); /* all warps have read the last block */
+                load_own_dp(next_v);
+                load_tile<WALK>(p, walk_dp,
+                                is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS, next_v.first) : nullptr,
+                                next_v.num);
+                cp_async_commit_group();
+                wait_for_tiles<0>();
+                multiply_rows<true>(dp, shared.own_dp + WARP_ROWS * warp() * PITCH, walk_dp);
+            }
+            __syncthreads();
+            load_own_dp(v); /* for the next step */
+        }
 
         const bool is_whole = !is_partial<WALK>(first, met.full_begin, met.full_end);
         u32 seen[BLOCKS];
@@ -226,7 +257,7 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
 /* ---- all tiles ------------------------------------------------------------------------------------------------- */
 
 DEVICE void store_rows(const fa_cuda_problem &p, const sequence &s, int head, int row, const fa_cuda_view &result,
-                       const float (&o)[BLOCKS][COLUMNS][4], float factor) {
+                       const float (&o)[BLOCKS][COLUMNS][4], float weight, v_block columns) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
@@ -234,9 +265,9 @@ DEVICE void store_rows(const fa_cuda_problem &p, const sequence &s, int head, in
             const int i = row + 16 * m + lane() / 4 + 8 * half;
             if (!result.data || i >= (OWNS_KEYS ? s.len_kv : s.len_q)) continue;
             const bool saw_nothing = !OWNS_KEYS && fabsf(*row_stat(p.lse, s, i, head)) == INF;
-            element::output *to = (element::output *)result.data +
+            element::output *to = (element::output *)result.data + columns.first +
                                   (OWNS_KEYS ? key_offset(p, result, s, i, head) : query_offset(result, s, i, head));
-            store_row(p, to, o[m], half, factor, saw_nothing);
+            store_row(p, to, o[m], half, weight, saw_nothing, columns.num);
         }
 }
 
@@ -247,8 +278,9 @@ DEVICE void clear(float (&o)[BLOCKS][COLUMNS][4]) {
         for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
 }
 
-/* Computes the gradients of own rows [own, own + OWN) of one head. */
-DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head_own, int own) {
+/* Computes the gradients of own rows [own, own + OWN) of one head, with block v of the columns of v. */
+DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head_own, v_block v,
+                           int own) {
     const int g = p.h / p.h_kv, num_own = OWNS_KEYS ? s.len_kv : s.len_q;
     const int head = OWNS_KEYS ? head_own * g : head_own, num_heads = OWNS_KEYS ? g : 1;
     const fa_cuda_view &view_s = OWNS_KEYS ? p.k : p.q, &view_dp = OWNS_KEYS ? p.v : p.dout;
@@ -259,41 +291,49 @@ DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, cons
     if (ADDS_DS) clear(o.ds);
     if (ADDS_P) clear(o.p);
     __syncthreads(); /* all warps have read the last own rows */
-    load_tile<OWN>(p, shared.own_s, is_wanted ? row_at(p, view_s, s, own_row, head, OWNS_KEYS) : nullptr);
-    if (ADDS_DS)
-        load_tile<OWN>(p, shared.own_dp, is_wanted ? row_at(p, view_dp, s, own_row, head, OWNS_KEYS) : nullptr);
+    const auto load_own_dp = [&](v_block columns) {
+        load_tile<OWN>(p, shared.own_dp,
+                       is_wanted ? row_at(p, view_dp, s, own_row, head, OWNS_KEYS, columns.first) : nullptr,
+                       columns.num);
+    };
+    load_tile<OWN>(p, shared.own_s, is_wanted ? row_at(p, view_s, s, own_row, head, OWNS_KEYS) : nullptr, p.d);
+    if (ADDS_DS) load_own_dp(v);
 #pragma unroll 1
-    for (int i = 0; i < num_heads; i++) walk(p, shared, s, head + i, own, o);
+    for (int i = 0; i < num_heads; i++) walk(p, shared, s, head + i, v, own, load_own_dp, o);
     cp_async_wait_all(); /* waits for the own rows, if there were no rows to walk over */
 
-    if (ADDS_DS) store_rows(p, s, head_own, warp_own, OWNS_KEYS ? p.dk : p.dq, o.ds, p.scale);
-    if (ADDS_P) store_rows(p, s, head_own, warp_own, p.dv, o.p, 1);
+    if (ADDS_DS) store_rows(p, s, head_own, warp_own, OWNS_KEYS ? p.dk : p.dq, o.ds, p.scale, {0, p.d});
+    if (ADDS_P) store_rows(p, s, head_own, warp_own, p.dv, o.p, 1, v);
 }
 
 /* Packed rows behind the last sequence belong to no sequence. The gradients of such rows become zero. */
-DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &result, int head, int first, int step) {
+DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &result, int columns, int head, int first,
+                               int step) {
     for (int row = first; result.data && row < (OWNS_KEYS ? p.total_kv : p.total_q); row += step)
-        for (int i = threadIdx.x; i < p.d; i += blockDim.x)
+        for (int i = threadIdx.x; i < columns; i += blockDim.x)
             ((element::output *)result.data)[row * result.stride_row + head * result.stride_h + i] = element::output{};
 }
 
-/* A task is one tile of one head of one sequence. A task of a sequence longer than max_seqlen does several tiles. */
+/* A task is one tile of one head of one sequence, for dV with one block of columns of v. A task of a sequence longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const int heads = OWNS_KEYS ? p.h_kv : p.h, *cu_seqlens = OWNS_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;
-    const long long num_tasks = (long long)(p.b + p.zero_tensors) * heads * p.num_tiles;
-    for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {
+    const int num_blocks = MAY_HAVE_V_BLOCKS && GRAD == 2 ? p.num_v_blocks : 1;
+    const long long num_tasks = (long long)(p.b + p.zero_tensors) * heads * p.num_tiles * num_blocks;
+    for (long long at = blockIdx.x; at < num_tasks; at += gridDim.x) {
+        const long long task = at / num_blocks;
+        const v_block v = v_block_at(p, (int)(at % num_blocks));
         const int tile = (int)(task % p.num_tiles), head = (int)(task / p.num_tiles % heads);
         const int b_idx = (int)(task / p.num_tiles / heads);
         if (b_idx == p.b) {
             const int first = clamp(cu_seqlens[p.b], 0, OWNS_KEYS ? p.total_kv : p.total_q) + tile;
-            if (ADDS_DS) clear_unowned_rows(p, OWNS_KEYS ? p.dk : p.dq, head, first, p.num_tiles);
-            if (ADDS_P) clear_unowned_rows(p, p.dv, head, first, p.num_tiles);
+            if (ADDS_DS) clear_unowned_rows(p, OWNS_KEYS ? p.dk : p.dq, p.d, head, first, p.num_tiles);
+            if (ADDS_P) clear_unowned_rows(p, p.dv, OF_3 ? p.d_v : p.d, head, first, p.num_tiles);
             continue;
         }
         const sequence s = sequence_at(p, b_idx);
         for (int own = tile * OWN; own < (OWNS_KEYS ? s.len_kv : s.len_q); own += p.num_tiles * OWN)
-            make_gradients(p, shared, s, head, own);
+            make_gradients(p, shared, s, head, v, own);
     }
 }

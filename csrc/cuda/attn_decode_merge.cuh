@@ -50,7 +50,7 @@ DEVICE void write_output(const params &p, const item &t, int head, int row, int 
     }
     if (column == 0)
         p.lse[t.b_idx * p.lse_stride_b + at.h_idx * p.lse_stride_h + t.s.q_row + at.i] =
-            sum == 0 ? INF : ((max == -INF ? 0 : max) + lg2(sum)) * LN_2;
+            sum == 0 ? p.empty_lse : ((max == -INF ? 0 : max) + lg2(sum)) * LN_2;
 }
 
 /* Returns the weight of a part with maximum `part` in a sum measured from `max`. */

@@ -95,7 +95,7 @@ typedef struct {
 
     void *o;
     long long o_stride_b, o_stride_row, o_stride_h;
-    /* [b, h, len_q], packed [h, total_q]: natural log of the row sums, or +inf for a row that sees no key. */
+    /* [b, h, len_q], packed [h, total_q]: natural log of the row sums, or empty_lse for a row that sees no key. */
     float *lse;
     long long lse_stride_b, lse_stride_h;
     float *partial_o; /* [pieces, partial_rows, FA_DECODE_PART_ROW] */
@@ -107,6 +107,7 @@ typedef struct {
     int partial_rows; /* rows of one piece in partial_o, at most the tile's rows */
     int h;
     int zero_tensors; /* true: packed rows of o that belong to no sequence become zero */
+    float empty_lse;
 } fa_attn_decode_params;
 
 #endif

@@ -24,7 +24,7 @@ DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int he
     const element::output *o = (const element::output *)p.o.data + query_offset(p.o, s, i, head);
     const element *dout = (const element *)p.dout.data + query_offset(p.dout, s, i, head);
     float sum = 0;
-    for (int c = threadIdx.x % 32; c < p.d; c += 32) sum += cvt_f32(o[c]) * cvt_f32(dout[c]);
+    for (int c = threadIdx.x % 32; c < (OF_3 ? p.d_v : p.d); c += 32) sum += cvt_f32(o[c]) * cvt_f32(dout[c]);
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     return sum;
 }

@@ -1,8 +1,9 @@
 /* The kernel computes the attention forward on every GPU from compute capability 8.0 on, for every problem:
  *
- *   O = softmax(scale Q K^T + mask) V,  lse = log-sum-exp of each row
+ *   O = softmax(scale (Q K^T + QV V^T) + mask) V,  lse = log-sum-exp of each row
  *
- *   q [b, len_q, h, d]    k, v [b, len_kv, h_kv, d], packed or paged    o like q    lse [b, h, len_q] float
+ *   q [b, len_q, h, d]    k [b, len_kv, h_kv, d], packed or paged    lse [b, h, len_q] float
+ *   qv, o like q and v like k, with d_v columns
  *
  * One CTA takes BLOCK_Q rows of one head, 16 BLOCKS rows per warp, and walks over the keys that these rows see. Q
  * and STAGES tiles of K and of V lie in shared memory. With one stage, V arrives while S is computed. The next K
@@ -13,6 +14,9 @@
  * Masked pairs are left out and never multiplied by zero. A tile of V may hold NaN or inf, and some row may see only
  * a part of the tile. Such a tile goes through FMAs that skip masked pairs. This kernel serves the calls that no
  * other kernel serves, so correctness comes before speed.
+ *
+ * If v has more columns than a tile, each block of columns of O has a CTA of its own, which computes the scores anew.
+ * If there is qv, the blocks of QV and V come one after the other to the places of Q and K, and add to S.
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
@@ -30,13 +34,14 @@
 #include "tile_any.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
+constexpr int MIN_CTAS = OF_3 && CTAS > 2 ? 2 : CTAS; /* attention chunks need registers */
 
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
 static_assert(BLOCK_KV == 16 || BLOCK_KV % 32 == 0, "a dropout patch has 32 keys");
 static_assert(BLOCK_KV <= 64, "32 bits say which scores of a thread dropout keeps");
 
 struct shared_memory {
-    element q[BLOCK_Q * PITCH], k[STAGES][BLOCK_KV * PITCH], v[STAGES][BLOCK_KV * PITCH];
+    factor q[BLOCK_Q * PITCH], k[STAGES][BLOCK_KV * PITCH], v[STAGES][BLOCK_KV * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
@@ -120,7 +125,12 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
     u32 seen = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int i = row + lane() / 4 + 8 * half, begin = first_key(p, s, i), end = i < s.len_q ? end_key(p, s, i) : 0;
+        const int i = row + lane() / 4 + 8 * half;
+        int begin = first_key_of_window(p, s, i), end = i < s.len_q ? end_key_of_window(p, s, i) : 0;
+        if (OF_3 && p.attention_chunk > 0) {
+            const int chunk = chunk_begin(p, i + s.len_kv - s.len_q);
+            begin = max(begin, chunk), end = min(end, chunk + p.attention_chunk);
+        }
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -145,25 +155,29 @@ DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, f
             if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
 }
 
-/* Writes o and lse of row l / 4 + 8 half of a block. */
-DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, int i, const float (&o)[COLUMNS][4],
-                       int half, row_state row, float unit) {
+/* Writes o and lse of row l / 4 + 8 half of a block. The CTA of the first block of columns writes lse. */
+DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, v_block v, int i,
+                       const float (&o)[COLUMNS][4], int half, row_state row, float unit) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
     const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
-    if (lane() % 4 == 0) *row_stat(p.lse, s, i, head) = is_empty ? INF : lse;
-    store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head), o, half, p.keep_scale / sum, is_empty);
+    if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? OF_3 ? p.empty_lse : INF : lse;
+    const float weight = E4M3 ? p.keep_scale * descale_at(p.v_descale, p, s, head) : p.keep_scale;
+    store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head) + v.first, o, half, weight / sum, is_empty,
+              v.num);
 }
 
-/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
-DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
+/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence, the columns of block v. */
+DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, v_block v_columns,
+                   int first_row) {
     const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
     const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
     const tile_walk keys = keys_of(p, s, first_row, last_row);
-    const bool is_used = warp_row < s.len_q, is_plain = scorer(p, s, head).is_plain;
-    const float unit = is_plain ? p.scale : 1; /* the exponent scales plain scores */
+    const scorer score(p, s, head);
+    const bool is_used = warp_row < s.len_q, is_plain = score.is_plain;
+    const float unit = is_plain ? score.score_scale : 1; /* the exponent scales plain scores */
     row_state rows[BLOCKS][2];
     float o[BLOCKS][COLUMNS][4], scores[BLOCKS][N][4];
 #pragma unroll
@@ -174,31 +188,49 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     }
 
     const int start = keys.start<BLOCK_KV>(), num_steps = keys.num_steps<BLOCK_KV>();
-    const auto load_keys = [&](element *tile, const fa_cuda_view &kv, int step) {
+    const auto load_keys = [&](factor *tile, const fa_cuda_view &kv, v_block columns, int step) {
         const int l = laneid(), j = start + step * BLOCK_KV + warp() * (BLOCK_KV / WARPS) + l;
         const bool is_wanted = l < BLOCK_KV / WARPS && j >= keys.begin && j < keys.end;
-        const element *row = is_wanted ? (const element *)kv.data + key_offset(p, kv, s, j, head_kv) : nullptr;
-        if (step < num_steps) load_tile<BLOCK_KV>(p, tile, row);
+        const element *row =
+            is_wanted ? (const element *)kv.data + key_offset(p, kv, s, j, head_kv) + columns.first : nullptr;
+        if (step < num_steps) load_tile<BLOCK_KV>(p, tile, row, columns.num);
         cp_async_commit_group();
     };
-    if (num_steps > 0) {
+    const auto load_queries = [&](const fa_cuda_view &q, v_block columns) {
         const int i = warp_row + lane();
         const bool is_wanted = lane() < WARP_ROWS && i < s.len_q;
         load_tile<BLOCK_Q>(p, shared.q,
-                           is_wanted ? (const element *)p.q.data + query_offset(p.q, s, i, head) : nullptr);
-        load_keys(shared.k[0], p.k, 0);
+                           is_wanted ? (const element *)q.data + query_offset(q, s, i, head) + columns.first : nullptr,
+                           columns.num);
+    };
+    const v_block all = {0, p.d};
+    if (num_steps > 0) {
+        load_queries(p.q, all);
+        load_keys(shared.k[0], p.k, all, 0);
         for (int step = 1; step < STAGES; step++)
-            load_keys(shared.v[step - 1], p.v, step - 1), load_keys(shared.k[step], p.k, step);
+            load_keys(shared.v[step - 1], p.v, v_columns, step - 1), load_keys(shared.k[step], p.k, all, step);
     }
 #pragma unroll 1
     for (int step = 0; step < num_steps; step++) {
         const int first = start + step * BLOCK_KV;
-        const element *k = shared.k[step % STAGES], *v = shared.v[step % STAGES];
+        factor *k = shared.k[step % STAGES], *v = shared.v[step % STAGES];
         wait_for_tiles<2 * STAGES - 2>(); /* K has come, and all warps have read the last V */
-        load_keys(shared.v[(step + STAGES - 1) % STAGES], p.v, step + STAGES - 1);
+        load_keys(shared.v[(step + STAGES - 1) % STAGES], p.v, v_columns, step + STAGES - 1);
         if (is_used) multiply_rows(scores, shared.q + WARP_ROWS * warp() * PITCH, k);
+        if (MAY_HAVE_V_BLOCKS && p.qv.data) {
+            for (int idx = 0; idx < p.num_v_blocks; idx++) {
+                __syncthreads(); /* all warps have read Q and K */
+                load_queries(p.qv, v_block_at(p, idx));
+                load_keys(k, p.v, v_block_at(p, idx), step);
+                wait_for_tiles<0>();
+                if (is_used) multiply_rows<true>(scores, shared.q + WARP_ROWS * warp() * PITCH, k);
+            }
+            __syncthreads();
+            load_queries(p.q, all); /* for the next step */
+            cp_async_commit_group();
+        }
         wait_for_tiles<2 * STAGES - 2>(); /* V has come, and all warps have read K */
-        load_keys(shared.k[step % STAGES], p.k, step + STAGES);
+        load_keys(shared.k[step % STAGES], p.k, all, step + STAGES);
 
         const bool is_whole = !is_partial<BLOCK_KV>(first, keys.full_begin, keys.full_end);
         const bool is_exact = !is_whole && has_nan_or_inf<BLOCK_KV>(v);
@@ -223,7 +255,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            finish_row(p, s, head, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half, rows[m][half], unit);
+            finish_row(p, s, head, v_columns, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half, rows[m][half],
+                       unit);
 }
 
 /* Packed rows behind the last sequence belong to no sequence. The LSE of such a row becomes -inf, and its o becomes
@@ -232,28 +265,31 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int
     for (int row = first; row < p.total_q; row += step) {
         if (threadIdx.x == 0) p.lse.data[head * p.lse.stride_h + row] = -INF;
         element::output *o = (element::output *)p.o.data + row * p.o.stride_row + head * p.o.stride_h;
-        for (int i = threadIdx.x; i < p.d && p.zero_tensors; i += blockDim.x) o[i] = element::output{};
+        for (int i = threadIdx.x; i < (OF_3 ? p.d_v : p.d) && p.zero_tensors; i += blockDim.x) o[i] = element::output{};
     }
 }
 
-/* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows
- * of a causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence
+/* A task is one tile of one head of one sequence, for one block of columns of v. The last tile comes first, because its
+ * rows are the longest rows of a causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence
  * longer than max_seqlen does several tiles. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const bool is_packed = p.cu_seqlens_q != nullptr;
-    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;
-    for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {
+    const int num_blocks = MAY_HAVE_V_BLOCKS ? p.num_v_blocks : 1;
+    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles * num_blocks;
+    for (long long at = blockIdx.x; at < num_tasks; at += gridDim.x) {
+        const long long task = at / num_blocks;
+        const v_block v = v_block_at(p, (int)(at % num_blocks));
         const int tile = p.num_tiles - 1 - (int)(task % p.num_tiles);
         const int head = (int)(task / p.num_tiles % p.h), b_idx = (int)(task / p.num_tiles / p.h);
         if (b_idx == p.b) {
-            fill_unowned_rows(p, head, clamp(p.cu_seqlens_q[p.b], 0, p.total_q) + tile, p.num_tiles);
+            if (v.first == 0) fill_unowned_rows(p, head, clamp(p.cu_seqlens_q[p.b], 0, p.total_q) + tile, p.num_tiles);
             continue;
         }
         const sequence s = sequence_at(p, b_idx);
         for (int row = tile * BLOCK_Q; row < s.len_q; row += p.num_tiles * BLOCK_Q) {
-            attend(p, shared, s, head, row);
+            attend(p, shared, s, head, v, row);
             __syncthreads(); /* all warps have read Q, K and V */
         }
     }

@@ -10,6 +10,12 @@ typedef struct {
     long long stride_b, stride_row, stride_h; /* counted in elements */
 } fa_cuda_view;
 
+/* One factor per sequence and key head; data NULL: 1. */
+typedef struct {
+    const float *data;
+    long long stride_b, stride_h;
+} fa_cuda_descale;
+
 /* One float per (b, h, row). */
 typedef struct {
     float *data;
@@ -51,6 +57,16 @@ typedef struct {
     int piece_bytes;
     int zero_tensors; /* true: rows of packed outputs that belong to no sequence become zero */
     int num_tiles;    /* tiles of the longest sequence: CTAs of one head */
+
+    /* Additions of flash-attn 3. Kernels without the feature OF_3 read none of these members. */
+    int d_v;             /* columns of v, o, qv, dout and dv */
+    int num_v_blocks;    /* blocks of as many columns as the kernel's tiles have */
+    int attention_chunk; /* 0: off */
+    float empty_lse;     /* lse of a row that sees no key */
+    fa_cuda_view qv;
+    fa_cuda_descale q_descale, k_descale, v_descale; /* of e4m3 */
+    const int *seqused_q, *cu_seqlens_k_new, *seqlens_rotary;
+    int total_new; /* packed: rows of k_new, the bound of cu_seqlens_k_new */
 } fa_cuda_problem;
 
 #endif

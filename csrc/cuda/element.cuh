@@ -11,6 +11,7 @@
 
 /* BYTES             of an element
  * output            the type of O, dQ, dK and dV
+ * factor            the type that the generic kernels multiply and keep in shared memory; it holds the type exactly
  * product           a float type that holds the product of two elements exactly
  * ON_TENSOR_CORES   mma and wgmma multiply the type; FMAs multiply other types
  * EXPONENTS, EXPONENT_ONES, SIGNS
@@ -27,7 +28,7 @@
 struct bf16 {
     unsigned short bits;
 
-    typedef bf16 output;
+    typedef bf16 output, factor;
     typedef float product;
     static constexpr int BYTES = 2;
     static constexpr bool ON_TENSOR_CORES = true;
@@ -40,7 +41,7 @@ struct bf16 {
 struct fp16 {
     unsigned short bits;
 
-    typedef fp16 output;
+    typedef fp16 output, factor;
     typedef float product;
     static constexpr int BYTES = 2;
     static constexpr bool ON_TENSOR_CORES = true;
@@ -54,18 +55,30 @@ struct fp16 {
 struct fp32 {
     float value;
 
-    typedef fp32 output;
+    typedef fp32 output, factor;
     typedef double product;
     static constexpr int BYTES = 4;
     static constexpr bool ON_TENSOR_CORES = false;
     static constexpr unsigned EXPONENTS = 0x7f800000, EXPONENT_ONES = 0x00800000, SIGNS = 0x80000000;
 };
 
+/* float8_e4m3fn. The type has no infinity, and its largest number is 448. */
+struct e4m3 {
+    unsigned char bits;
+
+    typedef bf16 output;
+    typedef fp16 factor;
+    typedef float product;
+    static constexpr int BYTES = 1;
+};
+
 #ifndef BF16
-#error "dtype: BF16, or fp16 without: 0 or 1; F32 instead in the generic kernels"
+#error "dtype: BF16, or fp16 without: 0 or 1; F32 or E4M3 instead in the generic kernels"
 #endif
 
-#if defined(F32) && F32
+#if defined(E4M3) && E4M3
+using element = e4m3;
+#elif defined(F32) && F32
 using element = fp32;
 #elif BF16
 using element = bf16;

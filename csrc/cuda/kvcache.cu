@@ -2,16 +2,16 @@
  * rotary embedding turns the new keys and the queries.
  *
  *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1
- *   q [b, len_q, h, d]                  ->  q_rotated, contiguous
+ *   q [b, len_q, h, d]                  ->  q_rotated, contiguous; packed if q is
  *   a pair (x0, x1) of the first rotary_dim elements  ->  (x0 cos - x1 sin, x0 sin + x1 cos), rounded once
  *
- * cos and sin come from row "position" of rotary_cos and rotary_sin. All other elements are copied bit for bit. One
- * warp takes one row of one head. A position without room in the cache, or on a page that does not exist, is not
+ * cos and sin come from row "position" of rotary_cos and rotary_sin. The first new key and query have position
+ * seqlens_rotary[b], or else seqused_k[b]. All other elements are copied bit for bit. One warp takes one row of one head. A position without room in the cache, or on a page that does not exist, is not
  * written.
  *
  * Specification: ../cpu/kvcache.c. */
 #include "cuda_problem.h"
-#include "ptx_sm80.cuh"
+#include "e4m3.cuh"
 #include "sequence.cuh"
 
 #ifndef F32
@@ -29,8 +29,8 @@ DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *s
     const int num_pairs = turns ? pairs : 0;
     for (int i = lane; i < num_pairs; i += 32) {
         const int idx_0 = p.rotary_interleaved ? 2 * i : i, idx_1 = p.rotary_interleaved ? 2 * i + 1 : i + pairs;
-        const element::product cos = cvt_f32(((const element *)p.rotary_cos)[(long long)position * pairs + i]);
-        const element::product sin = cvt_f32(((const element *)p.rotary_sin)[(long long)position * pairs + i]);
+        const element::product cos = cvt_f32(((const element::output *)p.rotary_cos)[(long long)position * pairs + i]);
+        const element::product sin = cvt_f32(((const element::output *)p.rotary_sin)[(long long)position * pairs + i]);
         const element::product x_0 = cvt_f32(src[idx_0]), x_1 = cvt_f32(src[idx_1]);
         dst[idx_0] = cvt<element>((float)(x_0 * cos - x_1 * sin));
         dst[idx_1] = cvt<element>((float)(x_0 * sin + x_1 * cos));
@@ -43,29 +43,42 @@ DEVICE int append_position(const fa_cuda_problem &p, int b_idx) {
     return p.seqused_k ? clamp(p.seqused_k[b_idx], 0, 0x40000000) : 0;
 }
 
+/* Returns the position by which rotary embedding turns the first new key and query. */
+DEVICE int rotary_position(const fa_cuda_problem &p, int b_idx) {
+    return OF_3 && p.seqlens_rotary ? clamp(p.seqlens_rotary[b_idx], 0, 0x40000000) : append_position(p, b_idx);
+}
+
+/* Returns the element offset of new key t of one key head in k_new or v_new. */
+DEVICE long long new_key_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, int b_idx, int t, int head) {
+    const int first = OF_3 && p.cu_seqlens_k_new ? clamp(p.cu_seqlens_k_new[b_idx], 0, p.total_new) : 0;
+    return b_idx * kv.stride_b + ((long long)first + t) * kv.stride_row + head * kv.stride_h;
+}
+
 /* Writes new key and value t of a sequence and key head to their place in the cache. The whole warp calls this
  * function. */
 DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
-    const int position = append_position(p, b_idx) + t;
-    if (position >= s.capacity) return;
+    const int position = append_position(p, b_idx) + t, columns_v = OF_3 ? p.d_v : p.d;
+    if (position >= s.capacity || (OF_3 && t >= num_new_keys(p, b_idx))) return;
     if (p.paged) {
         const int page = s.pages[position / p.page_size];
         if (page < 0 || page >= p.num_pages) return;
     }
     const long long k_at = cache_offset(p, p.k, s, position, head), v_at = cache_offset(p, p.v, s, position, head);
-    const element *k_new = (const element *)p.k_new.data + query_offset(p.k_new, s, t, head);
-    const element *v_new = (const element *)p.v_new.data + query_offset(p.v_new, s, t, head);
-    copy_turned(p, (element *)p.k.data + k_at, k_new, position);
-    for (int i = threadIdx.x % 32; i < p.d; i += 32) ((element *)p.v.data)[v_at + i] = v_new[i];
+    const element *k_new = (const element *)p.k_new.data + new_key_offset(p, p.k_new, b_idx, t, head);
+    const element *v_new = (const element *)p.v_new.data + new_key_offset(p, p.v_new, b_idx, t, head);
+    copy_turned(p, (element *)p.k.data + k_at, k_new, OF_3 ? rotary_position(p, b_idx) + t : position);
+    for (int i = threadIdx.x % 32; i < columns_v; i += 32) ((element *)p.v.data)[v_at + i] = v_new[i];
 }
 
 /* Writes query t of a sequence and head, turned, to q_rotated. The whole warp calls this function. */
 DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
     const sequence s = sequence_at(p, b_idx);
-    const long long at = (((long long)b_idx * p.len_q + t) * p.h + head) * p.d;
-    copy_turned(p, (element *)p.q_rotated + at, (const element *)p.q.data + query_offset(p.q, s, t, head),
-                append_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
+    if (OF_3 && t >= s.len_q) return;
+    const long long row = OF_3 && p.cu_seqlens_q ? (long long)s.q_row + t : (long long)b_idx * p.len_q + t;
+    copy_turned(p, (element *)p.q_rotated + (row * p.h + head) * p.d,
+                (const element *)p.q.data + query_offset(p.q, s, t, head),
+                rotary_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
 }
 
 /* A warp does one task at a time. The first tasks are the new tokens of every sequence and key head. The queries of

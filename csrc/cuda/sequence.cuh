@@ -1,11 +1,17 @@
 /* This file does the work of ../sequence.h on the GPU and finds the place of sequence i of a problem. The index
  * arrays may hold any value, but every place lies within the tensors. Offsets and lengths are clamped to the
- * existing rows, and page numbers are clamped to the pages. */
+ * existing rows, and page numbers are clamped to the pages.
+ *
+ * Kernels with OF_3 know what flash-attn 3 adds to the lengths and to the mask. */
 #ifndef FA_SEQUENCE_CUH
 #define FA_SEQUENCE_CUH
 
 #include "cuda_problem.h"
 #include "walk.cuh"
+
+#ifndef OF_3
+#error "additions of flash-attn 3: 0 or 1"
+#endif
 
 struct sequence {
     int b_idx;
@@ -17,6 +23,13 @@ struct sequence {
     const int *pages;  /* paged: the sequence's row of the block table */
 };
 
+/* Returns the number of new keys of a sequence. */
+DEVICE int num_new_keys(const fa_cuda_problem &p, int b_idx) {
+    if (!OF_3 || !p.cu_seqlens_k_new) return p.len_new;
+    const int begin = clamp(p.cu_seqlens_k_new[b_idx], 0, p.total_new);
+    return min(clamp(p.cu_seqlens_k_new[b_idx + 1], begin, p.total_new) - begin, p.len_new);
+}
+
 DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
     const int cache_row = p.cache_batch_idx ? clamp(p.cache_batch_idx[b_idx], 0, p.cache_rows - 1) : b_idx;
     sequence s = {b_idx, 0, p.len_q, p.len_kv, cache_row, 0, p.len_kv, nullptr};
@@ -24,6 +37,7 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
         s.q_row = clamp(p.cu_seqlens_q[b_idx], 0, p.total_q);
         s.len_q = clamp(p.cu_seqlens_q[b_idx + 1], s.q_row, p.total_q) - s.q_row;
     }
+    if (OF_3 && p.seqused_q) s.len_q = clamp(p.seqused_q[b_idx], 0, s.len_q);
     if (p.cu_seqlens_k) {
         const int total = p.paged ? 0x7fffffff : p.total_kv;
         const int begin = clamp(p.cu_seqlens_k[b_idx], 0, total);
@@ -37,7 +51,7 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
     }
     if (p.seqused_k) s.len_kv = p.seqused_k[b_idx];
     s.len_kv = clamp(s.len_kv, 0, s.capacity);
-    s.len_kv = min(s.len_kv + p.len_new, s.capacity);
+    s.len_kv = min(s.len_kv + num_new_keys(p, b_idx), s.capacity);
     if (p.leftpad_k) {
         const int pad = clamp(p.leftpad_k[b_idx], 0, s.len_kv);
         s.kv_row += pad;
@@ -73,13 +87,31 @@ DEVICE float *row_stat(const fa_cuda_row_stats &t, const sequence &s, int i, int
 /* The generic kernels read the window at run time. */
 typedef mask_of<false, true> mask;
 
-/* The visible keys of row i are [first_key, end_key), which is empty when end_key <= first_key. */
-DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
+/* The window of row i, without attention chunks, is [first_key_of_window, end_key_of_window). */
+DEVICE int first_key_of_window(const fa_cuda_problem &p, const sequence &s, int i) {
     return mask::keys_begin<FROM_0>(p, i, s.len_kv, s.len_q, 0);
 }
 
-DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
+DEVICE int end_key_of_window(const fa_cuda_problem &p, const sequence &s, int i) {
     return mask::keys_end<TO_LENGTH>(p, i, s.len_kv, s.len_q, s.len_kv);
+}
+
+/* Returns the first position of the attention chunk that holds `position`. Queries have the positions of their
+ * diagonals, which may be negative. */
+DEVICE int chunk_begin(const fa_cuda_problem &p, int position) {
+    const int c = p.attention_chunk;
+    return (position >= 0 ? position / c : -((c - 1 - position) / c)) * c;
+}
+
+/* The visible keys of row i are [first_key, end_key), which is empty when end_key <= first_key. */
+DEVICE int first_key(const fa_cuda_problem &p, const sequence &s, int i) {
+    const int begin = first_key_of_window(p, s, i);
+    return OF_3 && p.attention_chunk > 0 ? max(begin, chunk_begin(p, i + s.len_kv - s.len_q)) : begin;
+}
+
+DEVICE int end_key(const fa_cuda_problem &p, const sequence &s, int i) {
+    const int end = end_key_of_window(p, s, i);
+    return OF_3 && p.attention_chunk > 0 ? min(end, chunk_begin(p, i + s.len_kv - s.len_q) + p.attention_chunk) : end;
 }
 
 /* Returns the walk of rows [first, last] over keys. */
@@ -91,8 +123,14 @@ DEVICE tile_walk keys_of(const fa_cuda_problem &p, const sequence &s, int first,
 DEVICE tile_walk rows_of(const fa_cuda_problem &p, const sequence &s, int first, int last) {
     const int shift = s.len_kv - s.len_q;
     const mask_window w = {p.window_left, p.window_right};
-    return {mask::rows_begin<FROM_0>(w, first, shift), mask::rows_end<TO_LENGTH>(w, last, shift, s.len_q),
-            mask::rows_begin<FROM_0>(w, last, shift), mask::rows_end<TO_LENGTH>(w, first, shift, s.len_q)};
+    tile_walk r = {mask::rows_begin<FROM_0>(w, first, shift), mask::rows_end<TO_LENGTH>(w, last, shift, s.len_q),
+                   mask::rows_begin<FROM_0>(w, last, shift), mask::rows_end<TO_LENGTH>(w, first, shift, s.len_q)};
+    if (OF_3 && p.attention_chunk > 0) {
+        const int begin = chunk_begin(p, first) - shift, full_begin = chunk_begin(p, last) - shift;
+        r = {max(r.begin, begin), min(r.end, full_begin + p.attention_chunk), max(r.full_begin, full_begin),
+             min(r.full_end, begin + p.attention_chunk)};
+    }
+    return r;
 }
 
 #endif

@@ -7,6 +7,7 @@
 #ifndef FA_TILE_ANY_CUH
 #define FA_TILE_ANY_CUH
 
+#include "e4m3.cuh"
 #include "philox.cuh"
 #include "score.cuh"
 #include "sequence.cuh"
@@ -14,12 +15,17 @@
 #ifndef F32
 #error "dtype: F32, or another: 0 or 1"
 #endif
+#ifndef E4M3
+#define E4M3 0 /* of kernels that do not know e4m3 */
+#endif
+
+using factor = element::factor;
 
 constexpr u32 WHOLE_WARP = 0xffffffffu;
 
 /* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements. Eight rows then begin in
  * different groups of four banks, as ldmatrix and the loads of fp32 require. */
-constexpr int PITCH = HEAD_DIM + 16 / sizeof(element);
+constexpr int PITCH = HEAD_DIM + 16 / sizeof(factor);
 constexpr int THREADS = 32 * WARPS;
 
 DEVICE int lane() { return threadIdx.x % 32; }
@@ -28,11 +34,11 @@ DEVICE int warp() { return threadIdx.x / 32; }
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
 /* Does load_tile's work in pieces of BYTES bytes. Bit r of `present` says that the r-th row of the warp is present. */
-template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const element *own_row, u32 present, int d) {
-    constexpr int PIECE = BYTES / sizeof(element), PIECES = HEAD_DIM / PIECE; /* pieces of a row */
+template <int ROWS, int BYTES> DEVICE void copy_rows(factor *tile, const factor *own_row, u32 present, int d) {
+    constexpr int PIECE = BYTES / sizeof(factor), PIECES = HEAD_DIM / PIECE; /* pieces of a row */
     constexpr int NUM = ROWS / WARPS * PIECES / 32, AT_ONCE = NUM < 8 ? NUM : NUM % 8 == 0 ? 8 : 6;
     static_assert(ROWS / WARPS * PIECES % 32 == 0 && NUM % AT_ONCE == 0, "no lane has less to do");
-    element *own_tile = tile + warp() * (ROWS / WARPS) * PITCH, values[AT_ONCE];
+    factor *own_tile = tile + warp() * (ROWS / WARPS) * PITCH, values[AT_ONCE];
     const int own_lane = laneid();
     /* Where a row has 1, 2, .. 32 pieces, a lane stays in its column and goes down in steps of STEP rows. */
     constexpr int STEP = 32 % PIECES == 0 ? 32 / PIECES : 0;
@@ -44,13 +50,13 @@ template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const elemen
         for (int n = 0; n < AT_ONCE; n++) {
             const int i = own_lane + 32 * (first + n), down = STEP ? (first + n) * STEP : i / PIECES;
             const int column = STEP ? left : i % PIECES * PIECE;
-            const element *row = (const element *)__shfl_sync(WHOLE_WARP, (u64)own_row, top + down);
+            const factor *row = (const factor *)__shfl_sync(WHOLE_WARP, (u64)own_row, top + down);
             const bool is_there = own_present >> down & 1 && (STEP || column < d);
-            element *to = own_tile + top * PITCH + left + down * PITCH + (column - left);
+            factor *to = own_tile + top * PITCH + left + down * PITCH + (column - left);
             if constexpr (BYTES >= 4)
                 cp_async<BYTES>(smem_address(to), row + column, is_there);
             else
-                values[n] = is_there ? row[column] : element{};
+                values[n] = is_there ? row[column] : factor{};
         }
         /* Values are stored after all AT_ONCE loads. Otherwise each load would wait for memory. */
         if constexpr (BYTES < 4)
@@ -62,21 +68,72 @@ template <int ROWS, int BYTES> DEVICE void copy_rows(element *tile, const elemen
     }
 }
 
+/* Does load_tile's work for e4m3, which becomes fp16 on the way. The rows come in pieces of BYTES elements. */
+template <int ROWS, int BYTES> DEVICE void convert_rows(factor *tile, const e4m3 *own_row, u32 present, int d) {
+    constexpr int PIECES = HEAD_DIM / BYTES, NUM = ROWS / WARPS * PIECES / 32;
+    constexpr int AT_ONCE = NUM % 4 == 0 ? 4 : 3;
+    static_assert(ROWS / WARPS * PIECES % 32 == 0 && NUM % AT_ONCE == 0, "no lane has less to do");
+    fp16 *own_tile = (fp16 *)tile + warp() * (ROWS / WARPS) * PITCH;
+#pragma unroll 1
+    for (int first = 0; first < NUM; first += AT_ONCE) {
+        uint2 values[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int i = laneid() + 32 * (first + n), column = i % PIECES * BYTES;
+            const e4m3 *row = (const e4m3 *)__shfl_sync(WHOLE_WARP, (u64)own_row, i / PIECES);
+            const bool is_there = present >> i / PIECES & 1 && column < d;
+            if (BYTES == 8)
+                values[n] = is_there ? *(const uint2 *)(row + column) : make_uint2(0, 0);
+            else
+                values[n] = make_uint2(is_there ? row[column].bits : 0, 0);
+        }
+        /* Values are stored after all AT_ONCE loads. Otherwise each load would wait for memory. */
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int i = laneid() + 32 * (first + n);
+            const uint2 low = fp16_of_e4m3(values[n].x), high = fp16_of_e4m3(values[n].y);
+            fp16 *to = own_tile + i / PIECES * PITCH + i % PIECES * BYTES;
+            if (BYTES == 8)
+                *(uint4 *)to = make_uint4(low.x, low.y, high.x, high.y);
+            else
+                to->bits = (u16)low.x;
+        }
+    }
+}
+
 /* Loads ROWS rows to shared memory, ROWS / WARPS rows by each warp. own_row of lane l is the beginning of the warp's
- * l-th row. Rows that are NULL and columns from d on become zero. All threads call this function. The tile is
+ * l-th row. Rows that are NULL and columns from `columns` on become zero. All threads call this function. The tile is
  * complete after the wait for its group of copies and a barrier. */
-template <int ROWS> DEVICE void load_tile(const fa_cuda_problem &p, element *tile, const element *own_row) {
+template <int ROWS> DEVICE void load_tile(const fa_cuda_problem &p, factor *tile, const element *own_row, int columns) {
     static_assert(ROWS % WARPS == 0 && ROWS / WARPS <= 32, "a lane for each row of a warp");
     const u32 present = __ballot_sync(WHOLE_WARP, own_row != nullptr);
     if (!own_row) own_row = (const element *)p.q.data; /* a valid address, from which nothing is read */
-    if (p.piece_bytes == 16)
-        copy_rows<ROWS, 16>(tile, own_row, present, p.d);
+    const factor *row = (const factor *)own_row;       /* if there is nothing to convert */
+    if constexpr (E4M3) {
+        if (p.piece_bytes >= 8)
+            convert_rows<ROWS, 8>(tile, (const e4m3 *)own_row, present, columns);
+        else
+            convert_rows<ROWS, 1>(tile, (const e4m3 *)own_row, present, columns);
+    } else if (p.piece_bytes == 16)
+        copy_rows<ROWS, 16>(tile, row, present, columns);
     else if (p.piece_bytes == 8)
-        copy_rows<ROWS, 8>(tile, own_row, present, p.d);
+        copy_rows<ROWS, 8>(tile, row, present, columns);
     else if (p.piece_bytes == 4)
-        copy_rows<ROWS, 4>(tile, own_row, present, p.d);
+        copy_rows<ROWS, 4>(tile, row, present, columns);
     else
-        copy_rows<ROWS, sizeof(element)>(tile, own_row, present, p.d);
+        copy_rows<ROWS, sizeof(factor)>(tile, row, present, columns);
+}
+
+/* v may have other columns than k. Tiles of HEAD_DIM columns take the columns of v in blocks [first, first + num). The
+ * plan gives a problem with several blocks to the widest tiles. */
+constexpr bool MAY_HAVE_V_BLOCKS = OF_3 && HEAD_DIM == 256;
+
+struct v_block {
+    int first, num;
+};
+DEVICE v_block v_block_at(const fa_cuda_problem &p, int idx) {
+    if (!MAY_HAVE_V_BLOCKS) return {0, OF_3 ? p.d_v : p.d};
+    return {idx * HEAD_DIM, min(p.d_v - idx * HEAD_DIM, HEAD_DIM)};
 }
 
 /* Waits until all requested tiles but the last PENDING tiles have come, and all warps have finished their earlier
@@ -87,28 +144,31 @@ template <int PENDING> DEVICE void wait_for_tiles() {
 }
 
 /* Does some element of the tile hold NaN or inf? All threads get the answer. */
-template <int ROWS> DEVICE bool has_nan_or_inf(const element *tile) {
-    constexpr int WORDS = HEAD_DIM * (int)sizeof(element) / 4;
+template <int ROWS> DEVICE bool has_nan_or_inf(const factor *tile) {
+    constexpr int WORDS = HEAD_DIM * (int)sizeof(factor) / 4;
     u32 signs = 0;
     for (int i = 4 * threadIdx.x; i < ROWS * WORDS; i += 4 * THREADS) {
         const uint4 x = *(const uint4 *)((const u32 *)(tile + i / WORDS * PITCH) + i % WORDS);
-        signs |= nan_or_inf_signs<element>(x.x) | nan_or_inf_signs<element>(x.y) | nan_or_inf_signs<element>(x.z) |
-                 nan_or_inf_signs<element>(x.w);
+        signs |= nan_or_inf_signs<factor>(x.x) | nan_or_inf_signs<factor>(x.y) | nan_or_inf_signs<factor>(x.z) |
+                 nan_or_inf_signs<factor>(x.w);
     }
-    return __syncthreads_or((signs & element::SIGNS) != 0);
+    return __syncthreads_or((signs & factor::SIGNS) != 0);
 }
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* S [16 BLOCKS, 8 N] = A B^T. A are the warp's rows and B are 8 N rows, both in shared memory. */
-template <int N> DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const element *a, const element *b) {
+/* S [16 BLOCKS, 8 N] = A B^T, or S += A B^T with ADDS. A are the warp's rows and B are 8 N rows, both in shared
+ * memory. */
+template <bool ADDS = false, int N>
+DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const factor *a, const factor *b) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
-        for (int n = 0; n < N; n++) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
-    if constexpr (element::ON_TENSOR_CORES) {
+        for (int n = 0; n < N; n++)
+            if (!ADDS) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+    if constexpr (factor::ON_TENSOR_CORES) {
         static_assert(N % 2 == 0, "ldmatrix brings two fragments at a time");
-        constexpr int BYTES = element::BYTES;
+        constexpr int BYTES = factor::BYTES;
         const u32 a_row = smem_address(a + lane() % 16 * PITCH + lane() / 16 * 8);
         const u32 b_row = smem_address(b + (lane() / 16 * 8 + lane() % 8) * PITCH + lane() / 8 % 2 * 8);
 #pragma unroll
@@ -121,13 +181,13 @@ template <int N> DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const eleme
                 ldmatrix_x4(b_regs, b_row + (8 * n * PITCH + k) * BYTES);
 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++) {
-                    mma_m16n8k16<element>(s[m][n], a_regs[m], b_regs[0], b_regs[1]);
-                    mma_m16n8k16<element>(s[m][n + 1], a_regs[m], b_regs[2], b_regs[3]);
+                    mma_m16n8k16<factor>(s[m][n], a_regs[m], b_regs[0], b_regs[1]);
+                    mma_m16n8k16<factor>(s[m][n + 1], a_regs[m], b_regs[2], b_regs[3]);
                 }
             }
         }
     } else {
-        const element *a_row = a + lane() / 4 * PITCH, *b_row = b + 2 * (lane() % 4) * PITCH;
+        const factor *a_row = a + lane() / 4 * PITCH, *b_row = b + 2 * (lane() % 4) * PITCH;
 #pragma unroll 1
         for (int k = 0; k < HEAD_DIM; k += 4) {
             float4 a_regs[2 * BLOCKS];
@@ -155,12 +215,12 @@ constexpr int COLUMNS = HEAD_DIM / 8; /* fragments of a row of HEAD_DIM */
  * prescribes the order of columns. There the columns of two neighbouring fragments lie side by side, so that one
  * load reads four columns. */
 DEVICE int column_of(int c) {
-    return element::ON_TENSOR_CORES ? 8 * c + 2 * (lane() % 4) : 8 * (c - c % 2) + 4 * (lane() % 4) + 2 * (c % 2);
+    return factor::ON_TENSOR_CORES ? 8 * c + 2 * (lane() % 4) : 8 * (c - c % 2) + 4 * (lane() % 4) + 2 * (c % 2);
 }
 
 /* Loads a thread's columns of fragments c and c + 1 from a row in shared memory. */
-DEVICE void load_columns(float (&x)[4], const element *row, int c) {
-    if constexpr (element::ON_TENSOR_CORES) {
+DEVICE void load_columns(float (&x)[4], const factor *row, int c) {
+    if constexpr (factor::ON_TENSOR_CORES) {
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = cvt_f32(row[column_of(c + i / 2) + i % 2]);
     } else {
@@ -174,7 +234,7 @@ DEVICE void load_columns(float (&x)[4], const element *row, int c) {
  * ALL_COUNT all pairs count and `counts` is ignored. The lane that holds a value of W sends the value to the other
  * three lanes of its rows. */
 template <bool ALL_COUNT, int N>
-DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b,
+DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *b,
                               const u32 (&counts)[BLOCKS]) {
 #pragma unroll 1
     for (int owner = 0; owner < 4; owner++) {
@@ -186,7 +246,7 @@ DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[B
         for (int n = 0; n < N; n++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const element *row = b + (8 * n + 2 * owner + e) * PITCH;
+                const factor *row = b + (8 * n + 2 * owner + e) * PITCH;
                 float weights[2 * BLOCKS];
                 bool does_count[2 * BLOCKS];
 #pragma unroll
@@ -211,9 +271,9 @@ DEVICE void accumulate_by_fma(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[B
 /* Does the same on tensor cores for 16 bits, with W rounded. This function serves tiles in which every number is
  * finite or every pair counts. */
 template <int N>
-DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const element *b) {
-    if constexpr (element::ON_TENSOR_CORES) {
-        constexpr int BYTES = element::BYTES;
+DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *b) {
+    if constexpr (factor::ON_TENSOR_CORES) {
+        constexpr int BYTES = factor::BYTES;
         const u32 b_row = smem_address(b + lane() % 16 * PITCH + lane() / 16 * 8);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
@@ -222,14 +282,14 @@ DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][
             for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    a_regs[m][i] = cvt_x2<element>(w[m][n + i / 2][i % 2 * 2], w[m][n + i / 2][i % 2 * 2 + 1]);
+                    a_regs[m][i] = cvt_x2<factor>(w[m][n + i / 2][i % 2 * 2], w[m][n + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
             for (int c = 0; c < COLUMNS; c += 2) {
                 ldmatrix_x4_trans(b_regs, b_row + (8 * n * PITCH + 8 * c) * BYTES);
 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++) {
-                    mma_m16n8k16<element>(o[m][c], a_regs[m], b_regs[0], b_regs[1]);
-                    mma_m16n8k16<element>(o[m][c + 1], a_regs[m], b_regs[2], b_regs[3]);
+                    mma_m16n8k16<factor>(o[m][c], a_regs[m], b_regs[0], b_regs[1]);
+                    mma_m16n8k16<factor>(o[m][c + 1], a_regs[m], b_regs[2], b_regs[3]);
                 }
             }
         }
@@ -239,24 +299,30 @@ DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][
     }
 }
 
-/* Stores row l / 4 + 8 half of a block of O times factor. If is_zero is set, the row becomes zeros whatever O holds. */
+/* Stores row l / 4 + 8 half of a block of O times `weight`, `columns` elements. If is_zero is set, the row becomes
+ * zeros whatever O holds. */
 DEVICE void store_row(const fa_cuda_problem &p, element::output *row, const float (&o)[COLUMNS][4], int half,
-                      float factor, bool is_zero) {
+                      float weight, bool is_zero, int columns) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
         const int column = column_of(c);
-        const float x_0 = is_zero ? 0 : o[c][2 * half] * factor, x_1 = is_zero ? 0 : o[c][2 * half + 1] * factor;
-        if constexpr (element::ON_TENSOR_CORES)
+        const float x_0 = is_zero ? 0 : o[c][2 * half] * weight, x_1 = is_zero ? 0 : o[c][2 * half + 1] * weight;
+        if constexpr (factor::ON_TENSOR_CORES)
             if (p.piece_bytes >= 4) {
-                if (column < p.d) *(u32 *)(row + column) = cvt_x2<element::output>(x_0, x_1);
+                if (column < columns) *(u32 *)(row + column) = cvt_x2<element::output>(x_0, x_1);
                 continue;
             }
-        if (column < p.d) row[column] = cvt<element::output>(x_0);
-        if (column + 1 < p.d) row[column + 1] = cvt<element::output>(x_1);
+        if (column < columns) row[column] = cvt<element::output>(x_0);
+        if (column + 1 < columns) row[column + 1] = cvt<element::output>(x_1);
     }
 }
 
 /* ---- scores ---------------------------------------------------------------------------------------------------- */
+
+/* Returns the factor of q, k or v for a query head. */
+DEVICE float descale_at(const fa_cuda_descale &t, const fa_cuda_problem &p, const sequence &s, int head) {
+    return t.data ? t.data[s.b_idx * t.stride_b + head / (p.h / p.h_kv) * t.stride_h] : 1;
+}
 
 /* A scorer holds the parameters of score.cuh for one query head. */
 struct scorer {
@@ -266,6 +332,7 @@ struct scorer {
 
     DEVICE scorer(const fa_cuda_problem &p, const sequence &s, int head) {
         score_scale = p.scale, softcap = p.softcap;
+        if (E4M3) score_scale *= descale_at(p.q_descale, p, s, head) * descale_at(p.k_descale, p, s, head);
         at = {s.b_idx, head, s.len_kv - s.len_q,
               p.alibi_slopes ? p.alibi_slopes[s.b_idx * p.alibi_stride_b + head] : 0};
         is_plain = score_scale > 0 && score_scale < 1e30f && softcap == 0 && at.slope == 0;

@@ -9,17 +9,21 @@ static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
     return len <= rows ? 1 : (int)((len + rows - 1) / rows);
 }
 
+/* Returns the number of blocks of d columns of v. */
+static int count_v_blocks(const fa_problem *p, int d) { return p->d_v <= d ? 1 : (int)((p->d_v + d - 1) / d); }
+
 fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const int row = call->plan->gpu.row, block_q = call->plan->block_q;
     const bool packed = p->cu_seqlens_q != NULL;
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
+    a.num_v_blocks = count_v_blocks(p, fa_fwd_any_row(row)->d);
     fa_status status = fa_cuda_append(call, call->workspace, err);
     if (status == FA_OK && p->rotary_cos)
-        a.q = (fa_cuda_view){call->workspace, p->len_q * p->h * p->d, p->h * p->d, p->d};
+        a.q = (fa_cuda_view){call->workspace, packed ? 0 : p->len_q * p->h * p->d, p->h * p->d, p->d};
     if (status == FA_OK)
-        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a, (p->b + packed) * p->h * a.num_tiles,
+        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a, (p->b + packed) * p->h * a.num_tiles * a.num_v_blocks,
                                     32 * fa_fwd_any_row(row)->warps, err);
     if (status == FA_OK && p->s_dmask)
         status = fa_cuda_launch_any(call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, err);
@@ -39,13 +43,16 @@ fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
     for (int row = first; status == FA_OK && row < num_rows; row++) {
         const fa_bwd_any_columns *tile = fa_bwd_any_row(row);
         const int grad = tile->grad, own = 16 * tile->blocks * tile->warps;
-        const bool owns_keys = grad > 0;
+        const bool owns_keys = grad > 0, owns_packed = owns_keys ? p->cu_seqlens_k != NULL : packed;
         if (row > first && grad == 0) break; /* the rows of the next tile begin here */
         if (!is_wanted[grad]) continue;
-        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, packed, own)
-                                : count_tiles(p->len_q, p->total_q, packed, own);
+        a.zero_tensors = owns_packed && call->zero_tensors;
+        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, owns_packed, own)
+                                : count_tiles(p->len_q, p->total_q, owns_packed, own);
+        a.num_v_blocks = count_v_blocks(p, tile->d);
         status = fa_cuda_launch_any(call, FA_BWD_ANY, row, &a,
-                                    (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles,
+                                    (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles *
+                                        (grad == GRAD_dv ? a.num_v_blocks : 1),
                                     32 * tile->warps, err);
     }
     return status;

@@ -2,10 +2,13 @@
 #include "any_problem.h"
 
 #include "launch.h"
+#include "plan/gpu_problem.h"
 
 static fa_cuda_view view_of(const fa_view *t) {
     return (fa_cuda_view){t->data, t->stride_b, t->stride_row, t->stride_h};
 }
+
+static fa_cuda_descale descale_of(const fa_descale *t) { return (fa_cuda_descale){t->data, t->stride_b, t->stride_h}; }
 
 static fa_cuda_row_stats stats_of(const fa_row_stats *t) {
     return (fa_cuda_row_stats){t->data, t->stride_b, t->stride_h};
@@ -21,14 +24,16 @@ static uint64_t offsets_of(const fa_view *t, int64_t element_bytes, int64_t batc
 
 /* Returns the largest piece of up to 16 bytes. All rows consist of whole pieces and start at a multiple of a piece. */
 static int piece_bytes(const fa_problem *p) {
-    const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype);
+    const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype),
+                  o_bytes = (int64_t)fa_dtype_bytes(fa_output_dtype(p->dtype));
     const int64_t kv_batches = p->paged               ? p->num_pages
                                : p->cu_seqlens_k      ? 1
                                : p->cache_rows > p->b ? p->cache_rows
                                                       : p->b;
     const int64_t kv_rows = p->paged ? p->page_size : p->cu_seqlens_k ? p->total_kv : p->len_kv;
-    const fa_view *like_q[] = {&p->q, &p->o, &p->dout, &p->dq}, *like_k[] = {&p->k, &p->v, &p->dk, &p->dv};
-    uint64_t offsets = 16 | (uint64_t)(p->d * bytes);
+    const fa_view *like_q[] = {&p->q, &p->qv, &p->dout, &p->dq}, *like_k[] = {&p->k, &p->v, &p->dk, &p->dv};
+    uint64_t offsets =
+        16 | (uint64_t)(p->d * bytes) | (uint64_t)(p->d_v * bytes) | offsets_of(&p->o, o_bytes, p->b, p->total_q, p->h);
     for (int i = 0; i < 4; i++)
         offsets |= offsets_of(like_q[i], bytes, p->b, p->total_q, p->h) |
                    offsets_of(like_k[i], bytes, kv_batches, kv_rows, p->h_kv);
@@ -92,6 +97,18 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .rotary_q_by_row = p->rotary_q_by_row,
         .piece_bytes = piece_bytes(p),
         .zero_tensors = p->cu_seqlens_q && call->zero_tensors,
+        .d_v = (int)p->d_v,
+        .num_v_blocks = 1,
+        .attention_chunk = fa_clamp_window(p->attention_chunk),
+        .empty_lse = p->empty_lse,
+        .qv = view_of(&p->qv),
+        .q_descale = descale_of(&p->q_descale),
+        .k_descale = descale_of(&p->k_descale),
+        .v_descale = descale_of(&p->v_descale),
+        .seqused_q = p->seqused_q,
+        .cu_seqlens_k_new = p->cu_seqlens_k_new,
+        .seqlens_rotary = p->seqlens_rotary,
+        .total_new = p->total_new > 0 ? (int)p->total_new : INT32_MAX,
     };
     if (p->num_pages == 0) a.block_table_cols = 0; /* there is no key to read */
     if (p->cache_batch_idx && p->cache_rows == 0) a.cache_batch_idx = NULL, a.block_table_cols = a.len_kv = 0;
@@ -100,7 +117,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
 
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
                              int64_t num_tasks, int threads, fa_error *err) {
-    const fa_variant variant = {family, row, fa_dtype_feature(call->problem->dtype), call->gpu->capability};
+    const fa_variant variant = {family, row, fa_any_features(call->problem), call->gpu->capability};
     const unsigned grid = num_tasks < INT32_MAX ? (unsigned)num_tasks : INT32_MAX;
     return fa_cuda_launch(call, variant, (fa_launch){grid, 1, 1, .threads = (unsigned)threads}, problem, err);
 }

@@ -8,6 +8,7 @@ fa_status fa_cuda_append(const fa_cuda_call *call, void *q_rotated, fa_error *er
     const fa_problem *p = call->problem;
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.q_rotated = p->rotary_cos ? q_rotated : NULL;
+    /* Every sequence counts as the longest one. */
     const int64_t num_rows = p->b * (p->len_new * p->h_kv + (a.q_rotated ? p->len_q * p->h : 0));
     return fa_cuda_launch_any(call, FA_KVCACHE, 0, &a, (num_rows + WARPS - 1) / WARPS, 32 * WARPS, err);
 }

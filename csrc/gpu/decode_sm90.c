@@ -66,6 +66,7 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .window_right = fa_clamp_window(p->window_right),
         .alibi_slopes = p->alibi_slopes,
         .alibi_stride_b = p->alibi_stride_b,
+        .empty_lse = p->empty_lse,
     };
     a.scale_log2 = (a.changes_scores ? 1 : scale) * FA_LOG2_E;
     /* A cache without rows or pages has no key to read. */
@@ -132,7 +133,7 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
         add_append(p, &a);
     } else if (p->rotary_cos) {
         a.q = workspace;
-        a.q_stride_h = p->d, a.q_stride_row = p->h * p->d, a.q_stride_b = p->len_q * p->h * p->d;
+        a.q_stride_h = p->d, a.q_stride_row = p->h * p->d, a.q_stride_b = p->cu_seqlens_q ? 0 : p->len_q * p->h * p->d;
     }
     a.zero_tensors = call->zero_tensors;
     a.num_splits = call->plan->num_splits;

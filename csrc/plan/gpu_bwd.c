@@ -26,7 +26,7 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
 
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const unsigned features = fa_cuda_features(p);
-    const unsigned wanted = features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    const unsigned wanted = features & ~(unsigned)FA_DTYPES;
     const char *why = fa_why_not_of_3(p, 0);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");

@@ -33,6 +33,7 @@ static bool fits_32_bits(const fa_view *t, extent size) {
 bool fa_decode_appends(const fa_problem *p, const fa_plan *plan) {
     const extent fresh = {p->b, p->len_new, p->h_kv};
     const int64_t rows = p->len_q * (p->h / p->h_kv);
+    if (p->cu_seqlens_q || p->seqlens_rotary) return false; /* a packed sequence without queries has no CTA */
     if (!p->k_new.data || rows == 0 || rows > plan->block_q || p->len_new > FA_DECODE_MAX_NEW) return false;
     return is_aligned(&p->k_new, fresh) && is_aligned(&p->v_new, fresh) && fits_32_bits(&p->k_new, fresh) &&
            fits_32_bits(&p->v_new, fresh) && (uintptr_t)p->rotary_cos % 16 == 0 && (uintptr_t)p->rotary_sin % 16 == 0;
@@ -109,7 +110,8 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
 const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
-    const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || (p->seqused_k && !packed);
+    const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
+                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
     const int64_t rows = p->len_q * (p->h / p->h_kv);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
@@ -120,8 +122,9 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
                           : packed_keys ? p->total_kv
                                         : p->len_kv,
                           p->h_kv};
-    const char *why = fa_why_not_of_3(p, 0);
+    const char *why = fa_why_not_of_3(p, FA_EMPTY_NEG | FA_MIXED);
     if (why) return why;
+    NEEDS(!p->cu_seqlens_k_new, "it takes no packed new keys");
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");

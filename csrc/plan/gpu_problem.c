@@ -35,6 +35,10 @@ unsigned fa_cuda_features(const fa_problem *p) {
            (p->dropout_p > 0 ? FA_DROPOUT : 0u) | fa_dtype_feature(p->dtype);
 }
 
+unsigned fa_any_features(const fa_problem *p) {
+    return fa_dtype_feature(p->dtype) | (fa_why_not_of_3(p, 0) ? FA_OF_3 : 0u);
+}
+
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
     if (plan->num_ruled_out == FA_MAX_RULED_OUT) return;
     plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){kernel, reason};

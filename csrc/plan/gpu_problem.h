@@ -35,8 +35,11 @@ enum {
 /* Returns why a kernel that knows only the additions `knows` cannot serve the problem, or NULL. */
 const char *fa_why_not_of_3(const fa_problem *problem, unsigned knows);
 
-/* The features of kernel_table.h that the problem asks for, its dtype among them. */
+/* The features of kernel_table.h that the problem asks of a kernel for Hopper, its dtype among them. */
 unsigned fa_cuda_features(const fa_problem *problem);
+
+/* The same for the generic kernels. */
+unsigned fa_any_features(const fa_problem *problem);
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 

@@ -89,20 +89,17 @@ static const fa_row fwd_any_rows[] = {
 #define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)       \
     {"attn_fwd_any_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #block_kv, \
      {d, block_kv, warps, blocks, stages, ctas, bytes},                        \
-     0,                                                                        \
+     FA_OF_3,                                                                  \
      PADDED_ROW(d, bytes) * (16 * (warps) * (blocks) + 2 * (stages) * (block_kv))},
 #include "cuda/tiles.def"
 #undef FA_FWD_TILE_ANY
 };
 
-/* GRAD of attn_bwd_any.cu. */
-enum { GRAD_dq, GRAD_dk, GRAD_dv, GRAD_dkdv };
-
 static const fa_row bwd_any_rows[] = {
 #define FA_BWD_TILE_ANY(d, gradients, walk, warps, blocks, stages, ctas, bytes)                          \
     {"attn_bwd_any_" #gradients "_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #walk,                \
      {d, walk, warps, blocks, stages, ctas, GRAD_##gradients, bytes},                                    \
-     0,                                                                                                  \
+     FA_OF_3,                                                                                            \
      PADDED_ROW(d, bytes) *                                                                              \
              (16 * (warps) * (blocks) * (GRAD_##gradients == GRAD_dv ? 1 : 2) + 2 * (stages) * (walk)) + \
          (GRAD_##gradients == GRAD_dv ? 8 * (bytes) : 0)},
@@ -110,20 +107,27 @@ static const fa_row bwd_any_rows[] = {
 #undef FA_BWD_TILE_ANY
 };
 
-static const fa_row delta_any_rows[] = {{.name = "attn_delta_any"}};
-static const fa_row probs_any_rows[] = {{.name = "attn_probs_any", .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
-static const fa_row kvcache_rows[] = {{.name = "kvcache"}};
+static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_OF_3}};
+static const fa_row probs_any_rows[] = {
+    {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
+static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
 const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
 
+/* e4m3 is an addition of flash-attn 3. */
+static bool any_chooses(int row, unsigned features) {
+    (void)row;
+    return !(features & FA_IN_E4M3) || (features & FA_OF_3);
+}
+
 static bool fwd_any_chooses(int row, unsigned features) {
-    return (fa_fwd_any_row(row)->element_bytes == 4) == ((features & FA_IN_F32) != 0);
+    return any_chooses(row, features) && (fa_fwd_any_row(row)->factor_bytes == 4) == ((features & FA_IN_F32) != 0);
 }
 
 static bool bwd_any_chooses(int row, unsigned features) {
-    return (fa_bwd_any_row(row)->element_bytes == 4) == ((features & FA_IN_F32) != 0);
+    return (fa_bwd_any_row(row)->factor_bytes == 4) == ((features & FA_IN_F32) != 0);
 }
 
 static bool always_chooses(int row, unsigned features) {
@@ -156,7 +160,9 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
-#define ANY_FILES "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
+#define ANY_FILES      "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
+#define TILE_ANY_FILES ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh", "e4m3.cuh"
+#define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
@@ -199,37 +205,37 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = FILES("attn_fwd_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"),
+                    .files = FILES("attn_fwd_any.cu", TILE_ANY_FILES),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
-                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .knows = ANY_KNOWS | FA_IN_E4M3,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
                     .chooses = fwd_any_chooses},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
-                    .files = FILES("attn_bwd_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"),
+                    .files = FILES("attn_bwd_any.cu", TILE_ANY_FILES),
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
-                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .knows = ANY_KNOWS,
                     .rows = bwd_any_rows,
                     .num_rows = NUM_ROWS(bwd_any_rows),
                     .chooses = bwd_any_chooses},
     [FA_DELTA_ANY] = {.name = "attn_delta_any",
                       .files = FILES("attn_delta_any.cu", ANY_FILES),
-                      .knows = FA_IN_BF16 | FA_IN_F32,
+                      .knows = ANY_KNOWS,
                       .rows = delta_any_rows,
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
-                      .files = FILES("attn_probs_any.cu", ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh"),
-                      .knows = FA_IN_BF16 | FA_IN_F32,
+                      .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),
+                      .knows = ANY_KNOWS,
                       .rows = probs_any_rows,
                       .num_rows = NUM_ROWS(probs_any_rows),
                       .chooses = always_chooses},
     [FA_KVCACHE] = {.name = "kvcache",
-                    .files = FILES("kvcache.cu", ANY_FILES),
-                    .knows = FA_IN_BF16 | FA_IN_F32,
+                    .files = FILES("kvcache.cu", ANY_FILES, "e4m3.cuh"),
+                    .knows = ANY_KNOWS | FA_IN_E4M3,
                     .rows = kvcache_rows,
                     .num_rows = NUM_ROWS(kvcache_rows),
-                    .chooses = always_chooses},
+                    .chooses = any_chooses},
     [FA_COMBINE] = {.name = "combine",
                     .files = FILES("combine.cu", "combine_params.h", "element.cuh", "ptx_sm80.cuh"),
                     .knows = FA_IN_BF16 | FA_IN_F32,
@@ -251,10 +257,10 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
 bool fa_variant_is_chosen(fa_variant v) {
     if ((int)v.family < 0 || v.family >= FA_NUM_FAMILIES) return false;
     const fa_family *family = &fa_families[v.family];
-    const unsigned wanted = v.features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    const unsigned dtype = v.features & FA_DTYPES, wanted = v.features & ~(unsigned)FA_DTYPES;
     return 0 <= v.row && v.row < family->num_rows && (v.features & ~family->knows) == 0 &&
            (family->arch == 0 || family->arch == v.arch) && (family->rows[v.row].serves & wanted) == wanted &&
-           !(wanted & FA_CAUSAL && wanted & FA_LOCAL) && !(v.features & FA_IN_BF16 && v.features & FA_IN_F32) &&
+           !(wanted & FA_CAUSAL && wanted & FA_LOCAL) && (dtype & (dtype - 1)) == 0 &&
            family->chooses(v.row, v.features);
 }
 
@@ -279,7 +285,10 @@ void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     } words[] = {FA_FEATURES(WORD)};
 #undef WORD
     const fa_family *family = &fa_families[v.family];
-    const char *dtype = v.features & FA_IN_F32 ? "fp32" : v.features & FA_IN_BF16 ? "bf16" : "fp16";
+    const char *dtype = v.features & FA_IN_E4M3   ? "e4m3"
+                        : v.features & FA_IN_F32  ? "fp32"
+                        : v.features & FA_IN_BF16 ? "bf16"
+                                                  : "fp16";
     char *at = append(name, name, family->name);
     at = append(name, append(name, append(name, at, "_"), dtype), family->rows[v.row].name + strlen(family->name));
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)

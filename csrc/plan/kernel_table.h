@@ -7,27 +7,29 @@
 
 /* The features of a variant, beyond plain attention. A kernel without a feature contains no code for this feature.
  * X(constant in the kernel's text, bit, part of a variant's name). */
-#define FA_FEATURES(X)                                                                                       \
-    X(CAUSAL, 1, "_causal"),       /* right window 0, no left window */                                      \
-        X(LOCAL, 2, "_local"),     /* any other window */                                                    \
-        X(VARLEN, 4, "_varlen"),   /* packed sequences */                                                    \
-        X(SCORE, 8, "_score"),     /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
-        X(PAGED, 128, "_paged"),   /* keys lie in pages of a block table */                                  \
-        X(DROPOUT, 16, "_dropout") /* dropout of the probabilities */
+#define FA_FEATURES(X)                                                                                        \
+    X(CAUSAL, 1, "_causal"),        /* right window 0, no left window */                                      \
+        X(LOCAL, 2, "_local"),      /* any other window */                                                    \
+        X(VARLEN, 4, "_varlen"),    /* packed sequences */                                                    \
+        X(SCORE, 8, "_score"),      /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
+        X(PAGED, 128, "_paged"),    /* keys lie in pages of a block table */                                  \
+        X(DROPOUT, 16, "_dropout"), /* dropout of the probabilities */                                        \
+        X(OF_3, 512, "_of3")        /* generic kernels: what flash-attn 3 adds */
 
-/* The bits of the dtype. fp16 has neither bit. */
-#define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64)
+/* The bits of the dtype. fp16 has none of them. */
+#define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64), X(E4M3, 256)
 
 #define FA_FEATURE_ENUM(constant, bit, word) FA_##constant = bit
 #define FA_DTYPE_ENUM(constant, bit)         FA_IN_##constant = bit
 enum {
     FA_FEATURES(FA_FEATURE_ENUM),
     FA_DTYPE_FEATURES(FA_DTYPE_ENUM),
+    FA_DTYPES = FA_IN_BF16 | FA_IN_F32 | FA_IN_E4M3,
     FA_ALL_FEATURES = FA_CAUSAL | FA_LOCAL | FA_VARLEN | FA_SCORE | FA_DROPOUT
 };
 
 static inline unsigned fa_dtype_feature(fa_dtype dtype) {
-    return dtype == FA_BF16 ? FA_IN_BF16 : dtype == FA_F32 ? FA_IN_F32 : 0u;
+    return dtype == FA_BF16 ? FA_IN_BF16 : dtype == FA_F32 ? FA_IN_F32 : dtype == FA_E4M3 ? FA_IN_E4M3 : 0u;
 }
 
 /* A family is one kernel text with its rows of cuda/tiles.def. cuda/tiles.def explains the columns. */
@@ -81,13 +83,14 @@ typedef struct {
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 
-/* The columns of the generic kernels. A row of dQ has grad 0. Behind it lie the rows of dK and dV (grad 1 and 2), or
- * one row for both (grad 3). */
+/* The columns of the generic kernels. Behind a row of dQ lie the rows of dK and dV, or one row for both. Tiles in shared
+ * memory have elements of factor_bytes bytes. */
+enum { GRAD_dq, GRAD_dk, GRAD_dv, GRAD_dkdv }; /* GRAD of attn_bwd_any.cu */
 typedef struct {
-    int d, block_kv, warps, blocks, stages, ctas, element_bytes;
+    int d, block_kv, warps, blocks, stages, ctas, factor_bytes;
 } fa_fwd_any_columns;
 typedef struct {
-    int d, walk, warps, blocks, stages, ctas, grad, element_bytes;
+    int d, walk, warps, blocks, stages, ctas, grad, factor_bytes;
 } fa_bwd_any_columns;
 const fa_fwd_any_columns *fa_fwd_any_row(int row);
 const fa_bwd_any_columns *fa_bwd_any_row(int row);

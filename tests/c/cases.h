@@ -169,12 +169,10 @@ static float *alloc_row_stats(const fa_problem *p, fa_row_stats *stats, int64_t 
     return stats->data = guarded_alloc(n * sizeof(float), sizeof(float), at_end);
 }
 
-/* What flash-attn 3 adds to flash-attn 2. The numbers come from a source of their own. The emulated GPU kernels do not
- * know these additions. */
-#if defined(CHECK_CUDA)
-static const bool draws_additions = false;
-#else
-static const bool draws_additions = true;
+/* What flash-attn 3 adds to flash-attn 2. The numbers come from a source of their own. The decode kernel for Hopper
+ * knows only some additions: empty_lse, packed queries beside a cache and rotary positions. */
+#ifndef DRAWS_ALL_ADDITIONS
+#define DRAWS_ALL_ADDITIONS true
 #endif
 
 static random_source source_of_additions(uint64_t seed) { return (random_source){~seed}; }
@@ -197,9 +195,9 @@ static void draw_additions(test_case *c, random_source *more) {
         p->k_descale = random_descale(c, more);
         p->v_descale = random_descale(c, more);
     }
-    if (!draws_additions) return;
-    if (random_chance(more, 40)) p->d_v = v_head_dims[random_below(more, COUNT(v_head_dims))];
-    if (random_chance(more, 30)) p->attention_chunk = 1 + random_below(more, random_chance(more, 50) ? 16 : 300);
+    if (DRAWS_ALL_ADDITIONS && random_chance(more, 40)) p->d_v = v_head_dims[random_below(more, COUNT(v_head_dims))];
+    if (DRAWS_ALL_ADDITIONS && random_chance(more, 30))
+        p->attention_chunk = 1 + random_below(more, random_chance(more, 50) ? 16 : 300);
     if (random_chance(more, 50)) p->empty_lse = -INFINITY;
 }
 
@@ -237,7 +235,7 @@ static void draw_placement(test_case *c, random_source *r, random_source *more) 
         p->total_q = p->cu_seqlens_q[p->b] + random_below(r, 3);
         p->total_kv = p->cu_seqlens_k[p->b] + random_below(r, 3);
     }
-    if (draws_additions && random_chance(more, 30)) { /* queries are packed and keys are not, or the reverse */
+    if (random_chance(more, 30)) { /* queries are packed and keys are not, or the reverse */
         if (p->cu_seqlens_q) {
             p->cu_seqlens_q = NULL;
             p->total_q = p->b * p->len_q;
@@ -246,7 +244,7 @@ static void draw_placement(test_case *c, random_source *r, random_source *more) 
             p->total_q = p->cu_seqlens_q[p->b] + random_below(more, 3);
         }
     }
-    if (draws_additions && random_chance(more, 30)) {
+    if (DRAWS_ALL_ADDITIONS && random_chance(more, 30)) {
         int32_t *used = random_ints(more, p->b, 1, c->at_end);
         for (int64_t i = 0; i < p->b; i++) used[i] = (int32_t)random_below(more, fa_sequence_at(p, i).len_q + 1);
         p->seqused_q = used;
@@ -296,7 +294,7 @@ static void draw_placement(test_case *c, random_source *r, random_source *more) 
                             c->at_end);
         if (p->cu_seqlens_q) all[i]->view.stride_b = 0;
     }
-    if (draws_additions && p->pass == FA_FWD && p->dtype != FA_E4M3 && random_chance(more, 20)) {
+    if (DRAWS_ALL_ADDITIONS && p->pass == FA_FWD && p->dtype != FA_E4M3 && random_chance(more, 20)) {
         c->qv = tensor_of(p->dtype, p->d_v, b, rows, p->h, (tensor_layout)random_below(more, NUM_LAYOUTS), c->at_end);
         if (p->cu_seqlens_q) c->qv.view.stride_b = 0;
         p->qv = c->qv.view;

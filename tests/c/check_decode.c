@@ -14,8 +14,9 @@
 #include <stdint.h>
 #include <cmocka.h>
 #if defined(CHECK_CUDA) /* head sizes of attn_decode_sm90; other kernels serve the rest */
-#define HEAD_DIMS   8, 16, 40, 64, 72, 96, 128, 136, 192, 256
-#define ROW_PADDING 8
+#define HEAD_DIMS           8, 16, 40, 64, 72, 96, 128, 136, 192, 256
+#define ROW_PADDING         8
+#define DRAWS_ALL_ADDITIONS false
 #endif
 #include "cases.h"
 #include "cpu/decode_plan.h"
@@ -43,7 +44,7 @@ static void draw_append(test_case *c, random_source *r, random_source *more) {
     const int64_t len_new = random_chance(r, 50) ? 1 : 1 + random_below(r, most);
     int32_t *used = (int32_t *)p->seqused_k;
     int32_t *cu_new = NULL;
-    if (draws_additions && random_chance(more, 40)) { /* packed new keys: up to len_new of each sequence */
+    if (DRAWS_ALL_ADDITIONS && random_chance(more, 40)) { /* packed new keys: up to len_new of each sequence */
         cu_new = random_ints(more, p->b + 1, 1, c->at_end);
         for (int64_t i = 0; i < p->b; i++) cu_new[i + 1] = cu_new[i] + (int32_t)random_below(more, len_new + 1);
         p->cu_seqlens_k_new = cu_new;
@@ -79,7 +80,7 @@ static void draw_append(test_case *c, random_source *r, random_source *more) {
         cos_sin[n] = guarded_alloc((size_t)num * fa_dtype_bytes(table), 16, c->at_end);
         for (int64_t i = 0; i < num; i++) fa_store_element(cos_sin[n], i, random_uniform(r), table);
     }
-    if (draws_additions && random_chance(more, 40)) p->seqlens_rotary = random_ints(more, p->b, p->len_kv, c->at_end);
+    if (random_chance(more, 40)) p->seqlens_rotary = random_ints(more, p->b, p->len_kv, c->at_end);
     p->rotary_cos = cos_sin[0], p->rotary_sin = cos_sin[1];
 }
 

@@ -45,12 +45,13 @@ fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
         int at = snprintf(command, sizeof command,
                           CXX " -std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
                               "-include cuda_emulation.h -I" CSRC_FOLDER
-                              " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d",
+                              " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d",
                           family->files[0],
                           variant.family == FA_DECODE_SM90 ? "fa_attn_decode_params"
                           : variant.family == FA_COMBINE   ? "fa_combine_params"
                                                            : "fa_cuda_problem",
-                          !!(variant.features & FA_IN_BF16), !!(variant.features & FA_IN_F32));
+                          !!(variant.features & FA_IN_BF16), !!(variant.features & FA_IN_F32),
+                          !!(variant.features & FA_IN_E4M3), !!(variant.features & FA_OF_3));
         for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
             at += snprintf(command + at, sizeof command - (size_t)at, " -D%s=%d", family->columns[i],
                            family->rows[variant.row].columns[i]);

@@ -77,6 +77,7 @@ static inline int max(int x, int y) { return x > y ? x : y; }
 static inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
 static inline long long min(long long x, long long y) { return x < y ? x : y; }
 static inline float __int_as_float(int x) { return fa_f32_of_bits((uint32_t)x); }
+static inline unsigned __float_as_uint(float x) { return fa_bits_of(x); }
 static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline void __syncthreads() { emulated_syncthreads(); }
 static inline int __syncthreads_or(int x) { return emulated_syncthreads_or(x); }
@@ -205,6 +206,20 @@ template <class T> static inline u32 cvt_x2(float low, float high) {
 }
 template <class T> static inline void unpack_x2(u32 packed, float &low, float &high) {
     low = cvt_f32(T{(u16)packed}), high = cvt_f32(T{(u16)(packed >> 16)});
+}
+
+static inline u32 mul_f16x2(u32 a, u32 b) {
+    float x[2], y[2];
+    unpack_x2<fp16>(a, x[0], x[1]), unpack_x2<fp16>(b, y[0], y[1]);
+    return cvt_x2<fp16>(x[0] * y[0], x[1] * y[1]);
+}
+static inline u32 prmt(u32 a, u32 b, u32 selector) { /* of digits below 8 */
+    u32 bytes = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 digit = selector >> 4 * i & 7;
+        bytes |= ((digit < 4 ? a : b) >> 8 * (digit & 3) & 255) << 8 * i;
+    }
+    return bytes;
 }
 
 template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
