@@ -44,8 +44,8 @@ int main(int argc, char **argv) {
         const char *name = argv[i];
         double x = atof(strchr(name, '=') + 1);
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
-        SET("capability", machine.gpu_capability) SET("d", d) SET("d_v", d_v) SET("len_q", p.len_q) SET("len_kv", p.len_kv)
-        SET("softcap", p.softcap)
+        SET("capability", machine.gpu_capability) SET("d", d) SET("d_v", d_v)
+        SET("len_q", p.len_q) SET("len_kv", p.len_kv) SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
         SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)

@@ -314,7 +314,8 @@ DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &res
             ((element::output *)result.data)[row * result.stride_row + head * result.stride_h + i] = element::output{};
 }
 
-/* A task is one tile of one head of one sequence, for dV with one block of columns of v. A task of a sequence longer than max_seqlen does several tiles. */
+/* A task is one tile of one head of one sequence, for dV with one block of columns of v. A task of a
+ * sequence longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;

@@ -6,8 +6,8 @@
  *   a pair (x0, x1) of the first rotary_dim elements  ->  (x0 cos - x1 sin, x0 sin + x1 cos), rounded once
  *
  * cos and sin come from row "position" of rotary_cos and rotary_sin. The first new key and query have position
- * seqlens_rotary[b], or else seqused_k[b]. All other elements are copied bit for bit. One warp takes one row of one head. A position without room in the cache, or on a page that does not exist, is not
- * written.
+ * seqlens_rotary[b], or else seqused_k[b]. All other elements are copied bit for bit. One warp takes one row of one
+ * head. A position without room in the cache, or on a page that does not exist, is not written.
  *
  * Specification: ../cpu/kvcache.c. */
 #include "cuda_problem.h"

@@ -83,8 +83,8 @@ typedef struct {
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 
-/* The columns of the generic kernels. Behind a row of dQ lie the rows of dK and dV, or one row for both. Tiles in shared
- * memory have elements of factor_bytes bytes. */
+/* The columns of the generic kernels. Behind a row of dQ lie the rows of dK and dV, or one row for both. Elements of a
+ * tile in shared memory have factor_bytes bytes. */
 enum { GRAD_dq, GRAD_dk, GRAD_dv, GRAD_dkdv }; /* GRAD of attn_bwd_any.cu */
 typedef struct {
     int d, block_kv, warps, blocks, stages, ctas, factor_bytes;
