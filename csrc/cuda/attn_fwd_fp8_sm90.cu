@@ -426,9 +426,8 @@ struct consumer {
 
         wait_v();
         const int block_diagonal = t.row + 64 * row_block + t.len_kv - t.len_q;
-        const bool sees_all = keys_begin(p, block_diagonal + 63) <= first_key &&
-                              first_key + BLOCK_KV <= keys_end(p, block_diagonal, t.len_kv);
-        if (uniform(sees_all)) {
+        const tile_walk keys = keys_of(p, block_diagonal, block_diagonal + 63, t.len_kv);
+        if (!uniform(is_partial<BLOCK_KV>(first_key, keys.full_begin, keys.full_end))) {
             pin(O), pin(P);
             issue_pv();
             wgmma_wait_group<0>(O);
@@ -460,7 +459,7 @@ struct consumer {
         finish_softmax(softmax, p, factor, lse);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            is_empty[r] = lse[r] == p.empty_lse;
+            is_empty[r] = lse[r] == INF;
             if (!is_empty[r]) factor[r] *= t.v_factor;
         }
         /* A row that sees no key gets zeros, whatever V holds. */
@@ -512,10 +511,10 @@ struct consumer {
         const tile &t = tile_of(THIS_TILE);
         const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
         const int last_row = min(first_row + 64, t.len_q) - 1;
-        const int end = keys_end(p, last_row + shift, t.len_kv);
-        const bool is_idle = first_row > last_row || keys_begin(p, first_row + shift) >= end;
+        const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
+        const bool is_idle = first_row > last_row || keys.begin >= keys.end;
         const tile_command command = (tile_command)uniform(t.command);
-        walk.seen_top = uniform(is_idle ? -1 : ceil_div(end, BLOCK_KV) - 1);
+        walk.seen_top = uniform(is_idle ? -1 : ceil_div(keys.end, BLOCK_KV) - 1);
         walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
         diagonal = first_row + 16 * warp + lane / 4 + shift;
         scale_log2 = SCORE ? p.scale_log2 : t.qk_factor * p.scale_log2;

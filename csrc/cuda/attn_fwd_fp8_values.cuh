@@ -144,8 +144,8 @@ DEVICE void accumulate_seen_bytes(float (&O)[O_REGS], u32 (&P)[P_REGS], const el
     int begin[2], end[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        begin[r] = keys_begin(p, diagonal + 8 * r) - first_key;
-        end[r] = keys_end(p, diagonal + 8 * r, len_kv) - first_key;
+        const tile_walk keys = keys_of(p, diagonal + 8 * r, diagonal + 8 * r, len_kv);
+        begin[r] = keys.begin - first_key, end[r] = keys.end - first_key;
     }
 #pragma unroll 1
     for (int key = 0; key < BLOCK_KV; key++) {

@@ -58,6 +58,27 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     return true;
 }
 
+/* ---- attn_fwd_fp8_sm90 ----------------------------------------------------------------------------------------- */
+
+static const fa_row fwd_fp8_sm90_rows[] = {
+#define FA_FWD_FP8_TILE_SM90(d, block_kv, wgs, stages, raw_stages, q_stages, turn, o_wait, serves) \
+    {"attn_fwd_fp8_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                             \
+     {d, block_kv, wgs, stages, raw_stages, q_stages, turn, o_wait},                               \
+     serves,                                                                                       \
+     FA_SHARED_BYTES},
+#include "cuda/tiles.def"
+};
+
+const fa_fwd_fp8_sm90_columns *fa_fwd_fp8_sm90_row(int row) {
+    return (const fa_fwd_fp8_sm90_columns *)fwd_fp8_sm90_rows[row].columns;
+}
+
+/* gpu_fwd_fp8.c takes the first row that fits. Each head dimension has one row for each set of features. */
+static bool fwd_fp8_sm90_chooses(int row, unsigned features) {
+    (void)row;
+    return features & FA_IN_E4M3;
+}
+
 /* ---- attn_bwd_sm90, attn_bwd_wide_sm90 --------------------------------------------------------------------------- */
 
 #define BWD_ROW(name, d, d_v, block_q, block_kv, serves, shared_bytes) \
@@ -178,6 +199,19 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses,
                      .aligns_shared = true},
+    [FA_FWD_FP8_SM90] = {.name = "attn_fwd_fp8_sm90",
+                         .files = FILES("attn_fwd_fp8_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh",
+                                        "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh",
+                                        "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "attn_fwd_fp8_values.cuh",
+                                        "philox.cuh", "attn_fwd_params.h", "quads.cuh", SM90_FILES),
+                         .arch = 90,
+                         .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "RAW_STAGES", "Q_STAGES", "TURN",
+                                     "O_WAIT"},
+                         .knows = FA_CAUSAL | FA_LOCAL | FA_VARLEN | FA_SCORE | FA_IN_E4M3,
+                         .rows = fwd_fp8_sm90_rows,
+                         .num_rows = NUM_ROWS(fwd_fp8_sm90_rows),
+                         .chooses = fwd_fp8_sm90_chooses,
+                         .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh",
                                     "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", "quads.cuh", BWD_FILES),
@@ -253,10 +287,10 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
 bool fa_variant_is_chosen(fa_variant v) {
     if ((int)v.family < 0 || v.family >= FA_NUM_FAMILIES) return false;
     const fa_family *family = &fa_families[v.family];
-    const unsigned wanted = v.features & ~(unsigned)(FA_IN_BF16 | FA_IN_F32);
+    const unsigned wanted = v.features & ~(unsigned)FA_ANY_DTYPE, dtype = v.features & FA_ANY_DTYPE;
     return 0 <= v.row && v.row < family->num_rows && (v.features & ~family->knows) == 0 &&
            (family->arch == 0 || family->arch == v.arch) && (family->rows[v.row].serves & wanted) == wanted &&
-           !(wanted & FA_CAUSAL && wanted & FA_LOCAL) && !(v.features & FA_IN_BF16 && v.features & FA_IN_F32) &&
+           !(wanted & FA_CAUSAL && wanted & FA_LOCAL) && (dtype & (dtype - 1)) == 0 &&
            family->chooses(v.row, v.features);
 }
 
@@ -281,7 +315,10 @@ void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     } words[] = {FA_FEATURES(WORD)};
 #undef WORD
     const fa_family *family = &fa_families[v.family];
-    const char *dtype = v.features & FA_IN_F32 ? "fp32" : v.features & FA_IN_BF16 ? "bf16" : "fp16";
+    const char *dtype = v.features & FA_IN_E4M3   ? "e4m3"
+                        : v.features & FA_IN_F32  ? "fp32"
+                        : v.features & FA_IN_BF16 ? "bf16"
+                                                  : "fp16";
     char *at = append(name, name, family->name);
     at = append(name, append(name, append(name, at, "_"), dtype), family->rows[v.row].name + strlen(family->name));
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)

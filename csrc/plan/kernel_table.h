@@ -15,19 +15,20 @@
         X(PAGED, 128, "_paged"),   /* keys lie in pages of a block table */                                  \
         X(DROPOUT, 16, "_dropout") /* dropout of the probabilities */
 
-/* The bits of the dtype. fp16 has neither bit. */
-#define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64)
+/* The bits of the dtype. fp16 has none of them. */
+#define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64), X(E4M3, 256)
 
 #define FA_FEATURE_ENUM(constant, bit, word) FA_##constant = bit
 #define FA_DTYPE_ENUM(constant, bit)         FA_IN_##constant = bit
 enum {
     FA_FEATURES(FA_FEATURE_ENUM),
     FA_DTYPE_FEATURES(FA_DTYPE_ENUM),
-    FA_ALL_FEATURES = FA_CAUSAL | FA_LOCAL | FA_VARLEN | FA_SCORE | FA_DROPOUT
+    FA_ALL_FEATURES = FA_CAUSAL | FA_LOCAL | FA_VARLEN | FA_SCORE | FA_DROPOUT,
+    FA_ANY_DTYPE = FA_IN_BF16 | FA_IN_F32 | FA_IN_E4M3
 };
 
 static inline unsigned fa_dtype_feature(fa_dtype dtype) {
-    return dtype == FA_BF16 ? FA_IN_BF16 : dtype == FA_F32 ? FA_IN_F32 : 0u;
+    return dtype == FA_BF16 ? FA_IN_BF16 : dtype == FA_F32 ? FA_IN_F32 : dtype == FA_E4M3 ? FA_IN_E4M3 : 0u;
 }
 
 /* A family is one kernel text with its rows of cuda/tiles.def. cuda/tiles.def explains the columns. */
@@ -42,6 +43,7 @@ typedef enum {
     FA_DELTA_ANY,
     FA_PROBS_ANY,
     FA_KVCACHE,
+    FA_FWD_FP8_SM90,
     FA_NUM_FAMILIES
 } fa_family_id;
 
@@ -73,6 +75,12 @@ typedef struct {
     int d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
+
+/* The columns of attn_fwd_fp8_sm90. */
+typedef struct {
+    int d, block_kv, wgs, stages, raw_stages, q_stages, turn, o_wait;
+} fa_fwd_fp8_sm90_columns;
+const fa_fwd_fp8_sm90_columns *fa_fwd_fp8_sm90_row(int row);
 
 /* The columns of attn_bwd_sm90, attn_bwd_wide_sm90 and attn_bwd_prep. */
 typedef struct {
