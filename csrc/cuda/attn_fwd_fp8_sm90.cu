@@ -579,7 +579,9 @@ struct consumer {
                 skip_tile(command == COMPUTE);
             release_q(THIS_TILE);
         }
-        if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
+        /* Shared memory outlives its readers. NOTE: without TMA there is nothing to wait for. But without this line ptxas
+         * takes the loop's matrix descriptors for values that differ between threads. */
+        if (is_leader) cp_async_bulk_wait_all_read();
     }
 };
 
