@@ -52,7 +52,8 @@ typedef fa_attn_fwd_params params;
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1), CTAS = 1;
-constexpr int TRANSPOSERS = 2, V_ARRIVALS = TRANSPOSERS;
+constexpr int TRANSPOSERS = 2;
+constexpr u32 V_ARRIVALS = of_warps(TRANSPOSERS);
 /* 256 columns of O beside 128 keys of S and P leave the other warps 24 registers. */
 constexpr bool IS_WIDE = HEAD_DIM / 2 + BLOCK_KV / 2 + BLOCK_KV / 8 > 200;
 constexpr int PRODUCER_REGS = WGS == 3 ? 32 : IS_WIDE ? 24 : 40;

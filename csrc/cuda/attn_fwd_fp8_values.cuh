@@ -34,10 +34,11 @@ DEVICE int transposed_byte(int row, int key) {
 
 /* ---- transposer warps ------------------------------------------------------------------------------------------ */
 
-/* One transposer warp, number `idx` of TRANSPOSERS. It transposes its share of the columns of every key tile. */
+/* One transposer warp, number `idx` of TRANSPOSERS. It transposes every TRANSPOSERS-th group of 16 columns of each key
+ * tile. */
 struct transposer {
     shared_memory &smem;
-    const bool is_leader;
+    const bool arrives;        /* The lane arrives at mbarriers. */
     u32 lane_load, lane_store; /* where this lane's row of the warp's first unit lies in V and in V^T */
 
     static constexpr int COLUMN_UNITS = D_V / 16 / TRANSPOSERS, KEY_UNITS = BLOCK_KV / 32;
@@ -45,21 +46,22 @@ struct transposer {
     static constexpr int BATCH = 2; /* So many units are loaded while as many are stored. */
     static_assert(D_V % (16 * TRANSPOSERS) == 0 && UNITS % BATCH == 0, "each warp takes the same number of batches");
 
-    DEVICE transposer(shared_memory &smem, int idx) : smem(smem), is_leader(threadIdx.x % 32 == 0) {
-        const int lane = threadIdx.x % 32, first = idx * COLUMN_UNITS * 16; /* the warp's first column */
-        lane_load = (first / CHUNK * BLOCK_KV + lane) * ROW_BYTES + swizzled<ROW_BYTES>(first % CHUNK / 16, lane) * 16;
+    DEVICE transposer(shared_memory &smem, int idx) : smem(smem), arrives(arrives_for_warp(threadIdx.x % 32)) {
+        const int lane = threadIdx.x % 32, column = 16 * idx; /* the first unit's */
+        lane_load = lane * ROW_BYTES + swizzled<ROW_BYTES>(column / 16, lane) * 16;
         /* Matrix m of stmatrix has even or odd columns by m % 2, and keys of 16 by m / 2. */
         const int m = lane / 8, p = lane % 8, row = 8 * (m % 2) + 2 * (p % 4) + p / 4;
-        lane_store = (first + row) * KEY_CHUNK + swizzled<KEY_CHUNK>(m / 2, row) * 16;
+        lane_store = (column + row) * KEY_CHUNK + swizzled<KEY_CHUNK>(m / 2, row) * 16;
     }
 
-    /* Unit i has 16 columns and 32 keys. NOTE: places are aligned, so the swizzle of a sum is that of an xor. */
+    /* Unit i has 16 columns and 32 keys, counted from the first unit's. NOTE: no bit of a unit's column or key within its
+     * chunk is set in the first unit. So the swizzle of the sum is the sum's xor. */
     DEVICE u32 load_address(u32 raw, int i) const {
-        const int column = i / KEY_UNITS * 16, key = i % KEY_UNITS * 32;
+        const int column = i / KEY_UNITS * 16 * TRANSPOSERS, key = i % KEY_UNITS * 32;
         return ((raw + lane_load) ^ column % CHUNK) + (column / CHUNK * BLOCK_KV + key) * ROW_BYTES;
     }
     DEVICE u32 store_address(u32 v, int i) const {
-        const int column = i / KEY_UNITS * 16, key = i % KEY_UNITS * 32;
+        const int column = i / KEY_UNITS * 16 * TRANSPOSERS, key = i % KEY_UNITS * 32;
         return ((v + lane_store) ^ key % KEY_CHUNK) + (key / KEY_CHUNK * D_V + column) * KEY_CHUNK;
     }
 
@@ -94,7 +96,7 @@ struct transposer {
             transpose(smem_address(smem.raw_v[from.stage]), smem_address(smem.v[to.stage]));
             fence_proxy_async();
             __syncwarp();
-            if (is_leader) mbarrier_arrive(&smem.raw_empty[from.stage]), mbarrier_arrive(&smem.v_full[to.stage]);
+            if (arrives) mbarrier_arrive(&smem.raw_empty[from.stage]), mbarrier_arrive(&smem.v_full[to.stage]);
         }
     }
 };
@@ -102,7 +104,7 @@ struct transposer {
 /* One thread: the mbarriers of V before its transposition. */
 DEVICE void init_value_barriers(shared_memory &smem) {
     for (int i = 0; i < V_LOAD_STAGES; i++)
-        mbarrier_init(&smem.raw_full[i], 1), mbarrier_init(&smem.raw_empty[i], TRANSPOSERS);
+        mbarrier_init(&smem.raw_full[i], 1), mbarrier_init(&smem.raw_empty[i], of_warps(TRANSPOSERS));
     smem.end_stage = -1;
 }
 
