@@ -91,7 +91,7 @@ struct transposer {
         ring<V_STAGES> to;
         for (;; from.next(), to.next()) {
             mbarrier_wait(&smem.raw_full[from.stage], from.parity);
-            if (smem.end_stage == from.stage) break;
+            if (smem.is_end[from.stage]) break;
             mbarrier_wait(&smem.v_empty[to.stage], to.parity ^ 1);
             transpose(smem_address(smem.raw_v[from.stage]), smem_address(smem.v[to.stage]));
             fence_proxy_async();
@@ -104,14 +104,14 @@ struct transposer {
 /* One thread: the mbarriers of V before its transposition. */
 DEVICE void init_value_barriers(shared_memory &smem) {
     for (int i = 0; i < V_LOAD_STAGES; i++)
-        mbarrier_init(&smem.raw_full[i], 1), mbarrier_init(&smem.raw_empty[i], of_warps(TRANSPOSERS));
-    smem.end_stage = -1;
+        mbarrier_init(&smem.raw_full[i], 1), mbarrier_init(&smem.raw_empty[i], of_warps(TRANSPOSERS)),
+            smem.is_end[i] = 0;
 }
 
 /* The producer's thread, after its last load: `next` is the stage that V would come to. */
 DEVICE void end_values(shared_memory &smem, ring<V_LOAD_STAGES> next) {
     mbarrier_wait(&smem.raw_empty[next.stage], next.parity ^ 1);
-    smem.end_stage = next.stage;
+    smem.is_end[next.stage] = 1;
     mbarrier_arrive(&smem.raw_full[next.stage]);
 }
 

@@ -11,7 +11,7 @@ template <int ELEMENT_BYTES, int LOAD_STAGES> struct loaded_values {};
 template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
     alignas(1024) element raw_v[LOAD_STAGES][BLOCK_KV * D_V];
     u64 raw_full[LOAD_STAGES], raw_empty[LOAD_STAGES]; /* TMA completes the first; transposer warps arrive at empty. */
-    volatile int end_stage; /* Instead of V, this stage brings the end of the launch. -1: not yet. */
+    int is_end[LOAD_STAGES];                           /* Instead of V, this stage brings the end of the launch. */
 };
 
 /* TMA writes operands and wgmma reads them in the same layout. A matrix consists of chunks of CHUNK columns, whose
