@@ -29,7 +29,7 @@ fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
     va_end(values);
     return status;
 }
-size_t fa_dtype_bytes(fa_dtype dtype) { return dtype == FA_F32 ? 4 : 2; }
+size_t fa_dtype_bytes(fa_dtype dtype) { return dtype == FA_F32 ? 4 : dtype == FA_E4M3 ? 1 : 2; }
 
 int main(int argc, char **argv) {
     static char memory[64];
@@ -512,6 +512,41 @@ def test_queries_without_heads_go_to_the_generic_kernels(plan, more):
     assert "_any_" in first.split()[0] and any("it wants a query head" in line for line in ruled_out)
 
 
+E4M3 = 4
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"d": 16}, "attn_fwd_fp8_sm90_e4m3_d64_q192kv128"),
+        ({"d": 64, "packed": 1, "right": 0}, "attn_fwd_fp8_sm90_e4m3_d64_q192kv128_causal_varlen"),
+        ({"d": 80}, "attn_fwd_fp8_sm90_e4m3_d128_q192kv96"),
+        ({"d": 128, "left": 5, "softcap": 9}, "attn_fwd_fp8_sm90_e4m3_d128_q192kv96_local_score"),
+        ({"d": 144}, "attn_fwd_fp8_sm90_e4m3_d192_q128kv128"),
+        ({"d": 256, "right": 0}, "attn_fwd_fp8_sm90_e4m3_d256_q128kv128_causal"),
+    ],
+    ids=str,
+)
+def test_eight_bits_have_kernels_of_their_own(plan, numbers, kernel):
+    assert plan(dtype=E4M3, **numbers).split()[0] == kernel
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ({"d": 72}, "it wants a head dimension that is a multiple of 16"),
+        ({"dropout": 0.5}, "it has no dropout"),
+        ({"softcap": 1001}, "its scores lose their digits with a softcap above 1000"),
+        ({"stride": 1000}, "strides that are multiples of 16 elements"),
+        ({"capability": 80}, "it is for compute capability 9.0"),
+    ],
+    ids=str,
+)
+def test_eight_bits_are_refused_by_name(plan, numbers, reason):
+    text = plan(dtype=E4M3, **numbers)
+    assert "attn_fwd_fp8_sm90: " in text and reason in text
+
+
 @pytest.mark.parametrize("backward", (0, 1))
 def test_kernels_are_named_in_full(plan, backward):
     """Names are the names in the list of all kernels. Other tests compare that list with tiles.def."""
@@ -562,10 +597,13 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
     monkeypatch.setenv("KERNELS", "none")
     assert plan(d=128) == (
         "flash_attn: no kernel takes this call. attn_decode_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
-        "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
+        "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_fp8_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
+        "attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
     )
     monkeypatch.setenv("KERNELS", "sm90")
-    assert "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_any: FLASH_ATTN_CUDA_KERNEL" in plan(d=128, dtype=2)
+    assert (
+        "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_fp8_sm90: it takes float8_e4m3fn; attn_fwd_any: FLASH_ATTN"
+    ) in plan(d=128, dtype=2)
 
 
 @pytest.mark.parametrize(

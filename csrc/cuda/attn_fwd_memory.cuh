@@ -5,16 +5,26 @@
 
 #include "attn_fwd_tiles.cuh"
 
+/* V of 16 bits is an operand as TMA brings it. V of 8 bits comes to a place of its own first, and transposer warps make
+ * the operand (attn_fwd_fp8_transpose.cuh). */
+template <int ELEMENT_BYTES, int LOAD_STAGES> struct loaded_values {};
+template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
+    alignas(1024) element raw_v[LOAD_STAGES][BLOCK_KV * D_V];
+    u64 raw_full[LOAD_STAGES], raw_empty[LOAD_STAGES]; /* TMA completes the first; transposer warps arrive at empty. */
+    int is_end[LOAD_STAGES];                           /* Instead of V, this stage brings the end of the launch. */
+};
+
 /* TMA writes operands and wgmma reads them in the same layout. A matrix consists of chunks of CHUNK columns, whose
  * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
  * multiple of 1024 bytes, the swizzle's period. */
-struct shared_memory {
+struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES> {
     alignas(1024) element q[Q_STAGES][BLOCK_Q * D_QK];
     alignas(1024) element k[STAGES][BLOCK_KV * D_QK];
     alignas(1024) element v[V_STAGES][BLOCK_KV * D_V];
     /* Each warp has chunks of 16 rows. */
-    alignas(1024) element::output o[O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8];
-    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. */
+    alignas(1024) element::output o[O_ELEMENTS];
+    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. At v_full of
+     * 8 bits, each transposer warp arrives. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[V_STAGES], v_empty[V_STAGES];
@@ -37,7 +47,8 @@ DEVICE void init_barriers(shared_memory &smem) {
     const u32 consumers = of_warps(4 * WGS);
     for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&smem.q_full[i], 1), mbarrier_init(&smem.q_empty[i], consumers);
     for (int i = 0; i < STAGES; i++) mbarrier_init(&smem.k_full[i], 1), mbarrier_init(&smem.k_empty[i], consumers);
-    for (int i = 0; i < V_STAGES; i++) mbarrier_init(&smem.v_full[i], 1), mbarrier_init(&smem.v_empty[i], consumers);
+    for (int i = 0; i < V_STAGES; i++)
+        mbarrier_init(&smem.v_full[i], V_ARRIVALS), mbarrier_init(&smem.v_empty[i], consumers);
     mbarrier_init(&smem.all_done, consumers);
     mbarrier_init(&smem.tile_wanted, 1), mbarrier_init(&smem.tile_found, 1);
 }

@@ -36,13 +36,13 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
         if (lane == 0) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
         __syncwarp();
     }
-    const u32 matrix_row = lane % 16, swizzle = (ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (ROW_BYTES / 16);
+    const u32 matrix_row = lane % 16, swizzle = (O_ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (O_ROW_BYTES / 16);
 #pragma unroll
     for (int g = 0; g < D_V / 16; g++) {
-        const int chunk = g * 16 / CHUNK;
-        const u32 vector = (g * 32 % ROW_BYTES / 16 + lane / 16) ^ swizzle;
+        const int chunk = g * 16 / O_CHUNK;
+        const u32 vector = (g * 32 % O_ROW_BYTES / 16 + lane / 16) ^ swizzle;
         const float *x = O + 8 * g;
-        stmatrix_x4(smem_address(o_smem) + chunk * O_ROWS * ROW_BYTES + matrix_row * ROW_BYTES + vector * 16,
+        stmatrix_x4(smem_address(o_smem) + chunk * O_ROWS * O_ROW_BYTES + matrix_row * O_ROW_BYTES + vector * 16,
                     cvt_x2<element::output>(x[0] * factor[0], x[1] * factor[0]),
                     cvt_x2<element::output>(x[2] * factor[1], x[3] * factor[1]),
                     cvt_x2<element::output>(x[4] * factor[0], x[5] * factor[0]),
@@ -52,8 +52,8 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-        for (int c = 0; c < D_V / CHUNK; c++)
-            cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * CHUNK, c * CHUNK, t.q_origin + first_row, t.head,
+        for (int c = 0; c < D_V / O_CHUNK; c++)
+            cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, t.q_origin + first_row, t.head,
                                        t.q_batch);
         cp_async_bulk_commit_group();
     }

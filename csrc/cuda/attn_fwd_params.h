@@ -11,6 +11,12 @@
 #define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)
 #define FA_SHARED_BYTES          FA_SHARED_BYTES_OF(1)
 
+/* One factor for each sequence and key head; data NULL: 1. */
+typedef struct {
+    const float *data;
+    long long stride_b, stride_h;
+} fa_attn_fwd_factors;
+
 typedef struct {
     fa_tensor_map q, k, v, o;
 
@@ -43,6 +49,8 @@ typedef struct {
     const int *seqused_q; /* [b] queries in use, packed only; NULL: all */
     int attention_chunk;  /* with LOCAL; 0: off */
     float empty_lse;      /* +inf or -inf */
+
+    fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
 } fa_attn_fwd_params;
 
 #endif

@@ -63,6 +63,18 @@ DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
+/* Where V is loaded to. NOTE: a template looks only at the members that its kernel has. */
+struct v_stage {
+    element *dst;
+    u64 *full, *empty;
+};
+template <class memory> DEVICE v_stage v_stage_of(memory &smem, int stage) {
+    if constexpr (element::BYTES == 1)
+        return {smem.raw_v[stage], &smem.raw_full[stage], &smem.raw_empty[stage]};
+    else
+        return {smem.v[stage], &smem.v_full[stage], &smem.v_empty[stage]};
+}
+
 /* The producer. One thread.
  *
  * It asks for the next work tile when three key tiles of this one are left to load. A request when this tile begins
@@ -73,7 +85,7 @@ struct producer {
     shared_memory &smem;
     ring<Q_STAGES> q;
     ring<STAGES> k;
-    ring<V_STAGES> v;
+    ring<V_LOAD_STAGES> v;
     ring<TILE_SLOTS> slots;
     u32 found_parity = 0;
 
@@ -90,9 +102,9 @@ struct producer {
         k.next();
     }
     DEVICE void load_v(int j) {
-        mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);
-        load<BLOCK_KV, D_V>(smem.v[v.stage], &p.v, &smem.v_full[v.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
-                            L2_EVICT_LAST);
+        const v_stage to = v_stage_of(smem, v.stage);
+        mbarrier_wait(to.empty, v.parity ^ 1);
+        load<BLOCK_KV, D_V>(to.dst, &p.v, to.full, kv_origin + j * BLOCK_KV, kv_head, kv_batch, L2_EVICT_LAST);
         v.next();
     }
     /* Q of the next tile. Without a tile consumers only learn from Q's mbarrier that there is a command. */

@@ -52,7 +52,8 @@ DEVICE int failed_tile(shared_memory &smem, u32 &strips) {
 
 /* O += P V of one key tile by FMAs, for the pairs that see each other. Elsewhere V may hold anything. first_key is
  * the key tile's first key, and diagonal is that of mask_scores. Each P travels from the lane that holds it to the
- * other three lanes of its row. After 16 keys the registers of P move up. Whole warp. */
+ * other three lanes of its row. After 16 keys the registers of P move up. Elements have 16 bits. Whole warp. */
+template <class element>
 DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element *v_smem, const params &p, int len_kv,
                             int first_key, int diagonal) {
     const int lane = threadIdx.x % 32;

@@ -78,7 +78,11 @@ constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
 constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 /* O leaves from the place of its work tile's Q. V has the room that a place for O would need. */
 constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && !LONGEST_FIRST && BLOCK_KV > 64;
-constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
+constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
+constexpr u32 V_ARRIVALS = 1;
+/* The place of O: elements, rows between its chunks, and the chunks themselves. */
+constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
+constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK;
 /* Q of the next work tile is loaded before the last V of this one. */
 constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
 /* Q has one place. The place of the first K is free before it, so K is loaded first. */

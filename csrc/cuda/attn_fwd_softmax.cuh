@@ -10,7 +10,7 @@
 /* The registers of a thread. Of its warp's 16 rows the thread holds rows l / 4 and l / 4 + 8. In each group of 8
  * columns it holds the columns 2 (l % 4) + {0, 1}. Register i of S belongs to row row_of(i) of the two and to
  * column column_of(i). */
-constexpr int S_REGS = BLOCK_KV / 2, O_REGS = D_V / 2, P_REGS = BLOCK_KV / 4;
+constexpr int S_REGS = BLOCK_KV / 2, O_REGS = D_V / 2, P_REGS = BLOCK_KV * element::BYTES / 8;
 DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 DEVICE constexpr int column_of(int i) { return 8 * (i / 4) + i % 2; }
 

@@ -12,8 +12,23 @@
  * END ends the CTA. */
 enum tile_command { COMPUTE, REPEAT, REPORT, END };
 
+/* What a work tile knows of Q, K and V in 8 bits. 16 bits need no factor. */
+template <int ELEMENT_BYTES> struct tile_factors {
+    DEVICE void read(const params &p, int b_idx, int kv_head) {}
+};
+template <> struct tile_factors<1> {
+    float qk_factor, v_factor;
+    DEVICE static float factor_at(const fa_attn_fwd_factors &f, int b_idx, int kv_head) {
+        return f.data ? f.data[b_idx * f.stride_b + kv_head * f.stride_h] : 1;
+    }
+    DEVICE void read(const params &p, int b_idx, int kv_head) {
+        qk_factor = factor_at(p.q_descale, b_idx, kv_head) * factor_at(p.k_descale, b_idx, kv_head);
+        v_factor = factor_at(p.v_descale, b_idx, kv_head);
+    }
+};
+
 /* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
-struct tile {
+struct tile : tile_factors<element::BYTES> {
     int idx; /* the tile's number in the launch */
     int row; /* its first row in its sequence */
     int b_idx, head;
@@ -126,6 +141,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
         t.len_kv = len_kv;
         t.kv_begin = keys.begin / BLOCK_KV;
         t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
+        t.read(p, b_idx, t.kv_head);
     }
 }
 

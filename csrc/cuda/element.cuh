@@ -51,6 +51,22 @@ struct fp16 {
     static constexpr bool HAS_RANGE_OF_FP32 = false;
 };
 
+/* float8_e4m3fn: no inf, and NaN is 0x7f or 0xff. A row's largest P is near 2^7, so that P has three digits down to
+ * 2^-13 of it. P_LIMIT is the largest number. */
+struct e4m3 {
+    unsigned char bits;
+
+    typedef bf16 output;
+    typedef fp16 factor;
+    typedef float product;
+    static constexpr int BYTES = 1;
+    static constexpr bool ON_TENSOR_CORES = true;
+    static constexpr float HEADROOM = -7;
+    static constexpr int MAX_P_LOG2 = 64;
+    static constexpr bool HAS_RANGE_OF_FP32 = false;
+    static constexpr float P_LIMIT = 448;
+};
+
 /* Of the generic kernels. */
 struct fp32 {
     float value;
@@ -62,18 +78,8 @@ struct fp32 {
     static constexpr unsigned EXPONENTS = 0x7f800000, EXPONENT_ONES = 0x00800000, SIGNS = 0x80000000;
 };
 
-/* float8_e4m3fn. The type has no infinity, and its largest number is 448. */
-struct e4m3 {
-    unsigned char bits;
-
-    typedef bf16 output;
-    typedef fp16 factor;
-    typedef float product;
-    static constexpr int BYTES = 1;
-};
-
-#ifndef BF16
-#error "dtype: BF16, or fp16 without: 0 or 1; F32 or E4M3 instead in the generic kernels"
+#if !defined(BF16) && !defined(E4M3)
+#error "dtype: BF16, or fp16 without: 0 or 1; F32 or E4M3 instead in the generic kernels; E4M3 in the kernels of 8 bits"
 #endif
 
 #if defined(E4M3) && E4M3

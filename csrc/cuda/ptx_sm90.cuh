@@ -128,6 +128,23 @@ DEVICE void red_add_x4(float *dst, float x0, float x1, float x2, float x3) {
                  : "memory");
 }
 
+/* Any threads: waits for a phase of each of two mbarriers. Both are asked before the first answer is there.
+ * [mbarrier.try_wait] */
+DEVICE void mbarrier_wait_both(u64 *first, u32 first_parity, u64 *second, u32 second_parity) {
+    asm volatile("{\n"
+                 ".reg .pred first, second;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 first, [%0], %1;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 second, [%2], %3;\n"
+                 "and.pred first, first, second;\n"
+                 "@first bra finished;\n"
+                 "bra again;\n"
+                 "finished:\n"
+                 "}" ::"r"(smem_address(first)),
+                 "r"(first_parity), "r"(smem_address(second)), "r"(second_parity)
+                 : "memory");
+}
+
 /* ---- matrix stores [stmatrix] ---------------------------------------------------------------------------------
  * Whole warp. The instruction stores four 8x8 matrices of 16-bit elements, in the lane order of the accumulators. Lane
  * 8 i + r gives the address of row r of matrix i, 16 aligned bytes. */
@@ -154,11 +171,38 @@ DEVICE u32 cvt_e5m2_x2(float low, float high) {
     return packed;
 }
 
+/* Any thread: four floats in e4m3, the first in the lowest byte. Values that are too large become the largest. [cvt] */
+DEVICE u32 cvt_e4m3_x4(float x0, float x1, float x2, float x3) {
+    u32 packed;
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};}"
+        : "=r"(packed)
+        : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+    return packed;
+}
+
+/* Any thread: one e4m3, in the lowest byte, as a float. fp16 holds every e4m3. [cvt] */
+DEVICE float cvt_f32_e4m3(u32 byte) {
+    float x;
+    asm("{.reg .b16 pair, half, unused; .reg .b32 halves;\n"
+        "cvt.u16.u32 pair, %1;\n"
+        "cvt.rn.f16x2.e4m3x2 halves, pair;\n"
+        "mov.b32 {half, unused}, halves;\n"
+        "cvt.f32.f16 %0, half;}"
+        : "=f"(x)
+        : "r"(byte & 0xff));
+    return x;
+}
+
 /* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
  * Whole warpgroup, in this order: fence, products, commit, wait. Only then the warpgroup may read D, change A's
  * registers or free the shared memory. D [64, N] is float. Register i of lane l in warp w belongs to
  *
- *   row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2 */
+ *   row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2
+ *
+ * One product contracts 32 bytes of each row: 16 elements of 16 bits, 32 of 8 bits. */
 
 /* Whole warpgroup, before the first product and after registers of D or A have changed. [wgmma.fence] */
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -200,7 +244,7 @@ DEVICE void settle(float x, void *shared) {
  * product to product, so kernels keep it as a number and add steps. The high word (stride byte offset, swizzle) is
  * constant. [Matrix Descriptor Format]
  *
- *   swizzled rows of ROW_BYTES (128 or 64), groups of 8 rows back to back:
+ *   swizzled rows of ROW_BYTES (128, 64 or 32), groups of 8 rows back to back:
  *   contraction along the row ("K-major"):     a step of 16 is 32 bytes, the leading offset is not used
  *   contraction along the rows ("MN-major"):   a step of 16 is 16 rows, the leading offset leads to the next ROW_BYTES
  *                                              of columns */
@@ -208,7 +252,7 @@ DEVICE u32 matrix_descriptor(u32 address, u32 leading_bytes) {
     return (address & 0x3ffff) >> 4 | leading_bytes >> 4 << 16; /* without the CTA's rank in its cluster */
 }
 DEVICE constexpr u32 matrix_descriptor_high(int row_bytes) {
-    return (u32)(8 * row_bytes) >> 4 | (row_bytes == 128 ? 1u : 2u) << 30;
+    return (u32)(8 * row_bytes) >> 4 | (row_bytes == 128 ? 1u : row_bytes == 64 ? 2u : 3u) << 30;
 }
 DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
 
@@ -225,6 +269,8 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define R_128                                                                                                     \
     R_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116," \
          "%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define R_80  R_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define R_112 R_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define D_8(i)                                                                                                  \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -232,7 +278,9 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define D_48  D_32, D_8(32), D_8(40)
 #define D_56  D_48, D_8(48)
 #define D_64  D_56, D_8(56)
+#define D_80  D_64, D_8(64), D_8(72)
 #define D_96  D_64, D_8(64), D_8(72), D_8(80), D_8(88)
+#define D_112 D_96, D_8(96), D_8(104)
 #define D_128 D_96, D_8(96), D_8(104), D_8(112), D_8(120)
 
 /* Whole warpgroup. [wgmma.mma_async]
@@ -278,5 +326,41 @@ WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef WGMMA
 #undef WGMMA_BOTH
+
+/* Whole warpgroup. Elements of 8 bits: both matrices are K-major, always. [wgmma.mma_async]
+ *
+ * ss   D = A B + (accumulate ? D : 0). A [64, 32] and B [N, 32] are in shared memory.
+ * rs   D += A B. A [64, 32] is in registers, B [N, 32] in shared memory. Register 0 of A holds row l / 4, columns
+ *      4 (l % 4) + {0, 1, 2, 3}. Register 1 has row + 8, register 2 columns + 16, register 3 both. */
+#define WGMMA_E4M3(N, REGS, R0, R1, R2, R3, R4, R5)                                                                   \
+    template <> struct wgmma<N, e4m3> {                                                                               \
+        template <u32 A_HIGH, u32 B_HIGH> static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {     \
+            asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                         \
+                         "setp.ne.b32 acc, %" #R2 ", 0;\n"                                                            \
+                         "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                                         \
+                         "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                                         \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" R_##REGS "}, a, b, acc, 1, 1;}" \
+                         : D_##REGS                                                                                   \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH));                                \
+        }                                                                                                             \
+        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                          \
+            asm volatile("{.reg .b64 b;\n"                                                                            \
+                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                         \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" R_##REGS                        \
+                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1;}"                                  \
+                         : D_##REGS                                                                                   \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                          \
+        }                                                                                                             \
+    };
+
+WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_E4M3(96, 48, 48, 49, 50, 51, 52, 53)
+WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA_E4M3(160, 80, 80, 81, 82, 83, 84, 85)
+WGMMA_E4M3(192, 96, 96, 97, 98, 99, 100, 101)
+WGMMA_E4M3(224, 112, 112, 113, 114, 115, 116, 117)
+WGMMA_E4M3(256, 128, 128, 129, 130, 131, 132, 133)
+
+#undef WGMMA_E4M3
 
 #endif

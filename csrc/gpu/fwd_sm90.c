@@ -1,4 +1,4 @@
-/* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 and launches the kernel. */
+/* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 or attn_fwd_fp8_sm90, and launches the kernel. */
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"
@@ -48,28 +48,51 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
 
-fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
+/* The shape of a kernel's tiles: columns of the boxes that TMA loads, and of the boxes of O that it stores. */
+typedef struct {
+    int wgs, block_kv, columns, columns_o;
+} tile_shape;
+
+/* The parameters beyond fill_scalars are filled in `a`. */
+static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_attn_fwd_params *a, fa_error *err) {
     const fa_problem *p = call->problem;
-    const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->gpu.row);
     const bool packed = call->plan->gpu.features & FA_VARLEN;
-    fa_attn_fwd_params a;
+    fill_scalars(call, a);
 
-    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
-    fill_scalars(call, &a);
-
-    const int columns = tile->d % 64 == 0 && tile->d_v % 64 == 0 ? 64 : 32;
-    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile->wgs, columns, packed, p->d};
-    const fa_box box_k = {tile->block_kv, columns, packed, p->d}, box_v = {tile->block_kv, columns, packed, p->d_v};
-    const fa_box box_o = {16, columns, packed, p->d_v};
+    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile.wgs, tile.columns, packed, p->d};
+    const fa_box box_k = {tile.block_kv, tile.columns, packed, p->d};
+    const fa_box box_v = {tile.block_kv, tile.columns, packed, p->d_v}, box_o = {16, tile.columns_o, packed, p->d_v};
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
-    fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a.q, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a.k, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a.v, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a.o, err);
+    fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
+    if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a->o, err);
     if (status != FA_OK) return status;
 
-    a.counter_slot = call->plan->gpu.is_dynamic ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
-    const fa_launch launch = {(unsigned)call->plan->gpu.num_ctas, 1, 1, .threads = 128 * ((unsigned)tile->wgs + 1),
+    a->counter_slot = call->plan->gpu.is_dynamic ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
+    const fa_launch launch = {(unsigned)call->plan->gpu.num_ctas, 1, 1, .threads = 128 * ((unsigned)tile.wgs + 1),
                               .waits_itself = true};
-    return fa_cuda_launch(call, fa_plan_variant(call->plan, call->gpu->capability), launch, &a, err);
+    return fa_cuda_launch(call, fa_plan_variant(call->plan, call->gpu->capability), launch, a, err);
+}
+
+fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
+    const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->gpu.row);
+    const int columns = tile->d % 64 == 0 && tile->d_v % 64 == 0 ? 64 : 32;
+    fa_attn_fwd_params a;
+    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
+    return launch_forward(call, (tile_shape){tile->wgs, tile->block_kv, columns, columns}, &a, err);
+}
+
+static fa_attn_fwd_factors factors_of(const fa_descale *f) {
+    return (fa_attn_fwd_factors){f->data, f->stride_b, f->stride_h};
+}
+
+fa_status fa_cuda_fwd_fp8_sm90(const fa_cuda_call *call, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const fa_fwd_fp8_sm90_columns *tile = fa_fwd_fp8_sm90_row(call->plan->gpu.row);
+    fa_attn_fwd_params a = {.q_descale = factors_of(&p->q_descale),
+                            .k_descale = factors_of(&p->k_descale),
+                            .v_descale = factors_of(&p->v_descale)};
+    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
+    return launch_forward(call, (tile_shape){tile->wgs, tile->block_kv, tile->d % 128 == 0 ? 128 : 64, 64}, &a, err);
 }

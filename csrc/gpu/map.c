@@ -33,14 +33,18 @@ static kept_map *place_of(const description *of) {
 }
 
 static description describe(const fa_problem *p, const fa_view *t, int64_t num_rows, int64_t num_heads, fa_box box) {
-    const uint64_t row_bytes = (uint64_t)t->stride_row * 2, rows = (uint64_t)num_rows;
+    const fa_dtype dtype = t == &p->o ? fa_output_dtype(p->dtype) : p->dtype;
+    const uint64_t bytes = fa_dtype_bytes(dtype), rows = (uint64_t)num_rows;
+    const uint64_t row_bytes = (uint64_t)t->stride_row * bytes;
     description of = {
         .base = t->data,
         .size = {(uint64_t)box.d, rows, (uint64_t)num_heads, (uint64_t)p->b},
-        .stride_bytes = {row_bytes, (uint64_t)t->stride_h * 2, (uint64_t)t->stride_b * 2},
+        .stride_bytes = {row_bytes, (uint64_t)t->stride_h * bytes, (uint64_t)t->stride_b * bytes},
         .columns = (uint32_t)box.columns,
         .rows = (uint32_t)box.rows,
-        .data_type = p->dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        .data_type = dtype == FA_E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                     : dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
     /* The driver describes no empty tensor. No kernel reads a tile of an empty tensor, so any memory will do. */
     if (rows == 0) {
@@ -59,15 +63,16 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
 fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *t, int64_t num_rows, int64_t num_heads, fa_box box,
                       fa_tensor_map *map, fa_error *err) {
     const description of = describe(call->problem, t, num_rows, num_heads, box);
+    const uint64_t bytes = of.data_type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2; /* of an element */
     kept_map *kept = place_of(&of);
     if (!is_same(&kept->of, &of)) {
         /* L2 holds sectors of 32 bytes. If rows begin inside a sector, a promotion to 256 bytes costs 12% (head_dim 72,
          * length 2048, on an H100). Otherwise the promotion makes no difference. */
         const uint64_t offsets =
-            (uintptr_t)of.base | of.size[0] * 2 | of.stride_bytes[0] | of.stride_bytes[1] | of.stride_bytes[2];
+            (uintptr_t)of.base | of.size[0] * bytes | of.stride_bytes[0] | of.stride_bytes[1] | of.stride_bytes[2];
         const int promotion = offsets % 32 ? CU_TENSOR_MAP_L2_PROMOTION_128B : CU_TENSOR_MAP_L2_PROMOTION_256B;
         const uint32_t boxes[4] = {of.columns, of.rows, 1, 1}, element_stride[4] = {1, 1, 1, 1};
-        const int swizzle = of.columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+        const int swizzle = of.columns * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
         kept->of.columns = 0; /* matches no description, in case the driver refuses */
         fa_status status = fa_driver_check(
             call->driver->cuTensorMapEncodeTiled(&kept->map, of.data_type, 4, of.base, of.size, of.stride_bytes, boxes,

@@ -5,8 +5,8 @@
 #include "cuda/tensor_map.h"
 #include "gpu_call.h"
 
-/* TMA sees a tensor of 16-bit elements in boxes of rows and columns. A box has 64 columns, or 32 if 64 does not divide
- * the tile's columns. */
+/* TMA sees a tensor in boxes of rows and columns. A row of a box has 128 bytes, or 64 if 128 does not divide the row of
+ * a tile. */
 typedef struct {
     int rows, columns;
     bool packed;

@@ -16,9 +16,9 @@ static const struct {
     const char *name;
     fa_cuda_planner *plan;
 } planners[] = {
-    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90}, {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
-    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},         {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},
-    {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90},   {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
+    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90}, {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},
+    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},         {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
 };
 
 static void name_kernel(fa_plan *plan, int arch) {

@@ -28,7 +28,8 @@ static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns
  *   us, head_dim 128:  at 512 16 heads 109.4, 32 106.9, 64 106.6, 128 121.3; at 1k 135.6, 134.9, 147.1;
  *   us, head_dim 64:   at 512 16 heads 112.2, 64 110.0, 128 108.8; at 1k 16 164.6, 64 159.4. */
 static int heads_in_group(const fa_problem *p) {
-    const int64_t kv_bytes = 2 * (p->d + p->d_v) * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
+    const int64_t row_bytes = (p->d + p->d_v) * (int64_t)fa_dtype_bytes(p->dtype);
+    const int64_t kv_bytes = row_bytes * (p->len_kv > 0 ? p->len_kv : 1), heads = p->b * p->h;
     int64_t kv_heads = 1;
     while (2 * kv_heads * kv_bytes <= (kv_heads < 16 ? 32 : 16) << 20) kv_heads *= 2;
     const int64_t group = kv_heads * (p->h / p->h_kv);
@@ -45,7 +46,7 @@ static bool is_dynamic(const fa_problem *p, int64_t q_tiles, int64_t tiles, int6
     return tiles > ctas && !is_short;
 }
 
-static void choose_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
+void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
     const int64_t q_tiles = (p->len_q + plan->block_q - 1) / plan->block_q;
     const int64_t most_tiles = p->cu_seqlens_q ? (p->total_q / plan->block_q + p->b) * p->h : q_tiles * p->b * p->h;
     plan->gpu.group_heads = heads_in_group(p);
@@ -110,6 +111,6 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->gpu.features = features;
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
-    choose_order(p, (int64_t)machine->gpu_sms * fa_fwd_sm90_row(row)->ctas, plan);
+    fa_plan_fwd_order(p, (int64_t)machine->gpu_sms * fa_fwd_sm90_row(row)->ctas, plan);
     return NULL;
 }

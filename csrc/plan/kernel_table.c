@@ -59,6 +59,27 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     return true;
 }
 
+/* ---- attn_fwd_fp8_sm90 ----------------------------------------------------------------------------------------- */
+
+static const fa_row fwd_fp8_sm90_rows[] = {
+#define FA_FWD_FP8_TILE_SM90(d, block_kv, wgs, stages, raw_stages, q_stages, turn, o_wait, serves) \
+    {"attn_fwd_fp8_sm90_d" #d "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                             \
+     {d, block_kv, wgs, stages, raw_stages, q_stages, turn, o_wait},                               \
+     serves,                                                                                       \
+     FA_SHARED_BYTES},
+#include "cuda/tiles.def"
+};
+
+const fa_fwd_fp8_sm90_columns *fa_fwd_fp8_sm90_row(int row) {
+    return (const fa_fwd_fp8_sm90_columns *)fwd_fp8_sm90_rows[row].columns;
+}
+
+/* gpu_fwd_fp8.c takes the first row that fits. Each head dimension has one row for each set of features. */
+static bool fwd_fp8_sm90_chooses(int row, unsigned features) {
+    (void)row;
+    return features & FA_IN_E4M3;
+}
+
 /* ---- attn_bwd_sm90, attn_bwd_wide_sm90 --------------------------------------------------------------------------- */
 
 #define BWD_ROW(name, d, d_v, block_q, block_kv, serves, shared_bytes) \
@@ -186,6 +207,19 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses,
                      .aligns_shared = true},
+    [FA_FWD_FP8_SM90] = {.name = "attn_fwd_fp8_sm90",
+                         .files = FILES("attn_fwd_fp8_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh",
+                                        "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh",
+                                        "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "attn_fwd_fp8_values.cuh",
+                                        "philox.cuh", "attn_fwd_params.h", "quads.cuh", SM90_FILES),
+                         .arch = 90,
+                         .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "RAW_STAGES", "Q_STAGES", "TURN",
+                                     "O_WAIT"},
+                         .knows = FA_CAUSAL | FA_LOCAL | FA_VARLEN | FA_SCORE | FA_IN_E4M3,
+                         .rows = fwd_fp8_sm90_rows,
+                         .num_rows = NUM_ROWS(fwd_fp8_sm90_rows),
+                         .chooses = fwd_fp8_sm90_chooses,
+                         .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh",
                                     "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", "quads.cuh", BWD_FILES),

@@ -45,6 +45,7 @@ typedef enum {
     FA_PROBS_ANY,
     FA_KVCACHE,
     FA_COMBINE,
+    FA_FWD_FP8_SM90,
     FA_NUM_FAMILIES
 } fa_family_id;
 
@@ -76,6 +77,12 @@ typedef struct {
     int d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
+
+/* The columns of attn_fwd_fp8_sm90. */
+typedef struct {
+    int d, block_kv, wgs, stages, raw_stages, q_stages, turn, o_wait;
+} fa_fwd_fp8_sm90_columns;
+const fa_fwd_fp8_sm90_columns *fa_fwd_fp8_sm90_row(int row);
 
 /* The columns of attn_bwd_sm90, attn_bwd_wide_sm90 and attn_bwd_prep. */
 typedef struct {
