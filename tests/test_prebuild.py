@@ -11,7 +11,7 @@ import pytest
 import flash_attn
 
 NAME = re.compile(
-    r"attn_(fwd|bwd|bwd_wide)_sm90_(bf16|fp16)_d(64|96|128|192|256)(v\d+)?_q\d+kv\d+"
+    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|192|256)(v\d+)?_q\d+kv\d+"
     r"(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
 )
 DTYPES = ("bf16", "fp16")
@@ -43,7 +43,8 @@ def test_every_kernel_has_a_name_and_a_row():
         ("fwd", t, *d, *o) for t in DTYPES for d in (("64", "v128"), ("64", "v256"), ("192", "v128")) for o in plain
     }
     wide |= {("bwd_wide", t, "192", "v128", *o) for t in DTYPES for o in plain}
-    assert found == fwd | bwd | wide
+    fp8 = {("fwd_fp8", "e4m3", d, None, *o) for d in ("64", "128", "192", "256") for o in plain}
+    assert found == fwd | bwd | wide | fp8
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@
  *   O   The tensor cores keep 14 bits of a sum of 8-bit products. So after FLUSH_STEPS steps the registers of O are
  *       added to sums of 32 bits in shared memory, and begin again at zero. Above 128 columns there is no room.
  *
- * A work tile that failed is repeated as in attn_fwd_sm90.cu. So is a work tile whose factor of the scores is no positive
- * normal float.
+ * A work tile that failed is repeated as in attn_fwd_sm90.cu. A work tile is also repeated if its factor of the scores
+ * is no positive normal float.
  *
  * Specification: cpu/reference.c. Design and limits: fp8.md. Measurements: measurements/fp8.md. */
 #include "attn_fwd_params.h"
@@ -580,8 +580,8 @@ struct consumer {
                 skip_tile(command == COMPUTE);
             release_q(THIS_TILE);
         }
-        /* Shared memory outlives its readers. NOTE: without TMA there is nothing to wait for. But without this line ptxas
-         * takes the loop's matrix descriptors for values that differ between threads. */
+        /* Shared memory outlives its readers. NOTE: without TMA there is nothing to wait for. But without this line
+         * ptxas takes the loop's matrix descriptors for values that differ between threads. */
         if (is_leader) cp_async_bulk_wait_all_read();
     }
 };

@@ -8,7 +8,7 @@
  *   keys      Bytes 4 q .. 4 q + 3 of each 16 bytes belong to keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q. A lane of S = Q K^T
  *             holds these keys, so P goes from the registers of S to those of an operand without a shuffle.
  *   columns   Row 16 c + 8 (i % 2) + 2 (p % 4) + p / 4 of V^T is column 16 c + i, with p = i / 2. The eight rows of a
- *             stmatrix lie in different banks. In O, `order_columns` puts the columns in their order, by names alone. */
+ *             stmatrix lie in different banks. `order_columns` renames the registers of O accordingly. */
 #ifndef FA_ATTN_FWD_FP8_VALUES_CUH
 #define FA_ATTN_FWD_FP8_VALUES_CUH
 
@@ -54,8 +54,8 @@ struct transposer {
         lane_store = (column + row) * KEY_CHUNK + swizzled<KEY_CHUNK>(m / 2, row) * 16;
     }
 
-    /* Unit i has 16 columns and 32 keys, counted from the first unit's. NOTE: no bit of a unit's column or key within its
-     * chunk is set in the first unit. So the swizzle of the sum is the sum's xor. */
+    /* Unit i has 16 columns and 32 keys, counted from the first unit's. NOTE: within a chunk, the first unit and these
+     * distances have no bit in common. So the swizzle of the sum is the xor of both. */
     DEVICE u32 load_address(u32 raw, int i) const {
         const int column = i / KEY_UNITS * 16 * TRANSPOSERS, key = i % KEY_UNITS * 32;
         return ((raw + lane_load) ^ column % CHUNK) + (column / CHUNK * BLOCK_KV + key) * ROW_BYTES;

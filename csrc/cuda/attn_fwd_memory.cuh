@@ -6,7 +6,7 @@
 #include "attn_fwd_tiles.cuh"
 
 /* V of 16 bits is an operand as TMA brings it. V of 8 bits comes to a place of its own first, and transposer warps make
- * the operand (attn_fwd_fp8_transpose.cuh). */
+ * the operand (attn_fwd_fp8_values.cuh). */
 template <int ELEMENT_BYTES, int LOAD_STAGES> struct loaded_values {};
 template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
     alignas(1024) element raw_v[LOAD_STAGES][BLOCK_KV * D_V];
@@ -23,8 +23,8 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES> {
     alignas(1024) element v[V_STAGES][BLOCK_KV * D_V];
     /* Each warp has chunks of 16 rows. */
     alignas(1024) element::output o[O_ELEMENTS];
-    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. At v_full of
-     * 8 bits, each transposer warp arrives. */
+    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. In 8 bits
+     * each transposer warp arrives at v_full. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[V_STAGES], v_empty[V_STAGES];

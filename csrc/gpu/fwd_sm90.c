@@ -1,4 +1,5 @@
-/* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 or attn_fwd_fp8_sm90, and launches the kernel. */
+/* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 or attn_fwd_fp8_sm90, and launches the
+ * kernel. */
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"

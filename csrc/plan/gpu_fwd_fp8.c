@@ -1,4 +1,5 @@
-/* Planner of attn_fwd_fp8_sm90. The planner takes the first row of cuda/tiles.def that has room for the head dimension. */
+/* Planner of attn_fwd_fp8_sm90. The planner takes the first row of cuda/tiles.def that has room for the head
+ * dimension. */
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"

@@ -228,7 +228,7 @@ static fa_status check_packed_append(const fa_call *c, fa_problem *p, fa_error *
     TRY(check_rank(&c->k_new, 3, K_NEW_PACKED, err));
     TRY(SHAPE(&c->k_new, K_NEW_PACKED, c->k_new.size[0], p->h_kv, p->d));
     TRY(SHAPE(&c->v_new, K_NEW_PACKED, c->k_new.size[0], p->h_kv, p->d_v));
-    p->len_new = c->k_new.size[0];
+    p->total_new = p->len_new = c->k_new.size[0];
     if (p->device == FA_CPU) {
         p->len_new = 0;
         for (int64_t i = 0; i < p->b; i++) {
