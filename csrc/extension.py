@@ -21,6 +21,9 @@ OWN = {
     2: {"torch/ops_2.c", "torch/direct_2.c", "torch/module_2.c", "torch/positional.c"},
     3: {
         "cpu/combine.c",
+        "cpu/quantize.c",
+        "gpu/quantize.c",
+        "torch/quantize.c",
         "gpu/combine.c",
         "torch/ops_3.c",
         "torch/direct_3.c",

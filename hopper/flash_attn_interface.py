@@ -10,6 +10,7 @@ from flash_attn_3.flash_attn_interface import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
     maybe_contiguous,
+    quantize,
     round_multiple,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
     "maybe_contiguous",
+    "quantize",
     "round_multiple",
 ]

@@ -181,6 +181,15 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
     return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
 }
 
+/* ---- quantize ---------------------------------------------------------------------------------------------------- */
+
+static const fa_row quantize_rows[] = {
+#define FA_QUANTIZE_TILE(d, lanes, chunks) {"quantize_d" #d, {lanes, chunks}, 0, 0},
+#include "cuda/tiles.def"
+};
+
+const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_columns *)quantize_rows[row].columns; }
+
 /* A list of files, with NULL at its end. */
 #define FILES(...)  ((const char *const[]){__VA_ARGS__, NULL})
 #define MASK_FILES  "walk.cuh", "mask.cuh", "integers.cuh"
@@ -286,6 +295,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .rows = combine_rows,
                     .num_rows = NUM_ROWS(combine_rows),
                     .chooses = always_chooses},
+    [FA_QUANTIZE] = {.name = "quantize",
+                     .files = FILES("quantize.cu", "ptx_once.cuh", "e4m3.cuh", "ptx_sm80.cuh", "element.cuh",
+                                    "quantize_params.h"),
+                     .columns = {"LANES", "CHUNKS"},
+                     .knows = FA_IN_BF16 | FA_IN_F32,
+                     .rows = quantize_rows,
+                     .num_rows = NUM_ROWS(quantize_rows),
+                     .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
                                        "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",

@@ -44,6 +44,7 @@ typedef enum {
     FA_DELTA_ANY,
     FA_PROBS_ANY,
     FA_KVCACHE,
+    FA_QUANTIZE,
     FA_COMBINE,
     FA_FWD_FP8_SM90,
     FA_NUM_FAMILIES
@@ -107,6 +108,12 @@ typedef struct {
     int d, warps_q, teams, slots, ctas;
 } fa_decode_sm90_columns;
 const fa_decode_sm90_columns *fa_decode_sm90_row(int row);
+
+/* The columns of quantize. */
+typedef struct {
+    int lanes, chunks;
+} fa_quantize_columns;
+const fa_quantize_columns *fa_quantize_row(int row);
 
 enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 

@@ -32,6 +32,7 @@ typedef struct {
     /* Of flash-attn 3. */
     fa_tensor qv, seqused_q, cu_seqlens_k_new, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata;
     fa_tensor out_partial, lse_partial;                /* of fwd_combine */
+    bool per_tensor, hadamard;                         /* of quantize */
     int64_t batch_size, num_heads, num_heads_k, dtype; /* of get_scheduler_metadata; dtype: also of out */
     int64_t attention_chunk, sm_margin, ignored_int;
 

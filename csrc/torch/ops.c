@@ -108,7 +108,7 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
 }
 
 /* A boxed function gets its arguments but not its name. So each row of the table has its own function. */
-#define ENTRIES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
+#define ENTRIES(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #define ENTRY(op_idx)                                                                            \
     static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) { \
         (void)num_inputs;                                                                        \

@@ -6,6 +6,7 @@
 #include "combine.h"
 #include "execute.h"
 #include "ops.h"
+#include "quantize.h"
 #include "scheduler_metadata.h"
 
 #define ARGS_QKV FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v)
@@ -146,6 +147,13 @@ static const fa_op ops[] = {
       FA_ARG("float softcap=0.0", softcap),
       FA_ARG("bool rotary_interleaved=True", rotary_interleaved),
       ARGS_HINTS("SymInt", "0")}},
+    {"quantize",
+     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+     FA_OP_3,
+     FA_FWD,
+     fa_execute_quantize,
+     {ARGS_QKV, FA_ARG("Tensor? cu_seqlens_q=None", cu_seqlens_q), FA_ARG("Tensor? cu_seqlens_k=None", cu_seqlens_k),
+      FA_ARG("bool per_tensor=False", per_tensor), FA_ARG("bool hadamard=False", hadamard)}},
     /* Only direct_3.c calls this forward. */
     {"_forward",
      NULL,

@@ -31,7 +31,9 @@ static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride,
         if (size[i] == 0) return 0;
         elements += (size[i] - 1) * stride[i];
     }
-    return (size_t)elements * (dtype == fa_torch.f32 ? 4 : 2); /* a lower bound is enough */
+    return (size_t)elements * (dtype == fa_torch.f32    ? 4
+                               : dtype == fa_torch.e4m3 ? 1
+                                                        : 2); /* a lower bound is enough */
 }
 
 static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
@@ -250,6 +252,25 @@ fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outpu
         status = make(outputs, like, 3, (int64_t[]){c->b, c->len, c->h}, (int64_t[]){c->h * c->len, 1, c->len},
                       fa_torch.f32, &data, err);
     c->lse = (float *)data;
+    if (status != FA_OK)
+        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    return status;
+}
+
+fa_status fa_make_quantized(const fa_call *call, fa_outputs *outputs, fa_quantization *q, fa_error *err) {
+    const fa_tensor *inputs[] = {&call->q, &call->k, &call->v};
+    const int64_t descales[] = {q->is_per_tensor ? 1 : q->b, q->is_per_tensor ? 1 : q->h_kv};
+    fa_status status = FA_OK;
+    void *data = NULL;
+    outputs->num = 0;
+    for (int i = 0; i < 3 && status == FA_OK; i++) {
+        status = make_contiguous(outputs, inputs[i], inputs[i]->ndim, inputs[i]->size, fa_torch.e4m3, &data, err);
+        q->tensors[i].out = data;
+    }
+    for (int i = 0; i < 3 && status == FA_OK; i++) {
+        status = make_contiguous(outputs, &call->q, 2, descales, fa_torch.f32, &data, err);
+        q->tensors[i].descale = data;
+    }
     if (status != FA_OK)
         while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
     return status;

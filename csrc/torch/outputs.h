@@ -4,9 +4,10 @@
 
 #include "call.h"
 #include "combination.h"
+#include "quantization.h"
 
 /* The tensors that an op returns, in order. */
-#define FA_MAX_OUTPUTS 5
+#define FA_MAX_OUTPUTS 6
 typedef struct {
     AtenTensorHandle tensor[FA_MAX_OUTPUTS];
     int num;
@@ -20,6 +21,9 @@ fa_status fa_make_outputs(const fa_call *call, bool draw_seed, fa_problem *probl
  * the combination at them. */
 fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outputs, fa_combination *combination,
                            fa_error *err);
+
+/* Makes the results of quantize, three tensors and their three descales, and points the quantisation at them. */
+fa_status fa_make_quantized(const fa_call *call, fa_outputs *outputs, fa_quantization *quantization, fa_error *err);
 
 /* Makes the results of get_scheduler_metadata: one int32 that is 0, on the device of a tensor. */
 fa_status fa_make_zero(const fa_tensor *like, fa_outputs *outputs, fa_error *err);

@@ -22,3 +22,12 @@ def _require_torch(oldest=(2, 10)):
 
 __version__ = _version()
 _require_torch()
+
+
+def __getattr__(name):
+    """``flash_attn_3.quantize`` loads the extension at its first use, so that importing the package stays cheap."""
+    if name == "quantize":
+        from flash_attn_3.flash_attn_interface import quantize
+
+        return quantize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ shapes, dtypes and strides of the op's results without data, so that torch.compi
     _flash_attn_backward     softmax_d;  dq, dk, dv are written in place
     _fwd_kvcache             lse;  out and, when keys are appended, the cache are written in place
     _combine                 those of fwd_combine, which are always new tensors
+    quantize                 q, k, v in float8_e4m3fn, three descales [b, h_kv] or [1, 1]
 
 An op that returns its argument ``out`` cannot be compiled. So the Python functions call the ops with an underscore.
 """
@@ -154,10 +155,20 @@ def _get_scheduler_metadata(call):
     return call["seqused_k"].new_empty((1,), dtype=torch.int32)
 
 
+@_fake("quantize")
+def _quantize(call):
+    q, k = call["q"], call["k"]
+    sums = call["cu_seqlens_q"]
+    b = q.shape[0] if sums is None else sums.shape[0] - 1
+    shape = (1, 1) if call["per_tensor"] else (b, k.shape[-2])
+    tensors = [x.new_empty(x.shape, dtype=torch.float8_e4m3fn) for x in (q, k, call["v"])]
+    return (*tensors, *[_rows(q, *shape) for _ in range(3)])
+
+
 def _mark_ops():
     """Autograd ignores the ops without gradients, because its default would look for gradients and warn."""
     library = torch.library.Library("flash_attn_3", "IMPL")
-    for name in ("fwd", "bwd", "fwd_combine", "get_scheduler_metadata", "_fwd_kvcache", "_combine"):
+    for name in ("fwd", "bwd", "fwd_combine", "get_scheduler_metadata", "_fwd_kvcache", "_combine", "quantize"):
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     ops._library = library  # keeps the library alive, because its kernels disappear with it
 
