@@ -4,12 +4,13 @@
  *
  * HBM gives each element once. A group is a sequence and key head of one tensor, and consists of pieces. The first pass
  * over a piece counts the piece's maximum into its group. The second pass follows when the group is complete, reads the
- * same rows from the L2, and writes. Tickets order the passes of all pieces of all tensors, with a lag of a group:
+ * same rows from the L2, and writes. Tickets order the passes of all pieces of all tensors, with a lag:
  *
  *   first 0, .. first LAG - 1, first LAG, second 0, first LAG + 1, second 1, ..
  *
  * A persistent CTA draws one ticket after the other. A second pass waits only for tickets that were drawn before. So
- * the CTA with the smallest unfinished ticket never waits, and the kernel needs no CTA that is not resident yet.
+ * the CTA with the smallest unfinished ticket never waits, and the kernel needs no CTA that is not resident yet. A CTA
+ * draws its next ticket early. So LAG is a group and a piece for each CTA, or CTAs would wait in chains.
  *
  * LANES lanes hold a row: lane l has the chunks of 8 columns l, l + LANES, l + 2 LANES, .. So a load of a warp takes
  * whole sectors. The steps of the rotation stay in a thread, but for those between the lanes.
@@ -26,7 +27,8 @@
 #define KERNEL quantize
 #endif
 
-constexpr int THREADS = 256, CTAS = 4, WARPS = THREADS / 32, ROWS_AT_ONCE = THREADS / LANES;
+constexpr int THREADS = 256, CTAS = 3, ROWS_AT_ONCE = THREADS / LANES;
+constexpr int UNROLL = 2;                     /* rows whose loads a thread has on their way */
 constexpr int WORDS = 8 * element::BYTES / 4; /* of a chunk */
 
 /* ---- pieces ------------------------------------------------------------------------------------------------------ */
@@ -37,31 +39,40 @@ struct piece {
     int first_row, begin, end;    /* first_row: of the sequence, in a packed tensor */
 };
 
-/* Returns the number of pieces of one key head before a sequence. */
+/* Returns the number of pieces of one key head before a sequence of a packed tensor. */
 DEVICE int pieces_before(const fa_quantize_params &p, const fa_quantize_tensor &t, int sequence) {
-    if (!t.cu_seqlens) return sequence * max((t.rows + t.piece_rows - 1) / t.piece_rows, 1);
-    return (sequence <= p.b ? t.cu_seqlens[sequence] : t.rows) / t.piece_rows + sequence;
+    return ((sequence <= p.b ? t.cu_seqlens[sequence] : t.rows) >> t.log2_rows) + sequence;
 }
 
 /* All threads get the same piece. */
 DEVICE piece find_piece(const fa_quantize_params &p, const fa_quantize_tensor &t, int idx) {
-    int low = 0, high = p.b + (t.cu_seqlens != nullptr); /* the sequence is in [low, high) */
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if ((long long)p.h_kv * pieces_before(p, t, middle) <= idx)
-            low = middle;
-        else
-            high = middle;
+    piece at = {};
+    int rest = idx, rows = t.rows;
+    if (!t.cu_seqlens) {
+        at.num = t.pieces_of_head;
+        at.sequence = idx / (p.h_kv * at.num);
+        rest -= at.sequence * p.h_kv * at.num;
+    } else {
+        int low = 0, high = p.b + 1; /* the sequence is in [low, high) */
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if ((long long)p.h_kv * pieces_before(p, t, middle) <= idx)
+                low = middle;
+            else
+                high = middle;
+        }
+        const int before = pieces_before(p, t, low);
+        at.sequence = low;
+        at.num = pieces_before(p, t, low + 1) - before;
+        at.first_row = t.cu_seqlens[low];
+        rows = (low < p.b ? t.cu_seqlens[low + 1] : t.rows) - at.first_row;
+        rest -= p.h_kv * before;
     }
-    const int before = pieces_before(p, t, low), num = pieces_before(p, t, low + 1) - before;
-    const int rest = idx - p.h_kv * before, head = rest / num, i = rest % num;
-    int first_row = 0, rows = t.rows;
-    if (t.cu_seqlens) {
-        first_row = t.cu_seqlens[low];
-        rows = (low < p.b ? t.cu_seqlens[low + 1] : t.rows) - first_row;
-    }
-    const int begin = i * t.piece_rows;
-    return {low, head, i, num, first_row, begin, min(begin + t.piece_rows, rows)};
+    at.head = rest / at.num;
+    at.idx = rest - at.head * at.num;
+    at.begin = at.idx << t.log2_rows;
+    at.end = min(at.begin + (1 << t.log2_rows), rows);
+    return at;
 }
 
 /* Are the sums what the host could not check? The whole CTA calls this function. */
@@ -77,19 +88,21 @@ DEVICE bool has_good_sums(const fa_quantize_params &p, const fa_quantize_tensor 
 /* A thread holds CHUNKS chunks of 8 columns of a row. */
 DEVICE int column_of(int chunk) { return 8 * ((int)threadIdx.x % LANES + LANES * chunk); }
 
-DEVICE float cvt_f32(u32 word, int i) {
-    if constexpr (element::BYTES == 4)
+/* Returns element i of a chunk. `word` is the 32-bit word that holds the element. */
+template <class T> DEVICE float cvt_f32(u32 word, int i) {
+    if constexpr (T::BYTES == 4)
         return __int_as_float((int)word);
     else
-        return cvt_f32(element{(u16)(word >> 16 * (i % 2))});
+        return cvt_f32(T{(u16)(word >> 16 * (i % 2))});
 }
 
-/* Loads the thread's chunks as floats: 0 beyond the last column, and if there is no row. */
-DEVICE void load_row(const fa_quantize_tensor &t, const element *row, u64 l2_policy, float (&x)[CHUNKS][8]) {
-    u32 words[CHUNKS][WORDS] = {};
+/* Loads the thread's chunks: 0 beyond the last column, and if there is no row. */
+DEVICE void load_row(const fa_quantize_tensor &t, const element *row, u64 l2_policy, u32 (&words)[CHUNKS][WORDS]) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const int column = column_of(c);
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) words[c][w] = 0;
         if (!row || column >= t.d) continue;
         if (t.is_aligned) {
 #pragma unroll
@@ -109,10 +122,6 @@ DEVICE void load_row(const fa_quantize_tensor &t, const element *row, u64 l2_pol
             }
         }
     }
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[c][i] = cvt_f32(words[c][i * WORDS / 8], i);
 }
 
 DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffff) == 0x7f800000; }
@@ -184,119 +193,150 @@ DEVICE void rotate(float (&x)[CHUNKS][8], int d, const u64 (&signs)[4]) {
 
 /* ---- passes ------------------------------------------------------------------------------------------------------ */
 
-/* Calls body(y, row of x, row of out) for every row and head of a piece. Without a row of x, y is 0 and the row is
- * NULL. */
+/* Where a row of x and its row of out lie. NULL: there is none. */
+struct row_place {
+    const element *x;
+    unsigned char *out;
+};
+
+/* Returns the place of row and head i of a piece. */
+DEVICE row_place place_of(const fa_quantize_params &p, const fa_quantize_tensor &t, const piece &at, bool is_owned,
+                          int i) {
+    if (i >= (at.end - at.begin) * t.g) return {nullptr, nullptr};
+    const int row = t.g == 1 ? i : i / t.g, head = at.head * t.g + i - row * t.g;
+    const long long sequence = t.cu_seqlens ? 0 : at.sequence, packed_row = (long long)at.first_row + at.begin + row;
+    const element *x = (const element *)t.x + sequence * t.stride_b + packed_row * t.stride_row + head * t.stride_h;
+    return {is_owned ? x : nullptr, t.out + ((sequence * t.rows + packed_row) * p.h_kv * t.g + head) * t.d};
+}
+
+/* Calls body(y, place) for every row and head of a piece. Without a row of x, y is 0. The whole CTA calls this. */
 template <class Body>
 DEVICE void for_rows(const fa_quantize_params &p, const fa_quantize_tensor &t, const piece &at, bool is_owned,
                      u64 l2_policy, Body body) {
     const int num = (at.end - at.begin) * t.g;
-    for (int first = 0; first < num; first += ROWS_AT_ONCE) {
-        const int i = first + (int)threadIdx.x / LANES, row = at.begin + i / t.g, head = at.head * t.g + i % t.g;
-        const long long sequence = t.cu_seqlens ? 0 : at.sequence, packed_row = (long long)at.first_row + row;
-        const element *x = nullptr;
-        unsigned char *out = nullptr;
-        if (i < num) {
-            if (is_owned)
-                x = (const element *)t.x + sequence * t.stride_b + packed_row * t.stride_row + head * t.stride_h;
-            out = t.out + ((sequence * t.rows + packed_row) * p.h_kv * t.g + head) * t.d;
+    for (int first = threadIdx.x / LANES; first - (int)threadIdx.x / LANES < num; first += UNROLL * ROWS_AT_ONCE) {
+        u32 words[UNROLL][CHUNKS][WORDS];
+        row_place places[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            places[u] = place_of(p, t, at, is_owned, first + u * ROWS_AT_ONCE);
+            load_row(t, places[u].x, l2_policy, words[u]);
         }
-        float y[CHUNKS][8];
-        load_row(t, x, l2_policy, y);
-        if (t.rotates) rotate(y, t.d, p.signs);
-        body(y, x, out);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            float y[CHUNKS][8];
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) y[c][i] = cvt_f32<element>(words[u][c][i * WORDS / 8], i);
+            if (t.rotates) rotate(y, t.d, p.signs);
+            body(y, places[u]);
+        }
     }
 }
 
-/* A group's maximum, as the bits of a float, and its warps that have counted theirs. */
-DEVICE u32 *counters_of(const fa_quantize_params &p, int tensor, const piece &at) {
-    const int group = p.is_per_tensor ? tensor : (tensor * p.b + at.sequence) * p.h_kv + at.head;
-    return p.counters + 1 + 2 * group;
-}
-
-/* The first pass. */
-DEVICE void measure(const fa_quantize_params &p, int tensor, const piece &at, bool is_owned) {
-    const fa_quantize_tensor &t = p.tensors[tensor];
+/* The first pass. Returns the maximum of the warp's rows, as the bits of a float. */
+DEVICE u32 measure(const fa_quantize_params &p, const fa_quantize_tensor &t, const piece &at, bool is_owned) {
     float most = 0;
-    for_rows(p, t, at, is_owned, l2_evict_normal(),
-             [&](const float (&y)[CHUNKS][8], const element *x, unsigned char *) {
-                 bool is_finite = true;
+    for_rows(p, t, at, is_owned, l2_evict_normal(), [&](const float (&y)[CHUNKS][8], const row_place &place) {
+        bool is_finite = true;
 #pragma unroll
-                 for (int c = 0; c < CHUNKS; c++) {
+        for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
-                     for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(y[c][i])); /* ignores NaN */
-                     is_finite = is_finite && fabsf(y[c][0]) <= 3.402823466e38f;
-                 }
-                 /* A rotated infinity makes every column of its block infinite or NaN. */
-                 if (t.rotates && !is_finite && x && holds_infinity(t, x)) most = __int_as_float(0x7f800000);
-             });
-    const u32 bits = __reduce_max_sync(0xffffffff, __float_as_uint(most));
-    if (threadIdx.x % 32 == 0) {
-        u32 *counters = counters_of(p, tensor, at);
-        if (bits > *(volatile u32 *)counters) red_max(counters, bits);
-        red_add_release(counters + 1, 1);
-    }
-}
-
-/* Waits until all pieces of the group are measured. Returns its maximum. The whole warp calls this function. */
-DEVICE float wait_for_maximum(const fa_quantize_params &p, int tensor, const piece &at) {
-    const u32 *counters = counters_of(p, tensor, at);
-    const u32 wanted = (u32)WARPS * (p.is_per_tensor ? p.tensors[tensor].num_pieces : at.num);
-    u32 bits = 0;
-    if (threadIdx.x % 32 == 0) {
-        while (ld_acquire(counters + 1) != wanted) __nanosleep(100);
-        bits = ld_acquire(counters);
-    }
-    return __int_as_float((int)__shfl_sync(0xffffffff, bits, 0));
+            for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(y[c][i])); /* ignores NaN */
+            is_finite = is_finite && fabsf(y[c][0]) <= 3.402823466e38f;
+        }
+        /* A rotated infinity makes every column of its block infinite or NaN. */
+        if (t.rotates && !is_finite && place.x && holds_infinity(t, place.x)) most = __int_as_float(0x7f800000);
+    });
+    return __reduce_max_sync(0xffffffff, __float_as_uint(most));
 }
 
 /* The second pass. */
 DEVICE void write(const fa_quantize_params &p, const fa_quantize_tensor &t, const piece &at, bool is_owned,
                   float factor) {
     const u64 l2_policy = l2_evict_first();
-    for_rows(p, t, at, is_owned, l2_policy, [&](const float (&y)[CHUNKS][8], const element *, unsigned char *out) {
+    for_rows(p, t, at, is_owned, l2_policy, [&](const float (&y)[CHUNKS][8], const row_place &place) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
             const int column = column_of(c);
             u32 pairs[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) pairs[i] = cvt_e4m3x2(y[c][2 * i] * factor, y[c][2 * i + 1] * factor);
-            if (!out || column >= t.d) continue;
+            for (int i = 0; i < 4; i++) /* a rotated 0 may be -0 */
+                pairs[i] = place.x ? cvt_e4m3x2(y[c][2 * i] * factor, y[c][2 * i + 1] * factor) : 0;
+            if (!place.out || column >= t.d) continue;
+            unsigned char *out = place.out + column;
             if (t.d % 8 == 0) {
-                st_global(out + column, make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16), l2_policy);
+                st_global(out, make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16), l2_policy);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++)
-                    if (column + i < t.d) out[column + i] = (unsigned char)(pairs[i / 2] >> 8 * (i % 2));
+                    if (column + i < t.d) out[i] = (unsigned char)(pairs[i / 2] >> 8 * (i % 2));
             }
         }
     });
+}
+
+/* ---- groups ------------------------------------------------------------------------------------------------------ */
+
+/* A group's maximum, as the bits of a float, and its measured pieces. */
+DEVICE u32 *counters_of(const fa_quantize_params &p, int tensor, const piece &at) {
+    const int group = p.is_per_tensor ? tensor : (tensor * p.b + at.sequence) * p.h_kv + at.head;
+    return p.counters + 2 + 2 * group;
+}
+
+/* One thread: counts a piece into its group. */
+DEVICE void count_piece(u32 *counters, u32 most) {
+    if (most > *(volatile u32 *)counters) red_max(counters, most);
+    red_add_release(counters + 1, 1);
+}
+
+/* One thread: waits until the group's pieces are measured, and returns the group's maximum. */
+DEVICE float wait_for_maximum(const u32 *counters, u32 num_pieces) {
+    while (ld_acquire(counters + 1) != num_pieces) __nanosleep(200);
+    return __int_as_float((int)*(const volatile u32 *)counters);
 }
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
 /* Sums that make no sense name no sequence, so every row counts as a row of no sequence. */
 DEVICE piece unowned_piece(const fa_quantize_params &p, const fa_quantize_tensor &t, int idx) {
-    const int num = t.num_pieces / p.h_kv, begin = idx % num * t.piece_rows;
-    return {p.b, idx / num, idx % num, num, 0, begin, min(begin + t.piece_rows, t.rows)};
+    const int num = t.num_pieces / p.h_kv, begin = idx % num << t.log2_rows;
+    return {p.b, idx / num, idx % num, num, 0, begin, min(begin + (1 << t.log2_rows), t.rows)};
 }
 
-DEVICE void do_piece(const fa_quantize_params &p, int idx, bool is_second, u32 bad_tensors) {
+/* What the threads of a CTA share. */
+struct shared {
+    u32 ticket;
+    u32 most;      /* of the piece that is measured */
+    float descale; /* of the piece that is written */
+};
+
+DEVICE void do_piece(const fa_quantize_params &p, int idx, bool is_second, u32 bad_tensors, shared *smem) {
     int tensor = 0;
     while (idx >= p.tensors[tensor].num_pieces) idx -= p.tensors[tensor++].num_pieces;
     const fa_quantize_tensor &t = p.tensors[tensor];
     const bool is_bad = bad_tensors >> tensor & 1;
     const piece at = is_bad ? unowned_piece(p, t, idx) : find_piece(p, t, idx);
     const bool is_owned = at.sequence < p.b, has_descale = is_owned || (p.is_per_tensor && !is_bad);
+    u32 *counters = has_descale ? counters_of(p, tensor, at) : nullptr;
     if (!is_second) {
-        if (has_descale) measure(p, tensor, at, is_owned);
+        if (!has_descale) return;
+        const u32 most = measure(p, t, at, is_owned);
+        if (threadIdx.x % 32 == 0) atomicMax(&smem->most, most);
+        __syncthreads();
+        if (threadIdx.x == 0) count_piece(counters, smem->most);
         return;
     }
     float factor = 0;
     if (has_descale) {
-        const float most = wait_for_maximum(p, tensor, at);
-        const float descale = most == 0 ? 1 : fmaxf(__fdiv_rn(most, 448.f), 1.17549435e-38f);
-        factor = __fdiv_rn(1.f, descale);
-        if (threadIdx.x == 0 && at.idx == 0) t.descale[p.is_per_tensor ? 0 : at.sequence * p.h_kv + at.head] = descale;
+        if (threadIdx.x == 0) {
+            const float most = wait_for_maximum(counters, p.is_per_tensor ? t.num_pieces : at.num);
+            smem->descale = most == 0 ? 1 : fmaxf(__fdiv_rn(most, 448.f), 1.17549435e-38f);
+            if (at.idx == 0) t.descale[p.is_per_tensor ? 0 : at.sequence * p.h_kv + at.head] = smem->descale;
+        }
+        __syncthreads();
+        factor = __fdiv_rn(1.f, smem->descale);
     }
     write(p, t, at, is_owned, factor);
 }
@@ -316,23 +356,24 @@ DEVICE u32 find_bad_tensors(const fa_quantize_params &p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ fa_quantize_params p) {
-    __shared__ u32 shared_ticket;
+    extern __shared__ __align__(16) char memory[];
+    shared &smem = *(shared *)memory;
     const u32 bad_tensors = find_bad_tensors(p);
+    const u32 num = p.num_pieces, lag = p.lag;
     u32 next = 0;
     if (threadIdx.x == 0) next = atom_add(p.counters, 1);
-    const u32 num = p.num_pieces, lag = p.lag;
     while (true) {
-        if (threadIdx.x == 0) shared_ticket = next;
+        __syncthreads(); /* the ticket before is done */
+        if (threadIdx.x == 0) smem.ticket = next, smem.most = 0;
         __syncthreads();
-        const u32 ticket = shared_ticket;
-        __syncthreads();
+        const u32 ticket = smem.ticket;
         if (ticket >= 2 * num) break;
         if (threadIdx.x == 0) next = atom_add(p.counters, 1); /* needed only when this ticket is done */
         if (ticket < lag)
-            do_piece(p, ticket, false, bad_tensors);
+            do_piece(p, ticket, false, bad_tensors, &smem);
         else if (ticket >= 2 * num - lag)
-            do_piece(p, ticket - num, true, bad_tensors);
+            do_piece(p, ticket - num, true, bad_tensors, &smem);
         else
-            do_piece(p, (ticket - lag) / 2 + ((ticket - lag) % 2 ? 0 : lag), (ticket - lag) % 2, bad_tensors);
+            do_piece(p, (ticket - lag) / 2 + ((ticket - lag) % 2 ? 0 : lag), (ticket - lag) % 2, bad_tensors, &smem);
     }
 }

@@ -3,7 +3,7 @@
 #ifndef FA_QUANTIZE_PARAMS_H
 #define FA_QUANTIZE_PARAMS_H
 
-/* One of q, k and v. A piece is piece_rows rows of a sequence and key head. A row has g heads. */
+/* One of q, k and v. A piece is 2^log2_rows rows of a sequence and key head. A row has g heads. */
 typedef struct {
     const void *x;                            /* [b, row, h, d]; packed: stride_b = 0 */
     long long stride_b, stride_row, stride_h; /* counted in elements */
@@ -13,16 +13,17 @@ typedef struct {
     int rows;                                 /* dense: of a sequence; packed: of the tensor */
     int g, d, rotates;
     int is_aligned; /* every row of x consists of aligned pieces of 8 elements */
-    int piece_rows;
-    int num_pieces; /* some pieces of packed tensors are empty */
+    int log2_rows;
+    int pieces_of_head; /* of a sequence and key head, in a dense tensor */
+    int num_pieces;     /* some pieces of packed tensors are empty */
 } fa_quantize_tensor;
 
 typedef struct {
     fa_quantize_tensor tensors[3];
     int b, h_kv, is_per_tensor;
     int num_pieces;     /* of the three tensors */
-    int lag;            /* pieces from the first pass to the second; at least those of the largest group - 1 */
-    unsigned *counters; /* the next ticket; then the maximum and the finished warps of each group. All begin as 0 */
+    int lag;            /* pieces between the two passes; at least those of the largest group - 1 */
+    unsigned *counters; /* pairs: the next ticket; for each group its maximum and its measured pieces. All begin as 0 */
     unsigned long long signs[4];
 } fa_quantize_params;
 

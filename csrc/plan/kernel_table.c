@@ -184,7 +184,7 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 /* ---- quantize ---------------------------------------------------------------------------------------------------- */
 
 static const fa_row quantize_rows[] = {
-#define FA_QUANTIZE_TILE(d, lanes, chunks) {"quantize_d" #d, {lanes, chunks}, 0, 0},
+#define FA_QUANTIZE_TILE(d, lanes, chunks) {"quantize_d" #d, {lanes, chunks}, 0, 16},
 #include "cuda/tiles.def"
 };
 

@@ -44,6 +44,7 @@ fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
     if (access(path, R_OK) != 0) {
         const char *parameters = variant.family == FA_DECODE_SM90 ? "fa_attn_decode_params"
                                  : variant.family == FA_COMBINE   ? "fa_combine_params"
+                                 : variant.family == FA_QUANTIZE  ? "fa_quantize_params"
                                                                   : "fa_cuda_problem";
         int at =
             snprintf(command, sizeof command,

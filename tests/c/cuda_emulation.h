@@ -104,6 +104,14 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
     return bits;
 }
 
+static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+static inline float __fdiv_rn(float x, float y) { return x / y; }
+static inline void __nanosleep(unsigned) { abort(); }
+static inline unsigned atomicMax(unsigned *place, unsigned x) {
+    const unsigned before = *place;
+    *place = x > before ? x : before;
+    return before;
+}
 static inline int __ffs(unsigned bits) { return bits ? __builtin_ctz(bits) + 1 : 0; }
 static inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 static inline void __syncwarp() { __ballot_sync(0, true); }
@@ -235,6 +243,25 @@ template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)
             d[e] += cvt_f32(T{(u16)(x >> 16 * (k % 2))}) * cvt_f32(T{(u16)(y >> 16 * (k % 2))});
         }
 }
+
+/* ptx_once.cuh. A wait would never end, because CTAs run one after the other. */
+#define FA_PTX_ONCE_CUH
+#include "cuda/e4m3.cuh"
+static inline uint4 ld_global_nc(const void *src, u64) {
+    uint4 x;
+    if ((size_t)src % 16) abort();
+    memcpy(&x, src, sizeof x);
+    return x;
+}
+static inline void st_global(void *dst, uint2 x, u64) {
+    if ((size_t)dst % 8) abort();
+    memcpy(dst, &x, sizeof x);
+}
+static inline u32 ld_acquire(const u32 *counter) { return *counter; }
+static inline void red_add_release(u32 *counter, u32 x) { *counter += x; }
+static inline u32 atom_add(u32 *counter, u32 x) { return (*counter += x) - x; }
+static inline void red_max(u32 *counter, u32 x) { *counter = x > *counter ? x : *counter; }
+static inline u32 cvt_e4m3x2(float low, float high) { return cvt<e4m3>(low).bits | (u32)cvt<e4m3>(high).bits << 8; }
 
 static inline int laneid() { return (int)(emulated_thread.x % 32); }
 static inline float ex2(float x) { return exp2f(x); }
