@@ -73,6 +73,14 @@ def _as_window(window_size):
     return _as_int(left, "window_size"), _as_int(right, "window_size")
 
 
+def _as_table(table, q):
+    """Returns a table of the rotary embedding. One of FP8, beside a q of FP8, becomes bf16, which changes no value."""
+    fp8 = torch.float8_e4m3fn
+    if isinstance(q, torch.Tensor) and isinstance(table, torch.Tensor) and q.dtype == table.dtype == fp8:
+        return table.to(torch.bfloat16)
+    return table
+
+
 def _check_tensors(**tensors):
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -194,11 +202,6 @@ def _check_has_backward(ctx):
         raise RuntimeError("flash_attn_3 has no backward with qv: qv would need a gradient, too")
 
 
-def _check_no_gradient_of_qv(qv):
-    if qv is not None and qv.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("flash_attn_3 has no gradient of qv: qv must not require grad")
-
-
 def _empty_like(x, zeros):
     """Returns an empty or zero tensor like ``x`` whose last dimension is contiguous."""
     like = torch.empty_like(x)
@@ -303,18 +306,20 @@ _record = super(torch.autograd.Function, _Attended).apply
 def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
     """Computes the forward of every function below, and records it if a tensor requires grad."""
     compiling = torch.compiler.is_compiling()
-    if not (compiling or return_lse) and len(tensors) == 3:
+    qv = options[0]
+    # The direct function does not look at qv. A backward through qv must reach our node, which refuses it.
+    records_qv = qv is not None and isinstance(qv, torch.Tensor) and qv.requires_grad and torch.is_grad_enabled()
+    if not (compiling or return_lse or records_qv) and len(tensors) == 3:
         out = _C.direct_attention(*tensors, *lengths, *options)
         if type(out) is tuple:
-            _check_no_gradient_of_qv(options[0])
             return _record(*tensors, (out, lengths, _Options(*options), deterministic))
         if out is not None:
             return out
     lengths, options = _Lengths(*lengths), _Options(*options)
     _check_tensors(**dict(zip(("q", "k", "v") if len(tensors) == 3 else ("qkv",), tensors)))
-    _check_no_gradient_of_qv(options.qv)
     if (
         compiling
+        or records_qv
         or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     ):
@@ -503,7 +508,7 @@ def flash_attn_with_kvcache(
         k, v: ``[b, len_new, h_kv, d]`` and ``[.., d_v]``: keys and values to append; need cache_seqlens. With
             cu_seqlens_k_new ``[total_new, h_kv, d]``.
         qv: like q with d_v columns; see ``flash_attn_func``.
-        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]`` in the dtype of q, in bf16 for FP8. They rotate the
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]`` in the dtype of q; for FP8 also in bf16. They rotate the
             first rotary_dim dimensions of k and q. Row t of k rotates by position ``offset + t``. With causal, a window
             or a chunk, row t of q does so too. Otherwise every row of q rotates by offset. The tensor q itself is not
             changed. Positions past the last row are not rotated.
@@ -529,6 +534,8 @@ def flash_attn_with_kvcache(
     """
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
+    else:
+        rotary_cos, rotary_sin = _as_table(rotary_cos, q), _as_table(rotary_sin, q)
     if not torch.compiler.is_compiling():
         attend = _C.direct_kvcache_forward if return_softmax_lse else _C.direct_kvcache_attention
         results = attend(
@@ -678,6 +685,7 @@ def _flash_attn_forward(
     The arguments are those of ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``. out_ is a tensor to write.
     k and v may be caches; k_new and v_new are then appended in place. The last two results are empty.
     """
+    rotary_cos, rotary_sin = _as_table(rotary_cos, q), _as_table(rotary_sin, q)
     return _call(
         _forward_op, *map(maybe_contiguous, (q, k, v, k_new, v_new, qv)), out_,
         *map(maybe_contiguous, (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k)),

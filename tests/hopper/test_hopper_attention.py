@@ -89,6 +89,22 @@ def test_qv(engine, mask, d_v):
     assert_lse(lse, true_lse)
 
 
+@pytest.mark.parametrize("lse", [False, True], ids=["out", "out_and_lse"])
+@pytest.mark.parametrize("trained", [(3,), (0, 1, 2, 3)], ids=["qv", "all"])
+def test_forward_of_a_qv_that_requires_grad(trained, lse):
+    q, k, v, qv = make(1, 7, 4, 64), make(1, 9, 1, 64), make(1, 9, 1, 256), make(1, 7, 4, 256)
+    plain = flash_attn_func(q, k, v, qv=qv)
+    for i in trained:
+        (q, k, v, qv)[i].requires_grad_()
+    out = flash_attn_func(q, k, v, qv=qv, return_attn_probs=lse)
+    out = out[0] if lse else out
+    assert torch.equal(out, plain) and out.requires_grad
+    with pytest.raises(RuntimeError, match="flash_attn_3 has no backward with qv"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not flash_attn_func(q, k, v, qv=qv).requires_grad
+
+
 @pytest.mark.parametrize("d", [64, 80, 256])
 @pytest.mark.parametrize("given", [(), ("q",), ("k",), ("v",), ("q", "k", "v")], ids=str)
 def test_fp8(engine, d, given):

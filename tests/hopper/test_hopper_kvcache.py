@@ -212,3 +212,25 @@ def test_rotary_seqlens_without_rotary_are_ignored():
     expected = flash_attn_with_kvcache(q, caches.given_k, caches.given_v, cache_seqlens=5)
     out = flash_attn_with_kvcache(q, caches.given_k, caches.given_v, cache_seqlens=5, rotary_seqlens=i32(1, 2, 3))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_rotary_tables_in_fp8(packed):
+    """Upstream wants cos and sin in the dtype of q. bf16 holds every number of e4m3."""
+    cos, sin = (torch.rand(CAPACITY, 16).to(E4M3) for _ in range(2))
+    q, k, v = (torch.randn(B, 2, h, D).to(E4M3) for h in (H, H_KV, H_KV))
+    call = {"cache_seqlens": i32(0, 9, 22), "causal": True, "return_softmax_lse": True}
+    if packed:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        call.update(cu_seqlens_q=i32(0, 2, 4, 6), cu_seqlens_k_new=i32(0, 2, 4, 6), max_seqlen_q=2)
+    caches = Caches(None, E4M3)
+    results = []
+    for dtype in (E4M3, torch.bfloat16):
+        k_cache, v_cache = caches.k.clone(), caches.v.clone()
+        tables = {"rotary_cos": cos.to(dtype), "rotary_sin": sin.to(dtype)}
+        results.append((*flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **tables, **call), k_cache.float()))
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+    assert not torch.equal(results[0][2], caches.k.float())
+    with pytest.raises(RuntimeError, match="rotary_cos must have the same dtype as query"):
+        wide = (x.bfloat16() for x in (q, caches.k, caches.v, k, v))
+        flash_attn_with_kvcache(*wide, rotary_cos=cos, rotary_sin=sin, **call)
