@@ -42,7 +42,7 @@ typedef struct {
 } fa_op;
 
 /* The ops of one namespace. The ops that torch knows come first, and are at most FA_MAX_OPS. */
-#define FA_MAX_OPS 8
+#define FA_MAX_OPS 9
 typedef struct {
     const char *name_space;
     int num;
