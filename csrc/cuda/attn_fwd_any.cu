@@ -128,7 +128,7 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
         const int i = row + lane() / 4 + 8 * half;
         int begin = first_key_of_window(p, s, i), end = i < s.len_q ? end_key_of_window(p, s, i) : 0;
         if (OF_3 && p.attention_chunk > 0) {
-            const int chunk = chunk_begin(p, i + s.len_kv - s.len_q);
+            const int chunk = chunk_begin(i + s.len_kv - s.len_q, p.attention_chunk);
             begin = max(begin, chunk), end = min(end, chunk + p.attention_chunk);
         }
 #pragma unroll
