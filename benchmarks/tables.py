@@ -302,7 +302,8 @@ def anchor(heading):
 
 def named():
     """(name or pattern of a file, document, heading above) of every file of results that a document names."""
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "csrc").rglob("*.md"))]:
+    texts = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "csrc").rglob("*.md"))]
+    for path in [ROOT / "README.md", *texts, ROOT / "hopper" / "README.md"]:
         heading = ""
         for line in path.read_text(encoding="utf-8").splitlines():
             heading = line.lstrip("# ") if re.match("#+ ", line) else heading
