@@ -27,7 +27,7 @@
 #define KERNEL quantize
 #endif
 
-constexpr int THREADS = 256, CTAS = 3, ROWS_AT_ONCE = THREADS / LANES;
+constexpr int THREADS = 256, CTAS = 2, ROWS_AT_ONCE = THREADS / LANES;
 constexpr int UNROLL = 2;                     /* rows whose loads a thread has on their way */
 constexpr int WORDS = 8 * element::BYTES / 4; /* of a chunk */
 

@@ -5,7 +5,7 @@
 #include "launch.h"
 #include "memory.h"
 
-enum { THREADS = 256, CTAS_OF_AN_SM = 3, PIECE_BYTES = 32 << 10 };
+enum { THREADS = 256, CTAS_OF_AN_SM = 2, PIECE_BYTES = 32 << 10 };
 
 static int64_t num_groups(const fa_quantization *q) { return 3 * (q->is_per_tensor ? 1 : q->b * q->h_kv); }
 
