@@ -11,10 +11,13 @@ def number_of(arch):
 
 
 def _is_common(name, own, number):
-    """Is the kernel common? On Hopper its own kernels without options are, elsewhere the generic kernels."""
+    """Is the kernel common? On Hopper its own kernels without options are, elsewhere the generic kernels. What only
+    flash_attn_3 calls is not."""
+    if re.search(r"^quantize|^combine|_e4m3_|_of3$", name):
+        return False
     if own:
         return not re.search(r"_(local|score|dropout|paged)", name)
-    return number != 90 and not name.endswith("_of3")
+    return number != 90
 
 
 def choose(kernels, archs, all_features=False):
