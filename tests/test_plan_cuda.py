@@ -51,7 +51,7 @@ int main(int argc, char **argv) {
         SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)
         SET("new", p.len_new)
         SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
-        SET("splits", p.num_splits) SET("chunk", p.attention_chunk) SET("empty", p.empty_lse)
+        SET("splits", p.num_splits) SET("margin", p.sm_margin) SET("chunk", p.attention_chunk) SET("empty", p.empty_lse)
         if (strncmp(name, "used_q=", 7) == 0) p.seqused_q = offsets;
         if (strncmp(name, "packed_q=", 9) == 0) p.cu_seqlens_q = offsets;
         if (strncmp(name, "qv=", 3) == 0) p.qv.data = memory;
@@ -324,12 +324,20 @@ def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
         ({"b": 512, "len_q": 100, "len_kv": 256, "packed": 1}, 256, 1, 132),
         ({"b": 0}, 0, 0, 0),
         ({"sms": 16}, 8, 1, 16),
+        ({"b": 32, "margin": 12}, 64, 1, 120),  # sm_margin
+        ({"b": 32, "margin": 500}, 64, 1, 1),
+        ({"b": 32, "dtype": 4, "margin": 12}, 128, 1, 120),  # half of the bytes
     ],
     ids=str,
 )
 def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
     said = plan(**{"sms": 132, "launch": 1} | numbers).split(" | ")[0]
     assert said == f"{group_heads} {is_dynamic} {ctas}"
+
+
+def test_a_decode_leaves_multiprocessors_to_others(plan):
+    numbers = {"launch": 1, "len_q": 1, "h": 8, "h_kv": 8, "splits": 1, "len_kv": 4096}
+    assert plan(sms=132, margin=12, **numbers) == plan(sms=120, **numbers) != plan(sms=132, **numbers)
 
 
 @pytest.mark.parametrize("sms", [1, 20, 78, 132, 144])
