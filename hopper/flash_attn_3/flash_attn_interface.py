@@ -230,7 +230,8 @@ def _first_gradients(ctx, saved, dout):
     *tensors, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = saved
     q, k, v = _split(tensors, ctx.num_heads_q)
     o = ctx.options
-    zeros = seqused_q is not None or seqused_k is not None or (cu_seqlens_q is not None and q.is_cpu)
+    packs = cu_seqlens_q is not None or cu_seqlens_k is not None
+    zeros = seqused_q is not None or seqused_k is not None or (packs and q.is_cpu)
     packed = len(tensors) == 1
     whole = [_empty_like(x, zeros) for x in ((q, k, v) if torch.compiler.is_compiling() else tensors)]
     grads = whole if len(whole) == 3 else _split(whole, ctx.num_heads_q)

@@ -258,6 +258,15 @@ def test_varlen_gradients(engine, is_used):
         assert_equal(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("h", [2, 0])
+def test_gradients_of_rows_of_no_sequence_are_zero(h):
+    dirty = [torch.full((64, 2, 32), float("nan")) for _ in range(50)]
+    del dirty  # memory that a gradient may get
+    q, k, v = make(2, 4, h, 32, grad=True), make(64, 2, 32, grad=True), make(64, 2, 32, grad=True)
+    flash_attn_varlen_func(q, k, v, None, sums([3, 5]), None, 5).sum().backward()
+    assert (k.grad[8:] == 0).all() and (v.grad[8:] == 0).all()
+
+
 @pytest.mark.parametrize("num_heads_q", [None, 6])
 def test_qkvpacked(num_heads_q):
     qkv = make(2, 14, 10, 32, grad=True) if num_heads_q else make(2, 14, 3, 4, 32, grad=True)
