@@ -408,6 +408,14 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
                         written[i] == &c->v,
                     "%s is written and must not share memory with %s, which is read", written[i]->name, read[j]->name);
     }
+    /* The kernels read these again while they write. */
+    const fa_tensor *small[] = {&c->cu_seqlens_q,    &c->cu_seqlens_k,     &c->seqused_q,      &c->seqused_k,
+                                &c->leftpad_k,       &c->block_table,      &c->cache_batch_idx,
+                                &c->seqlens_rotary,  &c->cu_seqlens_k_new, &c->softmax_lse};
+    for (int i = written_tensors(c, written) - 1; i >= 0; i--)
+        for (size_t j = 0; j < sizeof small / sizeof *small; j++)
+            REQUIRE(!ranges_meet(written[i], small[j]),
+                    "%s is written and must not share memory with %s, which is read", written[i]->name, small[j]->name);
     const fa_tensor *appended[] = {&c->k_new, &c->v_new, &c->q};
     for (int j = 0; j < 3 && !backward && present(&c->k_new); j++)
         REQUIRE(!share_memory(appended[j], &c->k) && !share_memory(appended[j], &c->v),

@@ -93,6 +93,17 @@ bool share_memory(const fa_tensor *x, const fa_tensor *y) {
     return present(x) && present(y) && x->data == y->data && !is_empty(x) && !is_empty(y);
 }
 
+static uintptr_t end_of(const fa_tensor *t) {
+    int64_t elements = 1;
+    for (int64_t i = 0; i < t->ndim; i++) elements += (t->size[i] - 1) * t->stride[i];
+    return (uintptr_t)t->data + (uintptr_t)(elements * bytes_of_dtype(t->dtype));
+}
+
+bool ranges_meet(const fa_tensor *x, const fa_tensor *y) {
+    if (!present(x) || !present(y) || is_empty(x) || is_empty(y)) return false;
+    return (uintptr_t)x->data < end_of(y) && (uintptr_t)y->data < end_of(x);
+}
+
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err) {
     words here, there;
     REQUIRE(t->device_type == q->device_type && (t->device_type == fa_torch.cpu || t->device_idx == q->device_idx),

@@ -45,6 +45,8 @@ int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]);
 
 /* Do both tensors begin at the same element? Views that overlap elsewhere are not found. */
 bool share_memory(const fa_tensor *x, const fa_tensor *y);
+/* Do the addresses from the first to the last element of two tensors meet? */
+bool ranges_meet(const fa_tensor *x, const fa_tensor *y);
 
 /* Checks of device, rank and shape. dims is the symbolic shape that messages show. */
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err);

@@ -222,3 +222,13 @@ def test_a_leaf_is_not_written():
     leaf = t(2, 8, 2, 32).requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         append(k_cache=leaf)
+
+
+def test_lengths_are_not_overwritten():
+    memory = torch.zeros(6, 2, 32)
+    cu = memory.view(torch.int32).view(-1)[2:4]
+    cu[1] = 6
+    q = t(6, 2, 32, dtype=torch.float32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": i32(0, 6), "max_seqlen_q": 6, "max_seqlen_k": 6}
+    with pytest.raises(RuntimeError, match="out_ is written and must not share memory with cu_seqlens_q"):
+        fa3._flash_attn_forward(q, q, q, out_=memory, **lengths)
