@@ -126,12 +126,16 @@ def test_version():
     assert flash_attn_3.__version__ == "3.0.0"
 
 
-def test_example_of_the_readme_runs():
+def test_examples_of_the_readme_run():
     text = (HOPPER / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    code = f"import sys; sys.path.insert(0, {str(HOPPER)!r})\n{example}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "torch.bfloat16\n"
+    fp8, quantising = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for example, printed in (
+        (fp8, "torch.bfloat16\n"),
+        (quantising + "print(out.shape)", "torch.Size([2, 1024, 8, 128])\n"),
+    ):
+        code = f"import sys; sys.path.insert(0, {str(HOPPER)!r})\n{example}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout == printed
 
 
 def test_host_time_of_a_call():
