@@ -409,9 +409,9 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
                     "%s is written and must not share memory with %s, which is read", written[i]->name, read[j]->name);
     }
     /* The kernels read these again while they write. */
-    const fa_tensor *small[] = {&c->cu_seqlens_q,    &c->cu_seqlens_k,     &c->seqused_q,      &c->seqused_k,
-                                &c->leftpad_k,       &c->block_table,      &c->cache_batch_idx,
-                                &c->seqlens_rotary,  &c->cu_seqlens_k_new, &c->softmax_lse};
+    const fa_tensor *small[] = {&c->cu_seqlens_q,     &c->cu_seqlens_k, &c->seqused_q,       &c->seqused_k,
+                                &c->leftpad_k,        &c->block_table,  &c->cache_batch_idx, &c->seqlens_rotary,
+                                &c->cu_seqlens_k_new, &c->softmax_lse};
     for (int i = written_tensors(c, written) - 1; i >= 0; i--)
         for (size_t j = 0; j < sizeof small / sizeof *small; j++)
             REQUIRE(!ranges_meet(written[i], small[j]),
