@@ -504,7 +504,7 @@ CACHE = [
         ["cos/sin seqlen must be at least the seqlen of KV cache", "9", "10"],
     ),
     ("cos_dtype", {**ROOM, **COS, "rotary_cos": torch.ones(16, 16)}, [COS_DTYPE]),
-    ("sin_dtype", {**ROOM, **COS, "rotary_sin": torch.ones(16, 16)}, [COS_DTYPE]),
+    ("sin_dtype", {**ROOM, **COS, "rotary_sin": torch.ones(16, 16)}, [COS_DTYPE, "and so must rotary_sin"]),
     ("sin_shape", {**ROOM, **COS, "rotary_sin": half(16, 8)}, ["rotary_sin must have shape"]),
     ("cos_rank", {**ROOM, **COS, "rotary_cos": half(16, 16, 1)}, ["rotary_cos"]),
     ("num_splits", {"num_splits": 129}, ["num_splits > 128 not supported"]),

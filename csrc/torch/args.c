@@ -60,8 +60,8 @@ static fa_status check_dtypes(const fa_call *c, fa_dtype *dtype, fa_error *err) 
          is_fp8 ? "rotary_cos must have dtype bf16 if query is FP8; q is %s, %s is %s"
                 : "rotary_cos must have the same dtype as query; q is %s, %s is %s"},
         {&c->rotary_sin, wide,
-         is_fp8 ? "rotary_cos must have dtype bf16 if query is FP8; q is %s, %s is %s"
-                : "rotary_cos must have the same dtype as query; q is %s, %s is %s"},
+         is_fp8 ? "rotary_sin must have dtype bf16 if query is FP8; q is %s, %s is %s"
+                : "rotary_cos must have the same dtype as query, and so must rotary_sin; q is %s, %s is %s"},
     };
     for (size_t i = 0; i < sizeof same / sizeof *same; i++) {
         const fa_tensor *t = same[i].t;
@@ -124,9 +124,9 @@ static const char *k_dims_of(const fa_call *c, bool as_v) {
 static fa_status check_together(const fa_call *c, fa_error *err) {
     if (c->layout != FA_OP_3) return FA_OK;
     const bool packed_q = present(&c->cu_seqlens_q), packed_k = present(&c->cu_seqlens_k);
-    REQUIRE(!packed_q || c->max_seqlen_q != -1,
+    REQUIRE(!packed_q || c->max_seqlen_q != FA_NOT_GIVEN,
             "max_seqlen_q must be provided if cu_seqlens_q is provided; it is None");
-    REQUIRE(!packed_k || c->max_seqlen_k != -1,
+    REQUIRE(!packed_k || c->max_seqlen_k != FA_NOT_GIVEN,
             "max_seqlen_k must be provided if cu_seqlens_k is provided; it is None");
     REQUIRE(!packed_k || !present(&c->block_table),
             "If cu_seqlens_k is passed in, then page table is not supported; page_table is a tensor");

@@ -19,6 +19,9 @@ typedef struct {
 /* FA_OP_3: an op of flash-attn 3. Its arguments say where sequences lie, and its rules are those of flash-attn 3. */
 typedef enum { FA_OP_DENSE, FA_OP_VARLEN, FA_OP_KVCACHE, FA_OP_3 } fa_layout;
 
+/* The value of an optional integer that was not given. -1 is a value that callers give. */
+#define FA_NOT_GIVEN INT64_MIN
+
 /* All arguments of all ops. An argument that an op's schema lacks keeps the value of an absent argument. */
 typedef struct {
     fa_layout layout;
@@ -37,7 +40,7 @@ typedef struct {
     int64_t attention_chunk, sm_margin, ignored_int;
 
     double dropout_p, softmax_scale, softcap;
-    int64_t window_left, window_right, max_seqlen_q, max_seqlen_k, num_splits; /* max_seqlen -1: not given */
+    int64_t window_left, window_right, max_seqlen_q, max_seqlen_k, num_splits;
     int num_results;
     bool ignored_bool; /* ignored: hints that no kernel needs */
     bool causal, return_softmax, deterministic, zero_tensors, rotary_interleaved;

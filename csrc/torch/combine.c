@@ -10,7 +10,7 @@
 #define LSE_DIMS "(num_splits, batch_size, seqlen, num_heads)"
 
 static fa_status choose_dtype(const fa_call *c, fa_combination *combination, int32_t *dtype, fa_error *err) {
-    *dtype = c->dtype != -1 ? (int32_t)c->dtype : fa_torch.f32;
+    *dtype = c->dtype != FA_NOT_GIVEN ? (int32_t)c->dtype : fa_torch.f32;
     REQUIRE(*dtype == fa_torch.f32 || *dtype == fa_torch.f16 || *dtype == fa_torch.bf16,
             "Output type must be FP32, FP16 or BF16; out_dtype is %s", dtype_words(*dtype));
     combination->dtype = *dtype == fa_torch.f32 ? FA_F32 : *dtype == fa_torch.f16 ? FA_F16 : FA_BF16;

@@ -112,8 +112,8 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
     if (p->cu_seqlens_k)
         TRY(check_cu_seqlens(&c->cu_seqlens_k, p->cu_seqlens_k, p->b, p->paged ? -1 : p->total_kv,
                              p->seqused_k ? -1 : c->max_seqlen_k, "max_seqlen_k", err));
-    if (p->cu_seqlens_k_new)
-        TRY(check_cu_seqlens(&c->cu_seqlens_k_new, p->cu_seqlens_k_new, p->b, c->k_new.size[0], -1, "", err));
+    if (p->cu_seqlens_k_new && p->device == FA_CUDA) /* on the CPU check_append has checked these sums */
+        TRY(check_cu_seqlens(&c->cu_seqlens_k_new, p->cu_seqlens_k_new, p->b, p->total_new, -1, "", err));
     const char *cache_name = p->paged ? table_name : c->k.name;
     const bool has_values = p->cu_seqlens_q || p->seqused_k || p->leftpad_k || p->cache_batch_idx || p->paged ||
                             p->cu_seqlens_k || p->seqused_q || p->seqlens_rotary;
@@ -221,7 +221,8 @@ static fa_status check_rotary(const fa_call *c, fa_problem *p, fa_error *err) {
     return FA_OK;
 }
 
-/* Checks keys and values to append that are packed. Their lengths lie on the device, so len_new is a bound on a GPU. */
+/* Checks keys and values to append that are packed. On the CPU len_new is the longest length. On a GPU the lengths lie
+ * on the device, and len_new is a bound. */
 static fa_status check_packed_append(const fa_call *c, fa_problem *p, fa_error *err) {
     int64_t b = p->b;
     TRY(check_sums(&c->cu_seqlens_k_new, &c->q, &b, &p->cu_seqlens_k_new, err));
@@ -230,6 +231,7 @@ static fa_status check_packed_append(const fa_call *c, fa_problem *p, fa_error *
     TRY(SHAPE(&c->v_new, K_NEW_PACKED, c->k_new.size[0], p->h_kv, p->d_v));
     p->total_new = p->len_new = c->k_new.size[0];
     if (p->device == FA_CPU) {
+        TRY(check_cu_seqlens(&c->cu_seqlens_k_new, p->cu_seqlens_k_new, b, p->total_new, -1, "", err));
         p->len_new = 0;
         for (int64_t i = 0; i < p->b; i++) {
             const int64_t len = (int64_t)p->cu_seqlens_k_new[i + 1] - p->cu_seqlens_k_new[i];
@@ -263,9 +265,9 @@ fa_status check_append(const fa_call *c, fa_problem *p, fa_error *err) {
         const bool is_bound = p->cu_seqlens_k_new && p->device == FA_CUDA;
         if (is_bound && p->len_new > p->len_kv) p->len_new = p->len_kv;
         REQUIRE(p->len_new <= p->len_kv,
-                "If %s is supplied, it must have seqlen <= the seqlen of the KV cache; %s has %" PRId64
+                "If %s is supplied, it must have seqlen <= the seqlen of the KV cache; %s has %s%" PRId64
                 ", the cache %" PRId64,
-                key, c->k_new.name, p->len_new, p->len_kv);
+                key, c->k_new.name, p->cu_seqlens_k_new ? "a sequence of " : "", p->len_new, p->len_kv);
         if (!p->cu_seqlens_k_new) {
             TRY(SHAPE(&c->k_new, K_NEW, p->b, p->len_new, p->h_kv, p->d));
             TRY(SHAPE(&c->v_new, K_NEW, p->b, p->len_new, p->h_kv, p->d_v));

@@ -131,7 +131,7 @@ static int count_words(const char *text, const char *word) {
 
 static void read_schema(const fa_op *op, fa_signature *signature) {
     const fa_argument *a = op->arguments;
-    const int64_t not_given = -1;
+    const int64_t not_given = FA_NOT_GIVEN;
     signature->pass = op->pass;
     signature->nothing.layout = op->layout;
     signature->nothing.pass = op->pass;
