@@ -129,6 +129,22 @@ def test_leaves_that_require_grad(is_view, tensors, route):
             call()
 
 
+def test_a_computed_tensor_that_requires_grad(tensors):
+    """Autograd would not see that the value is lost, so a result is never written to such a tensor."""
+    q, k = tensors(2, 5, 4, 16), tensors(2, 7, 2, 16)
+    lse, computed = tensors(2, 4, 5), [torch.zeros_like(x, requires_grad=True) * 1 for x in (q, k, k)]
+    words = "is written and must not require grad while gradients are recorded: detach it, or use torch.no_grad"
+    with pytest.raises(RuntimeError, match=f"out {words}"):
+        OPS.fwd(q, k, k, computed[0], 0.0, *MASK, None, False)
+    for i, name in enumerate(("dq", "dk", "dv")):
+        given = [x if i == j else None for j, x in enumerate(computed)]
+        with pytest.raises(RuntimeError, match=f"{name} {words}"):
+            interface._flash_attn_backward(q, q, k, k, q, lse, *given, 0.0, *MASK, None, False)
+    with torch.no_grad():
+        OPS.fwd(q, k, k, computed[0], 0.0, *MASK, None, False)
+    OPS.fwd(q, k, k, computed[0].detach(), 0.0, *MASK, None, False)
+
+
 def test_tensors_of_inference_mode(tensors, route):
     """Tensors of inference mode have no version, and may be written outside of that mode."""
     q, new = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16)

@@ -7,7 +7,6 @@
 
 #include <math.h>
 
-#include "autograd.h"
 #include "check.h"
 #include "gpu_values.h"
 #include "lengths.h"
@@ -427,15 +426,11 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
     return FA_OK;
 }
 
-/* Refuses to write a leaf that requires grad, in the words of PyTorch's own operators. */
-static fa_status check_leaves(const fa_call *c, fa_error *err) {
+/* Caches may be no leaf and require grad. flash_attn_with_kvcache then warns that gradients are dropped. */
+static fa_status check_gradients(const fa_call *c, fa_error *err) {
     const fa_tensor *written[MAX_WRITTEN];
-    if (!fa_torch.aoti_torch_grad_mode_is_enabled()) return FA_OK;
-    for (int i = written_tensors(c, written) - 1; i >= 0; i--) {
-        const char *what = fa_leaf_in(written[i]->handle);
-        REQUIRE(!what, "%sa leaf Variable that requires grad is being used in an in-place operation: %s is written",
-                what, written[i]->name);
-    }
+    for (int i = written_tensors(c, written) - 1; i >= 0; i--)
+        TRY(check_no_gradient(written[i], written[i] == &c->k || written[i] == &c->v, err));
     return FA_OK;
 }
 
@@ -460,7 +455,7 @@ fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_options(c, p, err));
     TRY(check_saved(c, p, err));
     TRY(check_apart(c, err));
-    TRY(check_leaves(c, err));
+    TRY(check_gradients(c, err));
     if (p->device == FA_CPU) return check_values(c, p, err);
     return fa_checks_values_on_gpu ? check_values_on_gpu(c, p, err) : FA_OK;
 }

@@ -28,6 +28,17 @@ static const char *leaf_in_says_python(AtenTensorHandle t) {
     return what;
 }
 
+bool fa_requires_grad(AtenTensorHandle t) {
+    if (fa_torch.knows_tensors) return fa_torch_requires_grad(t);
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
+    const bool truth = tensor && is_attribute_true(tensor, "requires_grad");
+    Py_XDECREF(tensor);
+    PyErr_Clear();
+    PyGILState_Release(state);
+    return truth;
+}
+
 const char *fa_leaf_in(AtenTensorHandle t) {
     if (!fa_torch.knows_tensors) return leaf_in_says_python(t);
     if (!fa_torch_requires_grad(t)) return NULL;

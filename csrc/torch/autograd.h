@@ -4,6 +4,8 @@
 
 #include "torch_abi.h"
 
+bool fa_requires_grad(AtenTensorHandle t);
+
 /* Returns "" for a leaf that requires grad, "a view of " for a view of such a leaf, and otherwise NULL. */
 const char *fa_leaf_in(AtenTensorHandle t);
 

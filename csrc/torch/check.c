@@ -3,6 +3,8 @@
 
 #include <stdio.h>
 
+#include "autograd.h"
+
 const char *shape_words(const fa_tensor *t, words *w) {
     int at = snprintf(w->text, sizeof w->text, "(");
     for (int64_t i = 0; i < t->ndim && at < (int)sizeof w->text - 24; i++)
@@ -76,6 +78,17 @@ fa_status check_memory(const fa_tensor *t, fa_error *err) {
             "%s has shape %s, for which its storage must hold %" PRId64 " bytes; it holds %" PRId64
             " (has it been freed or resized?)",
             t->name, shape_words(t, &w), wanted, bytes);
+    return FA_OK;
+}
+
+fa_status check_no_gradient(const fa_tensor *t, bool may_be_computed, fa_error *err) {
+    if (!fa_torch.aoti_torch_grad_mode_is_enabled()) return FA_OK;
+    const char *what = fa_leaf_in(t->handle);
+    REQUIRE(!what, "%sa leaf Variable that requires grad is being used in an in-place operation: %s is written", what,
+            t->name);
+    REQUIRE(may_be_computed || !fa_requires_grad(t->handle),
+            "%s is written and must not require grad while gradients are recorded: detach it, or use torch.no_grad()",
+            t->name);
     return FA_OK;
 }
 

@@ -39,6 +39,10 @@ bool overlaps_itself(const fa_tensor *t);
 /* Checks that the tensor's storage holds every element that its sizes and strides reach. */
 fa_status check_memory(const fa_tensor *t, fa_error *err);
 
+/* While gradients are recorded, refuses to write a leaf that requires grad, in the words of PyTorch's own operators. A
+ * tensor that is no leaf is refused, too, unless may_be_computed: autograd would not see that its value is lost. */
+fa_status check_no_gradient(const fa_tensor *t, bool may_be_computed, fa_error *err);
+
 /* Lists the caller's tensors that the call writes, at most three, and returns their number. */
 #define MAX_WRITTEN 3
 int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]);

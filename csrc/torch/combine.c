@@ -67,12 +67,10 @@ static fa_status check_out(const fa_call *c, int32_t dtype, fa_error *err) {
     REQUIRE(last_dim_contiguous(out), "Output tensor must have contiguous last dimension; out has stride %" PRId64,
             out->stride[3]);
     REQUIRE(!overlaps_itself(out), "out is written and must not overlap itself; it is an expanded tensor (stride 0)");
+    TRY(check_memory(out, err));
     REQUIRE(!share_memory(out, o) && !share_memory(out, &c->lse_partial),
             "out is written and must not share memory with the partial results, which are read");
-    TRY(check_memory(out, err));
-    const char *what = fa_torch.aoti_torch_grad_mode_is_enabled() ? fa_leaf_in(out->handle) : NULL;
-    REQUIRE(!what, "%sa leaf Variable that requires grad is being used in an in-place operation: out is written", what);
-    return FA_OK;
+    return check_no_gradient(out, false, err);
 }
 
 static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {

@@ -232,6 +232,24 @@ def test_a_leaf_is_not_written():
         append(k_cache=leaf)
 
 
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x * 1], ids=["leaf", "computed"])
+def test_out_that_requires_grad_is_not_written(make):
+    q, out = t(2, 4, 2, 32), make(t(2, 4, 2, 32).requires_grad_())
+    parts, total = torch.randn(2, 2, 3, 4, 8), make(torch.zeros(2, 3, 4, 8, requires_grad=True))
+    for call in (
+        lambda: torch.ops.flash_attn_3.fwd(q, q, q, out=out),
+        lambda: op(out_=out),
+        lambda: combine(out_partial=parts, out=total),
+        lambda: torch.ops.flash_attn_3.fwd_combine(parts, torch.zeros(2, 2, 4, 3).mT, total),
+    ):
+        with pytest.raises(RuntimeError, match="grad"):
+            call()
+        assert (total == 0).all()
+        with torch.no_grad():
+            call()
+            total.zero_()
+
+
 def test_lengths_are_not_overwritten():
     memory = torch.zeros(6, 2, 32)
     cu = memory.view(torch.int32).view(-1)[2:4]
