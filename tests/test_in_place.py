@@ -4,6 +4,7 @@ the direct functions.
 Versions advance, leaves that require grad are refused in PyTorch's words, and a decode that drops gradients warns.
 """
 
+import random
 import warnings
 
 import flash_attn_2_cuda as raw
@@ -230,15 +231,76 @@ def test_what_is_written_shares_no_memory():
         raw.bwd(dout, q, k, v, out, lse, dq[:, :, :1].expand_as(q), dk, dv, *options)
 
 
-def test_what_is_appended_does_not_begin_with_the_cache():
+def forward_into(out, q, k, v):
+    return raw.fwd(q, k, v, out, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)[0]
+
+
+def test_parts_of_a_packed_tensor_share_no_memory():
+    """The parts interleave: each lies between the rows of the others."""
+    qkv = torch.randn(2, 9, 3, 4, 16)
+    heads = torch.randn(2, 9, 8, 16)
+    for q, k, v in (qkv.unbind(2), heads.split([4, 2, 2], 2)):
+        expected = flash_attn_func(q, k, v, softmax_scale=0.25)
+        assert torch.equal(forward_into(q, q, k, v), expected)
+    dqkv, (q, k, v) = torch.empty_like(qkv), torch.randn(2, 9, 3, 4, 16).unbind(2)
+    out, lse, *_ = raw.fwd(q, k, v, None, None, 0.0, 0.25, False, -1, -1, 0.0, False, None)
+    options = (None, 0.0, 0.25, False, -1, -1, 0.0, True, None, None)
+    raw.bwd(out, q, k, v, out, lse, *dqkv.unbind(2), *options)
+    for ours, alone in zip(dqkv.unbind(2), raw.bwd(out, q, k, v, out, lse, None, None, None, *options)):
+        assert torch.equal(ours, alone)
+
+
+def test_a_part_is_found_wherever_it_begins():
+    memory, q = torch.randn(1, 50, 2, 16), torch.randn(1, 40, 2, 16)
+    for k, v, name in ((memory[:, 10:], q, "k"), (q, memory[:, 9:49], "v")):
+        with pytest.raises(RuntimeError, match=f"out is written and must not share memory with {name}, which is read"):
+            forward_into(memory[:, :40], q, k, v)
+    with pytest.raises(RuntimeError, match="out is written and must not share memory with q, unless it has q's"):
+        forward_into(memory[:, :40], memory[:, 1:41], q, q)
+    with pytest.raises(RuntimeError, match="dk and dv are both written and must not share memory"):
+        lse = torch.zeros(1, 2, 40)
+        raw.bwd(q, q, q, q, q, lse, None, memory[:, :40], memory[:, 5:45], None, 0.0, 0.25, False, -1, -1, 0.0, True,
+                None, None)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_overlap_is_exact(seed):
+    """Random views of one memory. Sets of elements say whether two views share one."""
+    r = random.Random(seed)
+    room, size = 4096, (1, r.randrange(1, 5), r.randrange(1, 4), r.choice([1, 4, 8]))
+    memory, numbers = torch.randn(room), torch.arange(room)
+
+    def elements(view):
+        return set(numbers.as_strided(*view).ravel().tolist())
+
+    def view():
+        row, head = r.choice([(64, 16), (16, 64), (r.randrange(8, 99), r.randrange(8, 99))])
+        return size, (r.randrange(1, 200), row, head, 1), r.randrange(400)
+
+    answers = []
+    for _ in range(200):
+        ours, theirs = view(), view()
+        shares = bool(elements(ours) & elements(theirs))
+        out, k, q = memory.as_strided(*ours), memory.as_strided(*theirs), torch.zeros(size)
+        if shares:
+            with pytest.raises(RuntimeError, match="out is written and must not share memory with k"):
+                forward_into(out, q, k, q)
+        else:
+            forward_into(out, q, k, q)
+        answers.append(shares)
+    assert {True, False} == set(answers)
+
+
+def test_what_is_appended_does_not_lie_in_the_cache():
     caches = [torch.randn(1, 8, 2, 16) for _ in range(2)]
     q, k, v = (torch.randn(1, 1, 2, 16) for _ in range(3))
     for name, given in (
         ("k", (q, *caches, caches[0][:, :1], v)),
+        ("k", (q, *caches, caches[1][:, 7:], v)),
         ("v", (q, *caches, k, caches[1][:, :1])),
-        ("q", (caches[1][:, :1], *caches, k, v)),
+        ("q", (caches[1][:, 5:6], *caches, k, v)),
     ):
-        with pytest.raises(RuntimeError, match=f"the caches are written and must not share memory with {name}, which"):
+        with pytest.raises(RuntimeError, match=f"_cache is written and must not share memory with {name}, which is"):
             flash_attn_with_kvcache(*given, cache_seqlens=3)
 
 
@@ -250,8 +312,12 @@ def test_one_cache_for_keys_and_values():
     assert torch.equal(flash_attn_with_kvcache(q, cache, cache, cache_seqlens=20), want)
     want = flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, cache_seqlens=20)
     assert torch.equal(flash_attn_with_kvcache(q, held := cache.clone(), held, new, new, cache_seqlens=20), want)
-    with pytest.raises(RuntimeError, match="k_cache and v_cache are both written and must not share memory"):
-        flash_attn_with_kvcache(q, cache, cache, new, new.clone(), cache_seqlens=20)
+    for caches, appended in (((cache, cache), (new, new.clone())), ((cache[:, :30], cache[:, 5:35]), (new, new))):
+        with pytest.raises(RuntimeError, match="k_cache and v_cache are both written and must not share memory"):
+            flash_attn_with_kvcache(q, *caches, *appended, cache_seqlens=20)
+    both = torch.randn(1, 40, 4, 16)  # keys and values, side by side in every row
+    flash_attn_with_kvcache(q, both[:, :, :2], both[:, :, 2:], new, new, cache_seqlens=20)
+    assert torch.equal(both[:, 20:23], torch.cat((new, new), 2))
 
 
 def test_a_compiled_call_refuses_a_leaf_too():

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "gpu_values.h"
 #include "lengths.h"
+#include "overlap.h"
 
 /* ---- q, k, v, out and gradients ------------------------------------------------------------------------------ */
 
@@ -385,44 +386,72 @@ static fa_status check_storages(const fa_call *c, fa_error *err) {
     return FA_OK;
 }
 
-static bool same_layout(const fa_tensor *x, const fa_tensor *y) {
+/* Do both tensors lie at one address, with the same sizes and strides? */
+static bool same_elements(const fa_tensor *x, const fa_tensor *y) {
     for (int64_t i = 0; i < x->ndim; i++)
         if (x->size[i] != y->size[i] || (x->size[i] > 1 && x->stride[i] != y->stride[i])) return false;
-    return x->dtype == y->dtype;
+    return x->data == y->data && x->dtype == y->dtype;
 }
 
-/* Checks that no part of the call overwrites memory that another part reads or writes. Keys and values may share one
- * cache if both get the same data. Each row of q is read before the same row of out is written, so out may be q. */
+static bool same_rows(const fa_tensor *x, const fa_tensor *y) {
+    for (int64_t i = 0; i < x->ndim - 1; i++)
+        if (x->size[i] > 1 && x->stride[i] != y->stride[i]) return false;
+    return true;
+}
+
+/* Are keys and values the same data, before and after the append? The narrower rows are columns of the wider rows. */
+static bool appends_one_cache(const fa_call *c) {
+    const int64_t bytes = bytes_of_dtype(c->k.dtype), d = c->k.size[c->k.ndim - 1], d_v = c->v.size[c->v.ndim - 1];
+    const int64_t first = (char *)c->v.data - (char *)c->k.data, wider = (d - d_v) * bytes;
+    return present(&c->k_new) && !present(&c->rotary_cos) && same_rows(&c->k, &c->v) &&
+           same_rows(&c->k_new, &c->v_new) && first == (char *)c->v_new.data - (char *)c->k_new.data &&
+           (wider >= 0 ? first >= 0 && first <= wider : first <= 0 && first >= wider);
+}
+
+/* Checks that no part of the call overwrites memory that another part reads or writes. Each row of q is read before the
+ * same row of out is written, so out may be q. The kernels read lengths and tables again while they write. */
 static fa_status check_apart(const fa_call *c, fa_error *err) {
     const fa_tensor *written[MAX_WRITTEN];
-    const fa_tensor *read[] = {&c->k, &c->v, &c->q, &c->out, &c->dout};
-    const bool backward = c->pass == FA_BWD;
-    const bool same_cache = present(&c->k_new) && c->k_new.data == c->v_new.data && !present(&c->rotary_cos);
+    const bool backward = c->pass == FA_BWD, appends = !backward && present(&c->k_new),
+               fp8 = c->q.dtype == fa_torch.e4m3;
+    const fa_tensor *read[] = {appends ? NULL : &c->k,
+                               appends ? NULL : &c->v,
+                               &c->q,
+                               &c->qv,
+                               &c->k_new,
+                               &c->v_new,
+                               backward ? &c->out : NULL,
+                               &c->dout,
+                               &c->softmax_lse,
+                               &c->alibi_slopes,
+                               &c->rotary_cos,
+                               &c->rotary_sin,
+                               &c->cu_seqlens_q,
+                               &c->cu_seqlens_k,
+                               &c->cu_seqlens_k_new,
+                               &c->seqused_q,
+                               &c->seqused_k,
+                               &c->seqlens_rotary,
+                               &c->leftpad_k,
+                               &c->cache_batch_idx,
+                               &c->block_table,
+                               fp8 ? &c->q_descale : NULL,
+                               fp8 ? &c->k_descale : NULL,
+                               fp8 ? &c->v_descale : NULL};
     for (int i = written_tensors(c, written) - 1; i >= 0; i--) {
         for (int j = 0; j < i; j++)
-            REQUIRE(!share_memory(written[i], written[j]) || (written[j] == &c->k && same_cache),
+            REQUIRE(!share_memory(written[i], written[j]) || (written[j] == &c->k && appends_one_cache(c)),
                     "%s and %s are both written and must not share memory", written[j]->name, written[i]->name);
-        for (int j = 0; j < (backward ? 5 : 2); j++)
-            REQUIRE(!share_memory(written[i], read[j]) || written[i] == read[j] || written[i] == &c->k ||
-                        written[i] == &c->v,
-                    "%s is written and must not share memory with %s, which is read", written[i]->name, read[j]->name);
+        for (size_t j = 0; j < sizeof read / sizeof *read; j++) {
+            if (!read[j] || !share_memory(written[i], read[j])) continue;
+            const bool is_out_with_q = written[i] == &c->out && read[j] == &c->q;
+            REQUIRE(is_out_with_q, "%s is written and must not share memory with %s, which is read", written[i]->name,
+                    read[j]->name);
+            REQUIRE(same_elements(&c->out, &c->q),
+                    "%s is written and must not share memory with q, unless it has q's address and strides",
+                    c->out.name);
+        }
     }
-    /* The kernels read these again while they write. */
-    const fa_tensor *small[] = {&c->cu_seqlens_q,     &c->cu_seqlens_k, &c->seqused_q,       &c->seqused_k,
-                                &c->leftpad_k,        &c->block_table,  &c->cache_batch_idx, &c->seqlens_rotary,
-                                &c->cu_seqlens_k_new, &c->softmax_lse};
-    for (int i = written_tensors(c, written) - 1; i >= 0; i--)
-        for (size_t j = 0; j < sizeof small / sizeof *small; j++)
-            REQUIRE(!ranges_meet(written[i], small[j]),
-                    "%s is written and must not share memory with %s, which is read", written[i]->name, small[j]->name);
-    const fa_tensor *appended[] = {&c->k_new, &c->v_new, &c->q};
-    for (int j = 0; j < 3 && !backward && present(&c->k_new); j++)
-        REQUIRE(!share_memory(appended[j], &c->k) && !share_memory(appended[j], &c->v),
-                "the caches are written and must not share memory with %s, which is read", appended[j]->name);
-    REQUIRE(backward || !share_memory(&c->out, &c->q) || same_layout(&c->out, &c->q),
-            "out is written and must not share memory with q, unless it has q's strides");
-    REQUIRE(backward || !share_memory(&c->out, &c->qv),
-            "out is written and must not share memory with %s, which is read", c->qv.name);
     return FA_OK;
 }
 

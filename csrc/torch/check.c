@@ -32,7 +32,7 @@ const char *device_words(int32_t device_type, int32_t device_idx, words *w) {
     return w->text;
 }
 
-static bool is_empty(const fa_tensor *t) {
+bool is_empty(const fa_tensor *t) {
     for (int64_t i = 0; i < t->ndim; i++)
         if (t->size[i] == 0) return true;
     return false;
@@ -59,7 +59,7 @@ bool overlaps_itself(const fa_tensor *t) {
     return false;
 }
 
-static int64_t bytes_of_dtype(int32_t dtype) {
+int64_t bytes_of_dtype(int32_t dtype) {
     if (dtype == fa_torch.f64 || dtype == fa_torch.i64) return 8;
     if (dtype == fa_torch.f32 || dtype == fa_torch.i32) return 4;
     return dtype == fa_torch.f16 || dtype == fa_torch.bf16 ? 2 : 1;
@@ -100,21 +100,6 @@ int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]) {
     for (int i = 0; i < MAX_WRITTEN; i++)
         if (present(candidates[i]) && !(candidates[i] == &c->out && c->fresh_out)) written[num++] = candidates[i];
     return num;
-}
-
-bool share_memory(const fa_tensor *x, const fa_tensor *y) {
-    return present(x) && present(y) && x->data == y->data && !is_empty(x) && !is_empty(y);
-}
-
-static uintptr_t end_of(const fa_tensor *t) {
-    int64_t elements = 1;
-    for (int64_t i = 0; i < t->ndim; i++) elements += (t->size[i] - 1) * t->stride[i];
-    return (uintptr_t)t->data + (uintptr_t)(elements * bytes_of_dtype(t->dtype));
-}
-
-bool ranges_meet(const fa_tensor *x, const fa_tensor *y) {
-    if (!present(x) || !present(y) || is_empty(x) || is_empty(y)) return false;
-    return (uintptr_t)x->data < end_of(y) && (uintptr_t)y->data < end_of(x);
 }
 
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err) {

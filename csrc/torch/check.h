@@ -35,6 +35,8 @@ static inline bool packs_k(const fa_call *c) { return present(&c->cu_seqlens_k) 
 bool last_dim_contiguous(const fa_tensor *t);
 bool contiguous(const fa_tensor *t);
 bool overlaps_itself(const fa_tensor *t);
+bool is_empty(const fa_tensor *t);
+int64_t bytes_of_dtype(int32_t dtype);
 
 /* Checks that the tensor's storage holds every element that its sizes and strides reach. */
 fa_status check_memory(const fa_tensor *t, fa_error *err);
@@ -46,11 +48,6 @@ fa_status check_no_gradient(const fa_tensor *t, bool may_be_computed, fa_error *
 /* Lists the caller's tensors that the call writes, at most three, and returns their number. */
 #define MAX_WRITTEN 3
 int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]);
-
-/* Do both tensors begin at the same element? Views that overlap elsewhere are not found. */
-bool share_memory(const fa_tensor *x, const fa_tensor *y);
-/* Do the addresses from the first to the last element of two tensors meet? */
-bool ranges_meet(const fa_tensor *x, const fa_tensor *y);
 
 /* Checks of device, rank and shape. dims is the symbolic shape that messages show. */
 fa_status check_device(const fa_tensor *t, const fa_tensor *q, fa_error *err);

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "cpu/combine.h"
 #include "gpu/combine.h"
+#include "overlap.h"
 
 #define OUT_DIMS "(batch_size, seqlen, num_heads, head_size)"
 #define LSE_DIMS "(num_splits, batch_size, seqlen, num_heads)"

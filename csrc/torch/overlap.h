@@ -1,0 +1,12 @@
+/* Do two tensors share memory? */
+#ifndef FA_TORCH_OVERLAP_H
+#define FA_TORCH_OVERLAP_H
+
+#include "call.h"
+
+/* Does any byte belong to an element of x and to an element of y? Views that interleave, such as q and k in a packed
+ * qkv, share none. The answer is exact unless the strides of x and y do not fit together: then it may be a false yes.
+ * An absent tensor shares nothing. */
+bool share_memory(const fa_tensor *x, const fa_tensor *y);
+
+#endif
