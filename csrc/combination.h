@@ -2,7 +2,9 @@
  *
  *   lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) out_i
  *
- * A part with lse_i = -inf counts for nothing, whatever its out_i holds. Without any other part out is 0, lse -inf. */
+ * A part with an infinite lse_i saw no key. It is -inf, or +inf if there were no keys at all. In flash-attn 2 it is
+ * always +inf. This part counts for nothing, whatever its out_i holds. Without any other part out is 0, lse -inf. A NaN
+ * in lse_i makes the row NaN. */
 #ifndef FA_COMBINATION_H
 #define FA_COMBINATION_H
 

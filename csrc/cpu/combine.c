@@ -8,11 +8,13 @@
 /* Fills the weight of every part and returns the row's lse. */
 static double weigh(const fa_combination *c, const float *lse, double *weights) {
     double max = -INFINITY, sum = 0;
-    for (int64_t i = 0; i < c->num_parts; i++)
-        if (lse[i * c->lse_stride_part] > max) max = lse[i * c->lse_stride_part];
     for (int64_t i = 0; i < c->num_parts; i++) {
         const float part = lse[i * c->lse_stride_part];
-        weights[i] = part == -INFINITY ? 0 : exp(part - max);
+        if (part > max && part < INFINITY) max = part;
+    }
+    for (int64_t i = 0; i < c->num_parts; i++) {
+        const float part = lse[i * c->lse_stride_part];
+        weights[i] = isinf(part) ? 0 : exp(part - max);
         sum += weights[i];
     }
     for (int64_t i = 0; i < c->num_parts && sum != 0; i++) weights[i] /= sum;

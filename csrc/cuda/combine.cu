@@ -2,8 +2,8 @@
  *
  *   lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) out_i
  *
- * A part with lse_i = -inf counts for nothing, whatever its out_i holds. One warp takes one row of one head. First each
- * lane takes every 32nd part, and the weights go to shared memory. Then each lane takes every 32nd column.
+ * A part with an infinite lse_i counts for nothing, whatever its out_i holds. One warp takes one row of one head. First
+ * each lane takes every 32nd part, and the weights go to shared memory. Then each lane takes every 32nd column.
  *
  * Specification: ../cpu/combine.c. */
 #include "combine_params.h"
@@ -24,11 +24,14 @@ DEVICE float weigh(const fa_combine_params &p, const float *lse, float *weights)
     const int lane = threadIdx.x % 32;
     const float inf = __int_as_float(0x7f800000);
     float max = -inf, sum = 0;
-    for (int i = lane; i < p.num_parts; i += 32) max = fmaxf(max, lse[i * p.lse_stride_part]);
+    for (int i = lane; i < p.num_parts; i += 32) {
+        const float part = lse[i * p.lse_stride_part];
+        if (part < inf) max = fmaxf(max, part);
+    }
     for (int step = 16; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(WHOLE_WARP, max, step));
     for (int i = lane; i < p.num_parts; i += 32) {
         const float part = lse[i * p.lse_stride_part];
-        weights[i] = part == -inf ? 0 : expf(part - max);
+        weights[i] = fabsf(part) == inf ? 0 : expf(part - max);
         sum += weights[i];
     }
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, step);

@@ -579,12 +579,12 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     Args:
         out_partial: fp32 ``[n, b, len, h, d]``, last dimension contiguous; n is at most 256.
         lse_partial: fp32 ``[n, b, len, h]`` with rows (the dimension of len) side by side in memory. A part whose lse
-            is -inf counts for nothing.
+            is infinite, of either sign, saw no key and counts for nothing.
         out: ``[b, len, h, d]`` to write; None: a new tensor.
         out_dtype: fp32 (the default), fp16 or bf16.
     Returns:
         ``(out, lse)``: lse is fp32 ``[b, len, h]``, a transposed view of memory ``[b, h, len]``. If every part has an
-        lse of -inf, out is 0 and lse is -inf.
+        infinite lse, out is 0 and lse is -inf. A NaN in lse_partial makes the row NaN.
     Raises:
         RuntimeError: the message names the argument that does not fit, what came and what is allowed.
     There are no gradients.

@@ -1,5 +1,5 @@
 /* cuda/combine.cu, compiled for the CPU, against cpu/combine.c. Random cases: odd strides between guarded pages, parts
- * that count for nothing and hold NaN, rows without parts. */
+ * that count for nothing and hold NaN, rows without parts, an lse of NaN. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <setjmp.h>
@@ -61,11 +61,13 @@ static void check_case(bool at_end) {
     const int64_t num_lse = c.num_parts * c.lse_stride_part - (c.lse_stride_h - c.len);
     float *parts = guarded_alloc((size_t)num_out * 4, 4, at_end), *lse = guarded_alloc((size_t)num_lse * 4, 4, at_end);
     for (int64_t i = 0; i < num_out; i++) parts[i] = number();
-    for (int64_t i = 0; i < num_lse; i++) lse[i] = below(4) ? 5 * number() : -INFINITY;
-    for (int64_t i = 0; i < c.num_parts; i++) lse[i * c.lse_stride_part] = -INFINITY; /* a row without parts */
+    for (int64_t i = 0; i < num_lse; i++) lse[i] = below(4) ? 5 * number() : below(2) ? INFINITY : -INFINITY;
+    for (int64_t i = 0; i < c.num_parts; i++) lse[i * c.lse_stride_part] = i % 2 ? INFINITY : -INFINITY; /* no part */
+    const bool has_nan = c.b * c.len > 1 && below(2);
+    if (has_nan) lse[c.b > 1 ? c.lse_stride_b : 1] = NAN;
     for (int64_t at = 0; at < c.num_parts * c.b * c.len * c.h; at++) {
         const int64_t head = at % c.h, row = at / c.h % c.len, b = at / c.h / c.len % c.b, i = at / c.h / c.len / c.b;
-        if (lse[i * c.lse_stride_part + b * c.lse_stride_b + head * c.lse_stride_h + row] == -INFINITY)
+        if (isinf(lse[i * c.lse_stride_part + b * c.lse_stride_b + head * c.lse_stride_h + row]))
             parts[i * c.stride_part + b * c.stride_b + row * c.stride_row + head * c.stride_h] = NAN;
     }
     c.out_partial = parts, c.lse_partial = lse;
@@ -78,15 +80,21 @@ static void check_case(bool at_end) {
     assert_true(fa_cpu_combine(&c, &pool));
     if (fa_cuda_combine(&on_gpu, &err)) fail_msg("%s", err.text);
     const int64_t rows = c.b * c.len * c.h;
-    for (int64_t i = 0; i < rows; i++)
-        assert_true(c.lse[i] == on_gpu.lse[i] || fabsf(c.lse[i] - on_gpu.lse[i]) < 1e-5f * (1 + fabsf(c.lse[i])));
+    int64_t num_nan = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        num_nan += isnan(c.lse[i]);
+        assert_true(isnan(c.lse[i])
+                        ? isnan(on_gpu.lse[i])
+                        : c.lse[i] == on_gpu.lse[i] || fabsf(c.lse[i] - on_gpu.lse[i]) < 1e-5f * (1 + fabsf(c.lse[i])));
+    }
+    assert_int_equal(num_nan, has_nan);
     assert_true(c.lse[0] == -INFINITY && fa_load_element(c.out.data, 0, c.dtype) == 0);
     const double rounding = c.dtype == FA_BF16 ? 0x1p-7 : c.dtype == FA_F16 ? 0x1p-10 : 1e-5;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t col = 0; col < c.d; col++) {
             const double x = fa_load_element(c.out.data, i * c.out.stride_h + col, c.dtype);
             const double y = fa_load_element(on_gpu.out.data, i * c.out.stride_h + col, c.dtype);
-            assert_true(fabs(x - y) <= rounding * fabs(x) + 1e-5);
+            assert_true(isnan(x) ? isnan(y) : fabs(x - y) <= rounding * fabs(x) + 1e-5);
         }
     const size_t bytes = (size_t)(rows * c.out.stride_h) * fa_dtype_bytes(c.dtype), gap = fa_dtype_bytes(c.dtype);
     if (at_end && c.d < c.out.stride_h) /* elements between rows stay */

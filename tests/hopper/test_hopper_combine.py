@@ -5,6 +5,8 @@ import torch
 from flash_attn_3.flash_attn_interface import flash_attn_combine, flash_attn_func
 from oracle3 import INF, attention
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
 
 def make(n, b, rows, h, d, views=False):
     """Parts, and lse with rows side by side; with views both are slices of larger tensors."""
@@ -42,9 +44,25 @@ def test_combine(sizes, n, dtype):
     torch.testing.assert_close(total.double(), true_total, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_without_parts_is_zero():
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_infinite_lse_is_that_of_no_key(device):
+    """flash_attn_func says +inf if there are no keys at all, and flash_attn 2 says +inf for every row without keys."""
+    q, k, v = torch.randn(1, 9, 2, 32), torch.randn(1, 30, 2, 32), torch.randn(1, 30, 2, 32)
+    results = [flash_attn_func(q, k[:, cut], v[:, cut], return_attn_probs=True) for cut in (slice(0), slice(0, 30))]
+    assert (results[0][1] == INF).all()
+    parts, lse = torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results]).transpose(2, 3)
+    parts[0] = float("nan")
+    out, total = flash_attn_combine(parts.to(device), lse.to(device))
+    assert torch.equal(out.cpu(), parts[1]) and torch.equal(total.cpu(), lse[1])
+    lse[1, :, 4] = float("nan")
+    out, total = flash_attn_combine(parts.to(device), lse.to(device))
+    assert torch.equal(total.isnan().cpu(), lse[1].isnan()) and torch.equal(out[..., 0].isnan().cpu(), lse[1].isnan())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_row_without_parts_is_zero(sign):
     parts, lse = make(3, 1, 2, 1, 8)
-    lse[:, :, 0] = -INF
+    lse[:, :, 0] = sign * INF
     out, total = flash_attn_combine(parts, lse)
     assert (out[:, 0] == 0).all() and (total[:, 0] == -INF).all() and (out[:, 1] != 0).any()
 
