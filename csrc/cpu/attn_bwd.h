@@ -228,7 +228,7 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .list = &list,
                    .threads = plan->cpu.threads,
                    .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
-                   .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
+                   .scale = score_scale(p, 0, 0),
                    .softcap = (float)(p->softcap * LOG2_E),
                    .kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f,
                    .drops = p->dropout_p > 0 && p->keep_max < 255};

@@ -27,6 +27,12 @@
 
 /* ---- softmax ---- */
 
+/* FA_E4M3: the products come without their scale, which contains the descales of their head. */
+static void scale_by_heads(decode_task *t) {
+    for (int64_t at = 0; at < t->num_keys * t->lanes; at += LANES)
+        vec_store(t->scores + at, vec_mul(vec_load(t->scores + at), vec_load(t->scale + at % t->lanes)));
+}
+
 static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
     const fa_problem *p = t->p;
     const int64_t g = p->h / p->h_kv, n = t->num_keys;
@@ -86,19 +92,13 @@ static void add_value(decode_task *t, int64_t key) {
 
 /* ---- a task ---- */
 
-/* Packs Q into vectors, with the rows of a head side by side. FA_E4M3: Q is multiplied by its descale and K's. */
+/* Packs Q into vectors, with the rows of a head side by side. */
 INLINE void pack_queries(decode_task *t, const char *const *rows, fa_dtype DTYPE) {
     const int64_t step = LANES * WORD_ELEMS, head_words = t->rows * t->q_columns / WORD_ELEMS;
     for (int64_t lane = 0; lane < t->num_heads * t->rows; lane++) {
         float *q = t->q + lane / t->rows * head_words + lane % t->rows * LANES;
-        const int64_t b_idx = t->s.b_idx, head_kv = t->head_kv + lane / t->rows;
-        float descale = 1.0f;
-        if (DTYPE == FA_E4M3)
-            descale = fa_descale_of(&t->p->q_descale, b_idx, head_kv) * fa_descale_of(&t->p->k_descale, b_idx, head_kv);
-        for (int64_t elem = 0; elem < t->p->d; elem += step, q += t->rows * LANES) {
-            const vec words = load_row_words(rows[lane], elem, t->p->d, DTYPE);
-            vec_store(q, DTYPE == FA_E4M3 ? vec_mul(words, vec_set(descale)) : words);
-        }
+        for (int64_t elem = 0; elem < t->p->d; elem += step, q += t->rows * LANES)
+            vec_store(q, load_row_words(rows[lane], elem, t->p->d, DTYPE));
     }
 }
 
@@ -128,6 +128,7 @@ static void open_task(decode_task *t) {
         t->row_max[lane] = -INFINITY;
         t->row_sum[lane] = 0.0f;
         t->slope[lane] = 0.0f;
+        t->scale[lane] = exists && p->dtype == FA_E4M3 ? score_scale(p, t->s.b_idx, head / g) : 1.0f;
         if (exists && p->alibi_slopes)
             t->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + head] * LOG2_E);
     }
@@ -148,6 +149,7 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
         for (int64_t i = 2 * n + next; i <= 2 * n + t->ahead; i++) t->stream[i] = t->stream[i - 1];
         float alpha[DECODE_MAX_LANES];
         t->job->patches.scores(t);
+        if (p->dtype == FA_E4M3) scale_by_heads(t);
         softmax_of_block(t, alpha);
         rescale_output(t, alpha);
         t->job->patches.values(t);
@@ -251,7 +253,7 @@ static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
                       .columns = fa_decode_columns(p),
                       .q_columns = fa_decode_q_columns(p),
                       .partial_floats = fa_decode_partial_floats(p),
-                      .scale = (float)(p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E),
+                      .scale = p->dtype == FA_E4M3 ? 1.0f : score_scale(p, 0, 0),
                       .softcap = (float)(p->softcap * LOG2_E)};
     job.heads_per_task = fa_decode_heads_per_task(p, job.num_partials, plan->cpu.decode_threads);
     const int64_t num_tasks = job.num_partials * ((p->h_kv + job.heads_per_task - 1) / job.heads_per_task);

@@ -410,14 +410,6 @@ static void fetch_block(const fwd_task *t) {
     fetch_now(rows, t->tiles[0].lanes, row_bytes);
 }
 
-/* The scale of the product: scores in units of log2, or with softcap in units of softcap. */
-static float score_scale(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
-    double scale = p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E;
-    if (p->dtype == FA_E4M3)
-        scale *= (double)fa_descale_of(&p->q_descale, b_idx, head_kv) * fa_descale_of(&p->k_descale, b_idx, head_kv);
-    return (float)scale;
-}
-
 static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     const fa_fwd_layout *l = &job->layout;
     fwd_task t = {.job = job,

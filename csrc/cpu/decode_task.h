@@ -49,7 +49,7 @@ typedef struct decode_task {
     int64_t k_head_bytes, v_head_bytes, row_bytes, v_row_bytes; /* row_bytes: a row of K */
 
     float row_max[DECODE_MAX_LANES], row_sum[DECODE_MAX_LANES];
-    float slope[DECODE_MAX_LANES];
+    float slope[DECODE_MAX_LANES], scale[DECODE_MAX_LANES]; /* scale: of FA_E4M3, otherwise in the job */
     _Alignas(64) float q[4096]; /* [heads][q_columns / WORD_ELEMS / LANES][rows][LANES] words */
     _Alignas(64) float scores[FA_DECODE_BLOCK * DECODE_MAX_LANES]; /* [keys][lanes] */
 } decode_task;

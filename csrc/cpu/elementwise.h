@@ -11,9 +11,19 @@
 
 #include "dropout.h"
 #include "product.h"
+#include "sequence.h"
 
 #define LOG2_E 1.44269504088896341
 #define LN_2   0.693147180559945309
+
+/* The scale of the product: scores in units of log2, or with softcap in units of softcap. FA_E4M3: the descales of q
+ * and k belong to the scale, so that no product of stored numbers can overflow. */
+INLINE float score_scale(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
+    double scale = p->softcap > 0 ? p->scale / p->softcap : p->scale * LOG2_E;
+    if (p->dtype == FA_E4M3)
+        scale *= (double)fa_descale_of(&p->q_descale, b_idx, head_kv) * fa_descale_of(&p->k_descale, b_idx, head_kv);
+    return (float)scale;
+}
 
 /* tanh as a P(a^2) / Q(a^2). The coefficients minimise the relative error up to `last`, where the quotient is exactly
  * 1. Degree 4 has an error of 3e-7, nearly all of it rounding. Degree 3, for bf16, has an error of 2e-6. */

@@ -17,10 +17,12 @@
  *   some visible score is finite     a score of -inf has p = 0; 0 times an infinite element of k, v, q or dout is NaN
  *   some score is +inf or NaN        o and lse are NaN, and everything that the backward adds for the row is NaN
  *
- * FA_E4M3: q, k and v are multiplied by their descales first, and o is bf16. There is no backward, and none for qv.
+ * FA_E4M3: q.k and the sum over v are those of the stored numbers. The score is (scale q_descale k_descale) q.k, with
+ * one scale in brackets. The factor of o_i is v_descale / sum_j exp(s_ij). So nothing overflows unless the scale, a
+ * score or o_i does. o is bf16. There is no qv and no backward.
  *
  * If tensors are not fp64, the kernels hold scores as fp32 in units of log2. A score that overflows fp32 in these units
- * is infinite in the reference, too.
+ * is infinite in the reference, too. So is the scale of FA_E4M3.
  *
  * Sums over rows run over all g query heads of the key's head. No intermediate result is stored, so scores are computed
  * twice, and a few rows on the stack are all the memory. One call of one task computes an output row, so the threads
@@ -50,10 +52,6 @@ static void store_row(void *data, int64_t offset, const row src, double factor, 
     for (int64_t i = 0; i < n; i++) fa_store_element(data, offset + i, src[i] * factor, dtype);
 }
 
-static void scale_row(double *x, double factor, int64_t n) {
-    for (int64_t i = 0; i < n; i++) x[i] *= factor;
-}
-
 static double dot(const double *x, const double *y, int64_t n) {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
@@ -71,20 +69,27 @@ typedef struct {
     fa_sequence s;
     int64_t head, head_kv;
     double slope;
-    double q_descale, k_descale, v_descale; /* 1 unless the tensors are FA_E4M3 */
-    uint64_t stream;                        /* stream of the dropout generator */
+    double scale;     /* of the scores; FA_E4M3: times the descales of q and k */
+    double v_descale; /* 1 unless the tensors are FA_E4M3 */
+    uint64_t stream;  /* stream of the dropout generator */
 } head_view;
+
+/* The scale of the scores of one head. It is infinite if it overflows fp32 in the kernels' units: log2, or softcap. */
+static double scale_at(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
+    if (p->dtype != FA_E4M3) return p->scale;
+    const double q_descale = fa_descale_of(&p->q_descale, b_idx, head_kv);
+    const double scale = p->scale * (q_descale * fa_descale_of(&p->k_descale, b_idx, head_kv));
+    return fabs(scale) / (p->softcap > 0 ? p->softcap : LN_2) > FLT_MAX ? copysign(INFINITY, scale) : scale;
+}
 
 static head_view head_view_at(const fa_problem *p, int64_t b_idx, int64_t head) {
     const int64_t head_kv = head / (p->h / p->h_kv);
-    const bool is_scaled = p->dtype == FA_E4M3;
     return (head_view){.p = p,
                        .s = fa_sequence_at(p, b_idx),
                        .head = head,
                        .head_kv = head_kv,
-                       .q_descale = is_scaled ? fa_descale_of(&p->q_descale, b_idx, head_kv) : 1,
-                       .k_descale = is_scaled ? fa_descale_of(&p->k_descale, b_idx, head_kv) : 1,
-                       .v_descale = is_scaled ? fa_descale_of(&p->v_descale, b_idx, head_kv) : 1,
+                       .scale = scale_at(p, b_idx, head_kv),
+                       .v_descale = p->dtype == FA_E4M3 ? fa_descale_of(&p->v_descale, b_idx, head_kv) : 1,
                        .slope = p->alibi_slopes ? p->alibi_slopes[b_idx * p->alibi_stride_b + head] : 0,
                        .stream = fa_dropout_stream(p->offset, b_idx, p->h, head)};
 }
@@ -99,18 +104,15 @@ static void load_query_row(row dst, const head_view *a, const fa_view *view, int
 static void load_query(query_row dst, const head_view *a, int64_t i) {
     const fa_problem *p = a->p;
     load_query_row(dst, a, &p->q, i, p->d);
-    if (a->q_descale != 1) scale_row(dst, a->q_descale, p->d);
     if (p->qv.data) load_query_row(dst + p->d, a, &p->qv, i, p->d_v);
 }
 
 static void load_key(row dst, const head_view *a, int64_t j) {
     load_row(dst, a->p->k.data, fa_key_offset(a->p, &a->p->k, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
-    if (a->k_descale != 1) scale_row(dst, a->k_descale, a->p->d);
 }
 
 static void load_value(row dst, const head_view *a, int64_t j) {
     load_row(dst, a->p->v.data, fa_key_offset(a->p, &a->p->v, &a->s, j, a->head_kv), a->p->d_v, a->p->dtype);
-    if (a->v_descale != 1) scale_row(dst, a->v_descale, a->p->d_v);
 }
 
 /* A score is infinite if it overflows fp32 in units of log2. */
@@ -125,7 +127,7 @@ static double score(const head_view *a, const query_row q, const row k, const ro
     double qk = dot(q, k, p->d), s;
     if (p->qv.data) qk += dot(q + p->d, v, p->d_v);
     if (p->dtype != FA_F64 && fabs(qk) > FLT_MAX) qk = copysign(INFINITY, qk);
-    s = p->scale * qk;
+    s = a->scale * qk;
     *capped = 0;
     if (p->softcap > 0) {
         *capped = tanh(s / p->softcap);
@@ -183,7 +185,7 @@ static void forward_row(const head_view *a, int64_t i) {
     }
     bool is_empty = sum == 0; /* no key, or no key with a score above -inf */
     if (is_empty) memset(o, 0, sizeof o);
-    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : 1 / sum, p->d_v,
+    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : a->v_descale / sum, p->d_v,
               fa_output_dtype(p->dtype));
     *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? p->empty_lse : (float)(largest + log(sum));
 }

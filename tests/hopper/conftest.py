@@ -15,11 +15,17 @@ def same_numbers():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["reference", None], ids=["reference", "best"])
-def engine(request):
-    """The kernels of the CPU: the specification, and the best that this machine has."""
+@pytest.fixture
+def set_isa():
+    """A function that limits the kernels of the CPU to an instruction set; None: the best that this machine has."""
     from flash_attn_3 import _C
 
-    _C.set_cpu_isa(request.param)
-    yield request.param
+    yield _C.set_cpu_isa
     _C.set_cpu_isa(None)
+
+
+@pytest.fixture(params=["reference", None], ids=["reference", "best"])
+def engine(request, set_isa):
+    """The kernels of the CPU: the specification, and the best that this machine has."""
+    set_isa(request.param)
+    return request.param

@@ -1,7 +1,10 @@
 """flash_attn_func, flash_attn_varlen_func and flash_attn_qkvpacked_func of flash_attn_3 against the formula in fp64."""
 
+from itertools import product
+
 import pytest
 import torch
+from flash_attn_3 import _C
 from flash_attn_3.flash_attn_interface import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -120,6 +123,37 @@ def test_fp8(engine, d, given):
     assert out.dtype == torch.bfloat16
     assert_close(out, truth, plain)
     assert_lse(lse, true_lse)
+
+
+@pytest.mark.parametrize("other", sorted(set(_C.cpu_isas()) - {"reference"}))
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("len_q", [1, 40], ids=["decode", "forward"])
+def test_extreme_descales(set_isa, len_q, softcap, other):
+    """The scale and the descales of q and k are one factor of sums that cannot overflow. Only the factor and the scores
+    can. All engines agree where they do, because whole numbers have exact sums."""
+    sizes = (len_q, 4), (50, 2), (50, 2)
+    q, k, v = (torch.randint(-2, 3, (2, length, h, 32)).float().to(E4M3) for length, h in sizes)
+    seen = set()
+    for scale, q_factor, k_factor, v_factor in product(
+        (1e-30, 0.125, 1e30), (2e-38, 1.0, 3e38, INF, 0.0), (2e-38, 1e30, INF), (1e-30, 1e36)
+    ):
+        if softcap and scale > 1e30 * softcap:
+            continue
+        descales = {f"{x}_descale": torch.full((2, 2), y) for x, y in zip("qkv", (q_factor, k_factor, v_factor))}
+        descales["q_descale"][1, 0] = descales["k_descale"][1, 0] = 1
+        results = []
+        for name in ("reference", other):
+            set_isa(name)
+            results.append(
+                flash_attn_func(
+                    q, k, v, softmax_scale=scale, softcap=softcap, causal=True, return_attn_probs=True, **descales
+                )
+            )
+        (out, lse), (fast, fast_lse) = results
+        assert_equal(fast_lse, lse, rtol=1e-5, atol=1e-4, equal_nan=True)
+        assert_equal(fast.float(), out.float(), rtol=2e-2, atol=1e-2 * v_factor, equal_nan=True)
+        seen |= {"nan" if lse[0].isnan().any() else "huge" if (lse[0].abs() > 1e5).any() else "plain"}
+    assert seen == {"nan", "plain"} | ({"huge"} if not softcap else set())
 
 
 def test_descales_are_ignored_unless_fp8():
