@@ -1,0 +1,86 @@
+"""What every function does with its arguments before an op is called, and the call of an op."""
+
+import torch
+from torch.autograd import forward_ad
+
+from flash_attn_3._ops import _C
+
+
+def maybe_contiguous(x):
+    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy."""
+    if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
+        return x.contiguous()
+    return x
+
+
+def round_multiple(x, m):
+    """Rounds ``x`` up to a multiple of ``m``."""
+    return (x + m - 1) // m * m
+
+
+def as_int(x, name):
+    """Returns a Python integer or None. A tensor of one element gives its value; a CUDA tensor waits for the device."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.numel() != 1:
+        raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
+    return x.item()
+
+
+def as_window(window_size):
+    """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be (left, right), two integers; it is {window_size!r}") from None
+    return as_int(left, "window_size"), as_int(right, "window_size")
+
+
+def as_table(table, q):
+    """Returns a table of the rotary embedding. One of FP8, beside a q of FP8, becomes bf16, which changes no value."""
+    fp8 = torch.float8_e4m3fn
+    if isinstance(q, torch.Tensor) and isinstance(table, torch.Tensor) and q.dtype == table.dtype == fp8:
+        return table.to(torch.bfloat16)
+    return table
+
+
+def check_tensors(**tensors):
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor; it is of type {type(x).__name__}")
+
+
+def distinct(*arguments):
+    """Returns the arguments. While compiling, a repeated tensor is replaced by a view of itself.
+
+    torch.compile refuses an autograd.Function if two arguments are the same tensor, like cu_seqlens of self attention.
+    """
+    if not torch.compiler.is_compiling():
+        return arguments
+    distinct = []
+    for x in arguments:
+        repeated = isinstance(x, torch.Tensor) and any(x is y for y in distinct)
+        distinct.append(x.view_as(x) if repeated else x)
+    return distinct
+
+
+def _refuse_tangents(arguments):
+    """The dispatcher would drop the tangents of forward-mode derivatives without a word."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("flash_attn_3 has no jvp: there is no forward-mode derivative of attention")
+
+
+def call_op(op, *arguments):
+    """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(arguments)
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        exception = _C.mended_exception(error)
+        if exception is error:
+            raise
+        raise exception from None

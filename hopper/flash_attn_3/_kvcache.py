@@ -1,0 +1,149 @@
+"""``flash_attn_with_kvcache``, and the hint that upstream computes for it."""
+
+import warnings
+
+import torch
+
+from flash_attn_3._arguments import as_int, as_table, as_window, call_op, check_tensors, maybe_contiguous
+from flash_attn_3._ops import _C, ops, output_dtype
+
+
+def _check_cache(name, cache):
+    """Checks a cache. A cache is written in place, so it is never copied to suit the op."""
+    if cache.dim() > 0 and cache.stride(-1) != 1 and cache.shape[-1] > 1:
+        raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
+
+
+_has_warned = False
+
+
+def _warn_of_gradients(*tensors):
+    """Warns once if ``flash_attn_with_kvcache`` drops gradients that an input requires."""
+    global _has_warned
+    if torch.compiler.is_compiling() or _has_warned or not torch.is_grad_enabled():
+        return
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        _has_warned = True
+        warnings.warn(
+            "flash_attn_with_kvcache has no backward: its result requires no grad, although an input does. Call it "
+            "under torch.no_grad(), or flash_attn_func for gradients.",
+            stacklevel=3,
+        )
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    """One step of decoding: appends to a cache of keys and values, then attends over the cache.
+
+    If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary
+    embedding, if there is one, rotates k before. Then q attends to rows ``cache_leftpad`` to
+    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. With len_q = 2,
+    cache_seqlens = 2, len_new = 2, causal:
+
+        cached  new
+         x x    x .
+         x x    x x
+
+    Args:
+        q: ``[b, len_q, h, d]``, or ``[total_q, h, d]`` with cu_seqlens_q and max_seqlen_q. Its dtype is that of the
+            cache.
+        k_cache, v_cache: ``[b_cache, capacity, h_kv, d]`` and ``[.., d_v]``, or pages ``[num_pages, page_size, h_kv,
+            d]`` with page_table. Last dimension contiguous.
+        k, v: ``[b, len_new, h_kv, d]`` and ``[.., d_v]``: keys and values to append; need cache_seqlens. With
+            cu_seqlens_k_new ``[total_new, h_kv, d]``.
+        qv: like q with d_v columns; see ``flash_attn_func``.
+        rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]`` in the dtype of q; for FP8 also in bf16. They rotate the
+            first rotary_dim dimensions of k and q. Row t of k rotates by position ``offset + t``. With causal, a window
+            or a chunk, row t of q does so too. Otherwise every row of q rotates by offset. The tensor q itself is not
+            changed. Positions past the last row are not rotated.
+        cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
+        cache_batch_idx: int32 ``[b]``: the cache row (of page_table, if paged) of each batch entry; None: the same.
+        cache_leftpad: int32 ``[b]``: first row in use; None: 0.
+        page_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
+        cu_seqlens_q, cu_seqlens_k_new: int32 ``[b + 1]``: 0, then the running sums of the lengths.
+        max_seqlen_q: at least the longest length of packed queries.
+        rotary_seqlens: int32 ``[b]``: the offsets of the rotary embedding; None: cache_seqlens.
+        rotary_interleaved: rotate pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..
+        scheduler_metadata: the result of ``get_scheduler_metadata``, a hint that changes no result.
+        num_splits: parts into which the keys of one row are split, at most 256; 0: the plan decides.
+        return_softmax_lse: return ``(out, softmax_lse)``.
+        The others: see ``flash_attn_func``, with the keys of each sequence in place of len_kv.
+    Returns:
+        ``out``, like q with d_v columns, and on request softmax_lse, fp32 ``[b, h, len_q]`` or ``[h, total_q]``.
+    Raises:
+        AssertionError: the last dimension of a cache is not contiguous.
+        RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
+    There are no gradients. If an input requires a gradient, one warning says so.
+    Source: FlashAttention-3, arXiv 2407.08608; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
+    """
+    if rotary_cos is None and rotary_sin is None:
+        rotary_seqlens = None
+    else:
+        rotary_cos, rotary_sin = as_table(rotary_cos, q), as_table(rotary_sin, q)
+    if not torch.compiler.is_compiling():
+        attend = _C.direct_kvcache_forward if return_softmax_lse else _C.direct_kvcache_attention
+        results = attend(
+            q, k_cache, v_cache, k, v, qv, cu_seqlens_q, cu_seqlens_k_new, cache_seqlens, max_seqlen_q, page_table,
+            cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale, v_descale,
+            softmax_scale, causal, window_size, attention_chunk, softcap, rotary_interleaved, scheduler_metadata,
+            num_splits, pack_gqa, sm_margin,
+        )  # fmt: skip
+        if results is not None:
+            return results
+    _warn_of_gradients(q, k_cache, v_cache, k, v, qv)
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_cache("k_cache", k_cache)
+    _check_cache("v_cache", v_cache)
+    q = maybe_contiguous(q)
+    if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
+        raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
+    if isinstance(cache_seqlens, (int, torch.SymInt)):
+        b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
+    elif cache_seqlens is not None:
+        check_tensors(cache_seqlens=cache_seqlens)
+    out = q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]), dtype=output_dtype(q))
+    left, right = as_window(window_size)
+    softmax_lse = call_op(
+        ops._fwd_kvcache.default, q, k_cache, v_cache, *map(maybe_contiguous, (k, v, qv)), out,
+        *map(maybe_contiguous, (cu_seqlens_q, cu_seqlens_k_new, cache_seqlens)), as_int(max_seqlen_q, "max_seqlen_q"),
+        *map(maybe_contiguous, (page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, rotary_seqlens)),
+        q_descale, k_descale, v_descale, softmax_scale, causal, left, right, attention_chunk, softcap,
+        rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
+    )  # fmt: skip
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
+    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
+    num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """Returns a hint for ``flash_attn_with_kvcache`` calls with the same sizes and options.
+
+    The plans of this package are made in a microsecond and need no hint. So the result holds nothing, and a call with
+    the hint equals the call without it.
+
+    Args:
+        cache_seqlens: int32 ``[batch_size]``, on the device of the calls.
+        The others: those of the calls; headdim_v None: headdim; page_size None: not paged.
+    Returns:
+        An int32 tensor of one dimension on the device of cache_seqlens.
+    Raises:
+        RuntimeError: the message names the argument that does not fit.
+    """
+    check_tensors(cache_seqlens=cache_seqlens)
+    left, right = as_window(window_size)
+    return call_op(
+        ops.get_scheduler_metadata.default, batch_size, as_int(max_seqlen_q, "max_seqlen_q"),
+        as_int(max_seqlen_k, "max_seqlen_k"), num_heads_q, num_heads_kv, headdim,
+        headdim if headdim_v is None else headdim_v, qkv_dtype, maybe_contiguous(cache_seqlens), cu_seqlens_q, None,
+        cu_seqlens_k_new, None, cache_leftpad, page_size, max_seqlen_k_new, causal, left, right, attention_chunk,
+        has_softcap, num_splits, pack_gqa, sm_margin,
+    )  # fmt: skip
