@@ -27,7 +27,21 @@ typedef struct {
 /* Returns the results of a call, or None if the op must be called. NULL: there is an exception. */
 PyObject *fa_call_directly(fa_direct_function *function, PyObject *args);
 
-/* The extension's direct functions: direct_2.c or direct_3.c. */
+/* The extension's direct functions: direct_2.c or direct_3.c. Each file lists its functions as X(name, arguments for
+ * Python, results, op with these arguments, torch's op that the function replaces, whether out alone is returned,
+ * gradients). The list makes the functions, and the table of them. */
 extern PyMethodDef fa_direct_functions[];
+
+/* clang-format off */
+#define FA_DIRECT_FUNCTION(name, arguments, results, op, instead_of, only_out, gradients)     \
+    static PyObject *call_##name(PyObject *self, PyObject *args) {                            \
+        static fa_direct_function function = FA_DIRECT(op, instead_of, only_out, gradients);  \
+        (void)self;                                                                           \
+        return fa_call_directly(&function, args);                                             \
+    }
+
+#define FA_DIRECT_METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
+    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
+/* clang-format on */
 
 #endif

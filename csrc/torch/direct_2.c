@@ -14,8 +14,6 @@
 #define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
 #define OF_THE_OP "the op's arguments"
 
-/* X(name, arguments for Python, results, op with these arguments, torch's op that the function replaces,
- *   whether out alone is returned, gradients). */
 #define FUNCTIONS(X)                                                                                               \
     X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, FA_GRADIENTS_NEED_LSE)                             \
     X(varlen_attention, VARLEN, WITH_LSE, "_varlen_forward", PACKED, true, FA_GRADIENTS_NEED_LSE)                  \
@@ -29,15 +27,6 @@
     X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, FA_GRADIENTS_IGNORED)
 
 /* clang-format off */
-#define FUNCTION(name, arguments, results, op, instead_of, only_out, gradients)                  \
-    static PyObject *call_##name(PyObject *self, PyObject *args) {                               \
-        static fa_direct_function function = FA_DIRECT(op, instead_of, only_out, gradients);     \
-        (void)self;                                                                              \
-        return fa_call_directly(&function, args);                                                \
-    }
-FUNCTIONS(FUNCTION)
-
-#define METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
-    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
-PyMethodDef fa_direct_functions[] = {FUNCTIONS(METHOD) {NULL, NULL, 0, NULL}};
+FUNCTIONS(FA_DIRECT_FUNCTION)
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(FA_DIRECT_METHOD) {NULL, NULL, 0, NULL}};
 /* clang-format on */

@@ -12,8 +12,6 @@
 #define OF_KVCACHE "the arguments of _fwd_kvcache but out"
 #define WITH_LSE   "out, with gradients to record (out, softmax_lse)"
 
-/* X(name, arguments for Python, results, op with these arguments, torch's op that the function replaces,
- *   whether out alone is returned, gradients). */
 #define FUNCTIONS(X)                                                                                      \
     X(attention, OF_FORWARD, WITH_LSE, "_forward", FORWARD, true, FA_GRADIENTS_NEED_LSE)                  \
     X(forward, OF_FORWARD, "(out, softmax_lse)", "_forward", FORWARD, false, FA_GRADIENTS_IGNORED)        \
@@ -22,15 +20,6 @@
     X(backward, "the op's arguments", "softmax_d", BACKWARD, BACKWARD, false, FA_GRADIENTS_IGNORED)
 
 /* clang-format off */
-#define FUNCTION(name, arguments, results, op, instead_of, only_out, gradients)                  \
-    static PyObject *call_##name(PyObject *self, PyObject *args) {                               \
-        static fa_direct_function function = FA_DIRECT(op, instead_of, only_out, gradients);     \
-        (void)self;                                                                              \
-        return fa_call_directly(&function, args);                                                \
-    }
-FUNCTIONS(FUNCTION)
-
-#define METHOD(name, arguments, results, op, instead_of, only_out, gradients) \
-    {"direct_" #name, call_##name, METH_VARARGS, "direct_" #name "(" arguments ") -> " results "; None: call the op"},
-PyMethodDef fa_direct_functions[] = {FUNCTIONS(METHOD) {NULL, NULL, 0, NULL}};
+FUNCTIONS(FA_DIRECT_FUNCTION)
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(FA_DIRECT_METHOD) {NULL, NULL, 0, NULL}};
 /* clang-format on */
