@@ -1,9 +1,48 @@
-"""``flash_attn_combine``."""
+"""``flash_attn_combine`` and its gradient."""
 
 import torch
 
 from flash_attn_3._arguments import call_op
-from flash_attn_3._ops import ops
+from flash_attn_3._ops import ops, register_once
+
+_combine_op = ops._combine.default
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2], output[1])
+
+
+def _gradients(ctx, dout, dlse):
+    """Differentiates the formula of ``flash_attn_combine``. w is the weight of a part, lse that of the result:
+
+        w_i = exp(lse_i - lse),  dout_i = w_i dout,  dlse_i = w_i (dlse + dout.out_i - sum_j w_j dout.out_j)
+
+    These are PyTorch's operators, so second derivatives exist. A part that counts for nothing has a gradient of 0,
+    whatever it holds.
+    """
+    parts, lse_parts, lse = ctx.saved_tensors
+    counts = ~lse_parts.isinf()
+    weights = torch.where(counts, torch.exp(torch.where(counts, lse_parts - lse, 0)), 0)
+    products = (torch.where(counts[..., None], parts, 0) * dout).sum(-1)
+    dlse = dlse + products - (weights * products).sum(0)
+    return weights[..., None] * dout, weights * dlse, None
+
+
+register_once(
+    "formula of _combine", lambda: torch.library.register_autograd(_combine_op, _gradients, setup_context=_save)
+)
+
+
+def _copy_to(out, combined):
+    """Writes out so that autograd records it. No op that writes out could have a gradient."""
+    if out.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("out is written and must not require grad while gradients are recorded: detach it")
+    if out.shape != combined.shape or out.dtype != combined.dtype:
+        raise RuntimeError(
+            f"out must have shape {tuple(combined.shape)} and dtype {combined.dtype}; it has {tuple(out.shape)} and "
+            f"{out.dtype}"
+        )
+    return out.copy_(combined)
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
@@ -15,18 +54,21 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
         out_partial: fp32 ``[n, b, len, h, d]``, last dimension contiguous; n is at most 256.
         lse_partial: fp32 ``[n, b, len, h]`` with rows (the dimension of len) side by side in memory. A part whose lse
             is infinite, of either sign, saw no key and counts for nothing.
-        out: ``[b, len, h, d]`` to write; None: a new tensor.
+        out: ``[b, len, h, d]`` to write; None: a new tensor. It must not require grad while gradients are recorded.
         out_dtype: fp32 (the default), fp16 or bf16.
     Returns:
         ``(out, lse)``: lse is fp32 ``[b, len, h]``, a transposed view of memory ``[b, h, len]``. If every part has an
         infinite lse, out is 0 and lse is -inf. A NaN in lse_partial makes the row NaN.
     Raises:
         RuntimeError: the message names the argument that does not fit, what came and what is allowed.
-    There are no gradients.
+    Gradients for out_partial and lse_partial, through out and lse. Upstream drops them without a word. NOTE: the
+    softmax_lse of ``flash_attn_func`` carries no gradient. So gradients through parts that it computed lack a term.
     """
-    if out is None:
-        return tuple(call_op(ops._combine.default, out_partial, lse_partial, out_dtype))
-    if torch.compiler.is_compiling():
-        combined, lse = ops._combine.default(out_partial, lse_partial, out_dtype)
-        return out.copy_(combined), lse
-    return tuple(call_op(ops.fwd_combine.default, out_partial, lse_partial, out, out_dtype))
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    records = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (out_partial, lse_partial)
+    )
+    if not (is_traced or records):  # this op takes half as long, because autograd ignores it
+        return tuple(call_op(ops.fwd_combine.default, out_partial, lse_partial, out, out_dtype))
+    combined, lse = call_op(_combine_op, out_partial, lse_partial, out_dtype)
+    return (combined if out is None else _copy_to(out, combined)), lse

@@ -168,7 +168,7 @@ def _quantize(call):
 def _mark_ops():
     """Autograd ignores the ops without gradients, because its default would look for gradients and warn."""
     library = torch.library.Library("flash_attn_3", "IMPL")
-    for name in ("fwd", "bwd", "fwd_combine", "get_scheduler_metadata", "_fwd_kvcache", "_combine", "quantize"):
+    for name in ("fwd", "bwd", "fwd_combine", "get_scheduler_metadata", "_fwd_kvcache", "quantize"):
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     ops._library = library  # keeps the library alive, because its kernels disappear with it
 

@@ -6,7 +6,7 @@
     flash_attn_qkvpacked_func    here            the same
     flash_attn_with_kvcache      _kvcache.py     _fwd_kvcache
     get_scheduler_metadata       _kvcache.py     get_scheduler_metadata
-    flash_attn_combine           _combine.py     _combine; fwd_combine if out is given
+    flash_attn_combine           _combine.py     fwd_combine; _combine, which has a gradient
     quantize                     _quantize.py    quantize
 
 _attention.py computes what the first three have in common. The ops check their arguments (csrc/torch/args.c). Python

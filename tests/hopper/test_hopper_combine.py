@@ -86,3 +86,100 @@ def test_parts_of_a_sequence_are_the_sequence():
     truth, true_lse = attention(q[0], k[0], v[0])
     torch.testing.assert_close(out[0].double(), truth, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(total[0].T.double(), true_lse, rtol=1e-5, atol=1e-5)
+
+
+def leaves(*tensors):
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def wrongs(found, truth):
+    """The largest error of each gradient, over the largest truth."""
+    return [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, truth)]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+def test_gradients(through, dtype):
+    given = leaves(*make(5, 2, 7, 3, 16))
+    with torch.no_grad():
+        given[1][3:, 0], given[0][3:, 0] = -INF, 7
+        given[1][2, 1], given[1][:, 1, 4] = INF, -INF  # a part, and a row without parts
+    wide = leaves(*(x.double() for x in given))
+    out, total = flash_attn_combine(*given, out_dtype=dtype)
+    lse = torch.where(wide[1].isinf(), -INF, wide[1])
+    true_total = torch.logsumexp(torch.where((lse == -INF).all(0), 0, lse), 0)
+    weights = torch.exp(lse - true_total)
+    true_out = (weights[..., None] * wide[0]).sum(0)
+    assert out.requires_grad and total.requires_grad
+    pairs = [((out, true_out), torch.randn(out.shape).to(out.dtype)), ((total, true_total), torch.randn(total.shape))]
+    pairs[1][1][1, 4] = 0  # the formula's lse of the row without parts is another
+    pairs = {"out": pairs[:1], "lse": pairs[1:], "both": pairs}[through]
+    ours, truth = (
+        torch.autograd.grad([x[i] for x, _ in pairs], inputs, [w.to(x[i].dtype) for x, w in pairs], allow_unused=True)
+        for i, inputs in enumerate((given, wide))
+    )
+    truth = [torch.zeros_like(x) if y is None else y for x, y in zip(wide, truth)]
+    assert all(x.dtype == torch.float32 for x in ours)
+    if through == "lse":
+        assert (ours[0] == 0).all() and wrongs(ours[1:], truth[1:])[0] < 1e-5
+    else:
+        assert max(wrongs(ours, truth)) < 1e-5
+    assert all((x[3:, 0] == 0).all() and (x[2, 1] == 0).all() and (x[:, 1, 4] == 0).all() for x in ours)
+
+
+def test_gradients_of_parts_that_hold_nan():
+    parts, lse = leaves(*make(3, 1, 4, 2, 8))
+    with torch.no_grad():
+        lse[1], parts[1] = -INF, float("nan")
+    flash_attn_combine(parts, lse)[0].sum().backward()
+    assert (parts.grad[1] == 0).all() and (lse.grad[1] == 0).all()
+    assert parts.grad.isfinite().all() and lse.grad.isfinite().all() and (lse.grad[0] != 0).any()
+
+
+def test_second_derivatives():
+    given = leaves(*make(3, 1, 4, 2, 8))
+    wide = leaves(*(x.double() for x in given))
+    second = []
+    for (parts, lse), out in ((given, flash_attn_combine(*given)[0]), (wide, formula_with_gradients(*wide))):
+        first = torch.autograd.grad(out.square().sum(), (parts, lse), create_graph=True)
+        second.append(torch.autograd.grad(sum(x.square().sum() for x in first), (parts, lse)))
+    assert max(wrongs(*second)) < 1e-5
+
+
+def formula_with_gradients(parts, lse):
+    return (torch.softmax(lse, 0)[..., None] * parts).sum(0)
+
+
+def test_a_given_out_gets_the_gradient():
+    parts, lse = leaves(*make(3, 2, 5, 4, 16))
+    memory = torch.zeros(2, 5, 4, 19)
+    out, _ = flash_attn_combine(parts, lse, memory[..., :16])
+    assert out.data_ptr() == memory.data_ptr()
+    expected = torch.autograd.grad(flash_attn_combine(parts, lse)[0].sum(), (parts, lse))
+    assert all(torch.equal(x, y) for x, y in zip(torch.autograd.grad(memory.sum(), (parts, lse)), expected))
+    for wrong in (torch.zeros(2, 5, 4, 17), torch.zeros(2, 5, 4, 16).half(), torch.zeros(5, 4, 16)):
+        with pytest.raises(RuntimeError, match="out must have shape"):
+            flash_attn_combine(parts, lse, wrong)
+    with pytest.raises(RuntimeError, match="out is written and must not require grad"):
+        flash_attn_combine(parts, lse, torch.zeros(2, 5, 4, 16, requires_grad=True) * 1)
+    with torch.no_grad():
+        assert not flash_attn_combine(parts, lse)[0].requires_grad
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+def test_compiled_gradients(has_out):
+    def combine(parts, lse):
+        out = torch.zeros(1, 9, 2, 32) if has_out else None
+        return flash_attn_combine(parts, lse, out)
+
+    parts, lse = leaves(*make(2, 1, 9, 2, 32))
+    compiled = torch.compile(combine, fullgraph=True, backend="aot_eager")
+    results = [torch.autograd.grad(sum(x.sum() for x in f(parts, lse)), (parts, lse)) for f in (combine, compiled)]
+    assert all(torch.equal(x, y) for x, y in zip(*results))
+
+
+def test_vmap():
+    parts, lse = make(3, 4, 5, 2, 8)
+    out, total = torch.vmap(lambda *x: flash_attn_combine(*(y[:, None] for y in x)), in_dims=1)(parts, lse)
+    expected, expected_total = flash_attn_combine(parts, lse)
+    assert torch.equal(out[:, 0], expected) and torch.equal(total[:, 0], expected_total)

@@ -60,6 +60,8 @@ def test_opcheck_of_the_other_ops():
     )
     parts, lse = make(3, 2, 5, 4, 16), make(3, 2, 4, 5).mT
     opcheck(OPS._combine.default, (parts, lse, torch.float16))
+    opcheck(OPS._combine.default, (parts.requires_grad_(), lse), test_utils=ALL_CHECKS)
+    parts = parts.detach()
     opcheck(OPS.fwd_combine.default, (parts, lse), test_utils=SCHEMA_AND_FAKE)
     opcheck(OPS.get_scheduler_metadata.default, (2, 1, 12, 4, 2, 32, 32, torch.bfloat16, used))
 
