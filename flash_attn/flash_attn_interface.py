@@ -612,6 +612,8 @@ def flash_attn_with_kvcache(
             is not changed.
         cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
         cache_batch_idx: int32 ``[b]``: the cache row (of block_table, if paged) of each batch entry; None: the same.
+            Two entries may share a row or pages. If both append to one place, each number there is that of either
+            entry.
         cache_leftpad: int32 ``[b]``: first row in use; None: 0.
         block_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..

@@ -279,3 +279,24 @@ def test_no_query_heads(len_q, options, isa):
     cache, new = torch.zeros(2, 90, 2, 32), torch.randn(2, 3, 2, 32)
     assert flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=50, **options).shape == q.shape
     assert torch.equal(cache[:, 50:53], new)
+
+
+def test_two_entries_append_to_one_row(isa):
+    """Each number of the row comes from either entry, as in upstream. It is rotated once, although both write at once.
+    Both threads walk through the same rows."""
+    new, q = torch.randn(1, 512, 2, 64).bfloat16().expand(2, -1, -1, -1), torch.randn(2, 1, 2, 64).bfloat16()
+    cos, sin = torch.rand(1024, 32).bfloat16(), torch.rand(1024, 32).bfloat16()
+
+    def append(rows):
+        caches = torch.zeros(2, 2, 1024, 2, 64).bfloat16()
+        options = {"cache_seqlens": 3, "cache_batch_idx": torch.tensor(rows, dtype=torch.int32)}
+        flash_attn_with_kvcache(q, *caches, new, new, cos, sin, **options)
+        return caches[:, 0]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = append([0, 1])
+        assert all(torch.equal(append([0, 0]), expected) for _ in range(30))
+    finally:
+        torch.set_num_threads(threads)

@@ -8,7 +8,8 @@
  *
  * Rotary embedding rotates pairs (x0, x1) of the first rotary_dim elements to (x0 cos - x1 sin, x0 sin + x1 cos). cos
  * and sin are row "position" of their tables. The first new key and query have position seqlens_rotary[b], or else
- * seqused_k[b]. The result is rounded once. All other elements are copied bit for bit. */
+ * seqused_k[b]. The result is rounded once. All other elements are copied bit for bit. If two entries of the batch
+ * append to one row, each element of the row comes from either of them. */
 #include "convert.h"
 #include "kvcache.h"
 #include "sequence.h"
@@ -25,19 +26,22 @@ static void copy_row(const fa_problem *p, void *dst, int64_t dst_offset, const v
            (size_t)columns * bytes);
 }
 
-/* Rotates one row of d elements in place. */
-static void rotate_row(const fa_problem *p, void *data, int64_t offset, int64_t position) {
+/* Copies one row of d elements, and rotates it on its way. The copy is never read, because another entry of the batch
+ * may write the same row of a cache at the same time. */
+static void copy_rotated(const fa_problem *p, void *dst, int64_t dst_offset, const void *src, int64_t src_offset,
+                         int64_t position) {
+    copy_row(p, dst, dst_offset, src, src_offset, p->d);
     if (!p->rotary_cos || position >= p->rotary_rows) return;
     const int64_t pairs = p->rotary_dim / 2;
     const fa_dtype table = fa_output_dtype(p->dtype);
     for (int64_t i = 0; i < pairs; i++) {
-        int64_t idx_0 = offset + (p->rotary_interleaved ? 2 * i : i);
-        int64_t idx_1 = idx_0 + (p->rotary_interleaved ? 1 : pairs);
+        const int64_t idx_0 = p->rotary_interleaved ? 2 * i : i, idx_1 = idx_0 + (p->rotary_interleaved ? 1 : pairs);
         double cos = fa_load_element(p->rotary_cos, position * pairs + i, table);
         double sin = fa_load_element(p->rotary_sin, position * pairs + i, table);
-        double x_0 = fa_load_element(data, idx_0, p->dtype), x_1 = fa_load_element(data, idx_1, p->dtype);
-        fa_store_element(data, idx_0, x_0 * cos - x_1 * sin, p->dtype);
-        fa_store_element(data, idx_1, x_0 * sin + x_1 * cos, p->dtype);
+        double x_0 = fa_load_element(src, src_offset + idx_0, p->dtype);
+        double x_1 = fa_load_element(src, src_offset + idx_1, p->dtype);
+        fa_store_element(dst, dst_offset + idx_0, x_0 * cos - x_1 * sin, p->dtype);
+        fa_store_element(dst, dst_offset + idx_1, x_0 * sin + x_1 * cos, p->dtype);
     }
 }
 
@@ -55,9 +59,9 @@ static void append_token(const fa_problem *p, int64_t b_idx, int64_t t) {
     int64_t j = position - (p->leftpad_k ? p->leftpad_k[b_idx] : 0); /* keys count from the end of the padding */
     for (int64_t head = 0; head < p->h_kv; head++) {
         int64_t k_offset = fa_key_offset(p, &p->k, &s, j, head), v_offset = fa_key_offset(p, &p->v, &s, j, head);
-        copy_row(p, p->k.data, k_offset, p->k_new.data, fa_new_key_offset(p, &p->k_new, b_idx, t, head), p->d);
+        copy_rotated(p, p->k.data, k_offset, p->k_new.data, fa_new_key_offset(p, &p->k_new, b_idx, t, head),
+                     rotary_position(p, b_idx) + t);
         copy_row(p, p->v.data, v_offset, p->v_new.data, fa_new_key_offset(p, &p->v_new, b_idx, t, head), p->d_v);
-        rotate_row(p, p->k.data, k_offset, rotary_position(p, b_idx) + t);
     }
 }
 
@@ -68,8 +72,7 @@ static void rotate_query(const fa_problem *p, void *q_rotated, int64_t b_idx, in
     const int64_t row = p->cu_seqlens_q ? s.q_row + t : b_idx * p->len_q + t;
     for (int64_t head = 0; head < p->h; head++) {
         const int64_t offset = (row * p->h + head) * p->d;
-        copy_row(p, q_rotated, offset, p->q.data, fa_query_offset(&p->q, &s, t, head), p->d);
-        rotate_row(p, q_rotated, offset, position);
+        copy_rotated(p, q_rotated, offset, p->q.data, fa_query_offset(&p->q, &s, t, head), position);
     }
 }
 

@@ -63,6 +63,8 @@ def flash_attn_with_kvcache(
             changed. Positions past the last row are not rotated.
         cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
         cache_batch_idx: int32 ``[b]``: the cache row (of page_table, if paged) of each batch entry; None: the same.
+            Two entries may share a row or pages. If both append to one place, each number there is that of either
+            entry.
         cache_leftpad: int32 ``[b]``: first row in use; None: 0.
         page_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
         cu_seqlens_q, cu_seqlens_k_new: int32 ``[b + 1]``: 0, then the running sums of the lengths.
