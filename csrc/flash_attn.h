@@ -132,6 +132,7 @@ typedef struct {
     const int32_t *cu_seqlens_k_new;     /* [b + 1]; NULL: dense */
     const int32_t *seqlens_rotary;       /* [b] position of the first new key and query; NULL: seqused_k */
     const void *rotary_cos, *rotary_sin; /* [rotary_rows, rotary_dim / 2] contiguous; NULL: none */
+    fa_dtype rotary_dtype;               /* of cos and sin: the dtype of o; with FA_E4M3 also FA_E4M3 */
     int64_t rotary_rows, rotary_dim;     /* positions past the last row are not rotated: cos 1, sin 0 */
     bool rotary_interleaved;             /* pairs (0,1),(2,3).. instead of (0,r/2),(1,r/2+1).. */
     bool rotary_q_by_row;                /* query t rotates by position offset + t; otherwise every query by offset */

@@ -33,11 +33,10 @@ static void copy_rotated(const fa_problem *p, void *dst, int64_t dst_offset, con
     copy_row(p, dst, dst_offset, src, src_offset, p->d);
     if (!p->rotary_cos || position >= p->rotary_rows) return;
     const int64_t pairs = p->rotary_dim / 2;
-    const fa_dtype table = fa_output_dtype(p->dtype);
     for (int64_t i = 0; i < pairs; i++) {
         const int64_t idx_0 = p->rotary_interleaved ? 2 * i : i, idx_1 = idx_0 + (p->rotary_interleaved ? 1 : pairs);
-        double cos = fa_load_element(p->rotary_cos, position * pairs + i, table);
-        double sin = fa_load_element(p->rotary_sin, position * pairs + i, table);
+        double cos = fa_load_element(p->rotary_cos, position * pairs + i, p->rotary_dtype);
+        double sin = fa_load_element(p->rotary_sin, position * pairs + i, p->rotary_dtype);
         double x_0 = fa_load_element(src, src_offset + idx_0, p->dtype);
         double x_1 = fa_load_element(src, src_offset + idx_1, p->dtype);
         fa_store_element(dst, dst_offset + idx_0, x_0 * cos - x_1 * sin, p->dtype);

@@ -66,7 +66,8 @@ typedef struct {
     fa_cuda_view qv;
     fa_cuda_descale q_descale, k_descale, v_descale; /* of e4m3 */
     const int *seqused_q, *cu_seqlens_k_new, *seqlens_rotary;
-    int total_new; /* packed: rows of k_new, the bound of cu_seqlens_k_new */
+    int total_new;   /* packed: rows of k_new, the bound of cu_seqlens_k_new */
+    int rotary_e4m3; /* true: cos and sin are e4m3, otherwise they have the dtype of o */
 } fa_cuda_problem;
 
 #endif

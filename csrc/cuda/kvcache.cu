@@ -22,6 +22,12 @@
 #define KERNEL kvcache
 #endif
 
+/* Returns an element of rotary_cos or rotary_sin. */
+DEVICE element::product table_at(const fa_cuda_problem &p, const void *table, long long at) {
+    if (E4M3 && p.rotary_e4m3) return cvt_f32(((const e4m3 *)table)[at]);
+    return cvt_f32(((const element::output *)table)[at]);
+}
+
 /* Copies one row and turns its rotary pairs. The whole warp calls this function, and the lanes share the work. */
 DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *src, int position) {
     const int lane = threadIdx.x % 32, pairs = p.rotary_dim / 2;
@@ -29,8 +35,8 @@ DEVICE void copy_turned(const fa_cuda_problem &p, element *dst, const element *s
     const int num_pairs = turns ? pairs : 0;
     for (int i = lane; i < num_pairs; i += 32) {
         const int idx_0 = p.rotary_interleaved ? 2 * i : i, idx_1 = p.rotary_interleaved ? 2 * i + 1 : i + pairs;
-        const element::product cos = cvt_f32(((const element::output *)p.rotary_cos)[(long long)position * pairs + i]);
-        const element::product sin = cvt_f32(((const element::output *)p.rotary_sin)[(long long)position * pairs + i]);
+        const element::product cos = table_at(p, p.rotary_cos, (long long)position * pairs + i);
+        const element::product sin = table_at(p, p.rotary_sin, (long long)position * pairs + i);
         const element::product x_0 = cvt_f32(src[idx_0]), x_1 = cvt_f32(src[idx_1]);
         dst[idx_0] = cvt<element>((float)(x_0 * cos - x_1 * sin));
         dst[idx_1] = cvt<element>((float)(x_0 * sin + x_1 * cos));

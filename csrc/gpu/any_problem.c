@@ -108,6 +108,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .seqused_q = p->seqused_q,
         .cu_seqlens_k_new = p->cu_seqlens_k_new,
         .seqlens_rotary = p->seqlens_rotary,
+        .rotary_e4m3 = p->rotary_dtype == FA_E4M3,
         .total_new = p->total_new > 0 ? (int)p->total_new : INT32_MAX,
     };
     if (p->num_pages == 0) a.block_table_cols = 0; /* there is no key to read */

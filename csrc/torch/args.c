@@ -35,9 +35,9 @@ static fa_status check_dtypes(const fa_call *c, fa_dtype *dtype, fa_error *err) 
         return fa_fail(err, FA_EINVAL,
                        "FlashAttention only support fp16 and bf16 data type, fp32, and on the CPU fp64; q is %s",
                        dtype_words(came));
-    /* The dtype of out, cos and sin. */
+    /* The dtypes of out, and of cos and sin. */
     const bool is_fp8 = *dtype == FA_E4M3;
-    const int32_t wide = is_fp8 ? fa_torch.bf16 : came;
+    const int32_t wide = is_fp8 ? fa_torch.bf16 : came, table = is_fp8 && c->rotary_cos.dtype == came ? came : wide;
     const struct {
         const fa_tensor *t;
         int32_t wanted;
@@ -56,11 +56,11 @@ static fa_status check_dtypes(const fa_call *c, fa_dtype *dtype, fa_error *err) 
         {&c->k_new, came, "query and key must have the same dtype; q is %s, %s is %s"},
         {&c->v_new, came, "query and value must have the same dtype; q is %s, %s is %s"},
         {&c->qv, came, "query and q_v must have the same dtype; q is %s, %s is %s"},
-        {&c->rotary_cos, wide,
-         is_fp8 ? "rotary_cos must have dtype bf16 if query is FP8; q is %s, %s is %s"
+        {&c->rotary_cos, table,
+         is_fp8 ? "rotary_cos must have dtype bf16 or FP8 if query is FP8; q is %s, %s is %s"
                 : "rotary_cos must have the same dtype as query; q is %s, %s is %s"},
-        {&c->rotary_sin, wide,
-         is_fp8 ? "rotary_sin must have dtype bf16 if query is FP8; q is %s, %s is %s"
+        {&c->rotary_sin, table,
+         is_fp8 ? "rotary_sin must have the dtype of rotary_cos, bf16 or FP8, if query is FP8; q is %s, %s is %s"
                 : "rotary_cos must have the same dtype as query, and so must rotary_sin; q is %s, %s is %s"},
     };
     for (size_t i = 0; i < sizeof same / sizeof *same; i++) {

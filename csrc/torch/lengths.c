@@ -213,6 +213,7 @@ static fa_status check_rotary(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(contiguous(sin), "rotary_sin must be contiguous; its rows are %" PRId64 " apart", sin->stride[0]);
     p->rotary_cos = cos->data;
     p->rotary_sin = sin->data;
+    p->rotary_dtype = cos->dtype == fa_torch.e4m3 ? FA_E4M3 : fa_output_dtype(p->dtype);
     p->rotary_interleaved = c->rotary_interleaved;
     p->rotary_q_by_row = rotates_q_by_row(c, p);
     if (!present(&c->seqlens_rotary)) return FA_OK;

@@ -36,14 +36,6 @@ def as_window(window_size):
     return as_int(left, "window_size"), as_int(right, "window_size")
 
 
-def as_table(table, q):
-    """Returns a table of the rotary embedding. One of FP8, beside a q of FP8, becomes bf16, which changes no value."""
-    fp8 = torch.float8_e4m3fn
-    if isinstance(q, torch.Tensor) and isinstance(table, torch.Tensor) and q.dtype == table.dtype == fp8:
-        return table.to(torch.bfloat16)
-    return table
-
-
 def check_tensors(**tensors):
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):

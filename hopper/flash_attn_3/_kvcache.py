@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from flash_attn_3._arguments import as_int, as_table, as_window, call_op, check_tensors, maybe_contiguous
+from flash_attn_3._arguments import as_int, as_window, call_op, check_tensors, maybe_contiguous
 from flash_attn_3._ops import _C, ops, output_dtype
 
 
@@ -85,8 +85,6 @@ def flash_attn_with_kvcache(
     """
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
-    else:
-        rotary_cos, rotary_sin = as_table(rotary_cos, q), as_table(rotary_sin, q)
     if not torch.compiler.is_compiling():
         attend = _C.direct_kvcache_forward if return_softmax_lse else _C.direct_kvcache_attention
         results = attend(

@@ -13,7 +13,7 @@ _attention.py computes what the first three have in common. The ops check their 
 does only the work that must happen before an op is called (_arguments.py).
 """
 
-from flash_attn_3._arguments import as_int, as_table, call_op, check_tensors, maybe_contiguous, round_multiple
+from flash_attn_3._arguments import as_int, call_op, check_tensors, maybe_contiguous, round_multiple
 from flash_attn_3._attention import DENSE, attend, run_backward
 from flash_attn_3._combine import flash_attn_combine
 from flash_attn_3._kvcache import flash_attn_with_kvcache, get_scheduler_metadata
@@ -175,7 +175,6 @@ def _flash_attn_forward(
     The arguments are those of ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``. out_ is a tensor to write.
     k and v may be caches; k_new and v_new are then appended in place. The last two results are empty.
     """
-    rotary_cos, rotary_sin = as_table(rotary_cos, q), as_table(rotary_sin, q)
     return call_op(
         ops._flash_attn_forward.default, *map(maybe_contiguous, (q, k, v, k_new, v_new, qv)), out_,
         *map(maybe_contiguous, (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k)),

@@ -74,7 +74,7 @@ static void draw_append(test_case *c, random_source *r, random_source *more) {
     p->rotary_dim = 16 * (1 + random_below(r, p->d / 16)), p->rotary_rows = p->len_kv;
     p->rotary_interleaved = random_chance(r, 50), p->rotary_q_by_row = random_chance(r, 50);
     const int64_t num = p->rotary_rows * p->rotary_dim / 2;
-    const fa_dtype table = fa_output_dtype(p->dtype);
+    const fa_dtype table = p->rotary_dtype = fa_output_dtype(p->dtype);
     void *cos_sin[2];
     for (int n = 0; n < 2; n++) {
         cos_sin[n] = guarded_alloc((size_t)num * fa_dtype_bytes(table), 16, c->at_end);

@@ -229,7 +229,7 @@ static void test_conversion(void **state) {
 enum { CACHE_LEN = 40, LEN_NEW = 5, APPEND_B = 2, APPEND_H = 4, APPEND_H_KV = 2, APPEND_D = 24, ROTARY_DIM = 16 };
 
 static double turned(const fa_problem *p, const tensor *x, int64_t offset, int64_t t, int64_t position) {
-    const fa_dtype table = fa_output_dtype(p->dtype);
+    const fa_dtype table = p->rotary_dtype;
     int64_t pairs = p->rotary_dim / 2;
     double self = fa_load_element(x->view.data, offset + t, p->dtype);
     if (t >= p->rotary_dim || position >= p->rotary_rows) return self;
@@ -247,7 +247,7 @@ static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleav
     random_source r = {17};
     const int64_t d_v = is_packed ? APPEND_D - 10 : APPEND_D;
     fa_problem p = {.dtype = dtype, .b = APPEND_B, .h = APPEND_H, .h_kv = APPEND_H_KV, .d = APPEND_D, .d_v = d_v};
-    const fa_dtype table_dtype = fa_output_dtype(dtype);
+    const fa_dtype table_dtype = dtype == FA_E4M3 && interleaved ? FA_E4M3 : fa_output_dtype(dtype);
     const int32_t num_new[] = {is_packed ? 3 : LEN_NEW, LEN_NEW}, num_rows[] = {3, is_packed ? 1 : 3};
     const int32_t cu_new[] = {0, num_new[0], num_new[0] + num_new[1]}, cu_q[] = {0, 3, 3 + num_rows[1]};
     const int32_t positions[] = {11, 2};
@@ -277,6 +277,7 @@ static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleav
             fa_store_element(inputs[n]->view.data, i, random_normal(&r), dtype);
     if (rotary) {
         p.rotary_dim = ROTARY_DIM, p.rotary_rows = 32, p.rotary_interleaved = interleaved, p.rotary_q_by_row = q_by_row;
+        p.rotary_dtype = table_dtype;
         const size_t element = fa_dtype_bytes(table_dtype);
         void *cos_sin = guarded_alloc(2 * 32 * 8 * element, element, true);
         for (int i = 0; i < 2 * 32 * 8; i++) fa_store_element(cos_sin, i, random_normal(&r), table_dtype);

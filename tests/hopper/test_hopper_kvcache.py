@@ -214,8 +214,16 @@ def test_rotary_seqlens_without_rotary_are_ignored():
     assert torch.equal(out, expected)
 
 
+def forward_op(q, k_cache, v_cache, k, v, cache_seqlens, return_softmax_lse, **options):
+    """The raw op in place of ``flash_attn_with_kvcache``."""
+    options["is_causal"] = options.pop("causal")
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k_cache, v_cache, k, v, seqused_k=cache_seqlens, **options)
+    return out, lse
+
+
+@pytest.mark.parametrize("function", [flash_attn_with_kvcache, forward_op])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_rotary_tables_in_fp8(packed):
+def test_rotary_tables_in_fp8(packed, function):
     """Upstream wants cos and sin in the dtype of q. bf16 holds every number of e4m3."""
     cos, sin = (torch.rand(CAPACITY, 16).to(E4M3) for _ in range(2))
     q, k, v = (torch.randn(B, 2, h, D).to(E4M3) for h in (H, H_KV, H_KV))
@@ -228,9 +236,11 @@ def test_rotary_tables_in_fp8(packed):
     for dtype in (E4M3, torch.bfloat16):
         k_cache, v_cache = caches.k.clone(), caches.v.clone()
         tables = {"rotary_cos": cos.to(dtype), "rotary_sin": sin.to(dtype)}
-        results.append((*flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **tables, **call), k_cache.float()))
+        results.append((*function(q, k_cache, v_cache, k, v, **tables, **call), k_cache.float()))
     assert all(torch.equal(x, y) for x, y in zip(*results))
     assert not torch.equal(results[0][2], caches.k.float())
     with pytest.raises(RuntimeError, match="rotary_cos must have the same dtype as query"):
         wide = (x.bfloat16() for x in (q, caches.k, caches.v, k, v))
-        flash_attn_with_kvcache(*wide, rotary_cos=cos, rotary_sin=sin, **call)
+        function(*wide, rotary_cos=cos, rotary_sin=sin, **call)
+    with pytest.raises(RuntimeError, match="rotary_sin must have the dtype of rotary_cos, bf16 or FP8"):
+        function(q, caches.k, caches.v, k, v, rotary_cos=cos, rotary_sin=sin.bfloat16(), **call)
