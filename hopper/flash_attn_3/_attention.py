@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flash_attn_3._arguments import as_int, as_window, call_op, check_tensors, distinct, maybe_contiguous
-from flash_attn_3._ops import _C, ops, register_once
+from flash_attn_3._ops import _C, ops, refuse_backward, register_once
 
 _forward_op = ops._flash_attn_forward.default
 _backward_op = ops._flash_attn_backward.default
@@ -86,13 +86,6 @@ def _save(ctx, tensors, num_heads_q, out, softmax_lse, lengths, options, determi
     ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def _check_has_backward(ctx):
-    if ctx.options.attention_chunk:
-        raise AssertionError("FA3 backward does not support attention_chunk")
-    if ctx.has_qv:
-        raise RuntimeError("flash_attn_3 has no backward with qv: qv would need a gradient, too")
-
-
 def _empty_like(x, zeros):
     """Returns an empty or zero tensor like ``x`` whose last dimension is contiguous."""
     like = torch.empty_like(x)
@@ -112,15 +105,19 @@ def run_backward(*arguments):
 def _first_gradients(ctx, saved, dout):
     """Returns the gradients of the given tensors, packed like the tensors.
 
+    If there is no backward, this function raises. While compiling, the code that it returns for the gradients of the
+    tensors and of qv will raise.
+
     The op does not write rows that belong to no sequence or are not in use. Their gradients are 0.
 
     NOTE: compiled code writes dq, dk and dv to separate tensors and packs them afterwards. Inductor with dynamic shapes
     loses the offset of a view that an op writes into (pytorch/pytorch#198068).
     """
-    _check_has_backward(ctx)
     *tensors, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = saved
-    q, k, v = _split(tensors, ctx.num_heads_q)
     o = ctx.options
+    if ctx.has_qv or o.attention_chunk:
+        return refuse_backward(o.attention_chunk > 0, [*tensors, dout])  # dout is like qv
+    q, k, v = _split(tensors, ctx.num_heads_q)
     packs = cu_seqlens_q is not None or cu_seqlens_k is not None
     zeros = seqused_q is not None or seqused_k is not None or (packs and q.is_cpu)
     packed = len(tensors) == 1
@@ -159,6 +156,12 @@ class _LastDerivative(torch.autograd.Function):
         raise RuntimeError("flash_attn_3 has no second derivatives: its gradients cannot be differentiated again")
 
 
+def _grads_of_options(ctx, refused):
+    """The gradients of the options, which begin with qv. Only a compiled backward that will raise has one for qv."""
+    of_qv = refused[0] if ctx.has_qv and refused else None
+    return of_qv, *[None] * (len(Options._fields) - 1)
+
+
 class _Attention(torch.autograd.Function):
     """Attention of (q, k, v) or (qkv,) with the options of ``attend``. Only ``out`` carries a gradient."""
 
@@ -174,7 +177,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *_):
         grads = _gradients(ctx, dout)
-        return (None, *grads, *[None] * (len(ctx.needs_input_grad) - 1 - len(grads)))
+        before_qv = 3 + len(Lengths._fields)
+        num = len(ctx.needs_input_grad) - 1 - before_qv - len(Options._fields)
+        return (None, *grads[:num], *[None] * before_qv, *_grads_of_options(ctx, grads[num:]))
 
 
 class _Attended(_Attention):
@@ -237,7 +242,8 @@ def _save_op(ctx, inputs, output):
 
 
 def _differentiate_op(ctx, dout, *_):
-    return (*_gradients(ctx, dout), *[None] * (len(_ARGUMENTS) - 3))
+    grads = dict(zip(("q", "k", "v", "qv" if ctx.has_qv else None), _gradients(ctx, dout)))
+    return tuple(grads.get(name) for name in _ARGUMENTS)
 
 
 _ARGUMENTS = [argument.name for argument in _forward_op._schema.arguments]

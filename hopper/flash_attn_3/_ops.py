@@ -13,6 +13,7 @@ shapes, dtypes and strides of the op's results without data, so that torch.compi
     _fwd_kvcache             lse;  out and, when keys are appended, the cache are written in place
     _combine                 those of fwd_combine, which are always new tensors
     quantize                 q, k, v in float8_e4m3fn, three descales [b, h_kv] or [1, 1]
+    _refuse_backward         none, because it raises; compiled backwards call it
 
 An op that returns its argument ``out`` cannot be compiled. So the Python functions call the ops with an underscore.
 """
@@ -27,7 +28,7 @@ except ModuleNotFoundError as error:
         "in the source tree"
     ) from error
 
-__all__ = ["_C", "forget_own_kernels", "ops", "output_dtype", "register_once"]
+__all__ = ["_C", "forget_own_kernels", "ops", "output_dtype", "refuse_backward", "register_once"]
 
 ops = torch.ops.flash_attn_3
 
@@ -165,6 +166,35 @@ def _quantize(call):
     return (*tensors, *[_rows(q, *shape) for _ in range(3)])
 
 
+# ---- calls without a backward ------------------------------------------------------------------------------------
+
+
+def refuse_backward(has_chunk, tensors):
+    """Raises. While compiling, an op that will raise returns gradients of the tensors, so that the forward compiles."""
+    if torch.compiler.is_compiling():
+        return ops._refuse_backward(tensors, has_chunk)
+    if has_chunk:
+        raise AssertionError("FA3 backward does not support attention_chunk")
+    raise RuntimeError("flash_attn_3 has no backward with qv: qv would need a gradient, too")
+
+
+def _define_refusal():
+    schema = "(Tensor[] tensors, bool has_chunk) -> Tensor[]"
+    op = torch.library.custom_op(
+        "flash_attn_3::_refuse_backward",
+        lambda tensors, has_chunk: refuse_backward(has_chunk, tensors),
+        mutates_args=(),
+        schema=schema,
+    )
+    op.register_fake(lambda tensors, has_chunk: [torch.empty_like(x) for x in tensors])
+
+
+register_once("refusal", _define_refusal)
+
+
+# ---- kernels that torch.library knows ----------------------------------------------------------------------------
+
+
 def _mark_ops():
     """Autograd ignores the ops without gradients, because its default would look for gradients and warn."""
     library = torch.library.Library("flash_attn_3", "IMPL")
@@ -180,4 +210,5 @@ def forget_own_kernels():
     """Removes our kernels from torch.library's set. The direct functions search this set for foreign kernels."""
     kernels = getattr(torch.library, "_impls", set())
     own = {name for name in kernels if name.startswith("flash_attn_3/") and name.endswith(("/Meta", "/Autograd"))}
+    own |= {name for name in kernels if name.startswith("flash_attn_3/_refuse_backward/")}
     kernels.difference_update(own)

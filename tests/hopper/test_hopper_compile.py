@@ -99,6 +99,36 @@ def test_compiled_varlen():
     check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, seqused_k=used), *qkv)
 
 
+@pytest.mark.parametrize("call", ["function", "op"])
+@pytest.mark.parametrize(
+    "reason, trained", [("qv", (3,)), ("qv", (0, 1, 2, 3)), ("qv", (0,)), ("chunk", (0, 1, 2))], ids=str
+)
+def test_compiled_forward_without_backward(reason, trained, call):
+    """The forward compiles, although an input requires grad. The backward raises when it runs."""
+    torch.compiler.reset()  # forgets the other cases, whose number is limited
+    inputs = [make(2, 5, 4, 64), make(2, 7, 2, 64), make(2, 7, 2, 256), make(2, 5, 4, 256)]
+    for i in trained:
+        inputs[i].requires_grad_()
+
+    def function(q, k, v, qv):
+        options = {"qv": qv} if reason == "qv" else {"attention_chunk": 3}
+        if call == "op":
+            return OPS._flash_attn_forward(q, k, v, **options)[0]
+        return fa3.flash_attn_func(q, k, v, **options)
+
+    out = compiled(function)(*inputs)
+    assert torch.equal(out, function(*inputs)) and out.requires_grad
+    error, text = {
+        "qv": (RuntimeError, "flash_attn_3 has no backward with qv"),
+        "chunk": (AssertionError, "FA3 backward does not support attention_chunk"),
+    }[reason]
+    with pytest.raises(error, match=text):
+        out.sum().backward()
+    assert all(x.grad is None for x in inputs)
+    with torch.no_grad():
+        assert torch.equal(compiled(function)(*inputs), out)
+
+
 @pytest.mark.parametrize("num_heads_q", [None, 4])
 def test_compiled_qkvpacked(num_heads_q):
     qkv = make(2, 9, 8, 32, grad=True) if num_heads_q else make(2, 9, 3, 4, 32, grad=True)
