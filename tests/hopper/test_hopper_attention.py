@@ -11,9 +11,9 @@ from flash_attn_3.flash_attn_interface import (
     flash_attn_varlen_func,
 )
 from oracle3 import INF, assert_close, assert_lse, attention
+from tensors3 import E4M3, i32, make, sums
 from torch.testing import assert_close as assert_equal
 
-E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MASKS = [
     {},
@@ -32,10 +32,6 @@ def options_of(mask):
         "window_size": mask.get("window", (-1, -1)),
         "attention_chunk": mask.get("chunk", 0),
     }
-
-
-def make(*shape, dtype=torch.float32, grad=False):
-    return torch.randn(*shape).to(dtype).requires_grad_(grad)
 
 
 def by_sequence(q, k, v, qv=None, **options):
@@ -192,10 +188,6 @@ def test_no_keys_at_all():
 # ---- varlen ----------------------------------------------------------------------------------------------------------
 
 
-def sums(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
 def sequences(x, cu, used=None):
     lengths = (cu[1:] - cu[:-1]).tolist() if used is None else used.tolist()
     return [x[first : first + length] for first, length in zip(cu.tolist(), lengths)]
@@ -205,9 +197,9 @@ def sequences(x, cu, used=None):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("is_used", [False, True], ids=["all", "seqused"])
 def test_varlen(engine, is_used, mask, dtype):
-    cu_q, cu_k = sums([5, 0, 1, 17, 3]), sums([9, 4, 0, 12, 30])
-    used_q = torch.tensor([3, 0, 1, 11, 0], dtype=torch.int32) if is_used else None
-    used_k = torch.tensor([9, 2, 0, 0, 21], dtype=torch.int32) if is_used else None
+    cu_q, cu_k = sums(5, 0, 1, 17, 3), sums(9, 4, 0, 12, 30)
+    used_q = i32(3, 0, 1, 11, 0) if is_used else None
+    used_k = i32(9, 2, 0, 0, 21) if is_used else None
     q, k, v = make(26, 4, 32).to(dtype), make(55, 2, 32).to(dtype), make(55, 2, 32).to(dtype)
     out, lse = flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 17, 30, seqused_q=used_q, seqused_k=used_k, **options_of(mask), return_attn_probs=True
@@ -225,9 +217,9 @@ def test_varlen(engine, is_used, mask, dtype):
 def test_rows_not_in_use_are_not_written():
     from flash_attn_3.flash_attn_interface import _flash_attn_forward
 
-    q, cu = make(10, 2, 32), sums([6, 4])
+    q, cu = make(10, 2, 32), sums(6, 4)
     out = torch.full_like(q, 7.0)
-    used = torch.tensor([2, 3], dtype=torch.int32)
+    used = i32(2, 3)
     result = _flash_attn_forward(
         q, q, q, out_=out, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=6, max_seqlen_k=6, seqused_q=used
     )
@@ -237,7 +229,7 @@ def test_rows_not_in_use_are_not_written():
 
 def test_packed_queries_of_dense_keys():
     q, k = make(7, 4, 32), make(3, 11, 2, 32)
-    cu, used = sums([4, 0, 3]), torch.tensor([11, 5, 2], dtype=torch.int32)
+    cu, used = sums(4, 0, 3), i32(11, 5, 2)
     out = flash_attn_varlen_func(q, k, k, cu, None, 4, None, seqused_k=used, causal=True)
     for i, part in enumerate(sequences(q, cu)):
         truth, _ = attention(part, k[i, : used[i]], k[i, : used[i]], causal=True)
@@ -245,7 +237,7 @@ def test_packed_queries_of_dense_keys():
 
 
 def test_lengths_as_tensors():
-    q, cu = make(9, 2, 32), sums([4, 5])
+    q, cu = make(9, 2, 32), sums(4, 5)
     expected = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
     assert torch.equal(flash_attn_varlen_func(q, q, q, cu, cu, torch.tensor(5), torch.tensor(5)), expected)
     window = flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, window_size=(1, 0))
@@ -278,9 +270,9 @@ def test_gradients(engine, sizes, mask, dtype):
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["all", "seqused"])
 def test_varlen_gradients(engine, is_used):
-    cu_q, cu_k = sums([5, 0, 8]), sums([3, 4, 12])
-    used_q = torch.tensor([3, 0, 8], dtype=torch.int32) if is_used else None
-    used_k = torch.tensor([0, 4, 9], dtype=torch.int32) if is_used else None
+    cu_q, cu_k = sums(5, 0, 8), sums(3, 4, 12)
+    used_q = i32(3, 0, 8) if is_used else None
+    used_k = i32(0, 4, 9) if is_used else None
     q, k, v = make(15, 4, 32, grad=True), make(21, 2, 32, grad=True), make(21, 2, 16, grad=True)
     dout = torch.randn(15, 4, 16)
     rows = [slice(first, first + len(x)) for first, x in zip(cu_q.tolist(), sequences(q, cu_q, used_q))]
@@ -297,7 +289,7 @@ def test_gradients_of_rows_of_no_sequence_are_zero(h):
     dirty = [torch.full((64, 2, 32), float("nan")) for _ in range(50)]
     del dirty  # memory that a gradient may get
     q, k, v = make(2, 4, h, 32, grad=True), make(64, 2, 32, grad=True), make(64, 2, 32, grad=True)
-    flash_attn_varlen_func(q, k, v, None, sums([3, 5]), None, 5).sum().backward()
+    flash_attn_varlen_func(q, k, v, None, sums(3, 5), None, 5).sum().backward()
     assert (k.grad[8:] == 0).all() and (v.grad[8:] == 0).all()
 
 

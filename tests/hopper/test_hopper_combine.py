@@ -4,8 +4,7 @@ import pytest
 import torch
 from flash_attn_3.flash_attn_interface import flash_attn_combine, flash_attn_func
 from oracle3 import INF, attention
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+from tensors3 import DEVICES
 
 
 def make(n, b, rows, h, d, views=False):

@@ -3,20 +3,13 @@
 import flash_attn_3.flash_attn_interface as fa3
 import pytest
 import torch
+from tensors3 import E4M3, i32, make, sums
 from torch.library import opcheck
 
 OPS = torch.ops.flash_attn_3
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 # AOTAutograd takes no op that returns its argument, like fwd and fwd_combine with out.
 SCHEMA_AND_FAKE = ("test_schema", "test_faketensor")
-
-
-def make(*shape, grad=False, dtype=torch.float32):
-    return torch.randn(*shape).to(dtype).requires_grad_(grad)
-
-
-def sums(*lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -35,7 +28,7 @@ def test_opcheck_varlen_forward(grad):
 
 
 def test_opcheck_fp8_forward():
-    q = make(2, 9, 4, 32, dtype=torch.float8_e4m3fn)
+    q = make(2, 9, 4, 32, dtype=E4M3)
     opcheck(OPS._flash_attn_forward.default, (q, q, q), {"q_descale": torch.rand(2, 4)}, test_utils="test_faketensor")
 
 
@@ -52,7 +45,7 @@ def test_opcheck_backward(name, packed):
 
 def test_opcheck_of_the_other_ops():
     q, cache = make(2, 3, 4, 32), (make(2, 12, 2, 32), make(2, 12, 2, 32))
-    new, used = make(2, 2, 2, 32), torch.tensor([3, 10], dtype=torch.int32)
+    new, used = make(2, 2, 2, 32), i32(3, 10)
     opcheck(OPS.fwd.default, (q, *cache), test_utils=SCHEMA_AND_FAKE)
     opcheck(
         OPS._fwd_kvcache.default,
@@ -94,7 +87,7 @@ def test_compiled_func(d_v, return_lse):
 def test_compiled_varlen():
     """cu_seqlens_q and cu_seqlens_k are one tensor, as in self attention."""
     qkv, cu = [make(12, 4, 32, grad=True) for _ in range(3)], sums(5, 0, 7)
-    used = torch.tensor([4, 0, 6], dtype=torch.int32)
+    used = i32(4, 0, 6)
     check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, causal=True), *qkv)
     check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, seqused_k=used), *qkv)
 
@@ -138,7 +131,7 @@ def test_compiled_qkvpacked(num_heads_q):
 @pytest.mark.parametrize("num_splits", [0, 1])
 def test_compiled_cache(num_splits):
     """An append under torch.compile writes the caller's caches."""
-    q, new, used = make(2, 3, 4, 32), make(2, 3, 2, 32), torch.tensor([3, 9], dtype=torch.int32)
+    q, new, used = make(2, 3, 4, 32), make(2, 3, 2, 32), i32(3, 9)
     caches = make(2, 12, 2, 32), make(2, 12, 2, 32)
 
     def step(q, k_cache, v_cache):
@@ -159,7 +152,7 @@ def test_compiled_combine_and_metadata():
     parts, lse, out = make(3, 2, 5, 4, 16), make(3, 2, 4, 5).mT, torch.empty(2, 5, 4, 16)
     check_compiled(fa3.flash_attn_combine, parts, lse)
     check_compiled(lambda *x: fa3.flash_attn_combine(*x), parts, lse, out)
-    used = torch.tensor([3, 9], dtype=torch.int32)
+    used = i32(3, 9)
     check_compiled(lambda x: fa3.get_scheduler_metadata(2, 1, 12, 4, 2, 32, x), used)
 
 

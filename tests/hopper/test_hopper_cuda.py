@@ -6,10 +6,9 @@ import flash_attn_3.flash_attn_interface as fa3
 import pytest
 import torch
 from oracle3 import INF, assert_close
+from tensors3 import E4M3
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-
-E4M3 = torch.float8_e4m3fn
 
 
 def move(value):

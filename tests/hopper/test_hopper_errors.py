@@ -5,16 +5,13 @@ import re
 import flash_attn_3.flash_attn_interface as fa3
 import pytest
 import torch
+from tensors3 import E4M3, i32
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+BF16 = torch.bfloat16
 
 
 def t(*shape, dtype=BF16):
     return torch.zeros(shape).to(dtype)
-
-
-def i32(*values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
 
 
 def func(d=32, d_v=None, dtype=BF16, h=2, h_kv=2, **changes):

@@ -6,13 +6,9 @@ import pytest
 import torch
 from flash_attn_3.flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
 from oracle3 import INF, assert_close, assert_lse, attention
+from tensors3 import E4M3, i32
 
-E4M3 = torch.float8_e4m3fn
 B, CAPACITY, H, H_KV, D = 3, 24, 4, 2, 32
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def rotate(x, cos, sin, positions, interleaved):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from flash_attn_3.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 from oracle3 import INF, assert_close, attention
+from tensors3 import DEVICES, E4M3
 
-E4M3 = torch.float8_e4m3fn
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 WIDTHS = [(192, 128), (168, 104), (64, 256), (64, 128), (40, 96), (64, 248), (192, 64), (64, 512)]
 WIDTHS += [(x, x) for x in (16, 64, 80, 128, 192, 256)]
 
