@@ -540,6 +540,24 @@ def test_eight_bits_have_kernels_of_their_own(plan, numbers, kernel):
 
 
 @pytest.mark.parametrize(
+    ("numbers", "rows", "columns"),
+    [
+        ({"d": 128, "len_kv": 65536}, 0, 0),
+        ({"d": 144, "len_kv": 4096}, 0, 0),
+        ({"d": 144, "len_kv": 4097}, 128, 192),
+        ({"d": 256, "len_q": 1024, "len_kv": 65536}, 128, 256),
+        ({"d": 256, "packed": 1, "len_kv": 65536}, 128, 256),
+    ],
+    ids=str,
+)
+def test_sums_of_eight_bits_have_rows_for_each_cta(plan, numbers, rows, columns):
+    """Up to 128 columns the sums lie in shared memory. Shorter sequences than a flush need none."""
+    workspace = int(plan(dtype=E4M3, sms=132, **numbers).split()[3])
+    ctas = int(plan(dtype=E4M3, launch=1, sms=132, **numbers).split()[2])
+    assert ctas > 0 and workspace == ctas * rows * columns * 4
+
+
+@pytest.mark.parametrize(
     ("numbers", "reason"),
     [
         ({"d": 72}, "it wants a head dimension that is a multiple of 16"),

@@ -15,7 +15,8 @@
  *       to the score of that P before P is rounded. Most steps ask only whether a P exceeds 448.
  *
  *   O   The tensor cores keep 14 bits of a sum of 8-bit products. So after FLUSH_STEPS steps the registers of O are
- *       added to sums of 32 bits in shared memory, and begin again at zero. Above 128 columns there is no room.
+ *       added to sums of 32 bits, and begin again at zero. The sums lie in shared memory. Above 128 columns there is no
+ *       room, and they lie in the workspace.
  *
  * A work tile that failed is repeated as in attn_fwd_sm90.cu. A work tile is also repeated if its factor of the scores
  * is no positive normal float.
@@ -67,10 +68,9 @@ constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
 constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
 /* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. */
-constexpr bool O_IN_Q = false, FLUSHES = D_V <= 128;
-constexpr int O_ELEMENTS = FLUSHES ? 2 * BLOCK_Q * D_V : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
-/* 2048 keys a flush. */
-constexpr int FLUSH_STEPS = 2048 / BLOCK_KV;
+constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;
+constexpr int O_ELEMENTS = SUMS_IN_SMEM ? 2 * BLOCK_Q * D_V : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
+constexpr int FLUSH_STEPS = FA_FLUSH_KEYS(D_V) / BLOCK_KV;
 /* Q of the next work tile is loaded before the last V of this one. */
 constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
 /* Q has one place. The place of the first K is free before it, so K is loaded first. */
@@ -194,8 +194,8 @@ struct consumer {
     int has_o = 0;              /* O holds a work tile that is not stored yet. */
     float scale_log2 = 1;       /* of the work tile: S times this are exponents of 2 */
     int next_flush = 0;         /* O is flushed after the step of this key tile. */
-    float flushed_log2[2] = {}; /* max_log2 that the sums in shared memory are measured from; of no use without them */
-    int has_sums = 0;           /* There are sums in shared memory. */
+    float flushed_log2[2] = {}; /* max_log2 that the sums are measured from; of no use without them */
+    int has_sums = 0;           /* There are sums. */
     score_head q_head = {0, 0, 0, 0};
 
     static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * D_QK);
@@ -254,7 +254,7 @@ struct consumer {
         return row_block >= which ? row_block - which : row_block - which + WGS;
     }
     /* The place of O of the warp's row strip. */
-    DEVICE element::output *o_smem() const { return smem.o + (FLUSHES ? (4 * wg + warp) * 2 * 16 * D_V : 0); }
+    DEVICE element::output *o_smem() const { return smem.o + (SUMS_IN_SMEM ? (4 * wg + warp) * 2 * 16 * D_V : 0); }
 
     /* ---- parts of a step ---- */
 
@@ -281,22 +281,35 @@ struct consumer {
 
     /* ---- sums of 32 bits ---- */
 
-    /* The thread's sums: four registers of O, then the next lane's. */
+    /* The thread's sums in shared memory: four registers of O, then the next lane's. */
     DEVICE float4 *sums() const { return (float4 *)o_smem() + lane; }
-    /* O += the sums in shared memory. */
+    /* The same in the workspace. */
+    DEVICE float4 *far_sums() const {
+        return (float4 *)p.sums + (long long)((blockIdx.x * WGS + wg) * 4 + warp) * 16 * D_V / 4 + lane;
+    }
+    /* O += the sums. Of the workspace only a few loads are on their way, because there are no more registers. */
     DEVICE void add_sums() {
+        constexpr int BATCH = SUMS_IN_SMEM ? 1 : 4;
         float alpha[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) alpha[r] = ex2(flushed_log2[r] - softmax.max_log2[r]);
 #pragma unroll
-        for (int i = 0; i < O_REGS; i += 4) {
-            const float4 x = sums()[i / 4 * 32];
-            O[i] = fmaf(x.x, alpha[0], O[i]), O[i + 1] = fmaf(x.y, alpha[0], O[i + 1]);
-            O[i + 2] = fmaf(x.z, alpha[1], O[i + 2]), O[i + 3] = fmaf(x.w, alpha[1], O[i + 3]);
+        for (int first = 0; first < O_REGS; first += 4 * BATCH) {
+            float4 x[BATCH];
+#pragma unroll
+            for (int n = 0; n < BATCH; n++)
+                x[n] =
+                    SUMS_IN_SMEM ? sums()[(first / 4 + n) * 32] : ld_global_in_order(&far_sums()[(first / 4 + n) * 32]);
+#pragma unroll
+            for (int n = 0; n < BATCH; n++) {
+                const int i = first + 4 * n;
+                O[i] = fmaf(x[n].x, alpha[0], O[i]), O[i + 1] = fmaf(x[n].y, alpha[0], O[i + 1]);
+                O[i + 2] = fmaf(x[n].z, alpha[1], O[i + 2]), O[i + 3] = fmaf(x[n].w, alpha[1], O[i + 3]);
+            }
         }
     }
-    /* O moves to the sums in shared memory. */
-    DEVICE void flush() {
+    /* O moves to the sums in shared memory, which are then measured from the row maximum of now. */
+    DEVICE void flush_to_smem() {
         if (has_sums) {
             add_sums();
         } else {
@@ -304,15 +317,35 @@ struct consumer {
             __syncwarp();
         }
 #pragma unroll
-        for (int i = 0; i < O_REGS; i += 4) {
-            sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
-            O[i] = O[i + 1] = O[i + 2] = O[i + 3] = 0;
-        }
+        for (int i = 0; i < O_REGS; i += 4) sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
         flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
+    }
+    /* O is added to the sums in the workspace, which stay measured from the row maximum of the first flush. Where the
+     * row maximum has risen beyond the range of fp32 since then, the sums become infinite, and the tile fails. */
+    DEVICE void flush_to_workspace() {
+        if (!has_sums) {
+#pragma unroll
+            for (int i = 0; i < O_REGS; i += 4)
+                far_sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
+            flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
+        } else {
+            const float x = ex2(softmax.max_log2[0] - flushed_log2[0]), y = ex2(softmax.max_log2[1] - flushed_log2[1]);
+#pragma unroll
+            for (int i = 0; i < O_REGS; i += 4)
+                red_add_x4((float *)&far_sums()[i / 4 * 32], O[i] * x, O[i + 1] * x, O[i + 2] * y, O[i + 3] * y);
+        }
+    }
+    DEVICE void flush() {
+        if (SUMS_IN_SMEM)
+            flush_to_smem();
+        else
+            flush_to_workspace();
+#pragma unroll
+        for (int i = 0; i < O_REGS; i++) O[i] = 0;
         has_sums = 1;
     }
     DEVICE void flush_after(int j) {
-        if (FLUSHES && j == next_flush) {
+        if (j == next_flush && (SUMS_IN_SMEM || p.sums)) {
             flush();
             next_flush -= FLUSH_STEPS;
         }
@@ -481,7 +514,7 @@ struct consumer {
     DEVICE void finish_previous_tile() {
         const tile &t = tile_of(PREVIOUS_TILE);
         const int block = row_block_of(PREVIOUS_TILE), first_row = t.row + 64 * block + 16 * warp;
-        if (FLUSHES && has_sums) add_sums();
+        if (SUMS_IN_SMEM && has_sums) add_sums();
         const bool is_plain_tile = SCORE || is_plain(t.qk_factor * p.scale_log2);
         if (uniform(!is_plain_tile || has_failed(O, softmax))) {
             if (is_leader) note_failure(smem, 4 * wg + warp, t.idx, 4 * block + warp);
@@ -521,6 +554,8 @@ struct consumer {
         scale_log2 = SCORE ? p.scale_log2 : t.qk_factor * p.scale_log2;
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
+        /* Later, beside the registers of S, there were spills. */
+        if (!SUMS_IN_SMEM && has_sums) add_sums(), has_sums = 0;
         q_desc = q_desc_0 + q_stage_of(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
         q_head.b_idx = t.b_idx, q_head.head = t.head, q_head.shift = shift;
         if (SCORE && p.alibi_slopes && command <= REPEAT)

@@ -11,6 +11,9 @@
 #define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)
 #define FA_SHARED_BYTES          FA_SHARED_BYTES_OF(1)
 
+/* attn_fwd_fp8_sm90 adds O of so many keys to its sums of 32 bits. Above 128 columns a flush costs more. */
+#define FA_FLUSH_KEYS(d) ((d) > 128 ? 4096 : 2048)
+
 /* One factor for each sequence and key head; data NULL: 1. */
 typedef struct {
     const float *data;
@@ -51,6 +54,7 @@ typedef struct {
     float empty_lse;      /* +inf or -inf */
 
     fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
+    float *sums; /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */
 } fa_attn_fwd_params;
 
 #endif

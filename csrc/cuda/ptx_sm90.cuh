@@ -196,6 +196,17 @@ DEVICE float cvt_f32_e4m3(u32 byte) {
     return x;
 }
 
+/* ---- global memory -------------------------------------------------------------------------------------------- */
+
+/* Any thread. The load stays where it stands in the program. [ld] */
+DEVICE float4 ld_global_in_order(const float4 *p) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(p)
+                 : "memory");
+    return x;
+}
 /* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
  * Whole warpgroup, in this order: fence, products, commit, wait. Only then the warpgroup may read D, change A's
  * registers or free the shared memory. D [64, N] is float. Register i of lane l in warp w belongs to

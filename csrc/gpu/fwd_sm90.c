@@ -93,7 +93,8 @@ fa_status fa_cuda_fwd_fp8_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_fwd_fp8_sm90_columns *tile = fa_fwd_fp8_sm90_row(call->plan->gpu.row);
     fa_attn_fwd_params a = {.q_descale = factors_of(&p->q_descale),
                             .k_descale = factors_of(&p->k_descale),
-                            .v_descale = factors_of(&p->v_descale)};
+                            .v_descale = factors_of(&p->v_descale),
+                            .sums = call->plan->workspace_bytes ? call->workspace : NULL};
     if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
     return launch_forward(call, (tile_shape){tile->wgs, tile->block_kv, tile->d % 128 == 0 ? 128 : 64, 64}, &a, err);
 }

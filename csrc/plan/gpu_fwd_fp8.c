@@ -1,5 +1,6 @@
 /* Planner of attn_fwd_fp8_sm90. The planner takes the first row of cuda/tiles.def that has room for the head
  * dimension. */
+#include "cuda/attn_fwd_params.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -41,5 +42,8 @@ const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine,
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_fp8_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_fp8_sm90_row(row)->block_kv;
     fa_plan_fwd_order(p, machine->gpu_sms, plan);
+    const int d = fa_fwd_fp8_sm90_row(row)->d;
+    if (d > 128 && (packed ? p->total_kv : p->len_kv) > FA_FLUSH_KEYS(d))
+        plan->workspace_bytes = (size_t)plan->gpu.num_ctas * (size_t)plan->block_q * (size_t)d * sizeof(float);
     return NULL;
 }
