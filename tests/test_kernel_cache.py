@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -93,7 +94,8 @@ int main(int argc, char **argv) {
 
 def build(folder, *options):
     (folder / "main.c").write_text(PROGRAM)
-    sources = [CSRC / f"{name}.c" for name in ("gpu/kernel_cache", "system/folder", "system/environment")]
+    names = ("gpu/kernel_cache", "plan/kernel_table", "system/folder", "system/environment")
+    sources = [CSRC / f"{name}.c" for name in names]
     command = [GCC, "-std=c11", "-g", "-O1", f"-DFA_CACHE_MOST_BYTES={MOST_BYTES}", *options, "-I", CSRC]
     subprocess.run([*command, folder / "main.c", *sources, "-o", folder / "cache", "-lpthread"], check=True)
     return folder / "cache"
@@ -234,6 +236,18 @@ def test_what_was_not_used_for_longest_goes(cache):
     left = set(names(cache.folder)) - set(others)
     assert left == {path.name for path in (files[0], *files[7:14])} | {"attn_b-0000000000000000-0000000d.cubin"}
     assert set(others) <= set(names(cache.folder))
+
+
+def test_kernels_of_every_family_go(cache):
+    """Families whose names begin with another word than attn count, too."""
+    families = set(re.findall(r'\.name = "(\w+)",\s*\.files', (CSRC / "plan/kernel_table.c").read_text()))
+    assert {"attn_fwd_sm90", "combine", "quantize", "kvcache"} <= families
+    for family in families:
+        cache("write", f"{family}_d64", 0, TEXT)
+    for path in cache.folder.iterdir():
+        age(path, 2 * 24 * HOUR)
+    cache("write", "attn_b", 0, *[TEXT] * 12)
+    assert all(name.startswith("attn_b") for name in names(cache.folder))
 
 
 def test_a_clock_that_jumped(cache):

@@ -573,6 +573,17 @@ def test_eight_bits_are_refused_by_name(plan, numbers, reason):
     assert "attn_fwd_fp8_sm90: " in text and reason in text
 
 
+@pytest.mark.parametrize("dtype", (1, 4), ids=("bf16", "e4m3"))
+@pytest.mark.parametrize("packed", ({}, {"packed": 1}), ids=("dense", "packed"))
+def test_more_rows_than_32_bits_count(plan, dtype, packed):
+    """The end of a window, i + len_kv - len_q + right + 1, must be an int."""
+    most = 1 << 30
+    assert "_sm90_" in plan(dtype=dtype, b=1, len_kv=most, right=5, **packed).split()[0]
+    text = plan(dtype=dtype, b=1, len_kv=most + 1, right=5, **packed)
+    assert "the problem has more rows than 2^30" in text or "up to 2^30" in text
+    assert "_sm90_" not in text.split()[0]
+
+
 @pytest.mark.parametrize("backward", (0, 1))
 def test_kernels_are_named_in_full(plan, backward):
     """Names are the names in the list of all kernels. Other tests compare that list with tiles.def."""

@@ -36,6 +36,14 @@ DEVICE float dot(const uint4 &x, const uint4 &y) {
     return sum;
 }
 
+/* A slab without rows: none sees a key, and turns begin. NOTE: between sums that fall, this kernel and the backward may
+ * disagree on where a slab lies. The backward would wait forever for a turn in old memory. */
+DEVICE void forget(const fa_attn_bwd_params &p, int slab) {
+    float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);
+    for (int i = threadIdx.x; i < 2 * BLOCK_Q; i += THREADS) stats[i] = i < BLOCK_Q ? INF : 0;
+    if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ fa_attn_bwd_params p) {
     const int slab = blockIdx.x, lane = threadIdx.x % LANES, column = 8 * lane;
     griddepcontrol_wait(); /* for earlier work of the stream */
@@ -44,7 +52,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
     if (slab == 0)
         for (int i = threadIdx.x; i < 8 * p.num_cut; i += THREADS) p.kv_turns[i] = 0;
-    if (t.rows <= 0) return;
+    if (t.rows <= 0) {
+        forget(p, slab);
+        return;
+    }
 
     const element::output *o = (const element::output *)p.o.data + t.b_idx * p.o.stride_b + t.head * p.o.stride_h;
     const element::output *dout =

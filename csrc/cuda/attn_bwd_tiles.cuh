@@ -70,12 +70,13 @@ template <bool IS_GROUPED = true> DEVICE step_place place_of_step(const params &
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
-/* Whole warp. Returns the number of key tiles of one head over all packed sequences. */
+/* Whole warp. Returns the number of key tiles of one head over all packed sequences. Lengths between sums that fall may
+ * add up to more than all keys. The workspace has room for the tiles of sums that rise. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
     for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
         tiles += ceil_div(span_at(p.cu_seqlens_k, b_idx, p.len_kv).len, BLOCK_KV);
-    return __reduce_add_sync(0xffffffffu, tiles);
+    return min(__reduce_add_sync(0xffffffffu, tiles), p.len_kv / BLOCK_KV + p.b);
 }
 
 /* Whole warp. Returns the packed sequence that key tile number `idx` of a head falls into. `idx` becomes the tile's

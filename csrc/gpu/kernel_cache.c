@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "nvrtc.h"
+#include "plan/kernel_table.h"
 #include "system/environment.h"
 #include "system/folder.h"
 #include "system/hash.h"
@@ -58,8 +59,10 @@ static const char *skip_number(const char *at, size_t digits) {
 static bool is_ours(const char *file) {
     const size_t name = strspn(file, "abcdefghijklmnopqrstuvwxyz0123456789_");
     const char *behind_key = skip_number(file + name, 16);
-    return name > 0 && behind_key > file + name && strcmp(skip_number(behind_key, 8), ".cubin") == 0 &&
-           (strncmp(file, "attn_", 5) == 0 || strncmp(file, "kvcache_", 8) == 0);
+    bool is_kernel = strncmp(file, "attn_", 5) == 0; /* older versions had other names of this kind */
+    for (int i = 0; i < FA_NUM_FAMILIES; i++)
+        is_kernel = is_kernel || strncmp(file, fa_families[i].name, strlen(fa_families[i].name)) == 0;
+    return is_kernel && name > 0 && behind_key > file + name && strcmp(skip_number(behind_key, 8), ".cubin") == 0;
 }
 
 /* ---- folders --------------------------------------------------------------------------------------------------- */

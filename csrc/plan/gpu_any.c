@@ -23,7 +23,8 @@ static const char *why_not(const fa_problem *p) {
     if (p->s_dmask && (p->dtype == FA_E4M3 || p->qv.data)) return "its s_dmask takes no qv and no float8_e4m3fn";
     const int64_t most = 1 << 30; /* positions and lengths are added as 32-bit numbers */
     if (p->len_q > most || p->len_kv > most || p->b > most || p->h > most) return "it counts rows up to 2^30";
-    if (p->cu_seqlens_q && (p->total_q > most || p->total_kv > most)) return "it counts packed rows up to 2^30";
+    if (p->cu_seqlens_q && p->total_q > most) return "it counts packed rows up to 2^30";
+    if (p->cu_seqlens_k && p->total_kv > most) return "it counts packed keys up to 2^30";
     if (p->len_new > most || p->block_table_cols > most || p->page_size > most || p->num_pages > INT32_MAX ||
         p->cache_rows > INT32_MAX || p->rotary_rows > INT32_MAX || p->total_new > INT32_MAX)
         return "it counts rows and pages of a KV cache up to 2^30";

@@ -52,10 +52,10 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const int64_t sms = id == FA_BWD_SM90 ? machine->gpu_sms : 0;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q, t->block_kv, sms);
     const int64_t heads_per_kv = p->h / p->h_kv;
-    NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && w.num_slabs * w.num_heads < INT32_MAX &&
+    NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL) && w.num_slabs * w.num_heads < INT32_MAX &&
               w.num_slabs * heads_per_kv * heads_per_kv < INT32_MAX &&
               p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
-          "the problem has more rows or tiles than 2^31");
+          "the problem has more rows than 2^30, or more tiles than 2^31");
 
     plan->gpu.family = id;
     plan->gpu.row = row;

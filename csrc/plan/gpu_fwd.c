@@ -77,8 +77,8 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
               fa_suits_tma(p, &p->v, p->total_kv, p->h_kv, packed) &&
               (!p->o.data || fa_suits_tma(p, &p->o, p->total_q, p->h, packed)),
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
-    NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
-          "the problem has more rows or tiles than 2^31");
+    NEEDS(fa_counts_in_32_bits(p, packed) && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
+          "the problem has more rows than 2^30, or more tiles than 2^31");
 
     const fa_family *family = &fa_families[FA_FWD_SM90];
     int row = 0;

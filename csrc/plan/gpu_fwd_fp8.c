@@ -27,8 +27,8 @@ const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine,
     NEEDS(!p->o.data || ((uintptr_t)p->o.data % 16 == 0 && p->o.stride_row % 8 == 0 && p->o.stride_h % 8 == 0 &&
                          p->o.stride_b % 8 == 0),
           "it wants out to start at a multiple of 16 bytes, with strides that are multiples of 8 elements");
-    NEEDS(p->total_q < INT32_MAX && p->total_kv < INT32_MAX && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
-          "the problem has more rows or tiles than 2^31");
+    NEEDS(fa_counts_in_32_bits(p, packed) && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
+          "the problem has more rows than 2^30, or more tiles than 2^31");
 
     const fa_family *family = &fa_families[FA_FWD_FP8_SM90];
     int row = 0;

@@ -28,6 +28,13 @@ static inline int64_t fa_columns(const fa_problem *p) { return p->d > p->d_v ? p
 static inline bool fa_fills_boxes(int64_t d, int row_d, int box_d) { return d > (row_d - 1) / box_d * box_d; }
 #define FA_BOXES_REASON "a box of its loads would lie beyond the columns of a packed tensor"
 
+/* Hopper's kernels add positions, lengths and windows as 32-bit numbers. */
+static inline bool fa_counts_in_32_bits(const fa_problem *p, bool packed) {
+    const int64_t most = 1 << 30;
+    if (packed) return p->total_q <= most && p->total_kv <= most;
+    return p->len_q <= most && p->len_kv <= most && p->total_q < INT32_MAX && p->total_kv < INT32_MAX;
+}
+
 /* What flash-attn 3 adds to flash-attn 2. A kernel that knows some of these names the others. */
 enum {
     FA_OTHER_D_V = 1,   /* v has other columns than k */

@@ -108,7 +108,8 @@ def _first_gradients(ctx, saved, dout):
     If there is no backward, this function raises. While compiling, the code that it returns for the gradients of the
     tensors and of qv will raise.
 
-    The op does not write rows that belong to no sequence or are not in use. Their gradients are 0.
+    The op does not write rows that belong to no sequence or are not in use. Gradients of unused rows are 0. On a GPU
+    those of rows of no sequence are not written, as upstream leaves them.
 
     NOTE: compiled code writes dq, dk and dv to separate tensors and packs them afterwards. Inductor with dynamic shapes
     loses the offset of a view that an op writes into (pytorch/pytorch#198068).
