@@ -31,7 +31,7 @@
 #error "shape: HEAD_DIM columns, BLOCK_KV keys, WGS warpgroups of 64 rows, STAGES of K and V^T, RAW_STAGES of V"
 #endif
 #if !defined(Q_STAGES) || !defined(TURN) || !defined(O_WAIT)
-#error "schedule: Q_STAGES of Q; TURN and O_WAIT, named below"
+#error "schedule: Q_STAGES of Q; TURN and O_WAIT of attn_fwd_schedule.cuh"
 #endif
 #if !defined(E4M3) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE)
 #error "variant: E4M3 is 1; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi: 0 or 1"
@@ -41,53 +41,24 @@
 #endif
 #define DROPOUT 0
 
-/* TURN: how long a warpgroup keeps its turn to issue products. */
-enum { TURN_NEVER = 0, TURN_WHILE_ISSUING = 1, TURN_UNTIL_SCORES = 2 };
-/* O_WAIT: when a step waits for P V, in relation to its exponentials. AMID lies between the two rows of a thread.
- * BEFORE also means that P V is issued before S. */
-enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
-
-typedef fa_attn_fwd_params params;
-
 /* ---- derived constants ----------------------------------------------------------------------------------------- */
 
-constexpr int BLOCK_Q = 64 * WGS;
-constexpr int THREADS = 128 * (WGS + 1), CTAS = 1;
+constexpr int D_QK = HEAD_DIM, D_V = HEAD_DIM, CTAS = 1;
+#include "attn_fwd_schedule.cuh"
+
 constexpr int TRANSPOSERS = 2;
 constexpr u32 V_ARRIVALS = of_warps(TRANSPOSERS);
 /* 256 columns of O beside 128 keys of S and P leave the other warps 24 registers. */
 constexpr bool IS_WIDE = HEAD_DIM / 2 + BLOCK_KV / 2 + BLOCK_KV / 8 > 200;
 constexpr int PRODUCER_REGS = WGS == 3 ? 32 : IS_WIDE ? 24 : 40;
 constexpr int CONSUMER_REGS = WGS == 3 ? 160 : IS_WIDE ? 240 : 232;
-constexpr int D_QK = HEAD_DIM, D_V = HEAD_DIM;
-/* The length of a row of a swizzled chunk of Q, K and V. */
-constexpr int ROW_BYTES = HEAD_DIM % 128 == 0 ? 128 : 64, CHUNK = ROW_BYTES;
-constexpr bool O_BY_TMA = D_V <= 128;
-constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
-constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
-constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
 /* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. */
 constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;
 constexpr int O_ELEMENTS = SUMS_IN_SMEM ? 2 * BLOCK_Q * D_V : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
 constexpr int FLUSH_STEPS = FA_FLUSH_KEYS(D_V) / BLOCK_KV;
-/* Q of the next work tile is loaded before the last V of this one. */
-constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
-/* Q has one place. The place of the first K is free before it, so K is loaded first. */
-constexpr bool K_FIRST = Q_STAGES == 1;
-/* Consumers may be two work tiles behind the scheduler, so two more slots are needed. */
-constexpr int TILE_SLOTS = Q_STAGES + 2;
-/* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */
-constexpr int FAILED = 8;
-/* A key is large if its P exceeds this share of what a thread has summed. */
-constexpr float LARGE_SHARE = 0.4f;
 
-static_assert(TURN_NEVER <= TURN && TURN <= TURN_UNTIL_SCORES, "TURN has three values");
-static_assert(O_WAIT_AFTER_EXP <= O_WAIT && O_WAIT <= O_WAIT_BEFORE_EXP, "O_WAIT has three values");
-static_assert(HEAD_DIM % CHUNK == 0 && BLOCK_KV % 32 == 0, "TMA brings whole chunks, and wgmma contracts 32 keys");
 static_assert(HEAD_DIM % O_CHUNK == 0, "O leaves in chunks of 64 columns");
-static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
-static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= 512, "an SM has 64 K registers");
 
 #include "attn_fwd_tiles.cuh"

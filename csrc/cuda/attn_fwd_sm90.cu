@@ -46,7 +46,7 @@
 #error "shape: D_QK columns of Q and K, D_V of V and O, BLOCK_KV keys, WGS of 64 rows, STAGES of K and V, Q_STAGES"
 #endif
 #if !defined(TURN) || !defined(O_WAIT) || !defined(CTAS)
-#error "schedule: TURN and O_WAIT, named below, and CTAS of an SM"
+#error "schedule: TURN and O_WAIT of attn_fwd_schedule.cuh, and CTAS of an SM"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
@@ -55,27 +55,12 @@
 #define KERNEL attn_fwd_sm90
 #endif
 
-/* TURN: how long a warpgroup keeps its turn to issue products. */
-enum { TURN_NEVER = 0, TURN_WHILE_ISSUING = 1, TURN_UNTIL_SCORES = 2 };
-/* O_WAIT: when a step waits for P V, in relation to its exponentials. AMID lies between the two rows of a thread.
- * BEFORE also means that P V is issued before S. */
-enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
-
-typedef fa_attn_fwd_params params;
-
 /* ---- derived constants ----------------------------------------------------------------------------------------- */
 
-constexpr int BLOCK_Q = 64 * WGS;
-constexpr int THREADS = 128 * (WGS + 1);
+#include "attn_fwd_schedule.cuh"
+
 constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
-/* The length of a row of a swizzled chunk. */
-constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYTES % 128 == 0 ? 128 : 64;
-constexpr int CHUNK = ROW_BYTES / element::BYTES;
-constexpr bool O_BY_TMA = D_V <= 128;
-constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
-constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
-constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 /* O leaves from the place of its work tile's Q. V has the room that a place for O would need. */
 constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
@@ -83,23 +68,7 @@ constexpr u32 V_ARRIVALS = 1;
 /* The place of O: elements, rows between its chunks, and the chunks themselves. */
 constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK;
-/* Q of the next work tile is loaded before the last V of this one. */
-constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
-/* Q has one place. The place of the first K is free before it, so K is loaded first. */
-constexpr bool K_FIRST = Q_STAGES == 1;
-/* Consumers may be two work tiles behind the scheduler, so two more slots are needed. */
-constexpr int TILE_SLOTS = Q_STAGES + 2;
-/* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */
-constexpr int FAILED = 8;
-/* A key is large if its P exceeds this share of what a thread has summed. */
-constexpr float LARGE_SHARE = 0.4f;
 
-static_assert(TURN_NEVER <= TURN && TURN <= TURN_UNTIL_SCORES, "TURN has three values");
-static_assert(O_WAIT_AFTER_EXP <= O_WAIT && O_WAIT <= O_WAIT_BEFORE_EXP, "O_WAIT has three values");
-static_assert(D_QK % CHUNK == 0 && D_V % CHUNK == 0 && BLOCK_KV % 16 == 0,
-              "wgmma contracts 16 at a time, TMA brings whole chunks");
-static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
-static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
 static_assert(CTAS * (PRODUCER_REGS + WGS * CONSUMER_REGS) <= 512, "an SM has 64 K registers");
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");

@@ -197,6 +197,9 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define PTX_FILES   "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
 #define SM90_FILES  "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
+#define STEP_FILES  "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
+#define FEED_FILES  "key_walk.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh", "attn_fwd_producer.cuh"
+#define FWD_FILES   "attn_fwd_schedule.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -206,9 +209,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh",
-                                    "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh",
-                                    "attn_fwd_output.cuh", "philox.cuh", "attn_fwd_params.h", "quads.cuh", SM90_FILES),
+                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -217,10 +218,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .chooses = fwd_sm90_chooses,
                      .aligns_shared = true},
     [FA_FWD_FP8_SM90] = {.name = "attn_fwd_fp8_sm90",
-                         .files = FILES("attn_fwd_fp8_sm90.cu", "key_walk.cuh", "attn_fwd_tiles.cuh",
-                                        "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", "attn_fwd_softmax.cuh",
-                                        "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "attn_fwd_fp8_values.cuh",
-                                        "philox.cuh", "attn_fwd_params.h", "quads.cuh", SM90_FILES),
+                         .files = FILES("attn_fwd_fp8_sm90.cu", "attn_fwd_fp8_values.cuh", FWD_FILES, SM90_FILES),
                          .arch = 90,
                          .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "RAW_STAGES", "Q_STAGES", "TURN",
                                      "O_WAIT"},

@@ -1,0 +1,44 @@
+/* Names of the schedules in tiles.def, and what follows from a table row in both attn_fwd_sm90.cu and
+ * attn_fwd_fp8_sm90.cu. */
+#ifndef FA_ATTN_FWD_SCHEDULE_CUH
+#define FA_ATTN_FWD_SCHEDULE_CUH
+
+#include "attn_fwd_params.h"
+#include "element.cuh"
+
+typedef fa_attn_fwd_params params;
+
+/* TURN: how long a warpgroup keeps its turn to issue products. */
+enum { TURN_NEVER = 0, TURN_WHILE_ISSUING = 1, TURN_UNTIL_SCORES = 2 };
+/* O_WAIT: when a step waits for P V, in relation to its exponentials. AMID lies between the two rows of a thread.
+ * BEFORE also means that P V is issued before S. */
+enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
+
+constexpr int BLOCK_Q = 64 * WGS;
+constexpr int THREADS = 128 * (WGS + 1);
+/* The length of a row of a swizzled chunk of Q, K and V. */
+constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYTES % 128 == 0 ? 128 : 64;
+constexpr int CHUNK = ROW_BYTES / element::BYTES;
+constexpr bool O_BY_TMA = D_V <= 128;
+constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
+constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
+constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
+/* Q of the next work tile is loaded before the last V of this one. */
+constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
+/* Q has one place. The place of the first K is free before it, so K is loaded first. */
+constexpr bool K_FIRST = Q_STAGES == 1;
+/* Consumers may be two work tiles behind the scheduler, so two more slots are needed. */
+constexpr int TILE_SLOTS = Q_STAGES + 2;
+/* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */
+constexpr int FAILED = 8;
+/* A key is large if its P exceeds this share of what a thread has summed. */
+constexpr float LARGE_SHARE = 0.4f;
+
+static_assert(TURN_NEVER <= TURN && TURN <= TURN_UNTIL_SCORES, "TURN has three values");
+static_assert(O_WAIT_AFTER_EXP <= O_WAIT && O_WAIT <= O_WAIT_BEFORE_EXP, "O_WAIT has three values");
+static_assert(D_QK % CHUNK == 0 && D_V % CHUNK == 0, "TMA brings whole chunks");
+static_assert(BLOCK_KV * element::BYTES % 32 == 0, "wgmma contracts 32 bytes at a time");
+static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
+static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
+
+#endif
