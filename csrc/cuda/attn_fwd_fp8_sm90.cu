@@ -4,15 +4,15 @@
  *   q_descale, k_descale, v_descale [b, h_kv] float: q, k and v are multiplied by these factors
  *
  * CTAs, work tiles, roles, pipelines and turns are those of attn_fwd_sm90.cu, and so are the headers. Three things
- * differ.
+ * differ:
  *
  *   V   wgmma wants V^T. Transposer warps make it (attn_fwd_fp8_values.cuh):
  *
  *         producer --raw_full[stage]--> transposers --v_full[stage]--> consumers: O += P V --v_empty[stage]-->
  *                 <--raw_empty[stage]--
  *
- *   P   e4m3 ends at 448. The row maximum m makes the largest P 2^7, and it may lag until a P exceeds 448. Then m rises
- *       to the score of that P before P is rounded. Most steps ask only whether a P exceeds 448.
+ *   P   e4m3 ends at 448. The row maximum m makes the largest P 2^7, and it lags. m rises before e4m3 would cut a P, or
+ *       before the rounding of a P would show in O. A step asks for both in one vote.
  *
  *   O   The tensor cores keep 14 bits of a sum of 8-bit products. So after FLUSH_STEPS steps the registers of O are
  *       added to sums of 32 bits, and begin again at zero. The sums lie in shared memory. Above 128 columns there is no
@@ -48,6 +48,11 @@ constexpr int D_QK = HEAD_DIM, D_V = HEAD_DIM, CTAS = 1;
 
 constexpr int TRANSPOSERS = 2;
 constexpr u32 V_ARRIVALS = of_warps(TRANSPOSERS);
+/* V^T is one chunk of columns. */
+constexpr int V_LEADING_BYTES = 0;
+/* NOTE: without TMA there is nothing to wait for. But without the wait ptxas takes the loop's matrix descriptors for
+ * values that differ between threads. */
+constexpr bool WAITS_FOR_STORES = true;
 /* 256 columns of O beside 128 keys of S and P leave the other warps 24 registers. */
 constexpr bool IS_WIDE = HEAD_DIM / 2 + BLOCK_KV / 2 + BLOCK_KV / 8 > 200;
 constexpr int PRODUCER_REGS = WGS == 3 ? 32 : IS_WIDE ? 24 : 40;
@@ -59,7 +64,6 @@ constexpr int O_ELEMENTS = SUMS_IN_SMEM ? 2 * BLOCK_Q * D_V : 8, O_ROWS = 16, O_
 constexpr int FLUSH_STEPS = FA_FLUSH_KEYS(D_V) / BLOCK_KV;
 
 static_assert(HEAD_DIM % O_CHUNK == 0, "O leaves in chunks of 64 columns");
-static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= 512, "an SM has 64 K registers");
 
 #include "attn_fwd_tiles.cuh"
 #include "attn_fwd_memory.cuh"
@@ -67,21 +71,10 @@ static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= 512, "an SM has 64 K regist
 #include "attn_fwd_softmax.cuh"
 #include "attn_fwd_repeats.cuh"
 #include "attn_fwd_output.cuh"
+#include "attn_fwd_consumer.cuh"
 #include "attn_fwd_fp8_values.cuh"
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
-
-/* S = Q K^T for the 64 rows of a warpgroup. */
-DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
-    constexpr u32 high = matrix_descriptor_high(ROW_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < D_QK; k += 32)
-        wgmma<BLOCK_KV, element>::ss<high, high>(
-            S, q_desc + matrix_descriptor_bytes(k / CHUNK * BLOCK_Q * ROW_BYTES + k % CHUNK),
-            k_desc + matrix_descriptor_bytes(k / CHUNK * BLOCK_KV * ROW_BYTES + k % CHUNK), k > 0);
-    wgmma_commit_group();
-}
 
 /* O += P V for the 64 rows of a warpgroup. */
 DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc) {
@@ -119,7 +112,7 @@ DEVICE void sum_and_compare(const float (&S)[S_REGS], online_softmax &softmax, i
     if (second_row) softmax.sum[1] += odd[1];
 }
 
-/* A P above this limit does not fit in e4m3, or it weighs in its row and exceeds the P of m's own key. `sum` has a
+/* A P above this limit does not fit in e4m3. Or it weighs in its row and exceeds the P of m's own key. sum has a
  * quarter of the row's columns. */
 DEVICE float limit_of_e4m3(float sum) {
     const float one = __int_as_float((127 - (int)element::HEADROOM) << 23);
@@ -128,118 +121,28 @@ DEVICE float limit_of_e4m3(float sum) {
 
 /* ---- the consumer ---------------------------------------------------------------------------------------------- */
 
-/* A consumer has taken one work tile and may still hold O of the work tile before. */
-enum which_tile { THIS_TILE = 0, PREVIOUS_TILE = 1 };
+/* P V, the step with its flush, and the end of a work tile. attn_fwd_consumer.cuh has the rest, and calls these
+ * functions. */
+struct consumer : consumer_base {
+    using consumer_base::consumer_base;
 
-/* One consumer warpgroup, as in attn_fwd_sm90.cu:
- *
- *   run:  begin_tile  step<true>  step<false> ... step<false>      begin_tile  step<true> ...
- *         last PV     S           S PV            S PV             last PV     S
- *         of the      store O of                                   of this     store O of
- *         tile before the tile before                              tile        this tile
- */
-struct consumer {
-    const params &p;
-    shared_memory &smem;
-    const int wg, warp, lane;               /* the consumer's number, the warp in it, the lane in the warp */
-    const int column;                       /* the thread's first column in each group of 8 */
-    const bool is_leader, arrives;          /* The lane acts for its warp; the lane arrives at mbarriers. */
-    const u32 q_desc_0, k_desc_0, v_desc_0; /* matrix descriptors of pipeline stage 0 */
-
-    /* NOTE: these are references. Arrays inside the struct would delay the promotion of its scalars to registers,
-     * and ptxas would take matrix descriptors for values that differ between threads. */
-    float (&O)[O_REGS];
-    u32 (&P)[P_REGS];
-    online_softmax &softmax;
-
-    ring<Q_STAGES> q_ring;
-    ring<STAGES> k_ring;
-    ring<V_STAGES> v_ring;
-    ring<TILE_SLOTS> tile_ring;
-
-    int row_block = wg; /* the row block of the work tile that this warpgroup computes */
-    int diagonal = 0;   /* The thread's first row would see this key last under a causal mask. */
-    row_key_walk walk;
-    int goes_on = 0;            /* The work tile has another step. */
-    u32 q_desc = 0;             /* the matrix descriptor of the row block */
-    int has_o = 0;              /* O holds a work tile that is not stored yet. */
-    float scale_log2 = 1;       /* of the work tile: S times this are exponents of 2 */
     int next_flush = 0;         /* O is flushed after the step of this key tile. */
-    float flushed_log2[2] = {}; /* max_log2 that the sums are measured from; of no use without them */
+    float flushed_log2[2] = {}; /* the max_log2 that the sums are measured from */
     int has_sums = 0;           /* There are sums. */
-    score_head q_head = {0, 0, 0, 0};
 
-    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * D_QK);
-    static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
-    static constexpr u32 K_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_QK);
-    static constexpr u32 V_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_V);
-
-    DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
-                    online_softmax &softmax)
-        : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), column(2 * (lane % 4)),
-          is_leader(lane == 0), arrives(arrives_for_warp(lane)), q_desc_0(matrix_descriptor(smem_address(smem.q), 0)),
-          k_desc_0(matrix_descriptor(smem_address(smem.k), 0)), v_desc_0(matrix_descriptor(smem_address(smem.v), 0)),
-          O(O), P(P), softmax(softmax) {
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] = 0;
-#pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = 0;
-    }
-
-    /* ---- pipeline stages and turns ---- */
-
-    DEVICE void wait_q() { mbarrier_wait(&smem.q_full[q_ring.stage], q_ring.parity); }
-    DEVICE void wait_k() { mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity); }
-    DEVICE void wait_v() { mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity); }
     DEVICE void wait_v_and_k() {
         mbarrier_wait_both(&smem.v_full[v_ring.stage], v_ring.parity, &smem.k_full[k_ring.stage], k_ring.parity);
     }
-    DEVICE void release_k() {
-        if (arrives) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
-        k_ring.next();
-    }
-    DEVICE void release_v() {
-        if (arrives) mbarrier_arrive(&smem.v_empty[v_ring.stage]);
-        v_ring.next();
-    }
-    DEVICE int q_stage_of(which_tile which) const { return Q_STAGES == 1 ? 0 : q_ring.stage ^ 1 ^ which; }
-    /* This also says that the warp has read the slot of the tile before. The scheduler may overwrite that slot. */
-    DEVICE void release_q(which_tile which) {
-        __syncwarp();
-        if (arrives) mbarrier_arrive(&smem.q_empty[q_stage_of(which)]);
-    }
-    DEVICE void wait_turn() {
-        if (TURN) bar_sync(BAR_TURN + wg, 256);
-    }
-    DEVICE void pass_turn() {
-        if (TURN) bar_arrive(BAR_TURN + (wg + 1 == WGS ? 0 : wg + 1), 256);
-    }
 
-    /* ---- the tile that was taken, and the tile before ---- */
-
-    DEVICE const tile &tile_of(which_tile which) const {
-        const int slot = tile_ring.stage - 1 - which;
-        return smem.tiles[slot < 0 ? slot + TILE_SLOTS : slot];
-    }
-    DEVICE int row_block_of(which_tile which) const {
-        return row_block >= which ? row_block - which : row_block - which + WGS;
-    }
     /* The place of O of the warp's row strip. */
     DEVICE element::output *o_smem() const { return smem.o + (SUMS_IN_SMEM ? (4 * wg + warp) * 2 * 16 * D_V : 0); }
 
     /* ---- parts of a step ---- */
 
-    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores(S, q_desc, k_desc_0 + k_ring.stage * K_STAGE); }
     DEVICE void issue_pv() { issue_output(O, P, v_desc_0 + v_ring.stage * V_STAGE); }
     DEVICE void begin_rows() {
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] = 0;
-        softmax = {{-INF, -INF}, {0, 0}, {0, 0}};
-        has_sums = 0;
-    }
-    DEVICE void rescale_o(const float (&alpha)[2]) {
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
+        consumer_base::begin_rows();
+        has_sums = 0, next_flush = walk.next - FLUSH_STEPS;
     }
     DEVICE void change_all_scores(float (&S)[S_REGS], int j) {
         if (SCORE) {
@@ -252,11 +155,13 @@ struct consumer {
 
     /* ---- sums of 32 bits ---- */
 
-    /* The thread's sums in shared memory: four registers of O, then the next lane's. */
-    DEVICE float4 *sums() const { return (float4 *)o_smem() + lane; }
-    /* The same in the workspace. */
-    DEVICE float4 *far_sums() const {
+    /* The thread's sums: four registers of O, then the next lane's. No other thread reads them. */
+    DEVICE float4 *sums() const {
+        if (SUMS_IN_SMEM) return (float4 *)o_smem() + lane;
         return (float4 *)p.sums + (long long)((blockIdx.x * WGS + wg) * 4 + warp) * 16 * D_V / 4 + lane;
+    }
+    DEVICE float4 load_sums(int i) const {
+        return SUMS_IN_SMEM ? sums()[i / 4 * 32] : ld_global_in_order(&sums()[i / 4 * 32]);
     }
     /* O += the sums. Of the workspace only a few loads are on their way, because there are no more registers. */
     DEVICE void add_sums() {
@@ -269,8 +174,7 @@ struct consumer {
             float4 x[BATCH];
 #pragma unroll
             for (int n = 0; n < BATCH; n++)
-                x[n] =
-                    SUMS_IN_SMEM ? sums()[(first / 4 + n) * 32] : ld_global_in_order(&far_sums()[(first / 4 + n) * 32]);
+                x[n] = load_sums(first + 4 * n);
 #pragma unroll
             for (int n = 0; n < BATCH; n++) {
                 const int i = first + 4 * n;
@@ -297,13 +201,13 @@ struct consumer {
         if (!has_sums) {
 #pragma unroll
             for (int i = 0; i < O_REGS; i += 4)
-                far_sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
+                sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
             flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
         } else {
             const float x = ex2(softmax.max_log2[0] - flushed_log2[0]), y = ex2(softmax.max_log2[1] - flushed_log2[1]);
 #pragma unroll
             for (int i = 0; i < O_REGS; i += 4)
-                red_add_x4((float *)&far_sums()[i / 4 * 32], O[i] * x, O[i + 1] * x, O[i + 2] * y, O[i + 3] * y);
+                red_add_x4((float *)&sums()[i / 4 * 32], O[i] * x, O[i + 1] * x, O[i + 2] * y, O[i + 3] * y);
         }
     }
     DEVICE void flush() {
@@ -320,6 +224,26 @@ struct consumer {
             flush();
             next_flush -= FLUSH_STEPS;
         }
+    }
+    /* Registers of S leave no room to add sums of the workspace in the step that stores O. */
+    DEVICE void complete_o() {
+        if (!SUMS_IN_SMEM && has_sums) add_sums(), has_sums = 0;
+    }
+    /* The sums of a repeated tile are always measured from the row maximum of now. A difference of max_log2 would be one
+     * of roundings, because its scores may be huge. */
+    DEVICE void rescale_sums(const float (&alpha)[2]) {
+        if (has_sums) {
+#pragma unroll 1
+            for (int i = 0; i < O_REGS; i += 4) {
+                const float4 x = load_sums(i);
+                sums()[i / 4 * 32] = make_float4(x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]);
+            }
+        }
+        flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
+    }
+    DEVICE void end_repeat() {
+        if (has_sums) add_sums(), has_sums = 0;
+        __syncwarp(); /* O may go to the place of the sums. */
     }
 
     /* ---- a step ---- */
@@ -409,12 +333,7 @@ struct consumer {
         const int j = walk.next, first_key = j * BLOCK_KV;
         const bool has_scale = is_plain(scale_log2);
         const float scale = has_scale ? scale_log2 : 1;
-        wait_k();
-        wait_turn();
-        issue_s(S);
-        pass_turn();
-        wgmma_wait_group<0>(S);
-        release_k();
+        compute_s(S);
 
         change_all_scores(S, j);
         if (!has_scale) {
@@ -424,15 +343,13 @@ struct consumer {
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
         make_infinite(S, scale);
         raise_max(S, softmax, alpha, scale, true);
-        rescale_o(alpha);
+        rescale_o(alpha), rescale_sums(alpha);
         exponentiate_exactly(S, softmax, scale);
         sum_and_compare(S, softmax, largest, true, true);
         round_to_bytes(S, P);
 
         wait_v();
-        const int block_diagonal = t.row + 64 * row_block + t.len_kv - t.len_q;
-        const tile_walk keys = keys_of(p, block_diagonal, block_diagonal + 63, t.len_kv);
-        if (!uniform(is_partial<BLOCK_KV>(first_key, keys.full_begin, keys.full_end))) {
+        if (sees_all_of(first_key)) {
             pin(O), pin(P);
             issue_pv();
             wgmma_wait_group<0>(O);
@@ -440,20 +357,7 @@ struct consumer {
             accumulate_seen_bytes(O, P, smem.v[v_ring.stage], p, t.len_kv, first_key, diagonal);
         }
         release_v();
-    }
-
-    /* A step that only other warpgroups need. The stages and the turn pass through this warpgroup, too. */
-    DEVICE void skip_step() {
-        wait_k();
-        wait_turn();
-        pass_turn();
-        release_k();
-        wait_v();
-        release_v();
-    }
-    DEVICE void skip_unseen_steps() {
-#pragma unroll 1
-        for (; walk.next_is_unseen(); walk.take()) skip_step();
+        flush_after(j);
     }
 
     /* ---- the end of a work tile ---- */
@@ -493,112 +397,7 @@ struct consumer {
             store_o(PREVIOUS_TILE, t, block, first_row);
         }
     }
-    /* The same outside a step, where no product hides the store. */
-    DEVICE void finish_previous_tile_now() {
-        if (has_o) finish_previous_tile();
-        /* NOTE: the compiler must not know this value. It would split the loop over work tiles by it, and ptxas
-         * would take matrix descriptors for values that differ between threads. */
-        has_o = uniform(0);
-    }
-
-    /* ---- a work tile ---- */
-
-    /* Takes the next work tile. Meanwhile the last P V of the tile before runs. Without a tile before, P V multiplies
-     * garbage, and no step uses the result. */
-    DEVICE tile_command begin_tile() {
-        if (has_o) wait_v();
-        pin(O), pin(P);
-        issue_pv();
-        wait_q();
-        q_ring.next(), tile_ring.next();
-        /* Later row blocks may see more keys, or may have no row. So the row blocks rotate among the warpgroups. */
-        row_block = row_block + 1 == WGS ? 0 : row_block + 1;
-        const tile &t = tile_of(THIS_TILE);
-        const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
-        const int last_row = min(first_row + 64, t.len_q) - 1;
-        const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
-        const bool is_idle = first_row > last_row || keys.begin >= keys.end;
-        const tile_command command = (tile_command)uniform(t.command);
-        walk.seen_top = uniform(is_idle ? -1 : ceil_div(keys.end, BLOCK_KV) - 1);
-        walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
-        diagonal = first_row + 16 * warp + lane / 4 + shift;
-        scale_log2 = SCORE ? p.scale_log2 : t.qk_factor * p.scale_log2;
-        wgmma_wait_group<0>(O);
-        if (has_o) release_v();
-        /* Later, beside the registers of S, there were spills. */
-        if (!SUMS_IN_SMEM && has_sums) add_sums(), has_sums = 0;
-        q_desc = q_desc_0 + q_stage_of(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
-        q_head.b_idx = t.b_idx, q_head.head = t.head, q_head.shift = shift;
-        if (SCORE && p.alibi_slopes && command <= REPEAT)
-            q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
-        return command;
-    }
-    /* The row block sees no key of the work tile, or has no row. */
-    DEVICE bool is_idle() const { return walk.seen_top < 0; }
-
-    /* The work tile's O stays in registers. The first step of the next tile stores it. */
-    DEVICE void compute_tile() {
-        walk.begin_rows(p, diagonal - lane / 4, tile_of(THIS_TILE).len_kv);
-        skip_unseen_steps();
-        step<true>();
-#pragma unroll 1
-        while (goes_on) step<false>();
-    }
-    /* Computes and stores a work tile that failed, alone. Only row strips that failed are stored, because the other row
-     * strips have been stored before. */
-    DEVICE void repeat_tile() {
-        skip_unseen_steps();
-        begin_rows();
-#pragma unroll 1
-        for (; walk.has_next(); walk.take()) repeat_step();
-        const tile &t = tile_of(THIS_TILE);
-        const int strip = 4 * row_block + warp;
-        if (uniform(t.failed_strips >> strip & 1)) store_o(THIS_TILE, t, row_block, t.row + 16 * strip);
-    }
-    /* The row block sees no key, or has no row. is_new says that its zeros are not stored yet. */
-    DEVICE void skip_tile(bool is_new) {
-#pragma unroll 1
-        for (; walk.has_next(); walk.take()) skip_step();
-        const tile &t = tile_of(THIS_TILE);
-        const int first_row = t.row + 64 * row_block + 16 * warp;
-        if (is_new && first_row < t.len_q) store_zeros(p, t, first_row);
-    }
-    /* Tells the producer that this warp has noted all its failures. */
-    DEVICE void report() {
-        if (arrives) mbarrier_arrive(&smem.all_done);
-    }
-
-    DEVICE void run() {
-        if (wg == WGS - 1) pass_turn(); /* Warpgroup 0 has the first turn. */
-        for (;;) {
-            const tile_command command = begin_tile();
-            if (command == COMPUTE && !is_idle()) {
-                compute_tile();
-                continue;
-            }
-            finish_previous_tile_now();
-            if (command == END) break;
-            if (command == REPORT)
-                report();
-            else if (command == REPEAT && !is_idle())
-                repeat_tile();
-            else
-                skip_tile(command == COMPUTE);
-            release_q(THIS_TILE);
-        }
-        /* Shared memory outlives its readers. NOTE: without TMA there is nothing to wait for. But without this line
-         * ptxas takes the loop's matrix descriptors for values that differ between threads. */
-        if (is_leader) cp_async_bulk_wait_all_read();
-    }
 };
-
-/* One consumer warpgroup, for the whole launch. */
-DEVICE void consume(const params &p, shared_memory &smem, int wg) {
-    float O[O_REGS];
-    u32 P[P_REGS];
-    online_softmax softmax;
-    consumer(p, smem, wg, O, P, softmax).run();
-}
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
@@ -613,8 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         if (O_BY_TMA) prefetch_tensormap(&p.o);
         init_barriers(smem);
         init_value_barriers(smem);
-        for (int i = 0; i < 4 * WGS; i++) smem.num_failed[i] = smem.num_seen[i] = 0;
-        smem.sequences.first = -32, smem.sequences.begin = smem.sequences.end = 0;
+        init_notes(smem);
         mbarrier_init_fence();
     }
     griddepcontrol_wait(); /* The kernels before it in the stream have ended. No memory has been touched until here. */
@@ -631,6 +429,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         if (warp >= 2) transposer(smem, warp - 2).run();
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        consume(p, smem, wg - 1);
+        consume<consumer>(p, smem, wg - 1);
     }
 }

@@ -1,12 +1,12 @@
 /* V of attn_fwd_fp8_sm90.cu. wgmma wants V of 8 bits K-major: the keys of one column lie side by side. TMA brings rows
  * of columns. Transposer warps, two warps beside the producer, make the operand V^T of each key tile.
  *
- * A unit of work is 32 keys and 16 columns. ldmatrix transposes pairs of bytes. Lane l holds columns 2 p and 2 p + 1 of
- * keys 2 q and 2 q + 1, with p = l / 4 and q = l % 4. A second matrix holds the same of keys 8 + 2 q and 9 + 2 q. prmt
- * parts even columns from odd columns. stmatrix stores them as rows of V^T:
+ * A unit of work is 32 keys and 16 columns. ldmatrix transposes pairs of bytes. Lane l has p = l / 4 and q = l % 4. It
+ * holds columns 2 p and 2 p + 1 of keys 2 q and 2 q + 1. A second matrix holds the same of keys 8 + 2 q and 9 + 2 q.
+ * prmt parts even columns from odd columns. stmatrix stores them as rows of V^T:
  *
  *   keys      Bytes 4 q .. 4 q + 3 of each 16 bytes belong to keys 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q. A lane of S = Q K^T
- *             holds these keys, so P goes from the registers of S to those of an operand without a shuffle.
+ *             holds the same keys. So the registers of S become P as an operand, without a shuffle.
  *   columns   Row 16 c + 8 (i % 2) + 2 (p % 4) + p / 4 of V^T is column 16 c + i, with p = i / 2. The eight rows of a
  *             stmatrix lie in different banks. `order_columns` renames the registers of O accordingly. */
 #ifndef FA_ATTN_FWD_FP8_VALUES_CUH

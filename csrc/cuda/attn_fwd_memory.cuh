@@ -53,6 +53,12 @@ DEVICE void init_barriers(shared_memory &smem) {
     mbarrier_init(&smem.tile_wanted, 1), mbarrier_init(&smem.tile_found, 1);
 }
 
+/* One thread. No row strip has failed, and no set of packed sequences is known. */
+DEVICE void init_notes(shared_memory &smem) {
+    for (int i = 0; i < 4 * WGS; i++) smem.num_failed[i] = smem.num_seen[i] = 0;
+    smem.sequences.first = -32, smem.sequences.begin = smem.sequences.end = 0;
+}
+
 /* A position in a pipeline of SIZE stages. The parity flips whenever the position wraps around. */
 template <int SIZE> struct ring {
     int stage = 0;

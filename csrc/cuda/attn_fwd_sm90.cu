@@ -32,7 +32,8 @@
  * row maximum of every step. The same check finds rows that a NaN or inf of V has reached through a P of zero,
  * although the rows do not see its key. The repetition takes of V only what each row sees.
  *
- * This file holds the products and the steps of a consumer. key_walk.cuh says which key tiles are visited and masked.
+ * This file holds P V and the steps of a consumer. key_walk.cuh says which key tiles are visited and masked.
+ * attn_fwd_consumer.cuh has the rest of a consumer, and attn_fwd_schedule.cuh what follows from a table row.
  * attn_fwd_tiles.cuh says where a work tile lies, _memory holds shared memory, _producer the scheduler and the loads,
  * _softmax S to P, _repeats the check and the repetition, _output O to global memory.
  *
@@ -65,11 +66,13 @@ constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 
 constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
 constexpr u32 V_ARRIVALS = 1;
+/* The distance between chunks of columns of V. */
+constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
+constexpr bool WAITS_FOR_STORES = O_BY_TMA;
 /* The place of O: elements, rows between its chunks, and the chunks themselves. */
 constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK;
 
-static_assert(CTAS * (PRODUCER_REGS + WGS * CONSUMER_REGS) <= 512, "an SM has 64 K registers");
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");
 
@@ -79,22 +82,9 @@ static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys"
 #include "attn_fwd_softmax.cuh"
 #include "attn_fwd_repeats.cuh"
 #include "attn_fwd_output.cuh"
+#include "attn_fwd_consumer.cuh"
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
-
-/* S = Q K^T for the 64 rows of a warpgroup. */
-DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
-    constexpr u32 high = matrix_descriptor_high(ROW_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < D_QK / 16; k++) {
-        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
-        wgmma<BLOCK_KV, element>::ss<high, high>(
-            S, q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
-            k_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk), k > 0);
-    }
-    wgmma_commit_group();
-}
 
 /* O += P V for the 64 rows of a warpgroup. */
 DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc) {
@@ -108,101 +98,10 @@ DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc)
 
 /* ---- the consumer ---------------------------------------------------------------------------------------------- */
 
-/* A consumer has taken one work tile and may still hold O of the work tile before. */
-enum which_tile { THIS_TILE = 0, PREVIOUS_TILE = 1 };
+/* P V, the step, and the end of a work tile. attn_fwd_consumer.cuh has the rest, and calls these functions. */
+struct consumer : consumer_base {
+    using consumer_base::consumer_base;
 
-/* One consumer warpgroup. It computes one row block of each work tile, and passes over key tiles that only other row
- * blocks see. Without a mask it reads a work tile like this:
- *
- *   run:  begin_tile  step<true>  step<false> ... step<false>      begin_tile  step<true> ...
- *         last PV     S           S PV            S PV             last PV     S
- *         of the      store O of                                   of this     store O of
- *         tile before the tile before                              tile        this tile
- */
-struct consumer {
-    const params &p;
-    shared_memory &smem;
-    const int wg, warp, lane;               /* the consumer's number, the warp in it, the lane in the warp */
-    const int column;                       /* the thread's first column in each group of 8 */
-    const bool is_leader, arrives;          /* The lane acts for its warp; the lane arrives at mbarriers. */
-    const u32 q_desc_0, k_desc_0, v_desc_0; /* matrix descriptors of pipeline stage 0 */
-    const float scale_log2;
-
-    /* NOTE: these are references. Arrays inside the struct would delay the promotion of its scalars to registers,
-     * and ptxas would take matrix descriptors for values that differ between threads. */
-    float (&O)[O_REGS];
-    u32 (&P)[P_REGS];
-    online_softmax &softmax;
-
-    ring<Q_STAGES> q_ring;
-    ring<STAGES> k_ring;
-    ring<V_STAGES> v_ring;
-    ring<TILE_SLOTS> tile_ring;
-
-    int row_block = wg; /* the row block of the work tile that this warpgroup computes */
-    int diagonal = 0;   /* The thread's first row would see this key last under a causal mask. */
-    row_key_walk walk;
-    int goes_on = 0; /* The work tile has another step. */
-    u32 q_desc = 0;  /* the matrix descriptor of the row block */
-    int has_o = 0;   /* O holds a work tile that is not stored yet. */
-    score_head q_head = {0, 0, 0, 0};
-
-    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * D_QK * element::BYTES);
-    static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
-    static constexpr u32 K_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_QK * element::BYTES);
-    static constexpr u32 V_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_V * element::BYTES);
-
-    DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
-                    online_softmax &softmax)
-        : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), column(2 * (lane % 4)),
-          is_leader(lane == 0), arrives(arrives_for_warp(lane)), q_desc_0(matrix_descriptor(smem_address(smem.q), 0)),
-          k_desc_0(matrix_descriptor(smem_address(smem.k), 0)),
-          v_desc_0(matrix_descriptor(smem_address(smem.v), BLOCK_KV * ROW_BYTES)), scale_log2(p.scale_log2), O(O), P(P),
-          softmax(softmax) {
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] = 0;
-#pragma unroll
-        for (int i = 0; i < P_REGS; i++) P[i] = 0;
-    }
-
-    /* ---- pipeline stages and turns ---- */
-
-    DEVICE void wait_q() { mbarrier_wait(&smem.q_full[q_ring.stage], q_ring.parity); }
-    DEVICE void wait_k() { mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity); }
-    DEVICE void wait_v() { mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity); }
-    DEVICE void release_k() {
-        if (arrives) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
-        k_ring.next();
-    }
-    DEVICE void release_v() {
-        if (arrives) mbarrier_arrive(&smem.v_empty[v_ring.stage]);
-        v_ring.next();
-    }
-    DEVICE int q_stage_of(which_tile which) const { return Q_STAGES == 1 ? 0 : q_ring.stage ^ 1 ^ which; }
-    /* This also says that the warp has read the slot of the tile before. The scheduler may overwrite that slot. */
-    DEVICE void release_q(which_tile which) {
-        __syncwarp();
-        if (arrives) {
-            if (O_IN_Q) cp_async_bulk_wait_all_read();
-            mbarrier_arrive(&smem.q_empty[q_stage_of(which)]);
-        }
-    }
-    DEVICE void wait_turn() {
-        if (TURN) bar_sync(BAR_TURN + wg, 256);
-    }
-    DEVICE void pass_turn() {
-        if (TURN) bar_arrive(BAR_TURN + (wg + 1 == WGS ? 0 : wg + 1), 256);
-    }
-
-    /* ---- the tile that was taken, and the tile before ---- */
-
-    DEVICE const tile &tile_of(which_tile which) const {
-        const int slot = tile_ring.stage - 1 - which;
-        return smem.tiles[slot < 0 ? slot + TILE_SLOTS : slot];
-    }
-    DEVICE int row_block_of(which_tile which) const {
-        return row_block >= which ? row_block - which : row_block - which + WGS;
-    }
     /* O of the warp's row strip goes where the strip's Q was, or to a place of its own. */
     DEVICE element::output *o_smem_of(which_tile which, int block) const {
         return O_IN_Q ? smem.q[q_stage_of(which)] + (64 * block + 16 * warp) * CHUNK
@@ -211,17 +110,7 @@ struct consumer {
 
     /* ---- parts of a step ---- */
 
-    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores(S, q_desc, k_desc_0 + k_ring.stage * K_STAGE); }
     DEVICE void issue_pv() { issue_output(O, P, v_desc_0 + v_ring.stage * V_STAGE); }
-    DEVICE void begin_rows() {
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] = 0;
-        softmax = {{-INF, -INF}, {0, 0}, {0, 0}};
-    }
-    DEVICE void rescale_o(const float (&alpha)[2]) {
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
-    }
     DEVICE void round_p(const float (&S)[S_REGS]) {
 #pragma unroll
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(S[2 * i], S[2 * i + 1]);
@@ -320,12 +209,7 @@ struct consumer {
         float S[S_REGS], alpha[2];
         int largest[2] = {0, 0};
         const int j = walk.next, first_key = j * BLOCK_KV;
-        wait_k();
-        wait_turn();
-        issue_s(S);
-        pass_turn();
-        wgmma_wait_group<0>(S);
-        release_k();
+        compute_s(S);
 
         if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
@@ -337,9 +221,7 @@ struct consumer {
         drop_and_round_p(S, j);
 
         wait_v();
-        const int block_diagonal = t.row + 64 * row_block + t.len_kv - t.len_q;
-        const tile_walk keys = keys_of(p, block_diagonal, block_diagonal + 63, t.len_kv);
-        if (!uniform(is_partial<BLOCK_KV>(first_key, keys.full_begin, keys.full_end))) {
+        if (sees_all_of(first_key)) {
             pin(O), pin(P);
             issue_pv();
             wgmma_wait_group<0>(O);
@@ -347,20 +229,6 @@ struct consumer {
             accumulate_seen(O, P, smem.v[v_ring.stage], p, t.len_kv, first_key, diagonal);
         }
         release_v();
-    }
-
-    /* A step that only other warpgroups need. The stages and the turn pass through this warpgroup, too. */
-    DEVICE void skip_step() {
-        wait_k();
-        wait_turn();
-        pass_turn();
-        release_k();
-        wait_v();
-        release_v();
-    }
-    DEVICE void skip_unseen_steps() {
-#pragma unroll 1
-        for (; walk.next_is_unseen(); walk.take()) skip_step();
     }
 
     /* ---- the end of a work tile ---- */
@@ -391,112 +259,7 @@ struct consumer {
             store_o(PREVIOUS_TILE, t, block, first_row);
         }
     }
-    /* The same outside a step, where no product hides the store. */
-    DEVICE void finish_previous_tile_now() {
-        if (O_IN_Q) bar_sync(BAR_GROUP + wg, 128); /* The warps have read the Q whose place O takes. */
-        if (has_o) {
-            finish_previous_tile();
-            if (O_IN_Q) release_q(PREVIOUS_TILE);
-        }
-        /* NOTE: the compiler must not know this value. It would split the loop over work tiles by it, and ptxas
-         * would take matrix descriptors for values that differ between threads. */
-        has_o = uniform(0);
-    }
-
-    /* ---- a work tile ---- */
-
-    /* Takes the next work tile. Meanwhile the last P V of the tile before runs. Without a tile before, P V multiplies
-     * garbage, and no step uses the result. */
-    DEVICE tile_command begin_tile() {
-        if (has_o) wait_v();
-        pin(O), pin(P);
-        issue_pv();
-        wait_q();
-        q_ring.next(), tile_ring.next();
-        /* Later row blocks may see more keys, or may have no row. So the row blocks rotate among the warpgroups. */
-        row_block = row_block + 1 == WGS ? 0 : row_block + 1;
-        const tile &t = tile_of(THIS_TILE);
-        const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
-        const int last_row = min(first_row + 64, t.len_q) - 1;
-        const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
-        const bool is_idle = first_row > last_row || keys.begin >= keys.end;
-        const tile_command command = (tile_command)uniform(t.command);
-        walk.seen_top = uniform(is_idle ? -1 : ceil_div(keys.end, BLOCK_KV) - 1);
-        walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
-        diagonal = first_row + 16 * warp + lane / 4 + shift;
-        wgmma_wait_group<0>(O);
-        if (has_o) release_v();
-        q_desc = q_desc_0 + q_stage_of(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
-        q_head.b_idx = t.b_idx, q_head.head = t.head, q_head.shift = shift;
-        if (SCORE && p.alibi_slopes && command <= REPEAT)
-            q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
-        return command;
-    }
-    /* The row block sees no key of the work tile, or has no row. */
-    DEVICE bool is_idle() const { return walk.seen_top < 0; }
-
-    /* The work tile's O stays in registers. The first step of the next tile stores it. */
-    DEVICE void compute_tile() {
-        walk.begin_rows(p, diagonal - lane / 4, tile_of(THIS_TILE).len_kv);
-        skip_unseen_steps();
-        step<true>();
-#pragma unroll 1
-        while (goes_on) step<false>();
-    }
-    /* Computes and stores a work tile that failed, alone. Only row strips that failed are stored, because the other row
-     * strips have been stored before. */
-    DEVICE void repeat_tile() {
-        skip_unseen_steps();
-        begin_rows();
-#pragma unroll 1
-        for (; walk.has_next(); walk.take()) repeat_step();
-        if (O_IN_Q) bar_sync(BAR_GROUP + wg, 128); /* The warps have read the Q whose place O takes. */
-        const tile &t = tile_of(THIS_TILE);
-        const int strip = 4 * row_block + warp;
-        if (uniform(t.failed_strips >> strip & 1)) store_o(THIS_TILE, t, row_block, t.row + 16 * strip);
-    }
-    /* The row block sees no key, or has no row. is_new says that its zeros are not stored yet. */
-    DEVICE void skip_tile(bool is_new) {
-#pragma unroll 1
-        for (; walk.has_next(); walk.take()) skip_step();
-        const tile &t = tile_of(THIS_TILE);
-        const int first_row = t.row + 64 * row_block + 16 * warp;
-        if (is_new && first_row < t.len_q) store_zeros(p, t, first_row);
-    }
-    /* Tells the producer that this warp has noted all its failures. */
-    DEVICE void report() {
-        if (arrives) mbarrier_arrive(&smem.all_done);
-    }
-
-    DEVICE void run() {
-        if (wg == WGS - 1) pass_turn(); /* Warpgroup 0 has the first turn. */
-        for (;;) {
-            const tile_command command = begin_tile();
-            if (command == COMPUTE && !is_idle()) {
-                compute_tile();
-                continue;
-            }
-            finish_previous_tile_now();
-            if (command == END) break;
-            if (command == REPORT)
-                report();
-            else if (command == REPEAT && !is_idle())
-                repeat_tile();
-            else
-                skip_tile(command == COMPUTE);
-            release_q(THIS_TILE);
-        }
-        if (O_BY_TMA && is_leader) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
-    }
 };
-
-/* One consumer warpgroup, for the whole launch. */
-DEVICE void consume(const params &p, shared_memory &smem, int wg) {
-    float O[O_REGS];
-    u32 P[P_REGS];
-    online_softmax softmax;
-    consumer(p, smem, wg, O, P, softmax).run();
-}
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
@@ -510,8 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v);
         if (O_BY_TMA) prefetch_tensormap(&p.o);
         init_barriers(smem);
-        for (int i = 0; i < 4 * WGS; i++) smem.num_failed[i] = smem.num_seen[i] = 0;
-        smem.sequences.first = -32, smem.sequences.begin = smem.sequences.end = 0;
+        init_notes(smem);
         mbarrier_init_fence();
     }
     griddepcontrol_wait(); /* The kernels before it in the stream have ended. No memory has been touched until here. */
@@ -524,6 +286,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         if (warp == 1) schedule_tiles(p, smem);
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        consume(p, smem, wg - 1);
+        consume<consumer>(p, smem, wg - 1);
     }
 }

@@ -15,6 +15,7 @@ enum tile_command { COMPUTE, REPEAT, REPORT, END };
 /* What a work tile knows of Q, K and V in 8 bits. 16 bits need no factor. */
 template <int ELEMENT_BYTES> struct tile_factors {
     DEVICE void read(const params &p, int b_idx, int kv_head) {}
+    DEVICE void set_scale(const params &p, float &scale_log2) const {}
 };
 template <> struct tile_factors<1> {
     float qk_factor, v_factor;
@@ -24,6 +25,10 @@ template <> struct tile_factors<1> {
     DEVICE void read(const params &p, int b_idx, int kv_head) {
         qk_factor = factor_at(p.q_descale, b_idx, kv_head) * factor_at(p.k_descale, b_idx, kv_head);
         v_factor = factor_at(p.v_descale, b_idx, kv_head);
+    }
+    /* With SCORE the scores themselves are multiplied by the factor. */
+    DEVICE void set_scale(const params &p, float &scale_log2) const {
+        scale_log2 = SCORE ? p.scale_log2 : qk_factor * p.scale_log2;
     }
 };
 
