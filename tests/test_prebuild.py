@@ -20,7 +20,7 @@ HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|192|256)(v\d+)?_q\d+
 
 ANY = re.compile(
     r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|quantize)"
-    r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_d(?:64|128|256|512))?"
+    r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|d(?:64|128|192|256)))?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?"
 )
 

@@ -3,7 +3,16 @@
 #ifndef FA_QUANTIZE_PARAMS_H
 #define FA_QUANTIZE_PARAMS_H
 
-/* One of q, k and v. A piece is 2^log2_rows rows of a sequence and key head. A row has g heads. */
+/* Of a CTA. An SM's shared memory has room for four CTAs on Hopper, three on an A100, and two where it has 100 KB. */
+enum {
+    FA_QUANTIZE_THREADS = 128,
+    FA_QUANTIZE_SLOTS = 3,
+    FA_QUANTIZE_SLOT_BYTES = 16 << 10,
+    FA_QUANTIZE_SHARED_BYTES = 3 * (16 << 10) + 1024
+};
+
+/* One of q, k and v. A row of a sequence and key head is one of its g heads at one position. A piece has 2^log2_rows
+ * rows. */
 typedef struct {
     const void *x;                            /* [b, row, h, d]; packed: stride_b = 0 */
     long long stride_b, stride_row, stride_h; /* counted in elements */
@@ -14,16 +23,19 @@ typedef struct {
     int g, d, rotates;
     int is_aligned; /* every row of x consists of aligned pieces of 8 elements */
     int log2_rows;
-    int pieces_of_head; /* of a sequence and key head, in a dense tensor */
-    int num_pieces;     /* some pieces of packed tensors are empty */
+    int units; /* of 16 bytes that a row takes in shared memory: whole chunks of 8 columns */
+    unsigned inverse_g, inverse_units, inverse_chunks; /* 2^32 / number, rounded up; 0 for the number 1 */
+    int pieces_of_head;                                /* of a sequence and key head, in a dense tensor */
+    int num_pieces;                                    /* some pieces of packed tensors are empty */
 } fa_quantize_tensor;
 
 typedef struct {
     fa_quantize_tensor tensors[3];
     int b, h_kv, is_per_tensor;
-    int num_pieces;     /* of the three tensors */
-    int lag;            /* pieces between the two passes; at least those of the largest group - 1 */
-    unsigned *counters; /* pairs: the next ticket; for each group its maximum and its measured pieces. All begin as 0 */
+    int num_pieces;   /* of the three tensors */
+    unsigned *ticket; /* the next; begins as 0 */
+    unsigned *maxima; /* of the pieces, as the bits of a float, plus 1; begin as 0 */
+    unsigned *links;  /* of dropped pieces to those before */
     unsigned long long signs[4];
 } fa_quantize_params;
 

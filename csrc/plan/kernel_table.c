@@ -4,6 +4,7 @@
 #include "cuda/attn_decode_params.h"
 #include "cuda/attn_fwd_params.h"
 #include "cuda/combine_params.h"
+#include "cuda/quantize_params.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -184,7 +185,7 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 /* ---- quantize ---------------------------------------------------------------------------------------------------- */
 
 static const fa_row quantize_rows[] = {
-#define FA_QUANTIZE_TILE(d, lanes, chunks) {"quantize_d" #d, {lanes, chunks}, 0, 16},
+#define FA_QUANTIZE_TILE(name, chunks, ctas) {"quantize_" #name, {chunks, ctas}, 0, FA_QUANTIZE_SHARED_BYTES},
 #include "cuda/tiles.def"
 };
 
@@ -296,7 +297,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_QUANTIZE] = {.name = "quantize",
                      .files = FILES("quantize.cu", "ptx_once.cuh", "e4m3.cuh", "ptx_sm80.cuh", "element.cuh",
                                     "quantize_params.h"),
-                     .columns = {"LANES", "CHUNKS"},
+                     .columns = {"CHUNKS", "CTAS"},
                      .knows = FA_IN_BF16 | FA_IN_F32,
                      .rows = quantize_rows,
                      .num_rows = NUM_ROWS(quantize_rows),

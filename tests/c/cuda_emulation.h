@@ -76,6 +76,8 @@ static inline int min(int x, int y) { return x < y ? x : y; }
 static inline int max(int x, int y) { return x > y ? x : y; }
 static inline unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
 static inline long long min(long long x, long long y) { return x < y ? x : y; }
+static inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
+static inline long long max(long long x, long long y) { return x > y ? x : y; }
 static inline float __int_as_float(int x) { return fa_f32_of_bits((uint32_t)x); }
 static inline unsigned __float_as_uint(float x) { return fa_bits_of(x); }
 static inline float __fmul_rn(float x, float y) { return x * y; }
@@ -104,9 +106,14 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
     return bits;
 }
 
+static inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
-static inline void __nanosleep(unsigned) { abort(); }
+/* A CTA may wait for its own threads. CTAs run one after the other, so a CTA that waits for another never ends. */
+static unsigned num_naps; /* since a word was published */
+static inline void __nanosleep(unsigned) {
+    if (++num_naps > 1000) abort();
+}
 static inline unsigned atomicMax(unsigned *place, unsigned x) {
     const unsigned before = *place;
     *place = x > before ? x : before;
@@ -128,6 +135,9 @@ static inline int __reduce_max_sync(unsigned, int x) {
     int most = x;
     for (int lane = 0; lane < 32; lane++) memcpy(&x, all + 64 * lane, sizeof x), most = max(most, x);
     return most;
+}
+static inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+    return (unsigned)__reduce_max_sync(mask, (int)(x ^ 0x80000000u)) ^ 0x80000000u;
 }
 
 /* CTAs run one after the other. */
@@ -244,23 +254,21 @@ template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)
         }
 }
 
-/* ptx_once.cuh. A wait would never end, because CTAs run one after the other. */
+/* ptx_once.cuh. */
 #define FA_PTX_ONCE_CUH
 #include "cuda/e4m3.cuh"
-static inline uint4 ld_global_nc(const void *src, u64) {
-    uint4 x;
-    if ((size_t)src % 16) abort();
-    memcpy(&x, src, sizeof x);
-    return x;
-}
 static inline void st_global(void *dst, uint2 x, u64) {
     if ((size_t)dst % 8) abort();
     memcpy(dst, &x, sizeof x);
 }
-static inline u32 ld_acquire(const u32 *counter) { return *counter; }
-static inline void red_add_release(u32 *counter, u32 x) { *counter += x; }
+static inline u32 ld_relaxed(const u32 *word) { return *word; }
+static inline void st_relaxed(u32 *word, u32 x) { *word = x, num_naps = 0; }
 static inline u32 atom_add(u32 *counter, u32 x) { return (*counter += x) - x; }
-static inline void red_max(u32 *counter, u32 x) { *counter = x > *counter ? x : *counter; }
+template <class T> static inline u32 max_x2(u32 a, u32 b) {
+    float x[2], y[2];
+    unpack_x2<T>(a, x[0], x[1]), unpack_x2<T>(b, y[0], y[1]);
+    return cvt_x2<T>(fmaxf(x[0], y[0]), fmaxf(x[1], y[1]));
+}
 static inline u32 cvt_e4m3x2(float low, float high) { return cvt<e4m3>(low).bits | (u32)cvt<e4m3>(high).bits << 8; }
 
 static inline int laneid() { return (int)(emulated_thread.x % 32); }
