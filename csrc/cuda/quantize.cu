@@ -154,7 +154,8 @@ struct row_place {
     int position, head;
 };
 DEVICE row_place place_of(const fa_quantize_tensor &t, const piece &at, int row) {
-    const int i = at.first_head + row, position = t.inverse_g || t.g == 1 ? divide(i, t.inverse_g) : i / t.g;
+    const int i = at.first_head + row; /* below g + FA_QUANTIZE_MOST_ROWS */
+    const int position = t.g < FA_QUANTIZE_MOST_ROWS ? divide(i, t.inverse_g) : i >= t.g;
     return {position, i - position * t.g};
 }
 DEVICE const element *x_of(const fa_quantize_tensor &t, const piece &at, int row) {
@@ -187,15 +188,18 @@ DEVICE uint4 load_elements(const element *row, int column, int d) {
 DEVICE void load(const fa_quantize_params &p, const piece &at, char *slot, u64 l2_policy) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
-    if (!at.is_owned) return;
+    const int num = at.is_owned ? mine.num * t.units : 0;
+    if (t.is_aligned) {
 #pragma unroll 4
-    for (int i = lane(); i < mine.num * t.units; i += 32) {
-        const int row = divide(i, t.inverse_units), column = UNIT * (i - row * t.units);
-        const element *x = x_of(t, at, mine.first + row);
-        if (t.is_aligned)
-            cp_async_16(smem_address(&unit_of(mine, i)), x + column, true, l2_policy);
-        else
-            unit_of(mine, i) = load_elements(x, column, t.d);
+        for (int i = lane(); i < num; i += 32) {
+            const int row = divide(i, t.inverse_units), column = UNIT * (i - row * t.units);
+            cp_async_16(smem_address(&unit_of(mine, i)), x_of(t, at, mine.first + row) + column, true, l2_policy);
+        }
+    } else {
+        for (int i = lane(); i < num; i += 32) {
+            const int row = divide(i, t.inverse_units), column = UNIT * (i - row * t.units);
+            unit_of(mine, i) = load_elements(x_of(t, at, mine.first + row), column, t.d);
+        }
     }
 }
 
@@ -224,10 +228,10 @@ DEVICE void cvt_f32(const chunk &x, float (&y)[8]) {
 
 /* ---- rotation ---------------------------------------------------------------------------------------------------- */
 
-/* Four lanes hold a row of n = d / 8 chunks. Each lane has n / 4 chunks, and n % 4 lanes have one chunk more. A block of
- * the rotation takes m chunks of each lane. At first these are consecutive, so the steps between them stay in the lane.
- * For a step between two lanes, the lanes exchange half of their chunks. Then this step stays in the lane, too, and the
- * warp needs half of the shuffles. */
+/* Four lanes hold a row of n = d / 8 chunks. Each lane has n / 4 chunks, and n % 4 lanes have one chunk more. A block
+ * of the rotation takes m chunks of each lane. At first these chunks are consecutive, so the steps between them stay in
+ * the lane. For a step between two lanes, the lanes exchange half of their chunks. Then this step stays in the lane,
+ * too, and the warp needs half of the shuffles. */
 constexpr int SLOT_ROWS = 8, NUM_CHUNKS = CHUNKS > 0 ? CHUNKS : 1;
 
 /* Returns m of a lane's chunk c. */

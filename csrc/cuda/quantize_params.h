@@ -8,6 +8,7 @@ enum {
     FA_QUANTIZE_THREADS = 128,
     FA_QUANTIZE_SLOTS = 3,
     FA_QUANTIZE_SLOT_BYTES = 16 << 10,
+    FA_QUANTIZE_MOST_ROWS = (16 << 10) / 16, /* of a slot */
     FA_QUANTIZE_SHARED_BYTES = 3 * (16 << 10) + 1024
 };
 

@@ -9,9 +9,6 @@ static unsigned inverse_of(int64_t number) {
     return number == 1 ? 0 : (unsigned)((((uint64_t)1 << 32) + (uint64_t)number - 1) / (uint64_t)number);
 }
 
-/* divide() of the kernel multiplies a number below g + 1024 by inverse_g. A larger g is divided by. */
-enum { MOST_INVERSE_G = 1 << 15 };
-
 static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized *t) {
     const int64_t bytes = (int64_t)fa_dtype_bytes(q->dtype), chunks = (t->d + 7) / 8, units = chunks * bytes / 2;
     const int64_t strides =
@@ -35,7 +32,7 @@ static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized
                                 .is_aligned = low_bits % 16 == 0 && t->d % 8 == 0,
                                 .log2_rows = log2_rows,
                                 .units = (int)units,
-                                .inverse_g = t->g <= MOST_INVERSE_G ? inverse_of(t->g) : 0,
+                                .inverse_g = inverse_of(t->g),
                                 .inverse_units = inverse_of(units),
                                 .inverse_chunks = inverse_of(chunks),
                                 .pieces_of_head = (int)dense,
