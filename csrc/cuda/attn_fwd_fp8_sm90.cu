@@ -173,8 +173,7 @@ struct consumer : consumer_base {
         for (int first = 0; first < O_REGS; first += 4 * BATCH) {
             float4 x[BATCH];
 #pragma unroll
-            for (int n = 0; n < BATCH; n++)
-                x[n] = load_sums(first + 4 * n);
+            for (int n = 0; n < BATCH; n++) x[n] = load_sums(first + 4 * n);
 #pragma unroll
             for (int n = 0; n < BATCH; n++) {
                 const int i = first + 4 * n;
@@ -200,8 +199,7 @@ struct consumer : consumer_base {
     DEVICE void flush_to_workspace() {
         if (!has_sums) {
 #pragma unroll
-            for (int i = 0; i < O_REGS; i += 4)
-                sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
+            for (int i = 0; i < O_REGS; i += 4) sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
             flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
         } else {
             const float x = ex2(softmax.max_log2[0] - flushed_log2[0]), y = ex2(softmax.max_log2[1] - flushed_log2[1]);
@@ -229,8 +227,8 @@ struct consumer : consumer_base {
     DEVICE void complete_o() {
         if (!SUMS_IN_SMEM && has_sums) add_sums(), has_sums = 0;
     }
-    /* The sums of a repeated tile are always measured from the row maximum of now. A difference of max_log2 would be one
-     * of roundings, because its scores may be huge. */
+    /* The sums of a repeated tile are always measured from the row maximum of now. Its scores may be huge, and then a
+     * difference of max_log2 is one of roundings. */
     DEVICE void rescale_sums(const float (&alpha)[2]) {
         if (has_sums) {
 #pragma unroll 1
