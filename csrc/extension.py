@@ -18,7 +18,16 @@ MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 
 # The files that only flash_attn has, and those that only flash_attn_3 has.
 OWN = {
-    2: {"torch/ops_2.c", "torch/direct_2.c", "torch/module_2.c", "torch/positional.c"},
+    2: {
+        "flex/dense.c",
+        "flex/evaluate.c",
+        "flex/program.c",
+        "torch/ops_2.c",
+        "torch/direct_2.c",
+        "torch/flex.c",
+        "torch/module_2.c",
+        "torch/positional.c",
+    },
     3: {
         "cpu/combine.c",
         "cpu/quantize.c",

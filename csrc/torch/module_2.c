@@ -4,6 +4,7 @@
  * functions compile GPU kernels before their first call. The import registers the ops of namespace flash_attn. */
 #include "direct.h"
 #include "failures.h"
+#include "flex.h"
 #include "kernel_functions.h"
 #include "machine.h"
 #include "module.h"
@@ -12,8 +13,13 @@
 
 static int exec_module(PyObject *module) {
     static PyMethodDef *const functions[] = {
-        fa_positional_functions, fa_direct_functions,  fa_failure_functions,
-        fa_plan_functions,       fa_machine_functions, NULL,
+        fa_positional_functions,
+        fa_direct_functions,
+        fa_failure_functions,
+        fa_plan_functions,
+        fa_machine_functions,
+        fa_flex_functions,
+        NULL,
     };
     return fa_module_exec(module, functions, fa_positional_load);
 }

@@ -71,7 +71,7 @@ def test_readme_names_every_file(folder):
     assert sorted(name for name in files if f"`{name}`" not in text) == []
 
 
-@pytest.mark.parametrize("folder", ["gpu", "plan", "system", "torch"])
+@pytest.mark.parametrize("folder", ["flex", "gpu", "plan", "system", "torch"])
 def test_the_tour_names_every_file(folder):
     """The tour need not name a header that stands beside its .c file."""
     text = (CSRC / "README.md").read_text(encoding="utf-8")

@@ -13,11 +13,13 @@ ARROWS = {
     "system": set(),
     "cuda": set(),
     "cpu": {CONTRACT},
+    "flex": {CONTRACT},
     "plan": {CONTRACT, "cuda"},
     "gpu": {CONTRACT, "cuda", "plan", "system"},
-    "torch": {CONTRACT, "cpu", "gpu", "plan", "system"},
+    "torch": {CONTRACT, "cpu", "flex", "gpu", "plan", "system"},
 }
 MORE = {"plan/cpu.c": {"cpu"}, "plan/cpu_fwd.c": {"cpu"}, "plan/cpu_bwd.c": {"cpu"}, "plan/cpu_decode.c": {"cpu"}}
+MORE.update({"flex/dense.h": {"cpu"}, "flex/evaluate.c": {"cpu"}})  # threads, and elements of fp16 and bf16
 
 # Headers from outside that only one folder may include.
 FOREIGN = {"Python.h": "torch", "torch/": "none", "cuda": "none", "nvrtc.h": "none", "dlfcn.h": "system"}

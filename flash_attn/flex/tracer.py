@@ -1,0 +1,538 @@
+"""Turns a mod into a program.
+
+The tracer calls a copy of the mod. In this copy, numbers and tensors of closures, defaults and globals are replaced by
+:class:`Number` and :class:`Capture`. The copy is called with :class:`Value` objects, which record what is done with
+them. What the mod does with captures alone is no part of the program. It is done again for each mod of the same code
+(:mod:`flash_attn.flex.steps`). Operations are in :mod:`flash_attn.flex.operations`.
+"""
+
+import builtins
+import functools
+import operator
+import sys
+import types
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .program import TYPES, Builder
+from .steps import SIMPLE, Steps, kind
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal"}
+RANDOM |= {"multinomial", "poisson", "dropout", "seed", "manual_seed", "uniform_", "normal_", "bernoulli_", "random_"}
+MOST_UNROLLED = 1024  # elements of a vector
+
+_numbers = (bool, int, float)
+
+
+class Program:
+    """A traced mod. ``text`` runs with the tensors and numbers that ``bind`` finds."""
+
+    def __init__(self, text, dtype, steps, tensors, numbers, holds_once):
+        self.text, self.dtype, self.holds_once = text, dtype, holds_once
+        self._steps, self._tensors, self._numbers = steps, tensors, numbers
+
+    def bind(self, mod):
+        """Returns the tensors and numbers of a mod of the same kind, or None if this program is not the mod's."""
+        values = self._steps.replay(mod)
+        if values is None:
+            return None
+        return tuple(values[i] for i in self._tensors), tuple(values[i] for i in self._numbers)
+
+
+_programs = {}  # key: programs
+_MOST_PROGRAMS = 64  # of one key
+num_traces = 0  # for tests
+
+
+def program_of(mod, reads_score):
+    """Returns ``(program, tensors, numbers)`` of a mod. Only the first mod of a kind is traced."""
+    global num_traces
+    key = (getattr(mod, "__code__", None) or type(mod), reads_score)
+    known = _programs.setdefault(key, [])
+    for program in known:
+        bound = program.bind(mod)
+        if bound is not None:
+            return (program, *bound)
+    num_traces += 1
+    program, tensors, numbers = Trace(mod, reads_score).run()
+    if not program.holds_once:
+        known.insert(0, program)
+        del known[_MOST_PROGRAMS:]
+    return program, tensors, numbers
+
+
+class Trace:
+    def __init__(self, mod, reads_score):
+        self.mod, self.reads_score = mod, reads_score
+        self.steps, self.builder = Steps(mod), Builder()
+        self.captures, self.params = [], []  # numbers of steps
+        self.created = {}  # tensors that torch made while the mod ran, by id
+        self.holds_once = False  # a tensor came by a way that cannot be found again
+        self._codes, self._copies = set(), {}
+
+    def run(self):
+        copy = self.wrap(0)
+        indices = [Value(self, self.builder.emit(name, TYPES[torch.int64]), torch.int64) for name in INDICES]
+        if self.reads_score:
+            indices.insert(0, Value(self, self.builder.emit("score", TYPES[torch.float32]), torch.float32))
+        with _Mode(self):
+            result = copy(*indices)
+        return self._finish(result)
+
+    def _finish(self, result):
+        from . import operations
+
+        if isinstance(result, (tuple, list, dict)) or result is None:
+            raise TypeError(f"a mod must return a tensor or a number, not {type(result).__name__}: {self.where()}")
+        value = operations.value_of(self, result)
+        if value.shape != ():
+            raise TypeError(f"a mod must return one element, not a tensor of shape {value.shape}: {self.where()}")
+        node = value.nodes.item()
+        values = self.steps.values
+        captures = [(values[i].dtype, values[i].dim()) for i in self.captures]
+        params = [_type_of_number(values[i]) for i in self.params]
+        text, tensors, numbers = self.builder.text(node, captures, params)
+        tensors, numbers = [self.captures[i] for i in tensors], [self.params[i] for i in numbers]
+        bound = tuple(values[i] for i in tensors), tuple(values[i] for i in numbers)
+        self.steps.finish()
+        return (Program(text, value.dtype, self.steps, tensors, numbers, self.holds_once), *bound)
+
+    # ---- places in the mod's source --------------------------------------------------------------------------------
+
+    def where(self):
+        """Says in which mod and line the trace is."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code not in self._codes:
+            frame = frame.f_back
+        target = self.mod
+        while isinstance(target, functools.partial):
+            target = target.func
+        code = getattr(target, "__code__", None) or getattr(getattr(target, "__call__", None), "__code__", None)  # noqa: B004
+        name = getattr(target, "__qualname__", type(target).__name__)
+        if frame is not None:
+            return f"{name}, {frame.f_code.co_filename}, line {frame.f_lineno}"
+        return f"{name}, {code.co_filename}, line {code.co_firstlineno}" if code else name
+
+    def fail(self, text, error=NotImplementedError):
+        raise error(f"{text}: {self.where()}")
+
+    # ---- copies of the mod and of what it reaches ------------------------------------------------------------------
+
+    def child(self, compute):
+        return self.wrap(self.steps.add(compute))
+
+    def wrap(self, number):
+        """Returns what the copy of the mod shall see instead of a value."""
+        value = self.steps.values[number]
+        self.steps.guard(number, kind)
+        if isinstance(value, torch.Tensor):
+            return Capture(self, number)
+        if isinstance(value, _numbers):
+            return Number(self, number)
+        if isinstance(value, types.FunctionType):
+            return self._copy(number, value)
+        if isinstance(value, types.MethodType):
+            function = self.child(lambda values: values[number].__func__)
+            return types.MethodType(function, self.child(lambda values: values[number].__self__))
+        if isinstance(value, functools.partial):
+            args = [self.child(lambda values, i=i: values[number].args[i]) for i in range(len(value.args))]
+            words = {name: self.child(lambda values, n=name: values[number].keywords[n]) for name in value.keywords}
+            return functools.partial(self.child(lambda values: values[number].func), *args, **words)
+        if isinstance(value, (tuple, list)):
+            items = [self.child(lambda values, i=i: values[number][i]) for i in range(len(value))]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            return {name: self.child(lambda values, n=name: values[number][n]) for name in value}
+        if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, *SIMPLE)):
+            return value
+        if isinstance(value, (torch.nn.Module, types.SimpleNamespace)) or type(value).__flags__ & (1 << 9):
+            return _Object(self, number)  # an instance of a class of Python
+        return value
+
+    def _copy(self, number, function):
+        code = function.__code__
+        if function.__module__ and function.__module__.split(".")[0] == "torch" and not function.__closure__:
+            return function
+        if id(function) in self._copies:
+            return self._copies[id(function)]
+        self._codes.update(_codes(code))
+        scope, cells = dict(function.__globals__), [types.CellType() for _ in function.__closure__ or ()]
+        copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
+        self._copies[id(function)] = copy
+        for i, cell in enumerate(cells):
+            cell.cell_contents = self.child(lambda values, i=i: values[number].__closure__[i].cell_contents)
+        names = {name for each in _codes(code) for name in each.co_names}
+        for name in sorted(names & set(function.__globals__)):
+            if name not in vars(builtins) and not name.startswith("__"):
+                scope[name] = self.child(lambda values, n=name: values[number].__globals__[n])
+        if function.__defaults__:
+            defaults = self.child(lambda values: values[number].__defaults__)
+            copy.__defaults__ = defaults
+        if function.__kwdefaults__:
+            copy.__kwdefaults__ = self.child(lambda values: values[number].__kwdefaults__)
+        return copy
+
+    # ---- captures and parameters -----------------------------------------------------------------------------------
+
+    def repeat(self, function, args, kwargs):
+        """Calls a function of captures and numbers now, and again for each mod of the same kind."""
+
+        planned, words = _plan(args), _plan(kwargs)
+
+        def compute(values):
+            return function(*_fill(planned, values), **_fill(words, values))
+
+        number = self.steps.add(compute)
+        value = self.steps.values[number]
+        if isinstance(value, (tuple, list)) or isinstance(value, (torch.Tensor, *_numbers)):
+            return self.wrap(number)
+        return self.steps.guard(number, _itself)
+
+    def constant_tensor(self, tensor):
+        """A tensor that is no capture of the mod: made while it ran, or found by a way that is not known."""
+        if id(tensor) not in self.created:
+            self.holds_once = True
+        return Capture(self, self.steps.add(lambda values: tensor))
+
+    def capture(self, number):
+        if number not in self.captures:
+            self.captures.append(number)
+        return self.captures.index(number)
+
+    def param(self, number):
+        if number not in self.params:
+            self.params.append(number)
+        return self.params.index(number)
+
+
+def _itself(value):
+    return value
+
+
+def _type_of_number(number):
+    return (
+        TYPES[torch.bool]
+        if isinstance(number, bool)
+        else TYPES[torch.int64 if isinstance(number, int) else torch.float64]
+    )
+
+
+def _codes(code):
+    found = {code}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _codes(constant)
+    return found
+
+
+class _Ref:
+    def __init__(self, number):
+        self.number = number
+
+
+def _plan(x):
+    """Replaces the trace's objects by their numbers."""
+    if isinstance(x, _Bound):
+        return _Ref(x._number)
+    if isinstance(x, slice):
+        return slice(*map(_plan, (x.start, x.stop, x.step)))
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_plan, x))
+    return {name: _plan(item) for name, item in x.items()} if isinstance(x, dict) else x
+
+
+def _fill(x, values):
+    if isinstance(x, _Ref):
+        return values[x.number]
+    if isinstance(x, slice):
+        return slice(*(_fill(each, values) for each in (x.start, x.stop, x.step)))
+    if isinstance(x, (tuple, list)):
+        return type(x)(_fill(item, values) for item in x)
+    return {name: _fill(item, values) for name, item in x.items()} if isinstance(x, dict) else x
+
+
+# ---- what a mod sees ----------------------------------------------------------------------------------------------
+
+
+class _Operators:
+    """Arithmetic that calls ``_apply(function, *operands)``."""
+
+    def __getitem__(self, index):
+        return self._apply(operator.getitem, self, index)
+
+
+def _operator(function, is_reflected):
+    def method(self, *others):
+        return self._apply(function, *((*others, self) if is_reflected else (self, *others)))
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
+    _function = getattr(operator, _name + "_" if _name in ("and", "or") else _name)
+    setattr(_Operators, f"__{_name}__", _operator(_function, False))
+    setattr(_Operators, f"__r{_name}__", _operator(_function, True))
+for _name in "lt le gt ge eq ne neg pos abs invert".split():
+    setattr(_Operators, f"__{_name}__", _operator(getattr(operator, _name), False))
+
+
+class _Traced(_Operators):
+    """Reaches the trace through functions of torch, too."""
+
+    def __init__(self, trace):
+        self._trace = trace
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return dispatch(function, args, kwargs or {})
+
+    def _apply(self, function, *operands):
+        return dispatch(function, operands, {})
+
+    __hash__ = None
+
+    def __setitem__(self, index, value):
+        self._trace.fail("a mod must not write to a tensor; use torch.where")
+
+
+class _Bound(_Traced):
+    """A value that does not depend on indices. It is computed again for each mod of the same kind."""
+
+    def __init__(self, trace, number):
+        super().__init__(trace)
+        self._number = number
+
+    @property
+    def _value(self):
+        return self._trace.steps.values[self._number]
+
+
+class Number(_Bound):
+    """A bool, int or float that is a parameter of the program. Python's control flow records a guard."""
+
+    def _apply(self, function, *operands):
+        if all(isinstance(x, (Number, *_numbers)) for x in operands):
+            return self._trace.repeat(function, operands, {})
+        return dispatch(function, operands, {})
+
+    def __bool__(self):
+        return self._trace.steps.guard(self._number, bool)
+
+    def _concrete(self):
+        return self._trace.steps.guard(self._number, _itself)
+
+    def __int__(self):
+        return int(self._concrete())
+
+    def __float__(self):
+        return float(self._concrete())
+
+    def __index__(self):
+        return operator.index(self._concrete())
+
+    def __hash__(self):
+        return hash(self._concrete())
+
+    def __round__(self, *digits):
+        return self._trace.repeat(round, (self, *digits), {})
+
+    def __repr__(self):
+        return repr(self._concrete())
+
+    __str__ = __repr__
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(self._concrete(), name)
+        return found
+
+
+class _Tensor(_Traced):
+    """The methods of torch.Tensor."""
+
+    def __getattr__(self, name):
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        found = getattr(torch.Tensor, name)
+        if not callable(found):
+            return dispatch(found.__get__, (self,), {}, name)
+        return lambda *args, **kwargs: dispatch(found, (self, *args), kwargs)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+class Capture(_Tensor, _Bound):
+    """A captured tensor, or a tensor computed from captures alone."""
+
+    def __init__(self, trace, number):
+        super().__init__(trace, number)
+        with torch._C.DisableTorchFunction():
+            self.dtype, self.device, self.ndim = self._value.dtype, self._value.device, self._value.dim()
+
+    def __len__(self):
+        return self.shape[0].__index__()
+
+    def __bool__(self):
+        return bool(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __float__(self):
+        return float(self.item())
+
+    def __index__(self):
+        return operator.index(self.item())
+
+
+class Value(_Tensor):
+    """One or several elements that depend on indices. ``nodes`` holds their instructions, in the shape of the value."""
+
+    def __init__(self, trace, nodes, dtype):
+        super().__init__(trace)
+        self._nodes = nodes if isinstance(nodes, torch.Tensor) else torch.tensor(nodes)
+        self.dtype, self.device = dtype, torch.device("cpu")
+
+    @property
+    def nodes(self):
+        return self._nodes
+
+    @property
+    def shape(self):
+        return tuple(self._nodes.shape)
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    def size(self, dim=None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self):
+        return len(self.shape)
+
+    def numel(self):
+        return self.nodes.numel()
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __bool__(self):
+        self._refuse("a mod must not branch on its indices or use and, or, not; use &, |, ~ or torch.where")
+
+    def _refuse(self, text="the value of an index or score is not known while a mod is traced; use tensor operations"):
+        self._trace.fail(text, RuntimeError)
+
+    def item(self):
+        self._refuse()
+
+    __int__ = __float__ = __index__ = __complex__ = tolist = item
+
+
+class Row(Value):
+    """Part of a capture: some dimensions have an index, others are whole. Its elements are loaded when needed."""
+
+    def __init__(self, trace, capture, indices):
+        super().__init__(trace, 0, capture.dtype)
+        self.capture, self.indices = capture, indices  # an instruction for each dimension, or None
+
+    @property
+    def shape(self):
+        guard, number = self._trace.steps.guard, self.capture._number
+        return tuple(guard(number, _size(dim)) for dim, index in enumerate(self.indices) if index is None)
+
+    @property
+    def nodes(self):
+        from . import operations
+
+        return operations.load(self)
+
+
+@functools.cache
+def _size(dim):
+    return lambda tensor: tensor.size(dim)
+
+
+class _Object:
+    """An instance of a class of Python. Its attributes are captures and parameters."""
+
+    def __init__(self, trace, number):
+        object.__setattr__(self, "_trace", trace)
+        object.__setattr__(self, "_number", number)
+
+    def __getattribute__(self, name):
+        get = object.__getattribute__
+        trace, number = get(self, "_trace"), get(self, "_number")
+        if name == "__class__":
+            return type(trace.steps.values[number])
+        found = trace.child(lambda values: getattr(values[number], name))
+        if isinstance(found, types.MethodType):
+            return types.MethodType(found.__func__, self)
+        return found
+
+    def __setattr__(self, name, value):
+        object.__getattribute__(self, "_trace").fail(f"a mod must not set the attribute {name}")
+
+    def __call__(self, *args, **kwargs):
+        return type(self).__getattribute__(self, "__call__")(*args, **kwargs)
+
+    def __getitem__(self, index):
+        return type(self).__getattribute__(self, "__getitem__")(index)
+
+
+# ---- functions of torch -------------------------------------------------------------------------------------------
+
+
+def _parts(x):
+    if isinstance(x, (tuple, list)):
+        for item in x:
+            yield from _parts(item)
+    elif isinstance(x, slice):
+        yield from (x.start, x.stop, x.step)
+    elif isinstance(x, dict):
+        yield from _parts(tuple(x.values()))
+    else:
+        yield x
+
+
+def dispatch(function, args, kwargs, name=None):
+    """Does what a function of torch or an operator of Python does, for the objects of a trace."""
+    from . import operations
+
+    name = name or getattr(function, "__name__", str(function))
+    parts = [*_parts(args), *_parts(kwargs)]
+    trace = next(x._trace for x in parts if isinstance(x, _Traced))
+    if name in RANDOM:
+        trace.fail(f"a mod must not draw random numbers ({name})")
+    if (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")) or "out" in kwargs:
+        trace.fail(f"a mod must not write to a tensor ({name})")
+    if any(isinstance(x, Value) for x in parts):
+        with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
+            return operations.operate(trace, name, function, args, kwargs)
+    return trace.repeat(function, args, kwargs)
+
+
+class _Mode(TorchFunctionMode):
+    """Sees the calls of torch in which no object of the trace takes part by itself."""
+
+    def __init__(self, trace):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(x, _Traced) for x in (*_parts(args), *_parts(kwargs))):
+            return dispatch(function, args, kwargs)
+        if getattr(function, "__name__", "") in RANDOM:
+            self.trace.fail(f"a mod must not draw random numbers ({function.__name__})")
+        result = function(*args, **kwargs)
+        inputs = [x for x in (*_parts(args), *_parts(kwargs)) if isinstance(x, torch.Tensor)]
+        if all(id(x) in self.trace.created for x in inputs):
+            self.trace.created.update({id(x): x for x in _parts(result) if isinstance(x, torch.Tensor)})
+        else:
+            self.trace.holds_once = True
+        return result

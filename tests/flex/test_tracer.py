@@ -1,0 +1,243 @@
+"""Tracing: the catalogue of mods against torch, the cache of traces, and errors."""
+
+import functools
+import random
+import types
+
+import pytest
+import torch
+from catalogue import CATALOGUE
+from oracle import evaluated, expected, vmapped
+
+from flash_attn.flex import tracer
+
+SHAPE = (2, 2, 70, 140)
+
+
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+def test_a_mask_is_torchs(make):
+    rng = random.Random(make.__name__)
+    mod = make(rng, SHAPE)
+    got = evaluated(mod, SHAPE)
+    assert got.dtype == torch.bool
+    assert torch.equal(got, vmapped(mod, SHAPE))
+
+
+def scored(make):
+    """A score mod: its program, and torch over whole grids of scores."""
+    scores = torch.randn(SHAPE)
+    got = evaluated(make, SHAPE, scores)
+    want = expected(functools.partial(make, scores), SHAPE)
+    torch.testing.assert_close(got, want.to(got.dtype), rtol=2e-6, atol=2e-6)
+
+
+def test_score_mods():
+    slopes, bias = torch.rand(2), torch.randn(2, 140, dtype=torch.float64).float()
+    distances, table = torch.randint(0, 9, (2, 70, 140)), torch.randn(2, 9)
+    scored(lambda s, b, h, q, k: s + torch.exp2(-(h + 1) * 8 / 2) * (k - q))
+    scored(lambda s, b, h, q, k: 20 * torch.tanh(s / 20))
+    scored(lambda s, b, h, q, k: s * slopes[h] + bias[h, k])
+    scored(lambda s, b, h, q, k: s + table[h, distances[b, q, k]])
+    scored(lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")))
+    scored(lambda s, b, h, q, k: s * s + torch.sin(b) + torch.log(torch.nn.functional.softplus(s) + 1))
+
+
+def test_vectors_of_captures():
+    rows, keys = torch.randn(2, 2, 70, 16), torch.randn(2, 140, 16)
+    scores = torch.randn(SHAPE)
+    got = evaluated(lambda s, b, h, q, k: s + rows[b, h, q].dot(keys[b, k]), SHAPE, scores)
+    want = scores + torch.einsum("bhqd,bkd->bhqk", rows, keys)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    got = evaluated(lambda s, b, h, q, k: s + (rows[b, h, q, 4:8] * keys[b][k][:4]).sum(-1), SHAPE, scores)
+    want = scores + torch.einsum("bhqd,bkd->bhqk", rows[..., 4:8], keys[..., :4])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_indices_and_integers_mix():
+    table = torch.randint(0, 99, (3, 2, 2, 140, 4))
+    for mod in (
+        lambda b, h, q, k: table[1, b, h, k, 2],
+        lambda b, h, q, k: table[1][b][:, k][h, -1],
+        lambda b, h, q, k: table[-1, b, ..., 3][h, k],
+        lambda b, h, q, k: table.select(0, 2)[b, h, k][1:3][1],
+        lambda b, h, q, k: table[0, b, h, k].amax(),
+        lambda b, h, q, k: table.sum(-1)[0, b, h, k] // table[0, 0, 0, 0].max(),
+    ):
+        plain = [torch.arange(n).view([-1 if j == i else 1 for j in range(4)]) for i, n in enumerate(SHAPE)]
+        b, h, _, k = (x.expand(SHAPE).flatten() for x in plain)
+        got = evaluated(mod, SHAPE).flatten()
+        every = torch.randint(0, got.numel(), (50,), generator=torch.Generator().manual_seed(0)).tolist()
+        for i in every:
+            assert got[i] == mod(b[i].item(), h[i].item(), 0, k[i].item())
+
+
+@pytest.mark.parametrize("result", [True, False, 1, 0.5])
+def test_a_python_number_is_a_result(result):
+    got = evaluated(lambda b, h, q, k: result, (1, 1, 2, 3))
+    assert got.tolist() == torch.full((1, 1, 2, 3), result).tolist()
+
+
+# ---- the cache ----------------------------------------------------------------------------------------------------
+
+
+def traces(calls):
+    before = tracer.num_traces
+    calls()
+    return tracer.num_traces - before
+
+
+def test_closures_of_one_kind_are_traced_once():
+    def window(reach, table):
+        return lambda b, h, q, k: ((q - k).abs() <= reach) & table[k]
+
+    def run():
+        for reach in range(1000):
+            mod = window(reach, torch.ones(reach + 1, dtype=torch.bool))
+            _, tensors, numbers = tracer.program_of(mod, False)
+            assert numbers == (reach,) and tensors[0].shape == (reach + 1,)
+
+    assert traces(run) == 1
+
+
+def test_another_kind_is_another_program():
+    def compare(x):
+        return lambda b, h, q, k: q >= k + x
+
+    def run():
+        for x in (1, 2.0, 3, 4.0, True, torch.tensor(1), torch.tensor(2), torch.tensor(2, dtype=torch.int32)):
+            got = evaluated(compare(x), (1, 1, 9, 9))
+            assert torch.equal(got, vmapped(compare(x), (1, 1, 9, 9)))
+
+    assert traces(run) == 5
+
+
+def test_control_flow_by_a_number_is_guarded():
+    def window(reach, steps):
+        def mod(b, h, q, k):
+            kept = q >= k
+            if reach > 0:
+                kept = kept & (q - k < reach)
+            for step in range(steps):
+                kept = kept | (k == step)
+            return kept
+
+        return mod
+
+    def run():
+        for reach, steps in ((5, 2), (9, 2), (0, 2), (-1, 2), (7, 3), (8, 3)):
+            assert torch.equal(evaluated(window(reach, steps), SHAPE), vmapped(window(reach, steps), SHAPE))
+
+    assert traces(run) == 3
+
+
+REACH = 4
+
+
+def test_globals_and_attributes_are_bound_again(monkeypatch):
+    config = types.SimpleNamespace(reach=3)
+
+    def mod(b, h, q, k):
+        return (q - k).abs() <= REACH + config.reach
+
+    def run():
+        for reach in (1, 20):
+            monkeypatch.setitem(globals(), "REACH", reach)
+            config.reach = reach + 1
+            want = expected(lambda b, h, q, k: (q - k).abs() <= 2 * reach + 1, (1, 1, 40, 40))  # noqa: B023
+            assert torch.equal(evaluated(mod, (1, 1, 40, 40)), want)
+
+    assert traces(run) == 1
+
+
+def test_a_tensor_made_in_the_mod_is_made_for_each_call():
+    def mod_of(reach):
+        return lambda b, h, q, k: (q - k).abs() <= torch.tensor(reach) + torch.tensor(1)
+
+    def run():
+        for reach in (2, 5):
+            assert torch.equal(evaluated(mod_of(reach), (1, 1, 9, 9)), vmapped(mod_of(reach), (1, 1, 9, 9)))
+
+    assert traces(run) == 1
+
+
+def test_a_captured_view_has_its_strides():
+    table = torch.rand(140, 70) < 0.5
+    for view in (table.T, table.T.flip(0), table[:1, :].T.expand(70, 140)):
+        assert torch.equal(evaluated(lambda b, h, q, k: view[q, k], (1, 1, 70, 140))[0, 0], view)  # noqa: B023
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+
+def refused(mod, error, message):
+    with pytest.raises(error, match=message) as caught:
+        tracer.program_of(mod, False)
+    text = str(caught.value)
+    assert "refused_mod" in text and "test_tracer.py, line " in text
+    assert int(text.rpartition("line ")[2]) > mod.__code__.co_firstlineno
+
+
+def test_a_branch_on_an_index_is_refused():
+    def refused_mod(b, h, q, k):
+        return q if q > k else k
+
+    refused(refused_mod, RuntimeError, "use &, |, ~ or torch.where".replace("|", r"\|"))
+
+    def refused_mod(b, h, q, k):
+        return q >= k and k >= 0
+
+    refused(refused_mod, RuntimeError, "must not branch")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda q, k: q.item(),
+        lambda q, k: int(q),
+        lambda q, k: [1, 2, 3][q],
+    ],
+)
+def test_the_value_of_an_index_is_not_known(use):
+    def refused_mod(b, h, q, k):
+        return use(q, k) > k
+
+    with pytest.raises(RuntimeError, match="is not known while a mod is traced.*refused_mod"):
+        tracer.program_of(refused_mod, False)
+
+
+@pytest.mark.parametrize(
+    "use, name",
+    [
+        (lambda x: torch.rand(()) < x, "rand"),
+        (lambda x: torch.rand_like(x.float()) < 0.5, "rand_like"),
+        (lambda x: torch.sort(x), "sort"),
+        (lambda x: x.cumsum(0), "cumsum"),
+        (lambda x: x.add_(1), "add_"),
+        (lambda x: torch.lgamma(x), "lgamma"),
+    ],
+)
+def test_an_operation_that_is_not_supported_is_named(use, name):
+    def refused_mod(b, h, q, k):
+        return use(q)
+
+    with pytest.raises(NotImplementedError, match=f"{name}.*refused_mod, .*test_tracer.py, line"):
+        tracer.program_of(refused_mod, False)
+
+
+def test_errors_of_torch_name_the_mod():
+    def refused_mod(b, h, q, k):
+        return (q > k) - (k > q)
+
+    refused(refused_mod, RuntimeError, "Subtraction")
+    table = torch.arange(9)
+
+    def refused_mod(b, h, q, k):
+        return table[q, k] > 0
+
+    refused(refused_mod, IndexError, "too many indices")
+
+    def refused_mod(b, h, q, k):
+        table[0] = 1
+        return q >= k
+
+    refused(refused_mod, NotImplementedError, "must not write")
