@@ -19,8 +19,10 @@ MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 # The files that only flash_attn has, and those that only flash_attn_3 has.
 OWN = {
     2: {
+        "flex/classify.c",
         "flex/dense.c",
         "flex/evaluate.c",
+        "flex/intervals.c",
         "flex/program.c",
         "torch/ops_2.c",
         "torch/direct_2.c",

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "failures.h"
+#include "flex/classify.h"
 #include "flex/dense.h"
 #include "flex/program.h"
 #include "torch_abi.h"
@@ -228,6 +229,68 @@ static PyObject *flex_evaluate(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Finds the memory of one kind's lists in four tensors of int32. */
+static bool read_lists(PyObject *tensors, int first, const int64_t *lines, fa_flex_lists *lists) {
+    if (!PyTuple_Check(tensors)) {
+        PyErr_SetString(PyExc_TypeError, "the lists must be a tuple of tensors");
+        return false;
+    }
+    int32_t **const to[] = {&lists->num_kv, &lists->kv, &lists->num_q, &lists->q};
+    for (int i = 0; i < 4; i++) {
+        PyObject *tensor = PyTuple_GetItem(tensors, first + i);
+        const int64_t want[] = {lines[0], lines[1], lines[2 + i / 2], lines[3 - i / 2]};
+        const int ndim = i % 2 ? 4 : 3;
+        int64_t size[4], stride[4], elements = 1;
+        void *data = NULL;
+        if (!tensor || !check_tensor(tensor, "int32", "a list") || !read_tensor(tensor, ndim, &data, size, stride))
+            return false;
+        bool fits = data != NULL;
+        for (int dim = ndim - 1; dim >= 0; elements *= size[dim--])
+            fits = fits && size[dim] == want[dim] && stride[dim] == elements;
+        if (!fits) {
+            PyErr_SetString(PyExc_RuntimeError, "a list of blocks has another shape or is not contiguous");
+            return false;
+        }
+        *to[i] = data;
+    }
+    return true;
+}
+
+static PyObject *flex_classify(PyObject *self, PyObject *args) {
+    (void)self;
+    static const fa_pool pool = {torch_parallel_for};
+    PyObject *text, *tensors, *numbers, *lists, *sizes[6];
+    long long n[6];
+    fa_flex_blocks blocks = {0};
+    fa_error err = {""};
+    fa_status status = FA_OK;
+    if (!PyArg_UnpackTuple(args, "flex_classify", 10, 10, &text, &tensors, &numbers, &lists, &sizes[0], &sizes[1],
+                           &sizes[2], &sizes[3], &sizes[4], &sizes[5]))
+        return NULL;
+    for (int i = 0; i < 6; i++) {
+        n[i] = PyLong_AsLongLong(sizes[i]);
+        if (PyErr_Occurred()) return NULL;
+        if (n[i] < 1 || n[i] > INT32_MAX)
+            return PyErr_Format(PyExc_RuntimeError, "flex_classify(): sizes must be 1 to %d; got %lld", INT32_MAX,
+                                n[i]);
+    }
+    blocks = (fa_flex_blocks){.b = n[0], .h = n[1], .len_q = n[2], .len_kv = n[3], .block_q = n[4], .block_kv = n[5]};
+    const int64_t lines[] = {n[0], n[1], (n[2] + n[4] - 1) / n[4], (n[3] + n[5] - 1) / n[5]};
+    bound_program *b = bind(text, tensors, numbers);
+    if (!b) return NULL;
+    if (fa_flex_result(&b->program) != FA_FLEX_BOOL || dtype_of_score(&b->program))
+        PyErr_SetString(PyExc_RuntimeError, "flex_classify(): the program must be that of a mask");
+    if (PyErr_Occurred() || !read_lists(lists, 0, lines, &blocks.partial) ||
+        !read_lists(lists, 4, lines, &blocks.full)) {
+        unbind(b);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS status = fa_flex_classify(&b->bound, &blocks, &pool, &err);
+    Py_END_ALLOW_THREADS unbind(b);
+    if (status != FA_OK) return fa_raise(status, &err);
+    return PyLong_FromLongLong(blocks.num_evaluated);
+}
+
 PyMethodDef fa_flex_functions[] = {
     {"flex_tables", flex_tables, METH_NOARGS, "flex_tables() -> the numbers of ops and dtypes, and the limits"},
     {"flex_check", flex_check, METH_O,
@@ -235,5 +298,8 @@ PyMethodDef fa_flex_functions[] = {
     {"flex_evaluate", flex_evaluate, METH_VARARGS,
      "flex_evaluate(program, tensors, numbers, out, scores=None, first_q=0, first_kv=0): writes the result for every "
      "index of out [b, h, len_q, len_kv]"},
+    {"flex_classify", flex_classify, METH_VARARGS,
+     "flex_classify(program, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv) -> the number of blocks "
+     "that were evaluated; fills the lists of partial and of full blocks: num_kv, kv, num_q, q"},
     {NULL, NULL, 0, NULL},
 };

@@ -4,7 +4,7 @@
 
 #include "python_api.h"
 
-/* The table holds flex_tables, flex_check and flex_evaluate. */
+/* The table holds flex_tables, flex_check, flex_evaluate and flex_classify. */
 extern PyMethodDef fa_flex_functions[];
 
 #endif

@@ -19,7 +19,8 @@ ARROWS = {
     "torch": {CONTRACT, "cpu", "flex", "gpu", "plan", "system"},
 }
 MORE = {"plan/cpu.c": {"cpu"}, "plan/cpu_fwd.c": {"cpu"}, "plan/cpu_bwd.c": {"cpu"}, "plan/cpu_decode.c": {"cpu"}}
-MORE.update({"flex/dense.h": {"cpu"}, "flex/evaluate.c": {"cpu"}})  # threads, and elements of fp16 and bf16
+# Threads, and elements of fp16 and bf16.
+MORE.update(dict.fromkeys(("flex/classify.h", "flex/dense.h", "flex/evaluate.c", "flex/intervals.c"), {"cpu"}))
 
 # Headers from outside that only one folder may include.
 FOREIGN = {"Python.h": "torch", "torch/": "none", "cuda": "none", "nvrtc.h": "none", "dlfcn.h": "system"}

@@ -1,0 +1,144 @@
+/* A task is a group of rows of blocks of one batch and head. For each column of blocks the bounds of the keys are found
+ * once for the group. A block whose bounds do not tell is evaluated until an allowed and a masked element were seen. */
+#include "classify.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "evaluate.h"
+#include "intervals.h"
+
+enum { TILE = FA_FLEX_TILE, GROUP = FA_FLEX_ROW_SLOTS };
+
+typedef struct {
+    const fa_flex_bound *bound;
+    const fa_flex_blocks *blocks;
+    const fa_flex_tables *tables;
+    uint8_t *kinds; /* [b, h, rows, columns] */
+    int64_t rows, columns, groups;
+    atomic_bool failed;
+    atomic_int_fast64_t num_evaluated;
+} work;
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t blocks_of(int64_t len, int64_t block) { return len / block + (len % block != 0); }
+
+/* What was seen of a block. */
+typedef struct {
+    bool allowed, masked;
+} seen;
+
+static void look(seen *s, const uint8_t *values, int64_t num) {
+    uint8_t any = 0, all = 1;
+    for (int64_t i = 0; i < num; i++) any |= values[i], all &= values[i];
+    s->allowed = s->allowed || any;
+    s->masked = s->masked || !all;
+}
+
+/* Looks at tiles of the block until both were seen. The first and the last row of a tile tell the most. */
+static seen evaluate_block(fa_flex_evaluator *e, int64_t q, int64_t q_end, int64_t kv, int64_t kv_end) {
+    seen s = {false, false};
+    for (int64_t first = q; first < q_end; first += TILE) {
+        const int rows = (int)smaller(q_end - first, TILE);
+        fa_flex_start_rows(e, first);
+        for (int64_t key = kv; key < kv_end; key += TILE) {
+            fa_flex_start_keys(e, key);
+            for (int i = 0; i < rows; i++) {
+                const int row = i == 0 ? rows - 1 : i - 1;
+                look(&s, fa_flex_row(e, row, NULL), smaller(kv_end - key, TILE));
+                if (s.allowed && s.masked) return s;
+            }
+        }
+    }
+    return s;
+}
+
+static fa_flex_kind kind_of(work *w, fa_flex_evaluator *e, fa_flex_interval bounds, int64_t row, int64_t column) {
+    const fa_flex_blocks *k = w->blocks;
+    const int64_t q = row * k->block_q, kv = column * k->block_kv;
+    const bool is_whole = q + k->block_q <= k->len_q && kv + k->block_kv <= k->len_kv;
+    seen s = {bounds.hi != 0, bounds.lo == 0};
+    if (s.allowed && s.masked) {
+        s = evaluate_block(e, q, smaller(q + k->block_q, k->len_q), kv, smaller(kv + k->block_kv, k->len_kv));
+        atomic_fetch_add(&w->num_evaluated, 1);
+    }
+    return !s.allowed ? FA_FLEX_EMPTY : s.masked || !is_whole ? FA_FLEX_PARTIAL : FA_FLEX_FULL;
+}
+
+static void classify_group(work *w, fa_flex_intervals *v, fa_flex_evaluator *e, int64_t head, int64_t first) {
+    const fa_flex_blocks *k = w->blocks;
+    const int rows = (int)smaller(w->rows - first, GROUP);
+    for (int i = 0; i < rows; i++)
+        fa_flex_bound_rows(v, i, (first + i) * k->block_q, smaller((first + i + 1) * k->block_q, k->len_q) - 1);
+    for (int64_t column = 0; column < w->columns; column++) {
+        fa_flex_bound_keys(v, column * k->block_kv, smaller((column + 1) * k->block_kv, k->len_kv) - 1);
+        for (int i = 0; i < rows; i++) {
+            const fa_flex_kind kind = kind_of(w, e, fa_flex_bound_block(v, i), first + i, column);
+            w->kinds[(head * w->rows + first + i) * w->columns + column] = (uint8_t)kind;
+        }
+    }
+}
+
+static void classify_tasks(int64_t begin, int64_t end, void *ctx) {
+    work *w = ctx;
+    fa_flex_intervals *v = fa_flex_intervals_new(w->bound, w->tables);
+    fa_flex_evaluator *e = fa_flex_evaluator_new(w->bound);
+    if (!v || !e) atomic_store(&w->failed, true);
+    for (int64_t task = begin; v && e && task < end; task++) {
+        const int64_t head = task / w->groups, first = task % w->groups * GROUP;
+        fa_flex_bound_head(v, head / w->blocks->h, head % w->blocks->h);
+        fa_flex_start_head(e, head / w->blocks->h, head % w->blocks->h);
+        classify_group(w, v, e, head, first);
+    }
+    fa_flex_intervals_free(v);
+    fa_flex_evaluator_free(e);
+}
+
+/* ---- lists ------------------------------------------------------------------------------------------------------- */
+
+/* Lists the `num` blocks that lie `step` apart. */
+static void list(const uint8_t *kinds, int64_t num, int64_t step, uint8_t kind, int32_t *count, int32_t *places) {
+    int64_t listed = 0, rest;
+    for (int64_t i = 0; i < num; i++) listed += kinds[i * step] == kind;
+    *count = (int32_t)listed;
+    rest = listed;
+    listed = 0;
+    for (int64_t i = 0; i < num; i++) places[kinds[i * step] == kind ? listed++ : rest++] = (int32_t)i;
+}
+
+static void list_head(int64_t begin, int64_t end, void *ctx) {
+    const work *w = ctx;
+    const int64_t rows = w->rows, columns = w->columns;
+    for (int64_t task = begin; task < end; task++) {
+        const int64_t head = task / (rows + columns), line = task % (rows + columns);
+        const uint8_t *kinds = w->kinds + head * rows * columns;
+        for (int i = 0; i < 2; i++) {
+            const fa_flex_lists *l = i ? &w->blocks->full : &w->blocks->partial;
+            const uint8_t kind = i ? FA_FLEX_FULL : FA_FLEX_PARTIAL;
+            const int64_t row = head * rows + line, column = head * columns + line - rows;
+            if (line < rows)
+                list(kinds + line * columns, columns, 1, kind, &l->num_kv[row], l->kv + row * columns);
+            else
+                list(kinds + line - rows, rows, columns, kind, &l->num_q[column], l->q + column * rows);
+        }
+    }
+}
+
+fa_status fa_flex_classify(const fa_flex_bound *bound, fa_flex_blocks *blocks, const fa_pool *pool, fa_error *err) {
+    work w = {.bound = bound,
+              .blocks = blocks,
+              .rows = blocks_of(blocks->len_q, blocks->block_q),
+              .columns = blocks_of(blocks->len_kv, blocks->block_kv)};
+    const int64_t heads = blocks->b * blocks->h;
+    bool is_done = false;
+    w.groups = blocks_of(w.rows, GROUP);
+    w.tables = fa_flex_tables_new(bound);
+    w.kinds = malloc((size_t)(heads * w.rows * w.columns) + 1);
+    if (w.tables && w.kinds)
+        is_done = pool->parallel_for(heads * w.groups, classify_tasks, &w) && !w.failed &&
+                  pool->parallel_for(heads * (w.rows + w.columns), list_head, &w);
+    blocks->num_evaluated = w.num_evaluated;
+    free(w.kinds);
+    fa_flex_tables_free((fa_flex_tables *)w.tables);
+    return is_done ? FA_OK : fa_fail(err, FA_ENOMEM, "no memory or no threads to find the blocks of a mask");
+}

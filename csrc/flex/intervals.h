@@ -1,0 +1,43 @@
+/* Bounds of the values of a program while its indices run over ranges.
+ *
+ *   fa_flex_bound_head    b and h
+ *   fa_flex_bound_rows    a range of q_idx, kept in one of the slots
+ *   fa_flex_bound_keys    a range of kv_idx
+ *   fa_flex_bound_block   the result for the rows of a slot and the keys
+ *
+ * Bounds are never too narrow. They may be too wide, because each operation sees only the bounds of its operands. */
+#ifndef FA_FLEX_INTERVALS_H
+#define FA_FLEX_INTERVALS_H
+
+#include "program.h"
+
+#define FA_FLEX_ROW_SLOTS 16
+
+/* All values of a type lie between the bounds. bool and int64 use lo and hi, fp32 and fp64 use low and high. */
+typedef struct {
+    union {
+        int64_t lo;
+        double low;
+    };
+    union {
+        int64_t hi;
+        double high;
+    };
+    bool nan; /* a value of fp32 or fp64 may be NaN */
+} fa_flex_interval;
+
+typedef struct fa_flex_intervals fa_flex_intervals;
+
+/* One thread uses an object. `bound` and `tables` must outlive it. NULL: no memory. */
+typedef struct fa_flex_tables fa_flex_tables;
+fa_flex_tables *fa_flex_tables_new(const fa_flex_bound *bound); /* bounds of pieces of long captures */
+void fa_flex_tables_free(fa_flex_tables *tables);
+fa_flex_intervals *fa_flex_intervals_new(const fa_flex_bound *bound, const fa_flex_tables *tables);
+void fa_flex_intervals_free(fa_flex_intervals *v);
+
+void fa_flex_bound_head(fa_flex_intervals *v, int64_t b, int64_t h);
+void fa_flex_bound_rows(fa_flex_intervals *v, int slot, int64_t first, int64_t last);
+void fa_flex_bound_keys(fa_flex_intervals *v, int64_t first, int64_t last);
+fa_flex_interval fa_flex_bound_block(fa_flex_intervals *v, int slot);
+
+#endif

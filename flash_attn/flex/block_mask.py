@@ -1,0 +1,129 @@
+"""Block masks of mask mods, found without an array of all queries and keys.
+
+A block of queries and keys is *empty*, *full* or *partial*. Bounds of the mask over the block tell most of the time
+which one it is. Other blocks are evaluated element by element.
+"""
+
+import inspect
+
+import flash_attn_2_cuda
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from .tracer import program_of
+
+
+def noop_mask(batch, head, token_q, token_kv):
+    """The mask that allows everything."""
+    return batch.new_ones((), dtype=torch.bool, device=batch.device)
+
+
+def _check_callable(mask_mods):
+    if not all(callable(mod) for mod in mask_mods):
+        raise RuntimeError(f"All inputs should be callable mask_mods: {mask_mods}")
+
+
+def and_masks(*mask_mods):
+    """Returns a mask_mod that allows what all of the mask_mods allow."""
+    _check_callable(mask_mods)
+
+    def and_mask(b, h, q_idx, kv_idx):
+        result = b.new_ones((), dtype=torch.bool)
+        for mask in mask_mods:
+            result = result & mask(b, h, q_idx, kv_idx)
+        return result
+
+    return and_mask
+
+
+def or_masks(*mask_mods):
+    """Returns a mask_mod that allows what any of the mask_mods allows."""
+    _check_callable(mask_mods)
+
+    def or_mask(b, h, q_idx, kv_idx):
+        result = b.new_zeros((), dtype=torch.bool)
+        for mask in mask_mods:
+            result = result | mask(b, h, q_idx, kv_idx)
+        return result
+
+    return or_mask
+
+
+def _num_arguments(mod):
+    """The positional arguments without a default: 4 of a mask_mod, 5 of a score_mod."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _check_device(device):
+    device = torch.device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
+    if device.type != "cpu":
+        raise NotImplementedError(f'masks are made on the CPU only: pass device="cpu" instead of "{device}"')
+
+
+def _sizes(**sizes):
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be positive, but is {size}")
+    return [1 if size is None else int(size) for size in sizes.values()]
+
+
+def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
+    """Evaluates a mod for every query and key.
+
+    Args:
+        mod_fn: a mask_mod, or a score_mod. Of a score_mod the mask is false where it turns a score of 0 into -inf.
+        B, H: numbers of batches and heads; None is 1.
+        Q_LEN, KV_LEN: numbers of queries and keys.
+        device: the CPU; None is the current accelerator, or the CPU.
+    Returns:
+        ``[B, H, Q_LEN, KV_LEN]``, bool.
+    """
+    _check_device(device)
+    shape = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
+    num = _num_arguments(mod_fn)
+    if num not in (4, 5):
+        raise AssertionError(f"a mask_mod has 4 arguments, a score_mod has 5; {mod_fn} has {num}")
+    scores = torch.zeros(shape) if num == 5 else None
+    program, tensors, numbers = program_of(mod_fn, num == 5)
+    out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)))
+    flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores)
+    return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
+
+
+def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128, _compile=False):
+    """Lists the full and the partial blocks of a mask. Memory grows with the number of blocks.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, true where a query may attend to a key.
+        B, H: numbers of batches and heads of the mask; None is 1.
+        Q_LEN, KV_LEN: numbers of queries and keys.
+        device: the CPU; None is the current accelerator, or the CPU.
+        BLOCK_SIZE: the size of a block, or a pair: queries and keys.
+        _compile: has no effect.
+    Returns:
+        ``torch.nn.attention.flex_attention.BlockMask`` with the lists that torch makes.
+    Raises:
+        NotImplementedError: the device is not the CPU, or mask_mod uses an operation that is not supported.
+        RuntimeError: mask_mod branches on its indices.
+    """
+    if _num_arguments(mask_mod) != 4:
+        raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
+    _check_device(device)
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
+    _sizes(BLOCK_SIZE=min(block))
+    rows, columns = -(-len_q // block[0]), -(-len_kv // block[1])
+    program, tensors, numbers = program_of(mask_mod, False)
+    if program.dtype != torch.bool:
+        raise AssertionError(f"mask.dtype must be torch.bool, got {program.dtype}")
+    shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
+    lists = tuple(torch.empty(shape, dtype=torch.int32) for shape in shapes * 2)
+    flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, b, h, len_q, len_kv, *block)
+    names = ["kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"]
+    names += ["full_" + name for name in names]
+    return BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **dict(zip(names, lists)))
