@@ -141,7 +141,6 @@ static void cp_async_bulk_load(void *, const void *src, u32 bytes, u64 *) {
     fprintf(stderr, "statistics from outside\n");
     abort();
 }
-static unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
 static int atomicAdd(unsigned *counter, int x) { return (int)(*counter += (unsigned)x) - x; }
 
 #include "cuda/attn_bwd_tiles.cuh"

@@ -6,7 +6,7 @@ import struct
 import flash_attn_2_cuda
 import pytest
 import torch
-from oracle import evaluated, expected
+from oracle_flex import evaluated, expected
 
 from flash_attn.flex import program, tracer
 

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from catalogue import CATALOGUE
-from oracle import evaluated, expected, vmapped
+from oracle_flex import evaluated, expected, vmapped
 
 from flash_attn.flex import tracer
 
