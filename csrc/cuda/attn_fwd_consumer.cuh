@@ -40,7 +40,7 @@ enum which_tile { THIS_TILE = 0, PREVIOUS_TILE = 1 };
  *   repeat_step            the step of a work tile that failed
  *   issue_pv               O += P V of the last key tile
  *   store_o                stores O and lse of the warp's row strip
- *   finish_previous_tile   stores O of the tile before, or notes that it failed. NOTE: as a function of this header it
+ *   finish_previous_tile   stores O of the tile before, or notes that it failed. NOTE: As a function of this header it
  *                          changes the machine code of 16 bits, by up to 8 instructions. */
 struct consumer_base {
     const params &p;

@@ -109,7 +109,7 @@ class Trace:
         target = self.mod
         while isinstance(target, functools.partial):
             target = target.func
-        code = getattr(target, "__code__", None) or getattr(getattr(target, "__call__", None), "__code__", None)  # noqa: B004
+        code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
         name = getattr(target, "__qualname__", type(target).__name__)
         if frame is not None:
             return f"{name}, {frame.f_code.co_filename}, line {frame.f_lineno}"
