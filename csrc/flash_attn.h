@@ -146,6 +146,8 @@ typedef struct {
     bool zero_tensors;
     int64_t num_splits; /* splits of the keys of one row; 0: the plan decides */
     int64_t sm_margin;  /* multiprocessors of the GPU that the call leaves to others */
+
+    const struct fa_flex *flex; /* programmable attention (flex/flex.h); NULL: none */
 } fa_problem;
 
 /* ---- plan -------------------------------------------------------------------------------------------------- */

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { INDEX, SCORE, PARAM, CONSTANT, GATHER, CONVERT, SAME, COMPARE, WHERE };
+enum { INDEX, SCORE, PARAM, CONSTANT, GATHER, CONVERT, SAME, COMPARE, WHERE, SCATTER };
 enum { B = 1 << FA_FLEX_BOOL, I = 1 << FA_FLEX_I64, F = 1 << FA_FLEX_F32, D = 1 << FA_FLEX_F64 };
 
 #define FA_FLEX_OP(code, name, operands, rule, types) [code] = {#name, operands, rule, types},
@@ -71,7 +71,7 @@ static fa_status read_source(reader *r, const fa_flex_program *p, int rule, fa_f
         TRY(read_word(r, (uint32_t)p->num_captures, "capture", &source, err));
         REQUIRE(fa_flex_type_of(p->captures[source].dtype) == (fa_flex_type)x->type,
                 "capture %u of the program has another type", source);
-        x->num_operands = p->captures[source].rank;
+        x->num_operands = (uint8_t)(p->captures[source].rank + (rule == SCATTER));
     }
     x->source = (int32_t)source;
     return FA_OK;
@@ -79,7 +79,7 @@ static fa_status read_source(reader *r, const fa_flex_program *p, int rule, fa_f
 
 /* The type that operand i must have. FA_FLEX_NUM_TYPES: any. */
 static fa_flex_type wanted(const fa_flex_instruction *x, int rule, int i) {
-    if (rule == GATHER) return FA_FLEX_I64;
+    if (rule == GATHER || (rule == SCATTER && i + 1 < x->num_operands)) return FA_FLEX_I64;
     if (rule == CONVERT) return FA_FLEX_NUM_TYPES;
     if (rule == WHERE && i == 0) return FA_FLEX_BOOL;
     return x->type;
@@ -91,7 +91,8 @@ static uint8_t depends_on(fa_flex_op op) {
     case FA_FLEX_h: return FA_FLEX_ON_H;
     case FA_FLEX_q_idx: return FA_FLEX_ON_Q;
     case FA_FLEX_kv_idx: return FA_FLEX_ON_KV;
-    case FA_FLEX_score: return FA_FLEX_ON_SCORE;
+    case FA_FLEX_score:
+    case FA_FLEX_grad: return FA_FLEX_ON_SCORE;
     default: return 0;
     }
 }
@@ -110,7 +111,7 @@ static fa_status read_instruction(reader *r, const fa_flex_program *p, int32_t i
     x->num_operands = row->operands;
     x->depends = depends_on((fa_flex_op)code);
     if (row->rule == CONSTANT) TRY(read_number(r, x->type, &x->number, err));
-    if (row->rule == PARAM || row->rule == GATHER) TRY(read_source(r, p, row->rule, x, err));
+    if (row->rule == PARAM || row->rule == GATHER || row->rule == SCATTER) TRY(read_source(r, p, row->rule, x, err));
     for (int i = 0; i < x->num_operands; i++) {
         TRY(read_word(r, (uint32_t)idx, "operand", &word, err));
         const fa_flex_instruction *operand = &p->instructions[word];

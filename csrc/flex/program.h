@@ -8,7 +8,11 @@
  *   each instruction: op | type << 8, the words that its rule in ops.def asks for, the numbers of its operands
  *
  * An operand is the number of an earlier instruction. The last instruction is the result. fa_flex_decode checks every
- * word, so a decoded program can run without further checks. */
+ * word, so a decoded program can run without further checks.
+ *
+ * The derivative of a score_mod is a program, too. It also reads `grad`, the gradient of the score_mod's result. Its
+ * result is the gradient of the score. On the way its scatters add to gradients of captures. Where grad is 0, the
+ * result and all that is scattered are 0, even if the score is infinite. */
 #ifndef FA_FLEX_PROGRAM_H
 #define FA_FLEX_PROGRAM_H
 
@@ -16,6 +20,7 @@
 
 #define FA_FLEX_MAGIC            0x31584c46u /* "FLX1" */
 #define FA_FLEX_MAX_RANK         5
+#define FA_FLEX_MAX_OPERANDS     (FA_FLEX_MAX_RANK + 1)
 #define FA_FLEX_MAX_CAPTURES     256
 #define FA_FLEX_MAX_PARAMS       256
 #define FA_FLEX_MAX_INSTRUCTIONS 16384
@@ -46,7 +51,7 @@ typedef enum {
 #undef FA_FLEX_OP
 
 /* What a value depends on. */
-enum { FA_FLEX_ON_B = 1, FA_FLEX_ON_H = 2, FA_FLEX_ON_Q = 4, FA_FLEX_ON_KV = 8, FA_FLEX_ON_SCORE = 16 };
+enum { FA_FLEX_ON_B = 1, FA_FLEX_ON_H = 2, FA_FLEX_ON_Q = 4, FA_FLEX_ON_KV = 8, FA_FLEX_ON_SCORE = 16 }; /* or grad */
 
 typedef union {
     bool b;
@@ -60,8 +65,8 @@ typedef struct {
     uint8_t result;  /* the type of the result */
     uint8_t depends; /* FA_FLEX_ON_* */
     uint8_t num_operands;
-    int32_t operand[FA_FLEX_MAX_RANK];
-    int32_t source;        /* gather: the capture; param: the parameter */
+    int32_t operand[FA_FLEX_MAX_OPERANDS];
+    int32_t source;        /* gather, scatter: the capture; param: the parameter */
     fa_flex_number number; /* constant */
 } fa_flex_instruction;
 

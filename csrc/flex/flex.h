@@ -1,0 +1,46 @@
+/* Programmable attention: what a problem has besides its tensors (fa_problem.flex).
+ *
+ *   s = scale q.k                                        fp32; fp64 if the tensors are fp64
+ *   s = score_mod(s, b, h, i, j)                         in every pair that is computed
+ *   s = -inf   unless the pair's block is full, or it is partial and mask_mod(b, h, i, j) is true
+ *   o = softmax(s) v      lse = ln sum exp(s)      max_scores = max s      a row that sees no key: 0, -inf, -inf
+ *
+ * Here h is the query head, and i and j count from 0 in their sequences. A pair of score -inf is masked. The backward:
+ *
+ *   delta = dout.o - dlse      ds = p (dout.v - delta)      of s before the score_mod: derivative(s, ds, b, h, i, j)
+ *
+ * The tensors of the problem are dense. It has no window, softcap, slopes, dropout, append or rotary of its own. */
+#ifndef FA_FLEX_FLEX_H
+#define FA_FLEX_FLEX_H
+
+#include "program.h"
+
+/* For each row of blocks how many blocks are listed, and which ones, in any order. Places behind the number may hold
+ * anything. A block outside of the mask is no block. Strides count elements. */
+typedef struct {
+    const int32_t *num;    /* [mask_b, mask_h, rows]; NULL: there is no such list */
+    const int32_t *blocks; /* [mask_b, mask_h, rows, columns] */
+    int64_t num_stride[3], blocks_stride[4];
+} fa_flex_list;
+
+/* Where gradients of the captures of `derivative` go: [captures], each contiguous in the capture's shape, fp32, or fp64
+ * if the capture is fp64. The backward adds to them. NULL: not wanted. */
+typedef void *const *fa_flex_gradients;
+
+typedef struct fa_flex {
+    const fa_flex_bound *score;      /* the score_mod; NULL: the score stays */
+    const fa_flex_bound *mask;       /* the mask_mod; NULL: everything is allowed */
+    const fa_flex_bound *derivative; /* of the score_mod, in the backward; NULL: 1 */
+    fa_flex_gradients gradients;
+
+    /* The block mask of batch b and head h is that of b % mask_b and h % mask_h. Rows of blocks have block_q queries,
+     * columns have block_kv keys; rows block_q >= len_q and columns block_kv >= len_kv. block_q 0: there is no block
+     * mask, and all pairs lie in partial blocks. */
+    int64_t mask_b, mask_h, rows, columns, block_q, block_kv;
+    fa_flex_list partial, full;
+
+    fa_row_stats max_scores; /* forward: written if there is data */
+    fa_row_stats dlse;       /* backward: the gradient of lse; data NULL: 0 */
+} fa_flex;
+
+#endif
