@@ -228,7 +228,7 @@ static void count_from(int64_t *r, int64_t first, int64_t by) { EACH(first + i *
 static void run(fa_flex_evaluator *e, int32_t idx, step now, const void *scores) {
     const fa_flex_bound *bound = e->bound;
     const fa_flex_instruction *x = &bound->program->instructions[idx];
-    const void *in[FA_FLEX_MAX_RANK] = {NULL};
+    const void *in[FA_FLEX_MAX_OPERANDS] = {NULL};
     void *r = e->values[idx];
     for (int i = 0; i < x->num_operands; i++) {
         const int32_t operand = x->operand[i];

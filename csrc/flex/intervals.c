@@ -385,7 +385,7 @@ static void run_step(fa_flex_intervals *v, step now, interval *rows) {
     const fa_flex_program *p = v->bound->program;
     for (int32_t i = v->first[now]; i < v->first[now + 1]; i++) {
         const fa_flex_instruction *x = &p->instructions[v->order[i]];
-        interval in[FA_FLEX_MAX_RANK];
+        interval in[FA_FLEX_MAX_OPERANDS];
         for (int j = 0; j < x->num_operands; j++) {
             const int32_t operand = x->operand[j];
             in[j] = v->is_of_rows[operand] ? rows[operand] : v->values[operand];
