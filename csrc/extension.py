@@ -27,6 +27,8 @@ OWN = {
         "torch/ops_2.c",
         "torch/direct_2.c",
         "torch/flex.c",
+        "torch/flex_attend.c",
+        "torch/flex_values.c",
         "torch/module_2.c",
         "torch/positional.c",
     },

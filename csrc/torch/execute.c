@@ -36,32 +36,37 @@ static fa_status run(const fa_problem *problem, const fa_plan *plan, bool zero_t
                                       : fa_cpu_run_call(problem, plan, zero_tensors, workspace, &torch_pool, err);
 }
 
-static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {
+/* Runs a plan in `bytes` of memory. An LSE that nobody asked for lies behind the plan's workspace. */
+static fa_status run_in(size_t bytes, fa_problem *problem, const fa_plan *plan, bool zero_tensors, fa_error *err) {
     AtenTensorHandle workspace = NULL;
     void *data = NULL;
-    size_t bytes = plan->workspace_bytes;
-    fa_status status = call->only_out ? place_unwanted_lse(problem, plan, &bytes, err) : FA_OK;
-    if (status != FA_OK) return status;
+    fa_status status = FA_OK;
     if (bytes > 0 && problem->device == FA_CPU) {
         data = fa_workspace_take(bytes);
         if (!data) status = fa_fail(err, FA_ENOMEM, "there are no %zu bytes of memory to work in", bytes);
     } else if (bytes > 0) {
         const int64_t size = (int64_t)bytes, one = 1;
-        if (fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, call->q.device_type, call->q.device_idx,
+        if (fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, fa_torch.cuda, problem->device_idx,
                                               &workspace) != 0 ||
             fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
             status =
                 fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: %s needs %zu bytes of workspace", plan->kernel, bytes);
     }
     if (status == FA_OK) {
-        bool fresh_out = call->pass == FA_FWD && (!call->out.handle || call->fresh_out);
-        if (call->only_out && !problem->lse.data && data)
+        if (!problem->lse.data && bytes > plan->workspace_bytes)
             problem->lse.data = (float *)((char *)data + (plan->workspace_bytes + 255) / 256 * 256);
-        status = run(problem, plan, call->zero_tensors || fresh_out, data, err);
+        status = run(problem, plan, zero_tensors, data, err);
     }
     if (problem->device == FA_CPU) fa_workspace_return(data);
     if (workspace) fa_torch.aoti_torch_delete_tensor_object(workspace);
     return status;
+}
+
+static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {
+    size_t bytes = plan->workspace_bytes;
+    const bool fresh_out = call->pass == FA_FWD && (!call->out.handle || call->fresh_out);
+    fa_status status = call->only_out ? place_unwanted_lse(problem, plan, &bytes, err) : FA_OK;
+    return status == FA_OK ? run_in(bytes, problem, plan, call->zero_tensors || fresh_out, err) : status;
 }
 
 static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_error *err) {
@@ -71,18 +76,29 @@ static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_erro
     return status;
 }
 
-fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
-    fa_problem problem;
-    fa_plan plan;
+/* Plans for the machine as it is now, and shows the plan to those who look at plans. */
+static fa_status make_plan(const fa_problem *problem, fa_plan *plan, fa_error *err) {
     fa_machine machine = fa_this_machine;
     uint32_t threads = 1;
     fa_torch.torch_get_num_threads(&threads);
     machine.threads = (int)threads;
+    fa_status status = problem->device == FA_CUDA ? ask_gpu(problem, &machine, err) : FA_OK;
+    if (status == FA_OK) status = fa_plan_make(problem, &machine, plan, err);
+    if (status == FA_OK) fa_note_plan(plan);
+    return status;
+}
 
+fa_status fa_execute_problem(fa_problem *problem, fa_error *err) {
+    fa_plan plan;
+    fa_status status = make_plan(problem, &plan, err);
+    return status == FA_OK && !fa_plan_only() ? run_in(plan.workspace_bytes, problem, &plan, false, err) : status;
+}
+
+fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
+    fa_problem problem;
+    fa_plan plan;
     fa_status status = fa_check_call(call, &problem, err);
-    if (status == FA_OK && problem.device == FA_CUDA) status = ask_gpu(&problem, &machine, err);
-    if (status == FA_OK) status = fa_plan_make(&problem, &machine, &plan, err);
-    if (status == FA_OK) fa_note_plan(&plan);
+    if (status == FA_OK) status = make_plan(&problem, &plan, err);
     if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only(), &problem, outputs, err);
     if (status != FA_OK || fa_plan_only()) return status;
     const fa_tensor *written[MAX_WRITTEN];

@@ -1,0 +1,286 @@
+#include "flex_attend.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "execute.h"
+#include "failures.h"
+#include "flex/flex.h"
+#include "flex_values.h"
+
+#define Q_DIMS   "(b, h, len_q, d)"
+#define O_DIMS   "(b, h, len_q, d_v)"
+#define K_DIMS   "(b, h_kv, len_kv, d)"
+#define V_DIMS   "(b, h_kv, len_kv, d_v)"
+#define LSE_DIMS "(b, h, len_q)"
+
+enum { NUM, PLACES, FULL_NUM, FULL_PLACES, NUM_LISTS };
+
+/* A call: the objects that came, and the problem that they become. */
+typedef struct {
+    PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
+    PyObject *scale, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
+    fa_flex_tensor tensors[12], lists[NUM_LISTS];
+    fa_flex_values *programs[3]; /* owned */
+    void **gradient_data;        /* owned */
+    fa_flex flex;
+    fa_problem problem;
+} flex_call;
+
+/* ---- tensors ----------------------------------------------------------------------------------------------------- */
+
+static fa_view view_of_heads(const fa_tensor *t) {
+    return (fa_view){t->data, t->stride[0], .stride_row = t->stride[2], .stride_h = t->stride[1]};
+}
+
+/* Reads a tensor like q or k into a view of the problem. size NULL: any size of 4 dimensions. */
+static fa_status read_view(flex_call *c, int idx, PyObject *object, const char *name, const int64_t *size,
+                           const char *dims, fa_view *view, fa_error *err) {
+    fa_flex_tensor *tensor = &c->tensors[idx];
+    const fa_tensor *t = &tensor->t, *q = &c->tensors[0].t;
+    TRY(fa_flex_read_tensor(object, name, tensor, err));
+    if (!present(t)) return FA_OK;
+    TRY(check_rank(t, 4, dims, err));
+    if (size) TRY(check_shape(t, 4, size, dims, err));
+    TRY(check_device(t, q, err));
+    REQUIRE(t->dtype == q->dtype, "%s must have the dtype of q, %s; it is %s", name, dtype_words(q->dtype),
+            dtype_words(t->dtype));
+    REQUIRE(last_dim_contiguous(t), "%s must have a contiguous last dimension; its stride is %" PRId64, name,
+            t->stride[3]);
+    *view = view_of_heads(t);
+    return FA_OK;
+}
+
+static fa_status read_stats(flex_call *c, int idx, PyObject *object, const char *name, fa_row_stats *stats,
+                            fa_error *err) {
+    fa_flex_tensor *tensor = &c->tensors[idx];
+    const fa_tensor *t = &tensor->t;
+    const int64_t size[] = {c->problem.b, c->problem.h, c->problem.len_q};
+    TRY(fa_flex_read_tensor(object, name, tensor, err));
+    if (!present(t)) return FA_OK;
+    TRY(check_shape(t, 3, size, LSE_DIMS, err));
+    TRY(check_device(t, &c->tensors[0].t, err));
+    REQUIRE(t->dtype == fa_torch.f32, "%s must be fp32; it is %s", name, dtype_words(t->dtype));
+    REQUIRE(last_dim_contiguous(t), "%s must have a contiguous last dimension; its stride is %" PRId64, name,
+            t->stride[2]);
+    *stats = (fa_row_stats){t->data, t->stride[0], t->stride[1]};
+    return FA_OK;
+}
+
+static fa_status read_dtype(const fa_tensor *q, fa_dtype *dtype, fa_error *err) {
+    if (q->dtype == fa_torch.f16)
+        *dtype = FA_F16;
+    else if (q->dtype == fa_torch.bf16)
+        *dtype = FA_BF16;
+    else if (q->dtype == fa_torch.f32)
+        *dtype = FA_F32;
+    else if (q->dtype == fa_torch.f64 && q->device_type == fa_torch.cpu)
+        *dtype = FA_F64;
+    else
+        return fa_fail(err, FA_EUNSUPPORTED, "flex_attention takes fp16, bf16 and fp32, and fp64 on the CPU; q is %s",
+                       dtype_words(q->dtype));
+    return FA_OK;
+}
+
+static fa_status read_tensors(flex_call *c, fa_pass pass, fa_error *err) {
+    fa_problem *p = &c->problem;
+    const fa_tensor *q = &c->tensors[0].t, *k = &c->tensors[1].t, *v = &c->tensors[2].t;
+    *p = (fa_problem){.pass = pass, .window_left = -1, .window_right = -1, .empty_lse = -INFINITY, .keep_max = 255};
+    TRY(fa_flex_read_tensor(c->q, "q", &c->tensors[0], err));
+    REQUIRE(present(q), "q must be a torch.Tensor");
+    TRY(read_dtype(q, &p->dtype, err));
+    TRY(read_view(c, 0, c->q, "q", NULL, Q_DIMS, &p->q, err));
+    TRY(read_view(c, 1, c->k, "k", NULL, K_DIMS, &p->k, err));
+    TRY(read_view(c, 2, c->v, "v", NULL, V_DIMS, &p->v, err));
+    REQUIRE(present(k) && present(v), "k and v must be torch.Tensors");
+    p->device = q->device_type == fa_torch.cuda ? FA_CUDA : FA_CPU;
+    p->device_idx = q->device_idx;
+    p->b = q->size[0], p->h = q->size[1], p->len_q = q->size[2], p->d = q->size[3];
+    p->h_kv = k->size[1], p->len_kv = k->size[2], p->d_v = v->size[3];
+    p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
+    const int64_t q_size[] = {p->b, p->h, p->len_q, p->d}, o_size[] = {p->b, p->h, p->len_q, p->d_v},
+                  k_size[] = {p->b, p->h_kv, p->len_kv, p->d}, v_size[] = {p->b, p->h_kv, p->len_kv, p->d_v};
+    TRY(check_shape(k, 4, k_size, K_DIMS, err));
+    TRY(check_shape(v, 4, v_size, V_DIMS, err));
+    REQUIRE(p->h_kv >= 1 ? p->h % p->h_kv == 0 : p->h == 0,
+            "the heads of q must be a multiple of those of k; q has %" PRId64 ", k has %" PRId64, p->h, p->h_kv);
+    const int64_t most_v = pass == FA_BWD ? FA_MAX_HEAD_DIM : FA_MAX_HEAD_DIM_V;
+    if (p->d > FA_MAX_HEAD_DIM || p->d_v > most_v)
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flex_attention takes an embedding dimension of at most %d for query and key, and of at most %d "
+                       "(backward: %d) for value; got E=%" PRId64 " and Ev=%" PRId64,
+                       FA_MAX_HEAD_DIM, FA_MAX_HEAD_DIM_V, FA_MAX_HEAD_DIM, p->d, p->d_v);
+    REQUIRE((double)p->b * (double)p->h * (double)p->len_q < 0x1p31 && (double)p->len_kv < 0x1p31,
+            "b * h * len_q and len_kv must be below 2^31");
+    TRY(read_view(c, 3, c->out, "out", o_size, O_DIMS, &p->o, err));
+    TRY(read_stats(c, 4, c->lse, "lse", &p->lse, err));
+    if (pass == FA_FWD) return read_stats(c, 5, c->max_scores, "max_scores", &c->flex.max_scores, err);
+    TRY(read_view(c, 5, c->dout, "dout", o_size, O_DIMS, &p->dout, err));
+    TRY(read_stats(c, 6, c->dlse, "dlse", &c->flex.dlse, err));
+    TRY(read_view(c, 7, c->dq, "dq", q_size, Q_DIMS, &p->dq, err));
+    TRY(read_view(c, 8, c->dk, "dk", k_size, K_DIMS, &p->dk, err));
+    TRY(read_view(c, 9, c->dv, "dv", v_size, V_DIMS, &p->dv, err));
+    return read_stats(c, 10, c->softmax_d, "softmax_d", &p->softmax_d, err);
+}
+
+/* ---- mods -------------------------------------------------------------------------------------------------------- */
+
+static bool read_program(flex_call *c, int idx, PyObject *object, const fa_flex_bound **bound) {
+    PyObject *text, *tensors, *numbers;
+    const fa_tensor *q = &c->tensors[0].t;
+    if (object == Py_None) return true;
+    if (!PyTuple_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "a mod is None or a tuple of a program, tensors and numbers");
+        return false;
+    }
+    if (!PyArg_UnpackTuple(object, "mod", 3, 3, &text, &tensors, &numbers)) return false;
+    c->programs[idx] = fa_flex_bind(text, tensors, numbers, q->device_type, q->device_idx);
+    if (!c->programs[idx]) return false;
+    *bound = &c->programs[idx]->bound;
+    return true;
+}
+
+static fa_status check_score(const flex_call *c, int idx, const char *name, fa_error *err) {
+    if (!c->programs[idx]) return FA_OK;
+    const fa_flex_program *p = &c->programs[idx]->program;
+    const fa_flex_type want = c->problem.dtype == FA_F64 ? FA_FLEX_F64 : FA_FLEX_F32, has = fa_flex_type_of_score(p);
+    REQUIRE((has == want || has == FA_FLEX_NUM_TYPES) && fa_flex_result(p) == want,
+            "the program of the %s must take and give scores of %s", name, fa_flex_result_names[want]);
+    REQUIRE(idx == 2 || (!fa_flex_has(p, FA_FLEX_grad) && !fa_flex_has(p, FA_FLEX_scatter)),
+            "the program of the %s must not be a derivative", name);
+    return FA_OK;
+}
+
+static fa_status check_mask(const flex_call *c, fa_error *err) {
+    if (!c->programs[1]) return FA_OK;
+    const fa_flex_program *p = &c->programs[1]->program;
+    REQUIRE(fa_flex_result(p) == FA_FLEX_BOOL && !fa_flex_has(p, FA_FLEX_score) && !fa_flex_has(p, FA_FLEX_grad) &&
+                !fa_flex_has(p, FA_FLEX_scatter),
+            "the program of the mask must be that of a mask_mod");
+    return FA_OK;
+}
+
+static fa_status read_gradients(flex_call *c, fa_error *err) {
+    const fa_flex_values *v = c->programs[2];
+    if (!v || c->gradients == Py_None) return FA_OK;
+    REQUIRE(PyTuple_Check(c->gradients) && PyTuple_Size(c->gradients) == v->program.num_captures,
+            "there must be as many gradients as tensors of the derivative: %d", v->program.num_captures);
+    c->gradient_data = calloc((size_t)v->program.num_captures + 1, sizeof *c->gradient_data);
+    if (!c->gradient_data) return fa_fail(err, FA_ENOMEM, "no memory for a list of gradients");
+    for (int i = 0; i < v->program.num_captures; i++) {
+        fa_flex_tensor tensor;
+        PyObject *object = PyTuple_GetItem(c->gradients, i);
+        const fa_flex_type type = fa_flex_type_of(v->program.captures[i].dtype);
+        TRY(fa_flex_read_tensor(object, "a gradient", &tensor, err));
+        if (!present(&tensor.t)) continue;
+        TRY(check_device(&tensor.t, &c->tensors[0].t, err));
+        TRY(check_shape(&tensor.t, v->program.captures[i].rank, v->captures[i].size, "of its capture", err));
+        REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, fa_flex_result_names[type]) && contiguous(&tensor.t),
+                "the gradient of a capture must be contiguous and of dtype %s", fa_flex_result_names[type]);
+        c->gradient_data[i] = is_empty(&tensor.t) ? NULL : tensor.t.data;
+    }
+    c->flex.gradients = c->gradient_data;
+    return FA_OK;
+}
+
+/* ---- block masks ------------------------------------------------------------------------------------------------- */
+
+static fa_status read_list(flex_call *c, PyObject *const *objects, int first, fa_flex_list *list, fa_error *err) {
+    fa_flex_tensor *num = &c->lists[first], *places = &c->lists[first + 1];
+    TRY(fa_flex_read_tensor(objects[first], "the numbers of blocks", num, err));
+    TRY(fa_flex_read_tensor(objects[first + 1], "the places of blocks", places, err));
+    REQUIRE(present(&num->t) == present(&places->t) && (present(&num->t) || first == FULL_NUM),
+            "a list of blocks needs the numbers and the places");
+    if (!present(&num->t)) return FA_OK;
+    const fa_tensor *of = &c->lists[0].t; /* the partial list gives the sizes */
+    TRY(check_rank(&num->t, 3, "(b, h, rows of blocks)", err));
+    TRY(check_rank(&places->t, 4, "(b, h, rows of blocks, columns of blocks)", err));
+    const int64_t size[] = {of->size[0], of->size[1], of->size[2], c->lists[1].t.size[3]};
+    TRY(check_shape(&num->t, 3, size, "(b, h, rows of blocks)", err));
+    TRY(check_shape(&places->t, 4, size, "(b, h, rows of blocks, columns of blocks)", err));
+    TRY(check_device(&num->t, &c->tensors[0].t, err));
+    TRY(check_device(&places->t, &c->tensors[0].t, err));
+    REQUIRE(num->t.dtype == fa_torch.i32 && places->t.dtype == fa_torch.i32, "lists of blocks must be int32");
+    *list = (fa_flex_list){.num = num->t.data, .blocks = places->t.data};
+    memcpy(list->num_stride, num->t.stride, sizeof list->num_stride);
+    memcpy(list->blocks_stride, places->t.stride, sizeof list->blocks_stride);
+    return FA_OK;
+}
+
+static fa_status read_blocks(flex_call *c, fa_error *err) {
+    fa_flex *f = &c->flex;
+    const fa_problem *p = &c->problem;
+    PyObject *objects[2 + NUM_LISTS];
+    if (c->blocks == Py_None) return FA_OK;
+    REQUIRE(PyTuple_Check(c->blocks) && PyTuple_Size(c->blocks) == 2 + NUM_LISTS,
+            "blocks must be None or two sizes and four lists");
+    for (int i = 0; i < 2 + NUM_LISTS; i++) objects[i] = PyTuple_GetItem(c->blocks, i);
+    f->block_q = PyLong_AsLongLong(objects[0]), f->block_kv = PyLong_AsLongLong(objects[1]);
+    if (PyErr_Occurred()) PyErr_Clear(), f->block_q = 0;
+    REQUIRE(f->block_q >= 1 && f->block_kv >= 1, "the sizes of a block must be positive integers");
+    TRY(read_list(c, objects + 2, NUM, &f->partial, err));
+    TRY(read_list(c, objects + 2, FULL_NUM, &f->full, err));
+    const fa_tensor *places = &c->lists[PLACES].t;
+    f->mask_b = places->size[0], f->mask_h = places->size[1], f->rows = places->size[2], f->columns = places->size[3];
+    REQUIRE(p->b * p->h == 0 || (f->mask_b >= 1 && f->mask_h >= 1), "the lists of blocks must have a batch and a head");
+    REQUIRE((double)f->rows * (double)f->block_q >= (double)p->len_q &&
+                (double)f->columns * (double)f->block_kv >= (double)p->len_kv,
+            "the lists of blocks must cover %" PRId64 " queries and %" PRId64 " keys; they cover %" PRId64 " blocks of "
+            "%" PRId64 " and %" PRId64 " of %" PRId64,
+            p->len_q, p->len_kv, f->rows, f->block_q, f->columns, f->block_kv);
+    return FA_OK;
+}
+
+/* ---- calls ------------------------------------------------------------------------------------------------------- */
+
+static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
+    fa_status status = FA_OK;
+    TRY(read_tensors(c, pass, err));
+    c->problem.scale = PyFloat_AsDouble(c->scale);
+    if (PyErr_Occurred()) return fa_keep_exception(), FA_EPYTHON;
+    REQUIRE(fabs(c->problem.scale) <= 1e30, "scale must be between -1e30 and 1e30; it is %g", c->problem.scale);
+    if (!read_program(c, 0, c->score, &c->flex.score) || !read_program(c, 1, c->mask, &c->flex.mask) ||
+        (pass == FA_BWD && !read_program(c, 2, c->derivative, &c->flex.derivative)))
+        return fa_keep_exception(), FA_EPYTHON;
+    TRY(check_score(c, 0, "score_mod", err));
+    TRY(check_mask(c, err));
+    TRY(check_score(c, 2, "derivative", err));
+    TRY(read_blocks(c, err));
+    if (pass == FA_BWD) {
+        TRY(read_gradients(c, err));
+        c->problem.deterministic = PyObject_IsTrue(c->deterministic) == 1;
+    }
+    c->problem.flex = &c->flex;
+    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, err);
+    Py_END_ALLOW_THREADS return status;
+}
+
+static PyObject *finish(flex_call *c, fa_pass pass) {
+    fa_error err = {""};
+    const fa_status status = attend(c, pass, &err);
+    for (int i = 0; i < 3; i++) fa_flex_unbind(c->programs[i]);
+    free(c->gradient_data);
+    if (status != FA_OK) return fa_raise(status, &err);
+    Py_RETURN_NONE;
+}
+
+PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
+    (void)self;
+    flex_call c = {0};
+    return PyArg_UnpackTuple(args, "flex_forward", 10, 10, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
+                             &c.score, &c.mask, &c.blocks)
+               ? finish(&c, FA_FWD)
+               : NULL;
+}
+
+PyObject *fa_flex_backward(PyObject *self, PyObject *args) {
+    (void)self;
+    flex_call c = {0};
+    return PyArg_UnpackTuple(args, "flex_backward", 18, 18, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
+                             &c.dk, &c.dv, &c.softmax_d, &c.scale, &c.score, &c.mask, &c.blocks, &c.derivative,
+                             &c.gradients, &c.deterministic)
+               ? finish(&c, FA_BWD)
+               : NULL;
+}

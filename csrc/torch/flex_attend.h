@@ -1,0 +1,17 @@
+/* Attention with mods, for Python. The caller has made the results.
+ *
+ *   q, dq [b, h, len_q, d]    k, dk [b, h_kv, len_kv, d]    v, dv [.., d_v]    out, dout [b, h, len_q, d_v]
+ *   lse, max_scores, dlse, softmax_d [b, h, len_q], fp32
+ *
+ * score, mask and derivative are None or (program, tensors, numbers). blocks is None or (block_q, block_kv, the number
+ * and the places of partial blocks, the same of full blocks), where the lists of full blocks may be None. gradients
+ * holds None or a tensor for each of the derivative's tensors. Tensors that are not wanted are None. */
+#ifndef FA_TORCH_FLEX_ATTEND_H
+#define FA_TORCH_FLEX_ATTEND_H
+
+#include "python_api.h"
+
+PyObject *fa_flex_forward(PyObject *self, PyObject *args);
+PyObject *fa_flex_backward(PyObject *self, PyObject *args);
+
+#endif

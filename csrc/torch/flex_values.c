@@ -1,0 +1,120 @@
+#include "flex_values.h"
+
+#include <stdlib.h>
+
+#include "check.h"
+#include "failures.h"
+
+#define FA_FLEX_DTYPE(enumerator, name, type, bytes) #name,
+const char *const fa_flex_dtype_names[FA_FLEX_NUM_DTYPES] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
+#undef FA_FLEX_DTYPE
+
+const char *const fa_flex_result_names[FA_FLEX_NUM_TYPES] = {"bool", "int64", "float32", "float64"};
+
+/* ---- tensors ----------------------------------------------------------------------------------------------------- */
+
+/* An at::Tensor is a pointer to its TensorImpl, and a handle of the C shim points to an at::Tensor. */
+fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor *to, fa_error *err) {
+    *to = (fa_flex_tensor){.t = {.name = name}};
+    if (object == Py_None) return FA_OK;
+    REQUIRE(PyObject_IsInstance(object, fa_tensor_type) == 1, "%s must be a torch.Tensor", name);
+    PyObject *address = PyObject_GetAttrString(object, "_cdata");
+    to->impl = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    PyErr_Clear();
+    REQUIRE(to->impl, "%s is a tensor without memory of its own", name);
+    fa_tensor_read((AtenTensorHandle)&to->impl, &to->t);
+    REQUIRE(to->t.device_type == fa_torch.cpu || to->t.device_type == fa_torch.cuda,
+            "%s must be on the CPU or on CUDA; it is on another kind of device", name);
+    REQUIRE(!fa_torch.knows_tensors || !fa_torch.is_negative(to->t.handle),
+            "%s has the negative bit: call resolve_neg()", name);
+    const void *data = NULL;
+    REQUIRE(fa_torch.torch_get_const_data_ptr(to->t.handle, &data) == 0, "%s is a tensor without memory of its own",
+            name);
+    to->t.data = (void *)data;
+    return check_memory(&to->t, err);
+}
+
+/* ---- programs ---------------------------------------------------------------------------------------------------- */
+
+bool fa_flex_has_dtype(PyObject *tensor, const char *dtype) {
+    PyObject *has = PyObject_GetAttrString(tensor, "dtype"), *want = PyObject_GetAttrString(fa_torch_module, dtype);
+    const bool fits = has && has == want;
+    Py_XDECREF(has);
+    Py_XDECREF(want);
+    PyErr_Clear();
+    return fits;
+}
+
+static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, int32_t device_type, int32_t device_idx,
+                              fa_error *err) {
+    fa_flex_tensor tensor;
+    fa_flex_capture *c = &v->captures[i];
+    const char *dtype = fa_flex_dtype_names[v->program.captures[i].dtype];
+    TRY(fa_flex_read_tensor(object, "a capture", &tensor, err));
+    REQUIRE(present(&tensor.t) && fa_flex_has_dtype(object, dtype), "a capture must be a tensor of dtype %s", dtype);
+    REQUIRE(tensor.t.ndim == v->program.captures[i].rank, "a capture must have %d dimensions; it has %" PRId64,
+            v->program.captures[i].rank, tensor.t.ndim);
+    words here, there;
+    REQUIRE(tensor.t.device_type == device_type && (device_type == fa_torch.cpu || tensor.t.device_idx == device_idx),
+            "a capture must be on %s; it is on %s", device_words(device_type, device_idx, &there),
+            device_words(tensor.t.device_type, tensor.t.device_idx, &here));
+    for (int64_t dim = 0; dim < tensor.t.ndim; dim++)
+        c->size[dim] = tensor.t.size[dim], c->stride[dim] = tensor.t.stride[dim];
+    c->data = is_empty(&tensor.t) ? NULL : tensor.t.data;
+    return FA_OK;
+}
+
+static bool bind_param(fa_flex_values *v, PyObject *number, int i) {
+    if (!number) return false;
+    if (v->program.params[i] == FA_FLEX_BOOL)
+        v->params[i].b = PyObject_IsTrue(number) == 1;
+    else if (v->program.params[i] == FA_FLEX_I64)
+        v->params[i].i = PyLong_AsLongLong(number);
+    else
+        v->params[i].d = PyFloat_AsDouble(number);
+    return !PyErr_Occurred();
+}
+
+void fa_flex_unbind(fa_flex_values *values) {
+    if (values) fa_flex_free(&values->program);
+    free(values);
+}
+
+fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *numbers, int32_t device_type,
+                             int32_t device_idx) {
+    fa_error err = {""};
+    if (!PyBytes_Check(text) || !PyTuple_Check(tensors) || !PyTuple_Check(numbers)) {
+        PyErr_SetString(PyExc_TypeError, "a program is bytes, with a tuple of tensors and a tuple of numbers");
+        return NULL;
+    }
+    fa_flex_values *v = calloc(1, sizeof *v);
+    if (!v) return (fa_flex_values *)(void *)PyErr_NoMemory();
+    fa_status status = fa_flex_decode(PyBytes_AsString(text), (size_t)PyBytes_Size(text), &v->program, &err);
+    if (status == FA_OK &&
+        (PyTuple_Size(tensors) != v->program.num_captures || PyTuple_Size(numbers) != v->program.num_params))
+        status = fa_fail(&err, FA_EINVAL, "the program needs %d tensors and %d numbers; it got %d and %d",
+                         v->program.num_captures, v->program.num_params, (int)PyTuple_Size(tensors),
+                         (int)PyTuple_Size(numbers));
+    for (int i = 0; status == FA_OK && i < v->program.num_captures; i++)
+        status = read_capture(v, PyTuple_GetItem(tensors, i), i, device_type, device_idx, &err);
+    bool done = status == FA_OK;
+    for (int i = 0; done && i < v->program.num_params; i++) done = bind_param(v, PyTuple_GetItem(numbers, i), i);
+    v->bound = (fa_flex_bound){&v->program, v->captures, v->params};
+    if (done) return v;
+    fa_flex_unbind(v);
+    if (status != FA_OK) fa_raise(status, &err);
+    return NULL;
+}
+
+fa_flex_type fa_flex_type_of_score(const fa_flex_program *p) {
+    for (int32_t i = 0; i < p->num_instructions; i++)
+        if (p->instructions[i].op == FA_FLEX_score) return (fa_flex_type)p->instructions[i].type;
+    return FA_FLEX_NUM_TYPES;
+}
+
+bool fa_flex_has(const fa_flex_program *p, fa_flex_op op) {
+    for (int32_t i = 0; i < p->num_instructions; i++)
+        if (p->instructions[i].op == op) return true;
+    return false;
+}

@@ -1,0 +1,43 @@
+/* Tensors and programs of Python's objects, for flex.c and flex_attend.c. */
+#ifndef FA_TORCH_FLEX_VALUES_H
+#define FA_TORCH_FLEX_VALUES_H
+
+#include "call.h"
+#include "flex/program.h"
+#include "python_api.h"
+
+/* A tensor that Python keeps alive. t.handle points to impl, so the struct must not move. */
+typedef struct {
+    fa_tensor t;
+    void *impl;
+} fa_flex_tensor;
+
+/* Reads a torch.Tensor; None leaves it absent. Its storage must hold all its elements. */
+fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor *to, fa_error *err);
+
+/* Is the dtype of a tensor torch's dtype of this name? */
+bool fa_flex_has_dtype(PyObject *tensor, const char *dtype);
+
+/* torch's names of dtypes, and of the types of results. */
+extern const char *const fa_flex_dtype_names[FA_FLEX_NUM_DTYPES], *const fa_flex_result_names[FA_FLEX_NUM_TYPES];
+
+/* A program with its values. Its tensors must outlive it. */
+typedef struct {
+    fa_flex_program program;
+    fa_flex_capture captures[FA_FLEX_MAX_CAPTURES];
+    fa_flex_number params[FA_FLEX_MAX_PARAMS];
+    fa_flex_bound bound;
+} fa_flex_values;
+
+/* The captures must lie on the device: torch's number of its type, and its index. NULL: there is an exception. */
+fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *numbers, int32_t device_type,
+                             int32_t device_idx);
+void fa_flex_unbind(fa_flex_values *values);
+
+/* Returns the type of the scores that the program reads, or FA_FLEX_NUM_TYPES. */
+fa_flex_type fa_flex_type_of_score(const fa_flex_program *program);
+
+/* Does the program hold an instruction of this op? */
+bool fa_flex_has(const fa_flex_program *program, fa_flex_op op);
+
+#endif

@@ -1,0 +1,374 @@
+"""``flex_attention``: attention with a score_mod and a block mask, in one kernel, forward and backward."""
+
+import math
+import warnings
+
+import flash_attn_2_cuda
+import torch
+from torch.nn.attention import flex_attention as upstream
+
+from .block_mask import create_block_mask
+from .derivative import derivative_of
+from .tracer import program_of
+
+WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
+
+
+def _mod_of(mod, score_dtype, device):
+    """``(program, tensors, numbers)`` of a mod, with its tensors on the device."""
+    program, tensors, numbers = program_of(mod, score_dtype)
+    return program, tuple(_on_device(x, device) for x in tensors), numbers
+
+
+def _on_device(tensor, device):
+    if tensor.device == device:
+        return tensor
+    if tensor.dim() == 0:  # a number that a mod holds as a tensor
+        return tensor.to(device)
+    raise RuntimeError(f"a mod's tensors must be on {device}, where query is; one is on {tensor.device}")
+
+
+class _Call:
+    """What forward and backward share besides tensors that may require grad."""
+
+    def __init__(self, scale, score, mask, blocks, wants_max):
+        self.scale, self.wants_max = scale, wants_max
+        self.score, self.score_numbers = (score[0], score[2]) if score else (None, ())
+        self.mask = None if mask is None else (mask[0].text, mask[1], mask[2])
+        self.blocks = blocks
+
+    def score_with(self, tensors):
+        return None if self.score is None else (self.score.text, tuple(tensors), self.score_numbers)
+
+
+def _empty_like(query, columns):
+    """Dense, with the order of query's strides, but for the last dimension."""
+    order = sorted(range(3), key=lambda dim: (-query.stride(dim), dim))
+    strides, step = [0, 0, 0, 1], columns
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(query.size(dim), 1)
+    return query.new_empty_strided((*query.shape[:3], columns), strides)
+
+
+def _rows_of(tensor):
+    """The tensor with a contiguous last dimension."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
+
+
+class _FlexAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call, query, key, value, *tensors):
+        query, key, value = map(_rows_of, (query, key, value))
+        out = _empty_like(query, value.size(-1))
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        max_scores = torch.empty_like(lse) if call.wants_max else None
+        flash_attn_2_cuda.flex_forward(
+            query,
+            key,
+            value,
+            out,
+            lse,
+            max_scores,
+            call.scale,
+            call.score_with(tensors),
+            call.mask,
+            call.blocks,
+        )
+        ctx.call = call
+        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_scores
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse, dmax):
+        call = ctx.call
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        wants_q, wants_k, wants_v, *wanted = ctx.needs_input_grad[1:]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq = torch.empty_like(query) if wants_q else None
+        dk = torch.empty_like(key) if wants_k else None
+        dv = torch.empty_like(value) if wants_v else None
+        derivative, gradients = None, None
+        sums = [None] * len(tensors)
+        if call.score is not None:
+            text, places, numbers = derivative_of(call.score, tuple(wanted))
+            for i, want in enumerate(wanted):
+                if want:
+                    sums[i] = torch.zeros(tensors[i].shape, dtype=_sum_dtype(tensors[i]), device=query.device)
+            derivative = text, tuple(tensors[i] for i in places), tuple(call.score_numbers[i] for i in numbers)
+            gradients = tuple(sums[i] for i in places)
+        flash_attn_2_cuda.flex_backward(
+            query,
+            key,
+            value,
+            out,
+            lse,
+            _rows_of(dout),
+            None if dlse is None else _rows_of(dlse.float()),
+            dq,
+            dk,
+            dv,
+            torch.empty_like(lse),
+            call.scale,
+            call.score_with(tensors),
+            call.mask,
+            call.blocks,
+            derivative,
+            gradients,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        sums = [x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors)]
+        return None, dq, dk, dv, *sums
+
+
+def _sum_dtype(tensor):
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _check_tensors(query, key, value, enable_gqa, block_mask):
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise NotImplementedError("flex_attention does not support NestedTensor inputs: convert them to dense tensors")
+    if query.dtype != key.dtype or query.dtype != value.dtype:
+        raise ValueError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{query.dtype}, key.dtype: {key.dtype}, and value.dtype: {value.dtype} instead."
+        )
+    if query.device != key.device or query.device != value.device:
+        raise ValueError(
+            "Expected query, key, and value to have the same device type, but got query.device: "
+            f"{query.device}, key.device: {key.device}, and value.device: {value.device} instead."
+        )
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise ValueError(
+            "Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: "
+            f"{query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+    if query.size(-1) != key.size(-1):
+        raise ValueError(
+            "Expect query and key/value to have the same embedding dimension "
+            f"but got E={query.size(-1)} and E={key.size(-1)}."
+        )
+    if query.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"flex_attention is only supported on CUDA and CPU devices. Found input tensors on {query.device.type} "
+            "device."
+        )
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise NotImplementedError("NYI: query, key, and value must be 4D tensors")
+    (b, h, _, _), (b_kv, h_kv, len_kv, _) = query.shape, key.shape
+    if not enable_gqa and h != h_kv:
+        raise ValueError(
+            "Expect query and key/value to have the same number of heads "
+            f"but got Hq={h} and Hkv={h_kv}. Try setting enable_gqa=True for GQA."
+        )
+    if h_kv and h % h_kv != 0:
+        raise ValueError(
+            f"Expect number of query heads to be a multiple of kv heads for GQA but got Hq={h} and Hkv={h_kv}."
+        )
+    if value.shape[:3] != (b_kv, h_kv, len_kv):
+        raise ValueError(
+            "Expect key and value to have the same batch size, heads and length "
+            f"but got key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)}."
+        )
+    if b == b_kv:
+        return
+    if block_mask is None:
+        raise ValueError(
+            "Expect query and key/value to have the same batch size, or non-none block_mask, "
+            f"but got block_mask=None, Bq={b}, and Bkv={b_kv}."
+        )
+    if block_mask.kv_num_blocks.size(0) != b or b_kv != 1:
+        raise ValueError(
+            "Expect query and key/value to have the same batch size, or block_mask and query to have the same batch "
+            f"size and key/value a batch size of 1, but got Bq={b}, Bkv={b_kv}, "
+            f"B_block_mask={block_mask.kv_num_blocks.size(0)}."
+        )
+
+
+def _check_block_mask(block_mask, query, key):
+    if getattr(block_mask, "mask_mod", None) is upstream._sliced_mask_mod_error:
+        raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
+    if block_mask.kv_num_blocks.device != query.device:
+        raise RuntimeError(
+            "Expect q/k/v and block_mask to be on the same device "
+            f"but got {query.device} and {block_mask.kv_num_blocks.device}."
+        )
+    if tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE):
+        return
+    lengths = tuple(block_mask.shape[-2:])
+    if lengths == (query.size(-2), key.size(-2)):
+        return
+    text = (
+        f"block_mask was created for block_mask.shape={block_mask.shape} but got q_len={query.size(-2)} and "
+        f"kv_len={key.size(-2)}. "
+    )
+    if query.size(-2) > lengths[0] or key.size(-2) > lengths[1]:
+        text += "As the block mask was created for a smaller length than you're using it for, you likely need to "
+        raise ValueError(text + "create a new block mask.")
+    text += "As the block mask was created for a larger length than you're using it for, you can either 1. create a "
+    text += "new block mask with the correct length, or 2. 'adjust' the existing block mask to the correct length by "
+    text += "calling block_mask._adjust(q_len, kv_len). This essentially 'crops' the block mask to the upper left "
+    raise ValueError(text + "corner, which does not work for all mask_mods!")
+
+
+BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
+
+def _check_kernel_options(options):
+    """All options are hints, but for wrong ones. Returns whether PyTorch's own kernels are asked for."""
+    options = options or {}
+    for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX"):
+        if name in options:
+            raise AssertionError(f"{name} must not be in kernel_options")
+    if "BACKEND" in options and options.get("FORCE_USE_FLEX_ATTENTION", False):
+        raise RuntimeError(
+            "BACKEND cannot be combined with legacy FORCE_USE_FLEX_ATTENTION. BACKEND supersedes the legacy knob; "
+            "please drop FORCE_USE_FLEX_ATTENTION and only specify the desired BACKEND."
+        )
+    backend = options.get("BACKEND", "AUTO")
+    if backend not in BACKENDS:
+        raise ValueError(f"Invalid BACKEND value '{backend}'. Must be one of {BACKENDS}")
+    return backend in ("TRITON", "TRITON_DECODE")
+
+
+def _blocks_of(block_mask):
+    """The lists of a BlockMask as the kernels take them."""
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return (*map(int, block_mask.BLOCK_SIZE), *map(_int32, lists), *map(_int32, full))
+
+
+def _int32(tensor):
+    return tensor if tensor is None or tensor.dtype == torch.int32 else tensor.to(torch.int32)
+
+
+def _in_autocast(*tensors):
+    """The tensors as autocast wants them for matrix products."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+_said = set()
+
+
+def _warn_once(text):
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+@torch.compiler.disable(recursive=True)
+def flex_attention(
+    query,
+    key,
+    value,
+    score_mod=None,
+    block_mask=None,
+    scale=None,
+    enable_gqa=False,
+    return_lse=False,
+    kernel_options=None,
+    *,
+    return_aux=None,
+    mask_mod=None,
+):
+    """Attention with a score function and a block mask, as ``torch.nn.attention.flex_attention.flex_attention``.
+
+    One kernel computes it, forward and backward, with and without ``torch.compile``. No array of all scores is made.
+
+    Args:
+        query: ``[B, Hq, L, E]``, fp16, bf16 or fp32; fp64 on the CPU.
+        key: ``[B, Hkv, S, E]``. A batch of 1 serves all queries if there is a block mask for their batch.
+        value: ``[B, Hkv, S, Ev]``.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, applied to ``scale * q.k``. None keeps the score.
+        block_mask: a ``BlockMask``. Its mask_mod is evaluated in partial blocks. None allows everything.
+        scale: default ``1 / sqrt(E)``.
+        enable_gqa: allows fewer heads of key and value than of query.
+        return_lse: returns ``(out, lse)``; ``return_aux`` is the newer form.
+        kernel_options: hints that no kernel here needs. ``BACKEND="TRITON"`` calls PyTorch's own function.
+        return_aux: an ``AuxRequest``; returns ``(out, AuxOutput)``.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` instead of a block mask, whose blocks are then found for this call.
+    Returns:
+        ``[B, Hq, L, Ev]``, with the order of query's strides. lse is fp32, ``[B, Hq, L]``, the natural logarithm of
+        the sum of exponentials, and differentiable. max_scores is fp32, ``[B, Hq, L]``. A row that sees no key has out
+        0, lse -inf, max_scores -inf and no gradient.
+    Gradients:
+        of query, key, value, and of floating tensors that score_mod captures.
+    Raises:
+        ValueError: the tensors or the block mask do not fit each other.
+        NotImplementedError: a mod uses an operation that is not supported, E is above 256, or Ev is above 512 (256 in a
+            backward).
+    """
+    if _check_kernel_options(kernel_options):
+        return upstream.flex_attention(
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse,
+            kernel_options,
+            return_aux=return_aux,
+        )
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "
+            "return_aux=AuxRequest(lse=True) instead."
+        )
+    if block_mask is not None and mask_mod is not None:
+        raise ValueError("pass block_mask or mask_mod, not both: a block mask has its own mask_mod")
+    _check_tensors(query, key, value, enable_gqa, block_mask)
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+    query, key, value = _in_autocast(query, key, value)
+    score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    score = None if score_mod is None else _mod_of(score_mod, score_dtype, query.device)
+    if score is not None and score[0].dtype != score_dtype:
+        raise NotImplementedError(f"score_mod must return {score_dtype}, but returns {score[0].dtype}")
+    mask, blocks = _mask_of(block_mask, mask_mod, query, key)
+    if key.size(0) != query.size(0):
+        key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
+    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else float(scale)
+    call = _Call(scale, score, mask, blocks, return_aux is not None and return_aux.max_scores)
+    out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *(score[1] if score else ()))
+    if return_aux is not None:
+        return out, upstream.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
+    if return_lse:
+        _warn_once("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.")
+        return out, lse
+    return out
+
+
+def _mask_of(block_mask, mask_mod, query, key):
+    """The mask_mod and the lists of blocks, each None if there is none."""
+    blocks = None
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+        if tuple(block_mask.BLOCK_SIZE) != (WHOLE, WHOLE):
+            blocks = _blocks_of(block_mask)
+    elif mask_mod is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
+        block_mask = create_block_mask(
+            mask_mod, query.size(0), query.size(1), query.size(-2), key.size(-2), device=query.device
+        )
+        blocks = _blocks_of(block_mask)
+    if mask_mod is None or mask_mod is upstream.noop_mask:
+        return None, blocks
+    mask = _mod_of(mask_mod, None, query.device)
+    if mask[0].dtype != torch.bool:
+        raise AssertionError(f"mask_mod must return torch.bool, but returns {mask[0].dtype}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in mask[1]):
+        raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
+    return mask, blocks
