@@ -62,8 +62,9 @@
 
 constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
-/* O leaves from the place of its work tile's Q. V has the room that a place for O would need. */
-constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && !LONGEST_FIRST && BLOCK_KV > 64;
+/* O leaves from the place of its work tile's Q. V has the room that a place for O would need. O leaves when the next
+ * work tile has begun, so the next Q needs a place of its own. */
+constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && Q_STAGES > 1 && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
 constexpr u32 V_ARRIVALS = 1;
 /* The distance between chunks of columns of V. */
