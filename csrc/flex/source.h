@@ -1,0 +1,46 @@
+/* CUDA C text of programs, for NVRTC. The text includes "flex_values.cuh", which lies with the kernels' sources. For
+ * the programs that exist the text defines:
+ *
+ *   FLEX_SCORE, FLEX_MASK, FLEX_DERIVATIVE    macros: 1 if the program exists, else 0
+ *   FLEX_SUMS                                 macro: the number of members of flex_sums
+ *
+ *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words
+ *   struct flex_sums { ... };                        see below; `flex_sums sums = {}` has only zeros
+ *
+ *   DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, int kv_idx);
+ *   DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx);
+ *   DEVICE float flex_derivative(const flex_values &x, float score, float grad, int b, int h, int q_idx, int kv_idx);
+ *   DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, float score, float grad,
+ *                                int b, int h, int q_idx, int kv_idx);
+ *   DEVICE void flex_add_sums(const flex_values &x, const flex_sums &sums, int b, int h);
+ *
+ * flex_derivative adds to the gradients of captures by atomicAdd, where what it adds is not 0. The overload with `sums`
+ * keeps gradients of elements that only b and h choose in registers. The thread adds them to memory by flex_add_sums
+ * when it is done with this b and h. Without FLEX_DERIVATIVE there is no flex_sums, and no function of it.
+ *
+ * b, h, q_idx and kv_idx are at least 0. They may lie outside of the problem, because indices of gathers are clamped.
+ *
+ * Each word of flex_values has 8 bytes. The score_mod's words come first, then the mask_mod's, then the derivative's.
+ * A program's words are, for each capture, its address and then size and stride of each dimension; then one word for
+ * each parameter. Behind the derivative's parameters stands the address of the gradient of each of its captures. */
+#ifndef FA_FLEX_SOURCE_H
+#define FA_FLEX_SOURCE_H
+
+#include "flex.h"
+
+/* A program that does not exist is NULL. The same programs give the same text. *text ends with 0 and belongs to the
+ * caller, who calls free(). FA_ENOMEM: *text is NULL. */
+fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
+                         char **text, fa_error *err);
+
+/* sizeof(flex_values) in the text: at least 8. */
+size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
+                            const fa_flex_program *derivative);
+
+/* Writes the bytes of a flex_values, aligned to 8: pointers of `score`, `mask` and `derivative` that are NULL stand for
+ * programs that do not exist. gradients: as in fa_flex; NULL: none is wanted. Of fa_flex_gradients that are NULL nothing
+ * is added. */
+void fa_flex_fill_values(const fa_flex_bound *score, const fa_flex_bound *mask, const fa_flex_bound *derivative,
+                         fa_flex_gradients gradients, void *values);
+
+#endif
