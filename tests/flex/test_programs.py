@@ -110,7 +110,6 @@ def expression(rng, depth, leaves, wants):
         "ceil": lambda env: a(env).ceil(),
         "round": lambda env: a(env).round(),
         "trunc": lambda env: a(env).trunc(),
-        "sqrt": lambda env: a(env).sqrt(),
         "relu": lambda env: torch.relu(a(env)),
         "bool": lambda env: c(env).float(),
     }
@@ -138,7 +137,8 @@ def test_an_expression_has_torchs_values(seed):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-FUNCTIONS = "exp exp2 log log2 log10 log1p expm1 tanh sin cos tan erf sigmoid rsqrt reciprocal".split()
+# torch rounds no function exactly, not even sqrt: it may call a vector library.
+FUNCTIONS = "sqrt exp exp2 log log2 log10 log1p expm1 tanh sin cos tan erf sigmoid rsqrt reciprocal".split()
 FUNCTIONS += ["nn.functional." + name for name in "gelu silu softplus relu".split()]
 
 
