@@ -68,13 +68,21 @@ static fa_status read_plane(PyObject *object, const char *name, fa_flex_type typ
     return FA_OK;
 }
 
+/* Only a backward runs a derivative. */
+static fa_status refuse_derivative(const fa_flex_program *p, const char *function, fa_error *err) {
+    for (int32_t i = 0; i < p->num_instructions; i++)
+        REQUIRE(p->instructions[i].op != FA_FLEX_grad && p->instructions[i].op != FA_FLEX_scatter,
+                "%s(): the program is a derivative, which has the op %s", function,
+                fa_flex_ops[p->instructions[i].op].name);
+    return FA_OK;
+}
+
 /* Fills the pointers of the grid, and its sizes from `out`. */
 static fa_status read_grid(const fa_flex_values *v, PyObject *out, PyObject *scores, fa_flex_grid *grid,
                            fa_error *err) {
     fa_flex_tensor to, from;
     const fa_flex_type score = fa_flex_type_of_score(&v->program);
-    REQUIRE(!fa_flex_has(&v->program, FA_FLEX_grad) && !fa_flex_has(&v->program, FA_FLEX_scatter),
-            "flex_evaluate(): the program must be that of a mod, not of a derivative");
+    TRY(refuse_derivative(&v->program, "flex_evaluate", err));
     TRY(read_plane(out, "out", fa_flex_result(&v->program), &to, err));
     if (score != FA_FLEX_NUM_TYPES) {
         TRY(read_plane(scores, "scores", score, &from, err));
@@ -125,8 +133,8 @@ static fa_status read_lists(PyObject *tensors, int first, const int64_t *lines, 
 }
 
 static fa_status check_mask(const fa_flex_values *v, fa_error *err) {
-    REQUIRE(fa_flex_result(&v->program) == FA_FLEX_BOOL && !fa_flex_has(&v->program, FA_FLEX_score) &&
-                !fa_flex_has(&v->program, FA_FLEX_grad) && !fa_flex_has(&v->program, FA_FLEX_scatter),
+    TRY(refuse_derivative(&v->program, "flex_classify", err));
+    REQUIRE(fa_flex_result(&v->program) == FA_FLEX_BOOL && !fa_flex_has(&v->program, FA_FLEX_score),
             "flex_classify(): the program must be that of a mask");
     return FA_OK;
 }

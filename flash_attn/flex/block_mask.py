@@ -89,7 +89,7 @@ def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
     if num not in (4, 5):
         raise AssertionError(f"a mask_mod has 4 arguments, a score_mod has 5; {mod_fn} has {num}")
     scores = torch.zeros(shape) if num == 5 else None
-    program, tensors, numbers = program_of(mod_fn, num == 5)
+    program, tensors, numbers = program_of(mod_fn, torch.float32 if num == 5 else None)
     out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)))
     flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores)
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
@@ -118,7 +118,7 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
     b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     _sizes(BLOCK_SIZE=min(block))
     rows, columns = -(-len_q // block[0]), -(-len_kv // block[1])
-    program, tensors, numbers = program_of(mask_mod, False)
+    program, tensors, numbers = program_of(mask_mod)
     if program.dtype != torch.bool:
         raise AssertionError(f"mask.dtype must be torch.bool, got {program.dtype}")
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]

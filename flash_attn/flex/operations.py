@@ -9,7 +9,7 @@ import operator
 
 import torch
 
-from .program import BOOL, F64, I64, LIMITS, TYPES
+from .program import BOOL, F32, F64, I64, LIMITS, TYPES
 from .tracer import MOST_UNROLLED, Capture, Number, Row, Value, _numbers
 
 
@@ -222,21 +222,29 @@ class _Arithmetic:
     def compare(self, op, a, b):
         return self.builder.emit(op, TYPES[self.dtype], a, b)
 
+    def rule(self, name, node, *operands):
+        """Says that a formula of derivative.py is better than the derivative of each instruction."""
+        if TYPES[self.dtype] in (F32, F64):
+            self.builder.rules[node] = (name, *operands)
+        return node
+
     def __getattr__(self, op):
         return lambda *operands: _emit(self.builder, op, self.dtype, *operands)
 
 
 def _sigmoid(on, x, call=None):
     one = on.number(1.0)
-    return on.divide(one, on.add(one, on.exp(on.neg(x))))
+    return on.rule("sigmoid", on.divide(one, on.add(one, on.exp(on.neg(x)))), x)
 
 
 def _silu(on, x, call):
-    return on.divide(x, on.add(on.number(1.0), on.exp(on.neg(x))))
+    return on.rule("silu", on.divide(x, on.add(on.number(1.0), on.exp(on.neg(x)))), x)
 
 
 def _relu(on, x, call):
-    return on.maximum(x, on.number(0))
+    """A selection, so that the derivative at 0 is 0. A maximum would give each of its operands one half."""
+    zero = on.number(0)
+    return on.where(on.compare("le", x, zero), zero, x)
 
 
 def _gelu(on, x, call):
@@ -252,7 +260,8 @@ def _softplus(on, x, call):
     beta, threshold = call.argument(1, "beta", 1.0), call.argument(2, "threshold", 20.0)
     beta, threshold = on.number(float(beta)), on.number(float(threshold))
     scaled = on.mul(x, beta)
-    return on.where(on.compare("lt", threshold, scaled), x, on.divide(on.log1p(on.exp(scaled)), beta))
+    soft = on.where(on.compare("lt", threshold, scaled), x, on.divide(on.log1p(on.exp(scaled)), beta))
+    return on.rule("softplus", soft, x, beta, threshold)
 
 
 def _test(formula):
@@ -274,8 +283,16 @@ def _clamp(call):
         bound = call.argument(place, name)
         if bound is not None:
             bounds = call.operand(bound, meta.dtype, meta.shape)
-            nodes = [_emit(call.builder, op, meta.dtype, *pair) for pair in zip(nodes, bounds)]
+            limit = _limit if meta.dtype.is_floating_point else _emit
+            nodes = [limit(call.builder, op, meta.dtype, *pair) for pair in zip(nodes, bounds)]
     return call.result(nodes, meta.dtype, meta.shape)
+
+
+def _limit(builder, op, dtype, x, bound):
+    """A minimum or maximum that selects, so that all of the derivative at a tie is that of x."""
+    on = _Arithmetic(builder, dtype)
+    outside = on.compare("lt", x, bound) if op == "maximum" else on.compare("lt", bound, x)
+    return on.where(builder.logic("bit_or", outside, on.compare("ne", bound, bound)), bound, x)
 
 
 def _clamp_one_side(name):

@@ -20,6 +20,7 @@ class Builder:
     def __init__(self):
         self.nodes = []  # (op, type, words before the operands, operands)
         self.types = []  # of the results
+        self.rules = {}  # node: (name, operand, ...); its derivative has a formula of its own (derivative.py)
         self._known = {}
 
     def emit(self, op, type, *operands, words=()):
@@ -62,30 +63,42 @@ class Builder:
                 return x
         return a if a == b else self.emit(op, BOOL, a, b)
 
-    def text(self, result, captures, params):
+    def ancestors(self, *nodes):
+        """Returns the numbers of all instructions that some instructions need, and of these themselves."""
+        needed = set(nodes)
+        for node in range(max(nodes), -1, -1):
+            if node in needed:
+                needed.update(self.nodes[node][3])
+        return sorted(needed)
+
+    def text(self, result, captures, params, scatters=(), has_all_params=False):
         """Returns the text, and the numbers of the captures and parameters that it uses.
 
         Args:
-            result: the instruction with the result.
+            result: the instruction with the result; no scatter comes after it.
             captures: ``(dtype, rank)`` of each capture.
             params: the type of each parameter.
+            scatters: instructions that are needed, although the result does not need them.
+            has_all_params: the text names all parameters, also those that it does not use.
         """
-        needed = {result}
-        for node in range(result, -1, -1):
-            if node in needed:
-                needed.update(self.nodes[node][3])
-        order = sorted(needed)
-        used = {op: sorted({w[0] for o, _, w, _ in map(self.nodes.__getitem__, order) if o == op}) for op in SOURCES}
+        order = self.ancestors(result, *scatters)
+        used = {name: set() for name in ("capture", "param")}
+        for op, _, own, _ in map(self.nodes.__getitem__, order):
+            if op in SOURCES:
+                used[SOURCES[op]].add(own[0])
+        if has_all_params:
+            used["param"] = range(len(params))
+        used = {name: sorted(numbers) for name, numbers in used.items()}
         place = {node: idx for idx, node in enumerate(order)}
-        words = [LIMITS["magic"], len(used["gather"]), len(used["param"]), len(order)]
-        for dtype, rank in (captures[i] for i in used["gather"]):
+        words = [LIMITS["magic"], len(used["capture"]), len(used["param"]), len(order)]
+        for dtype, rank in (captures[i] for i in used["capture"]):
             words += [DTYPES[str(dtype).removeprefix("torch.")], rank]
         words += [params[i] for i in used["param"]]
         for op, type, own, operands in map(self.nodes.__getitem__, order):
             words.append(OPS[op] | type << 8)
-            words += [used[op].index(w) for w in own] if op in SOURCES else own
+            words += [used[SOURCES[op]].index(w) for w in own] if op in SOURCES else own
             words += [place[node] for node in operands]
-        return struct.pack(f"={len(words)}I", *words), used["gather"], used["param"]
+        return struct.pack(f"={len(words)}I", *words), used["capture"], used["param"]
 
 
-SOURCES = ("gather", "param")
+SOURCES = {"gather": "capture", "scatter": "capture", "param": "param"}

@@ -27,18 +27,35 @@ _numbers = (bool, int, float)
 
 
 class Program:
-    """A traced mod. ``text`` runs with the tensors and numbers that ``bind`` finds."""
+    """A traced mod. ``text`` runs with the tensors and numbers that ``bind`` finds.
 
-    def __init__(self, text, dtype, steps, tensors, numbers, holds_once):
-        self.text, self.dtype, self.holds_once = text, dtype, holds_once
-        self._steps, self._tensors, self._numbers = steps, tensors, numbers
+    ``score`` is the dtype of the score, or None. For derivative.py the program keeps the trace's instructions.
+    ``result`` is the number of the result. ``captures`` and ``params`` are the numbers that instructions have for the
+    tensors and numbers of ``bind``. ``kinds`` has dtype and rank of each capture, ``types`` the type of each param.
+    """
+
+    def __init__(self, trace, result, dtype):
+        values, self.builder, self.result = trace.steps.values, trace.builder, result
+        every_kind = [(values[i].dtype, values[i].dim()) for i in trace.captures]
+        every_type = [_type_of_number(values[i]) for i in trace.params]
+        self.text, self.captures, self.params = self.builder.text(result, every_kind, every_type)
+        self.kinds, self.types = [every_kind[i] for i in self.captures], [every_type[i] for i in self.params]
+        self.dtype, self.score, self.holds_once = dtype, trace.score, trace.holds_once
+        self.derivatives = {}  # of derivative_of
+        self._steps = trace.steps
+        self._tensors, self._numbers = (
+            [trace.captures[i] for i in self.captures],
+            [trace.params[i] for i in self.params],
+        )
+
+    def values(self, values):
+        """Returns the tensors and numbers among the values of all steps."""
+        return tuple(values[i] for i in self._tensors), tuple(values[i] for i in self._numbers)
 
     def bind(self, mod):
         """Returns the tensors and numbers of a mod of the same kind, or None if this program is not the mod's."""
         values = self._steps.replay(mod)
-        if values is None:
-            return None
-        return tuple(values[i] for i in self._tensors), tuple(values[i] for i in self._numbers)
+        return None if values is None else self.values(values)
 
 
 _programs = {}  # key: programs
@@ -46,17 +63,21 @@ _MOST_PROGRAMS = 64  # of one key
 num_traces = 0  # for tests
 
 
-def program_of(mod, reads_score):
-    """Returns ``(program, tensors, numbers)`` of a mod. Only the first mod of a kind is traced."""
+def program_of(mod, score=None):
+    """Returns ``(program, tensors, numbers)`` of a mod. Only the first mod of a kind is traced.
+
+    Args:
+        score: the dtype of a score_mod's score, fp32 or fp64; None for a mask_mod.
+    """
     global num_traces
-    key = (getattr(mod, "__code__", None) or type(mod), reads_score)
+    key = (getattr(mod, "__code__", None) or type(mod), score)
     known = _programs.setdefault(key, [])
     for program in known:
         bound = program.bind(mod)
         if bound is not None:
             return (program, *bound)
     num_traces += 1
-    program, tensors, numbers = Trace(mod, reads_score).run()
+    program, tensors, numbers = Trace(mod, score).run()
     if not program.holds_once:
         known.insert(0, program)
         del known[_MOST_PROGRAMS:]
@@ -64,8 +85,8 @@ def program_of(mod, reads_score):
 
 
 class Trace:
-    def __init__(self, mod, reads_score):
-        self.mod, self.reads_score = mod, reads_score
+    def __init__(self, mod, score):
+        self.mod, self.score = mod, score
         self.steps, self.builder = Steps(mod), Builder()
         self.captures, self.params = [], []  # numbers of steps
         self.created = {}  # tensors that torch made while the mod ran, by id
@@ -75,8 +96,8 @@ class Trace:
     def run(self):
         copy = self.wrap(0)
         indices = [Value(self, self.builder.emit(name, TYPES[torch.int64]), torch.int64) for name in INDICES]
-        if self.reads_score:
-            indices.insert(0, Value(self, self.builder.emit("score", TYPES[torch.float32]), torch.float32))
+        if self.score is not None:
+            indices.insert(0, Value(self, self.builder.emit("score", TYPES[self.score]), self.score))
         with _Mode(self):
             result = copy(*indices)
         return self._finish(result)
@@ -89,15 +110,10 @@ class Trace:
         value = operations.value_of(self, result)
         if value.shape != ():
             raise TypeError(f"a mod must return one element, not a tensor of shape {value.shape}: {self.where()}")
-        node = value.nodes.item()
-        values = self.steps.values
-        captures = [(values[i].dtype, values[i].dim()) for i in self.captures]
-        params = [_type_of_number(values[i]) for i in self.params]
-        text, tensors, numbers = self.builder.text(node, captures, params)
-        tensors, numbers = [self.captures[i] for i in tensors], [self.params[i] for i in numbers]
-        bound = tuple(values[i] for i in tensors), tuple(values[i] for i in numbers)
+        program = Program(self, value.nodes.item(), value.dtype)
+        bound = program.values(self.steps.values)
         self.steps.finish()
-        return (Program(text, value.dtype, self.steps, tensors, numbers, self.holds_once), *bound)
+        return (program, *bound)
 
     # ---- places in the mod's source --------------------------------------------------------------------------------
 

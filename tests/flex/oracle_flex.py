@@ -27,7 +27,7 @@ def vmapped(mod, shape):
 
 def evaluated(mod, shape, scores=None, first_q=0, first_kv=0):
     """A mod evaluated by its program."""
-    program, tensors, numbers = tracer.program_of(mod, scores is not None)
+    program, tensors, numbers = tracer.program_of(mod, None if scores is None else scores.dtype)
     dtype = getattr(torch, flash_attn_2_cuda.flex_check(program.text))
     out = torch.empty(shape, dtype=dtype)
     flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores, first_q, first_kv)

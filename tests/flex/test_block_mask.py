@@ -106,7 +106,7 @@ def test_bounds_are_never_too_narrow(seed):
 
 
 def evaluated_blocks(mod, length):
-    program, tensors, numbers = tracer.program_of(mod, False)
+    program, tensors, numbers = tracer.program_of(mod)
     n = length // 128
     shapes = [(1, 1, n), (1, 1, n, n)] * 4
     lists = tuple(torch.empty(shape, dtype=torch.int32) for shape in shapes)
@@ -191,7 +191,7 @@ def test_wrong_mods_are_refused():
 
 
 def test_wrong_lists_are_refused():
-    program, tensors, numbers = tracer.program_of(lambda b, h, q, k: q >= k, False)
+    program, tensors, numbers = tracer.program_of(lambda b, h, q, k: q >= k)
     shapes = [(1, 1, 2), (1, 1, 2, 3), (1, 1, 3), (1, 1, 3, 2)]
     lists = [torch.empty(shape, dtype=torch.int32) for shape in shapes * 2]
     sizes = (1, 1, 256, 384, 128, 128)

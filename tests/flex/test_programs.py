@@ -225,7 +225,7 @@ def test_threads_give_the_same_bits(threads):
 def a_program():
     table = torch.rand(4, 9) < 0.5
     number = 3
-    text = tracer.program_of(lambda b, h, q, k: table[h, k // number] & (q + 1.5 >= k), False)[0].text
+    text = tracer.program_of(lambda b, h, q, k: table[h, k // number] & (q + 1.5 >= k))[0].text
     return text
 
 
@@ -274,7 +274,7 @@ def test_a_malformed_program_says_why(text, message):
 
 def test_wrong_tensors_are_refused():
     table = torch.arange(9)
-    traced, tensors, numbers = tracer.program_of(lambda b, h, q, k: table[k], False)
+    traced, tensors, numbers = tracer.program_of(lambda b, h, q, k: table[k])
     out = torch.empty(1, 1, 2, 3, dtype=torch.int64)
     run = flash_attn_2_cuda.flex_evaluate
     for wrong in ((), (table.int(),), (table[None],), (3,)):

@@ -93,7 +93,7 @@ def test_closures_of_one_kind_are_traced_once():
     def run():
         for reach in range(1000):
             mod = window(reach, torch.ones(reach + 1, dtype=torch.bool))
-            _, tensors, numbers = tracer.program_of(mod, False)
+            _, tensors, numbers = tracer.program_of(mod)
             assert numbers == (reach,) and tensors[0].shape == (reach + 1,)
 
     assert traces(run) == 1
@@ -171,7 +171,7 @@ def test_a_captured_view_has_its_strides():
 
 def refused(mod, error, message):
     with pytest.raises(error, match=message) as caught:
-        tracer.program_of(mod, False)
+        tracer.program_of(mod)
     text = str(caught.value)
     assert "refused_mod" in text and "test_tracer.py, line " in text
     assert int(text.rpartition("line ")[2]) > mod.__code__.co_firstlineno
@@ -202,7 +202,7 @@ def test_the_value_of_an_index_is_not_known(use):
         return use(q, k) > k
 
     with pytest.raises(RuntimeError, match="is not known while a mod is traced.*refused_mod"):
-        tracer.program_of(refused_mod, False)
+        tracer.program_of(refused_mod)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_an_operation_that_is_not_supported_is_named(use, name):
         return use(q)
 
     with pytest.raises(NotImplementedError, match=f"{name}.*refused_mod, .*test_tracer.py, line"):
-        tracer.program_of(refused_mod, False)
+        tracer.program_of(refused_mod)
 
 
 def test_errors_of_torch_name_the_mod():
