@@ -24,6 +24,7 @@ OWN = {
         "flex/evaluate.c",
         "flex/intervals.c",
         "flex/program.c",
+        "flex/source.c",
         "torch/ops_2.c",
         "torch/direct_2.c",
         "torch/flex.c",

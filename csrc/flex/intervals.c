@@ -356,18 +356,14 @@ static step step_of(const fa_flex_instruction *x) {
     return on_q ? ROWS : on_kv ? KEYS : HEAD;
 }
 
-static interval bound_value(const fa_flex_intervals *v, const fa_flex_instruction *x, const interval *in) {
-    const fa_flex_bound *bound = v->bound;
+/* An operation on values of the program. `in`: bounds of the operands. */
+static interval bound_operation(const fa_flex_program *p, const fa_flex_instruction *x, const interval *in) {
     switch ((fa_flex_op)x->op) {
-    case FA_FLEX_b: return v->index[0];
-    case FA_FLEX_h: return v->index[1];
-    case FA_FLEX_q_idx: return v->index[2];
-    case FA_FLEX_kv_idx: return v->index[3];
-    case FA_FLEX_score: return anything(x->type);
-    case FA_FLEX_param: return of_number(x->type, bound->params[x->source]);
     case FA_FLEX_constant: return of_number(x->type, x->number);
-    case FA_FLEX_gather: return gather(bound, v->tables, x, in);
-    case FA_FLEX_convert: return convert(bound->program->instructions[x->operand[0]].result, x->type, in[0]);
+    case FA_FLEX_score:
+    case FA_FLEX_grad: return anything(x->type);
+    case FA_FLEX_scatter: return in[x->num_operands - 1];
+    case FA_FLEX_convert: return convert(p->instructions[x->operand[0]].result, x->type, in[0]);
     case FA_FLEX_where: return in[0].lo ? in[1] : !in[0].hi ? in[2] : hull(x->type, in[1], in[2]);
     case FA_FLEX_eq:
     case FA_FLEX_ne:
@@ -378,6 +374,19 @@ static interval bound_value(const fa_flex_intervals *v, const fa_flex_instructio
     if (x->type == FA_FLEX_BOOL) return bound_bools((fa_flex_op)x->op, in[0], in[1]);
     if (x->type == FA_FLEX_I64) return bound_ints((fa_flex_op)x->op, in[0], in[1]);
     return rounded(x->type, bound_reals((fa_flex_op)x->op, in[0], in[1]));
+}
+
+static interval bound_value(const fa_flex_intervals *v, const fa_flex_instruction *x, const interval *in) {
+    const fa_flex_bound *bound = v->bound;
+    switch ((fa_flex_op)x->op) {
+    case FA_FLEX_b: return v->index[0];
+    case FA_FLEX_h: return v->index[1];
+    case FA_FLEX_q_idx: return v->index[2];
+    case FA_FLEX_kv_idx: return v->index[3];
+    case FA_FLEX_param: return of_number(x->type, bound->params[x->source]);
+    case FA_FLEX_gather: return gather(bound, v->tables, x, in);
+    default: return bound_operation(bound->program, x, in);
+    }
 }
 
 /* `rows`: where values of ROWS are. */
@@ -449,4 +458,34 @@ void fa_flex_intervals_free(fa_flex_intervals *v) {
     free(v->order);
     free(v->is_of_rows);
     free(v);
+}
+
+/* ---- whatever captures and parameters hold ----------------------------------------------------------------------- */
+
+/* Every element of a dtype, and 0. */
+static interval of_dtype(fa_flex_dtype dtype) {
+    switch (dtype) {
+    case FA_FLEX_OF_U8: return of_ints(0, UINT8_MAX);
+    case FA_FLEX_OF_I8: return of_ints(INT8_MIN, INT8_MAX);
+    case FA_FLEX_OF_I16: return of_ints(INT16_MIN, INT16_MAX);
+    case FA_FLEX_OF_I32: return of_ints(INT32_MIN, INT32_MAX);
+    default: return anything((uint8_t)fa_flex_type_of(dtype));
+    }
+}
+
+void fa_flex_bound_always(const fa_flex_program *p, fa_flex_interval *values) {
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        interval in[FA_FLEX_MAX_OPERANDS];
+        for (int i = 0; i < x->num_operands; i++) in[i] = values[x->operand[i]];
+        switch ((fa_flex_op)x->op) {
+        case FA_FLEX_b:
+        case FA_FLEX_h:
+        case FA_FLEX_q_idx:
+        case FA_FLEX_kv_idx: values[idx] = of_ints(0, INT32_MAX); break;
+        case FA_FLEX_param: values[idx] = anything(x->type); break;
+        case FA_FLEX_gather: values[idx] = of_dtype((fa_flex_dtype)p->captures[x->source].dtype); break;
+        default: values[idx] = bound_operation(p, x, in); break;
+        }
+    }
 }

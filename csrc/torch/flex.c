@@ -1,12 +1,14 @@
 /* Python calls programs of mods through the functions here. */
 #include "flex.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
 #include "failures.h"
 #include "flex/classify.h"
 #include "flex/dense.h"
+#include "flex/source.h"
 #include "flex_attend.h"
 #include "flex_values.h"
 
@@ -169,6 +171,50 @@ static PyObject *flex_classify(PyObject *self, PyObject *args) {
     return PyLong_FromLongLong(blocks.num_evaluated);
 }
 
+/* Reads a program with its values, or None. Returns false after a failure. */
+static bool bind_part(PyObject *part, fa_flex_values **v) {
+    *v = NULL;
+    if (part == Py_None) return true;
+    if (!PyTuple_Check(part) || PyTuple_Size(part) != 3) {
+        PyErr_SetString(PyExc_TypeError, "flex_source(): a program comes as a tuple: program, tensors, numbers");
+        return false;
+    }
+    *v = fa_flex_bind(PyTuple_GetItem(part, 0), PyTuple_GetItem(part, 1), PyTuple_GetItem(part, 2), fa_torch.cpu, -1);
+    return *v != NULL;
+}
+
+static PyObject *flex_source(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *parts[3], *tensors = Py_None, *result = NULL;
+    fa_flex_values *v[3] = {NULL};
+    void *gradients[FA_FLEX_MAX_CAPTURES] = {NULL}, *values = NULL;
+    char *text = NULL;
+    fa_error err = {""};
+    if (!PyArg_UnpackTuple(args, "flex_source", 3, 4, &parts[0], &parts[1], &parts[2], &tensors)) return NULL;
+    bool done = true;
+    for (int i = 0; done && i < 3; i++) done = bind_part(parts[i], &v[i]);
+    if (done) {
+        const fa_flex_program *p[3];
+        const fa_flex_bound *bounds[3];
+        for (int i = 0; i < 3; i++) p[i] = v[i] ? &v[i]->program : NULL, bounds[i] = v[i] ? &v[i]->bound : NULL;
+        const size_t bytes = fa_flex_values_bytes(p[0], p[1], p[2]);
+        fa_status status = v[2] ? fa_flex_read_gradients(v[2], tensors, gradients, &err) : FA_OK;
+        if (status == FA_OK) status = fa_flex_source(p[0], p[1], p[2], &text, &err);
+        values = malloc(bytes);
+        if (status == FA_OK && !values) status = fa_fail(&err, FA_ENOMEM, "no memory for the values of a program");
+        if (status == FA_OK) {
+            fa_flex_fill_values(bounds[0], bounds[1], bounds[2], gradients, values);
+            result = Py_BuildValue("sy#", text, (const char *)values, (Py_ssize_t)bytes);
+        } else {
+            fa_raise(status, &err);
+        }
+    }
+    free(text);
+    free(values);
+    for (int i = 0; i < 3; i++) fa_flex_unbind(v[i]);
+    return result;
+}
+
 PyMethodDef fa_flex_functions[] = {
     {"flex_tables", flex_tables, METH_NOARGS, "flex_tables() -> the numbers of ops and dtypes, and the limits"},
     {"flex_check", flex_check, METH_O,
@@ -184,5 +230,8 @@ PyMethodDef fa_flex_functions[] = {
     {"flex_backward", fa_flex_backward, METH_VARARGS,
      "flex_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_d, scale, score, mask, blocks, derivative, "
      "gradients, deterministic): its gradients; flex_attend.h"},
+    {"flex_source", flex_source, METH_VARARGS,
+     "flex_source(score, mask, derivative, gradients=None) -> the CUDA C text of programs, and the bytes of its "
+     "flex_values; each program is None or a tuple: program, tensors, numbers"},
     {NULL, NULL, 0, NULL},
 };

@@ -165,24 +165,10 @@ static fa_status check_mask(const flex_call *c, fa_error *err) {
 static fa_status read_gradients(flex_call *c, fa_error *err) {
     const fa_flex_values *v = c->programs[2];
     if (!v || c->gradients == Py_None) return FA_OK;
-    REQUIRE(PyTuple_Check(c->gradients) && PyTuple_Size(c->gradients) == v->program.num_captures,
-            "there must be as many gradients as tensors of the derivative: %d", v->program.num_captures);
     c->gradient_data = calloc((size_t)v->program.num_captures + 1, sizeof *c->gradient_data);
     if (!c->gradient_data) return fa_fail(err, FA_ENOMEM, "no memory for a list of gradients");
-    for (int i = 0; i < v->program.num_captures; i++) {
-        fa_flex_tensor tensor;
-        PyObject *object = PyTuple_GetItem(c->gradients, i);
-        const fa_flex_type type = fa_flex_type_of(v->program.captures[i].dtype);
-        TRY(fa_flex_read_tensor(object, "a gradient", &tensor, err));
-        if (!present(&tensor.t)) continue;
-        TRY(check_device(&tensor.t, &c->tensors[0].t, err));
-        TRY(check_shape(&tensor.t, v->program.captures[i].rank, v->captures[i].size, "of its capture", err));
-        REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, fa_flex_result_names[type]) && contiguous(&tensor.t),
-                "the gradient of a capture must be contiguous and of dtype %s", fa_flex_result_names[type]);
-        c->gradient_data[i] = is_empty(&tensor.t) ? NULL : tensor.t.data;
-    }
     c->flex.gradients = c->gradient_data;
-    return FA_OK;
+    return fa_flex_read_gradients(v, c->gradients, c->gradient_data, err);
 }
 
 /* ---- block masks ------------------------------------------------------------------------------------------------- */

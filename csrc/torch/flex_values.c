@@ -46,8 +46,15 @@ bool fa_flex_has_dtype(PyObject *tensor, const char *dtype) {
     return fits;
 }
 
-static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, int32_t device_type, int32_t device_idx,
-                              fa_error *err) {
+static fa_status check_place(const fa_tensor *t, const fa_flex_values *v, const char *what, fa_error *err) {
+    words here, there;
+    REQUIRE(t->device_type == v->device_type && (t->device_type == fa_torch.cpu || t->device_idx == v->device_idx),
+            "%s must be on %s; it is on %s", what, device_words(v->device_type, v->device_idx, &there),
+            device_words(t->device_type, t->device_idx, &here));
+    return FA_OK;
+}
+
+static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, fa_error *err) {
     fa_flex_tensor tensor;
     fa_flex_capture *c = &v->captures[i];
     const char *dtype = fa_flex_dtype_names[v->program.captures[i].dtype];
@@ -55,10 +62,7 @@ static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, int32_
     REQUIRE(present(&tensor.t) && fa_flex_has_dtype(object, dtype), "a capture must be a tensor of dtype %s", dtype);
     REQUIRE(tensor.t.ndim == v->program.captures[i].rank, "a capture must have %d dimensions; it has %" PRId64,
             v->program.captures[i].rank, tensor.t.ndim);
-    words here, there;
-    REQUIRE(tensor.t.device_type == device_type && (device_type == fa_torch.cpu || tensor.t.device_idx == device_idx),
-            "a capture must be on %s; it is on %s", device_words(device_type, device_idx, &there),
-            device_words(tensor.t.device_type, tensor.t.device_idx, &here));
+    TRY(check_place(&tensor.t, v, "a capture", err));
     for (int64_t dim = 0; dim < tensor.t.ndim; dim++)
         c->size[dim] = tensor.t.size[dim], c->stride[dim] = tensor.t.stride[dim];
     c->data = is_empty(&tensor.t) ? NULL : tensor.t.data;
@@ -96,8 +100,9 @@ fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *number
         status = fa_fail(&err, FA_EINVAL, "the program needs %d tensors and %d numbers; it got %d and %d",
                          v->program.num_captures, v->program.num_params, (int)PyTuple_Size(tensors),
                          (int)PyTuple_Size(numbers));
+    v->device_type = device_type, v->device_idx = device_idx;
     for (int i = 0; status == FA_OK && i < v->program.num_captures; i++)
-        status = read_capture(v, PyTuple_GetItem(tensors, i), i, device_type, device_idx, &err);
+        status = read_capture(v, PyTuple_GetItem(tensors, i), i, &err);
     bool done = status == FA_OK;
     for (int i = 0; done && i < v->program.num_params; i++) done = bind_param(v, PyTuple_GetItem(numbers, i), i);
     v->bound = (fa_flex_bound){&v->program, v->captures, v->params};
@@ -105,6 +110,28 @@ fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *number
     fa_flex_unbind(v);
     if (status != FA_OK) fa_raise(status, &err);
     return NULL;
+}
+
+static fa_status read_gradient(const fa_flex_values *v, PyObject *object, int i, void **data, fa_error *err) {
+    fa_flex_tensor tensor;
+    const fa_flex_type type = fa_flex_type_of(v->program.captures[i].dtype);
+    TRY(fa_flex_read_tensor(object, "a gradient", &tensor, err));
+    if (!present(&tensor.t)) return FA_OK;
+    TRY(check_place(&tensor.t, v, "a gradient", err));
+    TRY(check_shape(&tensor.t, v->program.captures[i].rank, v->captures[i].size, "of its capture", err));
+    REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, fa_flex_result_names[type]) && contiguous(&tensor.t),
+            "the gradient of a capture must be contiguous and of dtype %s", fa_flex_result_names[type]);
+    *data = is_empty(&tensor.t) ? NULL : tensor.t.data;
+    return FA_OK;
+}
+
+fa_status fa_flex_read_gradients(const fa_flex_values *v, PyObject *tensors, void **data, fa_error *err) {
+    if (tensors == Py_None) return FA_OK;
+    REQUIRE(PyTuple_Check(tensors) && PyTuple_Size(tensors) == v->program.num_captures,
+            "gradients must be a tuple of as many tensors as the derivative has: %d", v->program.num_captures);
+    for (int i = 0; i < v->program.num_captures; i++)
+        TRY(read_gradient(v, PyTuple_GetItem(tensors, i), i, &data[i], err));
+    return FA_OK;
 }
 
 fa_flex_type fa_flex_type_of_score(const fa_flex_program *p) {

@@ -27,12 +27,17 @@ typedef struct {
     fa_flex_capture captures[FA_FLEX_MAX_CAPTURES];
     fa_flex_number params[FA_FLEX_MAX_PARAMS];
     fa_flex_bound bound;
+    int32_t device_type, device_idx; /* of the captures */
 } fa_flex_values;
 
 /* The captures must lie on the device: torch's number of its type, and its index. NULL: there is an exception. */
 fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *numbers, int32_t device_type,
                              int32_t device_idx);
 void fa_flex_unbind(fa_flex_values *values);
+
+/* Finds the memory of the gradients of a derivative's captures: `tensors` is None or a tuple of None or a tensor for each
+ * of them. data [captures]. */
+fa_status fa_flex_read_gradients(const fa_flex_values *derivative, PyObject *tensors, void **data, fa_error *err);
 
 /* Returns the type of the scores that the program reads, or FA_FLEX_NUM_TYPES. */
 fa_flex_type fa_flex_type_of_score(const fa_flex_program *program);

@@ -5,7 +5,7 @@ Reverse mode over instructions. The derivative of each operation is that of torc
 
 import math
 
-from .program import F32, F64, SOURCES, Builder
+from .program import F32, F64, SOURCES, TYPES, Builder
 
 
 def derivative_of(program, wanted=()):
@@ -47,10 +47,9 @@ class _Reverse:
                 self.depends.add(node)
 
     def run(self):
-        builder, type = self.builder, F64 if str(self.program.score) == "torch.float64" else F32
-        on, variables, sums = _Arithmetic(builder, type), sorted(self.depends, reverse=True), {}
+        builder, type, sums = self.builder, TYPES[self.program.score], {}
+        on, variables = _Arithmetic(builder, type), sorted(self.depends, reverse=True)
         grad = builder.emit("grad", type)
-        is_used = on.compare("ne", grad, on.number(0.0))
         total, scatters = on.number(0.0), []
         if self.result in self.depends:
             sums[self.result] = builder.convert(grad, builder.types[self.result])
@@ -59,21 +58,26 @@ class _Reverse:
                 continue
             op, type, words, operands = builder.nodes[node]
             if op == "score":
-                total = on.where(is_used, sums[node], total)
+                total = self.unless_0(grad, sums[node])
             elif op == "gather":
-                own = _Arithmetic(builder, type)
-                addend = own.where(is_used, sums[node], own.number(0.0))
+                addend = self.unless_0(grad, sums[node])
                 scatters.append(builder.emit("scatter", type, *operands, addend, words=words))
             else:
                 for operand, part in self.parts(node, sums[node]):
-                    sums[operand] = (
-                        builder.emit("add", builder.types[operand], sums[operand], part) if (operand in sums) else part
-                    )
+                    has = sums.get(operand)
+                    sums[operand] = part if has is None else builder.emit("add", builder.types[operand], has, part)
         if scatters and total < scatters[-1]:  # the result is the last instruction
-            total = builder.emit("where", builder.types[total], is_used, total, on.number(0.0))
+            total = on.where(on.compare("ne", grad, on.number(0.0)), total, on.number(0.0))
         kinds, types = self.program.kinds, self.program.types
         text, captures, _ = builder.text(total, kinds, types, scatters, has_all_params=True)
         return text, captures
+
+    def unless_0(self, grad, x):
+        """A value that is 0 where ``grad`` is 0."""
+        type = self.builder.types[x]
+        on = _Arithmetic(self.builder, self.builder.types[grad])
+        is_used, zero = on.compare("ne", grad, on.number(0.0)), _Arithmetic(self.builder, type).number(0.0)
+        return x if x == grad else self.builder.emit("where", type, is_used, x, zero)
 
     def parts(self, node, grad):
         """Yields each operand that depends on a variable, with the gradient that the instruction gives it."""

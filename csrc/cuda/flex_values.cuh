@@ -1,0 +1,160 @@
+/* What the text of a program needs (csrc/flex/source.h): loads of captures, and the arithmetic of csrc/flex/evaluate.c.
+ * Integers are int where 32 bits suffice, else long long. A division of integers by 0 gives 0.
+ *
+ * NOTE: The kernels are compiled with --use_fast_math. A floor or a comparison would show an inexact quotient, and the
+ * fast sine and logarithm are imprecise for most arguments. So the functions here name the precise forms themselves. */
+#ifndef FA_FLEX_VALUES_CUH
+#define FA_FLEX_VALUES_CUH
+
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
+#endif
+
+/* ---- captures --------------------------------------------------------------------------------------------------- */
+
+/* The place of index i in a dimension: a negative index counts from the end, and then the place is clamped. */
+DEVICE long long flex_place(long long i, long long size) {
+    if (i < 0) i += size;
+    return i < 0 ? 0 : i < size ? i : size - 1;
+}
+
+/* An element of a capture, as bits: through the read-only cache. A capture without elements has the address 0. */
+template <class T> DEVICE T flex_load(long long address, long long place) {
+    return address ? __ldg((const T *)address + place) : T(0);
+}
+
+/* fp16 has no wider type among integers, so its bits move to those of fp32. A denormal is a small integer. */
+DEVICE float flex_from_f16(unsigned short bits) {
+    const unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits & 0x7c00, digits = bits & 0x03ff;
+    if (exponent == 0) return __uint_as_float(__float_as_uint((float)digits * 0x1p-24f) | sign);
+    const unsigned wide = exponent == 0x7c00 ? 0x7f800000 : (exponent << 13) + (112u << 23);
+    return __uint_as_float(sign | wide | digits << 13);
+}
+DEVICE float flex_from_bf16(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+
+/* Adds to an element of a capture's gradient, if that is wanted. */
+template <class T> DEVICE void flex_add_to(long long address, long long place, T value) {
+    if (address && value != T(0)) atomicAdd((T *)address + place, value);
+}
+
+/* ---- integers --------------------------------------------------------------------------------------------------- */
+
+DEVICE bool flex_is_int(long long x) { return x == (int)x; }
+
+DEVICE long long flex_wrap(unsigned long long x) { return (long long)x; }
+
+DEVICE int flex_trunc_divide(int a, int b) { return b == 0 ? 0 : b == -1 ? (int)(0u - (unsigned)a) : a / b; }
+DEVICE int flex_fmod(int a, int b) { return b == 0 || b == -1 ? 0 : a % b; }
+/* Most values are small. A division of 32 bits takes a fraction of the time. */
+DEVICE long long flex_trunc_divide(long long a, long long b) {
+    if (flex_is_int(a) && flex_is_int(b) && b != -1) return flex_trunc_divide((int)a, (int)b);
+    return b == 0 ? 0 : b == -1 ? flex_wrap(0ull - (unsigned long long)a) : a / b;
+}
+DEVICE long long flex_fmod(long long a, long long b) {
+    if (flex_is_int(a) && flex_is_int(b)) return flex_fmod((int)a, (int)b);
+    return b == 0 || b == -1 ? 0 : a % b;
+}
+
+/* Rounds down. T: int or long long. */
+template <class T> DEVICE T flex_floor_divide(T a, T b) {
+    const T rest = flex_fmod(a, b);
+    return flex_trunc_divide(a, b) - (rest != 0 && (rest < 0) != (b < 0));
+}
+template <class T> DEVICE T flex_remainder(T a, T b) {
+    const T rest = flex_fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
+DEVICE long long flex_shift_left(long long a, long long b) {
+    return b < 0 || b > 63 ? 0 : flex_wrap((unsigned long long)a << b);
+}
+DEVICE int flex_shift_right(int a, int b) { return a >> (b < 0 || b > 31 ? 31 : b); }
+DEVICE long long flex_shift_right(long long a, long long b) { return a >> (b < 0 || b > 63 ? 63 : b); }
+
+/* A negative exponent gives 0 unless a is 1 or -1. */
+DEVICE long long flex_pow(long long a, long long b) {
+    unsigned long long power = 1, factor = (unsigned long long)a;
+    if (b < 0) return a == 1 ? 1 : a == -1 ? (b % 2 ? -1 : 1) : 0;
+    for (; b > 0; b >>= 1, factor *= factor)
+        if (b & 1) power *= factor;
+    return flex_wrap(power);
+}
+
+template <class T> DEVICE T flex_sign(T x) { return T((x > T(0)) - (x < T(0))); }
+
+/* A value outside of the range of 64 bits, or a NaN, gives the least value. */
+DEVICE long long flex_int_from(float x) {
+    return x >= -0x1p63f && x < 0x1p63f ? (long long)x : -0x7fffffffffffffffLL - 1;
+}
+DEVICE long long flex_int_from(double x) {
+    return x >= -0x1p63 && x < 0x1p63 ? (long long)x : -0x7fffffffffffffffLL - 1;
+}
+
+/* ---- floats ----------------------------------------------------------------------------------------------------- */
+
+/* A NaN of either operand is the result. */
+template <class T> DEVICE T flex_minimum(T a, T b) { return a != a || a < b ? a : b; }
+template <class T> DEVICE T flex_maximum(T a, T b) { return a != a || a > b ? a : b; }
+
+/* A product that is rounded before it is added to something. The compiler may not make a fused multiply-add of it. */
+DEVICE float flex_mul(float a, float b) { return __fmul_rn(a, b); }
+DEVICE double flex_mul(double a, double b) { return __dmul_rn(a, b); }
+DEVICE float flex_divide(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE double flex_divide(double a, double b) { return a / b; }
+DEVICE float flex_sqrt(float x) { return __fsqrt_rn(x); }
+DEVICE double flex_sqrt(double x) { return sqrt(x); }
+
+/* The remainder of fp32 is exact in fp64, and is an fp32 again. */
+DEVICE double flex_fmod(double a, double b) { return fmod(a, b); }
+DEVICE float flex_fmod(float a, float b) { return (float)fmod((double)a, (double)b); }
+DEVICE double flex_pow(double a, double b) { return pow(a, b); }
+DEVICE float flex_pow(float a, float b) { return (float)pow((double)a, (double)b); }
+
+template <class T> DEVICE T flex_real_remainder(T a, T b) {
+    const T rest = flex_fmod(a, b);
+    return rest != T(0) && (b < T(0)) != (rest < T(0)) ? rest + b : rest;
+}
+
+/* As Python and torch divide: the quotient fits the remainder. */
+template <class T> DEVICE T flex_real_floor_divide(T a, T b) {
+    if (b == T(0)) return flex_divide(a, b);
+    const T rest = flex_fmod(a, b);
+    T quotient = flex_divide(a - rest, b);
+    if (rest != T(0) && (b < T(0)) != (rest < T(0))) quotient -= T(1);
+    if (quotient == T(0)) return copysign(T(0), flex_divide(a, b));
+    const T whole = floor(quotient);
+    return quotient - whole > T(0.5) ? whole + T(1) : whole;
+}
+
+DEVICE float flex_abs(float x) { return fabsf(x); }
+DEVICE double flex_abs(double x) { return fabs(x); }
+DEVICE float flex_floor(float x) { return floorf(x); }
+DEVICE double flex_floor(double x) { return floor(x); }
+DEVICE float flex_ceil(float x) { return ceilf(x); }
+DEVICE double flex_ceil(double x) { return ceil(x); }
+DEVICE float flex_round(float x) { return rintf(x); }
+DEVICE double flex_round(double x) { return rint(x); }
+DEVICE float flex_trunc(float x) { return truncf(x); }
+DEVICE double flex_trunc(double x) { return trunc(x); }
+
+/* Functions of libdevice, which --use_fast_math does not replace. The fast exp2 has an error of 2 ulp. */
+#define FLEX_FUNCTION(name, of_float)                         \
+    extern "C" __device__ float of_float(float);              \
+    DEVICE float flex_##name(float x) { return of_float(x); } \
+    DEVICE double flex_##name(double x) { return name(x); }
+FLEX_FUNCTION(exp, __nv_expf)
+FLEX_FUNCTION(log, __nv_logf)
+FLEX_FUNCTION(log2, __nv_log2f)
+FLEX_FUNCTION(log10, __nv_log10f)
+FLEX_FUNCTION(log1p, __nv_log1pf)
+FLEX_FUNCTION(expm1, __nv_expm1f)
+FLEX_FUNCTION(tanh, __nv_tanhf)
+FLEX_FUNCTION(sin, __nv_sinf)
+FLEX_FUNCTION(cos, __nv_cosf)
+FLEX_FUNCTION(tan, __nv_tanf)
+FLEX_FUNCTION(erf, __nv_erff)
+#undef FLEX_FUNCTION
+DEVICE float flex_exp2(float x) { return exp2f(x); }
+DEVICE double flex_exp2(double x) { return exp2(x); }
+
+#endif

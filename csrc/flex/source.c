@@ -1,0 +1,460 @@
+/* Straight-line CUDA C: one constant for each instruction. Operations with more than one operator are functions of
+ * cuda/flex_values.cuh. */
+#include "source.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "intervals.h"
+
+/* ---- text -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char *data; /* owned */
+    size_t length, room;
+    bool is_lost; /* there was no memory */
+} text;
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 2, 3)))
+#endif
+static void put(text *t, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    const int length = vsnprintf(NULL, 0, format, values);
+    va_end(values);
+    if (t->is_lost || length < 0) return;
+    if (t->length + (size_t)length + 1 > t->room) {
+        const size_t room = 2 * t->room + (size_t)length + 4096;
+        char *data = realloc(t->data, room);
+        if (!data) {
+            t->is_lost = true;
+            return;
+        }
+        t->data = data;
+        t->room = room;
+    }
+    va_start(values, format);
+    vsnprintf(t->data + t->length, t->room - t->length, format, values);
+    va_end(values);
+    t->length += (size_t)length;
+}
+
+/* ---- words of flex_values ---------------------------------------------------------------------------------------- */
+
+static int32_t capture_words(const fa_flex_program *p, int32_t capture) { return 1 + 2 * p->captures[capture].rank; }
+
+/* The words of all captures before `capture`. */
+static int32_t words_before(const fa_flex_program *p, int32_t capture) {
+    int32_t words = 0;
+    for (int32_t i = 0; i < capture; i++) words += capture_words(p, i);
+    return words;
+}
+
+/* The words of captures and parameters. */
+static int32_t program_words(const fa_flex_program *p) {
+    return p ? words_before(p, p->num_captures) + p->num_params : 0;
+}
+
+size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
+                            const fa_flex_program *derivative) {
+    const int32_t words = program_words(score) + program_words(mask) + program_words(derivative) +
+                          (derivative ? derivative->num_captures : 0);
+    return sizeof(int64_t) * (size_t)(words > 0 ? words : 1);
+}
+
+static int64_t *fill_words(const fa_flex_bound *bound, int64_t *word) {
+    const fa_flex_program *p = bound->program;
+    for (int32_t i = 0; i < p->num_captures; i++) {
+        const fa_flex_capture *c = &bound->captures[i];
+        *word++ = (int64_t)(intptr_t)c->data;
+        for (int dim = 0; dim < p->captures[i].rank; dim++) {
+            *word++ = c->size[dim];
+            *word++ = c->stride[dim];
+        }
+    }
+    for (int32_t i = 0; i < p->num_params; i++, word++) {
+        if (p->params[i] == FA_FLEX_BOOL)
+            *word = bound->params[i].b;
+        else
+            memcpy(word, &bound->params[i], sizeof *word);
+    }
+    return word;
+}
+
+void fa_flex_fill_values(const fa_flex_bound *score, const fa_flex_bound *mask, const fa_flex_bound *derivative,
+                         fa_flex_gradients gradients, void *values) {
+    int64_t *word = values;
+    *word = 0;
+    if (score) word = fill_words(score, word);
+    if (mask) word = fill_words(mask, word);
+    if (!derivative) return;
+    word = fill_words(derivative, word);
+    for (int32_t i = 0; i < derivative->program->num_captures; i++)
+        *word++ = gradients ? (int64_t)(intptr_t)gradients[i] : 0;
+}
+
+/* ---- values of instructions -------------------------------------------------------------------------------------- */
+
+typedef struct {
+    text *t;
+    const fa_flex_program *p;
+    const fa_flex_interval *bounds; /* of each instruction */
+    int32_t words;                  /* where the program's words begin */
+    bool is_mask;
+} writer;
+
+static bool is_op(const fa_flex_instruction *x, fa_flex_op op) { return x->op == op; }
+
+/* Is the value of an integer kept in 32 bits? A float on the GPU may lie slightly outside of the bounds. So an integer
+ * from a float needs some distance. */
+static bool is_narrow(const writer *w, int32_t idx) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    const fa_flex_interval bounds = w->bounds[idx];
+    const bool is_from_float = is_op(x, FA_FLEX_convert) && w->p->instructions[x->operand[0]].result >= FA_FLEX_F32;
+    const int64_t most = is_from_float ? 1 << 30 : INT32_MAX;
+    return x->result == FA_FLEX_I64 && bounds.lo >= -most - 1 && bounds.hi <= most;
+}
+
+static const char *type_name(fa_flex_type type, bool is_int) {
+    static const char *const names[] = {"bool", "long long", "float", "double"};
+    return is_int ? "int" : names[type];
+}
+
+static const char *type_of(const writer *w, int32_t idx) {
+    return type_name((fa_flex_type)w->p->instructions[idx].result, is_narrow(w, idx));
+}
+
+static const char *ints_name(bool is_int) { return type_name(FA_FLEX_I64, is_int); }
+
+static void put_constant(text *t, const fa_flex_instruction *x, bool is_int) {
+    if (x->type == FA_FLEX_BOOL)
+        put(t, "%s", x->number.b ? "true" : "false");
+    else if (x->type == FA_FLEX_F64)
+        put(t, "__longlong_as_double(0x%016" PRIx64 "LL)", (uint64_t)x->number.i); /* its bits */
+    else if (x->number.i == INT64_MIN)
+        put(t, "-0x7fffffffffffffffLL - 1");
+    else if (is_int)
+        put(t, "(int)(%" PRId64 "LL)", x->number.i);
+    else
+        put(t, "%" PRId64 "LL", x->number.i);
+}
+
+static void put_param(const writer *w, const fa_flex_instruction *x) {
+    const int32_t word = w->words + words_before(w->p, w->p->num_captures) + x->source;
+    if (x->type == FA_FLEX_BOOL)
+        put(w->t, "x.words[%d] != 0", word);
+    else
+        put(w->t, x->type == FA_FLEX_F64 ? "__longlong_as_double(x.words[%d])" : "x.words[%d]", word);
+}
+
+/* The place of an element. The strides are the capture's own, or those of a contiguous gradient. */
+static void put_place(const writer *w, const fa_flex_instruction *x, bool is_contiguous) {
+    const int32_t first = w->words + words_before(w->p, x->source) + 1;
+    const int rank = w->p->captures[x->source].rank;
+    if (rank == 0) put(w->t, "0");
+    for (int dim = 0; is_contiguous && dim + 1 < rank; dim++) put(w->t, "(");
+    for (int dim = 0; dim < rank; dim++) {
+        const int32_t size = first + 2 * dim;
+        if (is_contiguous && dim > 0) put(w->t, " * x.words[%d] + ", size);
+        if (!is_contiguous && dim > 0) put(w->t, " + ");
+        put(w->t, "flex_place(v%d, x.words[%d])", x->operand[dim], size);
+        if (!is_contiguous) put(w->t, " * x.words[%d]", size + 1);
+        if (is_contiguous && dim > 0) put(w->t, ")");
+    }
+}
+
+static void put_load(const writer *w, const fa_flex_instruction *x) {
+    static const struct {
+        const char *before, *after;
+    } loads[] = {
+        [FA_FLEX_OF_BOOL] = {"flex_load<unsigned char>(", ") != 0"},
+        [FA_FLEX_OF_U8] = {"flex_load<unsigned char>(", ")"},
+        [FA_FLEX_OF_I8] = {"flex_load<signed char>(", ")"},
+        [FA_FLEX_OF_I16] = {"flex_load<short>(", ")"},
+        [FA_FLEX_OF_I32] = {"flex_load<int>(", ")"},
+        [FA_FLEX_OF_I64] = {"flex_load<long long>(", ")"},
+        [FA_FLEX_OF_F16] = {"flex_from_f16(flex_load<unsigned short>(", "))"},
+        [FA_FLEX_OF_BF16] = {"flex_from_bf16(flex_load<unsigned short>(", "))"},
+        [FA_FLEX_OF_F32] = {"flex_load<float>(", ")"},
+        [FA_FLEX_OF_F64] = {"flex_load<double>(", ")"},
+    };
+    const int dtype = w->p->captures[x->source].dtype;
+    put(w->t, "%sx.words[%d], ", loads[dtype].before, w->words + words_before(w->p, x->source));
+    put_place(w, x, false);
+    put(w->t, "%s", loads[dtype].after);
+}
+
+static void put_convert(const writer *w, const fa_flex_instruction *x, const char *type) {
+    const int32_t from = x->operand[0];
+    if (x->type == FA_FLEX_BOOL)
+        put(w->t, "v%d != 0", from);
+    else if (x->type == FA_FLEX_I64 && w->p->instructions[from].result >= FA_FLEX_F32)
+        put(w->t, "(%s)flex_int_from(v%d)", type, from);
+    else
+        put(w->t, "(%s)v%d", type, from);
+}
+
+/* How an operation is written. %1 and %2 are the operands. */
+static const char *form_of_bools(fa_flex_op op) {
+    switch (op) {
+    case FA_FLEX_bit_and: return "%1 & %2";
+    case FA_FLEX_bit_or: return "%1 | %2";
+    case FA_FLEX_bit_xor: return "%1 != %2";
+    default: return "!%1"; /* bit_not */
+    }
+}
+
+static const char *form_of_comparison(fa_flex_op op) {
+    switch (op) {
+    case FA_FLEX_eq: return "%1 == %2";
+    case FA_FLEX_ne: return "%1 != %2";
+    case FA_FLEX_lt: return "%1 < %2";
+    default: return "%1 <= %2"; /* le */
+    }
+}
+
+/* is_int: operands and result have 32 bits, and so has the exact result. Else sums and products wrap around.
+ * is_positive: the operands are not negative, and the second is not 0. */
+static const char *form_of_ints(fa_flex_op op, bool is_int, bool is_positive) {
+    switch (op) {
+    case FA_FLEX_add: return is_int ? "%1 + %2" : "flex_wrap((unsigned long long)%1 + (unsigned long long)%2)";
+    case FA_FLEX_sub: return is_int ? "%1 - %2" : "flex_wrap((unsigned long long)%1 - (unsigned long long)%2)";
+    case FA_FLEX_mul: return is_int ? "%1 * %2" : "flex_wrap((unsigned long long)%1 * (unsigned long long)%2)";
+    case FA_FLEX_neg: return is_int ? "-%1" : "flex_wrap(0ull - (unsigned long long)%1)";
+    case FA_FLEX_abs: return is_int ? "%1 < 0 ? -%1 : %1" : "%1 < 0 ? flex_wrap(0ull - (unsigned long long)%1) : %1";
+    case FA_FLEX_floor_divide: return is_positive ? "%1 / %2" : "flex_floor_divide(%1, %2)";
+    case FA_FLEX_trunc_divide: return is_positive ? "%1 / %2" : "flex_trunc_divide(%1, %2)";
+    case FA_FLEX_remainder: return is_positive ? "%1 %% %2" : "flex_remainder(%1, %2)";
+    case FA_FLEX_fmod: return is_positive ? "%1 %% %2" : "flex_fmod(%1, %2)";
+    case FA_FLEX_minimum: return "%1 < %2 ? %1 : %2";
+    case FA_FLEX_maximum: return "%1 > %2 ? %1 : %2";
+    case FA_FLEX_pow: return "flex_pow(%1, %2)";
+    case FA_FLEX_sign: return "flex_sign(%1)";
+    case FA_FLEX_bit_and: return "%1 & %2";
+    case FA_FLEX_bit_or: return "%1 | %2";
+    case FA_FLEX_bit_xor: return "%1 ^ %2";
+    case FA_FLEX_bit_not: return "~%1";
+    case FA_FLEX_shift_left: return "flex_shift_left(%1, %2)";
+    case FA_FLEX_shift_right: return "flex_shift_right(%1, %2)";
+    case FA_FLEX_wrap_u8: return "(unsigned char)%1";
+    case FA_FLEX_wrap_i8: return "(signed char)%1";
+    case FA_FLEX_wrap_i16: return "(short)%1";
+    default: return "(int)%1"; /* wrap_i32 */
+    }
+}
+
+/* NOTE: In a mask a product is rounded before a sum. Else a comparison with a computed bound could miss a tie. */
+static const char *form_of_reals(fa_flex_op op, bool is_mask) {
+    switch (op) {
+    case FA_FLEX_add: return "%1 + %2";
+    case FA_FLEX_sub: return "%1 - %2";
+    case FA_FLEX_mul: return is_mask ? "flex_mul(%1, %2)" : "%1 * %2";
+    case FA_FLEX_divide: return "flex_divide(%1, %2)";
+    case FA_FLEX_floor_divide: return "flex_real_floor_divide(%1, %2)";
+    case FA_FLEX_remainder: return "flex_real_remainder(%1, %2)";
+    case FA_FLEX_fmod: return "flex_fmod(%1, %2)";
+    case FA_FLEX_minimum: return "flex_minimum(%1, %2)";
+    case FA_FLEX_maximum: return "flex_maximum(%1, %2)";
+    case FA_FLEX_pow: return "flex_pow(%1, %2)";
+    case FA_FLEX_neg: return "-%1";
+    default: return NULL; /* a function of one operand with the op's name */
+    }
+}
+
+/* Writes a form. Operands get the type `cast`, if there is one. */
+static void put_form(const writer *w, const fa_flex_instruction *x, const char *form, const char *cast) {
+    for (const char *at = form; *at; at++) {
+        if (*at != '%') {
+            put(w->t, "%c", *at);
+        } else if (*++at == '%') {
+            put(w->t, "%%");
+        } else {
+            const int32_t operand = x->operand[*at - '1'];
+            if (cast && strcmp(cast, type_of(w, operand)) != 0) put(w->t, "(%s)", cast);
+            put(w->t, "v%d", operand);
+        }
+    }
+}
+
+static void put_ints(const writer *w, int32_t idx) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    const fa_flex_op op = (fa_flex_op)x->op;
+    bool is_int = is_narrow(w, idx) && op != FA_FLEX_pow && op != FA_FLEX_shift_left;
+    for (int i = 0; i < x->num_operands; i++) is_int = is_int && is_narrow(w, x->operand[i]);
+    const bool is_positive = w->bounds[x->operand[0]].lo >= 0 && w->bounds[x->operand[x->num_operands - 1]].lo > 0;
+    const bool is_cast = is_narrow(w, idx) && !is_int;
+    put(w->t, is_cast ? "(int)(" : "");
+    put_form(w, x, form_of_ints(op, is_int, is_int && is_positive), ints_name(is_int));
+    put(w->t, is_cast ? ")" : "");
+}
+
+static void put_value(const writer *w, int32_t idx) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    const char *form = NULL;
+    switch ((fa_flex_op)x->op) {
+    case FA_FLEX_b:
+    case FA_FLEX_h:
+    case FA_FLEX_q_idx:
+    case FA_FLEX_kv_idx:
+    case FA_FLEX_score:
+    case FA_FLEX_grad: put(w->t, "%s", fa_flex_ops[x->op].name); return;
+    case FA_FLEX_param: put_param(w, x); return;
+    case FA_FLEX_constant: put_constant(w->t, x, is_narrow(w, idx)); return;
+    case FA_FLEX_gather: put_load(w, x); return;
+    case FA_FLEX_convert: put_convert(w, x, type_of(w, idx)); return;
+    case FA_FLEX_scatter: put(w->t, "v%d", x->operand[x->num_operands - 1]); return;
+    case FA_FLEX_where:
+        put(w->t, "v%d ? (%s)v%d : (%s)v%d", x->operand[0], type_of(w, idx), x->operand[1], type_of(w, idx),
+            x->operand[2]);
+        return;
+    case FA_FLEX_eq:
+    case FA_FLEX_ne:
+    case FA_FLEX_lt:
+    case FA_FLEX_le: put_form(w, x, form_of_comparison((fa_flex_op)x->op), NULL); return;
+    default: break;
+    }
+    if (x->type == FA_FLEX_I64) {
+        put_ints(w, idx);
+        return;
+    }
+    if (x->type == FA_FLEX_BOOL)
+        form = form_of_bools((fa_flex_op)x->op);
+    else
+        form = form_of_reals((fa_flex_op)x->op, w->is_mask);
+    if (form)
+        put_form(w, x, form, NULL);
+    else
+        put(w->t, "flex_%s(v%d)", fa_flex_ops[x->op].name, x->operand[0]);
+}
+
+static void put_instruction(const writer *w, int32_t idx) {
+    put(w->t, "    const %s v%d = ", type_of(w, idx), idx);
+    put_value(w, idx);
+    put(w->t, ";\n");
+}
+
+/* ---- gradients of captures --------------------------------------------------------------------------------------- */
+
+/* Is this a scatter to an element that only b and h choose? */
+static bool is_sum(const fa_flex_program *p, int32_t idx) {
+    const fa_flex_instruction *x = &p->instructions[idx];
+    bool is_of_head = is_op(x, FA_FLEX_scatter);
+    for (int i = 0; is_of_head && i + 1 < x->num_operands; i++)
+        is_of_head = (p->instructions[x->operand[i]].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
+    return is_of_head;
+}
+
+static void put_add(const writer *w, int32_t idx, const char *value) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    put(w->t, "    flex_add_to(x.words[%d], ", w->words + program_words(w->p) + x->source);
+    put_place(w, x, true);
+    put(w->t, ", %s%d);\n", value, idx);
+}
+
+static void put_sums(const writer *w) {
+    int num = 0;
+    put(w->t, "struct flex_sums {\n");
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_sum(w->p, idx)) {
+            put(w->t, "    %s s%d;\n", type_of(w, idx), idx);
+            num++;
+        }
+    put(w->t, "};\n#define FLEX_SUMS %d\n\n", num);
+}
+
+static void mark_operands(const fa_flex_program *p, uint8_t *is_needed) {
+    for (int32_t idx = p->num_instructions - 1; idx >= 0; idx--) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        const bool sum = is_sum(p, idx);
+        for (int i = 0; (is_needed[idx] || sum) && i < x->num_operands - sum; i++) is_needed[x->operand[i]] = 1;
+    }
+}
+
+static fa_status put_add_sums(const writer *w, fa_error *err) {
+    uint8_t *is_needed = calloc((size_t)w->p->num_instructions, 1);
+    if (!is_needed) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+    mark_operands(w->p, is_needed);
+    put(w->t, "DEVICE void flex_add_sums(const flex_values &x, const flex_sums &sums, int b, int h) {\n");
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_needed[idx]) put_instruction(w, idx);
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_sum(w->p, idx)) put_add(w, idx, "sums.s");
+    put(w->t, "}\n\n");
+    free(is_needed);
+    return FA_OK;
+}
+
+/* ---- functions --------------------------------------------------------------------------------------------------- */
+
+static void put_body(const writer *w) {
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++) {
+        put_instruction(w, idx);
+        if (is_sum(w->p, idx))
+            put(w->t, "    sums.s%d += v%d;\n", idx, idx);
+        else if (is_op(&w->p->instructions[idx], FA_FLEX_scatter))
+            put_add(w, idx, "v");
+    }
+    put(w->t, w->is_mask ? "    return v%d != 0;\n}\n\n" : "    return (float)v%d;\n}\n\n", w->p->num_instructions - 1);
+}
+
+static fa_status put_derivative(const writer *w, fa_error *err) {
+    put_sums(w);
+    put(w->t, "DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, float score, float grad, int b, "
+              "int h, int q_idx, int kv_idx) {\n");
+    put_body(w);
+    const fa_status status = put_add_sums(w, err);
+    put(w->t, "DEVICE float flex_derivative(const flex_values &x, float score, float grad, int b, int h, int q_idx, "
+              "int kv_idx) {\n"
+              "    flex_sums sums = {};\n"
+              "    const float result = flex_derivative(x, sums, score, grad, b, h, q_idx, kv_idx);\n"
+              "    flex_add_sums(x, sums, b, h);\n"
+              "    return result;\n}\n\n");
+    return status;
+}
+
+typedef enum { SCORE, MASK, DERIVATIVE } kind;
+
+/* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. */
+static fa_status put_program(text *t, const fa_flex_program *p, kind kind, int32_t words, fa_error *err) {
+    fa_status status = FA_OK;
+    if (!p) return FA_OK;
+    fa_flex_interval *bounds = malloc((size_t)p->num_instructions * sizeof *bounds);
+    if (!bounds) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+    fa_flex_bound_always(p, bounds);
+    const writer w = {t, p, bounds, words, kind == MASK};
+    if (kind == DERIVATIVE) {
+        status = put_derivative(&w, err);
+    } else {
+        put(t, kind == MASK ? "DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx) {\n"
+                            : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
+                              "int kv_idx) {\n");
+        put_body(&w);
+    }
+    free(bounds);
+    return status;
+}
+
+fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
+                         char **out, fa_error *err) {
+    const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
+    const int32_t of_score = program_words(score), of_mask = program_words(mask);
+    text t = {0};
+    put(&t, "#include \"flex_values.cuh\"\n\n");
+    put(&t, "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n\n", score != NULL,
+        mask != NULL, derivative != NULL);
+    put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
+    fa_status status = put_program(&t, score, SCORE, 0, err);
+    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, err);
+    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, err);
+    if (status == FA_OK && t.is_lost) status = fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+    if (status != FA_OK) {
+        free(t.data);
+        t.data = NULL;
+    }
+    *out = t.data;
+    return status;
+}

@@ -1,0 +1,51 @@
+/* What texts of programs and cuda/flex_values.cuh need of CUDA, on a CPU. Besides, they need __float_as_uint, __fmul_rn
+ * and __fdiv_rn of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
+#ifndef FLEX_DEVICE_H
+#define FLEX_DEVICE_H
+
+#include <math.h>
+#include <string.h>
+
+#ifdef FLEX_DEVICE_ALONE
+#define DEVICE static inline
+#define __device__
+static inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+static inline float __fmul_rn(float x, float y) { return x * y; }
+static inline float __fdiv_rn(float x, float y) { return x / y; }
+#endif
+
+static inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+static inline double __longlong_as_double(long long bits) {
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+static inline double __dmul_rn(double x, double y) { return x * y; }
+static inline float __fsqrt_rn(float x) { return sqrtf(x); }
+template <class T> static inline T __ldg(const T *x) { return *x; }
+template <class T> static inline void atomicAdd(T *x, T value) { *x += value; }
+
+#define FLEX_LIBDEVICE(name) \
+    extern "C" inline float __nv_##name(float x) { return name(x); }
+FLEX_LIBDEVICE(expf)
+FLEX_LIBDEVICE(logf)
+FLEX_LIBDEVICE(log2f)
+FLEX_LIBDEVICE(log10f)
+FLEX_LIBDEVICE(log1pf)
+FLEX_LIBDEVICE(expm1f)
+FLEX_LIBDEVICE(tanhf)
+FLEX_LIBDEVICE(sinf)
+FLEX_LIBDEVICE(cosf)
+FLEX_LIBDEVICE(tanf)
+FLEX_LIBDEVICE(erff)
+#undef FLEX_LIBDEVICE
+
+#endif

@@ -1,0 +1,234 @@
+"""CUDA C texts of programs, compiled for the CPU, against flex_evaluate and the oracle of derivatives."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import flash_attn_2_cuda
+import oracle_derivative
+import pytest
+import torch
+from catalogue import CATALOGUE
+from oracle_flex import evaluated, grids
+from score_catalogue import SCORES
+from test_programs import FUNCTIONS, INTEGERS, expression, tables
+
+from flash_attn.flex import tracer
+from flash_attn.flex.derivative import derivative_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = (2, 3, 7, 70)
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler")
+
+ENTRY = """
+extern "C" void run(const flex_values *x, const long long *shape, const float *score, const float *grad, void *out) {
+    long long i = 0;
+    for (int b = 0; b < shape[0]; b++)
+        for (int h = 0; h < shape[1]; h++) {
+            BEGIN
+            for (int q = 0; q < shape[2]; q++)
+                for (int k = 0; k < shape[3]; k++, i++) ((RESULT *)out)[i] = VALUE;
+            END
+        }
+}
+"""
+
+
+def part(mod, score=None):
+    program, tensors, numbers = tracer.program_of(mod, score)
+    return program.text, tensors, numbers
+
+
+def compiled(text, folder, begin, result, value, end):
+    entry = ENTRY.replace("BEGIN", begin).replace("RESULT", result).replace("VALUE", value).replace("END", end)
+    source, library = folder / "text.cpp", folder / "text.so"
+    source.write_text('#include "flex_device.h"\n' + text + entry)
+    folders = [f"-I{ROOT / 'tests/c'}", f"-I{ROOT / 'csrc/cuda'}"]
+    command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-DFLEX_DEVICE_ALONE", *folders]
+    subprocess.run([*command, "-o", library, source], check=True)
+    return ctypes.CDLL(library).run
+
+
+def run(made, folder, out, score=None, grad=None, begin="", value="", end=""):
+    """Compiles a text and runs it for every index of `out`."""
+    text, values = made
+    names = {torch.bool: "bool", torch.float32: "float"}
+    function = compiled(text, folder, begin, names[out.dtype], value, end)
+    words = (ctypes.c_longlong * (len(values) // 8)).from_buffer_copy(values)
+    pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (score, grad, out)]
+    function(words, (ctypes.c_longlong * 4)(*out.shape), *pointers)
+    return out
+
+
+def masked(mod, folder, shape=SHAPE):
+    bound = part(mod)
+    made = flash_attn_2_cuda.flex_source(None, bound, None)
+    return run(made, folder, torch.empty(shape, dtype=torch.bool), value="flex_mask(*x, b, h, q, k)")
+
+
+def scored(mod, folder, score):
+    bound = part(mod, torch.float32)  # its tensors must live as long as the values
+    made = flash_attn_2_cuda.flex_source(bound, None, None)
+    return run(made, folder, torch.empty_like(score), score, value="flex_score(*x, score[i], b, h, q, k)")
+
+
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+def test_a_mask_has_its_programs_values(make, tmp_path):
+    mod = make(random.Random(3), SHAPE)
+    assert torch.equal(masked(mod, tmp_path), evaluated(mod, SHAPE))
+
+
+@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
+def test_a_score_has_its_programs_values(make, tmp_path):
+    mod, _ = make(random.Random(3), SHAPE)
+    score = torch.randn(SHAPE) * 4
+    score[0, 0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    want = evaluated(mod, SHAPE, score).float()
+    torch.testing.assert_close(scored(mod, tmp_path, score), want, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_expression_has_its_programs_values(seed, tmp_path):
+    rng, all_tables = random.Random(seed), tables(seed)
+    leaves = {
+        "int": ["q", "k", "h", *(str(dtype) for dtype in INTEGERS)],
+        "bool": [str(torch.bool)],
+        "real": [str(torch.float32), str(torch.float64)],
+    }
+    kind = rng.choice(sorted(leaves))
+    root = expression(rng, rng.randint(1, 5), leaves, kind)
+
+    def mod(score, b, h, q, k):
+        at = (q * 7 + k * 3 + b) % 64
+        env = {"q": q - 3, "k": k, "h": h} | {str(dtype): table[at] for dtype, table in all_tables.items()}
+        return root(env)
+
+    if kind == "bool":
+
+        def mask(b, h, q, k):
+            return mod(None, b, h, q, k)
+
+        assert torch.equal(masked(mask, tmp_path), evaluated(mask, SHAPE))
+    else:
+        score = torch.zeros(SHAPE)
+        want = evaluated(mod, SHAPE, score).float()
+        torch.testing.assert_close(scored(mod, tmp_path, score), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_functions_have_their_programs_values(tmp_path):
+    functions = [torch if "." not in name else torch.nn.functional for name in FUNCTIONS]
+    functions = [getattr(home, name.split(".")[-1]) for home, name in zip(functions, FUNCTIONS)]
+    score = torch.linspace(-12, 12, 140).repeat(7, 1)[None, None]
+    score[..., :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    for number, function in enumerate(functions):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+
+        def mod(score, b, h, q, k, function=function):
+            return torch.where(q < 3, function(score), function(score.double()).float())
+
+        got, want = scored(mod, folder, score), evaluated(mod, score.shape, score)
+        torch.testing.assert_close(got, want, rtol=5e-7, atol=5e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_gather_reads_every_dtype_and_stride(dtype, tmp_path):
+    table = (torch.randn(2, 3, 8, 300) * 50).to(dtype)
+    if dtype == torch.float16:
+        table[0, 0, 0, :6] = torch.tensor([6e-8, -3e-5, torch.inf, -torch.inf, torch.nan, -0.0], dtype=dtype)
+    views = [table, table.transpose(0, 1)[::2], table[..., ::2], table[:1].expand(4, 3, 8, 300), table[:0, :, 2:3, 1:]]
+    for number, view in enumerate(views):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+
+        def mod(score, b, h, q, k, view=view):
+            return view[b, h, q, k - 2]
+
+        score = torch.zeros(2, 3, 8, 310)
+        want = evaluated(mod, score.shape, score)
+        got = scored(mod, folder, score)
+        torch.testing.assert_close(got, want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("keeps_sums", [False, True])
+@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
+def test_a_derivative_has_its_programs_values(make, keeps_sums, tmp_path):
+    """Next to a score and a mask. The sums of a head may stay in registers until its end."""
+    mod, _ = make(random.Random(3), SHAPE)
+    program, tensors, numbers = tracer.program_of(mod, torch.float32)
+    wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    text, order = derivative_of(program, wanted)
+    taken = tuple(tensors[i].detach() for i in order)
+    kinds = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in taken]
+    gradients = tuple(
+        torch.zeros(x.shape, dtype=kind) if i in wanted else None for i, x, kind in zip(order, taken, kinds)
+    )
+    generator = torch.Generator().manual_seed(1)
+    score, grad = (torch.randn(SHAPE, generator=generator) * 2 for _ in range(2))
+    score[..., 7], grad[..., 7:9] = -torch.inf, 0.0
+    score_part = program.text, tuple(x.detach() for x in tensors), numbers
+    mask_part = part(CATALOGUE[5](random.Random(3), SHAPE))
+    made = flash_attn_2_cuda.flex_source(score_part, mask_part, (text, taken, numbers), gradients)
+    arguments = "*x, sums, score[i], grad[i], b, h, q, k" if keeps_sums else "*x, score[i], grad[i], b, h, q, k"
+    begin, end = ("flex_sums sums = {};", "flex_add_sums(*x, sums, b, h);") if keeps_sums else ("", "")
+    got = run(made, tmp_path, torch.empty(SHAPE), score, grad, begin, f"flex_derivative({arguments})", end)
+    want, sums = oracle_derivative.run(text, taken, numbers, grids(*SHAPE), score, grad)
+    torch.testing.assert_close(got.double(), want.double(), rtol=3e-5, atol=3e-5)
+    for i, gradient in enumerate(gradients):
+        if gradient is not None:
+            torch.testing.assert_close(gradient.double(), sums[i], rtol=1e-4, atol=1e-4)
+
+
+def everything():
+    """A text with most operations."""
+    scores, masks = ([make(random.Random(3), SHAPE) for make in makers] for makers in (SCORES, CATALOGUE))
+    scores = [mod for mod, _ in scores]
+
+    def mod(score, b, h, q, k):
+        return sum(each(score, b, h, q, k) for each in scores)
+
+    def mask(b, h, q, k):
+        result = q >= k
+        for each in masks:
+            result = result ^ each(b, h, q, k)
+        return result
+
+    score = tracer.program_of(mod, torch.float32)
+    text, order = derivative_of(score[0], [i for i, x in enumerate(score[1]) if x.requires_grad])
+    derivative = text, tuple(score[1][i] for i in order), score[2]
+    return flash_attn_2_cuda.flex_source((score[0].text, *score[1:]), part(mask), derivative)
+
+
+def test_the_same_programs_give_the_same_text():
+    assert everything()[0] == everything()[0]
+
+
+def test_no_program_gives_a_text(tmp_path):
+    text, values = flash_attn_2_cuda.flex_source(None, None, None)
+    assert values == bytes(8)
+    assert run((text, values), tmp_path, torch.empty(1, 1, 1, 1), value="1").item() == 1
+
+
+def test_flex_source_refuses_what_is_no_program():
+    table = torch.zeros(3, requires_grad=True)
+    traced, tensors, _ = tracer.program_of(lambda s, b, h, q, k: s * table[h], torch.float32)
+    text, _ = derivative_of(traced, [0])
+    for parts in ((3, None, None), (None, (text,), None), (None, None, (text, (), ())), (text, None, None)):
+        with pytest.raises((TypeError, RuntimeError)):
+            flash_attn_2_cuda.flex_source(*parts)
+    for gradients in (3, (), (torch.zeros(3, 1),), (torch.zeros(3).double(),)):
+        with pytest.raises((TypeError, IndexError, RuntimeError)):
+            flash_attn_2_cuda.flex_source(None, None, (text, tensors, ()), gradients)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+def test_a_text_is_code_for_a_gpu(tmp_path):
+    source = tmp_path / "text.cu"
+    arguments = "const flex_values x, float score, float grad, int b, int h, int q, int k, float *out"
+    value = "flex_mask(x, b, h, q, k) ? flex_score(x, score, b, h, q, k) : flex_derivative(x, score, grad, b, h, q, k)"
+    source.write_text(f'{everything()[0]}\nextern "C" __global__ void kernel({arguments}) {{ *out = {value}; }}\n')
+    options = ["-cubin", "-arch=sm_90a", "-std=c++17", "-use_fast_math", f"-I{ROOT / 'csrc/cuda'}"]
+    subprocess.run(["nvcc", *options, "-Werror=all-warnings", "-o", tmp_path / "text.cubin", source], check=True)
