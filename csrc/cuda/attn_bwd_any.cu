@@ -152,6 +152,37 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
     return seen;
 }
 
+#if FLEX
+/* Does make_weights' work with the user's functions, for a tile of this kind. mod is of the query head, and scale makes
+ * scores of Q K^T. */
+DEVICE u32 make_flex_weights(const mods &mod, const sequence &seq, float scale, block_kind kind, int own_row, int walk,
+                             const row_stats (&own)[2], factor *queries, mod_sums &sums, float (&s)[N][4],
+                             float (&dp)[N][4]) {
+    const int row = own_row + laneid() / 4, column = walk + 2 * (laneid() % 4);
+    u32 seen = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int across = row + e / 2 * 8, along = column + 8 * n + e % 2;
+            const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
+            const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
+            const bool exists = i < seq.len_q && j < seq.len_kv && q.lse != INF;
+            const float x = __fmul_rn(s[n][e], scale), score = mod.score(x, i, j);
+            const bool sees = exists && score != -INF && (kind == FULL_BLOCK || mod.sees(kind, i, j));
+            float weight = 0, change = 0;
+            seen |= (u32)sees << (4 * n + e);
+            if (sees) {
+                weight = ex2((score - q.lse) * LOG2_E);
+                if (ADDS_DS) change = mod.derivative(sums, x, weight * (dp[n][e] - q.delta), i, j);
+            }
+            s[n][e] = weight;
+            if (ADDS_DS) dp[n][e] = change;
+        }
+    return seen;
+}
+#endif
+
 /* O += W B. The product uses FMAs where some pair does not count and B holds NaN or inf. */
 DEVICE void add(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *b, bool is_whole,
                 const u32 (&seen)[BLOCKS]) {
@@ -169,15 +200,25 @@ struct sums {
 /* Adds the contribution of the walked rows of one query head to the own rows from `own` on. v is a block of columns of
  * v and dO. load_own_dp loads such a block of the own rows. */
 template <class loader>
-DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, v_block v, int own,
-                 const loader &load_own_dp, sums &o) {
+DEVICE void walk_over(const problem &p, shared_memory &shared, const sequence &s, int head, v_block v, int own,
+                      const loader &load_own_dp, sums &o) {
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
     const int last_own = min(own + OWN, num_own) - 1;
+#if FLEX
+    const mods mod(p, s.b_idx, head);
+    const tile_walk met = {0, OWNS_KEYS ? s.len_q : s.len_kv, 0, OWNS_KEYS ? s.len_q : s.len_kv};
+#else
     const tile_walk met = OWNS_KEYS ? rows_of(p, s, own, last_own) : keys_of(p, s, own, last_own);
+#endif
     const fa_cuda_view &view_s = OWNS_KEYS ? p.q : p.k, &view_dp = OWNS_KEYS ? p.dout : p.v;
     /* At 256 columns the registers do not suffice for the short path. */
-    const bool is_plain = HEAD_DIM < 256 && !p.rng_state && scorer(p, s, head).is_plain;
-    const int start = met.start<WALK>(), num_steps = met.num_steps<WALK>();
+    const bool is_plain = HEAD_DIM < 256 && !MODS_CHANGE_SCORES && !p.rng_state && scorer(p, s, head).is_plain;
+#if FLEX
+    block_walk<WALK, STAGES, !OWNS_KEYS> walk(mod.map, own, last_own, met.end);
+    mod_sums sums = {};
+#else
+    interval_walk<WALK> walk(met);
+#endif
     row_stats own_stats[BLOCKS][2], next = {INF, 0};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -188,19 +229,19 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
         }
 
     /* Each lane finds one row of its warp. The stats of the lane's row of the next tile are already on their way. */
-    const auto own_walked = [&](int step) { return start + step * WALK + warp() * (WALK / WARPS) + laneid(); };
+    const auto own_walked = [&](int step) { return walk.first(step) + warp() * (WALK / WARPS) + laneid(); };
     const auto is_met = [&](int row) { return laneid() < WALK / WARPS && row >= met.begin && row < met.end; };
     const auto load = [&](int step) {
         const int slot = step % STAGES, row = own_walked(step), following = own_walked(step + 1);
         const bool is_wanted = is_met(row) && (!OWNS_KEYS || next.lse != INF);
-        if (step < num_steps) {
+        if (walk.exists(step)) {
             load_tile<WALK>(p, shared.walk_s[slot], is_wanted ? row_at(p, view_s, s, row, head, !OWNS_KEYS) : nullptr,
                             p.d);
             load_tile<WALK>(p, shared.walk_dp[slot],
                             is_wanted ? row_at(p, view_dp, s, row, head, !OWNS_KEYS, v.first) : nullptr, v.num);
         }
         if (OWNS_KEYS) {
-            if (step < num_steps && laneid() < WALK / WARPS)
+            if (walk.exists(step) && laneid() < WALK / WARPS)
                 stats_behind(shared.walk_s[slot], warp() * (WALK / WARPS) + laneid()) = next;
             next = stats_at(p, s, following, head, is_met(following));
         }
@@ -211,8 +252,8 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
     __syncthreads(); /* all warps have read the last tiles */
     if (STAGES == 2) load(0);
 #pragma unroll 1
-    for (int step = 0; step < num_steps; step++) {
-        const int first = start + step * WALK;
+    for (int step = 0; walk.exists(step); walk.advance(), step++) {
+        const int first = walk.first(step);
         factor *walk_s = shared.walk_s[step % STAGES], *walk_dp = shared.walk_dp[step % STAGES];
         float scores[BLOCKS][N][4], dp[BLOCKS][N][4];
         if (STAGES == 1) {
@@ -241,17 +282,30 @@ DEVICE void walk(const fa_cuda_problem &p, shared_memory &shared, const sequence
             load_own_dp(v); /* for the next step */
         }
 
+#if FLEX
+        const block_kind kind = walk.at(step).kind;
+        const bool is_whole = !FLEX_SCORE && kind == FULL_BLOCK && first + WALK <= met.end;
+#else
         const bool is_whole = !is_partial<WALK>(first, met.full_begin, met.full_end);
+#endif
         u32 seen[BLOCKS];
         if (is_whole && is_plain)
             make_plain_weights(p, own_stats, walk_s, scores, dp);
         else
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++)
+#if FLEX
+                seen[m] = make_flex_weights(mod, s, p.scale, kind, warp_own + 16 * m, first, own_stats[m], walk_s, sums,
+                                            scores[m], dp[m]);
+#else
                 seen[m] = make_weights(p, s, head, warp_own + 16 * m, first, own_stats[m], walk_s, scores[m], dp[m]);
+#endif
         if (ADDS_P) add(o.p, scores, walk_dp, is_whole, seen);
         if (ADDS_DS) add(o.ds, dp, walk_s, is_whole, seen);
     }
+#if FLEX
+    mod.add(sums);
+#endif
 }
 
 /* ---- all tiles ------------------------------------------------------------------------------------------------- */
@@ -279,7 +333,7 @@ DEVICE void clear(float (&o)[BLOCKS][COLUMNS][4]) {
 }
 
 /* Computes the gradients of own rows [own, own + OWN) of one head, with block v of the columns of v. */
-DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head_own, v_block v,
+DEVICE void make_gradients(const problem &p, shared_memory &shared, const sequence &s, int head_own, v_block v,
                            int own) {
     const int g = p.h / p.h_kv, num_own = OWNS_KEYS ? s.len_kv : s.len_q;
     const int head = OWNS_KEYS ? head_own * g : head_own, num_heads = OWNS_KEYS ? g : 1;
@@ -299,7 +353,7 @@ DEVICE void make_gradients(const fa_cuda_problem &p, shared_memory &shared, cons
     load_tile<OWN>(p, shared.own_s, is_wanted ? row_at(p, view_s, s, own_row, head, OWNS_KEYS) : nullptr, p.d);
     if (ADDS_DS) load_own_dp(v);
 #pragma unroll 1
-    for (int i = 0; i < num_heads; i++) walk(p, shared, s, head + i, v, own, load_own_dp, o);
+    for (int i = 0; i < num_heads; i++) walk_over(p, shared, s, head + i, v, own, load_own_dp, o);
     cp_async_wait_all(); /* waits for the own rows, if there were no rows to walk over */
 
     if (ADDS_DS) store_rows(p, s, head_own, warp_own, OWNS_KEYS ? p.dk : p.dq, o.ds, p.scale, {0, p.d});
@@ -316,7 +370,7 @@ DEVICE void clear_unowned_rows(const fa_cuda_problem &p, const fa_cuda_view &res
 
 /* A task is one tile of one head of one sequence, for dV with one block of columns of v. A task of a sequence longer
  * than max_seqlen does several tiles. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const int heads = OWNS_KEYS ? p.h_kv : p.h, *cu_seqlens = OWNS_KEYS ? p.cu_seqlens_k : p.cu_seqlens_q;

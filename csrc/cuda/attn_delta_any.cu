@@ -1,10 +1,12 @@
-/* The first step of the backward computes softmax_d:  delta_i = dO_i . O_i
+/* The first step of the backward computes softmax_d:  delta_i = dO_i . O_i - dlse_i
  *
+ * dlse is the gradient of lse in programmable attention, and otherwise 0.
  * delta_i is zero for a row that saw no key. Rows that only round up the size of softmax_d become zero. One warp
  * takes one row.
  *
  * Specification: ../cpu/reference.c. */
 #include "cuda_problem.h"
+#include "cuda_flex.h"
 #include "ptx_sm80.cuh"
 #include "sequence.cuh"
 
@@ -16,9 +18,21 @@
 #define KERNEL attn_delta_any
 #endif
 
+#ifndef FLEX
+#error "programmable attention: 0 or 1"
+#endif
+
 constexpr int ROWS = 4; /* rows of a CTA */
 
-DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int head) {
+#if FLEX
+struct problem : fa_cuda_problem {
+    fa_cuda_flex flex;
+};
+#else
+typedef fa_cuda_problem problem;
+#endif
+
+DEVICE float delta_at(const problem &p, const sequence &s, int i, int head) {
     const float lse = *row_stat(p.lse, s, i, head);
     if (first_key(p, s, i) >= end_key(p, s, i) || fabsf(lse) == __int_as_float(0x7f800000)) return 0;
     const element::output *o = (const element::output *)p.o.data + query_offset(p.o, s, i, head);
@@ -26,12 +40,15 @@ DEVICE float delta_at(const fa_cuda_problem &p, const sequence &s, int i, int he
     float sum = 0;
     for (int c = threadIdx.x % 32; c < (OF_3 ? p.d_v : p.d); c += 32) sum += cvt_f32(o[c]) * cvt_f32(dout[c]);
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+#if FLEX
+    if (p.flex.dlse.data) sum -= *row_stat(p.flex.dlse, s, i, head);
+#endif
     return sum;
 }
 
 /* A task is ROWS rows of one head of one sequence. Further tasks clear the rows behind the last sequence. For dense
  * queries the tasks of each sequence also clear the rows behind the sequence. */
-extern "C" __global__ void __launch_bounds__(32 * ROWS) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(32 * ROWS) KERNEL(const problem p) {
     const bool is_packed = p.cu_seqlens_q != nullptr, is_first_lane = threadIdx.x % 32 == 0;
     const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;
     for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {

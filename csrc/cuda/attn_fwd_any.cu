@@ -144,6 +144,27 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
     return seen;
 }
 
+#if FLEX
+/* Applies the user's functions to a block of rows from `row` on and of keys from `first` on: the score_mod, and the
+ * mask of a tile of this kind. Pairs of score -inf are masked, too. The result is mask_scores'. */
+DEVICE u32 apply_mods(const mods &mod, const sequence &s, float scale, float (&scores)[N][4], block_kind kind, int row,
+                      int first) {
+    u32 seen = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int i = row + lane() / 4 + e / 2 * 8, j = first + 8 * n + 2 * (lane() % 4) + e % 2;
+            const bool exists = i < s.len_q && j < s.len_kv;
+            const float score = mod.score(__fmul_rn(scores[n][e], scale), i, j);
+            const bool sees = exists && score != -INF && (kind == FULL_BLOCK || mod.sees(kind, i, j));
+            seen |= (u32)sees << (4 * n + e);
+            scores[n][e] = sees ? score : -INF;
+        }
+    return seen;
+}
+#endif
+
 /* Dropout comes after the normalisation and therefore after the sum. */
 DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
                         int first) {
@@ -156,27 +177,36 @@ DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, f
 }
 
 /* Writes o and lse of row l / 4 + 8 half of a block. The CTA of the first block of columns writes lse. */
-DEVICE void finish_row(const fa_cuda_problem &p, const sequence &s, int head, v_block v, int i,
-                       const float (&o)[COLUMNS][4], int half, row_state row, float unit) {
+DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v, int i, const float (&o)[COLUMNS][4],
+                       int half, row_state row, float unit) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
     const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
     if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? OF_3 ? p.empty_lse : INF : lse;
+#if FLEX
+    if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data)
+        *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : row.max * unit;
+#endif
     const float weight = E4M3 ? p.keep_scale * descale_at(p.v_descale, p, s, head) : p.keep_scale;
     store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head) + v.first, o, half, weight / sum, is_empty,
               v.num);
 }
 
 /* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence, the columns of block v. */
-DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, v_block v_columns,
+DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, int head, v_block v_columns,
                    int first_row) {
     const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
     const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
+#if FLEX
+    const mods mod(p, s.b_idx, head);
+    const tile_walk keys = {0, s.len_kv, 0, s.len_kv};
+#else
     const tile_walk keys = keys_of(p, s, first_row, last_row);
+#endif
     const scorer score(p, s, head);
-    const bool is_used = warp_row < s.len_q, is_plain = score.is_plain;
+    const bool is_used = warp_row < s.len_q, is_plain = !MODS_CHANGE_SCORES && score.is_plain;
     const float unit = is_plain ? score.score_scale : 1; /* the exponent scales plain scores */
     row_state rows[BLOCKS][2];
     float o[BLOCKS][COLUMNS][4], scores[BLOCKS][N][4];
@@ -187,13 +217,17 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
     }
 
-    const int start = keys.start<BLOCK_KV>(), num_steps = keys.num_steps<BLOCK_KV>();
+#if FLEX
+    block_walk<BLOCK_KV, STAGES, true> walk(mod.map, first_row, last_row, s.len_kv);
+#else
+    interval_walk<BLOCK_KV> walk(keys);
+#endif
     const auto load_keys = [&](factor *tile, const fa_cuda_view &kv, v_block columns, int step) {
-        const int l = laneid(), j = start + step * BLOCK_KV + warp() * (BLOCK_KV / WARPS) + l;
+        const int l = laneid(), j = walk.first(step) + warp() * (BLOCK_KV / WARPS) + l;
         const bool is_wanted = l < BLOCK_KV / WARPS && j >= keys.begin && j < keys.end;
         const element *row =
             is_wanted ? (const element *)kv.data + key_offset(p, kv, s, j, head_kv) + columns.first : nullptr;
-        if (step < num_steps) load_tile<BLOCK_KV>(p, tile, row, columns.num);
+        if (walk.exists(step)) load_tile<BLOCK_KV>(p, tile, row, columns.num);
         cp_async_commit_group();
     };
     const auto load_queries = [&](const fa_cuda_view &q, v_block columns) {
@@ -204,20 +238,20 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                            columns.num);
     };
     const v_block all = {0, p.d};
-    if (num_steps > 0) {
+    if (walk.exists(0)) {
         load_queries(p.q, all);
         load_keys(shared.k[0], p.k, all, 0);
         for (int step = 1; step < STAGES; step++)
             load_keys(shared.v[step - 1], p.v, v_columns, step - 1), load_keys(shared.k[step], p.k, all, step);
     }
 #pragma unroll 1
-    for (int step = 0; step < num_steps; step++) {
-        const int first = start + step * BLOCK_KV;
+    for (int step = 0; walk.exists(step); walk.advance(), step++) {
+        const int first = walk.first(step);
         factor *k = shared.k[step % STAGES], *v = shared.v[step % STAGES];
         wait_for_tiles<2 * STAGES - 2>(); /* K has come, and all warps have read the last V */
         load_keys(shared.v[(step + STAGES - 1) % STAGES], p.v, v_columns, step + STAGES - 1);
         if (is_used) multiply_rows(scores, shared.q + WARP_ROWS * warp() * PITCH, k);
-        if (MAY_HAVE_V_BLOCKS && p.qv.data) {
+        if (MAY_HAVE_V_BLOCKS && !FLEX && p.qv.data) {
             for (int idx = 0; idx < p.num_v_blocks; idx++) {
                 __syncthreads(); /* all warps have read Q and K */
                 load_queries(p.qv, v_block_at(p, idx));
@@ -232,17 +266,28 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         wait_for_tiles<2 * STAGES - 2>(); /* V has come, and all warps have read K */
         load_keys(shared.k[step % STAGES], p.k, all, step + STAGES);
 
+#if FLEX
+        const block_kind kind = walk.at(step).kind;
+        const bool is_whole = !FLEX_SCORE && kind == FULL_BLOCK && first + BLOCK_KV <= s.len_kv;
+#else
         const bool is_whole = !is_partial<BLOCK_KV>(first, keys.full_begin, keys.full_end);
+#endif
         const bool is_exact = !is_whole && has_nan_or_inf<BLOCK_KV>(v);
         if (!is_used) continue;
         u32 seen[BLOCKS];
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
+#if FLEX
+            if (!is_whole || !is_plain)
+                seen[m] =
+                    apply_mods(mod, s, is_plain ? 1 : score.score_scale, scores[m], kind, warp_row + 16 * m, first);
+#else
             if (!is_plain) change_scores(p, s, head, scores[m], warp_row + 16 * m, first);
             if (!is_whole) seen[m] = mask_scores(p, s, scores[m], warp_row + 16 * m, first);
+#endif
         }
         softmax_step(scores, o, rows, unit * LOG2_E);
-        if (p.rng_state)
+        if (!FLEX && p.rng_state)
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) drop_scores(p, s, head, scores[m], warp_row + 16 * m, first);
         if (is_exact)
@@ -272,7 +317,7 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int
 /* A task is one tile of one head of one sequence, for one block of columns of v. The last tile comes first, because its
  * rows are the longest rows of a causal mask. Packed calls have further tasks for the rows that belong to no sequence.
  * A task of a sequence longer than max_seqlen does several tiles. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) KERNEL(const problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const bool is_packed = p.cu_seqlens_q != nullptr;

@@ -18,6 +18,16 @@
 #ifndef E4M3
 #define E4M3 0 /* of kernels that do not know e4m3 */
 #endif
+#ifndef FLEX
+#define FLEX 0 /* of kernels that do not know a user's functions */
+#endif
+#if FLEX
+#include "flex.cuh"
+constexpr bool MODS_CHANGE_SCORES = FLEX_SCORE;
+#else
+typedef fa_cuda_problem problem;
+constexpr bool MODS_CHANGE_SCORES = false;
+#endif
 
 using factor = element::factor;
 

@@ -4,8 +4,8 @@
  *   begin      full_begin        full_end      end
  *     | partial    |       full      |  partial |        partial: the mask hides some pair
  *
- * The unit is a row of the other side. In Hopper's backward the unit is a query tile. A list of blocks will take the
- * place of the interval here. */
+ * The unit is a row of the other side. In Hopper's backward the unit is a query tile. The generic kernels walk over
+ * steps. With a block mask, block_walk (flex_blocks.cuh) takes the place of interval_walk. */
 #ifndef FA_WALK_CUH
 #define FA_WALK_CUH
 
@@ -49,6 +49,16 @@ DEVICE tile_walk walk_of_diagonals(const params &p, int first, int last, int len
             mask::template keys_end<INSIDE>(p, last, 0, 0, len_kv), mask::template keys_begin<FROM_0>(p, last, 0, 0, 0),
             mask::template keys_end<INSIDE>(p, first, 0, 0, len_kv)};
 }
+
+/* Walks over an interval in steps of STEP, in ascending order. first(step) is the first row or key of a step. */
+template <int STEP> struct interval_walk {
+    int start, num;
+
+    DEVICE interval_walk(const tile_walk &walk) : start(walk.start<STEP>()), num(walk.num_steps<STEP>()) {}
+    DEVICE bool exists(int step) const { return step < num; }
+    DEVICE int first(int step) const { return start + step * STEP; }
+    DEVICE void advance() {}
+};
 
 /* Does the mask hide some pair of the step from `first` on? NOTE: is_partial is no method of tile_walk. In a method
  * the operands change places, and the loops of the kernels are compiled differently. */

@@ -2,6 +2,7 @@
 #include "any_problem.h"
 #include "append.h"
 #include "launchers.h"
+#include "plan/gpu_problem.h"
 
 /* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */
 static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
@@ -20,6 +21,7 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
     a.num_v_blocks = count_v_blocks(p, fa_fwd_any_row(row)->d);
     fa_status status = fa_cuda_append(call, call->workspace, err);
+    if (status == FA_OK) status = fa_cuda_make_block_map(call, err);
     if (status == FA_OK && p->rotary_cos)
         a.q = (fa_cuda_view){call->workspace, packed ? 0 : p->len_q * p->h * p->d, p->h * p->d, p->d};
     if (status == FA_OK)
@@ -35,11 +37,13 @@ fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const int first = call->plan->gpu.row, num_rows = fa_families[FA_BWD_ANY].num_rows;
     const bool packed = p->cu_seqlens_q != NULL;
-    const bool is_wanted[] = {p->dq.data, p->dk.data, p->dv.data, p->dk.data || p->dv.data};
+    const bool is_wanted[] = {p->dq.data || fa_wants_capture_gradients(p), p->dk.data, p->dv.data,
+                              p->dk.data || p->dv.data};
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = count_tiles(packed ? p->len_q : a.softmax_d_rows, p->total_q, packed, DELTA_ROWS);
     fa_status status =
         fa_cuda_launch_any(call, FA_DELTA_ANY, 0, &a, (p->b + packed) * p->h * a.num_tiles, 32 * DELTA_ROWS, err);
+    if (status == FA_OK) status = fa_cuda_make_block_map(call, err);
     for (int row = first; status == FA_OK && row < num_rows; row++) {
         const fa_bwd_any_columns *tile = fa_bwd_any_row(row);
         const int grad = tile->grad, own = 16 * tile->blocks * tile->warps;

@@ -31,7 +31,7 @@ fa_status fa_cuda_combine(const fa_combination *c, fa_error *err) {
         .d = c->d,
         .num_rows = c->b * c->h * c->len,
     };
-    const fa_variant variant = {FA_COMBINE, 0, fa_dtype_feature(c->dtype), place.gpu->capability};
+    const fa_variant variant = {FA_COMBINE, 0, fa_dtype_feature(c->dtype), place.gpu->capability, 0, NULL};
     const int64_t ctas = (a.num_rows + FA_COMBINE_WARPS - 1) / FA_COMBINE_WARPS;
     const unsigned grid = ctas < INT32_MAX ? (unsigned)ctas : INT32_MAX;
     status = fa_cuda_launch(&call, variant, (fa_launch){grid, 1, 1, .threads = 32 * FA_COMBINE_WARPS}, &a, err);

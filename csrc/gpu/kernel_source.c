@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "flex/source.h"
 #include "nvrtc.h"
 #include "system/hash.h"
 #include "system/library.h"
@@ -82,22 +83,51 @@ static fa_status read_file(const char *name, const char **text, fa_error *err) {
     return FA_OK;
 }
 
-/* The texts of a family's files, in the order of the list. */
+/* The texts of a variant, with their names: the files of the family in the order of the list, and the text of the
+ * user's functions. */
 typedef struct {
-    const char **texts; /* the owner calls free() */
+    const char **texts, **names;
+    char *mods; /* NULL: the kernel takes no functions */
     int num;
 } source;
 
-static fa_status read_source(const fa_family *family, source *s, fa_error *err) {
-    int num = 0;
-    while (family->files[num]) num++;
-    *s = (source){malloc((size_t)num * sizeof *s->texts), num};
-    if (!s->texts) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for the source of %s", family->name);
+static void free_source(source *s) {
+    free(s->texts);
+    free(s->names);
+    free(s->mods);
+    *s = (source){0};
+}
+
+static fa_status read_files(const fa_family *family, source *s, fa_error *err) {
     fa_lock_acquire(&lock);
     fa_status status = find_folder(err);
-    for (int i = 0; status == FA_OK && i < num; i++) status = read_file(family->files[i], &s->texts[i], err);
+    for (; status == FA_OK && family->files[s->num]; s->num++) {
+        s->names[s->num] = family->files[s->num];
+        status = read_file(family->files[s->num], &s->texts[s->num], err);
+    }
     fa_lock_release(&lock);
-    if (status != FA_OK) free(s->texts);
+    return status;
+}
+
+static fa_status add_mods(fa_variant variant, source *s, fa_error *err) {
+    const fa_mods none = {0}, *mods = variant.mods ? variant.mods : &none;
+    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, &s->mods, err);
+    s->names[s->num] = FA_MODS_FILE;
+    s->texts[s->num] = s->mods;
+    if (status == FA_OK) s->num++;
+    return status;
+}
+
+static fa_status read_source(fa_variant variant, source *s, fa_error *err) {
+    const fa_family *family = &fa_families[variant.family];
+    size_t num = 1;
+    while (family->files[num - 1]) num++;
+    *s = (source){malloc(num * sizeof *s->texts), malloc(num * sizeof *s->names), NULL, 0};
+    fa_status status = s->texts && s->names
+                           ? read_files(family, s, err)
+                           : fa_fail(err, FA_ENOMEM, "flash_attn: no memory for the source of %s", family->name);
+    if (status == FA_OK && family->takes_mods && variant.features & FA_FLEX) status = add_mods(variant, s, err);
+    if (status != FA_OK) free_source(s);
     return status;
 }
 
@@ -140,7 +170,8 @@ fa_status fa_variant_options(fa_variant variant, fa_compile_options *options, fa
     *options = (fa_compile_options){0};
     fa_status status = add_option(options, err, "--gpu-architecture=sm_%d%s", variant.arch, family->arch ? "a" : "");
     if (status == FA_OK) status = add_option(options, err, "--std=c++17");
-    if (status == FA_OK) status = add_option(options, err, "--use_fast_math");
+    /* A user's functions are computed as torch computes them. */
+    if (status == FA_OK && !(variant.features & FA_FLEX)) status = add_option(options, err, "--use_fast_math");
     for (int i = 0; status == FA_OK && i < FA_MAX_COLUMNS && family->columns[i]; i++)
         status = add_option(options, err, "-D%s=%d", family->columns[i], family->rows[variant.row].columns[i]);
     for (size_t i = 0; status == FA_OK && i < sizeof constants / sizeof *constants; i++)
@@ -153,11 +184,11 @@ fa_status fa_variant_options(fa_variant variant, fa_compile_options *options, fa
 fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
     fa_compile_options options;
     source s;
-    fa_status status = read_source(&fa_families[variant.family], &s, err);
+    fa_status status = read_source(variant, &s, err);
     if (status != FA_OK) return status;
     uint64_t hash = 0;
     for (int i = 0; i < s.num; i++) hash = fa_hash(hash, s.texts[i], strlen(s.texts[i]) + 1);
-    free(s.texts);
+    free_source(&s);
     status = fa_variant_options(variant, &options, err);
     for (int i = 0; i < options.num; i++) hash = fa_hash(hash, options.list[i], strlen(options.list[i]) + 1);
     fa_options_free(&options);
@@ -166,6 +197,16 @@ fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
 }
 
 /* ---- compilation ----------------------------------------------------------------------------------------------- */
+
+/* Adds the line of the user's functions that an error names, as in flex_mods.cuh(12): error: .. */
+static void quote_mods(const char *mods, char *error, size_t room) {
+    const char *at = mods ? strstr(error, FA_MODS_FILE "(") : NULL;
+    if (!at) return;
+    long number = strtol(at + strlen(FA_MODS_FILE "("), NULL, 10);
+    while (number > 1 && mods && *mods) number--, mods += strcspn(mods, "\n") + (strchr(mods, '\n') != NULL);
+    const size_t used = strlen(error);
+    snprintf(error + used, room - used, ", in the line: %.*s", (int)strcspn(mods, "\n"), mods);
+}
 
 /* Finds the first line of the compiler's log that contains an error. */
 static void first_error(const fa_nvrtc *nvrtc, nvrtcProgram program, char *line, size_t room) {
@@ -183,9 +224,9 @@ static void first_error(const fa_nvrtc *nvrtc, nvrtcProgram program, char *line,
     free(log);
 }
 
-static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant variant, fa_blob *cubin,
-                         fa_error *err) {
-    char name[FA_VARIANT_NAME_BYTES], line[256];
+static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant variant, const char *mods,
+                         fa_blob *cubin, fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES], line[384];
     fa_compile_options options;
     fa_variant_name(variant, name);
     fa_status status = fa_variant_options(variant, &options, err);
@@ -196,6 +237,7 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
     if (status != FA_OK) return status;
     if (result != 0) {
         first_error(nvrtc, program, line, sizeof line);
+        quote_mods(mods, line, sizeof line);
         return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
                        nvrtc->minor, name, folder, line);
     }
@@ -212,21 +254,23 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
 fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {
     const fa_nvrtc *nvrtc;
     nvrtcProgram program = NULL;
-    const fa_family *family = &fa_families[variant.family];
     source s;
     *cubin = (fa_blob){0};
     fa_status status = fa_nvrtc_get(&nvrtc, err);
-    if (status == FA_OK) status = read_source(family, &s, err);
+    if (status == FA_OK) status = read_source(variant, &s, err);
     if (status != FA_OK) return status;
     const nvrtcResult result =
-        nvrtc->nvrtcCreateProgram(&program, s.texts[0], family->files[0], s.num - 1, s.texts + 1, family->files + 1);
-    free(s.texts); /* NVRTC has copied the texts */
-    if (result != 0) return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
-    status = compile(nvrtc, program, variant, cubin, err);
+        nvrtc->nvrtcCreateProgram(&program, s.texts[0], s.names[0], s.num - 1, s.texts + 1, s.names + 1);
+    if (result != 0) {
+        free_source(&s);
+        return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
+    }
+    status = compile(nvrtc, program, variant, s.mods, cubin, err);
     if (status != FA_OK) {
         free(cubin->data);
         *cubin = (fa_blob){0};
     }
     nvrtc->nvrtcDestroyProgram(&program);
+    free_source(&s);
     return status;
 }

@@ -39,7 +39,7 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
  * fails to load on one GPU is unloaded, and other GPUs keep their libraries. Entries are written under the lock. An
  * entry's number is written last and never changes, so entries can be read without the lock. */
 typedef struct {
-    _Atomic uint64_t number;  /* number of variant and GPU; 0: the entry is free */
+    _Atomic uint64_t number;  /* number of variant and GPU, or of a user's functions; 0: the entry is free */
     _Atomic(CUkernel) kernel; /* NULL: given up, must be loaded again */
     atomic_int num_given_up;
 } loaded;
@@ -49,9 +49,10 @@ static loaded table[TABLE_SLOTS];
 static fa_lock lock = FA_LOCK_INIT;
 
 static uint64_t number_of(fa_variant v, const fa_gpu *gpu) {
-    return ((uint64_t)gpu->device << 56 | (uint64_t)v.arch << 48 | (uint64_t)v.family << 40 | (uint64_t)v.row << 24 |
-            v.features) +
-           1;
+    return (((uint64_t)gpu->device << 56 | (uint64_t)v.arch << 48 | (uint64_t)v.family << 40 | (uint64_t)v.row << 24 |
+             v.features) +
+            1) ^
+           v.mods_hash;
 }
 
 /* Returns the entry of a number. *found tells whether there is such an entry. If the number has no entry, the function

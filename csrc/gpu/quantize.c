@@ -73,7 +73,7 @@ fa_status fa_cuda_quantize(const fa_quantization *q, void *workspace, fa_error *
     const int64_t most_ctas = (int64_t)place.gpu->num_sms * fa_quantize_row(row)->ctas;
     const fa_quantize_params p = params_of(q, workspace);
     const fa_cuda_call call = {.gpu = place.gpu, .driver = place.driver, .stream = place.stream};
-    const fa_variant variant = {FA_QUANTIZE, row, fa_dtype_feature(q->dtype), place.gpu->capability};
+    const fa_variant variant = {FA_QUANTIZE, row, fa_dtype_feature(q->dtype), place.gpu->capability, 0, NULL};
     const int64_t ctas = p.num_pieces < most_ctas ? p.num_pieces : most_ctas;
     const fa_launch launch = {(unsigned)ctas, 1, 1, .threads = FA_QUANTIZE_THREADS};
     if (p.num_pieces > 0) {

@@ -15,16 +15,14 @@ static const struct {
     fa_pass pass;
     const char *name;
     fa_cuda_planner *plan;
+    bool takes_flex; /* programmable attention */
 } planners[] = {
-    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90},   {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90},
-    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90}, {FA_FWD, "attn_fwd_any", fa_plan_fwd_any},
-    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90},         {FA_BWD, "attn_bwd_any", fa_plan_bwd_any},
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false},   {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, false},
+    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false}, {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true},
+    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, false},         {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true},
 };
 
-static void name_kernel(fa_plan *plan, int arch) {
-    const fa_variant variant = {(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, arch};
-    fa_variant_name(variant, plan->kernel);
-}
+static void name_kernel(fa_plan *plan, int arch) { fa_variant_name(fa_plan_variant(plan, arch), plan->kernel); }
 
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
     if (machine->gpu_capability < 80)
@@ -44,6 +42,8 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
         if (planners[i].pass != p->pass) continue;
         if (machine->gpu_kernels && !strstr(planners[i].name, machine->gpu_kernels))
             why = "FLASH_ATTN_CUDA_KERNEL rules it out";
+        else if (p->flex && !planners[i].takes_flex)
+            why = "it takes no mod and no block mask";
         else
             why = planners[i].plan(p, &rest, plan);
         if (!why) {

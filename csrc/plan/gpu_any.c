@@ -1,5 +1,8 @@
 /* Planners of the generic kernels. They require little of a problem. They take the first row of cuda/tiles.def that has
  * room for both head dimensions. The widest row takes qv, and v of more columns in blocks. */
+#include "cuda/cuda_flex.h"
+#include "flex/flex.h"
+#include "flex/source.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -16,8 +19,23 @@ static tile_row tile_row_of(const fa_problem *p) {
     return (tile_row){p->d > d_v ? p->d : d_v, p->dtype == FA_F32 ? 4 : 2};
 }
 
+static const char *why_not_flex(const fa_problem *p) {
+    const fa_flex *flex = p->flex;
+    const fa_mods mods = fa_mods_of(p);
+    const int64_t most = 1 << 30;
+    if (sizeof(fa_cuda_flex_problem) + fa_flex_values_bytes(mods.score, mods.mask, mods.derivative) >
+        FA_MOST_PARAMETER_BYTES)
+        return "the captured tensors and numbers of its mods take more than the 4 KB of a kernel's parameters";
+    if (p->deterministic && fa_wants_capture_gradients(p))
+        return "it adds to the gradients of captured tensors in any order, so they are not deterministic";
+    if (flex->block_q > 0 && (flex->mask_b > most || flex->mask_h > most || flex->rows > most || flex->columns > most))
+        return "it counts blocks up to 2^30";
+    return NULL;
+}
+
 static const char *why_not(const fa_problem *p) {
     const char *why = fa_why_not_of_3(p, p->pass == FA_FWD ? FA_ALL_OF_3 : FA_ALL_OF_3 - FA_QV - FA_E4M3_IN);
+    if (!why && p->flex) why = why_not_flex(p);
     if (why) return why;
     if (p->dtype == FA_E4M3 && p->qv.data) return "it takes no qv of float8_e4m3fn";
     if (p->s_dmask && (p->dtype == FA_E4M3 || p->qv.data)) return "its s_dmask takes no qv and no float8_e4m3fn";
@@ -29,6 +47,12 @@ static const char *why_not(const fa_problem *p) {
         p->cache_rows > INT32_MAX || p->rotary_rows > INT32_MAX || p->total_new > INT32_MAX)
         return "it counts rows and pages of a KV cache up to 2^30";
     return NULL;
+}
+
+static void set_mods(const fa_problem *p, fa_plan *plan) {
+    if (!p->flex) return;
+    const fa_mods mods = fa_mods_of(p);
+    plan->gpu.mods = fa_mods_hash(&mods);
 }
 
 const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
@@ -43,7 +67,8 @@ const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->gpu.features = fa_any_features(p);
     plan->block_q = 16 * fa_fwd_any_row(row)->blocks * fa_fwd_any_row(row)->warps;
     plan->block_kv = fa_fwd_any_row(row)->block_kv;
-    plan->workspace_bytes = fa_rotated_q_bytes(p);
+    plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_block_map_bytes(p);
+    set_mods(p, plan);
     return NULL;
 }
 
@@ -61,5 +86,7 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->gpu.features = fa_any_features(p);
     plan->block_q = 16 * fa_bwd_any_row(row)->blocks * fa_bwd_any_row(row)->warps;
     plan->block_kv = fa_bwd_any_row(row)->walk;
+    plan->workspace_bytes = fa_block_map_bytes(p);
+    set_mods(p, plan);
     return NULL;
 }

@@ -1,7 +1,8 @@
 /* Questions of the GPU planners about a problem. */
 #include "gpu_problem.h"
 
-#include "kernel_table.h"
+#include "flex/flex.h"
+#include "system/hash.h"
 
 bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !(p->scale >= 1e-37); }
 
@@ -37,7 +38,37 @@ unsigned fa_cuda_features(const fa_problem *p) {
 }
 
 unsigned fa_any_features(const fa_problem *p) {
-    return fa_dtype_feature(p->dtype) | (fa_why_not_of_3(p, 0) ? FA_OF_3 : 0u);
+    const unsigned additions = p->flex ? FA_OF_3 | FA_FLEX : fa_why_not_of_3(p, 0) ? FA_OF_3 : 0u;
+    return fa_dtype_feature(p->dtype) | additions;
+}
+
+static const fa_flex_program *program_of(const fa_flex_bound *bound) { return bound ? bound->program : NULL; }
+
+fa_mods fa_mods_of(const fa_problem *p) {
+    const fa_flex *flex = p->flex;
+    return (fa_mods){program_of(flex->score), program_of(flex->mask),
+                     p->pass == FA_BWD ? program_of(flex->derivative) : NULL};
+}
+
+uint64_t fa_mods_hash(const fa_mods *mods) {
+    const fa_flex_program *programs[] = {mods->score, mods->mask, mods->derivative};
+    uint64_t hashes[3] = {0};
+    bool has_mods = false;
+    for (int i = 0; i < 3; i++)
+        if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;
+    return has_mods ? fa_hash(0, hashes, sizeof hashes) : 0;
+}
+
+bool fa_wants_capture_gradients(const fa_problem *p) {
+    if (!p->flex || !p->flex->derivative || !p->flex->gradients) return false;
+    for (int i = 0; i < p->flex->derivative->program->num_captures; i++)
+        if (p->flex->gradients[i]) return true;
+    return false;
+}
+
+size_t fa_block_map_bytes(const fa_problem *p) {
+    const fa_flex *flex = p->flex;
+    return flex && flex->block_q > 0 ? (size_t)(flex->mask_b * flex->mask_h * flex->rows * flex->columns) : 0;
 }
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {

@@ -2,7 +2,7 @@
 #ifndef FA_PLAN_GPU_PROBLEM_H
 #define FA_PLAN_GPU_PROBLEM_H
 
-#include "flash_attn.h"
+#include "kernel_table.h"
 
 /* A planner begins with such lines. If the condition is false, the reason says why the kernel cannot serve the
  * problem. */
@@ -56,6 +56,17 @@ unsigned fa_cuda_features(const fa_problem *problem);
 
 /* The same for the generic kernels. */
 unsigned fa_any_features(const fa_problem *problem);
+
+/* The user's functions in the kernels of a problem with flex, and their hash: 0 if there is no function. The derivative
+ * belongs to the backward. */
+fa_mods fa_mods_of(const fa_problem *problem);
+uint64_t fa_mods_hash(const fa_mods *mods);
+
+/* Does the backward add to gradients of captures? */
+bool fa_wants_capture_gradients(const fa_problem *problem);
+
+/* Bytes of the map of a block mask (cuda/flex_blocks.cuh). */
+size_t fa_block_map_bytes(const fa_problem *problem);
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 

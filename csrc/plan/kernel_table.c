@@ -139,7 +139,8 @@ static const fa_row bwd_any_rows[] = {
 #undef FA_BWD_TILE_ANY
 };
 
-static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_OF_3}};
+static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_OF_3 | FA_FLEX}};
+static const fa_row flex_blocks_rows[] = {{.name = "flex_blocks"}};
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
@@ -160,6 +161,12 @@ static bool fwd_any_chooses(int row, unsigned features) {
 
 static bool bwd_any_chooses(int row, unsigned features) {
     return (fa_bwd_any_row(row)->factor_bytes == 4) == ((features & FA_IN_F32) != 0);
+}
+
+/* Programmable attention has the additions of flash-attn 3. */
+static bool delta_any_chooses(int row, unsigned features) {
+    (void)row;
+    return !(features & FA_FLEX) || (features & FA_OF_3);
 }
 
 static bool always_chooses(int row, unsigned features) {
@@ -206,6 +213,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 #define ANY_FILES      "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
 #define TILE_ANY_FILES ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh", "e4m3.cuh"
+#define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
@@ -257,25 +265,33 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = FILES("attn_fwd_any.cu", TILE_ANY_FILES),
+                    .files = FILES("attn_fwd_any.cu", TILE_ANY_FILES, FLEX_FILES),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
-                    .knows = ANY_KNOWS | FA_IN_E4M3,
+                    .knows = ANY_KNOWS | FA_IN_E4M3 | FA_FLEX,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
-                    .chooses = fwd_any_chooses},
+                    .chooses = fwd_any_chooses,
+                    .takes_mods = true},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
-                    .files = FILES("attn_bwd_any.cu", TILE_ANY_FILES),
+                    .files = FILES("attn_bwd_any.cu", TILE_ANY_FILES, FLEX_FILES),
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
-                    .knows = ANY_KNOWS,
+                    .knows = ANY_KNOWS | FA_FLEX,
                     .rows = bwd_any_rows,
                     .num_rows = NUM_ROWS(bwd_any_rows),
-                    .chooses = bwd_any_chooses},
+                    .chooses = bwd_any_chooses,
+                    .takes_mods = true},
     [FA_DELTA_ANY] = {.name = "attn_delta_any",
-                      .files = FILES("attn_delta_any.cu", ANY_FILES),
-                      .knows = ANY_KNOWS,
+                      .files = FILES("attn_delta_any.cu", "cuda_flex.h", ANY_FILES),
+                      .knows = ANY_KNOWS | FA_FLEX,
                       .rows = delta_any_rows,
                       .num_rows = NUM_ROWS(delta_any_rows),
-                      .chooses = always_chooses},
+                      .chooses = delta_any_chooses},
+    [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
+                        .files =
+                            FILES("flex_blocks.cu", "flex_blocks.cuh", "cuda_flex.h", "cuda_problem.h", "integers.cuh"),
+                        .rows = flex_blocks_rows,
+                        .num_rows = NUM_ROWS(flex_blocks_rows),
+                        .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
                       .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),
                       .knows = ANY_KNOWS,
@@ -325,7 +341,8 @@ bool fa_variant_is_chosen(fa_variant v) {
 }
 
 fa_variant fa_plan_variant(const fa_plan *plan, int capability) {
-    return (fa_variant){(fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, capability};
+    return (fa_variant){
+        (fa_family_id)plan->gpu.family, plan->gpu.row, plan->gpu.features, capability, plan->gpu.mods, NULL};
 }
 
 /* Names are written piece by piece, because formatting them would cost a short call a tenth of its time. */
@@ -335,7 +352,7 @@ static char *append(const char *name, char *at, const char *text) {
     return at;
 }
 
-/* Writes a name like attn_fwd_sm90_bf16_d128_q128kv128_causal. */
+/* Writes a name like attn_fwd_sm90_bf16_d128_q128kv128_causal. The hash of a user's functions stands at the end. */
 void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     static const struct {
         unsigned bit;
@@ -353,4 +370,9 @@ void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
     at = append(name, append(name, append(name, at, "_"), dtype), family->rows[v.row].name + strlen(family->name));
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (v.features & words[i].bit) at = append(name, at, words[i].word);
+    if (v.mods_hash != 0) {
+        char digits[18] = "_";
+        for (int i = 0; i < 16; i++) digits[1 + i] = "0123456789abcdef"[v.mods_hash >> (60 - 4 * i) & 15];
+        append(name, at, digits);
+    }
 }

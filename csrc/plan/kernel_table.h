@@ -4,6 +4,7 @@
 #define FA_PLAN_KERNEL_TABLE_H
 
 #include "flash_attn.h"
+#include "flex/program.h"
 
 /* The features of a variant, beyond plain attention. A kernel without a feature contains no code for this feature.
  * X(constant in the kernel's text, bit, part of a variant's name). */
@@ -14,7 +15,8 @@
         X(SCORE, 8, "_score"),      /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
         X(PAGED, 128, "_paged"),    /* keys lie in pages of a block table */                                  \
         X(DROPOUT, 16, "_dropout"), /* dropout of the probabilities */                                        \
-        X(OF_3, 512, "_of3")        /* generic kernels: what flash-attn 3 adds */
+        X(OF_3, 512, "_of3"),       /* generic kernels: what flash-attn 3 adds */                             \
+        X(FLEX, 1024, "_flex")      /* generic kernels: programmable attention (flex/flex.h) */
 
 /* The bits of the dtype. fp16 has none of them. */
 #define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64), X(E4M3, 256)
@@ -47,6 +49,7 @@ typedef enum {
     FA_QUANTIZE,
     FA_COMBINE,
     FA_FWD_FP8_SM90,
+    FA_FLEX_BLOCKS,
     FA_NUM_FAMILIES
 } fa_family_id;
 
@@ -69,6 +72,7 @@ typedef struct {
     int num_rows;
     bool (*chooses)(int row, unsigned features); /* does a plan ever take the row for these features? */
     bool aligns_shared; /* relies on dynamic shared memory that begins at FA_SHARED_ALIGNMENT */
+    bool takes_mods;    /* with FA_FLEX the text includes the text of a user's functions, FA_MODS_FILE */
 } fa_family;
 
 extern const fa_family fa_families[FA_NUM_FAMILIES];
@@ -117,17 +121,27 @@ const fa_quantize_columns *fa_quantize_row(int row);
 
 enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 
+/* The programs of a kernel (flex/program.h). NULL: there is no such function. */
+typedef struct {
+    const fa_flex_program *score, *mask, *derivative;
+} fa_mods;
+#define FA_MODS_FILE "flex_mods.cuh"
+
 typedef struct {
     fa_family_id family;
     int row;
     unsigned features;
     int arch; /* 90: compiled for compute capability 9.0 */
+    /* The user's functions, and their hash, which tells variants apart. Only a compilation reads the functions. */
+    uint64_t mods_hash;
+    const fa_mods *mods;
 } fa_variant;
 
 #define FA_VARIANT_NAME_BYTES FA_KERNEL_NAME_BYTES
 void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]);
 
-/* Does a plan ever choose this variant? The answer is false too if the row or the features make no sense. */
+/* Does a plan ever choose this variant? The answer is false too if the row or the features make no sense, and for
+ * variants with a user's functions. */
 bool fa_variant_is_chosen(fa_variant variant);
 
 /* Returns the variant of a plan for a GPU of this compute capability. */

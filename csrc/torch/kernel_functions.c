@@ -15,7 +15,7 @@ static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
         for (int row = 0; row < fa_families[family].num_rows; row++)
             for (unsigned features = 0; list && features <= fa_families[family].knows; features++) {
                 const int arch = fa_families[family].arch;
-                const fa_variant variant = {(fa_family_id)family, row, features, arch};
+                const fa_variant variant = {(fa_family_id)family, row, features, arch, 0, NULL};
                 char name[FA_VARIANT_NAME_BYTES];
                 if (!fa_variant_is_chosen(variant)) continue;
                 fa_variant_name(variant, name);
@@ -32,6 +32,7 @@ static bool read_variant(PyObject *args, const char *function, fa_variant *varia
         PyErr_Format(PyExc_TypeError, "%s(): takes family, row, features and arch", function);
         return false;
     }
+    *variant = (fa_variant){0};
     variant->family = (fa_family_id)PyLong_AsLong(PyTuple_GetItem(args, 0));
     variant->row = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
     variant->features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 2));

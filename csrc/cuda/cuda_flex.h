@@ -1,0 +1,38 @@
+/* Programmable attention (../flex/flex.h) as the kernels read it. C code fills the structs, and CUDA code reads them.
+ * All types have the same layout on both sides. Every array lies in the GPU's memory. */
+#ifndef FA_CUDA_FLEX_H
+#define FA_CUDA_FLEX_H
+
+#include "cuda_problem.h"
+
+#define FA_MOST_PARAMETER_BYTES 4096 /* every driver takes so many */
+
+/* fa_flex_list. num NULL: there is no such list. */
+typedef struct {
+    const int *num;    /* [mask_b, mask_h, rows] */
+    const int *blocks; /* [mask_b, mask_h, rows, columns] */
+    long long num_stride[3], blocks_stride[4];
+} fa_cuda_block_list;
+
+/* The parameters of flex_blocks.cu. */
+typedef struct {
+    fa_cuda_block_list partial, full;
+    unsigned char *kinds; /* [mask_b, mask_h, rows, columns] */
+    int mask_b, mask_h, rows, columns;
+    int kind_of_partial; /* what a partial block becomes: FULL_BLOCK if there is no mask_mod */
+} fa_cuda_flex_blocks;
+
+/* What a kernel reads besides fa_cuda_problem. */
+typedef struct {
+    const unsigned char *kinds; /* [mask_b, mask_h, rows, columns] block_kind of flex.cuh; NULL: no block mask */
+    int mask_b, mask_h, rows, columns, block_q, block_kv;
+    fa_cuda_row_stats max_scores, dlse; /* data NULL: not wanted, and 0 */
+} fa_cuda_flex;
+
+/* The parameters of a kernel. The members of flex_values follow, as many words as the user's functions need. */
+typedef struct {
+    fa_cuda_problem problem;
+    fa_cuda_flex flex;
+} fa_cuda_flex_problem;
+
+#endif

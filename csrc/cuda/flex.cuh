@@ -1,0 +1,67 @@
+/* The user's functions in a kernel: a score_mod, its derivative, and a mask_mod with a block mask (../flex/flex.h).
+ *
+ * flex_mods.cuh is generated from the functions of a call (../flex/source.h), and lies beside no other text. A kernel
+ * with the constant FLEX includes the generated text and has its parameters behind those of other kernels. */
+#ifndef FA_FLEX_CUH
+#define FA_FLEX_CUH
+
+#include "flex_blocks.cuh"
+#include "flex_mods.cuh"
+
+/* What a thread adds to gradients of captures later, because only b and h choose the elements. */
+#if FLEX_DERIVATIVE
+typedef flex_sums mod_sums;
+#else
+struct mod_sums {};
+#endif
+
+struct problem : fa_cuda_problem {
+    fa_cuda_flex flex;
+    flex_values values;
+};
+
+/* The functions of one batch and query head. */
+struct mods {
+    const problem &p;
+    int b_idx, head;
+    block_map map;
+
+    DEVICE mods(const problem &p, int b_idx, int head)
+        : p(p), b_idx(b_idx), head(head), map(p.flex, b_idx, head, FLEX_MASK ? PARTIAL_BLOCK : FULL_BLOCK) {}
+
+    /* Returns the score of query i and key j from scale q.k. */
+    DEVICE float score(float x, int i, int j) const {
+#if FLEX_SCORE
+        return flex_score(p.values, x, b_idx, head, i, j);
+#else
+        return x;
+#endif
+    }
+
+    /* Returns the gradient of scale q.k from the gradient of the score, and adds to the gradients of captures. */
+    DEVICE float derivative(mod_sums &sums, float x, float grad, int i, int j) const {
+#if FLEX_DERIVATIVE
+        return flex_derivative(p.values, sums, x, grad, b_idx, head, i, j);
+#else
+        return grad;
+#endif
+    }
+
+    /* Adds the sums of this thread to memory. */
+    DEVICE void add(const mod_sums &sums) const {
+#if FLEX_DERIVATIVE
+        flex_add_sums(p.values, sums, b_idx, head);
+#endif
+    }
+
+    /* Does query i see key j? Both exist, and their tile has this kind. */
+    DEVICE bool sees(block_kind kind, int i, int j) const {
+        if (kind == MIXED_BLOCKS) kind = map.kind_at(i, j);
+#if FLEX_MASK
+        if (kind == PARTIAL_BLOCK) return flex_mask(p.values, b_idx, head, i, j);
+#endif
+        return kind != EMPTY_BLOCK;
+    }
+};
+
+#endif
