@@ -5,6 +5,7 @@
 
 #include "cases.h"
 #include "emulate_cuda.h"
+#include "flex/source.h"
 #include "gpu/any_problem.h"
 #include "gpu/append.h"
 #include "gpu/host.h"
@@ -13,6 +14,7 @@
 #include "gpu/memory.h"
 #include "plan/gpu.h"
 #include <dlfcn.h>
+#include <sys/stat.h>
 
 /* ---- in place of gpu/kernels.c and gpu/driver.c ------------------------------------------------------------------ */
 
@@ -34,6 +36,32 @@ bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
     return false;
 }
 
+static const char *parameters_of(fa_variant variant) {
+    switch (variant.family) {
+    case FA_DECODE_SM90: return "fa_attn_decode_params";
+    case FA_COMBINE: return "fa_combine_params";
+    case FA_QUANTIZE: return "fa_quantize_params";
+    case FA_FLEX_BLOCKS: return "fa_cuda_flex_blocks";
+    default: return variant.features & FA_FLEX ? "problem" : "fa_cuda_problem";
+    }
+}
+
+/* Writes the text of a user's functions to BUILD_FOLDER/<name>.mods. */
+static fa_status write_mods(const char *name, const fa_mods *mods, fa_error *err) {
+    char path[512], *text;
+    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, &text, err);
+    if (status != FA_OK) return status;
+    snprintf(path, sizeof path, BUILD_FOLDER "/%s.mods", name);
+    mkdir(path, 0777);
+    snprintf(path, sizeof path, BUILD_FOLDER "/%s.mods/" FA_MODS_FILE, name);
+    FILE *file = fopen(path, "w");
+    if (!file) return fa_fail(err, FA_EFAILED, "cannot write %s", path);
+    fputs(text, file);
+    fclose(file);
+    free(text);
+    return FA_OK;
+}
+
 /* Loads BUILD_FOLDER/<name>.so. CXX compiles the file if it does not exist. */
 fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
     const fa_family *family = &fa_families[variant.family];
@@ -42,17 +70,16 @@ fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
     fa_variant_name(variant, name);
     snprintf(path, sizeof path, BUILD_FOLDER "/%s.so", name);
     if (access(path, R_OK) != 0) {
-        const char *parameters = variant.family == FA_DECODE_SM90 ? "fa_attn_decode_params"
-                                 : variant.family == FA_COMBINE   ? "fa_combine_params"
-                                 : variant.family == FA_QUANTIZE  ? "fa_quantize_params"
-                                                                  : "fa_cuda_problem";
-        int at =
-            snprintf(command, sizeof command,
-                     CXX " -std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
-                         "-include cuda_emulation.h -I" CSRC_FOLDER
-                         " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d",
-                     family->files[0], parameters, !!(variant.features & FA_IN_BF16), !!(variant.features & FA_IN_F32),
-                     !!(variant.features & FA_IN_E4M3), !!(variant.features & FA_OF_3));
+        const bool has_mods = family->takes_mods && variant.features & FA_FLEX;
+        if (has_mods && write_mods(name, variant.mods, err) != FA_OK) return FA_EFAILED;
+        int at = snprintf(command, sizeof command,
+                          CXX " -std=c++17 -O1 -g -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
+                              "-include cuda_emulation.h -I" CSRC_FOLDER
+                              " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d"
+                              " -DFLEX=%d -I" BUILD_FOLDER "/%s.mods",
+                          family->files[0], parameters_of(variant), !!(variant.features & FA_IN_BF16),
+                          !!(variant.features & FA_IN_F32), !!(variant.features & FA_IN_E4M3),
+                          !!(variant.features & FA_OF_3), !!(variant.features & FA_FLEX), name);
         for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
             at += snprintf(command + at, sizeof command - (size_t)at, " -D%s=%d", family->columns[i],
                            family->rows[variant.row].columns[i]);

@@ -1,0 +1,421 @@
+/* Programmable attention on the generic GPU kernels, compiled for the CPU, against a double loop. The texts of the
+ * user's functions are written by hand here, in place of flex/source.c. Random cases: block masks with lists in any
+ * order and garbage behind the counts, blocks of any size, rows that see nothing, odd lengths, grouped heads, NaN in
+ * keys and values that some rows do not see. */
+#define _GNU_SOURCE
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#pragma GCC diagnostic ignored "-Wunused-function" /* the cases of plain attention are not used here */
+
+#include "cpu/reference.h"
+#include "cuda_device.h"
+#include "flex/flex.h"
+#include "flex/source.h"
+
+/* ---- functions --------------------------------------------------------------------------------------------------- */
+
+/* The words of a flex_values: a captured tensor of floats, its gradient, and a captured tensor of int32. */
+enum { TABLE, GRADIENT, DOCUMENTS, NUM_WORDS };
+enum { TABLE_SIZE = 8 };
+
+typedef struct {
+    const char *name, *score, *mask, *derivative, *sums; /* bodies of functions; NULL: there is none */
+    bool has_gradient;
+} mod_text;
+
+static const mod_text mods[] = {
+    {.name = "no function"},
+    {.name = "causal", .mask = "return q_idx >= kv_idx;"},
+    {.name = "documents",
+     .mask = "const int *d = (const int *)x.words[2];\n"
+             "    return d[min(q_idx, (int)d[-1] - 1)] == d[min(kv_idx, (int)d[-1] - 1)];"},
+    {.name = "ALiBi",
+     .score = "return score + ((const float *)x.words[0])[h] * (float)(kv_idx - q_idx);",
+     .derivative = "if (x.words[1]) sums.sum += grad * (float)(kv_idx - q_idx);\n    return grad;",
+     .sums = "if (x.words[1]) atomicAdd((float *)x.words[1] + h, sums.sum);",
+     .has_gradient = true},
+    {.name = "softcap",
+     .score = "return 3 * tanhf(score / 3);",
+     .derivative = "const float t = tanhf(score / 3);\n    return grad * (1 - t * t);"},
+    {.name = "table and causal",
+     .score = "return score + ((const float *)x.words[0])[(kv_idx - q_idx) & 7];",
+     .mask = "return q_idx >= kv_idx;",
+     .derivative = "if (x.words[1] && grad != 0) atomicAdd((float *)x.words[1] + ((kv_idx - q_idx) & 7), grad);\n"
+                   "    return grad;",
+     .sums = "",
+     .has_gradient = true},
+    {.name = "causal by score",
+     .score = "return q_idx >= kv_idx ? score : __int_as_float(0xff800000);",
+     .derivative = "return q_idx >= kv_idx ? grad : 0;"},
+};
+enum { NO_FUNCTION, CAUSAL, DOCUMENT, ALIBI, SOFTCAP, BIAS, CAUSAL_SCORE, NUM_MODS };
+
+static double score_of(int mod, double s, const float *table, int64_t h, int64_t i, int64_t j) {
+    if (mod == ALIBI) return s + (double)table[h] * (double)(j - i);
+    if (mod == SOFTCAP) return 3 * tanh(s / 3);
+    if (mod == BIAS) return s + (double)table[(j - i) & 7];
+    return mod == CAUSAL_SCORE && i < j ? -INFINITY : s;
+}
+static bool mask_of(int mod, const int32_t *documents, int64_t i, int64_t j) {
+    if (mod == DOCUMENT) return documents[i] == documents[j];
+    return !(mod == CAUSAL || mod == BIAS) || i >= j;
+}
+
+/* The functions of the running case. */
+static int current_mod;
+static const int32_t *current_documents;
+
+/* ---- in place of flex/source.c ----------------------------------------------------------------------------------- */
+
+fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
+                         char **text, fa_error *err) {
+    static const char index[] = "int b, int h, int q_idx, int kv_idx) {\n    ", values[] = "const flex_values &x, ";
+    const mod_text *m = &mods[current_mod];
+    size_t bytes;
+    FILE *file = open_memstream(text, &bytes);
+    (void)err;
+    fprintf(file, "#define FLEX_SCORE %d\n#define FLEX_MASK %d\n#define FLEX_DERIVATIVE %d\n#define FLEX_SUMS 1\n",
+            score != NULL, mask != NULL, derivative != NULL);
+    fprintf(file, "struct flex_values {\n    long long words[%d];\n};\n", NUM_WORDS);
+    if (score) fprintf(file, "DEVICE float flex_score(%sfloat score, %s%s\n}\n", values, index, m->score);
+    if (mask) fprintf(file, "DEVICE bool flex_mask(%s%s%s\n}\n", values, index, m->mask);
+    if (derivative) {
+        fprintf(file, "struct flex_sums {\n    float sum;\n};\n");
+        fprintf(file, "DEVICE float flex_derivative(%sflex_sums &sums, float score, float grad, %s%s\n}\n", values,
+                index, m->derivative);
+        fprintf(file, "DEVICE void flex_add_sums(%sconst flex_sums &sums, int b, int h) {\n    %s\n}\n", values,
+                m->sums ? m->sums : "");
+    }
+    fclose(file);
+    return FA_OK;
+}
+
+size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
+                            const fa_flex_program *derivative) {
+    (void)score, (void)mask, (void)derivative;
+    return NUM_WORDS * sizeof(int64_t);
+}
+
+void fa_flex_fill_values(const fa_flex_bound *score, const fa_flex_bound *mask, const fa_flex_bound *derivative,
+                         fa_flex_gradients gradients, void *values) {
+    uint64_t *words = values;
+    (void)mask;
+    words[TABLE] = score ? (uintptr_t)score->captures[0].data : 0;
+    words[GRADIENT] = derivative && gradients ? (uintptr_t)gradients[0] : 0;
+    words[DOCUMENTS] = (uintptr_t)current_documents;
+}
+
+/* ---- cases ------------------------------------------------------------------------------------------------------- */
+
+static random_source source;
+static int64_t below(int64_t n) { return random_below(&source, n); }
+#define PICK(...) ((const int64_t[]){__VA_ARGS__}[below((int64_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)))])
+
+typedef struct {
+    fa_problem p;
+    fa_flex flex;
+    fa_flex_program program[3];
+    fa_flex_bound bound[3];
+    fa_flex_capture capture;
+    void *gradient;
+    float table[64];
+    unsigned char *kinds; /* [mask_b, mask_h, rows, columns]; NULL: no block mask */
+    double *q, *k, *v, *dout;
+} flex_case;
+
+static fa_view dense(int64_t rows, int64_t h, int64_t d, int64_t b, fa_dtype dtype, bool at_end) {
+    const int64_t stride_h = d + 3 * at_end, stride_row = stride_h * h;
+    void *data = guarded_alloc((size_t)(b * rows * stride_row) * fa_dtype_bytes(dtype), 16, at_end);
+    return (fa_view){data, stride_row * rows, stride_row, stride_h};
+}
+
+/* Fills a tensor, and returns what is in it: [b, rows, h, d]. */
+static double *filled(const fa_view *t, int64_t b, int64_t rows, int64_t h, int64_t d, fa_dtype dtype) {
+    double *copy = malloc((size_t)(b * rows * h * d + 1) * sizeof *copy), *at = copy;
+    for (int64_t i = 0; i < b * rows * h; i++)
+        for (int64_t c = 0; c < d; c++) {
+            const int64_t offset = i * t->stride_h + c;
+            fa_store_element(t->data, offset, random_normal(&source), dtype);
+            *at++ = fa_load_element(t->data, offset, dtype);
+        }
+    return copy;
+}
+
+static fa_row_stats stats(int64_t b, int64_t h, int64_t rows, bool at_end) {
+    return (fa_row_stats){guarded_alloc((size_t)(b * h * rows) * sizeof(float), 4, at_end), h * rows, rows};
+}
+
+/* Makes a list of the blocks of a kind, in any order, among numbers that are no blocks. */
+static fa_flex_list list_of(const flex_case *c, unsigned char kind, bool at_end) {
+    const fa_flex *f = &c->flex;
+    const int64_t lists = f->mask_b * f->mask_h * f->rows, room = f->columns;
+    int32_t *num = guarded_alloc((size_t)lists * 4, 4, at_end),
+            *blocks = guarded_alloc((size_t)(lists * room * 2) * 4, 4, at_end);
+    for (int64_t list = 0; list < lists; list++) {
+        int32_t n = 0, *to = blocks + list * room * 2;
+        for (int64_t i = 0; i < room; i++)
+            if (c->kinds[list * room + i] & kind) to[2 * n++] = (int32_t)i;
+        for (int32_t i = n - 1; i > 0; i--) {
+            const int64_t other = below(i + 1);
+            const int32_t x = to[2 * i];
+            to[2 * i] = to[2 * other], to[2 * other] = x;
+        }
+        const bool is_whole = n == room;
+        for (int64_t i = n; i < room; i++) to[2 * i] = (int32_t)PICK(0, room - 1, room, -1, INT32_MAX, INT32_MIN);
+        if (n < room && (to[2 * n] < 0 || to[2 * n] >= room)) n++; /* a number that is no block */
+        num[list] = is_whole && below(2) ? INT32_MAX : n == 0 && below(2) ? INT32_MIN : n;
+    }
+    return (fa_flex_list){num,
+                          blocks,
+                          {f->mask_h * f->rows, f->rows, 1},
+                          {f->mask_h * f->rows * room * 2, f->rows * room * 2, room * 2, 2}};
+}
+
+static void make_block_mask(flex_case *c, bool at_end) {
+    fa_flex *f = &c->flex;
+    if (below(4) == 0) return;
+    f->block_q = PICK(1, 16, 24, 32, 64, 100, 128, 1 << 30);
+    f->block_kv = PICK(1, 8, 16, 40, 64, 100, 128, 1 << 30);
+    f->mask_b = PICK(1, c->p.b), f->mask_h = PICK(1, c->p.h);
+    f->rows = (c->p.len_q + f->block_q - 1) / f->block_q + below(2);
+    f->columns = (c->p.len_kv + f->block_kv - 1) / f->block_kv + below(2);
+    const int64_t num = f->mask_b * f->mask_h * f->rows * f->columns, density = PICK(0, 10, 50, 90);
+    c->kinds = malloc((size_t)num + 1);
+    /* bit 0: in the list of partial blocks, bit 1: in the list of full blocks */
+    for (int64_t i = 0; i < num; i++) c->kinds[i] = below(100) < density ? (unsigned char)PICK(1, 1, 2, 2, 3) : 0;
+    f->partial = list_of(c, 1, at_end);
+    if (below(4))
+        f->full = list_of(c, 2, at_end);
+    else
+        for (int64_t i = 0; i < num; i++) c->kinds[i] &= 1;
+}
+
+static bool sees(const flex_case *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    const fa_flex *f = &c->flex;
+    unsigned char kind = 1;
+    if (c->kinds)
+        kind = c->kinds[(((b % f->mask_b) * f->mask_h + h % f->mask_h) * f->rows + i / f->block_q) * f->columns +
+                        j / f->block_kv];
+    return kind & 2 || (kind == 1 && mask_of(current_mod, current_documents, i, j));
+}
+
+static void make_case(flex_case *c, int mod, fa_dtype dtype, bool at_end) {
+    const bool small = dtype == FA_F32;
+    const int64_t h_kv = PICK(1, 2), b = PICK(1, 2), len_q = PICK(1, 17, 64, 129, 150),
+                  len_kv = PICK(1, 31, 64, 130, 200, 333),
+                  d = small ? PICK(16, 40, 65, 129) : PICK(16, 48, 64, 80, 130),
+                  d_v = PICK(d, d, 24, 64, small ? 64 : 300);
+    *c = (flex_case){0};
+    current_mod = mod;
+    int32_t *documents = guarded_alloc((size_t)(len_q + len_kv + 1) * 4, 4, at_end);
+    *documents++ = (int32_t)(len_q + len_kv);
+    for (int64_t i = 0, id = 0; i < len_q + len_kv; i++) documents[i] = (int32_t)(id += below(20) == 0);
+    current_documents = documents;
+    fa_problem *p = &c->p;
+    *p = (fa_problem){.pass = FA_FWD,
+                      .device = FA_CUDA,
+                      .dtype = dtype,
+                      .b = b,
+                      .h = h_kv * PICK(1, 3),
+                      .h_kv = h_kv,
+                      .d = d,
+                      .d_v = d_v,
+                      .len_q = len_q,
+                      .len_kv = len_kv,
+                      .total_q = b * len_q,
+                      .total_kv = b * len_kv,
+                      .empty_lse = -INFINITY,
+                      .scale = below(5) ? 1 / sqrt((double)d) : -0.1,
+                      .window_left = -1,
+                      .window_right = -1,
+                      .flex = &c->flex};
+    p->q = dense(len_q, p->h, d, b, dtype, at_end), c->q = filled(&p->q, b, len_q, p->h, d, dtype);
+    p->k = dense(len_kv, h_kv, d, b, dtype, at_end), c->k = filled(&p->k, b, len_kv, h_kv, d, dtype);
+    p->v = dense(len_kv, h_kv, d_v, b, dtype, at_end), c->v = filled(&p->v, b, len_kv, h_kv, d_v, dtype);
+    p->dout = dense(len_q, p->h, d_v, b, dtype, at_end), c->dout = filled(&p->dout, b, len_q, p->h, d_v, dtype);
+    p->o = dense(len_q, p->h, d_v, b, dtype, at_end);
+    p->lse = stats(b, p->h, len_q, at_end);
+    c->flex.max_scores = stats(b, p->h, len_q, at_end);
+    for (int i = 0; i < 64; i++) c->table[i] = (float)random_normal(&source) * (mod == ALIBI ? 0.01f : 1);
+    c->capture = (fa_flex_capture){.data = c->table};
+    const char *bodies[3] = {mods[mod].score, mods[mod].mask, mods[mod].derivative};
+    for (int i = 0; i < 3; i++) {
+        c->program[i] = (fa_flex_program){.hash = (uint64_t)(8 * mod + i + 1), .num_captures = i == 2};
+        c->bound[i] = (fa_flex_bound){.program = &c->program[i], .captures = &c->capture};
+        if (bodies[i])
+            *(const fa_flex_bound **[]){&c->flex.score, &c->flex.mask, &c->flex.derivative}[i] = &c->bound[i];
+    }
+    make_block_mask(c, at_end);
+    if (below(3) == 0) { /* a key that is NaN, where only some rows see it */
+        const int64_t j = below(len_kv), at = below(d_v);
+        fa_store_element(p->v.data, j * p->v.stride_row + at, NAN, dtype);
+        c->v[j * h_kv * d_v + at] = NAN;
+    }
+}
+
+static void free_case(flex_case *c) {
+    free(c->q), free(c->k), free(c->v), free(c->dout), free(c->kinds);
+    guarded_free_all();
+}
+
+/* ---- the double loop --------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    double *o, *lse, *max, *dq, *dk, *dv, gradient[TABLE_SIZE];
+} results;
+
+static double *zeros(int64_t num) { return calloc((size_t)num + 1, sizeof(double)); }
+
+static double dot(const double *x, const double *y, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+/* Computes one query row, with its part of all gradients. */
+static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, int64_t i) {
+    const fa_problem *p = &c->p;
+    const int64_t row = (b * p->len_q + i) * p->h + h, stat = (b * p->h + h) * p->len_q + i, d = p->d, d_v = p->d_v;
+    const double *q = c->q + row * d, *dout = c->dout + row * d_v;
+    double *s = zeros(p->len_kv), max = -INFINITY, sum = 0, *o = r->o + row * d_v;
+#define KEY(x, j, d) (x + ((b * p->len_kv + (j)) * p->h_kv + h / (p->h / p->h_kv)) * (d))
+    for (int64_t j = 0; j < p->len_kv; j++) {
+        s[j] = sees(c, b, h, i, j) ? score_of(current_mod, p->scale * dot(q, KEY(c->k, j, d), d), c->table, h, i, j)
+                                   : -INFINITY;
+        if (s[j] > max) max = s[j];
+    }
+    for (int64_t j = 0; j < p->len_kv; j++) sum += max == -INFINITY ? 0 : exp(s[j] - max);
+    r->lse[stat] = max + log(sum), r->max[stat] = max;
+    for (int64_t j = 0; j < p->len_kv; j++)
+        for (int64_t x = 0; x < d_v && s[j] > -INFINITY; x++) o[x] += exp(s[j] - max) / sum * KEY(c->v, j, d_v)[x];
+    const double delta = dot(o, dout, d_v) - (c->flex.dlse.data ? c->flex.dlse.data[stat] : 0);
+    for (int64_t j = 0; j < p->len_kv; j++) {
+        if (s[j] == -INFINITY) continue;
+        const double prob = exp(s[j] - max) / sum, ds = prob * (dot(dout, KEY(c->v, j, d_v), d_v) - delta);
+        double change = ds;
+        if (current_mod == ALIBI) r->gradient[h] += ds * (double)(j - i);
+        if (current_mod == BIAS) r->gradient[(j - i) & 7] += ds;
+        if (current_mod == SOFTCAP) change *= 1 - s[j] / 3 * (s[j] / 3);
+        for (int64_t x = 0; x < d_v; x++) KEY(r->dv, j, d_v)[x] += prob * dout[x];
+        for (int64_t x = 0; x < d; x++) {
+            r->dq[row * d + x] += p->scale * change * KEY(c->k, j, d)[x];
+            KEY(r->dk, j, d)[x] += p->scale * change * q[x];
+        }
+    }
+    free(s);
+}
+
+static results compute(const flex_case *c) {
+    const fa_problem *p = &c->p;
+    const int64_t rows = p->b * p->len_q * p->h, keys = p->b * p->len_kv * p->h_kv;
+    results r = {zeros(rows * p->d_v), zeros(rows),          zeros(rows), zeros(rows * p->d),
+                 zeros(keys * p->d),   zeros(keys * p->d_v), {0}};
+    for (int64_t b = 0; b < p->b; b++)
+        for (int64_t h = 0; h < p->h; h++)
+            for (int64_t i = 0; i < p->len_q; i++) compute_row(c, &r, b, h, i);
+    return r;
+}
+
+static void free_results(results *r) { free(r->o), free(r->lse), free(r->max), free(r->dq), free(r->dk), free(r->dv); }
+
+/* ---- comparing --------------------------------------------------------------------------------------------------- */
+
+static int current_seed;
+
+static void compare_number(const char *what, int64_t at, double x, double truth, double tolerance) {
+    if (x == truth || (isnan(x) && isnan(truth)) || fabs(x - truth) <= tolerance) return;
+    fail_msg("--seed %d, %s: %s [%lld] is %g instead of %g", current_seed, mods[current_mod].name, what, (long long)at,
+             x, truth);
+}
+
+static void compare(const char *what, const fa_view *t, const double *truth, int64_t rows, int64_t d, fa_dtype dtype) {
+    double largest = 0.1;
+    for (int64_t i = 0; i < rows * d; i++)
+        if (fabs(truth[i]) > largest && fabs(truth[i]) < INFINITY) largest = fabs(truth[i]);
+    const double tolerance = largest * (dtype == FA_F32 ? 2e-5 : 0.03);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t x = 0; x < d; x++)
+            compare_number(what, i * d + x, fa_load_element(t->data, i * t->stride_h + x, dtype), truth[i * d + x],
+                           tolerance);
+}
+
+static void run_case(int seed) {
+    static const fa_dtype dtypes[] = {FA_F32, FA_F32, FA_BF16, FA_F16};
+    const bool at_end = seed % 2;
+    source = (random_source){(uint64_t)seed};
+    current_seed = seed;
+    flex_case c;
+    make_case(&c, seed % NUM_MODS, dtypes[seed / NUM_MODS % 4], at_end);
+    fa_problem *p = &c.p;
+    const double tolerance = p->dtype == FA_F32 ? 1e-4 : 0.02;
+    const int64_t rows = p->b * p->len_q * p->h, keys = p->b * p->len_kv * p->h_kv;
+    run_on_cuda(p, at_end);
+    if (below(2)) c.flex.dlse = stats(p->b, p->h, p->len_q, at_end);
+    for (int64_t i = 0; i < rows && c.flex.dlse.data; i++) c.flex.dlse.data[i] = (float)random_normal(&source);
+    results truth = compute(&c);
+    for (int64_t i = 0; i < rows; i++) {
+        compare_number("lse", i, p->lse.data[i], truth.lse[i], tolerance);
+        compare_number("max_scores", i, c.flex.max_scores.data[i], truth.max[i], tolerance);
+    }
+    compare("o", &p->o, truth.o, rows, p->d_v, p->dtype);
+
+    p->pass = FA_BWD;
+    c.flex.max_scores = (fa_row_stats){0};
+    float sums[TABLE_SIZE] = {0};
+    c.gradient = sums;
+    if (mods[current_mod].has_gradient) c.flex.gradients = &c.gradient;
+    p->softmax_d = stats(p->b, p->h, p->len_q, at_end);
+    if (below(4)) p->dq = dense(p->len_q, p->h, p->d, p->b, p->dtype, at_end);
+    if (below(4)) p->dk = dense(p->len_kv, p->h_kv, p->d, p->b, p->dtype, at_end);
+    if (below(4)) p->dv = dense(p->len_kv, p->h_kv, p->d_v, p->b, p->dtype, at_end);
+    run_on_cuda(p, at_end);
+    if (p->dq.data) compare("dq", &p->dq, truth.dq, rows, p->d, p->dtype);
+    if (p->dk.data) compare("dk", &p->dk, truth.dk, keys, p->d, p->dtype);
+    if (p->dv.data) compare("dv", &p->dv, truth.dv, keys, p->d_v, p->dtype);
+    for (int i = 0; i < TABLE_SIZE && c.flex.gradients; i++)
+        compare_number("gradient", i, sums[i], truth.gradient[i],
+                       (1 + fabs(truth.gradient[i])) * (p->dtype == FA_F32 ? 2e-3 : 0.5));
+    free_results(&truth);
+    free_case(&c);
+}
+
+/* ---- tests ------------------------------------------------------------------------------------------------------- */
+
+static int first_seed, last_seed = 4 * 4 * NUM_MODS - 1;
+
+static void test_cases(void **state) {
+    (void)state;
+    for (int seed = first_seed; seed <= last_seed; seed++) run_case(seed);
+}
+
+/* Mods that no kernel can take are refused with a reason. */
+static void test_sums_in_any_order_are_not_deterministic(void **state) {
+    const fa_machine machine = {.gpu_capability = 80, .gpu_sms = 1};
+    fa_plan plan;
+    fa_error err = {""};
+    flex_case c;
+    (void)state;
+    make_case(&c, BIAS, FA_F32, false);
+    c.p.pass = FA_BWD;
+    c.p.deterministic = true;
+    c.gradient = c.table;
+    c.flex.gradients = &c.gradient;
+    assert_int_equal(fa_plan_cuda(&c.p, &machine, &plan, &err), FA_EUNSUPPORTED);
+    assert_non_null(strstr(err.text, "not deterministic"));
+    c.flex.gradients = NULL;
+    assert_int_equal(fa_plan_cuda(&c.p, &machine, &plan, &err), FA_OK);
+    free_case(&c);
+}
+
+int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "--seed")) first_seed = last_seed = atoi(argv[2]);
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_cases),
+                                       cmocka_unit_test(test_sums_in_any_order_are_not_deterministic)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
