@@ -21,10 +21,7 @@ OWN = {
     2: {
         "flex/classify.c",
         "flex/dense.c",
-        "flex/evaluate.c",
         "flex/intervals.c",
-        "flex/program.c",
-        "flex/source.c",
         "torch/ops_2.c",
         "torch/direct_2.c",
         "torch/flex.c",

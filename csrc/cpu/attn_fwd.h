@@ -25,6 +25,7 @@
 
 #include "pool.h"
 #include "elementwise.h"
+#include "flex_step.h"
 #include "fwd_layout.h"
 #include "lanes.h"
 #include "nonfinite.h"
@@ -40,6 +41,9 @@ typedef struct {
     char *scratch; /* scratch of worker 0 */
     float softcap; /* in units of log2 */
     bool drops;    /* dropout is on, and keep_max allows a drop */
+    fa_isa isa;
+    fa_flex_block_map map; /* flex */
+    atomic_bool failed;    /* flex: no memory for the programs */
 } fwd_job;
 
 /* The state of a task: the layout's offsets as pointers, and the packed block of keys. */
@@ -62,6 +66,7 @@ typedef struct {
     const fa_task *next_task; /* during the last block: probably the next task of this worker */
     int score_buffer;         /* index of the next buffer of scores, 0 or 1 */
     product_queue queue;
+    const fa_flex_programs *programs; /* flex */
 } fwd_task;
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -77,6 +82,34 @@ static inline char *query_row(const fwd_task *t, const fa_view *view, fa_dtype d
 static inline int64_t longest_row(const fa_problem *p) { return max_i64(p->d, p->d_v) * DTYPE_BYTES(p->dtype); }
 
 /* ---- open a tile ---- */
+
+/* Flex: the lanes of a tile, for the block of keys that starts at key `block`. */
+static flex_tile flex_tile_at(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
+    const int64_t rest = t->s.len_kv - block, block_kv = t->job->layout.block_kv;
+    return (flex_tile){.programs = t->programs,
+                       .map = &t->job->map,
+                       .kinds = fa_flex_kinds_of(&t->job->map, t->s.b_idx, tile->head[0]),
+                       .b_idx = t->s.b_idx,
+                       .head = tile->head[0],
+                       .row = tile->row[0],
+                       .block = block,
+                       .lanes = tile->lanes,
+                       .valid_lanes = tile->valid_lanes,
+                       .num_keys = (int)min_i64(rest, block_kv)};
+}
+
+/* Finds the keys [*first, *end) of [key, key_end) from the first to the last one that the tile sees. */
+static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, int64_t key_end, int64_t *first,
+                      int64_t *end) {
+    if (!t->p->flex) {
+        *first = max_i64(tile->first_key, key);
+        *end = min_i64(tile->end_key, key_end);
+        return *first < *end;
+    }
+    const uint8_t *kinds = fa_flex_kinds_of(&t->job->map, t->s.b_idx, tile->head[0]);
+    return fa_flex_find_keys(&t->job->map, kinds, tile->row[0], tile->row[0] + tile->valid_lanes, key,
+                             min_i64(key_end, t->s.len_kv), first, end);
+}
 
 /* Sets the row and head of each lane, and the keys that the lane sees. */
 static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
@@ -97,6 +130,10 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
         if (p->alibi_slopes)
             tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
     }
+    if (p->flex && !find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
+        tile->first_key = INT64_MAX;
+        tile->end_key = 0;
+    }
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
@@ -116,6 +153,7 @@ static void open_tile(const fwd_task *t, int i) {
     for (int lane = 0; lane < tile->lanes; lane++) {
         tile->row_max[lane] = -INFINITY;
         tile->row_sum[lane] = 0.0f;
+        if (t->p->flex) tile->max_score[lane] = -INFINITY;
     }
     float *q_t = t->q_t + i * l->words * l->block_q;
     pack_lanes(q_t, tile->lanes, rows, tile->lanes, t->p->d, t->p->dtype);
@@ -179,11 +217,18 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     const int64_t last = t->block + t->job->layout.block_kv;
     for (; tile < t->num_tiles; tile++) {
         const fa_fwd_tile *x = &t->tiles[tile];
-        const int64_t begin = max_i64(x->first_key, t->block) - t->block, end = min_i64(x->end_key, last) - t->block;
-        if (begin >= end) continue;
+        int64_t begin, end;
+        if (!find_keys(t, x, t->block, last, &begin, &end)) continue;
         step->tile = tile;
-        step->begin = begin / WORD_ELEMS * WORD_ELEMS;
-        step->end = end;
+        step->begin = (begin - t->block) / WORD_ELEMS * WORD_ELEMS;
+        step->end = end -= t->block;
+        if (t->p->flex) {
+            const flex_tile lanes = flex_tile_at(t, x, t->block);
+            step->masked = false;
+            step->adjusts = t->p->flex->score || t->p->flex->max_scores.data || !(t->scale > 0) || !t->finite ||
+                            !flex_sees_all(&lanes, step->begin, end);
+            return true;
+        }
         step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
         step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || !(t->scale > 0);
         return true;
@@ -279,7 +324,13 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     const fwd_job *job = t->job;
     fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
-    if (step->adjusts) {
+    if (step->adjusts && t->p->flex) {
+        const flex_tile x = flex_tile_at(t, tile, t->block);
+        flex_hide(&x, begin, end, NULL, t->bytes);
+        flex_scores(&x, step->scores, begin, end, t->scale, t->bytes, step->new_max,
+                    t->p->flex->max_scores.data ? tile->max_score : NULL);
+        if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
+    } else if (step->adjusts) {
         const int64_t block_kv = job->layout.block_kv;
         float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
         for (int lane = 0; lane < lanes; lane++) {
@@ -348,8 +399,8 @@ static void step_output(fwd_task *t, const fwd_step *step) {
     for (int64_t key = step->begin; key < step->end; key++) {
         const char *v_row = t->key_rows[l->block_kv + key];
         if (v_row)
-            add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block, v_row, t->p->d_v,
-                              t->p->dtype);
+            add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block,
+                              t->p->flex ? t->bytes : NULL, v_row, t->p->d_v, t->p->dtype);
     }
 }
 
@@ -391,6 +442,8 @@ static void close_tile(const fwd_task *t, int i) {
         const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
         *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
             is_empty ? p->empty_lse : (float)(tile->row_max[lane] * LN_2 + log(sum));
+        if (p->flex && p->flex->max_scores.data)
+            *fa_row_stat(&p->flex->max_scores, &t->s, tile->row[lane], tile->head[lane]) = tile->max_score[lane];
         if (!is_empty) continue;
         factor[lane] = 0.0f;
         for (int64_t c = 0; c < l->columns; c++) o_t[c * tile->lanes + lane] = 0.0f; /* 0 times inf has left NaN */
@@ -410,13 +463,32 @@ static void fetch_block(const fwd_task *t) {
     fetch_now(rows, t->tiles[0].lanes, row_bytes);
 }
 
-static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
+/* The first key of the next block that some tile sees, or end_key or more. */
+static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
+    const int64_t block_kv = t->job->layout.block_kv;
+    for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
+        int64_t first, end;
+        for (int i = 0; i < t->num_tiles; i++)
+            if (find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end)) return block;
+    }
+    return block;
+}
+
+/* Flex: scores are in units of log2 only if nothing reads them in natural units. */
+static float flex_score_scale(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
+    const float scale = score_scale(p, b_idx, head_kv);
+    if (!p->flex || !(p->flex->score || p->flex->max_scores.data)) return scale;
+    return p->dtype == FA_E4M3 ? (float)(scale * LN_2) : (float)p->scale;
+}
+
+static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_programs *programs, char *scratch) {
     const fa_fwd_layout *l = &job->layout;
     fwd_task t = {.job = job,
                   .p = job->p,
                   .s = fa_sequence_at(job->p, task->b_idx),
                   .head_kv = task->head_kv,
-                  .scale = score_scale(job->p, task->b_idx, task->head_kv),
+                  .scale = flex_score_scale(job->p, task->b_idx, task->head_kv),
+                  .programs = programs,
                   .q_t = (float *)(scratch + l->q_t),
                   .o_t = (float *)(scratch + l->o_t),
                   .k = (float *)(scratch + l->k),
@@ -433,11 +505,19 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
     fa_rows_keys(t.p, &t.s, row_first, row_end, &first_key, &end_key);
 
     for (int i = 0; i < t.num_tiles; i++) place_lanes(&t, &t.tiles[i], task->begin + i);
-    for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key; t.block += l->block_kv) {
-        const int64_t begin = max_i64(first_key - t.block, 0), next = t.block + l->block_kv;
-        if (t.num_open == 0) list_keys(&t, t.block, begin, min_i64(end_key, next) - t.block, t.key_rows);
+    if (t.p->flex) {
+        first_key = INT64_MAX, end_key = 0;
+        for (int i = 0; i < t.num_tiles; i++) {
+            first_key = min_i64(first_key, t.tiles[i].first_key);
+            end_key = max_i64(end_key, t.tiles[i].end_key);
+        }
+    }
+    for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key;) {
+        const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, l->block_kv);
+        const int64_t next = next_block(&t, t.block, end_key);
+        if (t.num_open == 0) list_keys(&t, t.block, begin, end, t.key_rows);
         if (t.num_open == 0 || !PRODUCT_FETCHES) fetch_block(&t);
-        pack_block(&t, begin, min_i64(end_key, next) - t.block);
+        pack_block(&t, begin, end);
         t.num_next = next < end_key ? 2 * l->block_kv : 0;
         t.num_fetched = 0;
         if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
@@ -447,28 +527,54 @@ static void run_task(const fwd_job *job, const fa_task *task, char *scratch) {
         fetch_some(&t.soon);
         const char **rows = t.key_rows;
         t.key_rows = t.next_rows, t.next_rows = rows;
+        t.block = next;
     }
     while (t.num_open < t.num_tiles) open_tile(&t, t.num_open++); /* these tiles see no key */
     for (int i = 0; i < t.num_tiles; i++) close_tile(&t, i);
 }
 
 static void run_workers(int64_t begin, int64_t end, void *ctx) {
-    const fwd_job *job = ctx;
+    fwd_job *job = ctx;
+    fa_flex_programs programs;
+    if (!fa_flex_make_programs(job->p, job->isa, &programs)) {
+        atomic_store(&job->failed, true);
+        return;
+    }
     vec_mode mode = vec_enter();
     product_enter();
     for (int64_t w = begin; w < end; w++) {
         for (const fa_task *task; (task = fa_take_task(job->list));)
-            run_task(job, task, job->scratch + (size_t)w * job->layout.scratch_bytes);
+            run_task(job, task, &programs, job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
     product_leave();
     vec_leave(mode);
+    fa_flex_free_programs(&programs);
+}
+
+/* Fills the map of the blocks, and sets the tasks' costs to the keys of blocks that their tiles see. */
+static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_t num_tasks) {
+    const fa_problem *p = job->p;
+    job->map = fa_flex_block_map_of(p);
+    job->map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
+    fa_flex_fill_block_map(&job->map, p->flex);
+    for (int64_t i = 0; i < num_tasks && plan->cpu.threads > 1; i++) {
+        fa_task *task = &tasks[i];
+        const fa_sequence s = fa_sequence_at(p, task->b_idx);
+        const int64_t g = p->h / p->h_kv;
+        task->cost = 0;
+        for (int64_t tile = task->begin; tile < task->end; tile++) {
+            const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
+            int64_t row, row_end;
+            fa_tile_rows(p, &s, plan->block_q, tile, tile + 1, &row, &row_end);
+            task->cost += fa_flex_count_keys(&job->map, kinds, row, row_end, 0, s.len_kv);
+        }
+    }
 }
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
     int64_t num_tasks = fa_fwd_tasks(p, plan->block_q, plan->cpu.tiles_per_task, tasks);
     fa_task_list list = {tasks, num_tasks, 0};
-    if (plan->cpu.threads > 1) fa_sort_tasks(tasks, num_tasks);
 
     fwd_job job = {.p = p,
                    .layout = fa_fwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->cpu.tiles_per_task,
@@ -476,10 +582,15 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .list = &list,
                    .scratch = (char *)workspace + fa_tasks_bytes(num_tasks),
                    .softcap = (float)(p->softcap * LOG2_E),
-                   .drops = p->dropout_p > 0 && p->keep_max < 255};
-    if (plan->cpu.threads > 1) return pool->parallel_for(plan->cpu.threads, run_workers, &job);
+                   .drops = p->dropout_p > 0 && p->keep_max < 255,
+                   .isa = plan->cpu.isa};
+    if (p->flex) start_flex(&job, plan, tasks, num_tasks);
+    if (plan->cpu.threads > 1) {
+        fa_sort_tasks(tasks, num_tasks);
+        return pool->parallel_for(plan->cpu.threads, run_workers, &job) && !job.failed;
+    }
     run_workers(0, 1, &job); /* the work is too small to wake other threads */
-    return true;
+    return !job.failed;
 }
 
 #endif

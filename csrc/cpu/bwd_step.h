@@ -231,8 +231,8 @@ static void bwd_step_tile(bwd_task *t, int i) {
         product_add(&dq);
     for (int64_t key = begin; key < end && !t->k_finite; key++)
         if (t->key_rows[key])
-            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, t->key_rows[key], p->d,
-                              p->dtype);
+            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, NULL, t->key_rows[key],
+                              p->d, p->dtype);
 }
 
 #endif

@@ -1,13 +1,14 @@
 /* The memory layout of the forward. plan/cpu_fwd.c counts the bytes, and attn_fwd.h fills them. Every array is aligned
  * to 64 bytes.
  *
- *   workspace   tasks | one scratch for each worker
+ *   workspace   tasks | one scratch for each worker | flex: kinds of the blocks
  *   scratch     Q^T, O^T of all tiles of a task | K rows, V^T, S^T of one block of keys | addresses of the
  *               rows of K and V of two blocks, and of the rows to prefetch | tiles */
 #ifndef FA_CPU_FWD_LAYOUT_H
 #define FA_CPU_FWD_LAYOUT_H
 
 #include "fetch.h"
+#include "flex/block_map.h"
 #include "partition.h"
 
 #define FA_MAX_BLOCK_Q 64
@@ -15,7 +16,11 @@
 /* One tile: the row and head of each lane, and the running state of the online softmax. Keys count from key 0 of the
  * sequence. */
 typedef struct {
-    float row_max[FA_MAX_BLOCK_Q], row_sum[FA_MAX_BLOCK_Q], slope[FA_MAX_BLOCK_Q];
+    float row_max[FA_MAX_BLOCK_Q], row_sum[FA_MAX_BLOCK_Q];
+    union {
+        float slope[FA_MAX_BLOCK_Q];
+        float max_score[FA_MAX_BLOCK_Q]; /* flex: the largest score so far, in natural units */
+    };
     int64_t first[FA_MAX_BLOCK_Q], end[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q]; /* keys of a lane's row */
     int64_t row[FA_MAX_BLOCK_Q], head[FA_MAX_BLOCK_Q];
     int64_t first_key, end_key;       /* some lane sees these keys */
@@ -60,12 +65,19 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     l.k = fa_take(&at, block_kv * words * 4);
     l.v_t = fa_take(&at, columns * l.v_stride * 4);
     l.scores = fa_take(&at, (int64_t)score_buffers * block_kv * block_q * 4);
-    l.bytes = fa_take(&at, p->dropout_p > 0 ? (int64_t)block_kv * block_q : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 || p->flex ? (int64_t)block_kv * block_q : 0);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
     l.pieces = fa_take(&at, 2 * (block_kv + block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_fwd_tile));
     l.scratch_bytes = at;
     return l;
+}
+
+/* The bytes of the kinds of blocks that end the workspace. */
+static inline size_t fa_flex_kinds_bytes(const fa_problem *p) {
+    if (!p->flex) return 0;
+    const fa_flex_block_map map = fa_flex_block_map_of(p);
+    return fa_flex_block_map_bytes(&map);
 }
 
 /* The bytes of the tasks, which lie in front of the first scratch. */

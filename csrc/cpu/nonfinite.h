@@ -40,14 +40,17 @@ OUTLINE bool load_nonfinite(float row[FA_MAX_HEAD_DIM_V], const char *data, int6
 }
 
 /* out[c][lane] += x[key][lane] row[c]. row is the key's row of V or K, and x holds words along the keys. `key` counts
- * from the start of the block, and the bounds of a lane count from the start of the sequence. */
+ * from the start of the block, and the bounds of a lane count from the start of the sequence. hidden [key][lanes] marks
+ * masked pairs; NULL: the bounds tell all. */
 OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_t key, const int64_t *first,
-                               const int64_t *end, int64_t block, const char *data, int64_t d, fa_dtype dtype) {
+                               const int64_t *end, int64_t block, const uint8_t *hidden, const char *data, int64_t d,
+                               fa_dtype dtype) {
     float row[FA_MAX_HEAD_DIM_V], weight[FA_MAX_BLOCK_Q_BWD], sees[FA_MAX_BLOCK_Q_BWD];
     if (!load_nonfinite(row, data, d, dtype)) return;
     for (int64_t lane = 0; lane < lanes; lane++) {
         weight[lane] = word_element(x + key / WORD_ELEMS * lanes + lane, key % WORD_ELEMS);
         sees[lane] = first[lane] <= block + key && block + key < end[lane] ? 1.0f : 0.0f;
+        if (hidden && hidden[key * lanes + lane]) sees[lane] = 0.0f;
     }
     for (int64_t c = 0; c < d; c++) {
         if (row[c] - row[c] == 0.0f) continue;

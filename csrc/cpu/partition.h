@@ -40,18 +40,19 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
  *
  * A tile is block_q lanes of one (sequence, key/value head). Each lane is a (row, head of the group) pair, and heads
  * vary fastest. So one query row of a group of 8 heads fills 8 lanes, and a tile of a causal mask covers few rows. With
- * dropout a tile holds rows of one head, because the generator serves patches of 16 rows. */
+ * dropout a tile holds rows of one head, because the generator serves patches of 16 rows. So it does with flex, because
+ * programs run over the rows of one head. */
 
-/* The decode kernel serves sequences of few query rows, except short prompts and queries with qv. The tiled kernel
+/* The decode kernel serves sequences of few query rows, except short prompts, queries with qv and flex. The tiled kernel
  * packs the keys of a short prompt once and takes a third of the time (bf16, 16 tokens). The sequence's own lengths
  * decide, not the longest of the batch. So a sequence has the same bits in every batch. */
 #define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
 static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
-    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data &&
+    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data && !p->flex &&
            s->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS && (s->len_q <= 4 || s->len_kv > 128);
 }
 
-static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0; }
+static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0 && !p->flex; }
 
 static inline int64_t fa_num_tiles(const fa_problem *p, const fa_sequence *s, int block_q) {
     int64_t g = p->h / p->h_kv;

@@ -27,98 +27,9 @@
  * Sums over rows run over all g query heads of the key's head. No intermediate result is stored, so scores are computed
  * twice, and a few rows on the stack are all the memory. One call of one task computes an output row, so the threads
  * cannot change a bit. */
-#include "convert.h"
 #include "reference.h"
-#include "dropout.h"
-#include "sequence.h"
-#include <float.h>
-#include <math.h>
-#include <string.h>
-
-#define LN_2 0.693147180559945309
-
-/* ---- rows of d or d_v elements in any dtype ------------------------------------------------------------------ */
-
-typedef double row[FA_MAX_HEAD_DIM_V];
-
-static void load_row(double *dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
-    if (dtype == FA_F64)
-        memcpy(dst, (const double *)data + offset, (size_t)n * sizeof *dst);
-    else
-        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, dtype);
-}
-
-static void store_row(void *data, int64_t offset, const row src, double factor, int64_t n, fa_dtype dtype) {
-    for (int64_t i = 0; i < n; i++) fa_store_element(data, offset + i, src[i] * factor, dtype);
-}
-
-static double dot(const double *x, const double *y, int64_t n) {
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
-    return sum;
-}
-
-static void add_scaled(row acc, double factor, const row x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) acc[i] += factor * x[i];
-}
-
-/* ---- one query head of one sequence -------------------------------------------------------------------------- */
-
-typedef struct {
-    const fa_problem *p;
-    fa_sequence s;
-    int64_t head, head_kv;
-    double slope;
-    double scale;     /* of the scores; FA_E4M3: times the descales of q and k */
-    double v_descale; /* 1 unless the tensors are FA_E4M3 */
-    uint64_t stream;  /* stream of the dropout generator */
-} head_view;
-
-/* The scale of the scores of one head. It is infinite if it overflows fp32 in the kernels' units: log2, or softcap. */
-static double scale_at(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
-    if (p->dtype != FA_E4M3) return p->scale;
-    const double q_descale = fa_descale_of(&p->q_descale, b_idx, head_kv);
-    const double scale = p->scale * (q_descale * fa_descale_of(&p->k_descale, b_idx, head_kv));
-    return fabs(scale) / (p->softcap > 0 ? p->softcap : LN_2) > FLT_MAX ? copysign(INFINITY, scale) : scale;
-}
-
-static head_view head_view_at(const fa_problem *p, int64_t b_idx, int64_t head) {
-    const int64_t head_kv = head / (p->h / p->h_kv);
-    return (head_view){.p = p,
-                       .s = fa_sequence_at(p, b_idx),
-                       .head = head,
-                       .head_kv = head_kv,
-                       .scale = scale_at(p, b_idx, head_kv),
-                       .v_descale = p->dtype == FA_E4M3 ? fa_descale_of(&p->v_descale, b_idx, head_kv) : 1,
-                       .slope = p->alibi_slopes ? p->alibi_slopes[b_idx * p->alibi_stride_b + head] : 0,
-                       .stream = fa_dropout_stream(p->offset, b_idx, p->h, head)};
-}
-
-/* Row i of q and, behind its d elements, row i of qv if there is one. */
-typedef double query_row[FA_MAX_HEAD_DIM + FA_MAX_HEAD_DIM_V];
-
-static void load_query_row(row dst, const head_view *a, const fa_view *view, int64_t i, int64_t n) {
-    load_row(dst, view->data, fa_query_offset(view, &a->s, i, a->head), n, a->p->dtype);
-}
-
-static void load_query(query_row dst, const head_view *a, int64_t i) {
-    const fa_problem *p = a->p;
-    load_query_row(dst, a, &p->q, i, p->d);
-    if (p->qv.data) load_query_row(dst + p->d, a, &p->qv, i, p->d_v);
-}
-
-static void load_key(row dst, const head_view *a, int64_t j) {
-    load_row(dst, a->p->k.data, fa_key_offset(a->p, &a->p->k, &a->s, j, a->head_kv), a->p->d, a->p->dtype);
-}
-
-static void load_value(row dst, const head_view *a, int64_t j) {
-    load_row(dst, a->p->v.data, fa_key_offset(a->p, &a->p->v, &a->s, j, a->head_kv), a->p->d_v, a->p->dtype);
-}
-
-/* A score is infinite if it overflows fp32 in units of log2. */
-static double in_range(const fa_problem *p, double s) {
-    return p->dtype != FA_F64 && fabs(s) > FLT_MAX * LN_2 ? copysign(INFINITY, s) : s;
-}
+#include "reference_flex.h"
+#include "reference_rows.h"
 
 /* The score of row i and key j; *capped receives tanh(s / softcap) for the derivative. v is read if there is qv. */
 static double score(const head_view *a, const query_row q, const row k, const row v, int64_t i, int64_t j,
@@ -161,9 +72,6 @@ static double row_max(const head_view *a, const query_row q, int64_t i, int64_t 
     return largest;
 }
 
-/* exp(s - largest). If largest is -inf, the subtraction would give NaN, so s is used alone. */
-static double weight_of(double s, double largest) { return exp(largest == -INFINITY ? s : s - largest); }
-
 /* ---- forward ------------------------------------------------------------------------------------------------- */
 
 static void forward_row(const head_view *a, int64_t i) {
@@ -199,7 +107,8 @@ static void forward_heads(int64_t begin, int64_t end, void *ctx) {
 }
 
 bool fa_reference_fwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
-    (void)plan, (void)workspace;
+    (void)plan;
+    if (problem->flex) return fa_reference_flex_fwd(problem, workspace, pool);
     return pool->parallel_for(problem->b * problem->h, forward_heads, (void *)problem);
 }
 
@@ -316,7 +225,8 @@ static void backward_key_heads(int64_t begin, int64_t end, void *ctx) {
 }
 
 bool fa_reference_bwd(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
-    (void)plan, (void)workspace;
+    (void)plan;
+    if (problem->flex) return fa_reference_flex_bwd(problem, workspace, pool);
     if (!pool->parallel_for(problem->b * problem->h, backward_query_heads, (void *)problem)) return false;
     if (!problem->dk.data && !problem->dv.data) return true;
     return pool->parallel_for(problem->b * problem->h_kv, backward_key_heads, (void *)problem);

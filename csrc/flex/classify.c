@@ -40,12 +40,12 @@ static seen evaluate_block(fa_flex_evaluator *e, int64_t q, int64_t q_end, int64
     seen s = {false, false};
     for (int64_t first = q; first < q_end; first += TILE) {
         const int rows = (int)smaller(q_end - first, TILE);
-        fa_flex_start_rows(e, first);
+        fa_flex_start_lines(e, first, rows);
         for (int64_t key = kv; key < kv_end; key += TILE) {
-            fa_flex_start_keys(e, key);
+            fa_flex_start_lanes(e, key, (int)smaller(kv_end - key, TILE));
             for (int i = 0; i < rows; i++) {
                 const int row = i == 0 ? rows - 1 : i - 1;
-                look(&s, fa_flex_row(e, row, NULL), smaller(kv_end - key, TILE));
+                look(&s, fa_flex_line(e, row, NULL, NULL), smaller(kv_end - key, TILE));
                 if (s.allowed && s.masked) return s;
             }
         }
@@ -82,7 +82,7 @@ static void classify_group(work *w, fa_flex_intervals *v, fa_flex_evaluator *e, 
 static void classify_tasks(int64_t begin, int64_t end, void *ctx) {
     work *w = ctx;
     fa_flex_intervals *v = fa_flex_intervals_new(w->bound, w->tables);
-    fa_flex_evaluator *e = fa_flex_evaluator_new(w->bound);
+    fa_flex_evaluator *e = fa_flex_evaluator_new(w->bound, FA_ISA_SCALAR, true);
     if (!v || !e) atomic_store(&w->failed, true);
     for (int64_t task = begin; v && e && task < end; task++) {
         const int64_t head = task / w->groups, first = task % w->groups * GROUP;

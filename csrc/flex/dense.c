@@ -34,7 +34,7 @@ static void write_tile(const work *w, fa_flex_evaluator *e, int64_t head, int64_
     for (int row = 0; row < smaller(g->len_q - first, TILE); row++) {
         const size_t at = (size_t)((head * g->len_q + first + row) * g->len_kv + kv);
         if (g->scores) memcpy(scores, (const char *)g->scores + at * w->score_element, keys * w->score_element);
-        const void *values = fa_flex_row(e, row, scores);
+        const void *values = fa_flex_line(e, row, scores, NULL);
         memcpy((char *)g->out + at * w->element, values, keys * w->element);
     }
 }
@@ -42,7 +42,7 @@ static void write_tile(const work *w, fa_flex_evaluator *e, int64_t head, int64_
 static void write_tasks(int64_t begin, int64_t end, void *ctx) {
     work *w = ctx;
     const fa_flex_grid *g = w->grid;
-    fa_flex_evaluator *e = fa_flex_evaluator_new(w->bound);
+    fa_flex_evaluator *e = fa_flex_evaluator_new(w->bound, FA_ISA_SCALAR, true);
     if (!e) {
         atomic_store(&w->failed, true);
         return;
@@ -50,9 +50,9 @@ static void write_tasks(int64_t begin, int64_t end, void *ctx) {
     for (int64_t task = begin; task < end; task++) {
         const int64_t head = task / w->row_tiles, first = task % w->row_tiles * TILE;
         fa_flex_start_head(e, head / g->h, head % g->h);
-        fa_flex_start_rows(e, g->first_q + first);
+        fa_flex_start_lines(e, g->first_q + first, (int)smaller(g->len_q - first, TILE));
         for (int64_t kv = 0; kv < g->len_kv; kv += TILE) {
-            fa_flex_start_keys(e, g->first_kv + kv);
+            fa_flex_start_lanes(e, g->first_kv + kv, (int)smaller(g->len_kv - kv, TILE));
             write_tile(w, e, head, first, kv);
         }
     }

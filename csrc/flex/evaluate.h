@@ -1,32 +1,38 @@
-/* Evaluates a program over tiles: FA_FLEX_TILE keys of one query row at a time.
+/* Evaluates a program for lines of lanes. Either the lanes are keys and a line is a query row, or the lanes are query
+ * rows and a line is a key.
  *
- *   fa_flex_start_head    values that depend on neither q_idx nor kv_idx
- *   fa_flex_start_rows    values that depend only on q_idx, for FA_FLEX_TILE rows
- *   fa_flex_start_keys    values that depend only on kv_idx, for FA_FLEX_TILE keys
- *   fa_flex_row           all other values, for one of the rows and all of the keys
+ *   fa_flex_start_head     values that depend on neither q_idx nor kv_idx
+ *   fa_flex_start_lines    values that depend only on the index of the line
+ *   fa_flex_start_lanes    values that depend only on the index of the lane
+ *   fa_flex_line           all other values, for one of the lines and all of the lanes
  *
- * Each step needs those before it. A step computes whole tiles, also behind the last row and the last key. Indices of
- * gathers are clamped, so no step reads outside of a capture. */
+ * fa_flex_line needs the others, and the first comes first. Indices of gathers are clamped, so no step reads outside of
+ * a capture. */
 #ifndef FA_FLEX_EVALUATE_H
 #define FA_FLEX_EVALUATE_H
 
 #include "program.h"
 
-#define FA_FLEX_TILE 128
+#define FA_FLEX_TILE 128 /* the most lines, and the most lanes */
 
 typedef struct fa_flex_evaluator fa_flex_evaluator;
 
-/* One thread uses an evaluator. `bound` must outlive it. NULL: no memory. */
-fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound);
+/* One thread uses an evaluator. `bound` must outlive it. NULL: no memory. The instruction set must be legal here. The
+ * results of exp, exp2, log, log2 and tanh of fp32 depend on the instruction set by a few units in the last place. */
+fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa, bool lanes_are_keys);
 void fa_flex_evaluator_free(fa_flex_evaluator *e);
 
 void fa_flex_start_head(fa_flex_evaluator *e, int64_t b, int64_t h);
-void fa_flex_start_rows(fa_flex_evaluator *e, int64_t q_idx);
-void fa_flex_start_keys(fa_flex_evaluator *e, int64_t kv_idx);
+void fa_flex_start_lines(fa_flex_evaluator *e, int64_t first, int num);
+void fa_flex_start_lanes(fa_flex_evaluator *e, int64_t first, int num);
 
-/* Returns FA_FLEX_TILE values of the result, valid until the next step: bool as bytes, int64, float or double. `row`
- * counts from the q_idx of fa_flex_start_rows. scores: FA_FLEX_TILE values of the type that the program names, or NULL
- * if the program does not read the score. */
-const void *fa_flex_row(fa_flex_evaluator *e, int row, const void *scores);
+/* Returns a value of the result for each lane, valid until the next step: bool as bytes, int64, float or double. `line`
+ * counts from the first line. scores and grads have a value for each lane, of the type that the program names, and room
+ * up to a multiple of 16 lanes. They may be NULL if the program does not read them. */
+const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, const void *grads);
+
+/* Scatters add to sums[capture], contiguous in the shape of the capture, or nowhere if that is NULL. Without this
+ * call, and with sums NULL, all scatters add nowhere. */
+void fa_flex_scatter_to(fa_flex_evaluator *e, double *const *sums);
 
 #endif

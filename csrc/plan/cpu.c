@@ -5,6 +5,7 @@
 
 #include "cpu/decode_plan.h"
 #include "cpu/dispatch.h"
+#include "cpu/fwd_layout.h"
 #include "cpu_planners.h"
 #include "sequence.h"
 
@@ -85,7 +86,7 @@ void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) 
     }
 
     if (plan->cpu.isa == FA_ISA_REFERENCE) {
-        plan->workspace_bytes = p->pass == FA_FWD ? fa_rotated_q_bytes(p) : 0;
+        plan->workspace_bytes = (p->pass == FA_FWD ? fa_rotated_q_bytes(p) : 0) + fa_flex_kinds_bytes(p);
         name_kernel(plan, p);
         return;
     }

@@ -12,15 +12,16 @@ ARROWS = {
     CONTRACT: set(),
     "system": set(),
     "cuda": set(),
-    "cpu": {CONTRACT},
+    "cpu": {CONTRACT, "flex"},  # a problem with flex, its block masks and its programs
     "flex": {CONTRACT},
-    "plan": {CONTRACT, "cuda"},
+    "plan": {CONTRACT, "cuda", "flex"},
     "gpu": {CONTRACT, "cuda", "plan", "system"},
     "torch": {CONTRACT, "cpu", "flex", "gpu", "plan", "system"},
 }
 MORE = {"plan/cpu.c": {"cpu"}, "plan/cpu_fwd.c": {"cpu"}, "plan/cpu_bwd.c": {"cpu"}, "plan/cpu_decode.c": {"cpu"}}
-# Threads, and elements of fp16 and bf16.
-MORE.update(dict.fromkeys(("flex/classify.h", "flex/dense.h", "flex/evaluate.c", "flex/intervals.c"), {"cpu"}))
+# Threads, elements of fp16 and bf16, and the loops of evaluators for each instruction set.
+KNOW_CPU = "classify.h dense.h fast_math.h intervals.c operate.h operate_avx2.c operate_avx512.c operations.h"
+MORE.update({f"flex/{name}": {"cpu"} for name in KNOW_CPU.split()})
 
 # Headers from outside that only one folder may include.
 FOREIGN = {"Python.h": "torch", "torch/": "none", "cuda": "none", "nvrtc.h": "none", "dlfcn.h": "system"}

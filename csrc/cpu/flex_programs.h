@@ -1,0 +1,18 @@
+/* The evaluators of one thread. */
+#ifndef FA_CPU_FLEX_PROGRAMS_H
+#define FA_CPU_FLEX_PROGRAMS_H
+
+#include "flex/evaluate.h"
+#include "flex/flex.h"
+
+/* NULL: there is no such program, or in a forward no derivative. */
+typedef struct {
+    fa_flex_evaluator *score, *mask, *derivative;
+} fa_flex_programs;
+
+/* Makes the evaluators of a problem, whose lanes are queries. Returns false without memory. A problem without flex has
+ * none. */
+bool fa_flex_make_programs(const fa_problem *problem, fa_isa isa, fa_flex_programs *programs);
+void fa_flex_free_programs(fa_flex_programs *programs);
+
+#endif

@@ -1,0 +1,121 @@
+/* Programmable attention between the two products, for one tile on one block of keys. A lane is a query row of one head,
+ * and a line is a key. The programs run line by line, over all lanes.
+ *
+ *   flex_hide         bytes [key][lanes]: 0 where the lane sees the key, 1 where the pair is masked
+ *   flex_scores       scale -> score_mod -> mask; the scores become scores in units of log2
+ *   flex_gradients    S and dP become P and dS of the scores before the score_mod; the derivative's scatters */
+#ifndef FA_CPU_FLEX_STEP_H
+#define FA_CPU_FLEX_STEP_H
+
+#include "elementwise.h"
+#include "flex/block_map.h"
+#include "flex/evaluate.h"
+#include "flex_programs.h"
+
+/* The lanes of a tile: rows [row, row + valid_lanes) of a head. `kinds` belongs to the head. Keys count from the start
+ * of the block, which begins at key `block` and has num_keys keys of the sequence. */
+typedef struct {
+    const fa_flex_programs *programs;
+    const fa_flex_block_map *map;
+    const uint8_t *kinds;
+    int64_t b_idx, head, row, block;
+    int lanes, valid_lanes, num_keys;
+} flex_tile;
+
+static inline void flex_start(fa_flex_evaluator *e, const flex_tile *t) {
+    fa_flex_start_head(e, t->b_idx, t->head);
+    fa_flex_start_lines(e, t->block, t->num_keys);
+    fa_flex_start_lanes(e, t->row, t->valid_lanes);
+}
+
+/* The kinds of the lanes in one column of blocks, as bytes of 0 and 1. */
+typedef struct {
+    uint8_t hidden[FA_FLEX_TILE], full[FA_FLEX_TILE];
+    bool any_partial;
+} flex_column;
+
+/* `never` marks lanes that see nothing; NULL: no lane is so. */
+static inline void flex_read_column(const flex_tile *t, int64_t column, const uint8_t *never, flex_column *c) {
+    const fa_flex_block_map *m = t->map;
+    c->any_partial = false;
+    for (int lane = 0; lane < t->lanes; lane++) {
+        const int last = lane < t->valid_lanes ? lane : t->valid_lanes - 1;
+        const uint8_t kind = t->kinds[(t->row + last) / m->block_q * m->columns + column];
+        const bool hidden = kind == FA_FLEX_BLOCK_EMPTY || (never && never[lane]);
+        c->hidden[lane] = hidden;
+        c->full[lane] = kind == FA_FLEX_BLOCK_FULL || !m->has_mask_mod;
+        c->any_partial |= !hidden && !c->full[lane];
+    }
+}
+
+/* Fills `hidden` for keys [begin, end) of the block. */
+OUTLINE void flex_hide(const flex_tile *t, int64_t begin, int64_t end, const uint8_t *never, uint8_t *hidden) {
+    flex_column c = {.any_partial = false};
+    int64_t column_end = begin;
+    fa_flex_evaluator *mask = NULL;
+    for (int64_t key = begin; key < end; key++) {
+        uint8_t *line = hidden + key * t->lanes;
+        if (key >= t->num_keys) {
+            memset(line, 1, (size_t)t->lanes);
+            continue;
+        }
+        if (key >= column_end) {
+            const int64_t column = (t->block + key) / t->map->block_kv;
+            flex_read_column(t, column, never, &c);
+            column_end = (column + 1) * t->map->block_kv - t->block;
+            if (c.any_partial && !mask) flex_start(mask = t->programs->mask, t);
+        }
+        memcpy(line, c.hidden, (size_t)t->lanes);
+        if (!c.any_partial) continue;
+        const uint8_t *allowed = fa_flex_line(mask, (int)key, NULL, NULL);
+        for (int group = 0; group < t->lanes; group += 16)
+            for (int i = group; i < group + 16; i++) line[i] |= (uint8_t)((c.full[i] | allowed[i]) ^ 1);
+    }
+}
+
+/* Whether every lane sees every key of [begin, end), because all blocks are full. */
+static inline bool flex_sees_all(const flex_tile *t, int64_t begin, int64_t end) {
+    const fa_flex_block_map *m = t->map;
+    const uint8_t least = m->has_mask_mod ? FA_FLEX_BLOCK_FULL : FA_FLEX_BLOCK_PARTIAL;
+    for (int64_t r = t->row / m->block_q; r <= (t->row + t->valid_lanes - 1) / m->block_q; r++)
+        for (int64_t c = (t->block + begin) / m->block_kv; c <= (t->block + end - 1) / m->block_kv; c++)
+            if (t->kinds[r * m->columns + c] < least) return false;
+    return true;
+}
+
+INLINE void flex_scale(float *line, int64_t lanes, float scale) {
+    for (int64_t lane = 0; lane < lanes; lane += LANES)
+        vec_store(line + lane, vec_mul(vec_load(line + lane), vec_set(scale)));
+}
+
+/* Scores of keys [begin, end) become scores in units of log2, with -inf where they are hidden. lane_max receives the
+ * maxima in units of log2, and max_scores, unless it is NULL, the maxima before. Without a score_mod and without
+ * max_scores `scale` contains log2(e). */
+OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64_t end, float scale,
+                         const uint8_t *hidden, float *lane_max, float *max_scores) {
+    const vec lowest = vec_set(-INFINITY);
+    fa_flex_evaluator *score = t->programs->score;
+    const vec to_log2 = vec_set(score || max_scores ? (float)LOG2_E : 1.0f);
+    if (score) flex_start(score, t);
+    for (int64_t key = begin; key < end; key++) {
+        float *line = scores + key * t->lanes;
+        const uint8_t *hides = hidden + key * t->lanes;
+        flex_scale(line, t->lanes, scale);
+        const float *s = score ? fa_flex_line(score, (int)key, line, NULL) : line;
+        for (int lane = 0; lane < t->lanes; lane += LANES) {
+            vec x = vec_select(mask_bytes_le(hides + lane, 0), vec_load(s + lane), lowest);
+            if (max_scores) vec_store(max_scores + lane, vec_max(x, vec_load(max_scores + lane)));
+            x = vec_mul(x, to_log2);
+            vec_store(lane_max + lane, vec_max(x, vec_load(lane_max + lane)));
+            vec_store(line + lane, x);
+        }
+    }
+}
+
+/* Marks pairs of keys [begin, end) with a score of -inf. */
+OUTLINE void flex_hide_infinite(const float *scores, int64_t lanes, int64_t begin, int64_t end, uint8_t *hidden) {
+    for (int64_t i = begin * lanes; i < end * lanes; i++)
+        if (scores[i] == -INFINITY) hidden[i] = 1;
+}
+
+#endif

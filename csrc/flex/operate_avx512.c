@@ -1,0 +1,10 @@
+/* The loops of an evaluator on AVX-512. */
+#include "cpu/macros.h"
+
+#if FA_X86
+#define VEC_TARGET "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"
+#define OPERATIONS fa_flex_operations_avx512
+#include "operate.h"
+
+#include "cpu/vec_target_end.h"
+#endif

@@ -1,0 +1,37 @@
+/* The loops of an evaluator (evaluate.c), one text for every instruction set. Every loop runs over whole groups of
+ * FA_FLEX_GROUP elements, and the number of elements in a group is a constant. So compilers vectorise the loops. */
+#ifndef FA_FLEX_OPERATIONS_H
+#define FA_FLEX_OPERATIONS_H
+
+#include "cpu/macros.h"
+#include "program.h"
+
+#define FA_FLEX_GROUP      16
+#define FA_FLEX_MOST_LANES 128
+
+/* An instruction whose operands are places in memory. n is a multiple of FA_FLEX_GROUP. */
+typedef struct {
+    const fa_flex_instruction *x;
+    uint8_t from; /* the type of the first operand */
+    int n;
+    void *r;
+    const void *in[FA_FLEX_MAX_OPERANDS];
+} fa_flex_operation;
+
+typedef struct {
+    /* r = the operation of in. Not for indices, scores, parameters, constants, gathers and scatters. */
+    void (*operate)(const fa_flex_operation *o);
+    /* r = the captured elements at in. */
+    void (*gather)(const fa_flex_operation *o, const fa_flex_capture *capture, fa_flex_dtype dtype);
+    /* Places of the elements of a contiguous capture of `rank` dimensions. */
+    void (*place)(const fa_flex_operation *o, const fa_flex_capture *capture, int rank, int64_t *at);
+    void (*fill)(fa_flex_type type, int n, void *r, const void *element); /* copies one element to all places */
+    void (*count)(int n, int64_t *r, int64_t first);                      /* first, first + 1, ... */
+} fa_flex_operations;
+
+extern const fa_flex_operations fa_flex_operations_scalar;
+#if FA_X86
+extern const fa_flex_operations fa_flex_operations_avx2, fa_flex_operations_avx512;
+#endif
+
+#endif

@@ -1,0 +1,409 @@
+/* Programmable attention of the CPU engine against a naive evaluation in double, on random shapes, masks and mods.
+ *
+ *   check_flex              all tests, on every instruction set of this machine
+ *   check_flex --seed N     one random case, with its errors
+ *
+ * The tolerance is a multiple of the dtype's unit in the last place, relative to the largest element of the output. */
+#define _GNU_SOURCE
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include "cpu/convert.h"
+#include "guarded.h"
+#include "mods.h"
+#include "pool.h"
+#include <time.h>
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static uint64_t random_state;
+static uint64_t draw(void) {
+    random_state += 0x9e3779b97f4a7c15u;
+    uint64_t x = random_state;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+static int64_t below(int64_t n) { return (int64_t)(draw() % (uint64_t)n); }
+static double real(void) { return (double)(int64_t)draw() * 0x1p-63; }
+
+/* ---- a random case ------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t seed;
+    fa_problem p;
+    fa_flex flex;
+    int mask, score;
+    mod_values values;
+    mod_program mask_program, score_program, derivative;
+    uint8_t *kinds; /* [mask_b][mask_h][rows][columns] */
+    void *gradients[4];
+} flex_case;
+
+static void *zeros(int64_t num, size_t bytes) {
+    void *data = guarded_alloc((size_t)num * bytes, bytes, true);
+    memset(data, 0, (size_t)num * bytes);
+    return data;
+}
+
+/* A tensor [b][h][row][d] or [b][row][h][d]. */
+static fa_view new_tensor(const flex_case *c, int64_t len, int64_t h, int64_t d, double size) {
+    const fa_problem *p = &c->p;
+    const bool heads_first = draw() % 2;
+    fa_view t = {.stride_b = len * h * d, .stride_row = heads_first ? d : h * d, .stride_h = heads_first ? len * d : d};
+    t.data = guarded_alloc((size_t)(p->b * len * h * d) * fa_dtype_bytes(p->dtype), fa_dtype_bytes(p->dtype), true);
+    for (int64_t i = 0; i < p->b * len * h * d && size > 0; i++) fa_store_element(t.data, i, size * real(), p->dtype);
+    return t;
+}
+
+static fa_row_stats new_stats(const fa_problem *p) {
+    float *data = guarded_alloc((size_t)(p->b * p->h * p->len_q) * 4, 4, true);
+    return (fa_row_stats){data, p->h * p->len_q, p->len_q};
+}
+
+static void make_values(flex_case *c) {
+    mod_values *v = &c->values;
+    const fa_problem *p = &c->p;
+    *v = (mod_values){.len = (p->len_q > p->len_kv ? p->len_q : p->len_kv) + 1,
+                      .len_q = p->len_q,
+                      .len_kv = p->len_kv,
+                      .h = p->h,
+                      .param = 0.5 + real()};
+    v->document = zeros(v->len, 4);
+    v->slope = zeros(v->h, 4);
+    v->slope_64 = zeros(v->h, 8);
+    v->bias = zeros(v->h * v->len_q * v->len_kv, 4);
+    v->rel = zeros(2 * v->len, 4);
+    for (int64_t i = 0, doc = 0; i < v->len; i++) v->document[i] = (int32_t)(doc += draw() % 40 == 0);
+    for (int64_t i = 0; i < v->h; i++) v->slope_64[i] = v->slope[i] = (float)(real() / 16);
+    for (int64_t i = 0; i < v->h * v->len_q * v->len_kv; i++) v->bias[i] = (float)real();
+    for (int64_t i = 0; i < 2 * v->len; i++) v->rel[i] = (float)real();
+}
+
+/* Lists blocks of one kind in any order, with garbage behind them. */
+static fa_flex_list list_blocks(const flex_case *c, uint8_t kind) {
+    const fa_flex *f = &c->flex;
+    const int64_t heads = f->mask_b * f->mask_h, rows = f->rows, columns = f->columns;
+    int32_t *num = zeros(heads * rows, 4), *blocks = zeros(heads * rows * columns, 4);
+    fa_flex_list list = {
+        num, blocks, {f->mask_h * rows, rows, 1}, {f->mask_h * rows * columns, rows * columns, columns, 1}};
+    for (int64_t row = 0; row < heads * rows; row++) {
+        int32_t *at = blocks + row * columns;
+        for (int64_t i = 0; i < columns; i++) at[i] = draw() % 2 ? INT32_MAX : -5;
+        for (int64_t i = 0; i < columns; i++) {
+            const bool twice =
+                kind == 1 && c->kinds[row * columns + i] == 2 && i % 2; /* full blocks may also be partial */
+            if (c->kinds[row * columns + i] != kind && !twice) continue;
+            const int64_t to = below(num[row] + 1);
+            at[num[row]++] = at[to];
+            at[to] = (int32_t)i;
+        }
+    }
+    return list;
+}
+
+static void make_blocks(flex_case *c) {
+    static const int64_t sizes[] = {1, 16, 48, 64, 96, 128, 200};
+    fa_flex *f = &c->flex;
+    const fa_problem *p = &c->p;
+    f->mask_b = draw() % 2 ? 1 : p->b;
+    f->mask_h = draw() % 2 ? 1 : p->h;
+    f->block_q = draw() % 4 ? sizes[below(COUNT(sizes))] : 0;
+    if (f->block_q == 0) return;
+    f->block_kv = sizes[below(COUNT(sizes))];
+    f->rows = (p->len_q + f->block_q - 1) / f->block_q;
+    f->columns = (p->len_kv + f->block_kv - 1) / f->block_kv;
+    const int64_t num = f->mask_b * f->mask_h * f->rows * f->columns;
+    const int64_t odds = 1 + below(6); /* about one block of `odds` is full, and one is partial */
+    c->kinds = zeros(num, 1);
+    for (int64_t i = 0; i < num; i++) c->kinds[i] = (uint8_t)(below(odds) ? (below(odds) ? 0 : 1) : 2);
+    f->partial = list_blocks(c, 1);
+    if (draw() % 4) f->full = list_blocks(c, 2);
+    for (int64_t i = 0; i < num && !f->full.num; i++)
+        c->kinds[i] = c->kinds[i] == 2 && i % f->columns % 2 ? 1 : c->kinds[i] & 1;
+}
+
+static flex_case *case_new(uint64_t seed, fa_dtype dtype, fa_pass pass) {
+    static const int64_t dims[] = {8, 16, 40, 64, 80, 128, 192, 256},
+                         lens[] = {1, 15, 16, 17, 33, 64, 127, 128, 129, 200, 300};
+    static const double lowest[] = {1, 1, 2, 3};
+    flex_case *c = calloc(1, sizeof *c);
+    fa_problem *p = &c->p;
+    random_state = seed * 977 + dtype;
+    c->seed = seed;
+    const int64_t g = 1 + below(3);
+    p->dtype = dtype;
+    p->b = 1 + below(2), p->h_kv = 1 + below(2), p->h = g * p->h_kv;
+    p->len_q = draw() % 3 ? lens[below(COUNT(lens))] : 1 + below(260);
+    p->len_kv = draw() % 3 ? lens[below(COUNT(lens))] : 1 + below(400);
+    p->d = dims[below(COUNT(dims))], p->d_v = draw() % 3 ? p->d : dims[below(COUNT(dims))];
+    p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
+    p->scale = (draw() % 8 ? 1 : -1) * lowest[below(COUNT(lowest))] / sqrt((double)p->d);
+    p->window_left = p->window_right = -1;
+    p->empty_lse = -INFINITY;
+    p->q = new_tensor(c, p->len_q, p->h, p->d, 2);
+    p->k = new_tensor(c, p->len_kv, p->h_kv, p->d, 2);
+    p->v = new_tensor(c, p->len_kv, p->h_kv, p->d_v, 1);
+    p->o = new_tensor(c, p->len_q, p->h, p->d_v, 0);
+    p->lse = new_stats(p);
+    make_values(c);
+    make_blocks(c);
+    c->mask = (int)below(NUM_MASKS);
+    if (c->mask == NOTHING && draw() % 4) c->mask = DOCUMENT;
+    c->score = (int)below(NUM_SCORES);
+    p->flex = &c->flex;
+    if (c->mask) make_mask(&c->mask_program, c->mask, &c->values), c->flex.mask = &c->mask_program.bound;
+    if (c->score) {
+        make_score(&c->score_program, c->score, &c->values, dtype == FA_F64, false);
+        make_score(&c->derivative, c->score, &c->values, dtype == FA_F64, true);
+        c->flex.score = &c->score_program.bound;
+    }
+    if (draw() % 2) c->flex.max_scores = new_stats(p);
+    if (pass == FA_FWD) return c;
+    p->dout = new_tensor(c, p->len_q, p->h, p->d_v, 1);
+    p->dq = new_tensor(c, p->len_q, p->h, p->d, 0);
+    p->dk = new_tensor(c, p->len_kv, p->h_kv, p->d, 0);
+    p->dv = new_tensor(c, p->len_kv, p->h_kv, p->d_v, 0);
+    p->softmax_d = new_stats(p);
+    if (draw() % 2) {
+        c->flex.dlse = new_stats(p);
+        for (int64_t i = 0; i < p->b * p->h * p->len_q; i++) c->flex.dlse.data[i] = (float)real();
+    }
+    if (!c->score) return c;
+    c->flex.derivative = &c->derivative.bound;
+    c->flex.gradients = c->gradients;
+    c->gradients[1] = zeros(p->h, dtype == FA_F64 ? 8 : 4);
+    c->gradients[2] = zeros(p->h * p->len_q * p->len_kv, 4);
+    c->gradients[3] = zeros(2 * c->values.len, 4);
+    return c;
+}
+
+static void case_free(flex_case *c) {
+    fa_flex_free(&c->mask_program.program);
+    fa_flex_free(&c->score_program.program);
+    fa_flex_free(&c->derivative.program);
+    free(c);
+    guarded_free_all();
+}
+
+/* ---- the naive evaluation ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    double *o, *lse, *max_scores, *dq, *dk, *dv, *slope, *bias,
+        *rel; /* o, dq [b][h][len_q][..], dk, dv [b][h_kv][..] */
+} naive;
+
+static double at(const flex_case *c, const fa_view *t, int64_t b, int64_t h, int64_t row, int64_t i) {
+    return fa_load_element(t->data, b * t->stride_b + h * t->stride_h + row * t->stride_row + i, c->p.dtype);
+}
+
+static bool is_visible(const flex_case *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    const fa_flex *f = &c->flex;
+    const bool allowed = mask_of(c->mask, &c->values, b, h, i, j);
+    if (f->block_q == 0) return allowed;
+    const int64_t head = b % f->mask_b * f->mask_h + h % f->mask_h;
+    const uint8_t kind = c->kinds[(head * f->rows + i / f->block_q) * f->columns + j / f->block_kv];
+    return kind == 2 || (kind == 1 && allowed);
+}
+
+static void naive_row(const flex_case *c, naive *n, int64_t b, int64_t h, int64_t i, bool backward) {
+    const fa_problem *p = &c->p;
+    const int64_t kv = h / (p->h / p->h_kv), row = (b * p->h + h) * p->len_q + i, keys = (b * p->h_kv + kv) * p->len_kv;
+    double *s = malloc((size_t)(p->len_kv + 1) * 16), *factor = s + p->len_kv + 1, largest = -INFINITY, sum = 0;
+    for (int64_t j = 0; j < p->len_kv; j++) {
+        double qk = 0;
+        for (int64_t t = 0; t < p->d; t++) qk += at(c, &p->q, b, h, i, t) * at(c, &p->k, b, kv, j, t);
+        s[j] = score_of(c->score, &c->values, p->scale * qk, h, i, j, &factor[j]);
+        if (!is_visible(c, b, h, i, j)) s[j] = -INFINITY;
+        largest = fmax(largest, s[j]);
+    }
+    for (int64_t j = 0; j < p->len_kv; j++) {
+        s[j] = s[j] == -INFINITY ? 0 : exp(s[j] - largest);
+        sum += s[j];
+    }
+    n->max_scores[row] = largest;
+    n->lse[row] = sum > 0 ? largest + log(sum) : -INFINITY;
+    double delta = c->flex.dlse.data ? -c->flex.dlse.data[row] : 0;
+    for (int64_t t = 0; t < p->d_v; t++) {
+        double o = 0;
+        for (int64_t j = 0; j < p->len_kv; j++)
+            if (s[j] > 0) o += s[j] / sum * at(c, &p->v, b, kv, j, t);
+        n->o[row * p->d_v + t] = o;
+        if (backward) delta += o * at(c, &p->dout, b, h, i, t);
+    }
+    for (int64_t j = 0; j < p->len_kv && backward; j++) {
+        if (!(s[j] > 0)) continue;
+        const double prob = s[j] / sum;
+        double dp = 0;
+        for (int64_t t = 0; t < p->d_v; t++) {
+            dp += at(c, &p->dout, b, h, i, t) * at(c, &p->v, b, kv, j, t);
+            n->dv[(keys + j) * p->d_v + t] += prob * at(c, &p->dout, b, h, i, t);
+        }
+        const double after = prob * (dp - delta), ds = after * factor[j] * p->scale;
+        add_gradient(c->score, &c->values, after, h, i, j, n->slope, n->bias, n->rel);
+        for (int64_t t = 0; t < p->d; t++) {
+            n->dq[row * p->d + t] += ds * at(c, &p->k, b, kv, j, t);
+            n->dk[(keys + j) * p->d + t] += ds * at(c, &p->q, b, h, i, t);
+        }
+    }
+    free(s);
+}
+
+static naive naive_of(const flex_case *c, bool backward) {
+    const fa_problem *p = &c->p;
+    const int64_t rows = p->b * p->h * p->len_q, keys = p->b * p->h_kv * p->len_kv;
+    naive n = {
+        zeros(rows * p->d_v, 8),    zeros(rows, 8),          zeros(rows, 8), zeros(rows * p->d, 8),
+        zeros(keys * p->d, 8),      zeros(keys * p->d_v, 8), zeros(p->h, 8), zeros(p->h * p->len_q * p->len_kv, 8),
+        zeros(2 * c->values.len, 8)};
+    for (int64_t row = 0; row < rows; row++)
+        naive_row(c, &n, row / p->len_q / p->h, row / p->len_q % p->h, row % p->len_q, backward);
+    return n;
+}
+
+/* ---- comparing ----------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    double error, largest;
+} deviation;
+
+static void deviate(deviation *worst, double ours, double want) {
+    const double error = ours == want || (isnan(ours) && isnan(want)) ? 0 : fabs(ours - want);
+    if (!(error <= worst->error)) worst->error = isnan(error) ? INFINITY : error;
+    if (fabs(want) > worst->largest && isfinite(want)) worst->largest = fabs(want);
+}
+
+static bool is_close(const flex_case *c, const char *isa, const char *name, deviation x, double allowed, bool verbose) {
+    const bool good = x.error <= allowed;
+    if (verbose || !good)
+        printf("  seed %d %s %-10s %-10s error %.3g of %.3g%s\n", (int)c->seed, fa_dtype_name(c->p.dtype), isa, name,
+               x.error, x.largest, good ? "" : "  TOO FAR");
+    return good;
+}
+
+static deviation deviation_of(const flex_case *c, const fa_view *t, int64_t h, int64_t len, int64_t d,
+                              const double *want) {
+    deviation x = {0, 0};
+    for (int64_t i = 0; i < c->p.b * h * len * d; i++)
+        deviate(&x, at(c, t, i / d / len / h, i / d / len % h, i / d % len, i % d), want[i]);
+    return x;
+}
+
+static deviation deviation_of_stats(const flex_case *c, const fa_row_stats *t, const double *want) {
+    deviation x = {0, 0};
+    for (int64_t i = 0; i < c->p.b * c->p.h * c->p.len_q; i++) deviate(&x, t->data[i], want[i]);
+    return x;
+}
+
+static void wipe(const fa_problem *p, const fa_view *t, int64_t num) {
+    if (t->data) memset(t->data, 0xff, (size_t)num * fa_dtype_bytes(p->dtype));
+}
+
+static fa_machine machine;
+
+static void run_on(fa_isa isa, int threads, const fa_problem *p) {
+    fa_machine lowered = machine;
+    fa_plan plan;
+    fa_error err = {""};
+    lowered.isa = isa;
+    lowered.threads = pool_threads = threads;
+    fa_plan_cpu(p, &lowered, &plan);
+    void *workspace = guarded_alloc(plan.workspace_bytes, 64, false);
+    assert_int_equal(fa_cpu_run_call(p, &plan, false, workspace, &test_pool, &err), FA_OK);
+}
+
+static double unit_of(fa_dtype dtype) {
+    return dtype == FA_F64 ? 1e-11 : dtype == FA_F32 ? 4e-6 : dtype == FA_F16 ? 0x1p-10 : 0x1p-7;
+}
+
+static bool check_gradients(const flex_case *c, const naive *n, const char *isa, double unit, bool verbose) {
+    const mod_values *v = &c->values;
+    deviation x = {0, 0};
+    for (int64_t i = 0; i < v->h && c->score == SLOPE; i++)
+        deviate(&x, c->p.dtype == FA_F64 ? ((double *)c->gradients[1])[i] : ((float *)c->gradients[1])[i], n->slope[i]);
+    for (int64_t i = 0; i < v->h * v->len_q * v->len_kv && c->score == BIAS; i++)
+        deviate(&x, ((float *)c->gradients[2])[i], n->bias[i]);
+    for (int64_t i = 0; i < 2 * v->len && c->score == REL; i++) deviate(&x, ((float *)c->gradients[3])[i], n->rel[i]);
+    return is_close(c, isa, "captures", x, unit * (x.largest + (c->score == SLOPE ? (double)v->len : 1)), verbose);
+}
+
+static bool check_isa(flex_case *c, fa_isa isa, const naive *n, bool backward, bool verbose) {
+    fa_problem p = c->p;
+    const char *name = fa_isa_name(isa);
+    const double unit = unit_of(p.dtype), stats = p.dtype == FA_F64 ? 1e-6 : 4e-5;
+    const int threads = 1 + (int)(c->seed % 3);
+    bool good = true;
+    wipe(&p, &p.o, p.b * p.h * p.len_q * p.d_v);
+    memset(p.lse.data, 0xff, (size_t)(p.b * p.h * p.len_q) * 4);
+    run_on(isa, threads, &p);
+    deviation x = deviation_of(c, &p.o, p.h, p.len_q, p.d_v, n->o);
+    good = is_close(c, name, "o", x, 2 * unit * (x.largest + 1e-3), verbose) && good;
+    x = deviation_of_stats(c, &p.lse, n->lse);
+    good = is_close(c, name, "lse", x, stats * (x.largest + 1), verbose) && good;
+    if (c->flex.max_scores.data) {
+        x = deviation_of_stats(c, &c->flex.max_scores, n->max_scores);
+        good = is_close(c, name, "max_scores", x, stats * (x.largest + 1), verbose) && good;
+    }
+    if (!backward) return good;
+    p.pass = FA_BWD;
+    wipe(&p, &p.dq, p.b * p.h * p.len_q * p.d);
+    wipe(&p, &p.dk, p.b * p.h_kv * p.len_kv * p.d);
+    wipe(&p, &p.dv, p.b * p.h_kv * p.len_kv * p.d_v);
+    if (c->score) {
+        memset(c->gradients[1], 0, (size_t)p.h * (p.dtype == FA_F64 ? 8 : 4));
+        memset(c->gradients[2], 0, (size_t)(p.h * p.len_q * p.len_kv) * 4);
+        memset(c->gradients[3], 0, (size_t)(2 * c->values.len) * 4);
+    }
+    run_on(isa, threads, &p);
+    x = deviation_of(c, &p.dq, p.h, p.len_q, p.d, n->dq);
+    good = is_close(c, name, "dq", x, 4 * unit * (x.largest + 1), verbose) && good;
+    x = deviation_of(c, &p.dk, p.h_kv, p.len_kv, p.d, n->dk);
+    good = is_close(c, name, "dk", x, 4 * unit * (x.largest + 1), verbose) && good;
+    x = deviation_of(c, &p.dv, p.h_kv, p.len_kv, p.d_v, n->dv);
+    good = is_close(c, name, "dv", x, 4 * unit * (x.largest + 1), verbose) && good;
+    if (c->score) good = check_gradients(c, n, name, 4 * (p.dtype == FA_F64 ? 1e-6 : unit), verbose) && good;
+    return good;
+}
+
+static bool check_seed(uint64_t seed, fa_dtype dtype, fa_pass pass, bool verbose) {
+    flex_case *c = case_new(seed, dtype, pass);
+    const fa_problem *p = &c->p;
+    const naive n = naive_of(c, pass == FA_BWD);
+    bool good = true;
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++)
+        if (machine.isa_legal[isa]) good = check_isa(c, (fa_isa)isa, &n, pass == FA_BWD, verbose) && good;
+    if (verbose || !good)
+        printf("  b %d h %d/%d len %d %d d %d %d mask %d score %d blocks %d %d of %d %d, heads %d %d\n", (int)p->b,
+               (int)p->h, (int)p->h_kv, (int)p->len_q, (int)p->len_kv, (int)p->d, (int)p->d_v, c->mask, c->score,
+               (int)c->flex.rows, (int)c->flex.columns, (int)c->flex.block_q, (int)c->flex.block_kv,
+               (int)c->flex.mask_b, (int)c->flex.mask_h);
+    case_free(c);
+    return good;
+}
+
+static void check_seeds(fa_dtype dtype, fa_pass pass, uint64_t num) {
+    bool good = true;
+    for (uint64_t seed = 0; seed < num; seed++) good = check_seed(seed, dtype, pass, false) && good;
+    assert_true(good);
+}
+
+static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_F32, FA_FWD, 60); }
+static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_BF16, FA_FWD, 60); }
+static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_F16, FA_FWD, 20); }
+static void test_fwd_f64(void **state) { (void)state, check_seeds(FA_F64, FA_FWD, 30); }
+
+int main(int argc, char **argv) {
+    fa_cpu_detect(&machine);
+    if (argc == 3 && !strcmp(argv[1], "--seed")) {
+        const uint64_t seed = strtoull(argv[2], NULL, 0);
+        static const fa_dtype dtypes[] = {FA_F32, FA_BF16, FA_F16, FA_F64};
+        bool good = true;
+        for (size_t i = 0; i < COUNT(dtypes); i++) good = check_seed(seed, dtypes[i], FA_FWD, true) && good;
+        return !good;
+    }
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fwd_f32), cmocka_unit_test(test_fwd_bf16),
+                                       cmocka_unit_test(test_fwd_f16), cmocka_unit_test(test_fwd_f64)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
