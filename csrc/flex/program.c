@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "system/hash.h"
+
 enum { INDEX, SCORE, PARAM, CONSTANT, GATHER, CONVERT, SAME, COMPARE, WHERE, SCATTER };
 enum { B = 1 << FA_FLEX_BOOL, I = 1 << FA_FLEX_I64, F = 1 << FA_FLEX_F32, D = 1 << FA_FLEX_F64 };
 
@@ -162,6 +164,7 @@ fa_status fa_flex_decode(const void *text, size_t bytes, fa_flex_program *progra
     *program = (fa_flex_program){0};
     REQUIRE(bytes % 4 == 0, "the program has %zu bytes, which is not a multiple of 4", bytes);
     const fa_status status = read_program(&r, program, err);
+    program->hash = fa_hash(0, text, bytes);
     if (status != FA_OK) fa_flex_free(program);
     return status;
 }

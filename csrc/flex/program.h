@@ -71,6 +71,7 @@ typedef struct {
 } fa_flex_instruction;
 
 typedef struct {
+    uint64_t hash; /* of the text */
     int32_t num_captures, num_params, num_instructions;
     struct {
         uint8_t dtype, rank;
