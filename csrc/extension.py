@@ -21,7 +21,6 @@ OWN = {
     2: {
         "flex/classify.c",
         "flex/dense.c",
-        "flex/intervals.c",
         "torch/ops_2.c",
         "torch/direct_2.c",
         "torch/flex.c",

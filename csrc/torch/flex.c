@@ -226,9 +226,10 @@ PyMethodDef fa_flex_functions[] = {
      "flex_classify(program, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv) -> the number of blocks "
      "that were evaluated; fills the lists of partial and of full blocks: num_kv, kv, num_q, q"},
     {"flex_forward", fa_flex_forward, METH_VARARGS,
-     "flex_forward(q, k, v, out, lse, max_scores, scale, score, mask, blocks): attention; flex_attend.h"},
+     "flex_forward(q, k, v, out, lse, max_scores, scale, plain, score, mask, blocks): attention; flex_attend.h"},
     {"flex_backward", fa_flex_backward, METH_VARARGS,
-     "flex_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_d, scale, score, mask, blocks, derivative, "
+     "flex_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_d, scale, plain, score, mask, blocks, "
+     "derivative, "
      "gradients, deterministic): its gradients; flex_attend.h"},
     {"flex_source", flex_source, METH_VARARGS,
      "flex_source(score, mask, derivative, gradients=None) -> the CUDA C text of programs, and the bytes of its "

@@ -21,7 +21,7 @@ enum { NUM, PLACES, FULL_NUM, FULL_PLACES, NUM_LISTS };
 /* A call: the objects that came, and the problem that they become. */
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
-    PyObject *scale, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
+    PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
     fa_flex_tensor tensors[12], lists[NUM_LISTS];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
@@ -219,6 +219,22 @@ static fa_status read_blocks(flex_call *c, fa_error *err) {
     return FA_OK;
 }
 
+/* ---- calls without mods ------------------------------------------------------------------------------------------ */
+
+static fa_status read_plain(flex_call *c, fa_error *err) {
+    PyObject *of[3] = {NULL};
+    REQUIRE(PyTuple_Check(c->plain) && PyTuple_Size(c->plain) == 3,
+            "the window and the softcap must be a tuple of three numbers");
+    for (int i = 0; i < 3; i++) of[i] = PyTuple_GetItem(c->plain, i);
+    c->problem.window_left = PyLong_AsLongLong(of[0]), c->problem.window_right = PyLong_AsLongLong(of[1]);
+    c->problem.softcap = PyFloat_AsDouble(of[2]);
+    if (PyErr_Occurred()) return fa_keep_exception(), FA_EPYTHON;
+    const double softcap = c->problem.softcap;
+    REQUIRE(softcap == 0 || (softcap >= 1e-30 && softcap <= 1e30 && fabs(c->problem.scale) <= 1e30 * softcap),
+            "softcap must be 0 or between 1e-30 and 1e30; it is %g", softcap);
+    return FA_OK;
+}
+
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
@@ -227,6 +243,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     c->problem.scale = PyFloat_AsDouble(c->scale);
     if (PyErr_Occurred()) return fa_keep_exception(), FA_EPYTHON;
     REQUIRE(fabs(c->problem.scale) <= 1e30, "scale must be between -1e30 and 1e30; it is %g", c->problem.scale);
+    TRY(read_plain(c, err));
     if (!read_program(c, 0, c->score, &c->flex.score) || !read_program(c, 1, c->mask, &c->flex.mask) ||
         (pass == FA_BWD && !read_program(c, 2, c->derivative, &c->flex.derivative)))
         return fa_keep_exception(), FA_EPYTHON;
@@ -238,7 +255,12 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
         TRY(read_gradients(c, err));
         c->problem.deterministic = PyObject_IsTrue(c->deterministic) == 1;
     }
-    c->problem.flex = &c->flex;
+    const fa_flex *f = &c->flex;
+    if (f->score || f->mask || f->partial.num || f->max_scores.data || f->dlse.data) {
+        REQUIRE(c->problem.softcap == 0 && c->problem.window_left < 0 && c->problem.window_right < 0,
+                "a call with mods has no window and no softcap besides");
+        c->problem.flex = f;
+    }
     Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, err);
     Py_END_ALLOW_THREADS return status;
 }
@@ -255,8 +277,8 @@ static PyObject *finish(flex_call *c, fa_pass pass) {
 PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_forward", 10, 10, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
-                             &c.score, &c.mask, &c.blocks)
+    return PyArg_UnpackTuple(args, "flex_forward", 11, 11, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
+                             &c.plain, &c.score, &c.mask, &c.blocks)
                ? finish(&c, FA_FWD)
                : NULL;
 }
@@ -264,9 +286,9 @@ PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
 PyObject *fa_flex_backward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_backward", 18, 18, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
-                             &c.dk, &c.dv, &c.softmax_d, &c.scale, &c.score, &c.mask, &c.blocks, &c.derivative,
-                             &c.gradients, &c.deterministic)
+    return PyArg_UnpackTuple(args, "flex_backward", 19, 19, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
+                             &c.dk, &c.dv, &c.softmax_d, &c.scale, &c.plain, &c.score, &c.mask, &c.blocks,
+                             &c.derivative, &c.gradients, &c.deterministic)
                ? finish(&c, FA_BWD)
                : NULL;
 }

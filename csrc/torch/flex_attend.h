@@ -3,6 +3,7 @@
  *   q, dq [b, h, len_q, d]    k, dk [b, h_kv, len_kv, d]    v, dv [.., d_v]    out, dout [b, h, len_q, d_v]
  *   lse, max_scores, dlse, softmax_d [b, h, len_q], fp32
  *
+ * plain is (window_left, window_right, softcap) of a call without mods; (-1, -1, 0.0) with mods.
  * score, mask and derivative are None or (program, tensors, numbers). blocks is None or (block_q, block_kv, the number
  * and the places of partial blocks, the same of full blocks), where the lists of full blocks may be None. gradients
  * holds None or a tensor for each of the derivative's tensors. Tensors that are not wanted are None. */

@@ -7,8 +7,9 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention import flex_attention as upstream
 
-from .block_mask import create_block_mask
+from .block_mask import LISTS, find_blocks, is_own, noop_mask
 from .derivative import derivative_of
+from .patterns import softcap_of, window_of
 from .tracer import program_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
@@ -31,11 +32,16 @@ def _on_device(tensor, device):
 class _Call:
     """What forward and backward share besides tensors that may require grad."""
 
-    def __init__(self, scale, score, mask, blocks, wants_max):
-        self.scale, self.wants_max = scale, wants_max
+    def __init__(self, scale, score, mask, blocks, wants_max, plain=(-1, -1, 0.0)):
+        self.scale, self.wants_max, self.plain = scale, wants_max, plain
         self.score, self.score_numbers = (score[0], score[2]) if score else (None, ())
         self.mask = None if mask is None else (mask[0].text, mask[1], mask[2])
         self.blocks = blocks
+
+    def tensors(self):
+        """The tensors of the mask."""
+        lists = () if self.blocks is None else [x for x in self.blocks if isinstance(x, torch.Tensor)]
+        return (*lists, *(() if self.mask is None else self.mask[1]))
 
     def score_with(self, tensors):
         return None if self.score is None else (self.score.text, tuple(tensors), self.score_numbers)
@@ -71,12 +77,13 @@ class _FlexAttention(torch.autograd.Function):
             lse,
             max_scores,
             call.scale,
+            call.plain,
             call.score_with(tensors),
             call.mask,
             call.blocks,
         )
-        ctx.call = call
-        ctx.save_for_backward(query, key, value, out, lse, *tensors)
+        ctx.call, ctx.num_tensors = call, len(tensors)
+        ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
@@ -86,7 +93,8 @@ class _FlexAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse, dmax):
         call = ctx.call
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        query, key, value, out, lse, *tensors = ctx.saved_tensors  # torch checks that none was changed since
+        tensors = tensors[: ctx.num_tensors]
         wants_q, wants_k, wants_v, *wanted = ctx.needs_input_grad[1:]
         if dout is None:
             dout = torch.zeros_like(out)
@@ -96,11 +104,11 @@ class _FlexAttention(torch.autograd.Function):
         derivative, gradients = None, None
         sums = [None] * len(tensors)
         if call.score is not None:
-            text, places, numbers = derivative_of(call.score, tuple(wanted))
-            for i, want in enumerate(wanted):
-                if want:
-                    sums[i] = torch.zeros(tensors[i].shape, dtype=_sum_dtype(tensors[i]), device=query.device)
-            derivative = text, tuple(tensors[i] for i in places), tuple(call.score_numbers[i] for i in numbers)
+            wanted = [i for i, want in enumerate(wanted) if want]
+            text, places = derivative_of(call.score, wanted)
+            for i in wanted:
+                sums[i] = torch.zeros(tensors[i].shape, dtype=_sum_dtype(tensors[i]), device=query.device)
+            derivative = text, tuple(tensors[i] for i in places), call.score_numbers
             gradients = tuple(sums[i] for i in places)
         flash_attn_2_cuda.flex_backward(
             query,
@@ -115,6 +123,7 @@ class _FlexAttention(torch.autograd.Function):
             dv,
             torch.empty_like(lse),
             call.scale,
+            call.plain,
             call.score_with(tensors),
             call.mask,
             call.blocks,
@@ -201,7 +210,7 @@ def _check_block_mask(block_mask, query, key):
             "Expect q/k/v and block_mask to be on the same device "
             f"but got {query.device} and {block_mask.kv_num_blocks.device}."
         )
-    if tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE):
+    if _is_whole(block_mask):
         return
     lengths = tuple(block_mask.shape[-2:])
     if lengths == (query.size(-2), key.size(-2)):
@@ -237,13 +246,6 @@ def _check_kernel_options(options):
     if backend not in BACKENDS:
         raise ValueError(f"Invalid BACKEND value '{backend}'. Must be one of {BACKENDS}")
     return backend in ("TRITON", "TRITON_DECODE")
-
-
-def _blocks_of(block_mask):
-    """The lists of a BlockMask as the kernels take them."""
-    lists = (block_mask.kv_num_blocks, block_mask.kv_indices)
-    full = (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return (*map(int, block_mask.BLOCK_SIZE), *map(_int32, lists), *map(_int32, full))
 
 
 def _int32(tensor):
@@ -336,13 +338,19 @@ def flex_attention(
     query, key, value = _in_autocast(query, key, value)
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if score_mod is None else _mod_of(score_mod, score_dtype, query.device)
-    if score is not None and score[0].dtype != score_dtype:
-        raise NotImplementedError(f"score_mod must return {score_dtype}, but returns {score[0].dtype}")
-    mask, blocks = _mask_of(block_mask, mask_mod, query, key)
+    mask = _mask_of(mask_mod if block_mask is None else block_mask.mask_mod, query.device)
     if key.size(0) != query.size(0):
         key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else float(scale)
-    call = _Call(scale, score, mask, blocks, return_aux is not None and return_aux.max_scores)
+    wants_max = return_aux is not None and return_aux.max_scores
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    plain = None
+    if not wants_max and not (wants_lse and torch.is_grad_enabled()):
+        plain = _plain_of(score, mask, block_mask, query.size(-2), key.size(-2))
+    if plain is not None:
+        call, score = _Call(scale, None, None, None, False, plain), None
+    else:
+        call = _Call(scale, score, mask, _blocks_of(block_mask, mask, query, key), wants_max)
     out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *(score[1] if score else ()))
     if return_aux is not None:
         return out, upstream.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
@@ -352,23 +360,41 @@ def flex_attention(
     return out
 
 
-def _mask_of(block_mask, mask_mod, query, key):
-    """The mask_mod and the lists of blocks, each None if there is none."""
-    blocks = None
-    if block_mask is not None:
-        mask_mod = block_mask.mask_mod
-        if tuple(block_mask.BLOCK_SIZE) != (WHOLE, WHOLE):
-            blocks = _blocks_of(block_mask)
-    elif mask_mod is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
-        block_mask = create_block_mask(
-            mask_mod, query.size(0), query.size(1), query.size(-2), key.size(-2), device=query.device
-        )
-        blocks = _blocks_of(block_mask)
-    if mask_mod is None or mask_mod is upstream.noop_mask:
-        return None, blocks
-    mask = _mod_of(mask_mod, None, query.device)
+def _plain_of(score, mask, block_mask, len_q, len_kv):
+    """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None."""
+    softcap, window = 0.0, (-1, -1)
+    if block_mask is not None and not _is_whole(block_mask) and not (mask and is_own(block_mask, mask[2])):
+        return None
+    if score is not None:
+        softcap = softcap_of(score[0], score[2])
+    if mask is not None:
+        window = window_of(mask[0], mask[2], len_q, len_kv)
+    return None if softcap is None or window is None else (*window, softcap)
+
+
+def _mask_of(mask_mod, device):
+    """The program of a mask_mod with its values; None allows everything."""
+    if mask_mod is None or mask_mod in (upstream.noop_mask, noop_mask):
+        return None
+    mask = _mod_of(mask_mod, None, device)
     if mask[0].dtype != torch.bool:
         raise AssertionError(f"mask_mod must return torch.bool, but returns {mask[0].dtype}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in mask[1]):
         raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
-    return mask, blocks
+    return mask
+
+
+def _is_whole(block_mask):
+    return tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE)
+
+
+def _blocks_of(block_mask, mask, query, key):
+    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU."""
+    if block_mask is None and mask is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
+        sizes = [n if mask[0].reads(op) else 1 for op, n in zip("bh", query.shape)]
+        lists = find_blocks(mask, *sizes, query.size(-2), key.size(-2), 128, 128)
+        return (128, 128, *(lists[name] for name in LISTS))
+    if block_mask is None or _is_whole(block_mask):
+        return None
+    lists = (getattr(block_mask, name) for name in LISTS)
+    return (*map(int, block_mask.BLOCK_SIZE), *map(_int32, lists))

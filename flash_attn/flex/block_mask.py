@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .tracer import program_of
 
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
 
 def noop_mask(batch, head, token_q, token_kv):
     """The mask that allows everything."""
@@ -117,13 +119,36 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     _sizes(BLOCK_SIZE=min(block))
-    rows, columns = -(-len_q // block[0]), -(-len_kv // block[1])
-    program, tensors, numbers = program_of(mask_mod)
-    if program.dtype != torch.bool:
-        raise AssertionError(f"mask.dtype must be torch.bool, got {program.dtype}")
+    mask = program_of(mask_mod)
+    if mask[0].dtype != torch.bool:
+        raise AssertionError(f"mask.dtype must be torch.bool, got {mask[0].dtype}")
+    lists = find_blocks(mask, b, h, len_q, len_kv, *block)
+    block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
+    block_mask.lists_of_mask_mod = _state_of(block_mask, mask[2])
+    return block_mask
+
+
+def find_blocks(mask, b, h, len_q, len_kv, block_q, block_kv):
+    """The lists of the blocks of a mask: ``mask`` is a program with its tensors and numbers. Returns a dict by name."""
+    program, tensors, numbers = mask
+    rows, columns = -(-len_q // block_q), -(-len_kv // block_kv)
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
     lists = tuple(torch.empty(shape, dtype=torch.int32) for shape in shapes * 2)
-    flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, b, h, len_q, len_kv, *block)
+    flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv)
     names = ["kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"]
-    names += ["full_" + name for name in names]
-    return BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **dict(zip(names, lists)))
+    return dict(zip(names + ["full_" + name for name in names], lists))
+
+
+def _state_of(block_mask, numbers):
+    """What must not change, so that the lists of a block mask say the same as its mask_mod."""
+    lists = [getattr(block_mask, name) for name in LISTS]
+    return (block_mask.mask_mod, block_mask.seq_lengths, numbers), *((x, x._version) for x in lists)
+
+
+def is_own(block_mask, numbers):
+    """Did create_block_mask make the lists of this block mask from its mask_mod, with these captured numbers?"""
+    state = getattr(block_mask, "lists_of_mask_mod", None)
+    if state is None:
+        return False
+    now = _state_of(block_mask, numbers)
+    return state[0] == now[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(state[1:], now[1:]))

@@ -441,8 +441,6 @@ def load(row):
         trace.fail(f"a mod can index tensors of at most {LIMITS['rank']} dimensions, not {len(row.indices)}")
     if dtype not in TYPES:
         trace.fail(f"a mod cannot use a tensor of dtype {dtype}")
-    if capture.device.type != "cpu":
-        trace.fail(f"a mod can use captured tensors of the CPU only, not of {capture.device}")
     source, nodes = trace.capture(capture._number), []
     for place in itertools.product(*map(range, shape)):
         rest = iter(place)

@@ -48,6 +48,10 @@ class Program:
             [trace.params[i] for i in self.params],
         )
 
+    def reads(self, op):
+        """Does the result depend on an index: ``"b"``, ``"h"``, ``"q_idx"`` or ``"kv_idx"``?"""
+        return any(self.builder.nodes[node][0] == op for node in self.builder.ancestors(self.result))
+
     def values(self, values):
         """Returns the tensors and numbers among the values of all steps."""
         return tuple(values[i] for i in self._tensors), tuple(values[i] for i in self._numbers)
@@ -110,7 +114,10 @@ class Trace:
         value = operations.value_of(self, result)
         if value.shape != ():
             raise TypeError(f"a mod must return one element, not a tensor of shape {value.shape}: {self.where()}")
-        program = Program(self, value.nodes.item(), value.dtype)
+        node, dtype = value.nodes.item(), value.dtype
+        if self.score is not None:  # the new score has the type of the old one
+            node, dtype = self.builder.cast(node, self.score), self.score
+        program = Program(self, node, dtype)
         bound = program.values(self.steps.values)
         self.steps.finish()
         return (program, *bound)

@@ -1,0 +1,105 @@
+"""Mods that the plain kernels know: a window around the diagonal, causal masks included, and a softcap.
+
+A call with such mods and nothing else runs on the kernels of ``flash_attn_func``, which need no code of the mod.
+"""
+
+import struct
+
+import torch
+
+from .program import F64, I64
+
+
+class _Tree:
+    """The instructions of a program with the numbers of one call."""
+
+    def __init__(self, program, numbers):
+        self.nodes, self.types = program.builder.nodes, program.builder.types
+        self.result = program.result
+        self._numbers = dict(zip(program.params, numbers))
+
+    def number(self, node):
+        """The value of a constant or a parameter, or None."""
+        op, type, words, operands = self.nodes[node]
+        if op == "param":
+            return self._numbers[words[0]]
+        if op == "convert":
+            return self.number(operands[0])
+        if op != "constant":
+            return None
+        return struct.unpack("=d" if type == F64 else "=q", struct.pack("=2I", *words))[0]
+
+    def line(self, node):
+        """``(a, b, c)`` of an integer a q_idx + b kv_idx + c, or None."""
+        op, type, _, operands = self.nodes[node]
+        if type != I64:
+            return None
+        if op in ("q_idx", "kv_idx"):
+            return (1, 0, 0) if op == "q_idx" else (0, 1, 0)
+        number = self.number(node)
+        if number is not None:
+            return 0, 0, int(number)
+        if op not in ("add", "sub", "neg"):
+            return None
+        lines = [self.line(x) for x in operands]
+        if None in lines:
+            return None
+        signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[op]
+        return tuple(sum(sign * line[i] for sign, line in zip(signs, lines)) for i in range(3))
+
+
+def _bounds(tree, node):
+    """``(left, right)`` of a mask q_idx - left <= kv_idx <= q_idx + right, with None for no bound; or None."""
+    op, _, _, operands = tree.nodes[node]
+    if op == "bit_and":
+        both = [_bounds(tree, x) for x in operands]
+        if None in both:
+            return None
+        return tuple(min((x for x in side if x is not None), default=None) for side in zip(*both))
+    if op == "constant":
+        return (None, None) if tree.number(node) else None
+    if op not in ("le", "lt") or tree.types[operands[0]] != I64:
+        return None
+    less, more = operands
+    if tree.nodes[less][0] == "abs":
+        inner, reach = tree.line(tree.nodes[less][3][0]), tree.line(more)
+        if inner is None or reach is None or reach[:2] != (0, 0) or inner not in ((1, -1, 0), (-1, 1, 0)):
+            return None
+        reach = reach[2] - (op == "lt")
+        return reach, reach
+    lines = tree.line(less), tree.line(more)
+    if None in lines:
+        return None
+    a, b, c = (y - x for x, y in zip(*lines))
+    c -= op == "lt"
+    return {(1, -1): (None, c), (-1, 1): (c, None)}.get((a, b))
+
+
+def window_of(program, numbers, len_q, len_kv):
+    """The window of a mask_mod as the plain kernels take it, ``(left, right)`` with -1 for no bound, or None."""
+    tree = _Tree(program, numbers)
+    bounds = _bounds(tree, tree.result)
+    if bounds is None:
+        return None
+    # The plain kernels put the last query beside the last key.
+    shift = len_kv - len_q
+    left, right = (None if x is None else x + s for x, s in zip(bounds, (shift, -shift)))
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        return None  # the window lies beside the diagonal
+    return tuple(-1 if x is None or x > 1 << 30 else x for x in (left, right))
+
+
+def softcap_of(program, numbers):
+    """The cap of a score_mod ``cap * tanh(score / cap)``, or None."""
+    tree = _Tree(program, numbers)
+    op, _, _, operands = tree.nodes[tree.result]
+    if op != "mul" or program.score != torch.float32:
+        return None
+    for outer, inner in (operands, operands[::-1]):
+        cap = tree.number(outer)
+        if cap is None or tree.nodes[inner][0] != "tanh":
+            continue
+        op, _, _, quotient = tree.nodes[tree.nodes[inner][3][0]]
+        if op == "divide" and tree.nodes[quotient[0]][0] == "score" and tree.number(quotient[1]) == cap:
+            return float(cap) if 1e-30 <= cap <= 1e30 else None
+    return None
