@@ -18,7 +18,10 @@ DEVICE long long flex_place(long long i, long long size) {
     return i < 0 ? 0 : i < size ? i : size - 1;
 }
 
-/* An element of a capture, as bits: through the read-only cache. A capture without elements has the address 0. */
+/* The same for an index that is not negative. */
+DEVICE long long flex_limit(long long i, long long size) { return i < size ? i : size - 1; }
+
+/* An element of a capture: through the read-only cache. A capture without elements has the address 0. */
 template <class T> DEVICE T flex_load(long long address, long long place) {
     return address ? __ldg((const T *)address + place) : T(0);
 }
@@ -101,6 +104,13 @@ DEVICE float flex_mul(float a, float b) { return __fmul_rn(a, b); }
 DEVICE double flex_mul(double a, double b) { return __dmul_rn(a, b); }
 DEVICE float flex_divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE double flex_divide(double a, double b) { return a / b; }
+/* A quotient whose last digit may be wrong. Many quotients have the same divisor, so its inverse is computed once. */
+DEVICE float flex_ratio(float a, float b) {
+    const float inverse = __fdiv_rn(1.0f, b);
+    const bool is_usual = fabsf(inverse) > 0x1p-100f && fabsf(inverse) < 0x1p100f;
+    return is_usual ? a * inverse : __fdiv_rn(a, b);
+}
+DEVICE double flex_ratio(double a, double b) { return a / b; }
 DEVICE float flex_sqrt(float x) { return __fsqrt_rn(x); }
 DEVICE double flex_sqrt(double x) { return sqrt(x); }
 

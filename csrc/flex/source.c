@@ -103,11 +103,41 @@ typedef struct {
     text *t;
     const fa_flex_program *p;
     const fa_flex_interval *bounds; /* of each instruction */
+    const uint8_t *is_exact;        /* of each instruction: an error of its last digits could grow */
     int32_t words;                  /* where the program's words begin */
-    bool is_mask;
 } writer;
 
 static bool is_op(const fa_flex_instruction *x, fa_flex_op op) { return x->op == op; }
+
+/* Does a value depend on nothing but b and h? */
+static bool is_of_head(const fa_flex_program *p, int32_t idx) {
+    return (p->instructions[idx].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
+}
+
+/* Does a small change of a float operand change the result by much? */
+static bool jumps(const fa_flex_program *p, const fa_flex_instruction *x) {
+    switch ((fa_flex_op)x->op) {
+    case FA_FLEX_floor_divide:
+    case FA_FLEX_remainder:
+    case FA_FLEX_fmod:
+    case FA_FLEX_sign:
+    case FA_FLEX_floor:
+    case FA_FLEX_ceil:
+    case FA_FLEX_round:
+    case FA_FLEX_trunc: return true;
+    default: return p->instructions[x->operand[0]].result >= FA_FLEX_F32 && x->result < FA_FLEX_F32;
+    }
+}
+
+/* Marks every value that an operation with jumps needs. */
+static void mark_exact(const fa_flex_program *p, uint8_t *is_exact) {
+    memset(is_exact, 0, (size_t)p->num_instructions);
+    for (int32_t idx = p->num_instructions - 1; idx >= 0; idx--) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        const bool needs = x->num_operands > 0 && (is_exact[idx] || jumps(p, x));
+        for (int i = 0; needs && i < x->num_operands; i++) is_exact[x->operand[i]] = 1;
+    }
+}
 
 /* Is the value of an integer kept in 32 bits? A float on the GPU may lie slightly outside of the bounds. So an integer
  * from a float needs some distance. */
@@ -161,7 +191,8 @@ static void put_place(const writer *w, const fa_flex_instruction *x, bool is_con
         const int32_t size = first + 2 * dim;
         if (is_contiguous && dim > 0) put(w->t, " * x.words[%d] + ", size);
         if (!is_contiguous && dim > 0) put(w->t, " + ");
-        put(w->t, "flex_place(v%d, x.words[%d])", x->operand[dim], size);
+        put(w->t, w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, x.words[%d])" : "flex_limit(v%d, x.words[%d])",
+            x->operand[dim], size);
         if (!is_contiguous) put(w->t, " * x.words[%d]", size + 1);
         if (is_contiguous && dim > 0) put(w->t, ")");
     }
@@ -247,13 +278,14 @@ static const char *form_of_ints(fa_flex_op op, bool is_int, bool is_positive) {
     }
 }
 
-/* NOTE: In a mask a product is rounded before a sum. Else a comparison with a computed bound could miss a tie. */
-static const char *form_of_reals(fa_flex_op op, bool is_mask) {
+/* is_exact: A fused multiply-add or a product with 1 / b would not give the digits of the CPU.
+ * is_uniform: the second operand is the same for all pairs of a head. */
+static const char *form_of_reals(fa_flex_op op, bool is_exact, bool is_uniform) {
     switch (op) {
     case FA_FLEX_add: return "%1 + %2";
     case FA_FLEX_sub: return "%1 - %2";
-    case FA_FLEX_mul: return is_mask ? "flex_mul(%1, %2)" : "%1 * %2";
-    case FA_FLEX_divide: return "flex_divide(%1, %2)";
+    case FA_FLEX_mul: return is_exact ? "flex_mul(%1, %2)" : "%1 * %2";
+    case FA_FLEX_divide: return is_uniform && !is_exact ? "flex_ratio(%1, %2)" : "flex_divide(%1, %2)";
     case FA_FLEX_floor_divide: return "flex_real_floor_divide(%1, %2)";
     case FA_FLEX_remainder: return "flex_real_remainder(%1, %2)";
     case FA_FLEX_fmod: return "flex_fmod(%1, %2)";
@@ -324,7 +356,7 @@ static void put_value(const writer *w, int32_t idx) {
     if (x->type == FA_FLEX_BOOL)
         form = form_of_bools((fa_flex_op)x->op);
     else
-        form = form_of_reals((fa_flex_op)x->op, w->is_mask);
+        form = form_of_reals((fa_flex_op)x->op, w->is_exact[idx], is_of_head(w->p, x->operand[x->num_operands - 1]));
     if (form)
         put_form(w, x, form, NULL);
     else
@@ -342,10 +374,9 @@ static void put_instruction(const writer *w, int32_t idx) {
 /* Is this a scatter to an element that only b and h choose? */
 static bool is_sum(const fa_flex_program *p, int32_t idx) {
     const fa_flex_instruction *x = &p->instructions[idx];
-    bool is_of_head = is_op(x, FA_FLEX_scatter);
-    for (int i = 0; is_of_head && i + 1 < x->num_operands; i++)
-        is_of_head = (p->instructions[x->operand[i]].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
-    return is_of_head;
+    bool is_summed = is_op(x, FA_FLEX_scatter);
+    for (int i = 0; is_summed && i + 1 < x->num_operands; i++) is_summed = is_of_head(p, x->operand[i]);
+    return is_summed;
 }
 
 static void put_add(const writer *w, int32_t idx, const char *value) {
@@ -390,7 +421,9 @@ static fa_status put_add_sums(const writer *w, fa_error *err) {
 
 /* ---- functions --------------------------------------------------------------------------------------------------- */
 
-static void put_body(const writer *w) {
+typedef enum { SCORE, MASK, DERIVATIVE } part;
+
+static void put_body(const writer *w, part of) {
     for (int32_t idx = 0; idx < w->p->num_instructions; idx++) {
         put_instruction(w, idx);
         if (is_sum(w->p, idx))
@@ -398,14 +431,14 @@ static void put_body(const writer *w) {
         else if (is_op(&w->p->instructions[idx], FA_FLEX_scatter))
             put_add(w, idx, "v");
     }
-    put(w->t, w->is_mask ? "    return v%d != 0;\n}\n\n" : "    return (float)v%d;\n}\n\n", w->p->num_instructions - 1);
+    put(w->t, of == MASK ? "    return v%d != 0;\n}\n\n" : "    return (float)v%d;\n}\n\n", w->p->num_instructions - 1);
 }
 
 static fa_status put_derivative(const writer *w, fa_error *err) {
     put_sums(w);
     put(w->t, "DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, float score, float grad, int b, "
               "int h, int q_idx, int kv_idx) {\n");
-    put_body(w);
+    put_body(w, DERIVATIVE);
     const fa_status status = put_add_sums(w, err);
     put(w->t, "DEVICE float flex_derivative(const flex_values &x, float score, float grad, int b, int h, int q_idx, "
               "int kv_idx) {\n"
@@ -416,23 +449,37 @@ static fa_status put_derivative(const writer *w, fa_error *err) {
     return status;
 }
 
-typedef enum { SCORE, MASK, DERIVATIVE } kind;
+/* Only a derivative has gradients, and a mask has no score. */
+static fa_status check(const fa_flex_program *p, part of, fa_error *err) {
+    static const char *const names[] = {"score", "mask", "derivative"};
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        const bool is_of_derivative = is_op(x, FA_FLEX_grad) || is_op(x, FA_FLEX_scatter);
+        if ((of != DERIVATIVE && is_of_derivative) || (of == MASK && is_op(x, FA_FLEX_score)))
+            return fa_fail(err, FA_EINVAL, "the program of the %s has the op %s", names[of], fa_flex_ops[x->op].name);
+    }
+    return FA_OK;
+}
 
 /* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. */
-static fa_status put_program(text *t, const fa_flex_program *p, kind kind, int32_t words, fa_error *err) {
-    fa_status status = FA_OK;
+static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, fa_error *err) {
     if (!p) return FA_OK;
-    fa_flex_interval *bounds = malloc((size_t)p->num_instructions * sizeof *bounds);
+    fa_status status = check(p, of, err);
+    if (status != FA_OK) return status;
+    const size_t num = (size_t)p->num_instructions;
+    fa_flex_interval *bounds = malloc(num * sizeof *bounds + num);
     if (!bounds) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+    uint8_t *is_exact = (uint8_t *)(bounds + num);
     fa_flex_bound_always(p, bounds);
-    const writer w = {t, p, bounds, words, kind == MASK};
-    if (kind == DERIVATIVE) {
+    mark_exact(p, is_exact);
+    const writer w = {t, p, bounds, is_exact, words};
+    if (of == DERIVATIVE) {
         status = put_derivative(&w, err);
     } else {
-        put(t, kind == MASK ? "DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx) {\n"
-                            : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
-                              "int kv_idx) {\n");
-        put_body(&w);
+        put(t, of == MASK ? "DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx) {\n"
+                          : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
+                            "int kv_idx) {\n");
+        put_body(&w, of);
     }
     free(bounds);
     return status;

@@ -29,7 +29,7 @@
 #include "flex.h"
 
 /* A program that does not exist is NULL. The same programs give the same text. *text ends with 0 and belongs to the
- * caller, who calls free(). FA_ENOMEM: *text is NULL. */
+ * caller, who calls free(). After a failure *text is NULL. FA_EINVAL: a program reads what its function has not. */
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
                          char **text, fa_error *err);
 
@@ -37,9 +37,8 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
 size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
                             const fa_flex_program *derivative);
 
-/* Writes the bytes of a flex_values, aligned to 8: pointers of `score`, `mask` and `derivative` that are NULL stand for
- * programs that do not exist. gradients: as in fa_flex; NULL: none is wanted. Of fa_flex_gradients that are NULL nothing
- * is added. */
+/* Writes the bytes of a flex_values, aligned to 8. A program that does not exist is NULL. gradients: as in fa_flex, of
+ * the captures of `derivative`. Nothing is added to a gradient that is NULL. */
 void fa_flex_fill_values(const fa_flex_bound *score, const fa_flex_bound *mask, const fa_flex_bound *derivative,
                          fa_flex_gradients gradients, void *values);
 

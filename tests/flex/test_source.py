@@ -90,7 +90,7 @@ def test_a_score_has_its_programs_values(make, tmp_path):
     torch.testing.assert_close(scored(mod, tmp_path, score), want, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_an_expression_has_its_programs_values(seed, tmp_path):
     rng, all_tables = random.Random(seed), tables(seed)
     leaves = {
@@ -218,6 +218,9 @@ def test_flex_source_refuses_what_is_no_program():
     text, _ = derivative_of(traced, [0])
     for parts in ((3, None, None), (None, (text,), None), (None, None, (text, (), ())), (text, None, None)):
         with pytest.raises((TypeError, RuntimeError)):
+            flash_attn_2_cuda.flex_source(*parts)
+    for parts in ((None, (traced.text, tensors, ()), None), ((text, tensors, ()), None, None)):
+        with pytest.raises(RuntimeError, match="program of the (mask|score) has the op (score|grad)"):
             flash_attn_2_cuda.flex_source(*parts)
     for gradients in (3, (), (torch.zeros(3, 1),), (torch.zeros(3).double(),)):
         with pytest.raises((TypeError, IndexError, RuntimeError)):
