@@ -283,16 +283,21 @@ def _clamp(call):
         bound = call.argument(place, name)
         if bound is not None:
             bounds = call.operand(bound, meta.dtype, meta.shape)
-            limit = _limit if meta.dtype.is_floating_point else _emit
-            nodes = [limit(call.builder, op, meta.dtype, *pair) for pair in zip(nodes, bounds)]
+            if meta.dtype.is_floating_point:
+                may_be_nan = not isinstance(bound, _numbers) or bound != bound
+                nodes = [_limit(call.builder, op, meta.dtype, *pair, may_be_nan) for pair in zip(nodes, bounds)]
+            else:
+                nodes = [_emit(call.builder, op, meta.dtype, *pair) for pair in zip(nodes, bounds)]
     return call.result(nodes, meta.dtype, meta.shape)
 
 
-def _limit(builder, op, dtype, x, bound):
+def _limit(builder, op, dtype, x, bound, may_be_nan):
     """A minimum or maximum that selects, so that all of the derivative at a tie is that of x."""
     on = _Arithmetic(builder, dtype)
     outside = on.compare("lt", x, bound) if op == "maximum" else on.compare("lt", bound, x)
-    return on.where(builder.logic("bit_or", outside, on.compare("ne", bound, bound)), bound, x)
+    if may_be_nan:
+        outside = builder.logic("bit_or", outside, on.compare("ne", bound, bound))
+    return on.where(outside, bound, x)
 
 
 def _clamp_one_side(name):
