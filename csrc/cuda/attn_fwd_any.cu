@@ -184,7 +184,8 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
     const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
-    if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? OF_3 ? p.empty_lse : INF : lse;
+    const float empty_lse = FLEX ? -INF : OF_3 ? p.empty_lse : INF;
+    if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? empty_lse : lse;
 #if FLEX
     if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data)
         *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : row.max * unit;

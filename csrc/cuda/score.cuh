@@ -10,9 +10,8 @@
  * of x, and the factor of the exponent is scale log2 e. SCORE marks scores that are not plain in Hopper's forward
  * and backward, and changes_scores marks such scores in decode. is_plain marks plain scores in the generic kernels.
  *
- * A user's function will stand at the end of operator() below. The function will get the score and b, h, i and j,
- * and will multiply the derivative by its own derivative. A score of -inf hides the key. Kernels that use such a
- * function have no plain scores. */
+ * The score_mod of a user takes scale x, and is no part of this file (flex.cuh). Kernels with a score_mod have no plain
+ * scores. */
 #ifndef FA_SCORE_CUH
 #define FA_SCORE_CUH
 

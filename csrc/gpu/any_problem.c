@@ -194,6 +194,11 @@ fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int 
     if (!call->problem->flex) return fa_cuda_launch(call, variant, launch, problem, err);
     flex_parameters a;
     const fa_mods mods = fa_mods_of(call->problem);
+    if (sizeof a.head + fa_flex_values_bytes(mods.score, mods.mask, mods.derivative) > sizeof a)
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flash_attn: the mods capture more tensors and numbers than the %d bytes of a kernel's "
+                       "parameters hold; gather some of them in one tensor",
+                       FA_MOST_PARAMETER_BYTES);
     variant.mods = &mods;
     if (fa_families[family].takes_mods) variant.mods_hash = call->plan->gpu.mods;
     fill_parameters(call, variant, problem, &a);

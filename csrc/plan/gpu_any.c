@@ -1,8 +1,6 @@
 /* Planners of the generic kernels. They require little of a problem. They take the first row of cuda/tiles.def that has
  * room for both head dimensions. The widest row takes qv, and v of more columns in blocks. */
-#include "cuda/cuda_flex.h"
 #include "flex/flex.h"
-#include "flex/source.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -21,11 +19,7 @@ static tile_row tile_row_of(const fa_problem *p) {
 
 static const char *why_not_flex(const fa_problem *p) {
     const fa_flex *flex = p->flex;
-    const fa_mods mods = fa_mods_of(p);
     const int64_t most = 1 << 30;
-    if (sizeof(fa_cuda_flex_problem) + fa_flex_values_bytes(mods.score, mods.mask, mods.derivative) >
-        FA_MOST_PARAMETER_BYTES)
-        return "the captured tensors and numbers of its mods take more than the 4 KB of a kernel's parameters";
     if (p->deterministic && fa_wants_capture_gradients(p))
         return "it adds to the gradients of captured tensors in any order, so they are not deterministic";
     if (flex->block_q > 0 && (flex->mask_b > most || flex->mask_h > most || flex->rows > most || flex->columns > most))

@@ -15,13 +15,15 @@ ARROWS = {
     "cpu": {CONTRACT, "flex"},  # a problem with flex, its block masks and its programs
     "flex": {CONTRACT},
     "plan": {CONTRACT, "cuda", "flex"},
-    "gpu": {CONTRACT, "cuda", "plan", "system"},
+    "gpu": {CONTRACT, "cuda", "flex", "plan", "system"},
     "torch": {CONTRACT, "cpu", "flex", "gpu", "plan", "system"},
 }
 MORE = {"plan/cpu.c": {"cpu"}, "plan/cpu_fwd.c": {"cpu"}, "plan/cpu_bwd.c": {"cpu"}, "plan/cpu_decode.c": {"cpu"}}
 # Threads, elements of fp16 and bf16, and the loops of evaluators for each instruction set.
 KNOW_CPU = "classify.h dense.h fast_math.h intervals.c operate.h operate_avx2.c operate_avx512.c operations.h"
 MORE.update({f"flex/{name}": {"cpu"} for name in KNOW_CPU.split()})
+# Hashes.
+MORE.update(dict.fromkeys(("flex/program.c", "plan/gpu_problem.c"), {"system"}))
 
 # Headers from outside that only one folder may include.
 FOREIGN = {"Python.h": "torch", "torch/": "none", "cuda": "none", "nvrtc.h": "none", "dlfcn.h": "system"}
