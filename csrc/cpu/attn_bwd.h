@@ -63,6 +63,8 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
                            *o = bwd_query_row(p, &s, &p->o, row, head);
                 *fa_row_stat(&p->softmax_d, &s, row, head) =
                     contributes(p, &s, row, head, &first, &end) ? dot_rows(dout, o, p->d_v, p->dtype) : 0.0f;
+                if (p->flex && p->flex->dlse.data && contributes(p, &s, row, head, &first, &end))
+                    *fa_row_stat(&p->softmax_d, &s, row, head) -= *fa_row_stat(&p->flex->dlse, &s, row, head);
             }
         }
     }
@@ -93,13 +95,23 @@ static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *
 
 /* ---- tasks and workers ---- */
 
-static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch) {
+/* The first key of the next block that some tile of the pass sees, or end_key or more. */
+static int64_t bwd_next_block(const bwd_task *t, int64_t block, int64_t end_key) {
+    const int64_t block_kv = t->job->layout.block_kv;
+    for (block += block_kv; t->p->flex && block < end_key; block += block_kv)
+        for (int i = 0; i < t->num_tiles; i++)
+            if (bwd_sees(t->job, &t->s, &t->tiles[i], block, block + block_kv)) return block;
+    return block;
+}
+
+static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_programs *programs, char *scratch) {
     const fa_bwd_layout *l = &job->layout;
     const fa_problem *p = job->p;
     bwd_task t = {.job = job,
                   .p = p,
                   .s = fa_sequence_at(p, task->b_idx),
                   .head_kv = task->head_kv,
+                  .programs = programs,
                   .q_t = (float *)(scratch + l->q_t),
                   .dout_t = (float *)(scratch + l->dout_t),
                   .q = (float *)(scratch + l->q),
@@ -137,8 +149,8 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
         if (first_key < t.keys_begin) first_key = t.keys_begin;
         if (end_key > t.keys_end) end_key = t.keys_end;
         t.block = t.keys_begin + (first_key - t.keys_begin) / l->block_kv * l->block_kv;
-        for (bool is_first = true; t.block < end_key; t.block += l->block_kv, is_first = false) {
-            const int64_t next = t.block + l->block_kv;
+        for (bool is_first = true; t.block < end_key; is_first = false) {
+            const int64_t next = bwd_next_block(&t, t.block, end_key);
             t.range = fa_bwd_range_of(&t.s, l->block_kv, l->ranges, t.block);
             if (is_first) bwd_list_keys(&t, t.block, t.key_rows);
             if (is_first || !PRODUCT_FETCHES) fetch_now(t.key_rows, 2 * l->block_kv, bwd_longest_row(p));
@@ -151,6 +163,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
             for (int i = 0; i < t.num_tiles; i++) bwd_step_tile(&t, i);
             const char **rows = t.key_rows;
             t.key_rows = t.next_rows, t.next_rows = rows;
+            t.block = next;
         }
         for (int i = 0; i < t.num_tiles && p->dq.data && l->shares == 1; i++) {
             float *dq_t = t.dq_t + i * l->tile_floats;
@@ -163,16 +176,44 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, char *scratch)
     if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, p->d_v, l->v_columns, job->kept);
 }
 
-static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
+/* Flex: runs the tasks of all copies that no other worker takes. */
+static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, char *scratch) {
+    for (int64_t i; (i = atomic_fetch_add_explicit(&job->next_copy, 1, memory_order_relaxed)) < job->num_copies;) {
+        double *copy = job->copies + i * job->sums.num, *addresses[FA_FLEX_MAX_CAPTURES];
+        const int64_t num = job->list->num_tasks;
+        memset(copy, 0, (size_t)job->sums.num * sizeof *copy);
+        fa_flex_point_at_sums(job->p->flex, &job->sums, copy, addresses);
+        fa_flex_scatter_to(programs->derivative, addresses);
+        for (int64_t task = num * i / job->num_copies; task < num * (i + 1) / job->num_copies; task++)
+            bwd_run_task(job, &job->list->tasks[task], programs, scratch);
+    }
+}
+
+static void bwd_add_copies(int64_t begin, int64_t end, void *ctx) {
     const bwd_job *job = ctx;
+    for (int64_t w = begin; w < end; w++)
+        fa_flex_add_sums(job->p->flex, &job->sums, job->copies, job->num_copies, job->sums.num * w / job->threads,
+                         job->sums.num * (w + 1) / job->threads);
+}
+
+static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
+    bwd_job *job = ctx;
+    fa_flex_programs programs;
+    if (!fa_flex_make_programs(job->p, job->isa, &programs)) {
+        atomic_store(&job->failed, true);
+        return;
+    }
     vec_mode mode = vec_enter();
     product_enter();
     for (int64_t w = begin; w < end; w++) {
-        for (const fa_task *task; (task = fa_take_task(job->list));)
-            bwd_run_task(job, task, job->scratch + (size_t)w * job->layout.scratch_bytes);
+        char *scratch = job->scratch + (size_t)w * job->layout.scratch_bytes;
+        if (job->num_copies > 0) bwd_run_copies(job, &programs, scratch);
+        for (const fa_task *task; job->num_copies == 0 && (task = fa_take_task(job->list));)
+            bwd_run_task(job, task, &programs, scratch);
     }
     product_leave();
     vec_leave(mode);
+    fa_flex_free_programs(&programs);
 }
 
 /* dQ of one tile. The slabs of the ranges that the tile sees are summed in their order, into the first of these
@@ -187,7 +228,7 @@ static void bwd_sum_tile(const bwd_job *job, const fa_sequence *s, int64_t head_
     for (int r = 0; r < l->ranges; r++) {
         int64_t begin, end;
         fa_bwd_ranges(s, l->block_kv, l->ranges, r, r + 1, &begin, &end);
-        if (bwd_sees(&tile, begin, end)) slabs[num_slabs++] = bwd_slab(job, s, r, head_kv, idx);
+        if (bwd_sees(job, s, &tile, begin, end)) slabs[num_slabs++] = bwd_slab(job, s, r, head_kv, idx);
     }
     for (int64_t i = 0; num_slabs > 1 && i < l->columns * tile.lanes; i += LANES) {
         vec sum = vec_load(slabs[0] + i);
@@ -215,12 +256,38 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
+/* Fills the map of the blocks, finds the sums of gradients, and sets the tasks' costs to the keys of blocks that their
+ * tiles see. */
+static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
+    const fa_problem *p = job->p;
+    const fa_bwd_layout *l = &job->layout;
+    const int64_t g = p->h / p->h_kv;
+    job->sums = fa_flex_sums_of(p->flex);
+    job->copies = (double *)((char *)job->slabs + l->slabs_bytes);
+    job->num_copies = job->sums.num > 0 ? fa_flex_num_copies(&job->sums, num_tasks) : 0;
+    job->map = fa_flex_block_map_of(p);
+    job->map.kinds = (uint8_t *)job->copies + fa_flex_copies_bytes(p, num_tasks);
+    fa_flex_fill_block_map(&job->map, p->flex);
+    for (int64_t i = 0; i < num_tasks && job->threads > 1; i++) {
+        fa_task *task = &tasks[i];
+        const fa_sequence s = fa_sequence_at(p, task->b_idx);
+        int64_t key, key_end;
+        fa_bwd_ranges(&s, l->block_kv, l->ranges, task->begin, task->end, &key, &key_end);
+        task->cost = 0;
+        for (int64_t tile = 0; tile < fa_num_tiles(p, &s, l->block_q); tile++) {
+            const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
+            int64_t row, row_end;
+            fa_tile_rows(p, &s, l->block_q, tile, tile + 1, &row, &row_end);
+            task->cost += fa_flex_count_keys(&job->map, kinds, row, row_end, key, key_end);
+        }
+    }
+}
+
 static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     fa_task *tasks = workspace;
     const int shares = fa_bwd_shares(p, plan->num_splits, plan->cpu.threads);
     int64_t num_tasks = fa_bwd_tasks(p, plan->block_q, plan->block_kv, plan->num_splits, shares, tasks);
     fa_task_list list = {tasks, num_tasks, 0};
-    if (plan->cpu.threads > 1) fa_sort_tasks(tasks, num_tasks);
 
     bwd_job job = {.p = p,
                    .layout = fa_bwd_layout_of(p, WORD_ELEMS, plan->block_q, plan->block_kv, plan->cpu.tiles_per_task,
@@ -231,17 +298,23 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .scale = score_scale(p, 0, 0),
                    .softcap = (float)(p->softcap * LOG2_E),
                    .kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f,
-                   .drops = p->dropout_p > 0 && p->keep_max < 255};
+                   .drops = p->dropout_p > 0 && p->keep_max < 255,
+                   .isa = plan->cpu.isa};
     job.slabs = (float *)(job.scratch + (size_t)plan->cpu.threads * job.layout.scratch_bytes);
+    if (p->flex) bwd_start_flex(&job, tasks, num_tasks);
+    /* Copies of gradients belong to tasks in their first order. */
+    if (plan->cpu.threads > 1 && job.num_copies == 0) fa_sort_tasks(tasks, num_tasks);
     void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
-                                                       p->dq.data && shares > 1 ? bwd_sum_slabs : NULL};
-    for (int i = 0; i < 3 && steps[i]; i++) {
+                                                       p->dq.data && shares > 1 ? bwd_sum_slabs : NULL,
+                                                       job.num_copies > 0 ? bwd_add_copies : NULL};
+    for (int i = 0; i < 4 && !job.failed; i++) {
+        if (!steps[i]) continue;
         if (plan->cpu.threads == 1)
             steps[i](0, 1, &job); /* the work is too small to wake other threads */
         else if (!pool->parallel_for(plan->cpu.threads, steps[i], &job))
             return false;
     }
-    return true;
+    return !job.failed;
 }
 
 #endif

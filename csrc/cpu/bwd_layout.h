@@ -1,7 +1,8 @@
 /* The memory layout of the backward. plan/cpu_bwd.c counts the bytes, and attn_bwd.h fills them. Every array is aligned
  * to 64 bytes.
  *
- *   workspace   tasks | one scratch for each worker | slabs of dQ
+ *   workspace   tasks | one scratch for each worker | slabs of dQ | flex: sums of the gradients of captures, kinds of
+ *               the blocks
  *   scratch     Q^T, dO^T, Q, dO, dQ^T (and dQ^T of one range) of all tiles of a pass |
  *               K, V rows, K^T, S^T, dP^T, dS of one block of keys | dK, dV of the task's keys |
  *               addresses of the rows of K and V of two blocks, and of the rows to prefetch | tiles
@@ -13,6 +14,7 @@
 #ifndef FA_CPU_BWD_LAYOUT_H
 #define FA_CPU_BWD_LAYOUT_H
 
+#include "flex_gradients.h"
 #include "fwd_layout.h"
 
 #define FA_MAX_BLOCK_Q_BWD 128
@@ -112,7 +114,7 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.scores = fa_take(&at, pairs * 4);
     l.dprob = fa_take(&at, pairs * 4);
     l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
-    l.bytes = fa_take(&at, p->dropout_p > 0 ? pairs : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 || p->flex ? pairs : 0);
     l.dk = fa_take(&at, l.task_keys * columns * 4);
     l.dv = fa_take(&at, l.task_keys * v_columns * 4);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
@@ -128,11 +130,19 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
 
 /* The number of tasks that share the ranges of a sequence. One task takes all ranges if every thread still has enough
  * tasks. dK and dV of more keys leave the second-level cache for the third-level cache. With narrow rows this costs as
- * much as one task saves. */
+ * much as one task saves. Gradients of captures are sums over tasks, so then the tasks do not depend on the threads. */
 static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
+    if (p->flex && p->flex->gradients) return ranges;
     const int64_t tasks_of_thread = 8, most_narrow_keys = 4096;
     const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
     return enough && (p->d > 64 || p->len_kv <= most_narrow_keys) ? 1 : ranges;
+}
+
+/* The bytes of all copies of the sums of gradients of captures. */
+static inline size_t fa_flex_copies_bytes(const fa_problem *p, int64_t num_tasks) {
+    if (!p->flex) return 0;
+    const fa_flex_sums sums = fa_flex_sums_of(p->flex);
+    return (size_t)(fa_flex_num_copies(&sums, num_tasks) * sums.num) * sizeof(double);
 }
 
 /* Writes the tasks and returns their number. A task has ranges [begin, end), and its cost is the number of visible

@@ -5,6 +5,7 @@
 
 #include "bwd_task.h"
 #include "elementwise_bwd.h"
+#include "flex_step_bwd.h"
 
 /* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Rows of grad and rows hold d
  * elements in `columns`. A strip of keys takes only the range of lanes that see the strip, because on the diagonal half
@@ -42,8 +43,9 @@ static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, c
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
         add_lane_nonfinite(grad + (t->block - t->keys_begin) * columns, columns, words, word_stride, lane,
-                           first > begin ? first : begin, stop < end ? stop : end,
-                           bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), d, t->p->dtype);
+                           first > begin ? first : begin, stop < end ? stop : end, t->p->flex ? t->bytes : NULL,
+                           tile->lanes, bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), d,
+                           t->p->dtype);
     }
 }
 
@@ -52,9 +54,42 @@ static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t be
     return tile->common_first > t->block + begin || tile->common_end < t->block + end;
 }
 
+/* Flex: the lanes of a tile, for the block of keys. */
+static flex_tile bwd_flex_tile(const bwd_task *t, const fa_bwd_tile *tile) {
+    const int64_t rest = t->s.len_kv - t->block, block_kv = t->job->layout.block_kv;
+    return (flex_tile){.programs = t->programs,
+                       .map = &t->job->map,
+                       .kinds = fa_flex_kinds_of(&t->job->map, t->s.b_idx, tile->head[0]),
+                       .b_idx = t->s.b_idx,
+                       .head = tile->head[0],
+                       .row = tile->row[0],
+                       .block = t->block,
+                       .lanes = tile->lanes,
+                       .valid_lanes = tile->valid_lanes,
+                       .num_keys = (int)(rest < block_kv ? rest : block_kv)};
+}
+
+/* Whether all elements are finite that a product could bring to a masked pair. */
+static bool bwd_is_finite(const bwd_task *t, const fa_bwd_tile *tile) {
+    return tile->q_finite && tile->dout_finite && (t->k_finite || !t->p->dq.data);
+}
+
+/* Flex: marks the masked pairs of keys [begin, end) of the block. Returns whether S and dP need no programs, because
+ * the bounds of the lanes mask enough. */
+static bool bwd_flex_hide(bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    const flex_tile x = bwd_flex_tile(t, tile);
+    uint8_t never[FA_FLEX_TILE];
+    if (!t->programs->score && !t->programs->derivative && bwd_is_finite(t, tile) &&
+        flex_sees_all(&x, begin, end < x.num_keys ? end : x.num_keys))
+        return true;
+    for (int lane = 0; lane < tile->lanes; lane++) never[lane] = tile->first[lane] >= tile->end[lane];
+    flex_hide(&x, begin, end, never, t->bytes);
+    return false;
+}
+
 /* S and dP of keys [begin, end) of the block become P and dS. i is the number of the tile. */
 static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float *p_rows, float *ds_rows,
-                          int64_t row_stride) {
+                          int64_t row_stride, bool runs_flex) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
@@ -96,26 +131,35 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
         stop[lane] = (float)(high < 0 ? 0 : high < num_keys ? high : num_keys);
         diagonal[lane] = (float)(tile->diagonal[lane] - key_0);
     }
-    gradient_step(&(gradient_args){.scores = scores.c,
-                                   .dprob = dprob.c,
-                                   .p_rows = p_rows,
-                                   .ds_rows = ds_rows,
-                                   .row_stride = row_stride,
-                                   .ds_words = t->ds_words + begin / 2 * lanes,
-                                   .lanes = lanes,
-                                   .num_keys = num_keys,
-                                   .lse = tile->lse,
-                                   .delta = tile->delta,
-                                   .bytes = job->drops ? t->bytes + begin * lanes : NULL,
-                                   .keep_max = p->keep_max,
-                                   .scale = job->scale,
-                                   .kept = job->kept,
-                                   .options = {.softcap = job->softcap,
-                                               .slope = p->alibi_slopes ? tile->slope : NULL,
-                                               .diagonal = diagonal,
-                                               .first = first,
-                                               .end = stop,
-                                               .masked = hides}});
+    const gradient_args args = {.scores = scores.c,
+                                .dprob = dprob.c,
+                                .p_rows = p_rows,
+                                .ds_rows = ds_rows,
+                                .row_stride = row_stride,
+                                .ds_words = t->ds_words + begin / 2 * lanes,
+                                .lanes = lanes,
+                                .num_keys = num_keys,
+                                .lse = tile->lse,
+                                .delta = tile->delta,
+                                .bytes = job->drops ? t->bytes + begin * lanes : NULL,
+                                .keep_max = p->keep_max,
+                                .scale = job->scale,
+                                .kept = job->kept,
+                                .options = {.softcap = job->softcap,
+                                            .slope = p->alibi_slopes ? tile->slope : NULL,
+                                            .diagonal = diagonal,
+                                            .first = first,
+                                            .end = stop,
+                                            .masked = hides}};
+    if (runs_flex) {
+        const flex_tile x = bwd_flex_tile(t, tile);
+        const float scale = t->programs->score ? (float)p->scale : job->scale;
+        flex_gradients(&x, scores.c, dprob.c, begin, end, scale, tile->lse, tile->delta, t->bytes,
+                       !bwd_is_finite(t, tile));
+        flex_store_gradients(&args);
+    } else {
+        gradient_step(&args);
+    }
 }
 
 /* Adds the rows that the next task reads first. Long sequences, whose keys are cut into ranges, do not need these
@@ -166,7 +210,7 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     bwd_fetch_gradients(t, t->num_fetched / 2, share / 2);
     t->num_fetched += share;
     int next = t->num_open;
-    while (next < t->num_tiles && !bwd_sees(&t->tiles[next], t->keys_begin, t->keys_end)) next++;
+    while (next < t->num_tiles && !bwd_sees(t->job, &t->s, &t->tiles[next], t->keys_begin, t->keys_end)) next++;
     for (int is_dout = 0; is_dout < 2 && next < t->num_tiles; is_dout++) {
         bwd_list_queries(t, is_dout ? &t->p->dout : &t->p->q, &t->tiles[next], rows);
         fetch_later(&t->soon, rows, t->tiles[next].lanes, row_bytes);
@@ -182,10 +226,10 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const fa_bwd_layout *l = &job->layout;
     fa_bwd_tile *tile = &t->tiles[i];
     const int64_t lanes = tile->lanes, at = i * l->tile_floats, v_at = i * l->v_tile_floats;
-    int64_t begin = tile->first_key > t->block ? tile->first_key - t->block : 0;
-    int64_t end = tile->end_key - t->block < l->block_kv ? tile->end_key - t->block : l->block_kv;
-    if (begin >= end) return;
-    begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
+    int64_t begin, end;
+    if (!bwd_find_keys(job, &t->s, tile, t->block, t->block + l->block_kv, &begin, &end)) return;
+    begin = (begin - t->block) / 2 * 2,
+    end = round_up(end - t->block, 2); /* rows of keys past the last key are zeros */
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
     if (p->dq.data) bwd_enter_range(t, i);
     bwd_fetch_during(t, i, end - begin);
@@ -198,9 +242,10 @@ static void bwd_step_tile(bwd_task *t, int i) {
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, p->seed,
                       fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
+    const bool runs_flex = p->flex && !bwd_flex_hide(t, tile, begin, end);
     for (int64_t key = begin, stop; key < end; key = stop) {
         stop = key + cached < end ? key + cached : end;
-        bwd_step_keys(t, i, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride);
+        bwd_step_keys(t, i, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride, runs_flex);
     }
 
     /* dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T */
@@ -231,8 +276,8 @@ static void bwd_step_tile(bwd_task *t, int i) {
         product_add(&dq);
     for (int64_t key = begin; key < end && !t->k_finite; key++)
         if (t->key_rows[key])
-            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, NULL, t->key_rows[key],
-                              p->d, p->dtype);
+            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, p->flex ? t->bytes : NULL,
+                              t->key_rows[key], p->d, p->dtype);
 }
 
 #endif

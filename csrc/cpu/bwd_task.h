@@ -6,6 +6,7 @@
 #include "pool.h"
 #include "bwd_layout.h"
 #include "elementwise.h"
+#include "flex_step.h"
 #include "lanes.h"
 #include "nonfinite.h"
 #include "pack.h"
@@ -20,6 +21,13 @@ typedef struct {
     float scale, softcap; /* scale of the product, and softcap in units of log2 */
     float kept;           /* 1 / (1 - dropout_p) */
     bool drops;           /* dropout is on, and keep_max allows a drop */
+    fa_isa isa;
+    fa_flex_block_map map;     /* flex */
+    fa_flex_sums sums;         /* flex: of the gradients of captures */
+    double *copies;            /* [num_copies][sums.num] */
+    int64_t num_copies;        /* 0: no gradient of a capture is wanted */
+    _Atomic int64_t next_copy; /* the first copy whose tasks no worker has taken */
+    atomic_bool failed;        /* flex: no memory for the programs */
 } bwd_job;
 
 /* The state of a task: the layout's offsets as pointers, the task's keys, and the packed block of keys. */
@@ -41,6 +49,7 @@ typedef struct {
     const fa_task *next_task;           /* during the last block: probably the next task of this worker */
     const char **pieces;                /* storage of soon */
     fetch_queue soon;
+    const fa_flex_programs *programs; /* flex */
 } bwd_task;
 
 static inline char *bwd_query_row(const fa_problem *p, const fa_sequence *s, const fa_view *view, int64_t row,
@@ -106,8 +115,20 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
     }
 }
 
-static bool bwd_sees(const fa_bwd_tile *tile, int64_t begin, int64_t end) {
-    return tile->first_key < end && begin < tile->end_key;
+/* Finds the keys [*first, *last) of [begin, end) from the first to the last one that the tile sees. */
+static bool bwd_find_keys(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end,
+                          int64_t *first, int64_t *last) {
+    *first = tile->first_key > begin ? tile->first_key : begin;
+    *last = tile->end_key < end ? tile->end_key : end;
+    if (*first >= *last || !job->p->flex) return *first < *last;
+    const uint8_t *kinds = fa_flex_kinds_of(&job->map, s->b_idx, tile->head[0]);
+    return fa_flex_find_keys(&job->map, kinds, tile->row[0], tile->row[0] + tile->valid_lanes, *first, *last, first,
+                             last);
+}
+
+static bool bwd_sees(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    int64_t first, last;
+    return bwd_find_keys(job, s, tile, begin, end, &first, &last);
 }
 
 /* ---- dQ of a tile ---- */
@@ -156,7 +177,7 @@ static void bwd_open_tile(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
     const fa_problem *p = t->p;
     fa_bwd_tile *tile = &t->tiles[i];
-    if (!bwd_sees(tile, t->keys_begin, t->keys_end)) return;
+    if (!bwd_sees(t->job, &t->s, tile, t->keys_begin, t->keys_end)) return;
     const char *q_rows[FA_MAX_BLOCK_Q_BWD], *dout_rows[FA_MAX_BLOCK_Q_BWD];
     bwd_list_queries(t, &p->q, tile, q_rows);
     bwd_list_queries(t, &p->dout, tile, dout_rows);

@@ -12,6 +12,17 @@ typedef struct {
 
 fa_flex_sums fa_flex_sums_of(const fa_flex *flex);
 
+/* The number of copies, which follows from the sizes alone. The tasks are dealt out to the copies in equal shares, and
+ * one thread at a time runs the tasks of a copy. The copies of large captures would take too much memory. NOTE: a
+ * capture of more than 8M elements has one copy, so all tasks run one after the other. */
+static inline int64_t fa_flex_num_copies(const fa_flex_sums *sums, int64_t num_tasks) {
+    const int64_t most_elements = 8 << 20, most_copies = 64;
+    int64_t num = sums->num > 0 ? most_elements / sums->num : 0;
+    if (num < 1) num = 1;
+    if (num > most_copies) num = most_copies;
+    return num < num_tasks || num_tasks < 1 ? num : num_tasks;
+}
+
 /* Writes the address of each capture's sums in a copy, or NULL. */
 void fa_flex_point_at_sums(const fa_flex *flex, const fa_flex_sums *sums, double *copy,
                            double *addresses[FA_FLEX_MAX_CAPTURES]);

@@ -63,12 +63,14 @@ OUTLINE void add_key_nonfinite(float *out, const float *x, int64_t lanes, int64_
 }
 
 /* out[key][c] += x[key][lane] row[c] for keys [begin, end). row is the lane's row of Q or dO, and x holds words along
- * the lanes. */
+ * the lanes. hidden [key][lanes] marks masked pairs; NULL: there are none. */
 OUTLINE void add_lane_nonfinite(float *out, int64_t out_stride, const float *x, int64_t x_stride, int64_t lane,
-                                int64_t begin, int64_t end, const char *data, int64_t d, fa_dtype dtype) {
+                                int64_t begin, int64_t end, const uint8_t *hidden, int64_t lanes, const char *data,
+                                int64_t d, fa_dtype dtype) {
     float row[FA_MAX_HEAD_DIM_V];
     if (begin >= end || !load_nonfinite(row, data, d, dtype)) return;
     for (int64_t key = begin; key < end; key++) {
+        if (hidden && hidden[key * lanes + lane]) continue;
         const vec weight = vec_set(word_element(x + key * x_stride + lane / WORD_ELEMS, lane % WORD_ELEMS));
         for (int64_t c = 0; c < d; c += LANES) {
             const vec elems = vec_load(row + c), old = vec_load(out + key * out_stride + c);

@@ -59,7 +59,8 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
     /* K, V, K^T, dK, dV of a block stay in the second-level cache. */
-    int block_kv = p->d > 128 || p->d_v > 128 ? 64 : 128;
+    const bool has_small_blocks = p->flex && p->flex->block_q > 0 && p->flex->block_kv <= 64;
+    int block_kv = p->d > 128 || p->d_v > 128 || has_small_blocks ? 64 : 128;
     /* A sequence of one block has the same bits whatever the block's size. With AMX, rows of P and dS lie behind 32
      * keys of scores, so the smallest block has 64 keys. */
     const int least_kv = plan->cpu.isa == FA_ISA_AMX ? 64 : 32;
@@ -88,5 +89,6 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     plan->cpu.tiles_per_task = (int)tiles;
     plan->cpu.threads = threads;
     plan->num_splits = ranges;
-    plan->workspace_bytes = fa_tasks_bytes(num_tasks) + (size_t)threads * layout.scratch_bytes + layout.slabs_bytes;
+    plan->workspace_bytes = fa_tasks_bytes(num_tasks) + (size_t)threads * layout.scratch_bytes + layout.slabs_bytes +
+                            fa_flex_copies_bytes(p, num_tasks) + fa_flex_kinds_bytes(p);
 }

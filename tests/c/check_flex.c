@@ -393,6 +393,10 @@ static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_F32, FA_FWD
 static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_BF16, FA_FWD, 60); }
 static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_F16, FA_FWD, 20); }
 static void test_fwd_f64(void **state) { (void)state, check_seeds(FA_F64, FA_FWD, 30); }
+static void test_bwd_f32(void **state) { (void)state, check_seeds(FA_F32, FA_BWD, 60); }
+static void test_bwd_bf16(void **state) { (void)state, check_seeds(FA_BF16, FA_BWD, 60); }
+static void test_bwd_f16(void **state) { (void)state, check_seeds(FA_F16, FA_BWD, 20); }
+static void test_bwd_f64(void **state) { (void)state, check_seeds(FA_F64, FA_BWD, 30); }
 
 int main(int argc, char **argv) {
     fa_cpu_detect(&machine);
@@ -400,10 +404,13 @@ int main(int argc, char **argv) {
         const uint64_t seed = strtoull(argv[2], NULL, 0);
         static const fa_dtype dtypes[] = {FA_F32, FA_BF16, FA_F16, FA_F64};
         bool good = true;
-        for (size_t i = 0; i < COUNT(dtypes); i++) good = check_seed(seed, dtypes[i], FA_FWD, true) && good;
+        for (size_t i = 0; i < 2 * COUNT(dtypes); i++)
+            good = check_seed(seed, dtypes[i / 2], i % 2 ? FA_BWD : FA_FWD, true) && good;
         return !good;
     }
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_fwd_f32), cmocka_unit_test(test_fwd_bf16),
-                                       cmocka_unit_test(test_fwd_f16), cmocka_unit_test(test_fwd_f64)};
+                                       cmocka_unit_test(test_fwd_f16), cmocka_unit_test(test_fwd_f64),
+                                       cmocka_unit_test(test_bwd_f32), cmocka_unit_test(test_bwd_bf16),
+                                       cmocka_unit_test(test_bwd_f16), cmocka_unit_test(test_bwd_f64)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
