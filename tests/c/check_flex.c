@@ -347,6 +347,7 @@ static bool check_isa(flex_case *c, fa_isa isa, const naive *n, bool backward, b
         good = is_close(c, name, "max_scores", x, stats * (x.largest + 1), verbose) && good;
     }
     if (!backward) return good;
+    const double grads = p.dtype == FA_F64 ? 2e-6 : 4 * unit; /* lse and softmax_d are fp32 */
     p.pass = FA_BWD;
     wipe(&p, &p.dq, p.b * p.h * p.len_q * p.d);
     wipe(&p, &p.dk, p.b * p.h_kv * p.len_kv * p.d);
@@ -358,12 +359,12 @@ static bool check_isa(flex_case *c, fa_isa isa, const naive *n, bool backward, b
     }
     run_on(isa, threads, &p);
     x = deviation_of(c, &p.dq, p.h, p.len_q, p.d, n->dq);
-    good = is_close(c, name, "dq", x, 4 * unit * (x.largest + 1), verbose) && good;
+    good = is_close(c, name, "dq", x, grads * (x.largest + 1), verbose) && good;
     x = deviation_of(c, &p.dk, p.h_kv, p.len_kv, p.d, n->dk);
-    good = is_close(c, name, "dk", x, 4 * unit * (x.largest + 1), verbose) && good;
+    good = is_close(c, name, "dk", x, grads * (x.largest + 1), verbose) && good;
     x = deviation_of(c, &p.dv, p.h_kv, p.len_kv, p.d_v, n->dv);
-    good = is_close(c, name, "dv", x, 4 * unit * (x.largest + 1), verbose) && good;
-    if (c->score) good = check_gradients(c, n, name, 4 * (p.dtype == FA_F64 ? 1e-6 : unit), verbose) && good;
+    good = is_close(c, name, "dv", x, grads * (x.largest + 1), verbose) && good;
+    if (c->score) good = check_gradients(c, n, name, grads, verbose) && good;
     return good;
 }
 
@@ -389,6 +390,109 @@ static void check_seeds(fa_dtype dtype, fa_pass pass, uint64_t num) {
     assert_true(good);
 }
 
+/* ---- the same bits for any number of threads ----------------------------------------------------------------- */
+
+static uint64_t hash_of(uint64_t hash, const void *data, size_t bytes) {
+    for (size_t i = 0; data && i < bytes; i++) hash = (hash ^ ((const uint8_t *)data)[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* The bits of all results of a backward, which adds to gradients of captures that begin as zeros. */
+static uint64_t bits_of(flex_case *c, fa_isa isa, int threads) {
+    const fa_problem *p = &c->p;
+    const size_t element = fa_dtype_bytes(p->dtype);
+    const size_t sizes[] = {0, (size_t)p->h, (size_t)(p->h * p->len_q * p->len_kv), (size_t)(2 * c->values.len)};
+    for (int i = 1; i < 4 && c->score; i++) memset(c->gradients[i], 0, sizes[i] * 4);
+    run_on(isa, threads, p);
+    uint64_t hash = hash_of(0, p->dq.data, (size_t)(p->b * p->h * p->len_q * p->d) * element);
+    hash = hash_of(hash, p->dk.data, (size_t)(p->b * p->h_kv * p->len_kv * p->d) * element);
+    hash = hash_of(hash, p->dv.data, (size_t)(p->b * p->h_kv * p->len_kv * p->d_v) * element);
+    for (int i = 1; i < 4 && c->score; i++) hash = hash_of(hash, c->gradients[i], sizes[i] * 4);
+    return hash;
+}
+
+static void test_thread_counts(void **state) {
+    (void)state;
+    for (uint64_t seed = 100; seed < 130; seed++) {
+        flex_case *c = case_new(seed, seed % 2 ? FA_F32 : FA_BF16, FA_BWD);
+        for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
+            if (!machine.isa_legal[isa]) continue;
+            c->p.pass = FA_FWD;
+            run_on((fa_isa)isa, 1, &c->p);
+            c->p.pass = FA_BWD;
+            const uint64_t one = bits_of(c, (fa_isa)isa, 1);
+            assert_true(one == bits_of(c, (fa_isa)isa, 2) && one == bits_of(c, (fa_isa)isa, 7));
+        }
+        case_free(c);
+    }
+}
+
+/* ---- NaN and infinity beside a mask -------------------------------------------------------------------------- */
+
+static void store(const flex_case *c, const fa_view *t, int64_t b, int64_t h, int64_t row, double x) {
+    fa_store_element(t->data, b * t->stride_b + h * t->stride_h + row * t->stride_row, x, c->p.dtype);
+}
+
+static bool is_row_finite(const flex_case *c, const fa_view *t, int64_t b, int64_t h, int64_t row, int64_t d) {
+    bool finite = true;
+    for (int64_t i = 0; i < d; i++) finite = finite && isfinite(at(c, t, b, h, row, i));
+    return finite;
+}
+
+/* Whether row i and key j of a head are a pair that is not masked. */
+static bool is_pair(const flex_case *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    return is_visible(c, b, h, i, j) && !(c->score == HIDES && (i + j) % 5 == 0);
+}
+
+/* A NaN in one row of q, k, v or dout reaches only rows and keys that form a pair with that row, and then keys of these
+ * rows. */
+static bool check_nan(flex_case *c, fa_isa isa, int where) {
+    fa_problem *p = &c->p;
+    const fa_view *views[] = {&p->q, &p->k, &p->v, &p->dout};
+    const bool on_key = where == 1 || where == 2;
+    const int64_t g = p->h / p->h_kv, b = below(p->b), head = below(p->h), kv = head / g;
+    const int64_t row = below(p->len_q), key = below(p->len_kv);
+    bool good = true, *reached = calloc((size_t)(p->h * p->len_q), 1);
+    if (where != 3) store(c, views[where], b, on_key ? kv : head, on_key ? key : row, NAN);
+    p->pass = FA_FWD;
+    run_on(isa, 2, p);
+    if (where == 3) store(c, views[where], b, head, row, NAN); /* o and lse are inputs of the backward */
+    p->pass = FA_BWD;
+    run_on(isa, 2, p);
+    for (int64_t n = 0; n < p->b * p->h * p->len_q; n++) {
+        const int64_t nb = n / p->len_q / p->h, nh = n / p->len_q % p->h, ni = n % p->len_q;
+        const bool is_reached =
+            nb == b && (on_key ? nh / g == kv && is_pair(c, b, nh, ni, key) : nh == head && ni == row);
+        if (nb == b) reached[nh * p->len_q + ni] = is_reached;
+        if (!is_reached) good = good && is_row_finite(c, &p->o, nb, nh, ni, p->d_v);
+        if (!is_reached) good = good && is_row_finite(c, &p->dq, nb, nh, ni, p->d);
+    }
+    for (int64_t n = 0; n < p->b * p->h_kv * p->len_kv; n++) {
+        const int64_t nb = n / p->len_kv / p->h_kv, nh = n / p->len_kv % p->h_kv, nj = n % p->len_kv;
+        bool is_reached = false;
+        for (int64_t x = nh * g * p->len_q; x < (nh + 1) * g * p->len_q && nb == b; x++)
+            is_reached = is_reached || (reached[x] && is_pair(c, b, x / p->len_q, x % p->len_q, nj));
+        if (is_reached) continue;
+        good = good && is_row_finite(c, &p->dk, nb, nh, nj, p->d) && is_row_finite(c, &p->dv, nb, nh, nj, p->d_v);
+    }
+    if (!good) printf("  %s: NaN of tensor %d crosses the mask, seed %d\n", fa_isa_name(isa), where, (int)c->seed);
+    free(reached);
+    return good;
+}
+
+static void test_nonfinite(void **state) {
+    (void)state;
+    bool good = true;
+    for (uint64_t seed = 200; seed < 260; seed++)
+        for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
+            if (!machine.isa_legal[isa]) continue;
+            flex_case *c = case_new(seed, seed % 2 ? FA_F32 : FA_BF16, FA_BWD);
+            good = check_nan(c, (fa_isa)isa, (int)(seed / 2 % 4)) && good;
+            case_free(c);
+        }
+    assert_true(good);
+}
+
 static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_F32, FA_FWD, 60); }
 static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_BF16, FA_FWD, 60); }
 static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_F16, FA_FWD, 20); }
@@ -408,9 +512,10 @@ int main(int argc, char **argv) {
             good = check_seed(seed, dtypes[i / 2], i % 2 ? FA_BWD : FA_FWD, true) && good;
         return !good;
     }
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fwd_f32), cmocka_unit_test(test_fwd_bf16),
-                                       cmocka_unit_test(test_fwd_f16), cmocka_unit_test(test_fwd_f64),
-                                       cmocka_unit_test(test_bwd_f32), cmocka_unit_test(test_bwd_bf16),
-                                       cmocka_unit_test(test_bwd_f16), cmocka_unit_test(test_bwd_f64)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fwd_f32),       cmocka_unit_test(test_fwd_bf16),
+                                       cmocka_unit_test(test_fwd_f16),       cmocka_unit_test(test_fwd_f64),
+                                       cmocka_unit_test(test_bwd_f32),       cmocka_unit_test(test_bwd_bf16),
+                                       cmocka_unit_test(test_bwd_f16),       cmocka_unit_test(test_bwd_f64),
+                                       cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_nonfinite)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
