@@ -154,31 +154,33 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
 
 #if FLEX
 /* Does make_weights' work with the user's functions, for a tile of this kind. mod is of the query head, and scale makes
- * scores of Q K^T. */
+ * scores of Q K^T. The loop is that of apply_mods in attn_fwd_any.cu. */
 DEVICE u32 make_flex_weights(const mods &mod, const sequence &seq, float scale, block_kind kind, int own_row, int walk,
                              const row_stats (&own)[2], factor *queries, mod_sums &sums, float (&s)[N][4],
                              float (&dp)[N][4]) {
     const int row = own_row + laneid() / 4, column = walk + 2 * (laneid() % 4);
     u32 seen = 0;
-#pragma unroll
-    for (int n = 0; n < N; n++)
+#pragma unroll 1
+    for (int n = 0; n < N; n++) {
+        float weights[4], changes[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int across = row + e / 2 * 8, along = column + 8 * n + e % 2;
             const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
             const bool exists = i < seq.len_q && j < seq.len_kv && q.lse != INF;
-            const float x = __fmul_rn(s[n][e], scale), score = mod.score(x, i, j);
+            const float x = __fmul_rn(s[0][e], scale), score = mod.score(x, i, j);
             const bool sees = exists && score != -INF && (kind == FULL_BLOCK || mod.sees(kind, i, j));
-            float weight = 0, change = 0;
+            weights[e] = changes[e] = 0;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
-                weight = ex2((score - q.lse) * LOG2_E);
-                if (ADDS_DS) change = mod.derivative(sums, x, weight * (dp[n][e] - q.delta), i, j);
+                weights[e] = ex2((score - q.lse) * LOG2_E);
+                if (ADDS_DS) changes[e] = mod.derivative(sums, x, weights[e] * (dp[0][e] - q.delta), i, j);
             }
-            s[n][e] = weight;
-            if (ADDS_DS) dp[n][e] = change;
         }
+        move_up(s, weights);
+        if (ADDS_DS) move_up(dp, changes);
+    }
     return seen;
 }
 #endif

@@ -146,21 +146,28 @@ DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scor
 
 #if FLEX
 /* Applies the user's functions to a block of rows from `row` on and of keys from `first` on: the score_mod, and the
- * mask of a tile of this kind. Pairs of score -inf are masked, too. The result is mask_scores'. */
+ * mask of a tile of this kind. Pairs of score -inf are masked, too. The result is mask_scores'.
+ *
+ * The functions may be long, so the compiler sees them four times, and not once for each register: a loop takes one
+ * fragment after another, and the registers move up by a fragment in each round. What depends only on the row is
+ * computed before the loop. */
 DEVICE u32 apply_mods(const mods &mod, const sequence &s, float scale, float (&scores)[N][4], block_kind kind, int row,
                       int first) {
     u32 seen = 0;
-#pragma unroll
-    for (int n = 0; n < N; n++)
+#pragma unroll 1
+    for (int n = 0; n < N; n++) {
+        float changed[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int i = row + lane() / 4 + e / 2 * 8, j = first + 8 * n + 2 * (lane() % 4) + e % 2;
             const bool exists = i < s.len_q && j < s.len_kv;
-            const float score = mod.score(__fmul_rn(scores[n][e], scale), i, j);
+            const float score = mod.score(__fmul_rn(scores[0][e], scale), i, j);
             const bool sees = exists && score != -INF && (kind == FULL_BLOCK || mod.sees(kind, i, j));
             seen |= (u32)sees << (4 * n + e);
-            scores[n][e] = sees ? score : -INF;
+            changed[e] = sees ? score : -INF;
         }
+        move_up(scores, changed);
+    }
     return seen;
 }
 #endif

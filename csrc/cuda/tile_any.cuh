@@ -41,6 +41,18 @@ constexpr int THREADS = 32 * WARPS;
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
 
+#if FLEX
+/* Takes fragment 0 out of a tile's registers: the others move up by one place, and `last` comes behind them. */
+template <int N> DEVICE void move_up(float (&tile)[N][4], const float (&last)[4]) {
+#pragma unroll
+    for (int n = 0; n + 1 < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) tile[n][e] = tile[n + 1][e];
+#pragma unroll
+    for (int e = 0; e < 4; e++) tile[N - 1][e] = last[e];
+}
+#endif
+
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
 /* Does load_tile's work in pieces of BYTES bytes. Bit r of `present` says that the r-th row of the warp is present. */
