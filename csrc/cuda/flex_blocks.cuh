@@ -64,11 +64,14 @@ struct walk_step {
  * tiles has rows or keys [own, own_last]. Besides the current step, AHEAD more steps are known. All lanes of a warp
  * call advance() together. */
 template <int STEP, int AHEAD, bool OVER_KEYS> struct block_walk {
+    static_assert(STEP % 4 == 0, "two bits of a step are its kind");
     const block_map &map;
     int own, own_last, end;
-    int next = 0;                           /* first row or key that the lanes have not looked at */
-    unsigned left = 0, full = 0, mixed = 0; /* of 32 tiles before `next`: not taken yet and not empty; their kinds */
-    walk_step known[AHEAD + 1]; /* the current step and the next steps; behind the last step, first is end */
+    int next = 0;      /* first row or key that the lanes have not looked at */
+    unsigned left = 0; /* of 32 tiles before `next`: not empty, and not taken yet */
+    int own_kind = 0;  /* of the lane's tile of these 32 */
+    /* The current step and the next steps, as first + kind; behind the last step, first is not less than end. */
+    int known[AHEAD + 1];
     int current = 0;
 
     DEVICE block_walk(const block_map &map, int own, int own_last, int end)
@@ -79,11 +82,11 @@ template <int STEP, int AHEAD, bool OVER_KEYS> struct block_walk {
 
     /* Returns one of the known steps. NOTE: a number that is no constant would move the array to local memory. */
     DEVICE walk_step at(int step) const {
-        walk_step r = known[0];
+        int r = known[0];
 #pragma unroll
         for (int i = 1; i <= AHEAD; i++)
             if (step == current + i) r = known[i];
-        return r;
+        return {r & ~3, (block_kind)(r & 3)};
     }
     DEVICE bool exists(int step) const { return at(step).first < end; }
     DEVICE int first(int step) const { return at(step).first; }
@@ -94,25 +97,21 @@ template <int STEP, int AHEAD, bool OVER_KEYS> struct block_walk {
         current++;
     }
 
-    DEVICE walk_step take() {
+    DEVICE int take() {
         while (left == 0) {
-            if (next >= end) return {end, EMPTY_BLOCK};
+            if (next >= end) return ceil_div(end, STEP) * STEP;
             const long long at = next + (long long)(threadIdx.x % 32) * STEP;
             const int last = (int)min(at + STEP, (long long)end) - 1;
-            block_kind kind = EMPTY_BLOCK;
+            own_kind = EMPTY_BLOCK;
             if (at < end)
-                kind =
+                own_kind =
                     OVER_KEYS ? map.kind_of(own, own_last, (int)at, last) : map.kind_of((int)at, last, own, own_last);
-            left = __ballot_sync(0xffffffffu, kind != EMPTY_BLOCK);
-            full = __ballot_sync(0xffffffffu, kind == FULL_BLOCK);
-            mixed = __ballot_sync(0xffffffffu, kind == MIXED_BLOCKS);
+            left = __ballot_sync(0xffffffffu, own_kind != EMPTY_BLOCK);
             next += 32 * STEP;
         }
         const int tile = __ffs(left) - 1;
         left &= left - 1;
-        return {next + (tile - 32) * STEP, full >> tile & 1    ? FULL_BLOCK
-                                           : mixed >> tile & 1 ? MIXED_BLOCKS
-                                                               : PARTIAL_BLOCK};
+        return next + (tile - 32) * STEP + __shfl_sync(0xffffffffu, own_kind, tile);
     }
 };
 
