@@ -367,7 +367,8 @@ void fa_variant_name(fa_variant v, char name[FA_VARIANT_NAME_BYTES]) {
                         : v.features & FA_IN_BF16 ? "bf16"
                                                   : "fp16";
     char *at = append(name, name, family->name);
-    at = append(name, append(name, append(name, at, "_"), dtype), family->rows[v.row].name + strlen(family->name));
+    if (family->knows & FA_DTYPES) at = append(name, append(name, at, "_"), dtype);
+    at = append(name, at, family->rows[v.row].name + strlen(family->name));
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (v.features & words[i].bit) at = append(name, at, words[i].word);
     if (v.mods_hash != 0) {
