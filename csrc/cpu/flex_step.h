@@ -1,5 +1,5 @@
-/* Programmable attention between the two products, for one tile on one block of keys. A lane is a query row of one head,
- * and a line is a key. The programs run line by line, over all lanes.
+/* Programmable attention between the two products, for one tile on one block of keys. A lane is a query row of one
+ * head, and a line is a key. The programs run line by line, over all lanes.
  *
  *   flex_hide         bytes [key][lanes]: 0 where the lane sees the key, 1 where the pair is masked
  *   flex_scores       scale -> score_mod -> mask; the scores become scores in units of log2
@@ -48,6 +48,13 @@ static inline void flex_read_column(const flex_tile *t, int64_t column, const ui
     }
 }
 
+/* hidden = the column's hidden lanes, and those of partial blocks that are not allowed. */
+static inline void flex_hide_line(int lanes, uint8_t *restrict line, const uint8_t *restrict hidden,
+                                  const uint8_t *restrict full, const uint8_t *restrict allowed) {
+    for (int group = 0; group < lanes; group += 16)
+        for (int i = group; i < group + 16; i++) line[i] = hidden[i] | (uint8_t)((full[i] | allowed[i]) ^ 1);
+}
+
 /* Fills `hidden` for keys [begin, end) of the block. */
 OUTLINE void flex_hide(const flex_tile *t, int64_t begin, int64_t end, const uint8_t *never, uint8_t *hidden) {
     flex_column c = {.any_partial = false};
@@ -65,11 +72,10 @@ OUTLINE void flex_hide(const flex_tile *t, int64_t begin, int64_t end, const uin
             column_end = (column + 1) * t->map->block_kv - t->block;
             if (c.any_partial && !mask) flex_start(mask = t->programs->mask, t);
         }
-        memcpy(line, c.hidden, (size_t)t->lanes);
-        if (!c.any_partial) continue;
-        const uint8_t *allowed = fa_flex_line(mask, (int)key, NULL, NULL);
-        for (int group = 0; group < t->lanes; group += 16)
-            for (int i = group; i < group + 16; i++) line[i] |= (uint8_t)((c.full[i] | allowed[i]) ^ 1);
+        if (c.any_partial)
+            flex_hide_line(t->lanes, line, c.hidden, c.full, fa_flex_line(mask, (int)key, NULL, NULL));
+        else
+            memcpy(line, c.hidden, (size_t)t->lanes);
     }
 }
 

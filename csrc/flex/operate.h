@@ -1,10 +1,15 @@
-/* The text of the loops for one instruction set. The file that includes this header may set VEC_TARGET (vec_target.h), and
- * names its table in OPERATIONS.
+/* The text of the loops for one instruction set. The file that includes this header may set VEC_TARGET (vec_target.h),
+ * and names its table in OPERATIONS.
  *
  * With VEC_TARGET, exp, exp2, log, log2 and tanh of fp32 are the functions of fast_math.h, which vectorise. Otherwise
  * all functions are those of the C library. */
 #ifndef FA_FLEX_OPERATE_H
 #define FA_FLEX_OPERATE_H
+
+/* gcc vectorises loops of any length at -O3 only, and selections only if comparisons need not trap. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O3,no-trapping-math")
+#endif
 
 #include "cpu/vec_target.h"
 
@@ -16,14 +21,11 @@
 #include "integers.h"
 #include "operations.h"
 
-enum { GROUP = FA_FLEX_GROUP };
-
-#define EACH(value)                                                 \
-    for (int group = 0; group < n; group += GROUP)                  \
-        for (int i = group; i < group + GROUP; i++) r[i] = (value); \
+#define EACH(value)                                                             \
+    for (int i = 0; i < n / FA_FLEX_GROUP * FA_FLEX_GROUP; i++) r[i] = (value); \
     return
 
-/* The functions of C for fp32 and fp64. A function that fast_math.h has is called through FAST_. */
+/* Operations on fp32 and on fp64. */
 #define REAL       float
 #define CALL(name) name##f
 #define FAST(name) FAST_FUNCTION(name)

@@ -1,5 +1,5 @@
 /* The loops of an evaluator (evaluate.c), one text for every instruction set. Every loop runs over whole groups of
- * FA_FLEX_GROUP elements, and the number of elements in a group is a constant. So compilers vectorise the loops. */
+ * FA_FLEX_GROUP elements, so that vectorised loops have no rest. */
 #ifndef FA_FLEX_OPERATIONS_H
 #define FA_FLEX_OPERATIONS_H
 
