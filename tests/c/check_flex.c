@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 #include "cpu/convert.h"
+#include "flex/operations.h"
 #include "guarded.h"
 #include "mods.h"
 #include "pool.h"
@@ -497,6 +498,70 @@ static void test_nonfinite(void **state) {
     assert_true(good);
 }
 
+/* ---- the loops of each instruction set against those in portable C ------------------------------------------- */
+
+enum { NUM_ELEMENTS = 64 };
+typedef union {
+    uint8_t b[8 * NUM_ELEMENTS];
+    int64_t i[NUM_ELEMENTS];
+    float f[NUM_ELEMENTS];
+    double d[NUM_ELEMENTS];
+} elements;
+
+static void fill_elements(elements *x, fa_flex_type type) {
+    static const double special[] = {INFINITY, -INFINITY, NAN, 0, -0.0, 1e-39, 88.7, -104, 9.1, 1};
+    for (int i = 0; i < NUM_ELEMENTS; i++) {
+        const double number = draw() % 4 ? 20 * real() : special[below(COUNT(special))];
+        if (type == FA_FLEX_BOOL) x->b[i] = draw() % 2;
+        if (type == FA_FLEX_I64) x->i[i] = draw() % 8 ? below(21) - 10 : (int64_t)draw();
+        if (type == FA_FLEX_F32) x->f[i] = (float)number;
+        if (type == FA_FLEX_F64) x->d[i] = number;
+    }
+}
+
+/* Functions of fp32 may differ by some units in the last place. */
+static bool are_alike(const elements *x, const elements *y, fa_flex_type result) {
+    const size_t bytes = result == FA_FLEX_BOOL ? 1 : result == FA_FLEX_F32 ? 4 : 8;
+    if (result != FA_FLEX_F32) return !memcmp(x, y, bytes * NUM_ELEMENTS);
+    bool alike = true;
+    for (int i = 0; i < NUM_ELEMENTS; i++)
+        alike = alike && (x->f[i] == y->f[i] || (isnan(x->f[i]) && isnan(y->f[i])) ||
+                          fabsf(x->f[i] - y->f[i]) <= 5e-7f * fabsf(y->f[i]) + 1e-44f);
+    return alike;
+}
+
+static void check_operation(const fa_flex_operations *operations, int op, fa_flex_type type, fa_flex_type from) {
+    const bool is_where = op == FA_FLEX_where, compares = op >= FA_FLEX_eq && op <= FA_FLEX_le;
+    elements in[3], ours = {{0}}, want = {{0}};
+    for (int i = 0; i < 3; i++) fill_elements(&in[i], is_where && i == 0 ? FA_FLEX_BOOL : from);
+    const fa_flex_instruction x = {.op = (uint8_t)op, .type = (uint8_t)type};
+    fa_flex_operation o = {.x = &x, .from = (uint8_t)from, .n = NUM_ELEMENTS, .in = {&in[0], &in[1], &in[2]}};
+    o.r = &want;
+    fa_flex_operations_scalar.operate(&o);
+    o.r = &ours;
+    operations->operate(&o);
+    if (!are_alike(&ours, &want, compares ? FA_FLEX_BOOL : type))
+        fail_msg("%s of type %d from %d differs", fa_flex_ops[op].name, type, from);
+}
+
+static void test_operations(void **state) {
+    (void)state;
+    random_state = 1;
+    const fa_flex_operations *tables[] = {&fa_flex_operations_scalar,
+#if FA_X86
+                                          machine.isa_legal[FA_ISA_AVX2] ? &fa_flex_operations_avx2 : NULL,
+                                          machine.isa_legal[FA_ISA_AVX512] ? &fa_flex_operations_avx512 : NULL
+#endif
+    };
+    for (size_t n = 0; n < COUNT(tables); n++)
+        for (int op = FA_FLEX_convert; op < FA_FLEX_NUM_CODES && tables[n]; op++)
+            for (int type = 0; type < FA_FLEX_NUM_TYPES; type++)
+                for (int from = 0; from < FA_FLEX_NUM_TYPES; from++)
+                    if (op != FA_FLEX_grad && op != FA_FLEX_scatter && fa_flex_ops[op].types >> type & 1 &&
+                        (from == type || op == FA_FLEX_convert))
+                        check_operation(tables[n], op, (fa_flex_type)type, (fa_flex_type)from);
+}
+
 static void test_fwd_f32(void **state) { (void)state, check_seeds(FA_F32, FA_FWD, 60); }
 static void test_fwd_bf16(void **state) { (void)state, check_seeds(FA_BF16, FA_FWD, 60); }
 static void test_fwd_f16(void **state) { (void)state, check_seeds(FA_F16, FA_FWD, 20); }
@@ -520,11 +585,11 @@ int main(int argc, char **argv) {
             good = check_seed(seed, dtypes[i / 2], i % 2 ? FA_BWD : FA_FWD, true) && good;
         return !good;
     }
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fwd_f32),       cmocka_unit_test(test_fwd_bf16),
-                                       cmocka_unit_test(test_fwd_f16),       cmocka_unit_test(test_fwd_f64),
-                                       cmocka_unit_test(test_bwd_f32),       cmocka_unit_test(test_bwd_bf16),
-                                       cmocka_unit_test(test_bwd_f16),       cmocka_unit_test(test_bwd_f64),
-                                       cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_nonfinite)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_operations),    cmocka_unit_test(test_fwd_f32),  cmocka_unit_test(test_fwd_bf16),
+        cmocka_unit_test(test_fwd_f16),       cmocka_unit_test(test_fwd_f64),  cmocka_unit_test(test_bwd_f32),
+        cmocka_unit_test(test_bwd_bf16),      cmocka_unit_test(test_bwd_f16),  cmocka_unit_test(test_bwd_f64),
+        cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_nonfinite)};
     const struct CMUnitTest emulated_tests[] = {cmocka_unit_test(test_fwd_bf16), cmocka_unit_test(test_bwd_bf16),
                                                 cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_nonfinite)};
     if (is_emulation) return cmocka_run_group_tests(emulated_tests, NULL, NULL);
