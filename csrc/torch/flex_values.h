@@ -35,8 +35,8 @@ fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *number
                              int32_t device_idx);
 void fa_flex_unbind(fa_flex_values *values);
 
-/* Finds the memory of the gradients of a derivative's captures: `tensors` is None or a tuple of None or a tensor for each
- * of them. data [captures]. */
+/* Finds the memory of the gradients of a derivative's captures. `tensors` is None, or a tuple of None or a tensor for
+ * each of them. data [captures]. */
 fa_status fa_flex_read_gradients(const fa_flex_values *derivative, PyObject *tensors, void **data, fa_error *err);
 
 /* Returns the type of the scores that the program reads, or FA_FLEX_NUM_TYPES. */

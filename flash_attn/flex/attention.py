@@ -270,7 +270,7 @@ def _warn_once(text):
         warnings.warn(text, FutureWarning, stacklevel=3)
 
 
-@torch.compiler.disable(recursive=True)
+@torch.compiler.disable(reason="flash_attn.flex_attention traces the mods itself, so it breaks the graph")
 def flex_attention(
     query,
     key,
@@ -287,7 +287,8 @@ def flex_attention(
 ):
     """Attention with a score function and a block mask, as ``torch.nn.attention.flex_attention.flex_attention``.
 
-    One kernel computes it, forward and backward, with and without ``torch.compile``. No array of all scores is made.
+    One kernel computes it, forward and backward. No array of all scores is made. ``torch.compile`` breaks the graph
+    here.
 
     Args:
         query: ``[B, Hq, L, E]``, fp16, bf16 or fp32; fp64 on the CPU.
