@@ -62,26 +62,32 @@ def _rows_of(tensor):
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
 
 
+def _attend(call, query, key, value, tensors):
+    """The forward, of tensors with a contiguous last dimension."""
+    out = _empty_like(query, value.size(-1))
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    max_scores = torch.empty_like(lse) if call.wants_max else None
+    flash_attn_2_cuda.flex_forward(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        max_scores,
+        call.scale,
+        call.plain,
+        call.score_with(tensors),
+        call.mask,
+        call.blocks,
+    )
+    return out, lse, max_scores
+
+
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, query, key, value, *tensors):
         query, key, value = map(_rows_of, (query, key, value))
-        out = _empty_like(query, value.size(-1))
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        max_scores = torch.empty_like(lse) if call.wants_max else None
-        flash_attn_2_cuda.flex_forward(
-            query,
-            key,
-            value,
-            out,
-            lse,
-            max_scores,
-            call.scale,
-            call.plain,
-            call.score_with(tensors),
-            call.mask,
-            call.blocks,
-        )
+        out, lse, max_scores = _attend(call, query, key, value, tensors)
         ctx.call, ctx.num_tensors = call, len(tensors)
         ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
         if max_scores is not None:
@@ -346,13 +352,17 @@ def flex_attention(
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     plain = None
-    if not wants_max and not (wants_lse and torch.is_grad_enabled()):
+    if not wants_max and not (wants_lse and torch.is_grad_enabled()):  # a gradient of lse needs a kernel with mods
         plain = _plain_of(score, mask, block_mask, query.size(-2), key.size(-2))
     if plain is not None:
         call, score = _Call(scale, None, None, None, False, plain), None
     else:
         call = _Call(scale, score, mask, _blocks_of(block_mask, mask, query, key), wants_max)
-    out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *(score[1] if score else ()))
+    tensors = score[1] if score else ()
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *tensors)):
+        out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *tensors)
+    else:
+        out, lse, max_scores = _attend(call, *map(_rows_of, (query, key, value)), tensors)
     if return_aux is not None:
         return out, upstream.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     if return_lse:
