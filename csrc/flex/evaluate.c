@@ -89,8 +89,12 @@ static void run(fa_flex_evaluator *e, const fa_flex_operation *o, const void *sc
     case FA_FLEX_h: operations->fill(FA_FLEX_I64, o->n, o->r, &e->index[1]); return;
     case FA_FLEX_q_idx: operations->count(o->n, o->r, e->index[e->lanes_are_keys ? 2 : 3]); return;
     case FA_FLEX_kv_idx: operations->count(o->n, o->r, e->index[e->lanes_are_keys ? 3 : 2]); return;
-    case FA_FLEX_score: memcpy(o->r, scores, (size_t)o->n * element_bytes(x->type)); return;
-    case FA_FLEX_grad: memcpy(o->r, grads, (size_t)o->n * element_bytes(x->type)); return;
+    case FA_FLEX_score:
+    case FA_FLEX_grad: {
+        const void *values = x->op == FA_FLEX_score ? scores : grads;
+        if (values) memcpy(o->r, values, (size_t)o->n * element_bytes(x->type)); /* a line always has them */
+        return;
+    }
     case FA_FLEX_param: operations->fill((fa_flex_type)x->type, o->n, o->r, &e->bound->params[x->source]); return;
     case FA_FLEX_constant: operations->fill((fa_flex_type)x->type, o->n, o->r, &x->number); return;
     case FA_FLEX_gather: gather(e, o); return;

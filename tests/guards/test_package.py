@@ -184,4 +184,5 @@ def test_kernels_are_compiled_with_the_headers_they_include():
         files = re.findall(r'"([^"]+)"', family)
         for file in files:
             included = re.findall(r'^#include "([^"]+)"', (ROOT / "csrc/cuda" / file).read_text("utf-8"), re.MULTILINE)
-            assert set(included) <= set(files), (files[0], file)
+            generated = {"flex_mods.cuh"}  # the text of a call's mods, which kernel_source.c adds
+            assert set(included) <= set(files) | generated, (files[0], file)
