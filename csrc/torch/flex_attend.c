@@ -261,6 +261,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
                 "a call with mods has no window and no softcap besides");
         c->problem.flex = f;
     }
+    if (c->problem.h_kv == 0) return FA_OK; /* no tensor has an element */
     Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, err);
     Py_END_ALLOW_THREADS return status;
 }

@@ -255,6 +255,8 @@ def _check_kernel_options(options):
 
 
 def _int32(tensor):
+    if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"the lists of a block mask must be integers, not {tensor.dtype}")
     return tensor if tensor is None or tensor.dtype == torch.int32 else tensor.to(torch.int32)
 
 
@@ -374,7 +376,7 @@ def flex_attention(
 def _plain_of(score, mask, block_mask, len_q, len_kv):
     """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None."""
     softcap, window = 0.0, (-1, -1)
-    if block_mask is not None and not _is_whole(block_mask) and not (mask and is_own(block_mask, mask[2])):
+    if block_mask is not None and not (mask and is_own(block_mask, mask[2])):
         return None
     if score is not None:
         softcap = softcap_of(score[0], score[2])
@@ -405,7 +407,7 @@ def _blocks_of(block_mask, mask, query, key):
         sizes = [n if mask[0].reads(op) else 1 for op, n in zip("bh", query.shape)]
         lists = find_blocks(mask, *sizes, query.size(-2), key.size(-2), 128, 128)
         return (128, 128, *(lists[name] for name in LISTS))
-    if block_mask is None or _is_whole(block_mask):
+    if block_mask is None:
         return None
     lists = (getattr(block_mask, name) for name in LISTS)
     return (*map(int, block_mask.BLOCK_SIZE), *map(_int32, lists))

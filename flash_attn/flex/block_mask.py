@@ -124,7 +124,8 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
         raise AssertionError(f"mask.dtype must be torch.bool, got {mask[0].dtype}")
     lists = find_blocks(mask, b, h, len_q, len_kv, *block)
     block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
-    block_mask.lists_of_mask_mod = _state_of(block_mask, mask[2])
+    if not torch.is_inference_mode_enabled():  # its tensors do not tell whether they were changed
+        block_mask.lists_of_mask_mod = _state_of(block_mask, mask[2])
     return block_mask
 
 
@@ -148,7 +149,7 @@ def _state_of(block_mask, numbers):
 def is_own(block_mask, numbers):
     """Did create_block_mask make the lists of this block mask from its mask_mod, with these captured numbers?"""
     state = getattr(block_mask, "lists_of_mask_mod", None)
-    if state is None:
+    if state is None or any(getattr(block_mask, name).is_inference() for name in LISTS):
         return False
     now = _state_of(block_mask, numbers)
     return state[0] == now[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(state[1:], now[1:]))

@@ -85,6 +85,8 @@ class _Reverse:
         on = _Arithmetic(self.builder, type)
         if node in self.rules:
             name, operands = self.rules[node]
+            if name == "detach":
+                return
             yield operands[0], FORMULAS[name](on, grad, *operands)
             return
         for operand, rule in zip(operands, RULES[op]):

@@ -353,6 +353,17 @@ def _filled(value):
     return compute
 
 
+def _detach(call):
+    """The same value in an instruction of its own, through which no gradient passes."""
+    value, builder = value_of(call.trace, call.args[0]), call.builder
+    nodes = value.nodes.flatten().tolist()
+    if TYPES[value.dtype] in (F32, F64):
+        yes = builder.constant(True)
+        nodes = [builder.emit("where", TYPES[value.dtype], yes, n, n) for n in nodes]
+        builder.rules.update(dict.fromkeys(nodes, ("detach",)))
+    return call.result(nodes, value.dtype, value.shape)
+
+
 # ---- several elements ---------------------------------------------------------------------------------------------
 
 
@@ -616,6 +627,7 @@ OPERATIONS = {
     "mean": _mean,
     "dot": _dot,
     "getitem": _getitem,
+    "detach": _detach,
     "select": _select,
     "new_zeros": _filled(0),
     "new_ones": _filled(1),
@@ -628,9 +640,7 @@ for _op in "neg abs sign sqrt exp exp2 log log2 log10 log1p expm1 tanh sin cos t
     OPERATIONS[_op] = _unary(_op)
 for _op in "to float double half bfloat16 int long short char byte bool type".split():
     OPERATIONS[_op] = _convert
-for (
-    _op
-) in "pos clone detach contiguous view reshape squeeze unsqueeze expand expand_as permute transpose t flatten".split():
+for _op in "pos clone contiguous view reshape squeeze unsqueeze expand expand_as permute transpose t flatten".split():
     OPERATIONS[_op] = _view
 for _op in "stack cat unbind narrow movedim T mT positive view_as broadcast_to chunk split repeat flip".split():
     OPERATIONS[_op] = _view

@@ -9,6 +9,8 @@ import torch
 
 from .program import F64, I64
 
+MOST = 1 << 40  # no sum of such numbers and indices leaves int64
+
 
 class _Tree:
     """The instructions of a program with the numbers of one call."""
@@ -42,8 +44,8 @@ class _Tree:
         if op not in ("add", "sub", "neg"):
             return None
         lines = [self.line(x) for x in operands]
-        if None in lines:
-            return None
+        if None in lines or any(abs(x) > MOST for line in lines for x in line):
+            return None  # a sum might not fit int64
         signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[op]
         return tuple(sum(sign * line[i] for sign, line in zip(signs, lines)) for i in range(3))
 
@@ -69,6 +71,8 @@ def _bounds(tree, node):
         return reach, reach
     lines = tree.line(less), tree.line(more)
     if None in lines:
+        return None
+    if any(abs(x) > MOST for line in lines for x in line):
         return None
     a, b, c = (y - x for x, y in zip(*lines))
     c -= op == "lt"
@@ -101,5 +105,5 @@ def softcap_of(program, numbers):
             continue
         op, _, _, quotient = tree.nodes[tree.nodes[inner][3][0]]
         if op == "divide" and tree.nodes[quotient[0]][0] == "score" and tree.number(quotient[1]) == cap:
-            return float(cap) if 1e-30 <= cap <= 1e30 else None
+            return float(cap) if 1e-6 <= cap <= 1e6 else None
     return None

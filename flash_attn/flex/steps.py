@@ -5,6 +5,7 @@ attributes, or repeat what the mod did with its captures alone. A guard says wha
 trace holds.
 """
 
+import enum
 import functools
 import types
 
@@ -27,7 +28,7 @@ def kind(value):
         return dict, tuple(value)
     if isinstance(value, functools.partial):
         return functools.partial, len(value.args), tuple(value.keywords)
-    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, *SIMPLE)):
+    if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
         return value
     return type(value)
 

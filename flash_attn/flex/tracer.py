@@ -6,7 +6,7 @@ them. What the mod does with captures alone is no part of the program. It is don
 (:mod:`flash_attn.flex.steps`). Operations are in :mod:`flash_attn.flex.operations`.
 """
 
-import builtins
+import enum
 import functools
 import operator
 import sys
@@ -95,7 +95,8 @@ class Trace:
         self.captures, self.params = [], []  # numbers of steps
         self.created = {}  # tensors that torch made while the mod ran, by id
         self.holds_once = False  # a tensor came by a way that cannot be found again
-        self._codes, self._copies = set(), {}
+        self._codes, self._shared = set(), {}  # by id of a value: its number, and what the copy of the mod sees
+        self.grad_mode = torch.is_grad_enabled()
 
     def run(self):
         copy = self.wrap(0)
@@ -168,27 +169,51 @@ class Trace:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
             return {name: self.child(lambda values, n=name: values[number][n]) for name in value}
-        if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, *SIMPLE)):
+        if isinstance(value, (type, types.ModuleType)) and not _is_known(value):
+            return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
+        if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
             return value
         if isinstance(value, (torch.nn.Module, types.SimpleNamespace)) or type(value).__flags__ & (1 << 9):
-            return _Object(self, number)  # an instance of a class of Python
+            return self._object(number, value)  # an instance of a class of Python
+        self.holds_once = True  # whether another mod has the same value is not known
+        return value
+
+    def _again(self, number, value):
+        """What the copy sees of a value that it has reached before. Other mods must reach one value twice, too."""
+        if id(value) not in self._shared:
+            return None
+        first, seen = self._shared[id(value)]
+        self.steps.guard(self.steps.add(lambda values: values[number] is values[first]), _itself)
+        return seen
+
+    def _object(self, number, value):
+        seen = self._again(number, value)
+        if seen is None:
+            seen = _Object(self, number)
+            self._shared[id(value)] = number, seen
+        return seen
+
+    def _class(self, number, value):
+        """A class is seen as it is. Other mods must find the same numbers in it."""
+        self.steps.guard(number, _numbers_of_class)
         return value
 
     def _copy(self, number, function):
         code = function.__code__
         if function.__module__ and function.__module__.split(".")[0] == "torch" and not function.__closure__:
             return function
-        if id(function) in self._copies:
-            return self._copies[id(function)]
+        copy = self._again(number, function)
+        if copy is not None:
+            return copy
         self._codes.update(_codes(code))
         scope, cells = dict(function.__globals__), [types.CellType() for _ in function.__closure__ or ()]
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
-        self._copies[id(function)] = copy
+        self._shared[id(function)] = number, copy
         for i, cell in enumerate(cells):
             cell.cell_contents = self.child(lambda values, i=i: values[number].__closure__[i].cell_contents)
         names = {name for each in _codes(code) for name in each.co_names}
         for name in sorted(names & set(function.__globals__)):
-            if name not in vars(builtins) and not name.startswith("__"):
+            if name != "__builtins__":
                 scope[name] = self.child(lambda values, n=name: values[number].__globals__[n])
         if function.__defaults__:
             defaults = self.child(lambda values: values[number].__defaults__)
@@ -232,6 +257,22 @@ class Trace:
 
 def _itself(value):
     return value
+
+
+_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
+
+
+def _is_known(value):
+    """Does a module or a class belong to a package that no mod changes?"""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return (name or "").split(".")[0] in _KNOWN and (name or "").split(".")[0] != "__main__"
+
+
+def _numbers_of_class(value):
+    """The numbers among the attributes of a class."""
+    return tuple(
+        (name, found) for base in value.__mro__ for name, found in vars(base).items() if isinstance(found, _numbers)
+    )
 
 
 def _type_of_number(number):
@@ -500,6 +541,36 @@ class _Object:
     def __setattr__(self, name, value):
         object.__getattribute__(self, "_trace").fail(f"a mod must not set the attribute {name}")
 
+    def _asked(self, question):
+        """The answer to a question about the object itself, which must be the same in other mods."""
+        get = object.__getattribute__
+        return get(self, "_trace").steps.guard(get(self, "_number"), question)
+
+    def __eq__(self, other):
+        get = object.__getattribute__
+        trace, number = get(self, "_trace"), get(self, "_number")
+        if isinstance(other, _Object):
+            second = get(other, "_number")
+            return trace.steps.guard(trace.steps.add(lambda values: values[number] == values[second]), bool)
+        return trace.steps.guard(trace.steps.add(lambda values: values[number] == other), bool)
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return hash(object.__getattribute__(self, "_trace").steps.values[object.__getattribute__(self, "_number")])
+
+    def __bool__(self):
+        return object.__getattribute__(self, "_asked")(bool)
+
+    def __len__(self):
+        return object.__getattribute__(self, "_asked")(len)
+
+    def __contains__(self, item):
+        get = object.__getattribute__
+        trace, number = get(self, "_trace"), get(self, "_number")
+        return trace.steps.guard(trace.steps.add(lambda values: item in values[number]), bool)
+
     def __call__(self, *args, **kwargs):
         return type(self).__getattribute__(self, "__call__")(*args, **kwargs)
 
@@ -534,6 +605,8 @@ def dispatch(function, args, kwargs, name=None):
     if (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")) or "out" in kwargs:
         trace.fail(f"a mod must not write to a tensor ({name})")
     if any(isinstance(x, Value) for x in parts):
+        if torch.is_grad_enabled() != trace.grad_mode:
+            trace.fail("a mod must not switch gradients off or on; use detach()")
         with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
             return operations.operate(trace, name, function, args, kwargs)
     return trace.repeat(function, args, kwargs)

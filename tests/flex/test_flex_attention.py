@@ -1,7 +1,9 @@
 """flex_attention against its specification: masks, score mods, block masks, gradients, shapes and errors."""
 
+import enum
 import random
 import threading
+import types
 import warnings
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as create_block_mask_of_torch
 
 from flash_attn.flex import tracer
-from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention, noop_mask
+from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
 
 
 def make(b, h, h_kv, len_q, len_kv, d, d_v=None, dtype=torch.float32, seed=0):
@@ -388,3 +390,118 @@ def test_the_kernels_of_torch_on_demand():
         warnings.simplefilter("ignore")
         want = flex_attention(q, k, v, kernel_options={"BACKEND": "TRITON"})
     close(flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, "fwd_num_warps": 4}), want, 1e-5)
+
+
+# ---- what a cached program must notice ------------------------------------------------------------------------------
+
+
+class Mode(enum.Enum):
+    CAUSAL = 1
+    FULL = 2
+
+
+class Reach:
+    width = 3
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __eq__(self, other):
+        return self.items == other.items
+
+
+module = types.ModuleType("module_of_a_user")
+module.width, module.function = 2, lambda i, j: i - j <= module.width
+bin = 3
+
+
+def window(width):
+    return lambda b, h, i, j: (i - j).abs() <= width
+
+
+def by_mode(mode):
+    return lambda b, h, i, j: i >= j if mode is Mode.CAUSAL and mode == Mode.CAUSAL else i == i
+
+
+def by_length(items, other):
+    return lambda b, h, i, j: i >= j if items else (i == j if items == other else i - j <= 1)
+
+
+def pairs_of_mods():
+    """(mod, the same mask by torch) where the second mod of a kind differs from the first in one place."""
+    twice = window(3)
+    yield or_masks(twice, twice), lambda i, j: (i - j).abs() <= 3
+    yield or_masks(window(0), window(5)), lambda i, j: (i - j).abs() <= 5
+    yield by_mode(Mode.CAUSAL), lambda i, j: i >= j
+    yield by_mode(Mode.FULL), lambda i, j: i + j >= 0
+    yield by_length(Reach(1), Reach()), lambda i, j: i >= j
+    yield by_length(Reach(), Reach()), lambda i, j: i == j
+    yield by_length(Reach(), Reach(1)), lambda i, j: i - j <= 1
+    for module.width in (2, 4):
+        yield lambda b, h, i, j: (i - j).abs() <= module.width, lambda i, j: (i - j).abs() <= module.width
+        yield lambda b, h, i, j: module.function(i, j) & (i >= j), lambda i, j: (i - j <= module.width) & (i >= j)
+    for Reach.width in (3, 6):
+        yield lambda b, h, i, j: (i - j).abs() <= Reach.width, lambda i, j: (i - j).abs() <= Reach.width
+    for globals()["bin"] in (3, 5):
+        yield lambda b, h, i, j: (i - j).abs() <= bin, lambda i, j: (i - j).abs() <= bin
+    for n in (2, 4):
+        yield lambda b, h, i, j, steps=range(n): (i - j).abs() <= len(steps), lambda i, j, n=n: (i - j).abs() <= n
+
+
+def test_a_cached_program_is_of_no_other_mod():
+    for mod, mask in pairs_of_mods():
+        want = mask(torch.arange(9)[:, None], torch.arange(9))
+        assert torch.equal(create_mask(mod, 1, 1, 9, 9, device="cpu")[0, 0], want)
+
+
+def test_detached_values_have_no_gradient():
+    table = torch.randn(12, requires_grad=True)
+    tensors = make(1, 1, 1, 12, 12, 8)
+    check(*tensors, score_mod=lambda s, b, h, i, j: s + 0.5 * s.detach() * s.detach())
+    check(*tensors, score_mod=lambda s, b, h, i, j: s + table[j].detach() + table[i], leaves=[table])
+
+
+def test_a_mod_must_not_switch_gradients_off():
+    def mod(s, b, h, i, j):
+        with torch.no_grad():
+            return s * 2
+
+    with pytest.raises(NotImplementedError, match="use detach"):
+        call(score_mod=mod)
+
+
+def test_no_heads():
+    q, k, v = (x.requires_grad_() for x in make(1, 0, 0, 4, 4, 8))
+    flex_attention(q, k, v, lambda s, b, h, i, j: s * 2).sum().backward()
+    assert q.grad.shape == (1, 0, 4, 8)
+
+
+def test_masks_made_in_inference_mode():
+    with torch.inference_mode():
+        block_mask = create_block_mask(causal, None, None, 20, 20, device="cpu")
+        tensors = make(1, 1, 1, 20, 20, 8)
+        check(*tensors, block_mask=block_mask, mask=create_mask(causal, 1, 1, 20, 20, device="cpu"), backward=False)
+
+
+def test_a_block_as_large_as_the_mask_is_a_block():
+    none, places = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    empty = BlockMask.from_kv_blocks(none, places, BLOCK_SIZE=1 << 30, seq_lengths=(8, 8))
+    assert flex_attention(*make(1, 1, 1, 8, 8, 8), block_mask=empty).eq(0).all()
+
+
+def test_windows_and_caps_beyond_the_plain_kernels():
+    tensors, far = make(1, 1, 1, 9, 9, 8), 2**63 - 1
+    mod = lambda b, h, i, j: (i + far >= j) & (j >= i - far)  # noqa: E731
+    check(*tensors, mask_mod=mod, mask=create_mask(mod, 1, 1, 9, 9, device="cpu"))
+    check(*tensors, score_mod=lambda s, b, h, i, j: 1e-30 * torch.tanh(s / 1e-30), scale=2.0, backward=False)
+
+
+def test_lists_of_floats_are_refused():
+    num, places = torch.ones(1, 1, 1), torch.zeros(1, 1, 1, 1)
+    block_mask = BlockMask.from_kv_blocks(num.int(), places.int(), BLOCK_SIZE=8, seq_lengths=(8, 8))
+    block_mask.kv_num_blocks = num
+    with pytest.raises(TypeError, match="must be integers"):
+        call(block_mask=block_mask)
