@@ -1,0 +1,256 @@
+"""Programmable attention beside PyTorch's compiled flex_attention, on a CPU or on a GPU.
+
+    python benchmarks/bench_flex.py                                          every case
+    python benchmarks/bench_flex.py --device cuda --lengths 1024 4096 16384 --dims 64 128
+    python benchmarks/bench_flex.py --cases causal window --lengths 1024
+
+The calls of a problem run one after the other, in a random order in every turn. A figure is the median over as many
+turns as fill --seconds, five at least, after the first call of each. On a CPU PyTorch's backward of flex_attention is
+refused, so only its forward is timed. There scaled_dot_product_attention with a dense mask or bias stands beside ours.
+
+TFLOPS count 4 d operations for each visible pair of query and key forward and 10 d backward. ``first_ms`` is the time
+of the first call, with everything that is compiled in it. ``mask_ms`` is the time to make our block mask, the first
+time. ``tiny_us`` is the host's time of a call with 16 queries and 16 keys.
+
+Writes flex_DEVICE.csv to the folder --out. A row replaces the older row of the same case.
+"""
+
+import argparse
+import datetime
+import math
+import random
+import time
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from _results import add_out, command, save
+from torch.nn.attention import flex_attention as theirs
+
+from flash_attn._measure import cpu_name
+from flash_attn.flex_attention import create_block_mask, flex_attention
+
+COLUMNS = ["date", "device", "torch", "threads", "case", "kernel", "pass", "dtype", "d", "b", "h", "length"]
+KEY = ["device", "threads", "case", "kernel", "pass", "dtype", "d", "b", "h", "length"]
+COLUMNS += ["visible", "ms", "tflops", "first_ms", "mask_ms", "tiny_us", "command"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def see_past(b, h, q, kv):
+    return q >= kv
+
+
+def nothing(h, n, device):
+    return None, None, []
+
+
+def causal(h, n, device):
+    return see_past, None, []
+
+
+def document(h, n, device):
+    ends = torch.randint(1, n, (11,), generator=torch.Generator().manual_seed(0)).sort().values
+    of = torch.searchsorted(ends, torch.arange(n), right=True).to(device)
+    return lambda b, h, q, kv: (of[q] == of[kv]) & (q >= kv), None, []
+
+
+def window(h, n, device):
+    return lambda b, h, q, kv: (q >= kv) & (q - kv < 1024), None, []
+
+
+def softcap(h, n, device):
+    return None, lambda score, b, h, q, kv: 30 * torch.tanh(score / 30), []
+
+
+def alibi(h, n, device):
+    slopes = 2.0 ** (-8 * torch.arange(1, h + 1, device=device) / h)
+    return see_past, lambda score, b, h, q, kv: score - slopes[h] * (q - kv), []
+
+
+def table(h, n, device):
+    bias = torch.randn(h, 2 * n, device=device, requires_grad=True)
+    return None, lambda score, b, h, q, kv: score + bias[h, q - kv + n], [bias]
+
+
+CASES = {
+    "none": nothing,
+    "causal": causal,
+    "document": document,
+    "window": window,
+    "softcap": softcap,
+    "alibi": alibi,
+    "table": table,
+}
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(call, device):
+    synchronize(device)
+    begin = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - begin, result
+
+
+def indices(b, h, n, device):
+    at = torch.arange(n, device=device)
+    rows, heads = (torch.arange(size, device=device) for size in (b, h))
+    return rows[:, None, None, None], heads[:, None, None], at[:, None], at
+
+
+def count_visible(mask_mod, n, device):
+    """Pairs of one head, a thousand queries at a time."""
+    if mask_mod is None:
+        return n * n
+    at, zero = torch.arange(n, device=device), torch.zeros((), dtype=torch.long, device=device)
+    return sum(int(mask_mod(zero, zero, part[:, None], at).sum()) for part in at.split(1000))
+
+
+def dense_mask(mods, h, n, dtype, device):
+    """The mask or bias for scaled_dot_product_attention; None where it would need the scores."""
+    mask_mod, score_mod, _ = mods
+    mask = None if mask_mod is None else mask_mod(*indices(1, h, n, device))
+    if score_mod is None:
+        return mask
+    with torch.no_grad():
+        bias = score_mod(torch.zeros(1, h, n, n, device=device), *indices(1, h, n, device))
+    return (bias if mask is None else bias.masked_fill(~mask, -math.inf)).to(dtype)
+
+
+def calls_of(case, mods, q, k, v, block_mask):
+    """{kernel: forward}. On a CPU the dense peer is left out for softcap, which is no bias."""
+    mask_mod, score_mod, _ = mods
+    device = q.device.type
+    torch._dynamo.reset()
+    compiled = torch.compile(theirs.flex_attention, dynamic=False)
+    qkv, their_score_mod = (q, k, v), score_mod
+    if device == "cpu":  # flex_attention refuses tensors that require gradients, also under no_grad
+        qkv = [x.detach() for x in qkv]
+        _, their_score_mod, learned = CASES[case](q.shape[1], q.shape[2], device)
+        for x in learned:
+            x.requires_grad_(False)
+    calls = {
+        "flash_attn": lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask),
+        "flex": lambda: compiled(*qkv, score_mod=their_score_mod, block_mask=block_mask),
+    }
+    if device == "cpu" and case != "softcap":
+        mask = dense_mask(mods, q.shape[1], q.shape[2], q.dtype, device)
+        calls["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return calls
+
+
+def forward_only(call):
+    def forward():
+        with torch.no_grad():
+            return call()
+
+    return forward
+
+
+def backward_of(call, leaves, dout):
+    out = call()
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def first_calls(calls, device):
+    """({name: call}, {name: milliseconds of the first call}) of those that work."""
+    working, first = {}, {}
+    for name, make in calls.items():
+        try:
+            call = make()
+            first[name] = round(1000 * seconds_of(call, device)[0], 2)
+            working[name] = call
+        except Exception as error:  # the compiler raises a class of its own for each thing that it lacks
+            print(f"  {' '.join(name)}: {(str(error) or type(error).__name__).splitlines()[0]}")
+    return working, first
+
+
+def in_turns(calls, seconds, device, rng):
+    """{name: milliseconds}."""
+    found = {name: [] for name in calls}
+    begin = time.perf_counter()
+    while calls and (len(next(iter(found.values()))) < 5 or time.perf_counter() - begin < seconds):
+        for name, call in rng.sample(list(calls.items()), len(calls)):
+            found[name].append(1000 * seconds_of(call, device)[0])
+    return {name: median(times) for name, times in found.items()}
+
+
+def tiny_microseconds(make, h, d, dtype, device, times=200):
+    """The host's time of one forward with 16 queries and 16 keys, without waiting for a GPU."""
+    mask_mod, score_mod, _ = make(h, 16, device)
+    q, k, v = (torch.randn(1, h, 16, d, device=device, dtype=dtype) for _ in range(3))
+    block_mask = block_mask_of(mask_mod, 16, device)
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask)
+        found.append(1e6 * (time.perf_counter() - begin))
+    synchronize(device)
+    return round(median(found), 1)
+
+
+def block_mask_of(mask_mod, n, device):
+    make = create_block_mask if device == "cpu" else theirs.create_block_mask
+    return mask_mod and make(mask_mod, None, None, n, n, device=device)
+
+
+def measure(case, n, d, options, base, rng):
+    """The rows of one problem."""
+    device, dtype, b, h = options.device, DTYPES[options.dtype], options.batch, options.heads
+    mods = mask_mod, _, learned = CASES[case](h, n, device)
+    q, k, v, dout = (torch.randn(b, h, n, d, device=device, dtype=dtype) for _ in range(4))
+    leaves = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), *learned]
+    took, block_mask = seconds_of(lambda: block_mask_of(mask_mod, n, device), device)
+    visible = count_visible(mask_mod, n, device)
+    makes = {}
+    for name, call in calls_of(case, mods, q, k, v, block_mask).items():
+        makes[name, "fwd"] = lambda call=call: forward_only(call)
+        if device == "cuda" or name == "flash_attn" or (name == "sdpa" and not learned):
+            makes[name, "bwd"] = lambda call=call: backward_of(call, leaves, dout)
+    calls, first = first_calls(makes, device)
+    tiny = tiny_microseconds(CASES[case], h, d, dtype, device)
+    for (name, which), ms in in_turns(calls, options.seconds, device, rng).items():
+        operations = (4 if which == "fwd" else 10) * d * b * h * visible
+        row = {**base, "case": case, "kernel": name, "pass": which, "dtype": options.dtype, "d": d, "b": b, "h": h}
+        row.update(length=n, visible=round(visible / n**2, 4), ms=round(ms, 4), first_ms=first[name, which])
+        row["tflops"] = float(f"{operations / ms / 1e9:.4g}")
+        if name == "flash_attn" and which == "fwd":
+            row.update(mask_ms=round(1000 * took, 3), tiny_us=tiny)
+        yield row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--lengths", type=int, nargs="+", default=(1024, 4096))
+    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128))
+    parser.add_argument("--dtype", default=None, choices=DTYPES, help="default: fp32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
+    parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
+    add_out(parser)
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("fp32" if options.device == "cpu" else "bf16")
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    device = (cpu_name() if options.device == "cpu" else torch.cuda.get_device_name()).replace(" ", "_")
+    base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
+    base.update(threads=torch.get_num_threads() if options.device == "cpu" else "", command=command())
+    path = options.out / f"flex_{device.replace('/', '_')}.csv"
+    for case in options.cases:
+        for n in options.lengths:
+            for d in options.dims:
+                rows = list(measure(case, n, d, options, base, rng))
+                save(rows, path, COLUMNS, KEY)
+                figures = [f"{row['kernel']} {row['pass']} {row['ms']} ms {row['tflops']}" for row in rows]
+                print(f"{case:9} length {n:6} d {d:3}  {'  '.join(figures)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
