@@ -3,7 +3,8 @@
  *
  *   flex_hide         bytes [key][lanes]: 0 where the lane sees the key, 1 where the pair is masked
  *   flex_scores       scale -> score_mod -> mask; the scores become scores in units of log2
- *   flex_gradients    S and dP become P and dS of the scores before the score_mod; the derivative's scatters */
+ *
+ * flex_step_bwd.h has the stage of the backward. */
 #ifndef FA_CPU_FLEX_STEP_H
 #define FA_CPU_FLEX_STEP_H
 
