@@ -79,7 +79,7 @@ static unsigned arrive(meeting *m, int num) {
 void emulated_syncthreads(void) { arrive(&block_meeting, (int)emulated_block_size.x); }
 
 int emulated_syncthreads_or(int x) {
-    const unsigned which = block_meeting.generation % 2;
+    const unsigned which = block_meeting.generation / 2 % 2; /* a call has two meetings; the next has another place */
     block_or[which] |= x;
     arrive(&block_meeting, (int)emulated_block_size.x);
     const int result = block_or[which];
