@@ -21,6 +21,7 @@ OWN = {
     2: {
         "flex/classify.c",
         "flex/dense.c",
+        "gpu/flex_classify.c",
         "torch/ops_2.c",
         "torch/direct_2.c",
         "torch/flex.c",

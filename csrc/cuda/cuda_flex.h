@@ -22,6 +22,27 @@ typedef struct {
     int kind_of_partial; /* what a partial block becomes: FULL_BLOCK if there is no mask_mod */
 } fa_cuda_flex_blocks;
 
+enum { FA_FLEX_CLASSIFY_THREADS = 128 }; /* of a CTA of flex_classify.cu and flex_lists.cu */
+
+/* The parameters of flex_classify.cu. The members of flex_values follow, as many words as the mask_mod needs. */
+typedef struct {
+    unsigned char *kinds; /* [b, h, rows, columns] */
+    int b, h, len_q, len_kv, block_q, block_kv, rows, columns;
+} fa_cuda_flex_classification;
+
+/* fa_flex_lists. */
+typedef struct {
+    int *num_kv, *kv, *num_q, *q;
+} fa_cuda_block_places;
+
+/* The parameters of flex_lists.cu. */
+typedef struct {
+    const unsigned char *kinds; /* [heads, rows, columns] */
+    fa_cuda_block_places partial, full;
+    long long heads;
+    int rows, columns;
+} fa_cuda_flex_lists;
+
 /* What a kernel reads besides fa_cuda_problem. */
 typedef struct {
     const unsigned char *kinds; /* [mask_b, mask_h, rows, columns] block_kind of flex.cuh; NULL: no block mask */

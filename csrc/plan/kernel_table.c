@@ -141,6 +141,8 @@ static const fa_row bwd_any_rows[] = {
 
 static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_OF_3 | FA_FLEX}};
 static const fa_row flex_blocks_rows[] = {{.name = "flex_blocks"}};
+static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
+static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
@@ -167,6 +169,12 @@ static bool bwd_any_chooses(int row, unsigned features) {
 static bool delta_any_chooses(int row, unsigned features) {
     (void)row;
     return !(features & FA_FLEX) || (features & FA_OF_3);
+}
+
+/* A kernel that exists only with a user's function. */
+static bool never_chooses(int row, unsigned features) {
+    (void)row, (void)features;
+    return false;
 }
 
 static bool always_chooses(int row, unsigned features) {
@@ -214,6 +222,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define ANY_FILES      "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
 #define TILE_ANY_FILES ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh", "e4m3.cuh"
 #define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
+#define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", "cuda_problem.h", "integers.cuh"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
@@ -287,11 +296,22 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
-                        .files =
-                            FILES("flex_blocks.cu", "flex_blocks.cuh", "cuda_flex.h", "cuda_problem.h", "integers.cuh"),
+                        .files = FILES("flex_blocks.cu", BLOCKS_FILES),
                         .rows = flex_blocks_rows,
                         .num_rows = NUM_ROWS(flex_blocks_rows),
                         .chooses = always_chooses},
+    [FA_FLEX_CLASSIFY] = {.name = "flex_classify",
+                          .files = FILES("flex_classify.cu", BLOCKS_FILES, "flex_values.cuh"),
+                          .knows = FA_FLEX,
+                          .rows = flex_classify_rows,
+                          .num_rows = NUM_ROWS(flex_classify_rows),
+                          .chooses = never_chooses,
+                          .takes_mods = true},
+    [FA_FLEX_LISTS] = {.name = "flex_lists",
+                       .files = FILES("flex_lists.cu", BLOCKS_FILES),
+                       .rows = flex_lists_rows,
+                       .num_rows = NUM_ROWS(flex_lists_rows),
+                       .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
                       .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),
                       .knows = ANY_KNOWS,

@@ -50,6 +50,8 @@ typedef enum {
     FA_COMBINE,
     FA_FWD_FP8_SM90,
     FA_FLEX_BLOCKS,
+    FA_FLEX_CLASSIFY,
+    FA_FLEX_LISTS,
     FA_NUM_FAMILIES
 } fa_family_id;
 

@@ -11,6 +11,7 @@
 #include "flex/source.h"
 #include "flex_attend.h"
 #include "flex_values.h"
+#include "gpu/flex_classify.h"
 
 static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
     return fa_torch.torch_parallel_for(0, n, 1, fn, ctx) == 0;
@@ -117,16 +118,28 @@ static PyObject *flex_evaluate(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Finds the memory of one kind's lists in four tensors of int32. */
-static fa_status read_lists(PyObject *tensors, int first, const int64_t *lines, fa_flex_lists *lists, fa_error *err) {
-    int32_t **const to[] = {&lists->num_kv, &lists->kv, &lists->num_q, &lists->q};
+/* Finds the device of eight tensors, which is that of the first. */
+static fa_status find_device(PyObject *tensors, int32_t *device_type, int32_t *device_idx, fa_error *err) {
+    fa_flex_tensor first;
     REQUIRE(PyTuple_Check(tensors) && PyTuple_Size(tensors) == 8, "the lists must be a tuple of eight tensors");
+    TRY(fa_flex_read_tensor(PyTuple_GetItem(tensors, 0), "a list of blocks", &first, err));
+    REQUIRE(present(&first.t), "a list of blocks must be a torch.Tensor");
+    *device_type = first.t.device_type, *device_idx = first.t.device_idx;
+    return FA_OK;
+}
+
+/* Finds the memory of one kind's lists in four tensors of int32, which lie where the captures of `v` lie. */
+static fa_status read_lists(const fa_flex_values *v, PyObject *tensors, int first, const int64_t *lines,
+                            fa_flex_lists *lists, fa_error *err) {
+    int32_t **const to[] = {&lists->num_kv, &lists->kv, &lists->num_q, &lists->q};
     for (int i = 0; i < 4; i++) {
         fa_flex_tensor list;
         const int64_t want[] = {lines[0], lines[1], lines[2 + i / 2], lines[3 - i / 2]};
         TRY(fa_flex_read_tensor(PyTuple_GetItem(tensors, first + i), "a list of blocks", &list, err));
-        REQUIRE(present(&list.t) && list.t.device_type == fa_torch.cpu && list.t.dtype == fa_torch.i32,
-                "a list of blocks must be a CPU tensor of dtype int32");
+        REQUIRE(present(&list.t) && list.t.dtype == fa_torch.i32, "a list of blocks must be a tensor of dtype int32");
+        REQUIRE(list.t.device_type == v->device_type &&
+                    (v->device_type == fa_torch.cpu || list.t.device_idx == v->device_idx),
+                "all lists of blocks must be on the same device");
         TRY(check_shape(&list.t, i % 2 ? 4 : 3, want, "(b, h, lines) or (b, h, lines, places)", err));
         REQUIRE(contiguous(&list.t), "a list of blocks must be contiguous");
         *to[i] = list.t.data;
@@ -141,9 +154,30 @@ static fa_status check_mask(const fa_flex_values *v, fa_error *err) {
     return FA_OK;
 }
 
+/* num_evaluated becomes -1, because the host does not wait for the GPU. */
+static fa_status classify_on_gpu(const fa_flex_values *v, fa_flex_blocks *blocks, fa_error *err) {
+    AtenTensorHandle workspace = NULL;
+    void *data = NULL;
+    const int64_t bytes = (int64_t)fa_cuda_flex_classify_workspace(blocks), one = 1;
+    if (fa_torch.aoti_torch_empty_strided(1, &bytes, &one, fa_torch.u8, v->device_type, v->device_idx, &workspace) !=
+            0 ||
+        fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
+        return fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: the kinds of blocks need %" PRId64 " bytes", bytes);
+    blocks->num_evaluated = -1;
+    fa_status status = fa_cuda_flex_classify(&v->bound, blocks, v->device_idx, data, err);
+    fa_torch.aoti_torch_delete_tensor_object(workspace);
+    return status;
+}
+
+static fa_status classify(const fa_flex_values *v, fa_flex_blocks *blocks, fa_error *err) {
+    static const fa_pool pool = {torch_parallel_for};
+    return v->device_type == fa_torch.cuda ? classify_on_gpu(v, blocks, err)
+                                           : fa_flex_classify(&v->bound, blocks, &pool, err);
+}
+
 static PyObject *flex_classify(PyObject *self, PyObject *args) {
     (void)self;
-    static const fa_pool pool = {torch_parallel_for};
+    int32_t device_type = 0, device_idx = 0;
     PyObject *text, *tensors, *numbers, *lists, *sizes[6];
     long long n[6];
     fa_flex_blocks blocks = {0};
@@ -160,12 +194,14 @@ static PyObject *flex_classify(PyObject *self, PyObject *args) {
     }
     blocks = (fa_flex_blocks){.b = n[0], .h = n[1], .len_q = n[2], .len_kv = n[3], .block_q = n[4], .block_kv = n[5]};
     const int64_t lines[] = {n[0], n[1], (n[2] + n[4] - 1) / n[4], (n[3] + n[5] - 1) / n[5]};
-    fa_flex_values *v = fa_flex_bind(text, tensors, numbers, fa_torch.cpu, -1);
+    fa_status status = find_device(lists, &device_type, &device_idx, &err);
+    if (status != FA_OK) return fa_raise(status, &err);
+    fa_flex_values *v = fa_flex_bind(text, tensors, numbers, device_type, device_idx);
     if (!v) return NULL;
-    fa_status status = check_mask(v, &err);
-    if (status == FA_OK) status = read_lists(lists, 0, lines, &blocks.partial, &err);
-    if (status == FA_OK) status = read_lists(lists, 4, lines, &blocks.full, &err);
-    Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = fa_flex_classify(&v->bound, &blocks, &pool, &err);
+    status = check_mask(v, &err);
+    if (status == FA_OK) status = read_lists(v, lists, 0, lines, &blocks.partial, &err);
+    if (status == FA_OK) status = read_lists(v, lists, 4, lines, &blocks.full, &err);
+    Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = classify(v, &blocks, &err);
     Py_END_ALLOW_THREADS fa_flex_unbind(v);
     if (status != FA_OK) return fa_raise(status, &err);
     return PyLong_FromLongLong(blocks.num_evaluated);

@@ -7,26 +7,11 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention import flex_attention as upstream
 
-from .block_mask import LISTS, find_blocks, is_own, noop_mask
+from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
-from .tracer import program_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
-
-
-def _mod_of(mod, score_dtype, device):
-    """``(program, tensors, numbers)`` of a mod, with its tensors on the device."""
-    program, tensors, numbers = program_of(mod, score_dtype)
-    return program, tuple(_on_device(x, device) for x in tensors), numbers
-
-
-def _on_device(tensor, device):
-    if tensor.device == device:
-        return tensor
-    if tensor.dim() == 0:  # a number that a mod holds as a tensor
-        return tensor.to(device)
-    raise RuntimeError(f"a mod's tensors must be on {device}, where query is; one is on {tensor.device}")
 
 
 class _Call:
@@ -346,7 +331,7 @@ def flex_attention(
         _check_block_mask(block_mask, query, key)
     query, key, value = _in_autocast(query, key, value)
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    score = None if score_mod is None else _mod_of(score_mod, score_dtype, query.device)
+    score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
     mask = _mask_of(mask_mod if block_mask is None else block_mask.mask_mod, query.device)
     if key.size(0) != query.size(0):
         key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
@@ -389,7 +374,7 @@ def _mask_of(mask_mod, device):
     """The program of a mask_mod with its values; None allows everything."""
     if mask_mod is None or mask_mod in (upstream.noop_mask, noop_mask):
         return None
-    mask = _mod_of(mask_mod, None, device)
+    mask = mod_of(mask_mod, None, device)
     if mask[0].dtype != torch.bool:
         raise AssertionError(f"mask_mod must return torch.bool, but returns {mask[0].dtype}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in mask[1]):
@@ -402,10 +387,10 @@ def _is_whole(block_mask):
 
 
 def _blocks_of(block_mask, mask, query, key):
-    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU."""
-    if block_mask is None and mask is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
+    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now."""
+    if block_mask is None and mask is not None and query.numel() and key.size(-2):
         sizes = [n if mask[0].reads(op) else 1 for op, n in zip("bh", query.shape)]
-        lists = find_blocks(mask, *sizes, query.size(-2), key.size(-2), 128, 128)
+        lists = find_blocks(mask, query.device, *sizes, query.size(-2), key.size(-2), 128, 128)
         return (128, 128, *(lists[name] for name in LISTS))
     if block_mask is None:
         return None

@@ -1,7 +1,8 @@
 """Block masks of mask mods, found without an array of all queries and keys.
 
-A block of queries and keys is *empty*, *full* or *partial*. Bounds of the mask over the block tell most of the time
-which one it is. Other blocks are evaluated element by element.
+A block of queries and keys is *empty*, *full* or *partial*. On the CPU bounds of the mask over the block tell most of
+the time which one it is. Other blocks, and all blocks on a GPU, are evaluated element by element, until an allowed and
+a masked element were seen.
 """
 
 import inspect
@@ -61,10 +62,28 @@ def _num_arguments(mod):
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
 
-def _check_device(device):
+def _device_of(device, types):
+    """The device that the caller means: with its number, and of one of these types."""
     device = torch.device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
-    if device.type != "cpu":
-        raise NotImplementedError(f'masks are made on the CPU only: pass device="cpu" instead of "{device}"')
+    if device.type not in types:
+        raise NotImplementedError(f'a mask is made on {" or ".join(types)}: pass device="cpu" instead of "{device}"')
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def mod_of(mod, score_dtype, device):
+    """``(program, tensors, numbers)`` of a mod, with its tensors on the device."""
+    program, tensors, numbers = program_of(mod, score_dtype)
+    return program, tuple(_on_device(x, device) for x in tensors), numbers
+
+
+def _on_device(tensor, device):
+    if tensor.device == device:
+        return tensor
+    if tensor.dim() == 0:  # a number that a mod holds as a tensor
+        return tensor.to(device)
+    raise RuntimeError(f"a mod's tensors must be on {device}, where it is computed; one is on {tensor.device}")
 
 
 def _sizes(**sizes):
@@ -85,13 +104,13 @@ def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
     Returns:
         ``[B, H, Q_LEN, KV_LEN]``, bool.
     """
-    _check_device(device)
+    device = _device_of(device, ["cpu"])
     shape = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     num = _num_arguments(mod_fn)
     if num not in (4, 5):
         raise AssertionError(f"a mask_mod has 4 arguments, a score_mod has 5; {mod_fn} has {num}")
     scores = torch.zeros(shape) if num == 5 else None
-    program, tensors, numbers = program_of(mod_fn, torch.float32 if num == 5 else None)
+    program, tensors, numbers = mod_of(mod_fn, torch.float32 if num == 5 else None, device)
     out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)))
     flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores)
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
@@ -104,37 +123,40 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, true where a query may attend to a key.
         B, H: numbers of batches and heads of the mask; None is 1.
         Q_LEN, KV_LEN: numbers of queries and keys.
-        device: the CPU; None is the current accelerator, or the CPU.
+        device: the CPU or a GPU, where mask_mod's tensors lie; None is the current accelerator, or the CPU.
         BLOCK_SIZE: the size of a block, or a pair: queries and keys.
         _compile: has no effect.
     Returns:
         ``torch.nn.attention.flex_attention.BlockMask`` with the lists that torch makes.
     Raises:
-        NotImplementedError: the device is not the CPU, or mask_mod uses an operation that is not supported.
-        RuntimeError: mask_mod branches on its indices.
+        NotImplementedError: the device is no CPU and no GPU, or mask_mod uses an operation that is not supported.
+        RuntimeError: mask_mod branches on its indices, or one of its tensors is on another device.
     """
     if _num_arguments(mask_mod) != 4:
         raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
-    _check_device(device)
+    device = _device_of(device, ["cpu", "cuda"])
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     _sizes(BLOCK_SIZE=min(block))
-    mask = program_of(mask_mod)
+    mask = mod_of(mask_mod, None, device)
     if mask[0].dtype != torch.bool:
         raise AssertionError(f"mask.dtype must be torch.bool, got {mask[0].dtype}")
-    lists = find_blocks(mask, b, h, len_q, len_kv, *block)
+    lists = find_blocks(mask, device, b, h, len_q, len_kv, *block)
     block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
     if not torch.is_inference_mode_enabled():  # its tensors do not tell whether they were changed
         block_mask.lists_of_mask_mod = _state_of(block_mask, mask[2])
     return block_mask
 
 
-def find_blocks(mask, b, h, len_q, len_kv, block_q, block_kv):
-    """The lists of the blocks of a mask: ``mask`` is a program with its tensors and numbers. Returns a dict by name."""
+def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv):
+    """The lists of the blocks of a mask: ``mask`` is a program with its tensors and numbers. Returns a dict by name.
+
+    On a GPU the host does not wait for them.
+    """
     program, tensors, numbers = mask
     rows, columns = -(-len_q // block_q), -(-len_kv // block_kv)
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
-    lists = tuple(torch.empty(shape, dtype=torch.int32) for shape in shapes * 2)
+    lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)
     flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv)
     names = ["kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"]
     return dict(zip(names + ["full_" + name for name in names], lists))

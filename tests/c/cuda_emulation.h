@@ -122,6 +122,7 @@ static inline unsigned atomicMax(unsigned *place, unsigned x) {
 static inline float atomicAdd(float *place, float x) { return (*place += x) - x; }
 static inline double atomicAdd(double *place, double x) { return (*place += x) - x; }
 static inline int __ffs(unsigned bits) { return bits ? __builtin_ctz(bits) + 1 : 0; }
+static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 static inline void __syncwarp() { __ballot_sync(0, true); }
 

@@ -4,6 +4,7 @@ import functools
 import random
 import subprocess
 import sys
+import types
 
 import flash_attn_2_cuda
 import pytest
@@ -187,7 +188,71 @@ def test_wrong_mods_are_refused():
     with pytest.raises(AssertionError, match="a mask_mod has 4 arguments"):
         ours.create_mask(lambda q, k: q >= k, 1, 1, 8, 8, device="cpu")
     with pytest.raises(NotImplementedError, match='pass device="cpu" instead of "cuda"'):
-        ours.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cuda")
+        ours.create_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cuda")
+    with pytest.raises(NotImplementedError, match='pass device="cpu" instead of "meta"'):
+        ours.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="meta")
+    table = torch.ones(8, dtype=torch.bool, device="meta")
+    with pytest.raises(RuntimeError, match="a mod's tensors must be on cpu, where it is computed; one is on meta"):
+        ours.create_block_mask(lambda b, h, q, k: table[q], 1, 1, 8, 8, device="cpu")
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def to_cuda(value):
+    """A mod with its captured tensors on the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if isinstance(value, functools.partial):
+        return functools.partial(to_cuda(value.func), *value.args, **value.keywords)
+    if not isinstance(value, types.FunctionType):
+        return value
+    cells = tuple(types.CellType(to_cuda(cell.cell_contents)) for cell in value.__closure__ or ())
+    return types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+
+
+@on_cuda
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+def test_lists_of_a_gpu_are_those_of_the_cpu(make, seed):
+    rng = random.Random(f"{make.__name__}{seed}")
+    shape = (rng.randint(1, 2), rng.randint(1, 2), rng.randint(2, 900), rng.randint(2, 900))
+    block = [128, 64, (rng.choice([16, 96, 100, 256]), rng.choice([32, 96, 129, 256]))][seed]
+    mod = make(rng, shape)
+    want = ours.create_block_mask(mod, *shape, device="cpu", BLOCK_SIZE=block)
+    got = ours.create_block_mask(to_cuda(mod), *shape, device="cuda", BLOCK_SIZE=block)
+    for name in LISTS:
+        assert getattr(got, name).is_cuda and torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+
+
+@on_cuda
+def test_a_graph_finds_the_blocks_of_new_values():
+    document = torch.zeros(512, dtype=torch.int32, device="cuda")
+
+    def mod(b, h, q, k):
+        return document[q] == document[k]
+
+    def find():
+        return ours.create_block_mask(mod, 1, 1, 512, 512, device="cuda")
+
+    find()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask = find()
+    for step in (512, 128, 100):
+        document.copy_(torch.arange(512, device="cuda") // step)
+        graph.replay()
+        want = find()
+        assert all(torch.equal(getattr(mask, name), getattr(want, name)) for name in LISTS)
+
+
+@on_cuda
+def test_captures_of_another_device_are_refused():
+    table = torch.ones(8, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="a mod's tensors must be on cuda:0, where it is computed; one is on cpu"):
+        ours.create_block_mask(lambda b, h, q, k: table[q], 1, 1, 8, 8, device="cuda:0")
 
 
 def test_wrong_lists_are_refused():

@@ -1,0 +1,64 @@
+/* Finds the kinds of the blocks of a mask_mod: what ../flex/classify.c finds, but without bounds.
+ *
+ *   kinds [b, h, rows, columns] bytes: EMPTY_BLOCK, PARTIAL_BLOCK or FULL_BLOCK
+ *
+ * A block behind the last row or key is never full. flex_lists.cu lists the blocks.
+ *
+ * One CTA evaluates one block, until it finds a pair that differs from the block's last row and first key. The last row
+ * and the first rows come first, because they tell the most. Each warp takes one row at a time. */
+#include "flex_blocks.cuh"
+#include "flex_mods.cuh"
+
+#ifndef KERNEL
+#define KERNEL flex_classify
+#endif
+
+struct classification : fa_cuda_flex_classification {
+    flex_values values;
+};
+
+/* The queries [i, i_end) and keys [j, j_end) of a block that exist. */
+struct mask_block {
+    int b, h, i, i_end, j, j_end;
+    bool is_whole;
+
+    DEVICE mask_block(const classification &p, long long at) {
+        const long long column = at % p.columns, row = at / p.columns % p.rows, head = at / p.columns / p.rows;
+        const long long q = row * p.block_q, q_end = q + p.block_q;
+        const long long kv = column * p.block_kv, kv_end = kv + p.block_kv;
+        b = (int)(head / p.h), h = (int)(head % p.h);
+        i = (int)q, i_end = (int)min(q_end, (long long)p.len_q);
+        j = (int)kv, j_end = (int)min(kv_end, (long long)p.len_kv);
+        is_whole = q_end <= p.len_q && kv_end <= p.len_kv;
+    }
+};
+
+/* Does a pair of the lane's keys in row i differ from `expected`? */
+DEVICE bool row_differs(const classification &p, const mask_block &block, int i, bool expected) {
+    for (long long j = block.j + (int)(threadIdx.x % 32); j < block.j_end; j += 32)
+        if (flex_mask(p.values, block.b, block.h, i, (int)j) != expected) return true;
+    return false;
+}
+
+/* All threads of the CTA call this together, and get the same result. */
+DEVICE block_kind kind_of(const classification &p, const mask_block &block) {
+    const int num_rows = block.i_end - block.i, warps = (int)blockDim.x / 32, warp = (int)threadIdx.x / 32;
+    const bool expected = flex_mask(p.values, block.b, block.h, block.i_end - 1, block.j);
+    for (long long turn = 0; turn < num_rows; turn += warps) {
+        const long long row = turn + warp;
+        bool differs = false;
+        if (row < num_rows)
+            differs = row_differs(p, block, row == 0 ? block.i_end - 1 : block.i + (int)row - 1, expected);
+        if (__syncthreads_or(differs)) return PARTIAL_BLOCK;
+    }
+    return !expected ? EMPTY_BLOCK : block.is_whole ? FULL_BLOCK : PARTIAL_BLOCK;
+}
+
+extern "C" __global__ void __launch_bounds__(FA_FLEX_CLASSIFY_THREADS)
+    KERNEL(const __grid_constant__ classification p) {
+    const long long num_blocks = (long long)p.b * p.h * p.rows * p.columns;
+    for (long long at = blockIdx.x; at < num_blocks; at += gridDim.x) {
+        const block_kind kind = kind_of(p, mask_block(p, at));
+        if (threadIdx.x == 0) p.kinds[at] = (unsigned char)kind;
+    }
+}
