@@ -387,8 +387,8 @@ def _is_whole(block_mask):
 
 
 def _blocks_of(block_mask, mask, query, key):
-    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now."""
-    if block_mask is None and mask is not None and query.numel() and key.size(-2):
+    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU."""
+    if block_mask is None and mask is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
         sizes = [n if mask[0].reads(op) else 1 for op, n in zip("bh", query.shape)]
         lists = find_blocks(mask, query.device, *sizes, query.size(-2), key.size(-2), 128, 128)
         return (128, 128, *(lists[name] for name in LISTS))
