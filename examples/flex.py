@@ -222,6 +222,7 @@ def timed(mods, q, k, v, dout, block_mask):
     ours = milliseconds(lambda: attend(mods, q, k, v, block_mask), device)
     backward = milliseconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device)
     torch._dynamo.reset()
+    q, k, v = q.detach(), k.detach(), v.detach()  # PyTorch refuses a CPU tensor that requires a gradient
     compiled = torch.compile(theirs.flex_attention, dynamic=False)
     try:
         with torch.no_grad():

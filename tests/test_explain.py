@@ -16,6 +16,7 @@ from flash_attn import (
 )
 from flash_attn.explain import Plan
 from flash_attn.flash_attn_interface import _flash_attn_forward
+from flash_attn.flex_attention import flex_attention
 
 
 def randn(*shape):
@@ -39,6 +40,14 @@ def test_both_passes(isa):
     assert plan.isa == plan.backward.isa == isa
     with torch.no_grad():
         assert explain(flash_attn_qkvpacked_func, qkv).backward is None
+
+
+def test_programmable_attention():
+    q = randn(1, 2, 70, 16).requires_grad_()
+    plan = explain(flex_attention, q, q, q, lambda score, b, h, i, j: score * 2.0 + i)
+    assert plan.kernel.endswith("_flex") and plan.backward.kernel.endswith("_flex")
+    plan = explain(flex_attention, q, q, q, mask_mod=lambda b, h, i, j: i >= j)
+    assert "flex" not in plan.kernel + plan.backward.kernel
 
 
 def test_an_intermediate_result_keeps_its_graph():

@@ -13,8 +13,8 @@ typedef enum { HEAD, LINES, LANES, LINE, NUM_STEPS } step;
 struct fa_flex_evaluator {
     const fa_flex_bound *bound;
     const fa_flex_operations *operations;
-    fa_flex_operation *todo; /* [num_instructions], the steps one after the other */
-    int32_t *order;          /* the instructions of todo */
+    fa_flex_operation *schedule; /* [num_instructions], the steps one after the other */
+    int32_t *order;              /* the instructions of schedule */
     int32_t first[NUM_STEPS + 1];
     void **values; /* [num_instructions], MOST elements each */
     void *
@@ -105,8 +105,8 @@ static void run(fa_flex_evaluator *e, const fa_flex_operation *o, const void *sc
 
 static void run_step(fa_flex_evaluator *e, step now, int n, const void *scores, const void *grads) {
     for (int32_t i = e->first[now]; i < e->first[now + 1]; i++) {
-        e->todo[i].n = n;
-        run(e, &e->todo[i], scores, grads);
+        e->schedule[i].n = n;
+        run(e, &e->schedule[i], scores, grads);
     }
 }
 
@@ -172,7 +172,7 @@ static void sort_steps(fa_flex_evaluator *e) {
         for (int32_t idx = 0; idx < p->num_instructions; idx++) {
             const fa_flex_instruction *x = &p->instructions[idx];
             if (step_of(e, x) != (step)now) continue;
-            fa_flex_operation *o = &e->todo[num];
+            fa_flex_operation *o = &e->schedule[num];
             o->x = x;
             o->r = e->values[idx];
             if (x->num_operands > 0) o->from = p->instructions[x->operand[0]].result;
@@ -208,9 +208,9 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
     for (size_t i = 0; i < num; i++) bytes += MOST * element_bytes(p->instructions[i].result) * (1 + is_spread[i]);
     e->values = calloc(2 * num, sizeof *e->values);
     e->order = malloc(num * sizeof *e->order);
-    e->todo = calloc(num, sizeof *e->todo);
+    e->schedule = calloc(num, sizeof *e->schedule);
     e->memory = calloc(1, bytes);
-    if (!e->values || !e->order || !e->todo || !e->memory) goto no_memory;
+    if (!e->values || !e->order || !e->schedule || !e->memory) goto no_memory;
     e->spread = e->values + num;
     char *at = e->memory;
     for (size_t i = 0; i < num; i++)
@@ -230,7 +230,7 @@ no_memory:
 void fa_flex_evaluator_free(fa_flex_evaluator *e) {
     if (!e) return;
     free(e->memory);
-    free(e->todo);
+    free(e->schedule);
     free(e->order);
     free(e->values);
     free(e);

@@ -44,7 +44,9 @@ static void name_kernel(fa_plan *plan, const fa_problem *p) {
     char *end = append(append(plan->kernel, names_of(plan, p)[plan->cpu.isa]), "_");
     end = append_number(append(end, fa_dtype_name(p->dtype)), "_d", (int)p->d);
     if (p->d_v != p->d) end = append_number(end, "v", (int)p->d_v);
-    if (plan->cpu.isa != FA_ISA_REFERENCE) append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
+    if (plan->cpu.isa != FA_ISA_REFERENCE)
+        end = append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
+    if (p->flex) append(end, "_flex");
 }
 
 static bool has_kernel(const fa_problem *p, fa_isa isa) {

@@ -82,7 +82,7 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dlse, dmax):
+    def backward(ctx, dout, dlse=None, *unused):
         call = ctx.call
         query, key, value, out, lse, *tensors = ctx.saved_tensors  # torch checks that none was changed since
         tensors = tensors[: ctx.num_tensors]
