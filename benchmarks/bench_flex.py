@@ -12,7 +12,7 @@ TFLOPS count 4 d operations for each visible pair of query and key forward and 1
 of the first call, with everything that is compiled in it. ``mask_ms`` is the time to make our block mask, the first
 time. ``tiny_us`` is the host's time of a call with 16 queries and 16 keys.
 
-Writes flex_DEVICE.csv to the folder --out. A row replaces the older row of the same case.
+Writes flex_cpu.csv or flex_DEVICE.csv to the folder --out. A row replaces the older row of the same case.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import datetime
 import math
 import random
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -223,6 +224,19 @@ def measure(case, n, d, options, base, rng):
         yield row
 
 
+def processor():
+    """The processor's name, family and model, as Linux tells them."""
+    try:
+        lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if ":" in line]
+    except OSError:
+        return cpu_name()
+    found = {key.strip(): value.strip() for key, value in lines}
+    if not {"cpu family", "model"} <= set(found):
+        return cpu_name()
+    name = cpu_name().replace("(R)", "").replace("(TM)", "")
+    return f"{name}, family {found['cpu family']} model {found['model']}"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -239,10 +253,11 @@ def main():
     options.dtype = options.dtype or ("fp32" if options.device == "cpu" else "bf16")
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
-    device = (cpu_name() if options.device == "cpu" else torch.cuda.get_device_name()).replace(" ", "_")
+    on_cpu = options.device == "cpu"
+    device = processor() if on_cpu else torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
     base.update(threads=torch.get_num_threads() if options.device == "cpu" else "", command=command())
-    path = options.out / f"flex_{device.replace('/', '_')}.csv"
+    path = options.out / ("flex_cpu.csv" if on_cpu else f"flex_{device.replace('/', '_')}.csv")
     for case in options.cases:
         for n in options.lengths:
             for d in options.dims:
