@@ -1,5 +1,8 @@
 """The specification of flex_attention: plain arithmetic in fp64, with torch's gradients."""
 
+import functools
+import types
+
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
@@ -83,3 +86,25 @@ def close(has, wants, tolerance):
     assert torch.equal(wants[~finite].nan_to_num(7), has[~finite].nan_to_num(7))
     size = max(1.0, float(wants[finite].abs().max())) if finite.any() else 1.0
     torch.testing.assert_close(has[finite], wants[finite], rtol=tolerance, atol=tolerance * size)
+
+
+def moved(value, device, seen=None):
+    """A mod with its captured tensors on a device. ``seen`` maps the id of each value to what it became."""
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, torch.Tensor):
+        result = value.detach().to(device).requires_grad_(value.requires_grad)
+    elif isinstance(value, functools.partial):
+        words = {name: moved(x, device, seen) for name, x in value.keywords.items()}
+        result = functools.partial(
+            moved(value.func, device, seen), *(moved(x, device, seen) for x in value.args), **words
+        )
+    elif isinstance(value, types.FunctionType):
+        cells = tuple(types.CellType(moved(x.cell_contents, device, seen)) for x in value.__closure__ or ())
+        defaults = value.__defaults__ and tuple(moved(x, device, seen) for x in value.__defaults__)
+        result = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    else:
+        result = value
+    seen[id(value)] = result
+    return result

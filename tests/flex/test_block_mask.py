@@ -4,13 +4,13 @@ import functools
 import random
 import subprocess
 import sys
-import types
 
 import flash_attn_2_cuda
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from catalogue import CATALOGUE
+from oracle_attention import moved
 
 import flash_attn.flex_attention as ours
 from flash_attn.flex import tracer
@@ -201,18 +201,6 @@ def test_wrong_mods_are_refused():
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def to_cuda(value):
-    """A mod with its captured tensors on the GPU."""
-    if isinstance(value, torch.Tensor):
-        return value.cuda()
-    if isinstance(value, functools.partial):
-        return functools.partial(to_cuda(value.func), *value.args, **value.keywords)
-    if not isinstance(value, types.FunctionType):
-        return value
-    cells = tuple(types.CellType(to_cuda(cell.cell_contents)) for cell in value.__closure__ or ())
-    return types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-
-
 @on_cuda
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
@@ -222,7 +210,7 @@ def test_lists_of_a_gpu_are_those_of_the_cpu(make, seed):
     block = [128, 64, (rng.choice([16, 96, 100, 256]), rng.choice([32, 96, 129, 256]))][seed]
     mod = make(rng, shape)
     want = ours.create_block_mask(mod, *shape, device="cpu", BLOCK_SIZE=block)
-    got = ours.create_block_mask(to_cuda(mod), *shape, device="cuda", BLOCK_SIZE=block)
+    got = ours.create_block_mask(moved(mod, "cuda"), *shape, device="cuda", BLOCK_SIZE=block)
     for name in LISTS:
         assert getattr(got, name).is_cuda and torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 

@@ -1,0 +1,123 @@
+"""flex_attention on a GPU against its specification, which runs on the CPU in fp64."""
+
+import random
+
+import pytest
+import torch
+from catalogue import CATALOGUE
+from oracle_attention import INF, TOLERANCES, attention, close, gradients, moved
+from score_catalogue import SCORES
+from torch.nn.attention.flex_attention import BlockMask
+
+from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+DEVICE = "cuda"
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+def block_mask_on_gpu(block_mask, mask_mod):
+    lists = {name: getattr(block_mask, name).to(DEVICE) for name in LISTS}
+    lists.update(q_num_blocks=None, q_indices=None, full_q_num_blocks=None, full_q_indices=None)
+    sizes = {"seq_lengths": block_mask.seq_lengths, "BLOCK_SIZE": block_mask.BLOCK_SIZE}
+    return BlockMask(mask_mod=mask_mod, **sizes, **lists)
+
+
+def compare(tensors, score_mod=None, leaves=(), mask_mod=None, block=None):
+    """Compares out, lse, max_scores and all gradients. block: the size of blocks; None: a bare mask_mod."""
+    shape, kwargs, mask, seen = (*tensors[0].shape[:3], tensors[1].shape[2]), {}, None, {}
+    if mask_mod is not None:
+        mask = create_mask(mask_mod, *shape, device="cpu")
+        kwargs["mask_mod"] = moved(mask_mod, DEVICE, seen)
+    if block is not None:
+        made = create_block_mask(mask_mod, *shape, device="cpu", BLOCK_SIZE=block)
+        kwargs = {"block_mask": block_mask_on_gpu(made, kwargs["mask_mod"])}
+    ours = [x.detach().to(DEVICE).requires_grad_() for x in tensors]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    mod = None if score_mod is None else moved(score_mod, DEVICE, seen)
+    out, aux = flex_attention(*ours, mod, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True), **kwargs)
+    want = attention(*wide, score_mod, mask)
+    tolerance = max(TOLERANCES[out.dtype], 1e-4)
+    for has, wants in zip((out, aux.lse, aux.max_scores), want, strict=True):
+        close(has.cpu(), wants, tolerance)
+    dout, dlse = (torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype) for x in (out, aux.lse))
+    dlse = torch.where(want[1] == -INF, 0.0, dlse).float()
+    got = gradients((out, aux.lse), [*ours, *(seen[id(x)] for x in leaves)], (dout.to(DEVICE), dlse.to(DEVICE)))
+    wants = gradients(want[:2], [*wide, *leaves], (dout.double(), dlse.double()))
+    for has, want in zip(got, wants, strict=True):
+        close(has.cpu(), want, 4 * max(tolerance, TOLERANCES[has.dtype] if has.dtype == torch.bfloat16 else 0))
+
+
+def tensors_of(rng, shape):
+    """Random q, k, v of random dtype and head dimensions, with grouped heads if the number of heads is even."""
+    b, h, len_q, len_kv = shape
+    h_kv, d = h // 2 if h % 2 == 0 else h, rng.choice([8, 16, 40, 64, 128])
+    dtype, generator = rng.choice([torch.float32, torch.bfloat16, torch.float16]), torch.Generator().manual_seed(h)
+    sizes = [(b, h, len_q, d), (b, h_kv, len_kv, d), (b, h_kv, len_kv, rng.choice([d, 8, 64, 128]))]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def shape_of(rng, h):
+    return rng.randint(1, 2), h, *(rng.choice([1, 17, 127, 128, 129, rng.randint(1, 300)]) for _ in range(2))
+
+
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+def test_every_mask(make):
+    rng = random.Random(CATALOGUE.index(make))
+    shape = rng.randint(1, 2), rng.randint(1, 4), rng.randint(2, 300), rng.randint(2, 300)
+    compare(tensors_of(rng, shape), mask_mod=make(rng, shape), block=rng.choice([None, 128, 64, (256, 128), (16, 24)]))
+
+
+@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
+def test_every_score_mod(make):
+    rng = random.Random(SCORES.index(make))
+    shape = shape_of(rng, rng.randint(1, 4))
+    score_mod, leaves = make(rng, shape)
+    tensors = [x.float() for x in tensors_of(rng, shape)]
+    compare(tensors, score_mod, leaves, mask_mod=rng.choice([None, lambda b, h, i, j: i >= j]))
+
+
+def test_a_graph_is_replayed_with_other_lists():
+    generator = torch.Generator().manual_seed(0)
+    mod = lambda b, h, i, j: (i + j) % 3 != 0  # noqa: E731
+    q, k, v = (torch.randn(2, 3, n, 16, generator=generator) for n in (150, 120, 120))
+    block_mask = block_mask_on_gpu(create_block_mask(mod, 2, 3, 150, 120, device="cpu", BLOCK_SIZE=32), mod)
+    on_gpu = [x.to(DEVICE) for x in (q, k, v)]
+    flex_attention(*on_gpu, block_mask=block_mask)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(*on_gpu, block_mask=block_mask)
+    for _ in range(3):
+        kinds = torch.randint(0, 3, (2, 3, 5, 4), generator=generator)
+        for kind, prefix in ((1, ""), (2, "full_")):
+            is_listed = (kinds == kind).to(torch.int32)
+            getattr(block_mask, prefix + "kv_num_blocks").copy_(is_listed.sum(-1))
+            getattr(block_mask, prefix + "kv_indices").copy_(is_listed.argsort(-1, descending=True, stable=True))
+        graph.replay()
+        blocks = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, :150, :120]
+        mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 2, 3, 150, 120, device="cpu"))
+        close(out.cpu(), attention(q.double(), k.double(), v.double(), None, mask)[0], 1e-4)
+
+
+def test_what_is_masked_may_be_anything():
+    tensors = [torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
+    tensors[2][:, :, 150:], tensors[1][:, :, 170] = float("nan"), INF
+    score_mod = lambda s, b, h, i, j: torch.where(j <= i, s, -INF)  # noqa: E731
+    mask_mod = lambda b, h, i, j: (j <= i) & (h >= 0)  # noqa: E731
+    for kwargs in ({"score_mod": score_mod}, {"mask_mod": mask_mod}):
+        out = flex_attention(*(x.to(DEVICE) for x in tensors), **kwargs).cpu()
+        assert out[:, :, :150].isfinite().all() and not out[:, :, 150:].isfinite().any()
+
+
+def test_deterministic_sums_of_captures_are_refused():
+    q, table = (
+        torch.randn(1, 1, 8, 16, device=DEVICE, requires_grad=True),
+        torch.zeros(8, device=DEVICE, requires_grad=True),
+    )
+    out = flex_attention(q, q, q, lambda s, b, h, i, j: s + table[j])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="not deterministic"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
