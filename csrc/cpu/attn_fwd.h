@@ -85,17 +85,8 @@ static inline int64_t longest_row(const fa_problem *p) { return max_i64(p->d, p-
 
 /* Flex: the lanes of a tile, for the block of keys that starts at key `block`. */
 static flex_tile flex_tile_at(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
-    const int64_t rest = t->s.len_kv - block, block_kv = t->job->layout.block_kv;
-    return (flex_tile){.programs = t->programs,
-                       .map = &t->job->map,
-                       .kinds = fa_flex_kinds_of(&t->job->map, t->s.b_idx, tile->head[0]),
-                       .b_idx = t->s.b_idx,
-                       .head = tile->head[0],
-                       .row = tile->row[0],
-                       .block = block,
-                       .lanes = tile->lanes,
-                       .valid_lanes = tile->valid_lanes,
-                       .num_keys = (int)min_i64(rest, block_kv)};
+    return flex_tile_of(t->programs, &t->job->map, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes,
+                        block, t->job->layout.block_kv);
 }
 
 /* Finds the keys [*first, *end) of [key, key_end) from the first to the last one that the tile sees. */
@@ -476,9 +467,8 @@ static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
 
 /* Flex: scores are in units of log2 only if nothing reads them in natural units. */
 static float flex_score_scale(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
-    const float scale = score_scale(p, b_idx, head_kv);
-    if (!p->flex || !(p->flex->score || p->flex->max_scores.data)) return scale;
-    return p->dtype == FA_E4M3 ? (float)(scale * LN_2) : (float)p->scale;
+    const bool is_natural = p->flex && (p->flex->score || p->flex->max_scores.data);
+    return is_natural ? (float)p->scale : score_scale(p, b_idx, head_kv);
 }
 
 static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_programs *programs, char *scratch) {

@@ -56,17 +56,8 @@ static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t be
 
 /* Flex: the lanes of a tile, for the block of keys. */
 static flex_tile bwd_flex_tile(const bwd_task *t, const fa_bwd_tile *tile) {
-    const int64_t rest = t->s.len_kv - t->block, block_kv = t->job->layout.block_kv;
-    return (flex_tile){.programs = t->programs,
-                       .map = &t->job->map,
-                       .kinds = fa_flex_kinds_of(&t->job->map, t->s.b_idx, tile->head[0]),
-                       .b_idx = t->s.b_idx,
-                       .head = tile->head[0],
-                       .row = tile->row[0],
-                       .block = t->block,
-                       .lanes = tile->lanes,
-                       .valid_lanes = tile->valid_lanes,
-                       .num_keys = (int)(rest < block_kv ? rest : block_kv)};
+    return flex_tile_of(t->programs, &t->job->map, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes,
+                        t->block, t->job->layout.block_kv);
 }
 
 /* Whether all elements are finite that a product could bring to a masked pair. */

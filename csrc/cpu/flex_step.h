@@ -23,6 +23,22 @@ typedef struct {
     int lanes, valid_lanes, num_keys;
 } flex_tile;
 
+static inline flex_tile flex_tile_of(const fa_flex_programs *programs, const fa_flex_block_map *map,
+                                     const fa_sequence *s, int64_t head, int64_t row, int lanes, int valid_lanes,
+                                     int64_t block, int64_t block_kv) {
+    const int64_t rest = s->len_kv - block;
+    return (flex_tile){.programs = programs,
+                       .map = map,
+                       .kinds = fa_flex_kinds_of(map, s->b_idx, head),
+                       .b_idx = s->b_idx,
+                       .head = head,
+                       .row = row,
+                       .block = block,
+                       .lanes = lanes,
+                       .valid_lanes = valid_lanes,
+                       .num_keys = (int)(rest < block_kv ? rest : block_kv)};
+}
+
 static inline void flex_start(fa_flex_evaluator *e, const flex_tile *t) {
     fa_flex_start_head(e, t->b_idx, t->head);
     fa_flex_start_lines(e, t->block, t->num_keys);

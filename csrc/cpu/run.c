@@ -74,6 +74,7 @@ fa_status fa_cpu_run_call(const fa_problem *problem, const fa_plan *plan, bool z
     if (problem->pass == FA_BWD && problem->h == 0)
         zero_key_gradients(problem);
     else if (!fa_cpu_run(problem, plan, workspace, pool))
-        return fa_fail(err, FA_ENOMEM, "torch could not start the threads of the call");
+        return fa_fail(err, FA_ENOMEM,
+                       "torch could not start the threads of the call, or there is no memory for its mods");
     return FA_OK;
 }

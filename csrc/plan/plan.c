@@ -5,12 +5,14 @@
 #include "flex/flex.h"
 #include "gpu.h"
 
-/* Whether the program has a result of this type, and reads scores and gradients only in the type `score`. */
-static bool has_types(const fa_flex_bound *bound, fa_flex_type result, fa_flex_type score) {
+/* Whether the program gives `result`, reads scores and gradients only in the type `score`, and reads or scatters
+ * gradients only if it is a derivative. A mask reads no score: `score` is FA_FLEX_NUM_TYPES. */
+static bool fits(const fa_flex_bound *bound, fa_flex_type result, fa_flex_type score, bool is_derivative) {
     if (!bound) return true;
     for (int32_t i = 0; i < bound->program->num_instructions; i++) {
         const fa_flex_instruction *x = &bound->program->instructions[i];
         if ((x->op == FA_FLEX_score || x->op == FA_FLEX_grad) && x->type != score) return false;
+        if ((x->op == FA_FLEX_grad || x->op == FA_FLEX_scatter) && !is_derivative) return false;
     }
     return fa_flex_result(bound->program) == result;
 }
@@ -23,15 +25,16 @@ static fa_status check_flex(const fa_problem *p, fa_error *err) {
                           !p->cache_batch_idx && !p->paged;
     const bool is_plain = p->window_left < 0 && p->window_right < 0 && p->attention_chunk == 0 && p->softcap == 0 &&
                           !p->alibi_slopes && p->dropout_p == 0 && !p->s_dmask && !p->qv.data && !p->k_new.data &&
-                          !p->rotary_cos;
+                          !p->rotary_cos && p->dtype != FA_E4M3;
     const bool has_blocks =
         f->block_q == 0 || (f->block_q > 0 && f->block_kv > 0 && f->mask_b > 0 && f->mask_h > 0 &&
                             f->rows * f->block_q >= p->len_q && f->columns * f->block_kv >= p->len_kv);
     if (!is_dense || !is_plain) return fa_fail(err, FA_EINVAL, "flex does not go with packed tensors or other options");
     if (!has_blocks) return fa_fail(err, FA_EINVAL, "the block mask is smaller than the scores");
-    if (!has_types(f->score, score, score) || !has_types(f->mask, FA_FLEX_BOOL, score) ||
-        !has_types(f->derivative, score, score))
-        return fa_fail(err, FA_EINVAL, "the programs of the problem have other types than its scores");
+    if (!fits(f->score, score, score, false) || !fits(f->mask, FA_FLEX_BOOL, FA_FLEX_NUM_TYPES, false) ||
+        !fits(f->derivative, score, score, true))
+        return fa_fail(err, FA_EINVAL, "a program of the problem is no score_mod, mask_mod or derivative for %s",
+                       fa_dtype_name(p->dtype));
     return FA_OK;
 }
 

@@ -149,7 +149,7 @@ static fa_status read_lists(const fa_flex_values *v, PyObject *tensors, int firs
 
 static fa_status check_mask(const fa_flex_values *v, fa_error *err) {
     TRY(refuse_derivative(&v->program, "flex_classify", err));
-    REQUIRE(fa_flex_result(&v->program) == FA_FLEX_BOOL && !fa_flex_has(&v->program, FA_FLEX_score),
+    REQUIRE(fa_flex_result(&v->program) == FA_FLEX_BOOL && fa_flex_type_of_score(&v->program) == FA_FLEX_NUM_TYPES,
             "flex_classify(): the program must be that of a mask");
     return FA_OK;
 }
@@ -159,13 +159,14 @@ static fa_status classify_on_gpu(const fa_flex_values *v, fa_flex_blocks *blocks
     AtenTensorHandle workspace = NULL;
     void *data = NULL;
     const int64_t bytes = (int64_t)fa_cuda_flex_classify_workspace(blocks), one = 1;
+    fa_status status = FA_OK;
     if (fa_torch.aoti_torch_empty_strided(1, &bytes, &one, fa_torch.u8, v->device_type, v->device_idx, &workspace) !=
             0 ||
         fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
-        return fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: the kinds of blocks need %" PRId64 " bytes", bytes);
+        status = fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: the kinds of blocks need %" PRId64 " bytes", bytes);
     blocks->num_evaluated = -1;
-    fa_status status = fa_cuda_flex_classify(&v->bound, blocks, v->device_idx, data, err);
-    fa_torch.aoti_torch_delete_tensor_object(workspace);
+    if (status == FA_OK) status = fa_cuda_flex_classify(&v->bound, blocks, v->device_idx, data, err);
+    if (workspace) fa_torch.aoti_torch_delete_tensor_object(workspace);
     return status;
 }
 

@@ -142,26 +142,6 @@ static bool read_program(flex_call *c, int idx, PyObject *object, const fa_flex_
     return true;
 }
 
-static fa_status check_score(const flex_call *c, int idx, const char *name, fa_error *err) {
-    if (!c->programs[idx]) return FA_OK;
-    const fa_flex_program *p = &c->programs[idx]->program;
-    const fa_flex_type want = c->problem.dtype == FA_F64 ? FA_FLEX_F64 : FA_FLEX_F32, has = fa_flex_type_of_score(p);
-    REQUIRE((has == want || has == FA_FLEX_NUM_TYPES) && fa_flex_result(p) == want,
-            "the program of the %s must take and give scores of %s", name, fa_flex_result_names[want]);
-    REQUIRE(idx == 2 || (!fa_flex_has(p, FA_FLEX_grad) && !fa_flex_has(p, FA_FLEX_scatter)),
-            "the program of the %s must not be a derivative", name);
-    return FA_OK;
-}
-
-static fa_status check_mask(const flex_call *c, fa_error *err) {
-    if (!c->programs[1]) return FA_OK;
-    const fa_flex_program *p = &c->programs[1]->program;
-    REQUIRE(fa_flex_result(p) == FA_FLEX_BOOL && !fa_flex_has(p, FA_FLEX_score) && !fa_flex_has(p, FA_FLEX_grad) &&
-                !fa_flex_has(p, FA_FLEX_scatter),
-            "the program of the mask must be that of a mask_mod");
-    return FA_OK;
-}
-
 static fa_status read_gradients(flex_call *c, fa_error *err) {
     const fa_flex_values *v = c->programs[2];
     if (!v || c->gradients == Py_None) return FA_OK;
@@ -209,6 +189,8 @@ static fa_status read_blocks(flex_call *c, fa_error *err) {
     TRY(read_list(c, objects + 2, NUM, &f->partial, err));
     TRY(read_list(c, objects + 2, FULL_NUM, &f->full, err));
     const fa_tensor *places = &c->lists[PLACES].t;
+    const int64_t most = (int64_t)1 << 31; /* more than any length */
+    f->block_q = f->block_q < most ? f->block_q : most, f->block_kv = f->block_kv < most ? f->block_kv : most;
     f->mask_b = places->size[0], f->mask_h = places->size[1], f->rows = places->size[2], f->columns = places->size[3];
     REQUIRE(p->b * p->h == 0 || (f->mask_b >= 1 && f->mask_h >= 1), "the lists of blocks must have a batch and a head");
     REQUIRE((double)f->rows * (double)f->block_q >= (double)p->len_q &&
@@ -247,9 +229,6 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     if (!read_program(c, 0, c->score, &c->flex.score) || !read_program(c, 1, c->mask, &c->flex.mask) ||
         (pass == FA_BWD && !read_program(c, 2, c->derivative, &c->flex.derivative)))
         return fa_keep_exception(), FA_EPYTHON;
-    TRY(check_score(c, 0, "score_mod", err));
-    TRY(check_mask(c, err));
-    TRY(check_score(c, 2, "derivative", err));
     TRY(read_blocks(c, err));
     if (pass == FA_BWD) {
         TRY(read_gradients(c, err));

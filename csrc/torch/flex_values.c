@@ -139,9 +139,3 @@ fa_flex_type fa_flex_type_of_score(const fa_flex_program *p) {
         if (p->instructions[i].op == FA_FLEX_score) return (fa_flex_type)p->instructions[i].type;
     return FA_FLEX_NUM_TYPES;
 }
-
-bool fa_flex_has(const fa_flex_program *p, fa_flex_op op) {
-    for (int32_t i = 0; i < p->num_instructions; i++)
-        if (p->instructions[i].op == op) return true;
-    return false;
-}

@@ -42,7 +42,4 @@ fa_status fa_flex_read_gradients(const fa_flex_values *derivative, PyObject *ten
 /* Returns the type of the scores that the program reads, or FA_FLEX_NUM_TYPES. */
 fa_flex_type fa_flex_type_of_score(const fa_flex_program *program);
 
-/* Does the program hold an instruction of this op? */
-bool fa_flex_has(const fa_flex_program *program, fa_flex_op op);
-
 #endif

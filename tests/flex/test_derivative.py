@@ -219,7 +219,7 @@ def test_a_derivative_is_no_mask_and_is_not_evaluated():
     with pytest.raises(RuntimeError, match="flex_evaluate.*derivative"):
         flash_attn_2_cuda.flex_evaluate(text, tensors, numbers, out, out)
     with pytest.raises(RuntimeError, match="flex_classify.*derivative"):
-        flash_attn_2_cuda.flex_classify(text, tensors, numbers, (), 1, 1, 2, 3, 1, 1)
+        flash_attn_2_cuda.flex_classify(text, tensors, numbers, (out,) * 8, 1, 1, 2, 3, 1, 1)
 
 
 def test_bad_words_of_a_derivative_are_refused():

@@ -6,6 +6,7 @@ import threading
 import types
 import warnings
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as create_block_mask_of_torch
 
 from flash_attn.flex import tracer
+from flash_attn.flex.derivative import derivative_of
 from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
 
 
@@ -505,3 +507,16 @@ def test_lists_of_floats_are_refused():
     block_mask.kv_num_blocks = num
     with pytest.raises(TypeError, match="must be integers"):
         call(block_mask=block_mask)
+
+
+def test_programs_of_another_kind_are_refused():
+    q, k, v = make(1, 1, 1, 8, 8, 16)
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 8)
+    program = tracer.program_of(causal)[0].text
+    score = tracer.program_of(lambda s, b, h, i, j: s + i, torch.float32)[0]
+    wide = tracer.program_of(lambda s, b, h, i, j: s + i, torch.float64)[0].text
+    derivative = derivative_of(score)[0]
+    for mods in ((program, None), (wide, None), (derivative, None), (None, score.text), (None, derivative)):
+        of = [None if text is None else (text, (), ()) for text in mods]
+        with pytest.raises(RuntimeError, match="is no score_mod, mask_mod or derivative for fp32"):
+            flash_attn_2_cuda.flex_forward(q, k, v, out, lse, None, 1.0, (-1, -1, 0.0), *of, None)
