@@ -58,9 +58,9 @@ static inline void flex_read_column(const flex_tile *t, int64_t column, const ui
     for (int lane = 0; lane < t->lanes; lane++) {
         const int last = lane < t->valid_lanes ? lane : t->valid_lanes - 1;
         const uint8_t kind = t->kinds[(t->row + last) / m->block_q * m->columns + column];
-        const bool hidden = kind == FA_FLEX_BLOCK_EMPTY || (never && never[lane]);
+        const bool hidden = kind == FA_FLEX_EMPTY || (never && never[lane]);
         c->hidden[lane] = hidden;
-        c->full[lane] = kind == FA_FLEX_BLOCK_FULL || !m->has_mask_mod;
+        c->full[lane] = kind == FA_FLEX_FULL || !m->has_mask_mod;
         c->any_partial |= !hidden && !c->full[lane];
     }
 }
@@ -99,7 +99,7 @@ OUTLINE void flex_hide(const flex_tile *t, int64_t begin, int64_t end, const uin
 /* Whether every lane sees every key of [begin, end), because all blocks are full. */
 static inline bool flex_sees_all(const flex_tile *t, int64_t begin, int64_t end) {
     const fa_flex_block_map *m = t->map;
-    const uint8_t least = m->has_mask_mod ? FA_FLEX_BLOCK_FULL : FA_FLEX_BLOCK_PARTIAL;
+    const uint8_t least = m->has_mask_mod ? FA_FLEX_FULL : FA_FLEX_PARTIAL;
     for (int64_t r = t->row / m->block_q; r <= (t->row + t->valid_lanes - 1) / m->block_q; r++)
         for (int64_t c = (t->block + begin) / m->block_kv; c <= (t->block + end - 1) / m->block_kv; c++)
             if (t->kinds[r * m->columns + c] < least) return false;

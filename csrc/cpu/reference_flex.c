@@ -85,8 +85,7 @@ static void hide_masked(const flex_head *x, int64_t i, int64_t first, int num) {
     const uint8_t *allowed = x->mask ? evaluate(x->mask, x, i, first, num, NULL, NULL) : NULL;
     for (int n = 0; n < num; n++) {
         const uint8_t kind = x->kinds[i / m->block_q * m->columns + (first + n) / m->block_kv];
-        if (kind == FA_FLEX_BLOCK_EMPTY || (kind == FA_FLEX_BLOCK_PARTIAL && allowed && !allowed[n]))
-            x->s[first + n] = -INFINITY;
+        if (kind == FA_FLEX_EMPTY || (kind == FA_FLEX_PARTIAL && allowed && !allowed[n])) x->s[first + n] = -INFINITY;
     }
 }
 

@@ -16,16 +16,16 @@ static void mark(const fa_flex_block_map *m, const fa_flex_list *list, int64_t b
 
 void fa_flex_fill_block_map(const fa_flex_block_map *m, const fa_flex *flex) {
     if (flex->block_q == 0) {
-        m->kinds[0] = FA_FLEX_BLOCK_PARTIAL;
+        m->kinds[0] = FA_FLEX_PARTIAL;
         return;
     }
     uint8_t *kinds = m->kinds;
-    memset(kinds, FA_FLEX_BLOCK_EMPTY, fa_flex_block_map_bytes(m));
+    memset(kinds, FA_FLEX_EMPTY, fa_flex_block_map_bytes(m));
     for (int64_t b = 0; b < m->mask_b; b++)
         for (int64_t h = 0; h < m->mask_h; h++)
             for (int64_t row = 0; row < m->rows; row++, kinds += m->columns) {
-                mark(m, &flex->partial, b, h, row, FA_FLEX_BLOCK_PARTIAL, kinds);
-                mark(m, &flex->full, b, h, row, FA_FLEX_BLOCK_FULL, kinds);
+                mark(m, &flex->partial, b, h, row, FA_FLEX_PARTIAL, kinds);
+                mark(m, &flex->full, b, h, row, FA_FLEX_FULL, kinds);
             }
 }
 

@@ -9,8 +9,6 @@
 
 #include "flex.h"
 
-enum { FA_FLEX_BLOCK_EMPTY, FA_FLEX_BLOCK_PARTIAL, FA_FLEX_BLOCK_FULL };
-
 typedef struct {
     uint8_t *kinds;
     int64_t mask_b, mask_h, rows, columns, block_q, block_kv;
@@ -51,7 +49,7 @@ static inline bool fa_flex_find_keys(const fa_flex_block_map *m, const uint8_t *
     for (int64_t c = key / m->block_kv; c <= (key_end - 1) / m->block_kv; c++) {
         bool sees = false;
         for (int64_t r = row / m->block_q; r <= (row_end - 1) / m->block_q; r++)
-            sees = sees || kinds[r * m->columns + c] != FA_FLEX_BLOCK_EMPTY;
+            sees = sees || kinds[r * m->columns + c] != FA_FLEX_EMPTY;
         if (!sees) continue;
         const int64_t begin = c * m->block_kv, stop = begin + m->block_kv;
         if (*first == key_end) *first = begin > key ? begin : key;

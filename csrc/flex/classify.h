@@ -3,9 +3,7 @@
 #define FA_FLEX_CLASSIFY_H
 
 #include "cpu/pool.h"
-#include "program.h"
-
-typedef enum { FA_FLEX_EMPTY, FA_FLEX_PARTIAL, FA_FLEX_FULL } fa_flex_kind;
+#include "flex.h"
 
 /* The lists of one kind: for each row of blocks the number of its blocks, and their places in ascending order. The
  * places of all other blocks follow, in ascending order, too. Of the columns the same. */

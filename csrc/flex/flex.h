@@ -15,6 +15,9 @@
 
 #include "program.h"
 
+/* What is seen of a block: nothing, what the mask_mod allows, or everything. */
+typedef enum { FA_FLEX_EMPTY, FA_FLEX_PARTIAL, FA_FLEX_FULL } fa_flex_kind;
+
 /* For each row of blocks how many blocks are listed, and which ones, in any order. Places behind the number may hold
  * anything. A block outside of the mask is no block. Strides count elements. */
 typedef struct {

@@ -138,7 +138,7 @@ static fa_cuda_block_list list_of(const fa_flex_list *t) {
 }
 
 fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err) {
-    enum { PARTIAL_BLOCK = 1, FULL_BLOCK = 2, THREADS = 128, MOST_CTAS = 1 << 16 };
+    enum { THREADS = 128, MOST_CTAS = 1 << 16 };
     const fa_flex *flex = call->problem->flex;
     if (!flex || fa_block_map_bytes(call->problem) == 0) return FA_OK;
     const fa_cuda_flex_blocks a = {
@@ -149,7 +149,7 @@ fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err) {
         .mask_h = (int)flex->mask_h,
         .rows = (int)flex->rows,
         .columns = (int)flex->columns,
-        .kind_of_partial = flex->mask ? PARTIAL_BLOCK : FULL_BLOCK,
+        .kind_of_partial = flex->mask ? FA_FLEX_PARTIAL : FA_FLEX_FULL,
     };
     const fa_variant variant = {.family = FA_FLEX_BLOCKS, .arch = call->gpu->capability};
     const int64_t rows = flex->mask_b * flex->mask_h * flex->rows;

@@ -338,15 +338,17 @@ def flex_attention(
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else float(scale)
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    inputs = (query, key, value, *(score[1] if score else ()))
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     plain = None
-    if not wants_max and not (wants_lse and torch.is_grad_enabled()):  # a gradient of lse needs a kernel with mods
+    if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
         plain = _plain_of(score, mask, block_mask, query.size(-2), key.size(-2))
     if plain is not None:
         call, score = _Call(scale, None, None, None, False, plain), None
     else:
         call = _Call(scale, score, mask, _blocks_of(block_mask, mask, query, key), wants_max)
     tensors = score[1] if score else ()
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *tensors)):
+    if is_recorded:
         out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *tensors)
     else:
         out, lse, max_scores = _attend(call, *map(_rows_of, (query, key, value)), tensors)
