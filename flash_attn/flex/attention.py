@@ -32,7 +32,7 @@ class _Call:
         return None if self.score is None else (self.score.text, tuple(tensors), self.score_numbers)
 
 
-def _empty_like(query, columns):
+def empty_out(query, columns):
     """Dense, with the order of query's strides, but for the last dimension."""
     order = sorted(range(3), key=lambda dim: (-query.stride(dim), dim))
     strides, step = [0, 0, 0, 1], columns
@@ -42,14 +42,14 @@ def _empty_like(query, columns):
     return query.new_empty_strided((*query.shape[:3], columns), strides)
 
 
-def _rows_of(tensor):
+def rows_of(tensor):
     """The tensor with a contiguous last dimension."""
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
 
 
 def _attend(call, query, key, value, tensors):
     """The forward, of tensors with a contiguous last dimension."""
-    out = _empty_like(query, value.size(-1))
+    out = empty_out(query, value.size(-1))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_scores = torch.empty_like(lse) if call.wants_max else None
     flash_attn_2_cuda.flex_forward(
@@ -71,7 +71,7 @@ def _attend(call, query, key, value, tensors):
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, query, key, value, *tensors):
-        query, key, value = map(_rows_of, (query, key, value))
+        query, key, value = map(rows_of, (query, key, value))
         out, lse, max_scores = _attend(call, query, key, value, tensors)
         ctx.call, ctx.num_tensors = call, len(tensors)
         ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
@@ -98,7 +98,7 @@ class _FlexAttention(torch.autograd.Function):
             wanted = [i for i, want in enumerate(wanted) if want]
             text, places = derivative_of(call.score, wanted)
             for i in wanted:
-                sums[i] = torch.zeros(tensors[i].shape, dtype=_sum_dtype(tensors[i]), device=query.device)
+                sums[i] = torch.zeros(tensors[i].shape, dtype=sum_dtype(tensors[i]), device=query.device)
             derivative = text, tuple(tensors[i] for i in places), call.score_numbers
             gradients = tuple(sums[i] for i in places)
         flash_attn_2_cuda.flex_backward(
@@ -107,8 +107,8 @@ class _FlexAttention(torch.autograd.Function):
             value,
             out,
             lse,
-            _rows_of(dout),
-            None if dlse is None else _rows_of(dlse.float()),
+            rows_of(dout),
+            None if dlse is None else rows_of(dlse.float()),
             dq,
             dk,
             dv,
@@ -126,7 +126,7 @@ class _FlexAttention(torch.autograd.Function):
         return None, dq, dk, dv, *sums
 
 
-def _sum_dtype(tensor):
+def sum_dtype(tensor):
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -239,13 +239,13 @@ def _check_kernel_options(options):
     return backend in ("TRITON", "TRITON_DECODE")
 
 
-def _int32(tensor):
+def int32(tensor):
     if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the lists of a block mask must be integers, not {tensor.dtype}")
     return tensor if tensor is None or tensor.dtype == torch.int32 else tensor.to(torch.int32)
 
 
-def _in_autocast(*tensors):
+def in_autocast(*tensors):
     """The tensors as autocast wants them for matrix products."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -263,7 +263,6 @@ def _warn_once(text):
         warnings.warn(text, FutureWarning, stacklevel=3)
 
 
-@torch.compiler.disable(reason="flash_attn.flex_attention traces the mods itself, so it breaks the graph")
 def flex_attention(
     query,
     key,
@@ -280,8 +279,7 @@ def flex_attention(
 ):
     """Attention with a score function and a block mask, as ``torch.nn.attention.flex_attention.flex_attention``.
 
-    One kernel computes it, forward and backward. No array of all scores is made. ``torch.compile`` breaks the graph
-    here.
+    One kernel computes it, forward and backward, with and without ``torch.compile``. No array of all scores is made.
 
     Args:
         query: ``[B, Hq, L, E]``, fp16, bf16 or fp32; fp64 on the CPU.
@@ -329,7 +327,9 @@ def flex_attention(
     _check_tensors(query, key, value, enable_gqa, block_mask)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
-    query, key, value = _in_autocast(query, key, value)
+    if torch.compiler.is_dynamo_compiling():
+        return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod)
+    query, key, value = in_autocast(query, key, value)
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
     mask = _mask_of(mask_mod if block_mask is None else block_mask.mask_mod, query.device)
@@ -342,7 +342,8 @@ def flex_attention(
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     plain = None
     if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
-        plain = _plain_of(score, mask, block_mask, query.size(-2), key.size(-2))
+        is_known = block_mask is None or (mask and is_own(block_mask, mask[2]))
+        plain = plain_of(score, mask, query.size(-2), key.size(-2)) if is_known else None
     if plain is not None:
         call, score = _Call(scale, None, None, None, False, plain), None
     else:
@@ -351,20 +352,29 @@ def flex_attention(
     if is_recorded:
         out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *tensors)
     else:
-        out, lse, max_scores = _attend(call, *map(_rows_of, (query, key, value)), tensors)
+        out, lse, max_scores = _attend(call, *map(rows_of, (query, key, value)), tensors)
+    if return_lse and return_aux is None:
+        _warn_once("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.")
+    return _results(out, lse, max_scores, return_lse, return_aux)
+
+
+def _results(out, lse, max_scores, return_lse, return_aux):
     if return_aux is not None:
         return out, upstream.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
-    if return_lse:
-        _warn_once("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.")
-        return out, lse
-    return out
+    return (out, lse) if return_lse else out
 
 
-def _plain_of(score, mask, block_mask, len_q, len_kv):
+def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod):
+    """The checked call, while Dynamo traces it."""
+    found = graph.flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod)
+    out, lse, max_scores = found
+    wants_max = return_aux is not None and return_aux.max_scores
+    return _results(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+
+
+def plain_of(score, mask, len_q, len_kv):
     """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None."""
     softcap, window = 0.0, (-1, -1)
-    if block_mask is not None and not (mask and is_own(block_mask, mask[2])):
-        return None
     if score is not None:
         softcap = softcap_of(score[0], score[2])
     if mask is not None:
@@ -397,4 +407,7 @@ def _blocks_of(block_mask, mask, query, key):
     if block_mask is None:
         return None
     lists = (getattr(block_mask, name) for name in LISTS)
-    return (*map(int, block_mask.BLOCK_SIZE), *map(_int32, lists))
+    return (*map(int, block_mask.BLOCK_SIZE), *map(int32, lists))
+
+
+from . import graph  # noqa: E402  (it needs this module)

@@ -11,8 +11,11 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from . import ops
 from .tracer import program_of
 
+NAMES = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
+NAMES += tuple("full_" + name for name in NAMES)
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -75,10 +78,10 @@ def _device_of(device, types):
 def mod_of(mod, score_dtype, device):
     """``(program, tensors, numbers)`` of a mod, with its tensors on the device."""
     program, tensors, numbers = program_of(mod, score_dtype)
-    return program, tuple(_on_device(x, device) for x in tensors), numbers
+    return program, tuple(on_device(x, device) for x in tensors), numbers
 
 
-def _on_device(tensor, device):
+def on_device(tensor, device):
     if tensor.device == device:
         return tensor
     if tensor.dim() == 0:  # a number that a mod holds as a tensor
@@ -132,12 +135,17 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
         NotImplementedError: the device is no CPU and no GPU, or mask_mod uses an operation that is not supported.
         RuntimeError: mask_mod branches on its indices, or one of its tensors is on another device.
     """
-    if _num_arguments(mask_mod) != 4:
+    if not torch.compiler.is_dynamo_compiling() and _num_arguments(mask_mod) != 4:
         raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
     device = _device_of(device, ["cpu", "cuda"])
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     _sizes(BLOCK_SIZE=min(block))
+    if torch.compiler.is_dynamo_compiling():
+        from . import graph
+
+        lists = graph.find_blocks(mask_mod, device, (b, h, len_q, len_kv), block)
+        return BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **dict(zip(NAMES, lists)))
     mask = mod_of(mask_mod, None, device)
     if mask[0].dtype != torch.bool:
         raise AssertionError(f"mask.dtype must be torch.bool, got {mask[0].dtype}")
@@ -145,6 +153,7 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
     block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
     if not torch.is_inference_mode_enabled():  # its tensors do not tell whether they were changed
         block_mask.lists_of_mask_mod = _state_of(block_mask, mask[2])
+        ops.note_lists([lists[name] for name in LISTS], (mask[0].text, mask[1], mask[2]), len_q, len_kv, block)
     return block_mask
 
 
@@ -158,8 +167,7 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv):
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
     lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)
     flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv)
-    names = ["kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"]
-    return dict(zip(names + ["full_" + name for name in names], lists))
+    return dict(zip(NAMES, lists))
 
 
 def _state_of(block_mask, numbers):

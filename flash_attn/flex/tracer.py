@@ -99,13 +99,17 @@ class Trace:
         self.grad_mode = torch.is_grad_enabled()
 
     def run(self):
-        copy = self.wrap(0)
+        function = self.callee()
         indices = [Value(self, self.builder.emit(name, TYPES[torch.int64]), torch.int64) for name in INDICES]
         if self.score is not None:
             indices.insert(0, Value(self, self.builder.emit("score", TYPES[self.score]), self.score))
         with _Mode(self):
-            result = copy(*indices)
+            result = function(*indices)
         return self._finish(result)
+
+    def callee(self):
+        """What is called in place of the mod."""
+        return self.wrap(0)
 
     def _finish(self, result):
         from . import operations
@@ -276,11 +280,9 @@ def _numbers_of_class(value):
 
 
 def _type_of_number(number):
-    return (
-        TYPES[torch.bool]
-        if isinstance(number, bool)
-        else TYPES[torch.int64 if isinstance(number, int) else torch.float64]
-    )
+    if isinstance(number, (bool, torch.SymBool)):
+        return TYPES[torch.bool]
+    return TYPES[torch.int64 if isinstance(number, (int, torch.SymInt)) else torch.float64]
 
 
 def _codes(code):

@@ -1,0 +1,271 @@
+"""``flex_attention`` and ``create_block_mask`` inside of ``torch.compile``.
+
+Dynamo calls a mod, and makes a graph of it. Captured tensors and numbers become arguments of the graph. Dynamo does so
+for the higher-order operators that it knows by their name. Ours have the name of PyTorch's operator, and no other part
+in common. They make programs of the graphs, and call ops of :mod:`flash_attn.flex.ops`. So the operators are gone
+before a backend sees a graph of ATen, and no backend can fall back to PyTorch's dense attention.
+"""
+
+import weakref
+
+import torch
+from torch._ops import HigherOrderOperator
+
+from . import attention, ops
+from .block_mask import LISTS, on_device
+from .derivative import derivative_of
+from .steps import kind
+from .tracer import Number, Trace, _numbers
+
+SYMBOLS = (torch.SymBool, torch.SymInt, torch.SymFloat)
+programs_of_text = {}  # text: a program
+
+
+# ---- programs of graphs ---------------------------------------------------------------------------------------------
+
+
+class _Number(Number):
+    """A number that may be a symbol, or a tensor without dimensions that holds a float."""
+
+    @property
+    def _value(self):
+        """A number of the same type: types of results depend on nothing else."""
+        value = self._trace.steps.values[self._number]
+        return 2 if isinstance(value, torch.SymInt) else True if isinstance(value, torch.SymBool) else (
+            value if isinstance(value, _numbers) else 2.0
+        )  # fmt: skip
+
+
+class GraphTrace(Trace):
+    """Traces a graph that Dynamo made. What another mod binds is the tuple of the graph's captures."""
+
+    def __init__(self, graph, captures, score):
+        super().__init__(captures, score)
+        self.graph, self.node = graph, None
+
+    def callee(self):
+        captures = self.wrap(0)
+        return lambda *indices: self._interpret((*indices, *captures))
+
+    def where(self):
+        lines = ((self.node is not None and self.node.stack_trace) or "").strip().splitlines()
+        found = [line.strip() for line in lines if line.strip().startswith("File ")]
+        return found[-1] if found else "a mod in torch.compile"
+
+    def wrap(self, number):
+        if isinstance(self.steps.values[number], (*_numbers, *SYMBOLS)):
+            self.steps.guard(number, kind)
+            return _Number(self, number)
+        return super().wrap(number)
+
+    def repeat(self, function, args, kwargs):
+        """Floats stay tensors while a graph is compiled."""
+        if getattr(function, "__name__", "") == "item":
+            number = args[0]._number
+            return _Number(self, self.steps.add(lambda values: _scalar(values[number])))
+        if not all(isinstance(x, (_Number, *_numbers)) for x in args) or kwargs:
+            return super().repeat(function, args, kwargs)
+        numbers = [x._number if isinstance(x, _Number) else self.steps.add(lambda _, x=x: x) for x in args]
+        return _Number(self, self.steps.add(lambda values: function(*(values[i] for i in numbers))))
+
+    def _interpret(self, args):
+        values, args, had_grad = {}, iter(args), torch.is_grad_enabled()
+        try:
+            for self.node in self.graph.graph.nodes:
+                values[self.node] = self._value_of(self.node, values, args)
+                if self.node.op == "output":
+                    result = values[self.node]
+                    return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
+        finally:
+            torch._C._set_grad_enabled(had_grad)
+
+    def _value_of(self, node, values, args):
+        if node.op == "placeholder":
+            return next(args)
+        words = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "call_function":
+            return node.target(*words[0], **words[1])
+        if node.op == "call_method":
+            return getattr(words[0][0], node.target)(*words[0][1:], **words[1])
+        if node.op == "get_attr":
+            return self.constant_tensor(getattr(self.graph, node.target))
+        return words[0][0]
+
+
+def _scalar(tensor):
+    return tensor.item() if type(tensor) is torch.Tensor or not tensor.is_floating_point() else tensor
+
+
+_programs = weakref.WeakKeyDictionary()  # graph: programs
+
+
+def program_of_graph(graph, captures, score, device):
+    """``(program, tensors, ints, floats)`` of a graph and the values of its captures."""
+    known, captures = _programs.setdefault(graph, []), tuple(captures)
+    bound = next((found for found in ((p, p.bind(captures)) for p in known) if found[1] is not None), None)
+    if bound is None:
+        program, *values = GraphTrace(graph, captures, score).run()
+        if not program.holds_once:
+            known.append(program)
+        programs_of_text[program.text] = program
+    else:
+        program, values = bound
+    tensors, numbers = values
+    floats = [x for x, type in zip(numbers, program.types) if type == ops.F64]
+    floats = [x if isinstance(x, torch.Tensor) else torch.scalar_tensor(x, dtype=torch.float64) for x in floats]
+    ints = [x for x, type in zip(numbers, program.types) if type != ops.F64]
+    return program, [on_device(x, device) for x in tensors], [_int(x) for x in ints], floats
+
+
+def _int(x):
+    return x if isinstance(x, torch.SymInt) else int(x)
+
+
+def _of_score(graph, captures, query):
+    score = torch.float64 if query.dtype == torch.float64 else torch.float32
+    found = program_of_graph(graph, captures, score, query.device)
+    program = found[0]
+    return None if program.builder.nodes[program.result][0] == "score" else found
+
+
+def _of_mask(graph, captures, device):
+    found = program_of_graph(graph, captures, None, device)
+    program, tensors, *_ = found
+    if program.dtype != torch.bool:
+        raise AssertionError(f"mask_mod must return torch.bool, but returns {program.dtype}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
+    return None if program.result == program.builder.constant(True) else found
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+
+class _Operator(HigherOrderOperator):
+    """An operator whose arguments Dynamo treats like those of PyTorch's ``flex_attention``."""
+
+    def __init__(self, name, function):
+        super().__init__("flash_attn_" + name)
+        self.__name__ = "flex_attention"  # Dynamo looks for this name
+        self.__module__ = __name__  # and the code of a graph for this module, which is not PyTorch's
+        self._function = function
+
+    def __call__(self, query, key, value, score, block_mask, scale, options, score_captures=(), mask_captures=()):
+        return self._function(query, key, value, score, block_mask, scale, options, score_captures, mask_captures)
+
+
+def _tensors_of(tail):
+    return [x for part in tail for x in (part if isinstance(part, list) else ()) if isinstance(x, torch.Tensor)]
+
+
+class _Attention(torch.autograd.Function):
+    """The op with its gradients. ``head`` are arguments between the tensors of the score_mod."""
+
+    @staticmethod
+    def forward(ctx, program, head, tail, wants_max, query, key, value, num, *tensors):
+        score = (program.text.hex() if program else "", list(tensors[:num]), *tail[0])
+        shared = (*head, *score, *tail[1:])
+        out, lse, max_scores = torch.ops.flash_attn.flex_forward(query, key, value, *shared, wants_max)
+        ctx.program, ctx.head, ctx.tail, ctx.num = program, head, tail, num
+        ctx.save_for_backward(query, key, value, out, lse, *tensors, *_tensors_of(tail))  # torch checks for changes
+        ctx.mark_non_differentiable(max_scores)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_scores
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse=None, *unused):
+        query, key, value, out, lse, *tensors = ctx.saved_tensors
+        tensors, program = tensors[: ctx.num], ctx.program
+        wants, wanted = list(ctx.needs_input_grad[4:7]), ctx.needs_input_grad[8 : 8 + ctx.num]
+        wanted = [i for i, want in enumerate(wanted) if want]
+        text, places = derivative_of(program, wanted) if program else (b"", [])
+        score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
+        dout = torch.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else dlse.float()
+        found = torch.ops.flash_attn.flex_backward(
+            query, key, value, *ctx.head, *score, *ctx.tail[1:], out, lse, dout, dlse, wants, text.hex(), list(places),
+            wanted,
+        )  # fmt: skip
+        found = iter(found)
+        gradients = [next(found) if want else None for want in wants]
+        sums = [next(found).to(tensors[i].dtype) if i in wanted else None for i in range(ctx.num)]
+        return None, None, None, None, *gradients, None, *sums, *[None] * (len(ctx.needs_input_grad) - 8 - ctx.num)
+
+
+def _attend(query, key, value, score, block_mask, scale, options, score_captures, mask_captures):
+    query, key, value = attention.in_autocast(query, key, value)
+    *block_size, num, places, full_num, full_places, mask = block_mask
+    score = _of_score(score, score_captures, query)
+    mask = _of_mask(mask, mask_captures, query.device)
+    lists = [x for x in (num, places, full_num, full_places) if x is not None]
+    wants_lse, wants_max = options["wants_lse"], options["wants_max"]
+    of_mask = (mask[0].text.hex(), *mask[1:]) if mask else ("", [], [], [])
+    tensors = score[1] if score else []
+    inputs = (query, key, value, *tensors)
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    head = (scale, not wants_max and not (wants_lse and is_recorded))
+    tail = (score[2:] if score else ([], []), *of_mask, block_size if lists else [], lists)
+    return _Attention.apply(
+        score[0] if score else None, head, tail, wants_max, query, key, value, len(tensors), *tensors
+    )
+
+
+def _classify(like, _key, _value, _score, block_mask, _scale, options, _captures, mask_captures):
+    program, *rest = program_of_graph(block_mask[-1], mask_captures, None, like.device)
+    if program.dtype != torch.bool:
+        raise AssertionError(f"mask.dtype must be torch.bool, got {program.dtype}")
+    with torch.no_grad():
+        return tuple(
+            torch.ops.flash_attn.flex_classify(like, program.text.hex(), *rest, options["shape"], options["block_size"])
+        )
+
+
+attend_operator = _Operator("flex_attention", _attend)
+classify_operator = _Operator("flex_classify", _classify)
+
+
+# ---- what Dynamo traces ---------------------------------------------------------------------------------------------
+
+
+def _identity(score, b, h, q_idx, kv_idx):
+    return score
+
+
+def _score_function(score_mod):
+    def score(score, b, h, q_idx, kv_idx):
+        result = score_mod(score, b, h, q_idx, kv_idx)
+        return result if isinstance(result, torch.Tensor) else torch.full_like(score, result)
+
+    return _identity if score_mod is None else score
+
+
+def _mask_function(mask_mod):
+    def mask(b, h, q_idx, kv_idx):
+        result = True if mask_mod is None else mask_mod(b, h, q_idx, kv_idx)
+        return result if isinstance(result, torch.Tensor) else b.new_full((), result, dtype=torch.bool)
+
+    return mask
+
+
+def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod):
+    """The checked call, while Dynamo traces it."""
+    if key.size(0) != query.size(0):
+        key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
+    blocks = (0, 0, None, None, None, None)
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+        lists = [getattr(block_mask, name) for name in LISTS]
+        blocks = (*block_mask.BLOCK_SIZE, *[attention.int32(x) for x in lists])
+    wants_max = return_aux is not None and return_aux.max_scores
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    options = {"wants_lse": bool(wants_lse), "wants_max": bool(wants_max)}
+    blocks = (*blocks, _mask_function(mask_mod))
+    return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
+
+
+def find_blocks(mask_mod, device, shape, block):
+    like = torch.empty((), device=device)
+    blocks = (0, 0, None, None, None, None, _mask_function(mask_mod))
+    options = {"shape": list(shape), "block_size": list(block)}
+    return classify_operator(like, like, like, _identity, blocks, None, options)

@@ -1,0 +1,182 @@
+"""The ops ``flash_attn::flex_*``: programmable attention as PyTorch's tracers see it.
+
+A mod is the text of its program in hexadecimal digits, with its tensors and numbers. Floats are tensors of no
+dimension: a compiled graph would be made again for another float. ``graph.py`` calls the ops.
+"""
+
+import collections
+import struct
+
+import flash_attn_2_cuda
+import torch
+
+from .._ops import empty_like, register_once
+from .program import BOOL, F64
+
+MOD = "str {0}, Tensor[] {0}_tensors, SymInt[] {0}_ints, Tensor[] {0}_floats"
+SHARED = (
+    f"float? scale, bool may_be_plain, {MOD.format('score')}, {MOD.format('mask')}, SymInt[] block_size, Tensor[] lists"
+)
+PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
+SCHEMAS = {
+    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max) -> (Tensor, Tensor, Tensor)",
+    "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
+    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted) -> Tensor[]",
+    "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
+}
+
+
+Call = collections.namedtuple("Call", "scale score mask blocks plain")
+
+
+def _params(text):
+    """The types of the parameters of a program."""
+    _, captures, params, _ = struct.unpack_from("=4I", text)
+    return struct.unpack_from(f"={params}I", text, 16 + 8 * captures)
+
+
+def _bound(digits, tensors, ints, floats):
+    """``(text, tensors, numbers)`` as the kernels take them, or None."""
+    if not digits:
+        return None
+    text, ints, floats = bytes.fromhex(digits), iter(ints), iter(floats)
+    read = {BOOL: lambda: bool(next(ints)), F64: lambda: float(next(floats).item())}
+    return text, tuple(tensors), tuple(read.get(type, lambda: int(next(ints)))() for type in _params(text))
+
+
+def _call(query, key, scale, may_be_plain, score, mask, block_size, lists):
+    """A call as ``attention.py`` describes it. Whether the plain kernels serve it is known now: numbers have values."""
+    from . import attention, graph
+
+    score, mask = _bound(*score), _bound(*mask)
+    programs = [None if x is None else graph.programs_of_text.get(x[0]) for x in (score, mask)]
+    plain, blocks = (-1, -1, 0.0), None
+    found = None
+    if may_be_plain and all((x is None) == (program is None) for x, program in zip((score, mask), programs)):
+        pairs = [None if x is None else (program, x[1], x[2]) for x, program in zip((score, mask), programs)]
+        if not lists or (mask is not None and _lists_say(lists, mask, query.size(-2), key.size(-2), block_size)):
+            found = attention.plain_of(*pairs, query.size(-2), key.size(-2))
+    if found is not None:
+        plain, score, mask = found, None, None
+    elif lists:
+        blocks = (*map(int, block_size), *lists, *[None] * (4 - len(lists)))
+    elif mask is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
+        sizes = [*query.shape[:2], query.size(-2), key.size(-2)]
+        made = _classify(query, mask, sizes, (128, 128))
+        blocks = (128, 128, *(made[i] for i in PARTIAL_AND_FULL))
+    scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
+    return Call(scale, score, mask, blocks, plain)
+
+
+def _lists_say(lists, mask, len_q, len_kv, block_size):
+    """Did flex_classify or create_block_mask make the lists of this mask, and is nothing changed since?"""
+    said = getattr(lists[0], "lists_of_mask", None)
+    if said is None or len(lists) != 4:
+        return False
+    (text, numbers, *sizes), tensors = said
+    now = [(x, None if x.is_inference() else x._version) for x in lists[1:]]
+    return (
+        (text, numbers) == (mask[0], mask[2])
+        and not mask[1]
+        and sizes == [len_q, len_kv, *map(int, block_size)]
+        and all(a[0] is b[0] and a[1] == b[1] and a[1] is not None for a, b in zip(tensors[1:], now))
+        and tensors[0][1] == lists[0]._version
+    )
+
+
+def note_lists(lists, mask, len_q, len_kv, block_size):
+    """Notes at the first list of a mask without captures what :func:`_lists_say` asks."""
+    if not mask[1] and not any(x.is_inference() for x in lists):
+        tensors = [(None, lists[0]._version), *((x, x._version) for x in lists[1:])]
+        lists[0].lists_of_mask = ((mask[0], mask[2], len_q, len_kv, *map(int, block_size)), tensors)
+
+
+def _forward(query, key, value, scale, may_be_plain, *rest):
+    from . import attention
+
+    score, mask, (block_size, lists, wants_max) = rest[:4], rest[4:8], rest[8:]
+    call = _call(query, key, scale, may_be_plain, score, mask, block_size, lists)
+    out, lse, max_scores = _forward_fake(query, key, value, wants_max)
+    flash_attn_2_cuda.flex_forward(
+        *map(attention.rows_of, (query, key, value)), out, lse, max_scores if wants_max else None,
+        call.scale, call.plain, call.score, call.mask, call.blocks,
+    )  # fmt: skip
+    return out, lse, max_scores
+
+
+def _forward_fake(query, key, value, *rest):
+    from . import attention
+
+    out, lse = attention.empty_out(query, value.size(-1)), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return out, lse, torch.empty_like(lse) if rest[-1] else query.new_empty(0, dtype=torch.float32)
+
+
+def _results_of_backward(query, key, value, wants, tensors, wanted):
+    from .attention import sum_dtype
+
+    gradients = [empty_like(x) if want else None for x, want in zip((query, key, value), wants)]
+    return gradients, [query.new_zeros(tensors[i].shape, dtype=sum_dtype(tensors[i])) for i in wanted]
+
+
+def _backward(query, key, value, scale, may_be_plain, *rest):
+    from . import attention
+
+    score, mask, (block_size, lists) = rest[:4], rest[4:8], rest[8:10]
+    out, lse, dout, dlse, wants, derivative, places, wanted = rest[10:]
+    call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, block_size, lists)
+    gradients, sums = _results_of_backward(query, key, value, wants, score[1], wanted)
+    at, found = dict(zip(wanted, sums)), None
+    if call.score is not None:
+        found = (bytes.fromhex(derivative), tuple(score[1][i] for i in places), call.score[2])
+    query, key, value, dout = map(attention.rows_of, (query, key, value, dout))
+    flash_attn_2_cuda.flex_backward(
+        query, key, value, out, lse, dout, None if dlse is None else attention.rows_of(dlse), *gradients,
+        torch.empty_like(lse), call.scale, call.plain, call.score, call.mask, call.blocks, found,
+        None if found is None else tuple(at.get(i) for i in places), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return [x for x in gradients if x is not None] + sums
+
+
+def _backward_fake(query, key, value, scale, may_be_plain, *rest):
+    wants, _, _, wanted = rest[14:]
+    gradients, sums = _results_of_backward(query, key, value, wants, rest[1], wanted)
+    return [x for x in gradients if x is not None] + sums
+
+
+def _empty_lists(like, shape, block_size):
+    b, h, len_q, len_kv = shape
+    rows, columns = -(-len_q // block_size[0]), -(-len_kv // block_size[1])
+    shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
+    return [like.new_empty(size, dtype=torch.int32) for size in shapes * 2]
+
+
+def _classify(like, mask, shape, block_size):
+    lists = _empty_lists(like, shape, block_size)
+    flash_attn_2_cuda.flex_classify(*mask, tuple(lists), *shape, *block_size)
+    return lists
+
+
+def _classify_op(like, text, tensors, ints, floats, shape, block_size):
+    mask = _bound(text, tensors, ints, floats)
+    lists = _classify(like, mask, shape, block_size)
+    note_lists([lists[i] for i in PARTIAL_AND_FULL], mask, *shape[2:], block_size)
+    return lists
+
+
+def _register():
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    kernels = {
+        "flex_forward": (_forward, _forward_fake),
+        "flex_backward": (_backward, _backward_fake),
+        "flex_classify": (_classify_op, lambda like, *rest: _empty_lists(like, *rest[-2:])),
+    }
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        for key in ("CPU", "CUDA"):
+            library.impl(name, kernels[name][0], key)
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"flash_attn::{name}", kernels[name][1], lib=library)
+    torch.ops.flash_attn._flex_library = library  # keeps the library alive, because its kernels disappear with it
+
+
+register_once("ops of flex_attention", _register)

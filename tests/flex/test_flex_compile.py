@@ -1,0 +1,87 @@
+"""flex_attention inside of torch.compile: equal to the call outside, in one graph for all lengths and closures."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+HAS_CXX = any(map(shutil.which, ("c++", "g++", "clang++")))
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.skipif(not HAS_CXX, reason="Inductor needs a C++ compiler"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def inputs(length, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(2, h, length, 16, generator=generator).to(dtype).requires_grad_() for h in (4, 2, 2)]
+
+
+def same(function, compiled, leaves, *args):
+    found = []
+    for each in (function, compiled):
+        out, lse = each(*args)
+        total = (out.float() ** 2).sum() + lse.sum()
+        found.append([out, lse, *torch.autograd.grad(total, leaves)])
+    for want, got in zip(*found, strict=True):
+        assert want.stride() == got.stride()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+def test_compiled_results_and_gradients(backend):
+    table = torch.randn(4, 100, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def function(q, k, v, window, block_mask):
+        def score_mod(score, b, h, i, j):
+            return score + 2 * table[h, i - j] * table[h][j]
+
+        def mask_mod(b, h, i, j):
+            return (i >= j) & (i - j < window)
+
+        inside = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], device="cpu")
+        aux = AuxRequest(lse=True)
+        out, stats = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_aux=aux)
+        out = out + flex_attention(q, k, v, mask_mod=mask_mod, enable_gqa=True)
+        return out + flex_attention(q, k, v, score_mod, inside, enable_gqa=True), stats.lse
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+    for length in (40, 41, 57):
+        tensors = inputs(length)
+        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
+        same(function, compiled, [*tensors, table], *tensors, length // 3, block_mask)
+    assert counter.frame_count == 1
+
+
+def test_one_graph_for_lengths_and_closures():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q, k, v, mod):
+        return flex_attention(q, k, v, mod, enable_gqa=True)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+
+    def make(slopes, shift):
+        return lambda score, b, h, i, j: score + slopes[h] * (j - i + shift)
+
+    for step in range(60):
+        q, k, v = (x.detach() for x in inputs(20 + step % 50))
+        mod = make(torch.full((4,), step / 7), 5 + step)
+        torch.testing.assert_close(compiled(q, k, v, mod), call(q, k, v, mod), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_autocast_in_a_graph():
+    def function(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return flex_attention(q, k, v, enable_gqa=True, mask_mod=lambda b, h, i, j: i >= j)
+
+    q, k, v = inputs(33)
+    out = torch.compile(function, backend="aot_eager", fullgraph=True)(q, k, v)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, function(q, k, v))
