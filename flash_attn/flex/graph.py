@@ -71,10 +71,11 @@ class GraphTrace(Trace):
     def _interpret(self, args):
         values, args, had_grad = {}, iter(args), torch.is_grad_enabled()
         try:
-            for self.node in self.graph.graph.nodes:
-                values[self.node] = self._value_of(self.node, values, args)
-                if self.node.op == "output":
-                    result = values[self.node]
+            for node in self.graph.graph.nodes:
+                self.node = node
+                values[node] = self._value_of(node, values, args)
+                if node.op == "output":
+                    result = values[node]
                     return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
         finally:
             torch._C._set_grad_enabled(had_grad)
