@@ -7,6 +7,7 @@
 #define FA_TEST_CASES_H
 
 #include "cpu/convert.h"
+#include "few_seeds.h"
 #include "guarded.h"
 #include "sequence.h"
 #include <math.h>
@@ -97,17 +98,6 @@ static tensor tensor_descaled(const fa_problem *p, const tensor *t, const fa_des
     }
     return wide;
 }
-
-/* With sanitizers a case takes eight times as long. Only one compiler runs all seeds, and others may run a part
- * (-DFEW_SEEDS). */
-#if defined(FEW_SEEDS)
-#elif defined(__has_feature)
-#define FEW_SEEDS (__has_feature(address_sanitizer) || __has_feature(undefined_behavior_sanitizer))
-#elif defined(__SANITIZE_ADDRESS__)
-#define FEW_SEEDS 1
-#else
-#define FEW_SEEDS 0
-#endif
 
 static void fill_row(tensor *t, int64_t offset, double amplitude, random_source *r) {
     for (int64_t i = 0; i < t->columns; i++)
