@@ -393,12 +393,20 @@ def _apply(function, *arguments):
     return function.forward(None, *arguments)
 
 
+def _attend_extended(*arguments):
+    """Computes a call with options that upstream does not have."""
+    from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
+
+    return attend(*arguments)
+
+
 # ---- public functions ----------------------------------------------------------------------------------------------
 
 
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
 ):  # fmt: skip
     """Exact attention ``softmax(softmax_scale * q @ k.T + mask) @ v`` without storing the scores.
 
@@ -424,6 +432,16 @@ def flash_attn_func(
         deterministic: the backward repeats bit for bit. ``torch.use_deterministic_algorithms`` has the same effect.
             Otherwise, dq may differ by rounding from run to run if ``explain`` says "added in any order".
         return_attn_probs: return the three results below instead of one.
+
+        These options, by keyword, are not upstream's. They work on every device, and ``torch.compile`` breaks the graph.
+        attn_bias: floating ``[b, h, len_q, len_k]``, or 1 in place of a size, or fewer dimensions: added to the score
+            after softcap and slopes. Its gradient has its shape.
+        attn_mask: bool, of such a shape: key j is visible from row i only where it is True. Combines with causal and
+            window_size.
+        sinks: floating ``[h]``: each row also attends to a key of this score, whose value is 0. Has a gradient.
+        return_lse: return ``(out, lse)``. The lse has a gradient, and is -inf if no key is seen.
+        return_max_logits: return ``max_logits`` as the last result: fp32 ``[h]``, the largest score of each head over
+            batch, rows and visible keys, without sinks; -inf if there is none. No gradient.
     Returns:
         ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q. Rows that see no key are 0.
         With return_attn_probs ``(out, softmax_lse, S_dmask)``:
@@ -431,10 +449,16 @@ def flash_attn_func(
         S_dmask: empty, or with dropout ``[b, h, len_q, len_kv]``, lengths rounded up to 128: exp(score - row maximum),
         negative where dropped. For tests.
     Raises:
-        RuntimeError: the message names the argument that does not fit, what came and what is allowed.
-    Gradients for q, k, v, through out only.
+        RuntimeError: the message names the argument that does not fit, what came and what is allowed. So do attn_bias,
+            attn_mask, return_max_logits, and return_lse with gradients, if there is dropout.
+    Gradients for q, k, v, attn_bias and sinks, through out, and through the lse of return_lse.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
+    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+        return _attend_extended(
+            q, k, v, (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
         out = _direct.direct_attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes)
         if type(out) is tuple:
@@ -452,6 +476,7 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(
     q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
 ):  # fmt: skip
     """``flash_attn_func`` with keys and values in one tensor: same results, and the gradient of kv comes in one piece.
 
@@ -462,6 +487,12 @@ def flash_attn_kvpacked_func(
     Returns, Raises, Source: see ``flash_attn_func``.
     Gradients for q and kv.
     """
+    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+        _check_given((q, kv), False)
+        return _attend_extended(
+            q, *kv.unbind(-3), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     return _apply(
         FlashAttnKVPackedFunc,
         q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -472,6 +503,7 @@ def flash_attn_kvpacked_func(
 def flash_attn_qkvpacked_func(
     qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
 ):  # fmt: skip
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
@@ -481,6 +513,12 @@ def flash_attn_qkvpacked_func(
     Returns, Raises, Source: see ``flash_attn_func``; out is ``[b, len, h, d]``.
     Gradients for qkv.
     """
+    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+        _check_given((qkv,), False)
+        return _attend_extended(
+            *qkv.unbind(-3), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     return _apply(
         FlashAttnQKVPackedFunc,
         qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -492,6 +530,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
+    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
 ):  # fmt: skip
     """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
 
@@ -510,15 +549,22 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 ``[b + 1]``: 0, then the running sums of the lengths. A length may be 0.
         max_seqlen_q, max_seqlen_k: at least the longest length; an int, or a tensor of one element.
         block_table: int32 ``[b, max_pages]``: the pages of each sequence, in order. Forward only.
+        attn_bias, attn_mask: ``[b, h, max_seqlen_q, max_seqlen_k]``, or 1 in place of a size. Row i and key j count
+            from 0 in each sequence.
         The others: see ``flash_attn_func``, with the lengths of each sequence in place of len_q and len_kv.
     Returns:
-        As ``flash_attn_func``: out ``[total_q, h, d]``, softmax_lse ``[h, total_q]``, S_dmask with max_seqlen in place
+        As ``flash_attn_func``: out ``[total_q, h, d]``, softmax_lse and lse ``[h, total_q]``, S_dmask with max_seqlen in place
         of the lengths.
     Raises:
         RuntimeError: see ``flash_attn_func``; on the CPU also for lengths and pages that do not fit the tensors.
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
+    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+        return _attend_extended(
+            q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
         out = _direct.direct_varlen_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
@@ -540,6 +586,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
 ):  # fmt: skip
     """``flash_attn_varlen_func`` with keys and values in one tensor, whose gradient comes in one piece too.
 
@@ -550,6 +597,12 @@ def flash_attn_varlen_kvpacked_func(
     Returns, Raises, Source: see ``flash_attn_varlen_func``.
     Gradients for q and kv.
     """
+    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+        _check_given((q, kv), True)
+        return _attend_extended(
+            q, *kv.unbind(-3), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     return _apply(
         FlashAttnVarlenKVPackedFunc,
         *_distinct(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
@@ -560,6 +613,7 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
 ):  # fmt: skip
     """``flash_attn_varlen_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
@@ -571,6 +625,12 @@ def flash_attn_varlen_qkvpacked_func(
     Returns, Raises, Source: see ``flash_attn_varlen_func``; out is ``[total, h, d]``.
     Gradients for qkv.
     """
+    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+        _check_given((qkv,), True)
+        return _attend_extended(
+            *qkv.unbind(-3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     return _apply(
         FlashAttnVarlenQKVPackedFunc,
         qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -589,6 +649,7 @@ def flash_attn_with_kvcache(
     q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
     cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+    *, sinks=None,
 ):  # fmt: skip
     """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
@@ -619,6 +680,7 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..
         num_splits: number of parts into which the keys of one row are split; 0: the plan decides.
         return_softmax_lse: return ``(out, softmax_lse)``.
+        sinks: ``[h]``: see ``flash_attn_func``. softmax_lse has their scores in its sum, too.
         The others: see ``flash_attn_func``, with the keys of each sequence in place of len_kv.
     Returns:
         ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q, and on request softmax_lse, fp32 ``[b, h, len_q]``.
@@ -628,6 +690,15 @@ def flash_attn_with_kvcache(
     There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
+    if sinks is not None:
+        from flash_attn._extended import with_sinks
+
+        out, softmax_lse = with_sinks(
+            sinks, q, flash_attn_with_kvcache, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
+            cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal, window_size, softcap,
+            rotary_interleaved, alibi_slopes, num_splits, True,
+        )  # fmt: skip
+        return (out, softmax_lse) if return_softmax_lse else out
     if not torch.compiler.is_compiling():
         attend = _direct.direct_kvcache_forward if return_softmax_lse else _direct.direct_kvcache_attention
         results = attend(

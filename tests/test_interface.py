@@ -30,21 +30,22 @@ OPTIONS = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"
 )
+EXTENDED = "*, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 PASS = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 SAVED = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
 SIGNATURES = {
-    "flash_attn_func": f"q, k, v, {OPTIONS}",
-    "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}",
-    "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}",
-    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {OPTIONS}, block_table=None",
-    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {OPTIONS}",
-    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}",
+    "flash_attn_func": f"q, k, v, {OPTIONS}, {EXTENDED}",
+    "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}, {EXTENDED}",
+    "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}, {EXTENDED}",
+    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {OPTIONS}, block_table=None, {EXTENDED}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {OPTIONS}, {EXTENDED}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}, {EXTENDED}",
     "flash_attn_with_kvcache": (
         "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
         "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
         "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-        "return_softmax_lse=False"
+        "return_softmax_lse=False, *, sinks=None"
     ),
     "_flash_attn_forward": f"q, k, v, {PASS}, return_softmax",
     "_flash_attn_varlen_forward": (

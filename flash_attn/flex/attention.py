@@ -14,7 +14,7 @@ from .patterns import softcap_of, window_of
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
 
 
-class _Call:
+class Call:
     """What forward and backward share besides tensors that may require grad."""
 
     def __init__(self, scale, score, mask, blocks, wants_max, plain=(-1, -1, 0.0)):
@@ -47,8 +47,8 @@ def rows_of(tensor):
     return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
 
 
-def _attend(call, query, key, value, tensors):
-    """The forward, of tensors with a contiguous last dimension."""
+def attend(call, query, key, value, tensors):
+    """The forward, of tensors with a contiguous last dimension. Returns out, lse and max_scores."""
     out = empty_out(query, value.size(-1))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_scores = torch.empty_like(lse) if call.wants_max else None
@@ -72,7 +72,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, query, key, value, *tensors):
         query, key, value = map(rows_of, (query, key, value))
-        out, lse, max_scores = _attend(call, query, key, value, tensors)
+        out, lse, max_scores = attend(call, query, key, value, tensors)
         ctx.call, ctx.num_tensors = call, len(tensors)
         ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
         if max_scores is not None:
@@ -83,47 +83,60 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse=None, *unused):
-        call = ctx.call
         query, key, value, out, lse, *tensors = ctx.saved_tensors  # torch checks that none was changed since
-        tensors = tensors[: ctx.num_tensors]
-        wants_q, wants_k, wants_v, *wanted = ctx.needs_input_grad[1:]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        dq = torch.empty_like(query) if wants_q else None
-        dk = torch.empty_like(key) if wants_k else None
-        dv = torch.empty_like(value) if wants_v else None
-        derivative, gradients = None, None
-        sums = [None] * len(tensors)
-        if call.score is not None:
-            wanted = [i for i, want in enumerate(wanted) if want]
-            text, places = derivative_of(call.score, wanted)
-            for i in wanted:
-                sums[i] = torch.zeros(tensors[i].shape, dtype=sum_dtype(tensors[i]), device=query.device)
-            derivative = text, tuple(tensors[i] for i in places), call.score_numbers
-            gradients = tuple(sums[i] for i in places)
-        flash_attn_2_cuda.flex_backward(
-            query,
-            key,
-            value,
-            out,
-            lse,
-            rows_of(dout),
-            None if dlse is None else rows_of(dlse.float()),
-            dq,
-            dk,
-            dv,
-            torch.empty_like(lse),
-            call.scale,
-            call.plain,
-            call.score_with(tensors),
-            call.mask,
-            call.blocks,
-            derivative,
-            gradients,
-            torch.are_deterministic_algorithms_enabled(),
-        )
-        sums = [x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors)]
-        return None, dq, dk, dv, *sums
+        tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[1:]
+        return None, *gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+
+
+def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted):
+    """The backward: the gradients of query, key and value, and of the tensors of the score_mod. Others are None."""
+    query, key, value = inputs
+    wants_q, wants_k, wants_v, *wanted = wanted
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq = torch.empty_like(query) if wants_q else None
+    dk = torch.empty_like(key) if wants_k else None
+    dv = torch.empty_like(value) if wants_v else None
+    derivative, places_of_sums = None, None
+    sums = [None] * len(tensors)
+    if call.score is not None:
+        wanted = [i for i, want in enumerate(wanted) if want]
+        text, places = derivative_of(call.score, wanted)
+        for i in wanted:
+            sums[i] = torch.zeros(tensors[i].shape, dtype=sum_dtype(tensors[i]), device=query.device)
+        derivative = text, tuple(tensors[i] for i in places), call.score_numbers
+        places_of_sums = tuple(sums[i] for i in places)
+    flash_attn_2_cuda.flex_backward(
+        query,
+        key,
+        value,
+        out,
+        lse,
+        rows_of(dout),
+        None if dlse is None else rows_of(dlse.float()),
+        dq,
+        dk,
+        dv,
+        torch.empty_like(lse),
+        call.scale,
+        call.plain,
+        call.score_with(tensors),
+        call.mask,
+        call.blocks,
+        derivative,
+        places_of_sums,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv, *(x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors))
+
+
+def prepare(query, key, scale, score_mod=None, mask_mod=None, blocks=None, wants_max=False):
+    """The call of a score_mod and a bare mask_mod, and the tensors of the score_mod. blocks None: they are found."""
+    score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
+    mask = _mask_of(mask_mod, query.device)
+    blocks = _blocks_of(None, mask, query, key) if blocks is None else blocks
+    return Call(scale, score, mask, blocks, wants_max), score[1] if score else ()
 
 
 def sum_dtype(tensor):
@@ -345,14 +358,14 @@ def flex_attention(
         is_known = block_mask is None or (mask and is_own(block_mask, mask[2]))
         plain = plain_of(score, mask, query.size(-2), key.size(-2)) if is_known else None
     if plain is not None:
-        call, score = _Call(scale, None, None, None, False, plain), None
+        call, score = Call(scale, None, None, None, False, plain), None
     else:
-        call = _Call(scale, score, mask, _blocks_of(block_mask, mask, query, key), wants_max)
+        call = Call(scale, score, mask, _blocks_of(block_mask, mask, query, key), wants_max)
     tensors = score[1] if score else ()
     if is_recorded:
         out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *tensors)
     else:
-        out, lse, max_scores = _attend(call, *map(rows_of, (query, key, value)), tensors)
+        out, lse, max_scores = attend(call, *map(rows_of, (query, key, value)), tensors)
     if return_lse and return_aux is None:
         _warn_once("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.")
     return _results(out, lse, max_scores, return_lse, return_aux)

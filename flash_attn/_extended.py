@@ -1,0 +1,293 @@
+"""Options of the attention functions that upstream does not have: attn_bias, attn_mask, sinks, return_lse, return_max_logits.
+
+There are two ways to the kernels, and one epilogue behind both:
+
+    plain kernels   sinks, and an lse without a gradient
+    mods            attn_bias, attn_mask, return_max_logits, and an lse with a gradient (flash_attn/flex/options.py)
+
+A sink is one more key of score ``sink`` and value 0. The epilogue adds it to the results of the kernels:
+
+    out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
+
+The backward needs no kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients of
+a softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
+"""
+
+import torch
+
+from flash_attn import flash_attn_interface as interface
+from flash_attn._ops import check_layout, check_tensor, empty_like
+from flash_attn.flex import attention as flex
+from flash_attn.flex import options as mods
+
+INF = float("inf")
+
+# ---- the two ways to the kernels ----------------------------------------------------------------------------------
+
+
+class _Plain:
+    """The kernels of ``flash_attn_func``. ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, two lengths)."""
+
+    def __init__(self, lengths, dropout_p, mask, alibi_slopes, deterministic, block_table):
+        self.lengths, self.dropout_p, self.alibi_slopes = lengths, dropout_p, alibi_slopes
+        self.mask, self.deterministic, self.block_table = mask, deterministic, block_table
+
+    def forward(self, q, k, v, tensors):
+        options = *self.lengths, self.dropout_p, *self.mask, self.alibi_slopes, False
+        if self.lengths:
+            results = interface._flash_attn_varlen_forward(q, k, v, *options, self.block_table)
+        else:
+            results = interface._flash_attn_forward(q, k, v, *options)
+        out, lse, _, rng_state = results
+        saved = rng_state if self.dropout_p else None, self.alibi_slopes, *self.lengths[:2]
+        return out, torch.where(lse == INF, -INF, lse), None, saved
+
+    def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
+        if self.block_table is not None:
+            raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
+        rng_state, alibi_slopes, *cu_seqlens = saved
+        grads = [empty_like(x) if is_wanted else None for x, is_wanted in zip(inputs, wanted)]
+        lengths, is_packed = (*cu_seqlens, *self.lengths[2:]), len(cu_seqlens) > 0
+        zero_tensors = (out.is_cpu,) if is_packed else ()
+        interface._backward(
+            is_packed, interface.maybe_contiguous(dout), *inputs, out, lse, *grads, *lengths, self.dropout_p,
+            *self.mask, alibi_slopes, self.deterministic, rng_state, *zero_tensors,
+        )  # fmt: skip
+        return grads
+
+
+class _Mods:
+    """The kernels of flex_attention, whose tensors are ``[b, h, len, d]``. Packed sequences are one batch."""
+
+    def __init__(self, call, is_packed):
+        self.call, self.is_packed = call, is_packed
+
+    def _to(self, x):
+        return flex.rows_of((x.unsqueeze(0) if self.is_packed else x).transpose(1, 2))
+
+    def _from(self, x):
+        return None if x is None else x.transpose(1, 2).squeeze(0) if self.is_packed else x.transpose(1, 2)
+
+    def _row(self, x):
+        return x if x is None or not self.is_packed else x.unsqueeze(0)
+
+    def forward(self, q, k, v, tensors):
+        out, lse, max_scores = flex.attend(self.call, *map(self._to, (q, k, v)), tensors)
+        return self._from(out), lse.squeeze(0) if self.is_packed else lse, max_scores, self.call.tensors()
+
+    def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
+        dq, dk, dv, *sums = flex.gradients(
+            self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
+            self._row(dlse), wanted,
+        )  # fmt: skip
+        return *map(self._from, (dq, dk, dv)), *sums
+
+
+# ---- the epilogue and autograd --------------------------------------------------------------------------------------
+
+
+def _is_packed(lse):
+    return lse.dim() == 2
+
+
+def add_sinks(out, lse, sinks):
+    """Adds a key of score ``sinks[h]`` and value 0. out is written. Returns lse'. A row that saw no key keeps out 0."""
+    with_sink = torch.logaddexp(lse, sinks.float()[:, None])
+    weight = torch.where(lse == -INF, 0.0, torch.exp(lse - with_sink))
+    out.mul_(weight.transpose(-1, -2)[..., None].to(torch.promote_types(out.dtype, torch.float32)))
+    return with_sink
+
+
+def _gradient_of_sinks(sinks, out, lse, dout, dlse):
+    """The sum over rows of ``exp(sink - lse') (dlse' - dout'.out')``."""
+    probability = torch.where(lse.isinf(), 0.0, torch.exp(sinks.float()[:, None] - lse))
+    addend = -(dout.float() * out.float()).sum(-1).transpose(-1, -2)
+    if dlse is not None:
+        addend = addend + dlse
+    rows = torch.where(probability == 0, 0.0, probability * addend)
+    return rows.sum([dim for dim in range(rows.dim()) if dim != rows.dim() - 2]).to(sinks.dtype)
+
+
+class _Extended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, way, sinks, q, k, v, *tensors):
+        q, k, v = map(interface.maybe_contiguous, (q, k, v))
+        out, lse, max_scores, saved = way.forward(q, k, v, tensors)
+        if sinks is not None:
+            lse = add_sinks(out, lse, sinks)
+        ctx.way, ctx.num_tensors = way, len(tensors)
+        ctx.save_for_backward(sinks, q, k, v, out, lse, *tensors, *saved)
+        ctx.set_materialize_grads(False)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx, dout, dlse, *unused):
+        everything = ctx.saved_tensors  # read once, because a checkpoint computes them
+        grads = _gradients(ctx, everything, dout, dlse)
+        inputs = [x for x in (dout, dlse, *everything) if x is not None]
+        is_given = [x is not None for x in grads]
+        found = iter(interface.without_second_derivative([x for x in grads if x is not None], *inputs))
+        return None, *(next(found) if given else None for given in is_given)
+
+
+@torch.no_grad()
+def _gradients(ctx, everything, dout, dlse):
+    sinks, q, k, v, out, lse, *rest = everything
+    tensors, saved = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
+    wants_sinks, *wanted = ctx.needs_input_grad[1:]
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = [None] * len(wanted)
+    if any(wanted):
+        grads = ctx.way.backward((q, k, v), tensors, saved, out, lse, dout, dlse, wanted)
+    return _gradient_of_sinks(sinks, out, lse, dout, dlse) if wants_sinks else None, *grads
+
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _check_scores(name, x, q, shape, dims):
+    check_tensor(name, x)
+    if x.device != q.device:
+        raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
+    sizes = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
+    if len(sizes) > len(shape) or any(n not in (1, want) for n, want in zip(sizes, shape)):
+        raise RuntimeError(
+            f"{name} must have the shape {dims} = {tuple(shape)}, or 1 in place of a size; it has {tuple(x.shape)}"
+        )
+
+
+def check_sinks(sinks, q):
+    """Raises unless there is one floating number for each head of q, ``[..., h, d]``."""
+    if sinks is None:
+        return
+    check_tensor("sinks", sinks)
+    if sinks.shape != q.shape[-2:-1]:
+        raise RuntimeError(f"sinks must have the shape (num_heads,) = ({q.shape[-2]},); it has {tuple(sinks.shape)}")
+    if not sinks.is_floating_point():
+        raise RuntimeError(f"sinks must be floating; it is {sinks.dtype}")
+    if sinks.device != q.device:
+        raise RuntimeError(f"sinks must be on {q.device}, where q is; it is on {sinks.device}")
+
+
+def _check(q, k, attn_bias, attn_mask, sinks, lengths):
+    is_packed = len(lengths) > 0
+    if is_packed:
+        check_layout("q", q, "total_q", "num_heads", "head_size")
+        shape = len(lengths[0]) - 1, q.shape[-2], lengths[2], lengths[3]
+    else:
+        check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
+        check_layout("k", k, "batch_size", "seqlen_k", "num_heads_k", "head_size")
+        shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    dims = "(b, h, max_seqlen_q, max_seqlen_k)" if is_packed else "(b, h, len_q, len_k)"
+    if attn_bias is not None:
+        _check_scores("attn_bias", attn_bias, q, shape, dims)
+        if not attn_bias.is_floating_point():
+            raise RuntimeError(f"attn_bias must be floating; it is {attn_bias.dtype}: a bool mask is attn_mask")
+    if attn_mask is not None:
+        _check_scores("attn_mask", attn_mask, q, shape, dims)
+        if attn_mask.dtype != torch.bool:
+            raise RuntimeError(f"attn_mask must be bool; it is {attn_mask.dtype}: numbers to add are attn_bias")
+    check_sinks(sinks, q)
+    return shape
+
+
+@torch.no_grad()
+def _check_by_op(q, k, v, lengths, mask, alibi_slopes):
+    """Checks tensors, lengths and options as the plain op does. It computes nothing, because it gets no query heads."""
+    none, one = slice(0, 0), slice(0, 1)
+    slopes = None if alibi_slopes is None else alibi_slopes[..., none]
+    op = interface._flash_attn_varlen_forward if lengths else interface._flash_attn_forward
+    op(q[..., none, :], k[..., one, :], v[..., one, :], *lengths, 0.0, *mask, slopes, False)
+    h, h_kv = q.shape[-2], k.shape[-2]
+    if h % h_kv:
+        raise RuntimeError(
+            f"Number of heads in key/value must divide number of heads in query; k has {h_kv}, q has {h}"
+        )
+    if v.shape != k.shape:
+        raise RuntimeError(f"v must have the shape of k, {tuple(k.shape)}; it has {tuple(v.shape)}")
+    if alibi_slopes is not None and alibi_slopes.shape[-1] != h:
+        raise RuntimeError(
+            f"alibi_slopes must have a slope for each of the {h} heads; it has the shape {tuple(alibi_slopes.shape)}"
+        )
+
+
+def _way_of_mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, wants_max):
+    scale, causal, left, right, softcap = mask
+    window = (left, 0 if causal else right)
+    _check_by_op(q, k, v, lengths, mask, alibi_slopes)
+    is_packed = len(lengths) > 0
+    if is_packed:
+        places = mods.PackedPlaces(*lengths[:2], len(q), len(k), window)
+    else:
+        places = mods.Places(*shape[2:], window)
+    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias)
+    mask_mod = mods.mask_mod_of(places, shape, attn_mask)
+    views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
+    blocks = None
+    if not q.is_cpu and places.has_window and q.numel() and k.numel():
+        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
+    call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
+    return _Mods(call, is_packed), tensors
+
+
+@torch.compiler.disable(reason="attn_bias, attn_mask, sinks, return_lse and return_max_logits break the graph")
+def attend(
+    q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+):  # fmt: skip
+    """Computes ``flash_attn_func`` and its relatives with options of this file. ``lengths``: see ``_Plain``."""
+    if return_attn_probs:
+        raise RuntimeError(
+            "return_attn_probs cannot be combined with attn_bias, attn_mask, sinks, return_lse or return_max_logits: "
+            "return_lse returns softmax_lse"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if lengths:
+        lengths = *lengths[:2], *(interface._as_int(x, "max_seqlen") for x in lengths[2:])
+    shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
+    softmax_scale = float(interface._as_scale(softmax_scale, q))
+    mask = softmax_scale, causal, *map(int, interface._as_window(window_size)), float(softcap)
+    leaves = [x for x in (q, k, v, attn_bias, sinks) if x is not None]
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    reasons = {
+        "attn_bias": attn_bias is not None,
+        "attn_mask": attn_mask is not None,
+        "return_max_logits": return_max_logits,
+        "return_lse with gradients": return_lse and is_recorded,
+    }
+    reason = next((name for name, holds in reasons.items() if holds), None)
+    if reason is None:
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        way, tensors = _Plain(lengths, dropout_p, mask, alibi_slopes, deterministic, block_table), ()
+    else:
+        if dropout_p:
+            raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
+        if block_table is not None:
+            raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
+        way, tensors = _way_of_mods(
+            q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, return_max_logits
+        )  # fmt: skip
+    out, lse, max_scores = _Extended.apply(way, sinks, q, k, v, *tensors)
+    results = [out, *([lse] if return_lse else [])]
+    if return_max_logits:
+        results.append(_max_logits(max_scores))
+    return tuple(results) if len(results) > 1 else out
+
+
+def with_sinks(sinks, q, function, *arguments):
+    """Returns ``(out, lse)`` of a function without gradients, with sinks. The function returns both."""
+    check_tensor("q", q)
+    check_sinks(sinks, q)
+    out, lse = function(q, *arguments)
+    with torch.no_grad():
+        return out, add_sinks(out, torch.where(lse == INF, -INF, lse), sinks)
+
+
+def _max_logits(max_scores):
+    """The largest score of each head, fp32 ``[h]``, of ``[b, h, rows]``."""
+    if max_scores.shape[0] * max_scores.shape[2] == 0:
+        return max_scores.new_full(max_scores.shape[1:2], -INF)
+    return max_scores.amax((0, 2))

@@ -1,0 +1,148 @@
+"""A score_mod and a mask_mod of the options of ``flash_attn_func``: window, softcap, slopes, attn_bias and attn_mask.
+
+    s = softcap tanh(s / softcap),  s -= slope distance,  s += attn_bias,  s = -inf unless a row sees a key
+
+Row i of a sequence sees the keys from first to last, without those that attn_mask hides. The distance of a key is that
+to the key beside the row. Packed sequences are one long sequence. Tensors of its rows say where first and last lie.
+"""
+
+import torch
+
+BLOCK = 128
+
+
+class Places:
+    """Where the rows of a call and their keys lie. This is a dense call, whose sequences have the same lengths.
+
+    A score_mod and a mask_mod ask: ``beside(i)`` is the key beside row i, and ``place(b, h, i, j)`` are the indices of
+    batch, head, row and key for attn_bias and attn_mask.
+    """
+
+    def __init__(self, len_q, len_kv, window):
+        shift = len_kv - len_q
+        left, right = window
+        self.has_window = left >= 0 or right >= 0
+        least, most = (x if x >= 0 else None for x in (left, right))
+
+        def sees(i, j):
+            sees_left = True if least is None else i + shift - j <= least
+            return sees_left if most is None else (j - i - shift <= most) & sees_left
+
+        self.sees = sees
+        self.beside = lambda i: i + shift
+        self.place = lambda b, h, i, j: (b, h, i, j)
+
+        self._lengths, self._window = (len_q, len_kv), (least, most)
+
+    def bounds(self, device):
+        """The first and the last key that each row sees, int64 ``[rows]``. They may lie outside of the keys."""
+        (len_q, len_kv), (least, most) = self._lengths, self._window
+        beside = torch.arange(len_q, device=device) + (len_kv - len_q)
+        first = torch.zeros_like(beside) if least is None else beside - least
+        return first, torch.full_like(beside, len_kv - 1) if most is None else beside + most
+
+
+class PackedPlaces(Places):
+    """The places of packed sequences. Nothing is read from the device."""
+
+    has_window = True
+
+    def __init__(self, cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window):
+        ends_q, row = cu_seqlens_q[1:].long(), torch.arange(total_q, device=cu_seqlens_q.device)
+        sequence = torch.searchsorted(ends_q, row, right=True)
+        is_used = sequence < len(ends_q)  # rows behind the last sequence see nothing
+        sequence = sequence.clamp(max=max(len(ends_q) - 1, 0))
+        start_k, end_k = (cu_seqlens_k.long()[sequence + n].clamp(0, total_kv) for n in (0, 1))
+        beside = end_k + row - ends_q[sequence]
+        first, last = start_k, end_k - 1
+        if window[0] >= 0:
+            first = first.maximum(beside - window[0])
+        if window[1] >= 0:
+            last = last.minimum(beside + window[1])
+        last = torch.where(is_used, last, -1)
+        local = row - cu_seqlens_q.long()[sequence]
+        self._bounds = first, last
+        self.sees = lambda i, j: (first[i] <= j) & (j <= last[i])
+        self.beside = lambda i: beside[i]
+        self.place = lambda b, h, i, j: (sequence[i], h, local[i], j - start_k[i])
+
+    def bounds(self, device):
+        return self._bounds
+
+
+def _reader(tensor, shape):
+    """``read(place)`` of a tensor that broadcasts to the shape. Only the dimensions that it has are read."""
+    sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
+    is_read = tuple(size != 1 for size in sizes)
+    kept = tensor.reshape([size for size in sizes if size != 1])
+
+    def read(place):
+        at = tuple(index for index, is_needed in zip(place, is_read) if is_needed)
+        return kept[at] if at else kept
+
+    return read
+
+
+def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None):
+    """The score_mod, or None. The scores have this shape, ``(b, h, len_q, len_kv)``."""
+    if not (softcap > 0 or slopes is not None or attn_bias is not None):
+        return None
+    cap = softcap if softcap > 0 else None
+    slope = None if slopes is None else _reader(slopes[..., None, None], shape)
+    bias = None if attn_bias is None else _reader(attn_bias, shape)
+    place_of, beside = places.place, places.beside
+
+    def score_mod(score, b, h, i, j):
+        place = place_of(b, h, i, j)
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if slope is not None:
+            score = score - slope(place) * (beside(i) - j).abs()
+        return score if bias is None else score + bias(place)
+
+    return score_mod
+
+
+def mask_mod_of(places, shape, attn_mask=None):
+    """The mask_mod, or None if every row sees every key."""
+    if not places.has_window and attn_mask is None:
+        return None
+    mask = None if attn_mask is None else _reader(attn_mask, shape)
+    place_of, sees = places.place, places.sees if places.has_window else None
+
+    def mask_mod(b, h, i, j):
+        if mask is None:
+            return sees(i, j)
+        return mask(place_of(b, h, i, j)) if sees is None else sees(i, j) & mask(place_of(b, h, i, j))
+
+    return mask_mod
+
+
+def blocks_of(places, len_q, len_kv, device, is_exact):
+    """The lists of blocks that rows see, as the kernels take them. Nothing is read from the device.
+
+    Args:
+        is_exact: the rows see all keys between their bounds, so there are full blocks.
+    """
+    rows, columns = -(-len_q // BLOCK), -(-len_kv // BLOCK)
+    first, last = places.bounds(device)
+    first, last = first.clamp(min=0), last.clamp(max=len_kv - 1)
+    is_empty, padding = first > last, (0, rows * BLOCK - len_q)
+
+    def reduced(bound, filler, reduce, empty):
+        """A bound over the rows of each block, ``[rows, 1]``. Rows without keys count as ``empty``."""
+        bound = torch.where(is_empty, empty, bound)
+        bound = torch.nn.functional.pad(bound, padding, value=filler)
+        return reduce(bound.view(rows, BLOCK), 1, keepdim=True)
+
+    begin = torch.arange(columns, device=device) * BLOCK
+    end = (begin + BLOCK).clamp(max=len_kv) - 1
+    is_seen = (begin <= reduced(last, -1, torch.amax, -1)) & (end >= reduced(first, len_kv, torch.amin, len_kv))
+    is_full = (begin >= reduced(first, 0, torch.amax, len_kv)) & (end <= reduced(last, len_kv, torch.amin, -1))
+    is_full = is_full & is_seen if is_exact else torch.zeros_like(is_seen)
+    lists = []
+    for listed in (is_seen & ~is_full, is_full):
+        lists.append(listed.sum(-1, dtype=torch.int32)[None, None])
+        order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
+        lists.append(order.to(torch.int32)[None, None].contiguous())
+    return BLOCK, BLOCK, *lists

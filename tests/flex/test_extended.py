@@ -1,0 +1,204 @@
+"""attn_bias, attn_mask, sinks, return_lse and return_max_logits against plain arithmetic in fp64, gradients too."""
+
+import pytest
+import torch
+from oracle_attention import INF, TOLERANCES, close, gradients
+
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn.flex.options import PackedPlaces, Places, blocks_of
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+DEVICES = ["cpu", GPU]
+
+
+def distance(len_q, len_kv):
+    return torch.arange(len_q)[:, None] + len_kv - len_q - torch.arange(len_kv)
+
+
+def expected(q, k, v, bias=None, mask=None, sinks=None, window=(-1, -1), softcap=0.0, slopes=None):
+    """out [b, len_q, h, d], lse [b, h, len_q] and max_logits [h]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores, away = q @ k.mT * q.shape[-1] ** -0.5, distance(q.shape[2], k.shape[2])
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores if slopes is None else scores - slopes.double()[..., None, None] * away.abs()
+    scores = scores if bias is None else scores + bias
+    sees = torch.ones(away.shape, dtype=torch.bool) if mask is None else mask
+    sees = sees & (away <= window[0]) if window[0] >= 0 else sees
+    sees = sees & (-away <= window[1]) if window[1] >= 0 else sees
+    scores = scores.masked_fill(~sees, -INF)
+    has_sink = sinks is not None
+    sink = sinks[:, None, None].expand(*scores.shape[:3], 1) if has_sink else scores[..., :0]
+    everything = torch.cat([scores, sink], -1)
+    is_empty = (everything == -INF).all(-1, keepdim=True)
+    everything = torch.where(is_empty, 0.0, everything)
+    weights = torch.where(is_empty, 0.0, everything.softmax(-1))[..., : scores.shape[-1]]
+    lse = torch.where(is_empty[..., 0], -INF, everything.logsumexp(-1))
+    return (weights @ v).transpose(1, 2), lse, scores.detach().amax((0, 2, 3))
+
+
+def leaf(*shape, dtype=torch.float32, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return x.to(dtype).requires_grad_()
+
+
+def compare(device, tensors, bias=None, mask=None, sinks=None, window=(-1, -1), **options):
+    """Compares every result and every gradient."""
+    leaves = [*tensors, *(x for x in (bias, sinks) if x is not None)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    ours = [x.detach().to(device).requires_grad_() for x in leaves]
+    rest = {id(x): (a, b) for x, a, b in zip(leaves, ours, wide)}
+    slopes = options.pop("slopes", None)
+    given = {"attn_bias": bias, "sinks": sinks}
+    given = {name: x if x is None else rest[id(x)][0] for name, x in given.items()}
+    out, lse, top = flash_attn_func(
+        *ours[:3], window_size=window, alibi_slopes=None if slopes is None else slopes.to(device), return_lse=True,
+        return_max_logits=True, attn_mask=None if mask is None else mask.to(device), **given, **options,
+    )  # fmt: skip
+    bias, sinks = (x if x is None else rest[id(x)][1] for x in (bias, sinks))
+    want = expected(*wide[:3], bias, mask, sinks, window, slopes=slopes, **options)
+    tolerance = TOLERANCES[out.dtype]
+    for has, wants in zip((out, lse, top), want, strict=True):
+        close(has.cpu(), wants, tolerance)
+    generator = torch.Generator().manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    dout, dlse = dout.to(out.dtype), torch.where(want[1] == -INF, 0.0, dlse).float()
+    got = gradients((out, lse), ours, (dout.to(device), dlse.to(device)))
+    for has, wants in zip(got, gradients(want[:2], wide, (dout.double(), dlse.double())), strict=True):
+        assert has.shape == wants.shape
+        close(has.cpu(), wants, 4 * tolerance)
+
+
+SHAPES = [(2, 4, 70, 90), (1, 4, 70, 90), (2, 1, 1, 90), (1, 4, 1, 1), (2, 1, 70, 1), (70, 90), (1,), (4, 70, 90)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bias_of_every_shape(shape, device):
+    tensors = [leaf(2, n, h, 24, seed=s) for n, h, s in ((70, 4, 0), (90, 2, 1), (90, 2, 2))]
+    mask = leaf(*shape, seed=9) > -0.5
+    compare(device, tensors, leaf(*shape), window=(30, 0))
+    compare(device, tensors, mask=mask, sinks=leaf(4))
+    compare(device, tensors, leaf(*shape), mask, leaf(4), softcap=3.0, slopes=torch.rand(2, 4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_without_keys(dtype, device):
+    tensors = [leaf(1, n, h, 64, dtype=dtype, seed=s) for n, h, s in ((140, 4, 0), (130, 2, 1), (130, 2, 2))]
+    mask = torch.rand(1, 1, 140, 130, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[:, :, 50:60] = False
+    for sinks in (None, leaf(4)):
+        compare(device, tensors, None, mask, sinks, window=(-1, 0))
+    out, lse = flash_attn_func(*(x.to(device) for x in tensors), attn_mask=mask.to(device), return_lse=True)
+    assert (out[:, 50:60] == 0).all() and (lse[:, :, 50:60] == -INF).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 5)], ids=str)
+def test_sinks_alone(window, device, dropout_p=0.0):
+    """The plain kernels. A sink is a key of value 0 whose score is fixed."""
+    tensors = [leaf(2, n, h, 32, seed=s) for n, h, s in ((50, 4, 0), (40, 2, 1), (40, 2, 2))]
+    wide = [x.detach().double().requires_grad_() for x in (*tensors, leaf(4))]
+    ours = [x.detach().to(device).requires_grad_() for x in (*tensors, leaf(4))]
+    out = flash_attn_func(*ours[:3], window_size=window, sinks=ours[3])
+    want, want_lse, _ = expected(*wide[:3], sinks=wide[3], window=window)
+    close(out.cpu(), want, 2e-5)
+    with torch.no_grad():
+        close(flash_attn_func(*ours[:3], window_size=window, sinks=ours[3], return_lse=True)[1].cpu(), want_lse, 2e-5)
+        cached = flash_attn_with_kvcache(*ours[:3], window_size=window, sinks=ours[3])
+        close(cached.cpu(), want, 2e-5)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    for has, wants in zip(gradients([out], ours, [dout.to(device)]), gradients([want], wide, [dout.double()])):
+        close(has.cpu(), wants, 8e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_is_each_sequence_alone(causal, device):
+    lengths_q, lengths_k = [5, 0, 130, 40], [9, 7, 128, 30]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (lengths_q, lengths_k))
+    shapes = (sum(lengths_q) + 3, 4, 16), (sum(lengths_k), 2, 16), (sum(lengths_k), 2, 16)
+    q, k, v, bias, sinks = (leaf(*s, seed=i).to(device).detach().requires_grad_()
+                            for i, s in enumerate([*shapes, (4, 4, 130, 128), (4,)]))  # fmt: skip
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 130, 128, causal=causal, attn_bias=bias, sinks=sinks, return_lse=True
+    )
+    assert out.shape == q.shape and lse.shape == (4, len(q))
+    pairs = []
+    for n, (len_q, len_k) in enumerate(zip(lengths_q, lengths_k)):
+        own_q, own_k = (slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))
+        own = flash_attn_func(
+            q[None, own_q], k[None, own_k], v[None, own_k], causal=causal, sinks=sinks, return_lse=True,
+            attn_bias=bias[n : n + 1, :, :len_q, :len_k],
+        )  # fmt: skip
+        close(out[own_q], own[0][0], 2e-5)
+        close(lse[:, own_q], own[1][0], 2e-5)
+        pairs += [(out[own_q].sin().sum() + lse[:, own_q].cos().sum(), own[0].sin().sum() + own[1].cos().sum())]
+    inputs = [q, k, v, bias, sinks]
+    got, want = (torch.autograd.grad(sum(x[i] for x in pairs), inputs, retain_graph=True) for i in (0, 1))
+    for has, wants in zip(got, want):
+        close(has, wants, 8e-5)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 9), (0, -1)], ids=str)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_lists_of_blocks(is_packed, window):
+    """The lists that a GPU takes hold every visible pair, and a full block holds no other."""
+    cu_q, cu_k = torch.tensor([0, 200, 200, 420]).int(), torch.tensor([0, 300, 310, 500]).int()
+    places = PackedPlaces(cu_q, cu_k, 430, 500, window) if is_packed else Places(430, 500, window)
+    first, last = places.bounds("cpu")
+    j = torch.arange(500)
+    sees = (first[:, None] <= j) & (j <= last[:, None])
+    _, _, num, at, full_num, full_at = blocks_of(places, 430, 500, "cpu", True)
+    kinds = torch.zeros(4, 4, dtype=torch.int)
+    for kind, counts, columns in ((1, num, at), (2, full_num, full_at)):
+        for row in range(4):
+            kinds[row, columns[0, 0, row, : counts[0, 0, row]].long()] = kind
+    for row in range(4):
+        for column in range(4):
+            block = sees[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+            assert kinds[row, column] == (2 if block.all() else int(kinds[row, column] > 0))
+            assert kinds[row, column] > 0 or not block.any()
+
+
+def test_packed_tensors_and_compile():
+    qkv = leaf(2, 40, 3, 4, 16)
+    bias = leaf(4, 40, 40)
+    q, k, v = qkv.unbind(2)
+    want = flash_attn_func(q, k, v, attn_bias=bias, causal=True)
+    for out in (
+        flash_attn_qkvpacked_func(qkv, attn_bias=bias, causal=True),
+        flash_attn_kvpacked_func(q, qkv[:, :, 1:], attn_bias=bias, causal=True),
+        torch.compile(flash_attn_func, backend="eager")(q, k, v, attn_bias=bias, causal=True),
+    ):
+        assert torch.equal(out, want) and out.requires_grad
+
+
+@pytest.mark.parametrize("name, value, words", [
+    ("attn_bias", torch.zeros(2, 4, 9, 8), "attn_bias must have the shape"),
+    ("attn_bias", torch.ones(9, 9, dtype=torch.bool), "attn_bias must be floating"),
+    ("attn_mask", torch.ones(3, 1, 9, 9, dtype=torch.bool), "attn_mask must have the shape"),
+    ("attn_mask", torch.ones(9, 9), "attn_mask must be bool"),
+    ("sinks", torch.zeros(2), "sinks must have the shape"),
+    ("sinks", torch.zeros(4, dtype=torch.int32), "sinks must be floating"),
+])  # fmt: skip
+def test_wrong_options(name, value, words):
+    q = torch.zeros(2, 9, 4, 8)
+    with pytest.raises(RuntimeError, match=words):
+        flash_attn_func(q, q, q, **{name: value})
+
+
+def test_refusals():
+    q = leaf(1, 9, 4, 8)
+    for options in ({"attn_bias": leaf(9, 9)}, {"return_lse": True}, {"return_max_logits": True}):
+        with pytest.raises(RuntimeError, match="dropout_p must be 0"):
+            flash_attn_func(q, q, q, 0.5, **options)
+    with pytest.raises(RuntimeError, match="return_attn_probs cannot be combined"):
+        flash_attn_func(q, q, q, return_attn_probs=True, return_lse=True)
