@@ -1,16 +1,16 @@
-"""Options of the attention functions that upstream does not have: attn_bias, attn_mask, sinks, return_lse, return_max_logits.
+"""Options that upstream does not have: attn_bias, attn_mask, sinks, return_lse and return_max_logits.
 
 There are two ways to the kernels, and one epilogue behind both:
 
     plain kernels   sinks, and an lse without a gradient
     mods            attn_bias, attn_mask, return_max_logits, and an lse with a gradient (flash_attn/flex/options.py)
 
-A sink is one more key of score ``sink`` and value 0. The epilogue adds it to the results of the kernels:
+A sink is one more key of score ``sink`` and value 0. The epilogue adds the sink to the results of the kernels:
 
     out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
 
-The backward needs no kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients of
-a softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
+The backward needs no kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients
+of a softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
 """
 
 import torch
@@ -123,7 +123,7 @@ class _Extended(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    def backward(ctx, dout, dlse, *unused):
+    def backward(ctx, dout, dlse=None, *unused):
         everything = ctx.saved_tensors  # read once, because a checkpoint computes them
         grads = _gradients(ctx, everything, dout, dlse)
         inputs = [x for x in (dout, dlse, *everything) if x is not None]

@@ -110,7 +110,7 @@ def explain(function, *args, **kwargs):
     plans = _collect(function, args, kwargs, next(devices, None))
     if not plans:
         raise TypeError(f"explain: {getattr(function, '__name__', function)!r} plans no attention")
-    plan = plans[0]
-    if len(plans) > 1:
-        plan.backward = plans[1]
+    # A call with attn_bias or the like has a plan before its own, of the op that checks the arguments.
+    plan = [x for x in plans if x.direction == "forward"][-1]
+    plan.backward = next((x for x in plans if x.direction == "backward"), None)
     return plan

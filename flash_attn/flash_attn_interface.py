@@ -433,7 +433,7 @@ def flash_attn_func(
             Otherwise, dq may differ by rounding from run to run if ``explain`` says "added in any order".
         return_attn_probs: return the three results below instead of one.
 
-        These options, by keyword, are not upstream's. They work on every device, and ``torch.compile`` breaks the graph.
+        These options, by keyword, are not upstream's. ``torch.compile`` breaks the graph.
         attn_bias: floating ``[b, h, len_q, len_k]``, or 1 in place of a size, or fewer dimensions: added to the score
             after softcap and slopes. Its gradient has its shape.
         attn_mask: bool, of such a shape: key j is visible from row i only where it is True. Combines with causal and
@@ -553,8 +553,8 @@ def flash_attn_varlen_func(
             from 0 in each sequence.
         The others: see ``flash_attn_func``, with the lengths of each sequence in place of len_q and len_kv.
     Returns:
-        As ``flash_attn_func``: out ``[total_q, h, d]``, softmax_lse and lse ``[h, total_q]``, S_dmask with max_seqlen in place
-        of the lengths.
+        As ``flash_attn_func``: out ``[total_q, h, d]``, softmax_lse and lse ``[h, total_q]``, S_dmask with max_seqlen
+        in place of the lengths.
     Raises:
         RuntimeError: see ``flash_attn_func``; on the CPU also for lengths and pages that do not fit the tensors.
     Gradients for q, k, v; none with block_table.
@@ -562,7 +562,8 @@ def flash_attn_varlen_func(
     """
     if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
         return _attend_extended(
-            q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p,
+            softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
     if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
@@ -600,7 +601,8 @@ def flash_attn_varlen_kvpacked_func(
     if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
         _check_given((q, kv), True)
         return _attend_extended(
-            q, *kv.unbind(-3), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            q, *kv.unbind(-3), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p,
+            softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
     return _apply(
@@ -628,7 +630,8 @@ def flash_attn_varlen_qkvpacked_func(
     if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
         _check_given((qkv,), True)
         return _attend_extended(
-            *qkv.unbind(-3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            *qkv.unbind(-3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), dropout_p,
+            softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
     return _apply(
