@@ -66,7 +66,8 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .dv = view_of(&p->dv),
         .lse = stats_of(&p->lse),
         .softmax_d = stats_of(&p->softmax_d),
-        .softmax_d_rows = (int)p->softmax_d.stride_h,
+        /* The rows behind the queries are cleared, too. Programmable attention has none. */
+        .softmax_d_rows = (int)(p->flex ? p->len_q : p->softmax_d.stride_h),
         .scale = (float)p->scale,
         .softcap = (float)p->softcap,
         .window_left = fa_clamp_window(p->window_left),

@@ -92,11 +92,22 @@ def test_a_graph_is_replayed_with_other_lists():
         for kind, prefix in ((1, ""), (2, "full_")):
             is_listed = (kinds == kind).to(torch.int32)
             getattr(block_mask, prefix + "kv_num_blocks").copy_(is_listed.sum(-1))
-            getattr(block_mask, prefix + "kv_indices").copy_(is_listed.argsort(-1, descending=True, stable=True))
+            order = torch.argsort(is_listed, dim=-1, descending=True, stable=True)
+            getattr(block_mask, prefix + "kv_indices").copy_(order)
         graph.replay()
         blocks = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, :150, :120]
         mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 2, 3, 150, 120, device="cpu"))
         close(out.cpu(), attention(q.double(), k.double(), v.double(), None, mask)[0], 1e-4)
+
+
+@pytest.mark.parametrize("len_q, len_kv", [(0, 7), (5, 0), (0, 0)])
+def test_without_queries_or_keys_the_gradients_are_zero(len_q, len_kv):
+    leaves = [torch.randn(1, 2, n, 16, device=DEVICE, requires_grad=True) for n in (len_q, len_kv, len_kv)]
+    bias = torch.randn(len_q, device=DEVICE, requires_grad=True)
+    out, lse = flex_attention(*leaves, lambda score, b, h, i, j: score + bias[i], return_lse=True)
+    assert not out.any() and (lse == -INF).all()
+    for gradient in torch.autograd.grad([out.sum()], [*leaves, bias]):
+        assert not gradient.any()
 
 
 def test_what_is_masked_may_be_anything():
