@@ -1,7 +1,34 @@
-"""Compiles GPU kernels before their first use."""
+"""Compiles GPU kernels before their first use, and says where they are kept."""
+
+from pathlib import Path
 
 from flash_attn._ops import flash_attn_2_cuda
 from flash_attn._variants import choose
+
+
+def kernel_root():
+    """Returns the folder that keeps compiled GPU kernels, as a ``pathlib.Path``.
+
+    It is ``FLASH_ATTN_CACHE_DIR``, or ``flash_attn`` in the user's cache folder. The first compiled kernel makes it.
+    ``python -m flash_attn.build --list`` lists its kernels.
+
+    Raises:
+        RuntimeError: there is no home folder, so compiled kernels are not kept.
+    """
+    folder = flash_attn_2_cuda.cuda_kernel_folder()
+    if folder is None:
+        raise RuntimeError("flash_attn: there is no home folder to keep compiled kernels in; set FLASH_ATTN_CACHE_DIR")
+    return Path(folder)
+
+
+def kept_kernels():
+    """Returns [(name, bytes)] of the compiled kernels in kernel_root(), sorted by name.
+
+    A kernel with the mods of a user has the hash of its mods at the end of its name. A kernel that several releases of
+    NVRTC or versions of flash-attn have compiled comes several times.
+    """
+    files = [file for file in kernel_root().glob("*.cubin") if file.is_file()]
+    return sorted((file.name.split("-")[0], file.stat().st_size) for file in files)
 
 
 def prebuild(archs=("sm_90a",), all_features=False, progress=None):

@@ -6,6 +6,7 @@ is needed.
 
     python -m flash_attn.build           fp16 and bf16, dense and packed, causal or not, every head dimension
     python -m flash_attn.build --all     windows, softcap, ALiBi and dropout too
+    python -m flash_attn.build --list    lists the kernels that are kept, and compiles none
 
 The kernels go to FLASH_ATTN_CACHE_DIR, or to ~/.cache/flash_attn.
 """
@@ -13,7 +14,7 @@ The kernels go to FLASH_ATTN_CACHE_DIR, or to ~/.cache/flash_attn.
 import argparse
 import sys
 
-from flash_attn._prebuild import prebuild
+from flash_attn._prebuild import kept_kernels, kernel_root, prebuild
 from flash_attn._variants import ARCHS
 
 
@@ -28,12 +29,22 @@ def _bar(done, total, name, _is_new):
         print(f"{done}/{total} {name}", file=sys.stderr)
 
 
+def _list():
+    kernels = kept_kernels()
+    for name, num_bytes in kernels:
+        print(f"{num_bytes / 1024:8.0f} KiB  {name}")
+    print(f"{len(kernels)} kernels in {kernel_root()}")
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=["sm_90a"], choices=ARCHS)
     parser.add_argument("--all", action="store_true", help="windows, softcap, ALiBi and dropout too")
+    parser.add_argument("--list", action="store_true", help="list the kernels that are kept, and compile none")
     options = parser.parse_args()
     try:
+        if options.list:
+            return _list()
         compiled = prebuild(options.arch, options.all, _bar)
     except RuntimeError as error:
         sys.exit(str(error))

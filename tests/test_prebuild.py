@@ -91,3 +91,29 @@ def test_without_nvrtc_one_sentence(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "install NVIDIA's package nvidia-cuda-nvrtc, or set FLASH_ATTN_NVRTC" in done.stderr
+
+
+def test_kept_kernels_are_listed(tmp_path):
+    name = "attn_fwd_any_fp32_d48_q64kv64_of3_flex_0123456789abcdef"
+    for release in ("00000001", "00000002"):
+        (tmp_path / f"{name}-{'ab' * 8}-{release}.cubin").write_bytes(bytes(4096))
+    (tmp_path / "notes.txt").write_text("no kernel")
+    environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "flash_attn.build", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    row = f"{4:8} KiB  {name}"
+    assert done.stdout.splitlines() == [row, row, f"2 kernels in {tmp_path}"]
+
+
+@pytest.mark.parametrize("given", [{"FLASH_ATTN_CACHE_DIR": "/a"}, {"XDG_CACHE_HOME": "/b"}, {"HOME": "/c"}, {}])
+def test_the_folder_of_kernels(given):
+    names = ("FLASH_ATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
+    environment = {**{name: x for name, x in os.environ.items() if name not in names}, **given}
+    code = "import flash_attn; print(flash_attn.kernel_root())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    if not given:
+        assert done.returncode == 1 and "there is no home folder" in done.stderr
+        return
+    ((variable, root),) = given.items()
+    below = {"FLASH_ATTN_CACHE_DIR": "", "XDG_CACHE_HOME": "/flash_attn", "HOME": "/.cache/flash_attn"}[variable]
+    assert done.stdout == f"{root}{below}\n"

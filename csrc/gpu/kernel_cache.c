@@ -17,7 +17,6 @@
 #include "nvrtc.h"
 #include "plan/kernel_table.h"
 #include "system/environment.h"
-#include "system/folder.h"
 #include "system/hash.h"
 #include "system/library.h"
 
@@ -67,7 +66,7 @@ static bool is_ours(const char *file) {
 
 /* ---- folders --------------------------------------------------------------------------------------------------- */
 
-static bool user_folder(char path[FA_PATH_BYTES]) {
+bool fa_cache_folder(char path[FA_PATH_BYTES]) {
     char root[FA_PATH_BYTES];
     if (fa_environment_get(FA_FLASH_ATTN_CACHE_DIR, path, FA_PATH_BYTES)) return true;
 #if defined(_WIN32)
@@ -161,7 +160,7 @@ bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin) {
     fa_folder folder;
     *cubin = (fa_blob){0};
     if (read_shipped(name, key, cubin)) return true;
-    if (!user_folder(path)) return false;
+    if (!fa_cache_folder(path)) return false;
     const char *why = fa_folder_open(&folder, path, FA_FOLDER_OF_THE_USER);
     if (why) {
         if (*why) warn("cannot use ", path, why);
@@ -200,7 +199,7 @@ static const char *write_kept(const char *path, const char *name, uint64_t key, 
 
 bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin) {
     char path[FA_PATH_BYTES];
-    if (!user_folder(path)) {
+    if (!fa_cache_folder(path)) {
         warn("there is no home folder", "", "");
         return false;
     }

@@ -3,7 +3,7 @@
 #include "kernel_functions.h"
 
 #include "failures.h"
-#include "gpu/kernel_source.h"
+#include "gpu/kernel_cache.h"
 #include "gpu/kernels.h"
 #include "system/environment.h"
 
@@ -71,6 +71,15 @@ static PyObject *cuda_kernel_source(PyObject *self, PyObject *args) {
     return list ? Py_BuildValue("(sN)", fa_families[variant.family].files[0], list) : NULL;
 }
 
+static PyObject *cuda_kernel_folder(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    char path[FA_PATH_BYTES];
+    fa_environment_read();
+    if (!fa_cache_folder(path)) Py_RETURN_NONE;
+    return PyUnicode_DecodeFSDefault(path);
+}
+
 PyMethodDef fa_kernel_functions[] = {
     {"cuda_kernels", cuda_kernels, METH_NOARGS,
      "cuda_kernels() -> (name, family, row, features, arch) of every GPU kernel that a call can ask for; arch 0: any"},
@@ -79,5 +88,7 @@ PyMethodDef fa_kernel_functions[] = {
      "has it"},
     {"cuda_kernel_source", cuda_kernel_source, METH_VARARGS,
      "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
+    {"cuda_kernel_folder", cuda_kernel_folder, METH_NOARGS,
+     "cuda_kernel_folder() -> the folder that keeps compiled GPU kernels, None without a home folder"},
     {NULL, NULL, 0, NULL},
 };
