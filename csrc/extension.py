@@ -31,15 +31,12 @@ OWN = {
         "torch/positional.c",
     },
     3: {
-        "cpu/combine.c",
         "cpu/quantize.c",
         "gpu/quantize.c",
         "torch/quantize.c",
-        "gpu/combine.c",
         "torch/ops_3.c",
         "torch/direct_3.c",
         "torch/module_3.c",
-        "torch/combine.c",
         "torch/scheduler_metadata.c",
     },
 }

@@ -20,6 +20,7 @@ def _require_torch(oldest=(2, 10)):
 
 _require_torch()
 
+from flash_attn._merge import merge_attention  # noqa: E402
 from flash_attn._prebuild import kernel_root, prebuild  # noqa: E402
 from flash_attn.explain import explain  # noqa: E402
 from flash_attn.flash_attn_interface import (  # noqa: E402
@@ -43,5 +44,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "kernel_root",
+    "merge_attention",
     "prebuild",
 ]

@@ -270,16 +270,23 @@ def _mark_ops():
 register_once("marks", _mark_ops)
 
 
-def forget_own_kernels():
-    """Removes our kernels from torch.library's set. The direct functions search this set for foreign kernels."""
+OPS = (
+    "_flash_attn_forward",
+    "_flash_attn_varlen_forward",
+    "_flash_attn_backward",
+    "_flash_attn_varlen_backward",
+    "fwd",
+    "varlen_fwd",
+    "fwd_kvcache",
+)
+
+
+def forget_own_kernels(names=OPS, keys=("Meta", "Autograd", "FuncTorchVmapMode")):
+    """Removes our kernels of these dispatch keys from torch.library's set.
+
+    The direct functions search this set for foreign kernels, and leave calls to the dispatcher if there is any. So
+    every file that gives kernels to torch.library calls this function.
+    """
     kernels = getattr(torch.library, "_impls", set())
-    for name in (
-        "_flash_attn_forward",
-        "_flash_attn_varlen_forward",
-        "_flash_attn_backward",
-        "_flash_attn_varlen_backward",
-        "fwd",
-        "varlen_fwd",
-        "fwd_kvcache",
-    ):
-        kernels.difference_update(f"flash_attn/{name}/{key}" for key in ("Meta", "Autograd", "FuncTorchVmapMode"))
+    for name in names:
+        kernels.difference_update(f"flash_attn/{name}/{key}" for key in keys)

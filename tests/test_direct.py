@@ -321,3 +321,11 @@ def test_threads_at_once():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_no_module_of_ours_leaves_calls_to_the_dispatcher():
+    code = (
+        "import torch, flash_attn, flash_attn.flex_attention; import flash_attn.flex.ops, flash_attn._merge;"
+        "print([name for name in torch.library._impls if name.startswith('flash_attn/')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -1,4 +1,5 @@
 /* The ops of namespace flash_attn, with the arguments of flash-attn 2. */
+#include "combine.h"
 #include "execute.h"
 #include "ops.h"
 
@@ -81,6 +82,13 @@ static const fa_op ops[] = {
       FA_ARG("Tensor? block_table", block_table), FA_ARG("Tensor? alibi_slopes", alibi_slopes),
       FA_ARG("Tensor(c!) out", out), ARGS_DEFAULT_SCALE_MASK, FA_ARG("bool rotary_interleaved", rotary_interleaved),
       FA_ARG("SymInt num_splits", num_splits)}},
+    {"_combine",
+     "(Tensor, Tensor)",
+     FA_OP_3,
+     FA_FWD,
+     fa_execute_combine,
+     {FA_ARG("Tensor out_partial", out_partial), FA_ARG("Tensor lse_partial", lse_partial),
+      FA_ARG("ScalarType? out_dtype=None", dtype)}},
     /* These two forwards have no dropout and no arguments for dropout. Only direct.c calls them. */
     {"_forward", NULL, FA_OP_DENSE, FA_FWD, fa_execute, {ARGS_PLAIN}},
     {"_varlen_forward", NULL, FA_OP_VARLEN, FA_FWD, fa_execute, {ARGS_PLAIN_VARLEN}},

@@ -10,7 +10,7 @@ import struct
 import flash_attn_2_cuda
 import torch
 
-from .._ops import empty_like, register_once
+from .._ops import empty_like, forget_own_kernels, register_once
 from .program import BOOL, F64
 
 MOD = "str {0}, Tensor[] {0}_tensors, SymInt[] {0}_ints, Tensor[] {0}_floats"
@@ -176,6 +176,7 @@ def _register():
             library.impl(name, kernels[name][0], key)
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"flash_attn::{name}", kernels[name][1], lib=library)
+    forget_own_kernels(SCHEMAS, ("CPU", "CUDA", "Autograd", "Meta"))
     torch.ops.flash_attn._flex_library = library  # keeps the library alive, because its kernels disappear with it
 
 

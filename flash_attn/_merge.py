@@ -1,0 +1,97 @@
+"""``merge_attention``: attention over parts of the keys becomes attention over all of them."""
+
+import torch
+
+from flash_attn._ops import check_layout, check_tensor, forget_own_kernels, register_once
+
+_combine = torch.ops.flash_attn._combine.default
+
+
+def _combine_fake(out_partial, lse_partial, out_dtype=None):
+    b, num_rows, h = lse_partial.shape[1:]
+    out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype or torch.float32)
+    return out, out_partial.new_empty((b, h, num_rows), dtype=torch.float32).transpose(1, 2)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2], output[1])
+
+
+def _gradients(ctx, dout, dlse):
+    """The derivative of lse = log sum_i exp(lse_i) and out = sum_i p_i out_i, with p_i = exp(lse_i - lse):
+
+        dout_i = p_i dout,  dlse_i = p_i (dlse + s_i - sum_j p_j s_j),  s_i = dout.out_i
+
+    A part that counts for nothing has gradients of 0, whatever it holds. Second derivatives exist.
+    """
+    outs, lses, lse = ctx.saved_tensors
+    is_used = lses.isfinite() | lses.isnan()
+    p = torch.where(is_used, lses - lse, -torch.inf).exp()
+    p = torch.where(is_used, p, 0)
+    s = (dout.float() * torch.where(is_used[..., None], outs, 0)).sum(-1)
+    dlses = p * (dlse + s - (p * s).sum(0))
+    return p[..., None] * dout.float(), torch.where(is_used, dlses, 0), None
+
+
+def _register():
+    torch.library.register_fake("flash_attn::_combine", _combine_fake)
+    torch.library.register_autograd("flash_attn::_combine", _gradients, setup_context=_save)
+    forget_own_kernels(["_combine"])
+
+
+register_once("fake and gradient of _combine", _register)
+
+
+def _check(outs, lses):
+    if not isinstance(outs, (list, tuple)) or not isinstance(lses, (list, tuple)):
+        name, given = ("outs", outs) if not isinstance(outs, (list, tuple)) else ("lses", lses)
+        raise TypeError(f"{name} must be a list of tensors; it is of type {type(given).__name__}")
+    if not outs or len(outs) != len(lses) or len(outs) > 256:
+        raise RuntimeError(f"outs and lses must be 1 to 256 tensors each; there are {len(outs)} and {len(lses)}")
+    for i, (out, lse) in enumerate(zip(outs, lses)):
+        check_tensor(f"outs[{i}]", out)
+        check_tensor(f"lses[{i}]", lse)
+        if out.dtype not in (torch.float32, torch.float16, torch.bfloat16) or lse.dtype != torch.float32:
+            raise RuntimeError(
+                f"outs must be fp32, fp16 or bf16, and lses fp32; outs[{i}] is {out.dtype}, lses[{i}] {lse.dtype}"
+            )
+        if out.dim() not in (3, 4):
+            raise RuntimeError(f"outs[{i}] must be [b, len, h, d] or [total, h, d]; it has shape {tuple(out.shape)}")
+        check_layout(f"outs[{i}]", out, *outs[0].shape)
+        check_layout(f"lses[{i}]", lse, *outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3])
+        for name, x in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
+            if x.device != outs[0].device or (x is out and out.dtype != outs[0].dtype):
+                raise RuntimeError(
+                    f"{name} must have the device and dtype of outs[0], {outs[0].device} and {outs[0].dtype}; it is on "
+                    f"{x.device} and is {x.dtype}"
+                )
+
+
+def merge_attention(outs, lses):
+    """Attention of the same queries over parts of the keys becomes attention over all keys.
+
+        lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) out_i
+
+    Args:
+        outs: a list of up to 256 tensors ``[b, len_q, h, d]``, or packed ``[total_q, h, d]``, in fp32, fp16 or bf16.
+            All have one shape, dtype and device.
+        lses: for each of them its lse in natural units, fp32 ``[b, h, len_q]`` or ``[h, total_q]``, as
+            ``return_lse=True`` gives it. A row whose lse is infinite, of either sign, saw no key of its part and counts
+            for nothing.
+    Returns:
+        ``(out, lse)`` of these shapes; out has the dtype of outs and is rounded once, from fp32. Where no part saw a
+        key, out is 0 and lse -inf. A NaN in an lse makes its row NaN.
+    Raises:
+        TypeError, RuntimeError: the message names the argument that does not fit.
+    Gradients for all outs and lses, through out and lse. With ``return_lse=True`` they are those of attention over all
+    keys.
+    Source: section 3.1.2 of FlashAttention-2 (https://arxiv.org/abs/2307.08691) combines parts by these formulas.
+    """
+    _check(outs, lses)
+    is_packed = outs[0].dim() == 3
+    parts, lse_parts = torch.stack([x.float() for x in outs]), torch.stack(list(lses))
+    if is_packed:
+        parts, lse_parts = parts[:, None], lse_parts[:, None]
+    out, lse = _combine(parts, lse_parts.transpose(-1, -2), outs[0].dtype)
+    lse = lse.transpose(-1, -2)
+    return (out[0], lse[0]) if is_packed else (out, lse)
