@@ -59,8 +59,8 @@ class _Plain:
 class _Mods:
     """The kernels of flex_attention, whose tensors are ``[b, h, len, d]``. Packed sequences are one batch."""
 
-    def __init__(self, call, is_packed):
-        self.call, self.is_packed = call, is_packed
+    def __init__(self, call, is_packed, deterministic):
+        self.call, self.is_packed, self.deterministic = call, is_packed, deterministic
 
     def _to(self, x):
         return flex.rows_of((x.unsqueeze(0) if self.is_packed else x).transpose(1, 2))
@@ -78,7 +78,7 @@ class _Mods:
     def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
         dq, dk, dv, *sums = flex.gradients(
             self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
-            self._row(dlse), wanted,
+            self._row(dlse), wanted, self.deterministic,
         )  # fmt: skip
         return *map(self._from, (dq, dk, dv)), *sums
 
@@ -213,7 +213,7 @@ def _check_by_op(q, k, v, lengths, mask, alibi_slopes):
         )
 
 
-def _way_of_mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, wants_max):
+def _way_of_mods(q, k, v, lengths, shape, mask, alibi_slopes, deterministic, attn_bias, attn_mask, wants_max):
     scale, causal, left, right, softcap = mask
     window = (left, 0 if causal else right)
     _check_by_op(q, k, v, lengths, mask, alibi_slopes)
@@ -229,7 +229,7 @@ def _way_of_mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_ma
     if not q.is_cpu and places.has_window and q.numel() and k.numel():
         blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
-    return _Mods(call, is_packed), tensors
+    return _Mods(call, is_packed, deterministic), tensors
 
 
 @torch.compiler.disable(reason="attn_bias, attn_mask, sinks, return_lse and return_max_logits break the graph")
@@ -268,7 +268,7 @@ def attend(
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
         way, tensors = _way_of_mods(
-            q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, return_max_logits
+            q, k, v, lengths, shape, mask, alibi_slopes, deterministic, attn_bias, attn_mask, return_max_logits
         )  # fmt: skip
     out, lse, max_scores = _Extended.apply(way, sinks, q, k, v, *tensors)
     results = [out, *([lse] if return_lse else [])]

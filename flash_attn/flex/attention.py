@@ -88,7 +88,7 @@ class _FlexAttention(torch.autograd.Function):
         return None, *gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
 
 
-def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted):
+def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic=False):
     """The backward: the gradients of query, key and value, and of the tensors of the score_mod. Others are None."""
     query, key, value = inputs
     wants_q, wants_k, wants_v, *wanted = wanted
@@ -125,7 +125,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted):
         call.blocks,
         derivative,
         places_of_sums,
-        torch.are_deterministic_algorithms_enabled(),
+        deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv, *(x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors))
 
