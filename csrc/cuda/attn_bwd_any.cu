@@ -207,7 +207,7 @@ DEVICE void walk_over(const problem &p, shared_memory &shared, const sequence &s
     const int num_own = OWNS_KEYS ? s.len_kv : s.len_q, warp_own = own + WARP_ROWS * warp();
     const int last_own = min(own + OWN, num_own) - 1;
 #if FLEX
-    const mods mod(p, s.b_idx, head);
+    const mods mod(p.flex, p.values, s.b_idx, head);
     const tile_walk met = {0, OWNS_KEYS ? s.len_q : s.len_kv, 0, OWNS_KEYS ? s.len_q : s.len_kv};
 #else
     const tile_walk met = OWNS_KEYS ? rows_of(p, s, own, last_own) : keys_of(p, s, own, last_own);

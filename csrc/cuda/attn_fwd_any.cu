@@ -208,7 +208,7 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
     const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
     const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
 #if FLEX
-    const mods mod(p, s.b_idx, head);
+    const mods mod(p.flex, p.values, s.b_idx, head);
     const tile_walk keys = {0, s.len_kv, 0, s.len_kv};
 #else
     const tile_walk keys = keys_of(p, s, first_row, last_row);

@@ -140,6 +140,15 @@ struct consumer_base {
         for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
     }
 
+    /* What is known of the key tile at a place of the walk. Its K has come. */
+    DEVICE int entry_of(int place) const {
+#if FLEX
+        return uniform(smem.entries[k_ring.stage]);
+#else
+        return place;
+#endif
+    }
+
     /* S of a step in which nothing overlaps. */
     DEVICE void compute_s(float (&S)[S_REGS]) {
         wait_k();
@@ -180,12 +189,12 @@ struct consumer_base {
         /* Later row blocks may see more keys, or may have no row. So the row blocks rotate among the warpgroups. */
         row_block = row_block + 1 == WGS ? 0 : row_block + 1;
         const tile &t = tile_of(THIS_TILE);
-        const int shift = t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
+        const int shift = FLEX ? 0 : t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
         const int last_row = min(first_row + 64, t.len_q) - 1;
         const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
-        const bool is_idle = first_row > last_row || keys.begin >= keys.end;
+        const bool is_idle = first_row > last_row || (FLEX ? t.kv_end == 0 : keys.begin >= keys.end);
         const tile_command command = (tile_command)uniform(t.command);
-        walk.seen_top = uniform(is_idle ? -1 : ceil_div(keys.end, BLOCK_KV) - 1);
+        walk.seen_top = uniform(is_idle ? -1 : FLEX ? t.kv_end - 1 : ceil_div(keys.end, BLOCK_KV) - 1);
         walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
         diagonal = first_row + 16 * warp + lane / 4 + shift;
         t.set_scale(p, scale_log2);

@@ -17,7 +17,7 @@ template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
 /* TMA writes operands and wgmma reads them in the same layout. A matrix consists of chunks of CHUNK columns, whose
  * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
  * multiple of 1024 bytes, the swizzle's period. */
-struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES> {
+struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entries<LISTED_STAGES> {
     alignas(1024) element q[Q_STAGES][BLOCK_Q * D_QK];
     alignas(1024) element k[STAGES][BLOCK_KV * D_QK];
     alignas(1024) element v[V_STAGES][BLOCK_KV * D_V];

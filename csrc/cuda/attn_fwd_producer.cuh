@@ -92,19 +92,23 @@ struct producer {
     /* The work tile whose keys are loaded, at first one without keys. NOTE: what the loads need is in registers.
      * Keys are asked for just in time. Reading the tile from shared memory each time cost 9% (head_dim 128, length
      * 16k). */
-    key_walk walk;
+    loaded_walk walk;
     int kv_origin = 0, kv_head = 0, kv_batch = 0;
 
-    DEVICE void load_k(int j) {
+    DEVICE void load_k() {
         mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);
-        load<BLOCK_KV, D_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + j * BLOCK_KV, kv_head, kv_batch,
-                             L2_EVICT_LAST);
+#if FLEX
+        smem.entries[k.stage] = walk.entry;
+#endif
+        load<BLOCK_KV, D_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + walk.key_tile() * BLOCK_KV,
+                             kv_head, kv_batch, L2_EVICT_LAST);
         k.next();
     }
-    DEVICE void load_v(int j) {
+    DEVICE void load_v() {
         const v_stage to = v_stage_of(smem, v.stage);
         mbarrier_wait(to.empty, v.parity ^ 1);
-        load<BLOCK_KV, D_V>(to.dst, &p.v, to.full, kv_origin + j * BLOCK_KV, kv_head, kv_batch, L2_EVICT_LAST);
+        load<BLOCK_KV, D_V>(to.dst, &p.v, to.full, kv_origin + walk.previous_key_tile() * BLOCK_KV,
+                            kv_head, kv_batch, L2_EVICT_LAST);
         v.next();
     }
     /* Q of the next tile. Without a tile consumers only learn from Q's mbarrier that there is a command. */
@@ -125,8 +129,8 @@ struct producer {
 #pragma unroll 1
         for (; walk.next >= walk.bottom - 1; walk.take()) {
             if (walk.has_left(3)) want_tile();
-            if (walk.has_next() && !(K_FIRST && walk.is_first())) load_k(walk.next);
-            if (!walk.is_first()) load_v(walk.previous());
+            if (walk.has_next() && !(K_FIRST && walk.is_first())) load_k();
+            if (!walk.is_first()) load_v();
             if (Q_EARLY && walk.has_left(1)) wait_tile(), load_q();
         }
     }
@@ -136,9 +140,9 @@ struct producer {
             load_keys();
             if (!Q_EARLY) wait_tile();
             const tile &t = smem.tiles[slots.stage];
-            walk = key_walk_of(t.kv_begin, t.kv_end);
+            walk.begin(t);
             kv_origin = t.kv_origin, kv_head = t.kv_head, kv_batch = t.kv_batch;
-            if (K_FIRST && walk.has_next()) load_k(walk.next);
+            if (K_FIRST && walk.has_next()) load_k();
             if (!Q_EARLY) load_q();
             if (t.command == END) break;
             if (t.command == REPORT) mbarrier_wait(&smem.all_done, 0);

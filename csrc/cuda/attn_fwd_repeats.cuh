@@ -50,19 +50,40 @@ DEVICE int failed_tile(shared_memory &smem, u32 &strips) {
     return idx;
 }
 
-/* O += P V of one key tile by FMAs, for the pairs that see each other. Elsewhere V may hold anything. first_key is
- * the key tile's first key, and diagonal is that of mask_scores. Each P travels from the lane that holds it to the
- * other three lanes of its row. After 16 keys the registers of P move up. Elements have 16 bits. Whole warp. */
-template <class element>
-DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element *v_smem, const params &p, int len_kv,
-                            int first_key, int diagonal) {
-    const int lane = threadIdx.x % 32;
-    int begin[2], end[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const tile_walk keys = keys_of(p, diagonal + 8 * r, diagonal + 8 * r, len_kv);
-        begin[r] = keys.begin - first_key, end[r] = keys.end - first_key;
+/* The keys of a key tile that a thread's two rows see. first_key is the key tile's first key, and diagonal is that of
+ * mask_scores. */
+struct seen_keys {
+#if FLEX
+    u64 scores; /* a bit for each of the thread's registers of S */
+    DEVICE seen_keys(const params &p, int len_kv, int first_key, int diagonal, u64 scores) : scores(scores) {}
+    /* Which rows see key `key`? Lane `owner` holds its scores. */
+    DEVICE void ask(int key, int owner, bool (&sees)[2]) {
+        const u32 bits = __shfl_sync(0xffffffffu, (u32)scores, owner) >> (key % 16 / 8 * 4 + key % 2);
+        sees[0] = bits & 1, sees[1] = bits >> 2 & 1;
+        if (key % 16 == 15) scores >>= 8;
     }
+#else
+    int begin[2], end[2];
+    DEVICE seen_keys(const params &p, int len_kv, int first_key, int diagonal, u64) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const tile_walk keys = keys_of(p, diagonal + 8 * r, diagonal + 8 * r, len_kv);
+            begin[r] = keys.begin - first_key, end[r] = keys.end - first_key;
+        }
+    }
+    DEVICE void ask(int key, int owner, bool (&sees)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) sees[r] = begin[r] <= key && key < end[r];
+    }
+#endif
+};
+
+/* O += P V of one key tile by FMAs, for the pairs that see each other. Elsewhere V may hold anything. Each P travels
+ * from the lane that holds it to the other three lanes of its row. After 16 keys the registers of P move up. Elements
+ * have 16 bits. Whole warp. */
+template <class element>
+DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element *v_smem, seen_keys seen) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int key = 0; key < BLOCK_KV; key++) {
         const int key_in_16 = key % 16, owner = lane / 4 * 4 + key_in_16 % 8 / 2;
@@ -74,8 +95,8 @@ DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element 
             float low, high;
             unpack_x2<element>(__shfl_sync(0xffffffffu, key_in_16 < 8 ? P[r] : P[2 + r], owner), low, high);
             weight[r] = key % 2 ? high : low;
-            sees[r] = begin[r] <= key && key < end[r];
         }
+        seen.ask(key, owner, sees);
 #pragma unroll
         for (int g = 0; g < D_V / 8; g++) {
             const int chunk = g * 8 / CHUNK, vector = g % (CHUNK / 8) ^ swizzle;

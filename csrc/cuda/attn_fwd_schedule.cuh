@@ -6,7 +6,15 @@
 #include "attn_fwd_params.h"
 #include "element.cuh"
 
+#ifndef FLEX
+#define FLEX 0 /* of a kernel that does not know a user's functions */
+#endif
+#if FLEX
+#include "flex.cuh"
+typedef with_mods<fa_attn_fwd_params> params;
+#else
 typedef fa_attn_fwd_params params;
+#endif
 
 /* TURN: how long a warpgroup keeps its turn to issue products. */
 enum { TURN_NEVER = 0, TURN_WHILE_ISSUING = 1, TURN_UNTIL_SCORES = 2 };
@@ -20,7 +28,7 @@ constexpr int THREADS = 128 * (WGS + 1);
 constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYTES % 128 == 0 ? 128 : 64;
 constexpr int CHUNK = ROW_BYTES / element::BYTES;
 constexpr bool O_BY_TMA = D_V <= 128;
-constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
+constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || FLEX;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
 constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 /* Q of the next work tile is loaded before the last V of this one. */

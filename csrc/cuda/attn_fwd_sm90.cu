@@ -134,8 +134,8 @@ struct consumer : consumer_base {
          * ptxas would run the products one by one (C7511). */
         float S[S_REGS], alpha[2];
         int largest[2] = {0, 0};
-        const int j = walk.take();
-        const bool is_special = IS_FIRST || walk.needs_max(j) || j == 0;
+        const int place = walk.take();
+        const bool is_special = IS_FIRST || walk.needs_max(place) || place == 0;
         goes_on = walk.has_next();
         pin(goes_on); /* This is computed before the votes. Behind them every step would wait for it. */
 
@@ -148,6 +148,11 @@ struct consumer : consumer_base {
         issue_s(S);
         if (!IS_FIRST && !PV_FIRST) wait_v(), issue_pv();
         if (TURN == TURN_WHILE_ISSUING || IS_FIRST) pass_turn();
+#if FLEX
+        const int entry = entry_of(place), j = key_tile_of(entry);
+#else
+        const int j = place;
+#endif
         if (IS_FIRST) {
             if (has_o) finish_previous_tile();
             begin_rows();
@@ -161,15 +166,19 @@ struct consumer : consumer_base {
         if (TURN == TURN_UNTIL_SCORES && !IS_FIRST) pass_turn();
         release_k();
         if (!IS_FIRST && PV_FIRST) pin(O), release_v();
-        if (!O_IN_Q && walk.is_last(j)) release_q(THIS_TILE);
+        if (!O_IN_Q && walk.is_last(place)) release_q(THIS_TILE);
 
         /* mask and row max: most steps pass by on one branch; key 0 may be far above all other keys */
         if (SCORE) change_scores(S, p, q_head, j * BLOCK_KV + column, diagonal);
-        const bool is_raised = is_special && (IS_FIRST || walk.needs_max(j) || overflows(S, softmax, scale_log2));
+#if FLEX
+        apply_mods(S, p, q_head, kind_of(entry), j * BLOCK_KV, diagonal);
+#endif
+        const bool is_raised = is_special && (IS_FIRST || walk.needs_max(place) || overflows(S, softmax, scale_log2));
         if (is_raised) {
-            if (walk.is_partial(j)) mask_scores(S, p, tile_of(THIS_TILE).len_kv, j * BLOCK_KV + column, diagonal);
+            if (!FLEX && walk.is_partial(place))
+                mask_scores(S, p, tile_of(THIS_TILE).len_kv, j * BLOCK_KV + column, diagonal);
             raise_max(S, softmax, alpha, scale_log2, false);
-            if (__any_sync(0xffffffffu, softmax.max[0] == -INF || softmax.max[1] == -INF)) walk.lacks_max_after(j);
+            if (__any_sync(0xffffffffu, softmax.max[0] == -INF || softmax.max[1] == -INF)) walk.lacks_max_after(place);
             if (!IS_FIRST && PV_FIRST) rescale_o(alpha);
         }
 
@@ -209,11 +218,22 @@ struct consumer : consumer_base {
         const tile &t = tile_of(THIS_TILE);
         float S[S_REGS], alpha[2];
         int largest[2] = {0, 0};
+#if FLEX
+        wait_k(); /* The entry comes with K. */
+        const int entry = entry_of(walk.next), j = key_tile_of(entry), first_key = j * BLOCK_KV;
+#else
         const int j = walk.next, first_key = j * BLOCK_KV;
+#endif
         compute_s(S);
 
         if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
+#if FLEX
+        apply_mods(S, p, q_head, kind_of(entry), first_key, diagonal);
+        const u64 seen = scores_above_inf(S);
+#else
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
+        const u64 seen = 0;
+#endif
         make_infinite(S, scale_log2);
         raise_max(S, softmax, alpha, scale_log2, true);
         rescale_o(alpha);
@@ -222,12 +242,16 @@ struct consumer : consumer_base {
         drop_and_round_p(S, j);
 
         wait_v();
+#if FLEX
+        if (is_full(p, entry)) {
+#else
         if (sees_all_of(first_key)) {
+#endif
             pin(O), pin(P);
             issue_pv();
             wgmma_wait_group<0>(O);
         } else {
-            accumulate_seen(O, P, smem.v[v_ring.stage], p, t.len_kv, first_key, diagonal);
+            accumulate_seen(O, P, smem.v[v_ring.stage], seen_keys(p, t.len_kv, first_key, diagonal, seen));
         }
         release_v();
     }

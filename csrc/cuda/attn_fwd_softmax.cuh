@@ -43,6 +43,66 @@ DEVICE void mask_scores(float (&S)[S_REGS], const params &p, int len_kv, int fir
     }
 }
 
+#if FLEX
+/* Pairs that do not see each other get -inf, where the blocks are of several kinds. Each pair looks up its own block.
+ * A loop takes four registers at a time, and the others move up. */
+DEVICE void mask_pairs(float (&S)[S_REGS], const params &p, const mods &mod, block_kind kind, int key, int row) {
+#pragma unroll 1
+    for (int n = 0; n < S_REGS / 4; n++) {
+        float masked[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int q_idx = min(row + 8 * row_of(i), p.len_q - 1), kv_idx = min(key + 8 * n + i % 2, p.len_kv - 1);
+            masked[i] = mod.sees(kind, q_idx, kv_idx) ? S[i] : -INF;
+        }
+#pragma unroll
+        for (int i = 4; i < S_REGS; i++) S[i - 4] = S[i];
+#pragma unroll
+        for (int i = 0; i < 4; i++) S[S_REGS - 4 + i] = masked[i];
+    }
+}
+
+/* A bit for each register of S, that says whether its pair counts. Those of score -inf do not. */
+DEVICE u64 scores_above_inf(const float (&S)[S_REGS]) {
+    u64 bits = 0;
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) bits |= (u64)(S[i] != -INF) << i;
+    return bits;
+}
+
+/* S becomes the scores of the user's functions. Keys that a row does not see get -inf. `kind` is that of the key tile,
+ * first_key its first key, and row this thread's first row. */
+DEVICE void apply_mods(float (&S)[S_REGS], const params &p, const score_head &q_head, block_kind kind, int first_key,
+                       int row) {
+    const int lane = threadIdx.x % 32, key = first_key + 2 * (lane % 4);
+    const mods mod(p.flex, p.values, q_head.b_idx, q_head.head);
+    if (FLEX_SCORE) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i));
+    }
+    if (kind == MIXED_BLOCKS) { /* The warp's rows may lie in blocks of one kind. */
+        const int first_row = row - lane / 4;
+        if (first_row < p.len_q)
+            kind = mod.map.kind_of(first_row, min(first_row + 15, p.len_q - 1), first_key,
+                                   min(first_key + BLOCK_KV, p.len_kv) - 1);
+        kind = (block_kind)uniform(kind);
+    }
+    if (kind == PARTIAL_BLOCK) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            if (!mod.sees(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i))) S[i] = -INF;
+    } else if (kind != FULL_BLOCK) {
+        mask_pairs(S, p, mod, kind, key, row);
+    }
+    if (first_key + BLOCK_KV > p.len_kv) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            if (column_of(i) >= p.len_kv - key) S[i] = -INF;
+    }
+}
+#endif
+
 /* ---- the row maximum ------------------------------------------------------------------------------------------- */
 
 /* The larger one, as the bits of a float. The comparison of bits is right while y is not negative. A negative y loses

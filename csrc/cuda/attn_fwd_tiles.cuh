@@ -4,7 +4,7 @@
 #ifndef FA_ATTN_FWD_TILES_CUH
 #define FA_ATTN_FWD_TILES_CUH
 
-#include "key_walk.cuh"
+#include "attn_fwd_mods.cuh"
 #include "packed.cuh"
 
 /* What the scheduler tells the other warps to do. REPEAT computes a tile again of which some row strips failed.
@@ -33,12 +33,12 @@ template <> struct tile_factors<1> {
 };
 
 /* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
-struct tile : tile_factors<element::BYTES> {
+struct tile : tile_factors<element::BYTES>, listed_tile {
     int idx; /* the tile's number in the launch */
     int row; /* its first row in its sequence */
     int b_idx, head;
     int len_q, len_kv;
-    int kv_begin, kv_end;    /* Some row sees a key of the key tiles kv_begin .. kv_end - 1. */
+    int kv_begin, kv_end;    /* Some row sees a key of the key tiles at places kv_begin .. kv_end - 1. */
     int q_origin, q_batch;   /* the sequence's first row as a coordinate of the tensor maps of q and o, and its batch */
     int kv_origin, kv_batch; /* the same for k and v */
     int kv_head;
@@ -140,12 +140,17 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
         if (is_leader) t.q_origin = t.lse_origin = t.kv_origin = 0, t.q_batch = t.kv_batch = b_idx;
     }
     if (is_leader) {
+#if FLEX
+        q_tile = find_list(p, b_idx, head, q_tiles - 1 - q_tile, q_tiles, t);
+#endif
         const int row = q_tile * BLOCK_Q, shift = len_kv - len_q, last_row = min(row + BLOCK_Q, len_q) - 1;
         const tile_walk keys = keys_of(p, row + shift, last_row + shift, len_kv);
         t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.kv_head = head / p.heads_per_kv, t.len_q = len_q,
         t.len_kv = len_kv;
-        t.kv_begin = keys.begin / BLOCK_KV;
-        t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
+        if (!FLEX) {
+            t.kv_begin = keys.begin / BLOCK_KV;
+            t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
+        }
         t.read(p, b_idx, t.kv_head);
     }
 }

@@ -23,6 +23,7 @@ typedef struct {
 } fa_cuda_flex_blocks;
 
 enum { FA_FLEX_CLASSIFY_THREADS = 128 }; /* of a CTA of flex_classify.cu and flex_lists.cu */
+enum { FA_FLEX_WALKS_THREADS = 128 };    /* of a CTA of flex_walks.cu and flex_order.cu */
 
 /* The parameters of flex_classify.cu. The members of flex_values follow, as many words as the mask_mod needs. */
 typedef struct {
@@ -43,17 +44,24 @@ typedef struct {
     int rows, columns;
 } fa_cuda_flex_lists;
 
-/* What a kernel reads besides fa_cuda_problem. */
+/* What a kernel reads behind its other parameters. The members of flex_values follow, as many words as the user's
+ * functions need. */
 typedef struct {
     const unsigned char *kinds; /* [mask_b, mask_h, rows, columns] block_kind of flex.cuh; NULL: no block mask */
     int mask_b, mask_h, rows, columns, block_q, block_kv;
     fa_cuda_row_stats max_scores, dlse; /* data NULL: not wanted, and 0 */
+    /* Hopper's kernels (flex_walks.cu): the walk of each own tile, and the order of the own tiles. */
+    const int *walks, *order;
 } fa_cuda_flex;
 
-/* The parameters of a kernel. The members of flex_values follow, as many words as the user's functions need. */
+/* The parameters of flex_walks.cu and flex_order.cu. Own tiles walk over other tiles. The own side is that of the
+ * queries, or of the keys. */
 typedef struct {
-    fa_cuda_problem problem;
     fa_cuda_flex flex;
-} fa_cuda_flex_problem;
+    int *walks; /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
+    int *order; /* [mask_b mask_h, own_tiles] */
+    int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
+    int own_keys; /* the own side is that of the keys */
+} fa_cuda_flex_walks;
 
 #endif

@@ -15,24 +15,28 @@ typedef flex_sums mod_sums;
 struct mod_sums {};
 #endif
 
-struct problem : fa_cuda_problem {
+/* The kind of all tiles if there is no block mask. */
+constexpr block_kind KIND_WITHOUT_BLOCKS = FLEX_MASK ? PARTIAL_BLOCK : FULL_BLOCK;
+
+/* The parameters of a kernel, with those of the user's functions behind. */
+template <class base> struct with_mods : base {
     fa_cuda_flex flex;
     flex_values values;
 };
 
 /* The functions of one batch and query head. */
 struct mods {
-    const problem &p;
+    const flex_values &values;
     int b_idx, head;
     block_map map;
 
-    DEVICE mods(const problem &p, int b_idx, int head)
-        : p(p), b_idx(b_idx), head(head), map(p.flex, b_idx, head, FLEX_MASK ? PARTIAL_BLOCK : FULL_BLOCK) {}
+    DEVICE mods(const fa_cuda_flex &flex, const flex_values &values, int b_idx, int head)
+        : values(values), b_idx(b_idx), head(head), map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
 
     /* Returns the score of query i and key j from scale q.k. */
     DEVICE float score(float x, int i, int j) const {
 #if FLEX_SCORE
-        return flex_score(p.values, x, b_idx, head, i, j);
+        return flex_score(values, x, b_idx, head, i, j);
 #else
         return x;
 #endif
@@ -41,7 +45,7 @@ struct mods {
     /* Returns the gradient of scale q.k from the gradient of the score, and adds to the gradients of captures. */
     DEVICE float derivative(mod_sums &sums, float x, float grad, int i, int j) const {
 #if FLEX_DERIVATIVE
-        return flex_derivative(p.values, sums, x, grad, b_idx, head, i, j);
+        return flex_derivative(values, sums, x, grad, b_idx, head, i, j);
 #else
         return grad;
 #endif
@@ -50,7 +54,7 @@ struct mods {
     /* Adds the sums of this thread to memory. */
     DEVICE void add(const mod_sums &sums) const {
 #if FLEX_DERIVATIVE
-        flex_add_sums(p.values, sums, b_idx, head);
+        flex_add_sums(values, sums, b_idx, head);
 #endif
     }
 
@@ -58,7 +62,7 @@ struct mods {
     DEVICE bool sees(block_kind kind, int i, int j) const {
         if (kind == MIXED_BLOCKS) kind = map.kind_at(i, j);
 #if FLEX_MASK
-        if (kind == PARTIAL_BLOCK) return flex_mask(p.values, b_idx, head, i, j);
+        if (kind == PARTIAL_BLOCK) return flex_mask(values, b_idx, head, i, j);
 #endif
         return kind != EMPTY_BLOCK;
     }

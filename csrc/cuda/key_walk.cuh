@@ -49,6 +49,10 @@ struct row_key_walk : key_walk {
     DEVICE void lacks_max_after(int j) { exact_begin = uniform(min(exact_begin, j - 1)); }
     /* diagonal belongs to the first of the warp's 16 rows. */
     DEVICE void begin_rows(const params &p, int diagonal, int len_kv) {
+        if (FLEX) { /* which keys the rows see shows when their scores are there */
+            exact_begin = seen_top;
+            return;
+        }
         const tile_walk keys = keys_of(p, diagonal, diagonal + 15, len_kv);
         exact_begin = uniform(min(seen_top, max(keys.full_end - 1, 0) / BLOCK_KV));
         full_end = uniform(keys.full_end / BLOCK_KV);

@@ -23,6 +23,7 @@
 #endif
 #if FLEX
 #include "flex.cuh"
+typedef with_mods<fa_cuda_problem> problem;
 constexpr bool MODS_CHANGE_SCORES = FLEX_SCORE;
 #else
 typedef fa_cuda_problem problem;

@@ -2,6 +2,7 @@
 #include "any_problem.h"
 #include "append.h"
 #include "launchers.h"
+#include "mods.h"
 #include "plan/gpu_problem.h"
 
 /* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */

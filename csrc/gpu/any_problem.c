@@ -1,12 +1,8 @@
 /* Describes a problem in the terms of the generic kernels. */
 #include "any_problem.h"
 
-#include <assert.h>
-
-#include "cuda/cuda_flex.h"
-#include "flex/flex.h"
-#include "flex/source.h"
 #include "launch.h"
+#include "mods.h"
 #include "plan/gpu_problem.h"
 
 static fa_cuda_view view_of(const fa_view *t) {
@@ -122,86 +118,10 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
     return a;
 }
 
-/* ---- programmable attention -------------------------------------------------------------------------------------- */
-
-/* The map lies at the start of the workspace. A problem with flex has no rotated queries there. */
-static unsigned char *block_map_of(const fa_cuda_call *call) {
-    return call->problem->flex->block_q > 0 ? call->workspace : NULL;
-}
-
-static int as_int(int64_t x) { return (int)(x < 1 << 30 ? x : 1 << 30); }
-
-static fa_cuda_block_list list_of(const fa_flex_list *t) {
-    fa_cuda_block_list list = {.num = t->num, .blocks = t->blocks};
-    for (int i = 0; i < 3; i++) list.num_stride[i] = t->num_stride[i];
-    for (int i = 0; i < 4; i++) list.blocks_stride[i] = t->blocks_stride[i];
-    return list;
-}
-
-fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err) {
-    enum { THREADS = 128, MOST_CTAS = 1 << 16 };
-    const fa_flex *flex = call->problem->flex;
-    if (!flex || fa_block_map_bytes(call->problem) == 0) return FA_OK;
-    const fa_cuda_flex_blocks a = {
-        .partial = list_of(&flex->partial),
-        .full = list_of(&flex->full),
-        .kinds = block_map_of(call),
-        .mask_b = (int)flex->mask_b,
-        .mask_h = (int)flex->mask_h,
-        .rows = (int)flex->rows,
-        .columns = (int)flex->columns,
-        .kind_of_partial = flex->mask ? FA_FLEX_PARTIAL : FA_FLEX_FULL,
-    };
-    const fa_variant variant = {.family = FA_FLEX_BLOCKS, .arch = call->gpu->capability};
-    const int64_t rows = flex->mask_b * flex->mask_h * flex->rows;
-    const fa_launch launch = {(unsigned)(rows < MOST_CTAS ? rows : MOST_CTAS), 1, 1, .threads = THREADS};
-    return fa_cuda_launch(call, variant, launch, &a, err);
-}
-
-/* The parameters of a kernel with FA_FLEX. */
-typedef union {
-    fa_cuda_flex_problem head;
-    uint64_t words[FA_MOST_PARAMETER_BYTES / sizeof(uint64_t)];
-} flex_parameters;
-static_assert(sizeof(fa_cuda_flex_problem) % sizeof(uint64_t) == 0, "the values follow");
-
-/* Of the kernels that compute the derivative, only the kernel of dQ adds to the gradients of captures. */
-static void fill_parameters(const fa_cuda_call *call, fa_variant variant, const fa_cuda_problem *problem,
-                            flex_parameters *a) {
-    const fa_flex *flex = call->problem->flex;
-    a->head.problem = *problem;
-    a->head.flex = (fa_cuda_flex){
-        .kinds = block_map_of(call),
-        .mask_b = as_int(flex->mask_b),
-        .mask_h = as_int(flex->mask_h),
-        .rows = as_int(flex->rows),
-        .columns = as_int(flex->columns),
-        .block_q = as_int(flex->block_q),
-        .block_kv = as_int(flex->block_kv),
-        .max_scores = stats_of(&flex->max_scores),
-        .dlse = stats_of(&flex->dlse),
-    };
-    if (!fa_families[variant.family].takes_mods) return;
-    const bool adds_gradients = variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq;
-    fa_flex_fill_values(flex->score, flex->mask, variant.mods->derivative ? flex->derivative : NULL,
-                        adds_gradients ? flex->gradients : NULL, a->words + sizeof a->head / sizeof(uint64_t));
-}
-
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
                              int64_t num_tasks, int threads, fa_error *err) {
-    fa_variant variant = {family, row, fa_any_features(call->problem), call->gpu->capability, 0, NULL};
+    const fa_variant variant = {family, row, fa_any_features(call->problem), call->gpu->capability, 0, NULL};
     const unsigned grid = num_tasks < INT32_MAX ? (unsigned)num_tasks : INT32_MAX;
     const fa_launch launch = {grid, 1, 1, .threads = (unsigned)threads};
-    if (!call->problem->flex) return fa_cuda_launch(call, variant, launch, problem, err);
-    flex_parameters a;
-    const fa_mods mods = fa_mods_of(call->problem);
-    if (sizeof a.head + fa_flex_values_bytes(mods.score, mods.mask, mods.derivative) > sizeof a)
-        return fa_fail(err, FA_EUNSUPPORTED,
-                       "flash_attn: the mods capture more tensors and numbers than the %d bytes of a kernel's "
-                       "parameters hold; gather some of them in one tensor",
-                       FA_MOST_PARAMETER_BYTES);
-    variant.mods = &mods;
-    if (fa_families[family].takes_mods) variant.mods_hash = call->plan->gpu.mods;
-    fill_parameters(call, variant, problem, &a);
-    return fa_cuda_launch(call, variant, launch, &a, err);
+    return fa_cuda_launch_with_mods(call, variant, launch, problem, sizeof *problem, err);
 }

@@ -9,9 +9,6 @@
  * queries. */
 fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call);
 
-/* Makes the map of the block mask in the workspace, if the problem has a block mask. */
-fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err);
-
 /* Launches one generic kernel of the call's dtype, with `threads` threads a CTA and at most one CTA per task. Without a
  * task nothing is launched. */
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,

@@ -3,12 +3,14 @@
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"
+#include "mods.h"
 #include "slots.h"
 
 #include <math.h>
 #include <string.h>
 
 #include "cuda/attn_fwd_params.h"
+#include "flex/flex.h"
 
 static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     const fa_problem *p = call->problem;
@@ -16,7 +18,7 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     const bool packed = features & FA_VARLEN;
     const int64_t block_q = call->plan->block_q;
     a->lse = p->lse.data;
-    a->empty_lse = p->empty_lse;
+    a->empty_lse = p->flex ? -INFINITY : p->empty_lse;
     a->lse_stride_b = packed ? 0 : p->lse.stride_b;
     a->lse_stride_h = p->lse.stride_h;
     a->o_data = p->o.data;
@@ -36,7 +38,7 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->group_heads = call->plan->gpu.group_heads;
 
     const float scale = (float)p->scale;
-    const bool changes_scores = features & FA_SCORE;
+    const bool changes_scores = features & FA_SCORE || (p->flex && p->flex->score);
     a->scale_log2 = (changes_scores ? 1 : scale) * FA_LOG2_E;
     a->score_scale = scale;
     a->softcap = (float)p->softcap;
@@ -57,7 +59,8 @@ typedef struct {
 /* The parameters beyond fill_scalars are filled in `a`. */
 static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_attn_fwd_params *a, fa_error *err) {
     const fa_problem *p = call->problem;
-    const bool packed = call->plan->gpu.features & FA_VARLEN;
+    const unsigned features = call->plan->gpu.features;
+    const bool packed = features & FA_VARLEN;
     fill_scalars(call, a);
 
     const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile.wgs, tile.columns, packed, p->d};
@@ -73,7 +76,9 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
     a->counter_slot = call->plan->gpu.is_dynamic ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
     const fa_launch launch = {(unsigned)call->plan->gpu.num_ctas, 1, 1, .threads = 128 * ((unsigned)tile.wgs + 1),
                               .waits_itself = true};
-    return fa_cuda_launch(call, fa_plan_variant(call->plan, call->gpu->capability), launch, a, err);
+    const fa_variant variant = fa_plan_variant(call->plan, call->gpu->capability);
+    status = features & FA_FLEX ? fa_cuda_make_block_walks(call, err) : FA_OK;
+    return status == FA_OK ? fa_cuda_launch_with_mods(call, variant, launch, a, sizeof *a, err) : status;
 }
 
 fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {

@@ -17,7 +17,7 @@ static const struct {
     fa_cuda_planner *plan;
     bool takes_flex; /* programmable attention */
 } planners[] = {
-    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false},   {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, false},
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false},   {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true},
     {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false}, {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true},
     {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, false},         {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true},
 };

@@ -18,13 +18,9 @@ static tile_row tile_row_of(const fa_problem *p) {
 }
 
 static const char *why_not_flex(const fa_problem *p) {
-    const fa_flex *flex = p->flex;
-    const int64_t most = 1 << 30;
     if (p->deterministic && fa_wants_capture_gradients(p))
         return "it adds to the gradients of captured tensors in any order, so they are not deterministic";
-    if (flex->block_q > 0 && (flex->mask_b > most || flex->mask_h > most || flex->rows > most || flex->columns > most))
-        return "it counts blocks up to 2^30";
-    return NULL;
+    return fa_why_not_blocks(p);
 }
 
 static const char *why_not(const fa_problem *p) {
@@ -43,12 +39,6 @@ static const char *why_not(const fa_problem *p) {
     return NULL;
 }
 
-static void set_mods(const fa_problem *p, fa_plan *plan) {
-    if (!p->flex) return;
-    const fa_mods mods = fa_mods_of(p);
-    plan->gpu.mods = fa_mods_hash(&mods);
-}
-
 const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const char *why = why_not(p);
     (void)machine;
@@ -62,7 +52,7 @@ const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->block_q = 16 * fa_fwd_any_row(row)->blocks * fa_fwd_any_row(row)->warps;
     plan->block_kv = fa_fwd_any_row(row)->block_kv;
     plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_block_map_bytes(p);
-    set_mods(p, plan);
+    fa_plan_mods(p, plan);
     return NULL;
 }
 
@@ -81,6 +71,6 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->block_q = 16 * fa_bwd_any_row(row)->blocks * fa_bwd_any_row(row)->warps;
     plan->block_kv = fa_bwd_any_row(row)->walk;
     plan->workspace_bytes = fa_block_map_bytes(p);
-    set_mods(p, plan);
+    fa_plan_mods(p, plan);
     return NULL;
 }

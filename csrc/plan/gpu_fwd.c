@@ -1,5 +1,6 @@
 /* Planner of attn_fwd_sm90. The planner takes the first rows of cuda/tiles.def that have room for the columns. Among
  * the rows that serve every feature, it takes the row that wastes least beyond the sequences' ends. */
+#include "flex/flex.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -56,11 +57,22 @@ void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
 
+/* Programmable attention with nothing to program is plain attention. */
+static bool is_plain(const fa_flex *flex) { return !flex->score && !flex->mask && flex->block_q == 0; }
+
+static const char *why_not_flex(const fa_problem *p) {
+    NEEDS(!p->flex->max_scores.data, "its row maximum lags, so it returns no max_scores");
+    NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
+    return fa_why_not_blocks(p);
+}
+
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256 };
-    const unsigned features = fa_cuda_features(p), wanted = features & FA_ALL_FEATURES;
+    const unsigned features = fa_cuda_features(p) | (p->flex && !is_plain(p->flex) ? FA_FLEX : 0u);
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_FLEX);
     const bool packed = p->cu_seqlens_q != NULL;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | FA_EMPTY_NEG);
+    if (!why && p->flex) why = why_not_flex(p);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -111,6 +123,10 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->gpu.features = features;
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
+    if (features & FA_FLEX) {
+        plan->workspace_bytes = fa_block_walks_at(p) + fa_block_walks_bytes(p, plan);
+        fa_plan_mods(p, plan);
+    }
     fa_plan_fwd_order(p, (int64_t)machine->gpu_sms * fa_fwd_sm90_row(row)->ctas, plan);
     return NULL;
 }

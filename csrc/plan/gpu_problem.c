@@ -71,6 +71,27 @@ size_t fa_block_map_bytes(const fa_problem *p) {
     return flex && flex->block_q > 0 ? (size_t)(flex->mask_b * flex->mask_h * flex->rows * flex->columns) : 0;
 }
 
+size_t fa_block_walks_bytes(const fa_problem *p, const fa_plan *plan) {
+    const int64_t q_tiles = (p->len_q + plan->block_q - 1) / plan->block_q;
+    const int64_t kv_tiles = (p->len_kv + plan->block_kv - 1) / plan->block_kv;
+    if (fa_block_map_bytes(p) == 0) return 0;
+    return (size_t)(p->flex->mask_b * p->flex->mask_h * q_tiles * (1 + kv_tiles + 1)) * sizeof(int32_t);
+}
+
+const char *fa_why_not_blocks(const fa_problem *p) {
+    const fa_flex *flex = p->flex;
+    const int64_t most = 1 << 30;
+    if (flex->block_q > 0 && (flex->mask_b > most || flex->mask_h > most || flex->rows > most || flex->columns > most))
+        return "it counts blocks up to 2^30";
+    return NULL;
+}
+
+void fa_plan_mods(const fa_problem *p, fa_plan *plan) {
+    if (!p->flex) return;
+    const fa_mods mods = fa_mods_of(p);
+    plan->gpu.mods = fa_mods_hash(&mods);
+}
+
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
     if (plan->num_ruled_out == FA_MAX_RULED_OUT) return;
     plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){kernel, reason};

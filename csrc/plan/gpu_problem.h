@@ -65,8 +65,19 @@ uint64_t fa_mods_hash(const fa_mods *mods);
 /* Does the backward add to gradients of captures? */
 bool fa_wants_capture_gradients(const fa_problem *problem);
 
-/* Bytes of the map of a block mask (cuda/flex_blocks.cuh). */
+/* Bytes of the map of a block mask (cuda/flex_blocks.cuh), and of the walks and their order (cuda/flex_walks.cu) in a
+ * plan's tiles. The map lies at the start of the workspace, and the walks at fa_block_walks_at. */
 size_t fa_block_map_bytes(const fa_problem *problem);
+static inline size_t fa_block_walks_at(const fa_problem *problem) {
+    return (fa_block_map_bytes(problem) + 15) / 16 * 16;
+}
+size_t fa_block_walks_bytes(const fa_problem *problem, const fa_plan *plan);
+
+/* Why can no kernel read the problem's block mask? NULL: kernels can. */
+const char *fa_why_not_blocks(const fa_problem *problem);
+
+/* Notes in the plan which functions the kernels of a problem have. */
+void fa_plan_mods(const fa_problem *problem, fa_plan *plan);
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 

@@ -48,6 +48,7 @@ const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_
  * sequences prefer steps of 64 keys, so a row with such steps is beaten only by another row with such steps. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned wanted = features & FA_ALL_FEATURES;
+    if (features & FA_FLEX) return false; /* the functions of a call belong to such a kernel */
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
@@ -143,6 +144,8 @@ static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_
 static const fa_row flex_blocks_rows[] = {{.name = "flex_blocks"}};
 static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
 static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
+static const fa_row flex_walks_rows[] = {{.name = "flex_walks"}};
+static const fa_row flex_order_rows[] = {{.name = "flex_order"}};
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
@@ -214,7 +217,8 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define SM90_FILES  "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 #define STEP_FILES  "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
-#define FEED_FILES  "key_walk.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh", "attn_fwd_producer.cuh"
+#define FEED_FILES \
+    "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh", "attn_fwd_producer.cuh"
 #define FWD_FILES   "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
@@ -227,14 +231,15 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES),
+                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, "cuda_problem.h"),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
-                     .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                     .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses,
-                     .aligns_shared = true},
+                     .aligns_shared = true,
+                     .takes_mods = true},
     [FA_FWD_FP8_SM90] = {.name = "attn_fwd_fp8_sm90",
                          .files = FILES("attn_fwd_fp8_sm90.cu", "attn_fwd_fp8_values.cuh", FWD_FILES, SM90_FILES),
                          .arch = 90,
@@ -311,6 +316,16 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .files = FILES("flex_lists.cu", BLOCKS_FILES),
                        .rows = flex_lists_rows,
                        .num_rows = NUM_ROWS(flex_lists_rows),
+                       .chooses = always_chooses},
+    [FA_FLEX_WALKS] = {.name = "flex_walks",
+                       .files = FILES("flex_walks.cu", BLOCKS_FILES),
+                       .rows = flex_walks_rows,
+                       .num_rows = NUM_ROWS(flex_walks_rows),
+                       .chooses = always_chooses},
+    [FA_FLEX_ORDER] = {.name = "flex_order",
+                       .files = FILES("flex_order.cu", "cuda_flex.h", "cuda_problem.h"),
+                       .rows = flex_order_rows,
+                       .num_rows = NUM_ROWS(flex_order_rows),
                        .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
                       .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),

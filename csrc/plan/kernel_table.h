@@ -16,7 +16,7 @@
         X(PAGED, 128, "_paged"),    /* keys lie in pages of a block table */                                  \
         X(DROPOUT, 16, "_dropout"), /* dropout of the probabilities */                                        \
         X(OF_3, 512, "_of3"),       /* generic kernels: what flash-attn 3 adds */                             \
-        X(FLEX, 1024, "_flex")      /* generic kernels: programmable attention (flex/flex.h) */
+        X(FLEX, 1024, "_flex")      /* programmable attention (flex/flex.h) */
 
 /* The bits of the dtype. fp16 has none of them. */
 #define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64), X(E4M3, 256)
@@ -52,6 +52,8 @@ typedef enum {
     FA_FLEX_BLOCKS,
     FA_FLEX_CLASSIFY,
     FA_FLEX_LISTS,
+    FA_FLEX_WALKS,
+    FA_FLEX_ORDER,
     FA_NUM_FAMILIES
 } fa_family_id;
 

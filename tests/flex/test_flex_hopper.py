@@ -1,0 +1,140 @@
+"""flex_attention's forward in Hopper's own kernel, against its specification in fp64.
+
+FLASH_ATTN_CUDA_KERNEL lets only this kernel run, so a call that it refuses is an error."""
+
+import random
+
+import pytest
+import torch
+from catalogue import CATALOGUE
+from oracle_attention import INF, TOLERANCES, attention, close, moved
+from score_catalogue import SCORES
+from test_flex_cuda import block_mask_on_gpu
+
+from flash_attn.flex_attention import create_block_mask, create_mask, flex_attention
+
+on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not on_hopper, reason="there is no Hopper GPU")
+DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (64, 256), (192, 128), (192, 192), (256, 256), (24, 8)]
+
+
+@pytest.fixture(autouse=True)
+def only_hoppers_kernel(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "attn_fwd_sm90")
+
+
+def compare(tensors, score_mod=None, mask_mod=None, block=None, mask=None, **kwargs):
+    """Compares out and lse. block: the size of blocks; None: a bare mask_mod. Returns out."""
+    shape, seen = (*tensors[0].shape[:3], tensors[1].shape[2]), {}
+    if mask_mod is not None:
+        mask = create_mask(mask_mod, *shape, device="cpu")
+        kwargs["mask_mod"] = moved(mask_mod, "cuda", seen)
+    if block is not None:
+        made = create_block_mask(mask_mod, *shape, device="cpu", BLOCK_SIZE=block)
+        kwargs = {"block_mask": block_mask_on_gpu(made, kwargs["mask_mod"])}
+    mod = None if score_mod is None else moved(score_mod, "cuda", seen)
+    with torch.no_grad():
+        got = flex_attention(*(x.cuda() for x in tensors), mod, enable_gqa=True, return_lse=True, **kwargs)
+        want = attention(*(x.double() for x in tensors), score_mod, mask)
+    for has, wants in zip(got, want[:2], strict=True):
+        close(has.cpu(), wants, max(TOLERANCES[tensors[0].dtype], 1e-4))
+    return got[0]
+
+
+def tensors_of(rng, shape, dims=None, dtype=None):
+    b, h, len_q, len_kv = shape
+    h_kv, (d, d_v) = h // 2 if h % 2 == 0 else h, dims or rng.choice(DIMS)
+    dtype = dtype or rng.choice([torch.bfloat16, torch.float16])
+    generator = torch.Generator().manual_seed(rng.randint(0, 1000))
+    sizes = [(b, h, len_q, d), (b, h_kv, len_kv, d), (b, h_kv, len_kv, d_v)]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def shape_of(rng):
+    lengths = (rng.choice([1, 64, 127, 128, 129, rng.randint(1, 700)]) for _ in range(2))
+    return rng.randint(1, 2), rng.randint(1, 4), *lengths
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+def test_every_mask_on_hopper(make, seed):
+    rng = random.Random(1000 * seed + CATALOGUE.index(make))
+    shape = shape_of(rng)
+    block = rng.choice([None, 128, 128, 64, (256, 128), (16, 24), (128, 64)])
+    compare(tensors_of(rng, shape), mask_mod=make(rng, shape), block=block)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
+def test_every_score_mod_on_hopper(make, seed):
+    rng = random.Random(1000 * seed + SCORES.index(make))
+    shape = shape_of(rng)
+    score_mod, _ = make(rng, shape)
+    mask_mod = rng.choice([None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 != 0])
+    compare(tensors_of(rng, shape), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_blocks_on_hopper(dims, dtype):
+    """Lists in any order, with garbage behind the counts, rows without blocks, and masks of their own for each head."""
+    rng, generator = random.Random(dims[0]), torch.Generator().manual_seed(dims[1])
+    mod = lambda b, h, i, j: (i * 7 + j * 3 + h) % 5 != 0  # noqa: E731
+    for block_q, block_kv in ((128, 128), (64, 96), (192, 32)):
+        len_q, len_kv = 5 * block_q - 17, 6 * block_kv - 5
+        block_mask = block_mask_on_gpu(
+            create_block_mask(mod, 2, 4, len_q, len_kv, device="cpu", BLOCK_SIZE=(block_q, block_kv)), mod
+        )
+        kinds = torch.randint(0, 4, (2, 4, 5, 6), generator=generator) % 3
+        kinds[:, 1, 2] = 0
+        for kind, prefix in ((1, ""), (2, "full_")):
+            is_listed = kinds == kind
+            order = torch.argsort(is_listed + 0.1 * torch.rand(kinds.shape, generator=generator), -1, descending=True)
+            num = is_listed.sum(-1, dtype=torch.int32)
+            order[torch.arange(6) >= num[..., None]] = rng.choice([-(2**31), 2**31 - 1, 3])
+            getattr(block_mask, prefix + "kv_num_blocks").copy_(num)
+            getattr(block_mask, prefix + "kv_indices").copy_(order)
+        blocks = kinds.repeat_interleave(block_q, 2).repeat_interleave(block_kv, 3)[:, :, :len_q, :len_kv]
+        mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 2, 4, len_q, len_kv, device="cpu"))
+        tensors = tensors_of(rng, (2, 4, len_q, len_kv), dims, dtype)
+        tensors[1] = tensors[1] * 3  # the row maximum rises often
+        compare(tensors, mask=mask, block_mask=block_mask)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_masked_values_may_be_anything_on_hopper(dims):
+    """NaN and inf in keys and values that no row, or only some rows, see."""
+    tensors = tensors_of(random.Random(0), (1, 2, 400, 400), dims, torch.bfloat16)
+    tensors[2][:, :, 300:], tensors[1][:, :, 350] = float("nan"), INF
+    score_mod = lambda s, b, h, i, j: torch.where(j <= i, s, -INF)  # noqa: E731
+    mask_mod = lambda b, h, i, j: (j <= i) & (h >= 0)  # noqa: E731
+    blocks = block_mask_on_gpu(create_block_mask(mask_mod, 1, 2, 400, 400, device="cpu"), mask_mod)
+    want = attention(*(x[:, :, :300].double() for x in tensors), None, torch.ones(300, 300).tril().bool())[0]
+    for kwargs in ({"score_mod": score_mod}, {"mask_mod": mask_mod}, {"block_mask": blocks}):
+        out = flex_attention(*(x.cuda() for x in tensors), enable_gqa=True, **kwargs).cpu()
+        close(out[:, :, :300], want, 2e-2)
+        assert not out[:, :, 300:].isfinite().any()
+
+
+@pytest.mark.parametrize("step", [0.0, 3.0, 50.0, 1e3, 2.0**100, INF])
+def test_scores_of_any_size_on_hopper(step):
+    """Scores that rise or fall from key tile to key tile by more than floats reach, and scores of -inf."""
+    tensors = tensors_of(random.Random(1), (1, 2, 300, 700), (128, 128))
+    for sign in (1, -1):
+        compare(tensors, lambda s, b, h, i, j, sign=sign: s + sign * torch.where(j // 128 > 0, step, 0.0) * (j // 128))
+    compare(tensors, lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -INF))
+    out = compare(tensors, lambda s, b, h, i, j: torch.where(i % 2 == 0, s, -INF))
+    assert not out[:, :, 1::2].any()
+    nan = lambda s, b, h, i, j: torch.where((i == 5) & (j == 600), float("nan"), s)  # noqa: E731
+    out = flex_attention(*(x.cuda() for x in tensors), nan, enable_gqa=True).cpu()
+    assert out[:, :, 5].isnan().all() and out[:, :, 6:].isfinite().all() and out[:, :, :5].isfinite().all()
+
+
+def test_long_sequences_and_many_heads_on_hopper():
+    """More work tiles than multiprocessors, walks of very different lengths, and lists that a graph changes."""
+    n, document = 3000, torch.tensor([0] * 100 + [1] * 1900 + [2] * 300 + [3] * 700)
+    mod = lambda b, h, i, j: (document[i] == document[j]) & (i >= j)  # noqa: E731
+    tensors = tensors_of(random.Random(2), (2, 16, n, n), (64, 64), torch.bfloat16)
+    for block in (128, (64, 256)):
+        compare(tensors, mask_mod=mod, block=block)
+        compare(tensors, lambda s, b, h, i, j: s - (i - j) * 0.01 * (h + 1), mod, block)
