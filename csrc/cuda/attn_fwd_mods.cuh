@@ -8,6 +8,8 @@
 
 #include "key_walk.cuh"
 
+constexpr int ENTRIES_AHEAD = 4; /* of the entry that the producer reads */
+
 #if FLEX
 
 /* ---- lists ------------------------------------------------------------------------------------------------------ */
@@ -19,31 +21,46 @@ DEVICE bool is_full(const params &p, int entry) {
     return !FLEX_SCORE && kind_of(entry) == FULL_BLOCK && (key_tile_of(entry) + 1) * BLOCK_KV <= p.len_kv;
 }
 
-/* What a work tile knows of its list: the entries, the last place first. NULL: there is no block mask. */
+/* What a work tile knows of its list: the entries, the last place first, and copies of the first of them. NULL: there is
+ * no block mask. */
 struct listed_tile {
     const int *list;
-    DEVICE int entry_at(int top, int place) const {
-        return list ? __ldg(list + top - place) : 4 * place + KIND_WITHOUT_BLOCKS;
-    }
+    int first_entries[ENTRIES_AHEAD];
 };
 
-/* The producer's walk. Entries come from memory, so each is asked for one step ahead. */
+/* The producer's walk. Entries come from memory by cp.async, ENTRIES_AHEAD steps ahead, into a ring in shared memory.
+ * The ring begins with the copies in the work tile. NOTE: a loaded register that moves to another one waits for its
+ * load, and a load each step without such a move is nothing that can be written here. Waiting cost 20%. */
 struct loaded_walk : key_walk {
-    listed_tile of = {nullptr};
-    int entry = 0, entry_before = 0, entry_after = 0; /* of this step, of the last, and of the next */
+    int *ring;
+    const int *list = nullptr;
+    int entry = 0, entry_before = 0; /* of this step, and of the last */
 
+    DEVICE loaded_walk(int *ring) : ring(ring) {}
     template <class tile> DEVICE void begin(const tile &t) {
         *(key_walk *)this = key_walk_of(t.kv_begin, t.kv_end);
-        of.list = t.list;
-        entry = has_next() ? of.entry_at(top, top) : 0;
-        entry_after = top > bottom ? of.entry_at(top, top - 1) : 0;
+        list = t.list;
+        if (list)
+            for (int i = 0; i < ENTRIES_AHEAD; i++) ring[i] = t.first_entries[i];
+        read();
+    }
+    /* Reads the entry of this step, and asks for a later one in its place. */
+    DEVICE void read() {
+        const int idx = top - next, later = idx + ENTRIES_AHEAD;
+        entry = 4 * next + KIND_WITHOUT_BLOCKS;
+        if (!list || !has_next()) return;
+        cp_async_wait_group<ENTRIES_AHEAD - 1>();
+        entry = ring[idx % ENTRIES_AHEAD];
+        if (later <= top) cp_async<4>(smem_address(&ring[idx % ENTRIES_AHEAD]), list + later, true);
+        cp_async_commit_group();
     }
     DEVICE int key_tile() const { return key_tile_of(entry); }
     DEVICE int previous_key_tile() const { return key_tile_of(entry_before); }
     DEVICE int take() {
-        entry_before = entry, entry = entry_after;
-        entry_after = next - 2 >= bottom ? of.entry_at(top, next - 2) : 0;
-        return next--;
+        const int taken = next--;
+        entry_before = entry;
+        read();
+        return taken;
     }
 };
 
@@ -58,6 +75,7 @@ template <class tile> DEVICE int find_list(const params &p, int b_idx, int head,
     const int q_tile = __ldg(p.flex.order + mask * q_tiles + pos);
     const int *walk = p.flex.walks + (mask * q_tiles + q_tile) * (1 + ceil_div(p.len_kv, BLOCK_KV));
     t.kv_end = __ldg(walk), t.list = walk + 1;
+    for (int i = 0; i < ENTRIES_AHEAD; i++) t.first_entries[i] = i <= ceil_div(p.len_kv, BLOCK_KV) - 1 ? __ldg(walk + 1 + i) : 0;
     return q_tile;
 }
 
@@ -67,6 +85,7 @@ DEVICE int key_tile_of(int place) { return place; }
 DEVICE bool is_full(const params &, int) { return false; }
 struct listed_tile {};
 struct loaded_walk : key_walk {
+    DEVICE loaded_walk(int *) {}
     template <class tile> DEVICE void begin(const tile &t) {
         *(key_walk *)this = key_walk_of(t.kv_begin, t.kv_end);
     }
@@ -76,11 +95,13 @@ struct loaded_walk : key_walk {
 
 #endif
 
-/* The entries that lie beside the stages of K. */
+/* The entries of the stages of K, and the producer's ring of entries. */
 template <int NUM> struct stage_entries {
-    int entries[NUM];
+    int entries[NUM], entry_ring[ENTRIES_AHEAD];
 };
-template <> struct stage_entries<0> {};
+template <> struct stage_entries<0> {
+    static constexpr int *entry_ring = nullptr;
+};
 constexpr int LISTED_STAGES = FLEX ? STAGES : 0;
 
 #endif

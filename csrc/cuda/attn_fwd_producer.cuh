@@ -92,7 +92,7 @@ struct producer {
     /* The work tile whose keys are loaded, at first one without keys. NOTE: what the loads need is in registers.
      * Keys are asked for just in time. Reading the tile from shared memory each time cost 9% (head_dim 128, length
      * 16k). */
-    loaded_walk walk;
+    loaded_walk walk{smem.entry_ring};
     int kv_origin = 0, kv_head = 0, kv_batch = 0;
 
     DEVICE void load_k() {

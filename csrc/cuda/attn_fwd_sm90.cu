@@ -150,6 +150,9 @@ struct consumer : consumer_base {
         if (TURN == TURN_WHILE_ISSUING || IS_FIRST) pass_turn();
 #if FLEX
         const int entry = entry_of(place), j = key_tile_of(entry);
+        hidden_pairs hidden;
+        bool hides = false;
+        if (!FLEX_SCORE) hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
 #else
         const int j = place;
 #endif
@@ -171,7 +174,11 @@ struct consumer : consumer_base {
         /* mask and row max: most steps pass by on one branch; key 0 may be far above all other keys */
         if (SCORE) change_scores(S, p, q_head, j * BLOCK_KV + column, diagonal);
 #if FLEX
-        apply_mods(S, p, q_head, kind_of(entry), j * BLOCK_KV, diagonal);
+        if (FLEX_SCORE) {
+            score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
+            hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+        }
+        if (hides) hidden.hide(S);
 #endif
         const bool is_raised = is_special && (IS_FIRST || walk.needs_max(place) || overflows(S, softmax, scale_log2));
         if (is_raised) {
@@ -228,7 +235,9 @@ struct consumer : consumer_base {
 
         if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
 #if FLEX
-        apply_mods(S, p, q_head, kind_of(entry), first_key, diagonal);
+        hidden_pairs hidden;
+        if (FLEX_SCORE) score_by_mod(S, p, q_head, first_key + column, diagonal);
+        if (hidden.find(p, q_head, kind_of(entry), first_key + column, diagonal)) hidden.hide(S);
         const u64 seen = scores_above_inf(S);
 #else
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);

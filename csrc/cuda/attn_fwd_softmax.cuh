@@ -44,23 +44,74 @@ DEVICE void mask_scores(float (&S)[S_REGS], const params &p, int len_kv, int fir
 }
 
 #if FLEX
-/* Pairs that do not see each other get -inf, where the blocks are of several kinds. Each pair looks up its own block.
- * A loop takes four registers at a time, and the others move up. */
-DEVICE void mask_pairs(float (&S)[S_REGS], const params &p, const mods &mod, block_kind kind, int key, int row) {
-#pragma unroll 1
-    for (int n = 0; n < S_REGS / 4; n++) {
-        float masked[4];
+/* S becomes the scores of the user's score_mod. key is that of this thread's first column, and row its first row. */
+DEVICE void score_by_mod(float (&S)[S_REGS], const params &p, const score_head &q_head, int key, int row) {
+    const mods mod(p.flex, p.values, q_head.b_idx, q_head.head);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int q_idx = min(row + 8 * row_of(i), p.len_q - 1), kv_idx = min(key + 8 * n + i % 2, p.len_kv - 1);
-            masked[i] = mod.sees(kind, q_idx, kv_idx) ? S[i] : -INF;
-        }
-#pragma unroll
-        for (int i = 4; i < S_REGS; i++) S[i - 4] = S[i];
-#pragma unroll
-        for (int i = 0; i < 4; i++) S[S_REGS - 4 + i] = masked[i];
-    }
+    for (int i = 0; i < S_REGS; i++)
+        S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i));
 }
+
+/* The kind of a warp's rows [i, i_last] and keys [j, j_last]. Each lane looks at a block. Whole warp. NOTE: loops that
+ * depend on the map, as those of block_map::kind_of, would keep ptxas from seeing that the ring positions of the step
+ * are uniform. Each matrix descriptor would then come from vector registers, and a step would take 20% longer. */
+DEVICE block_kind kind_of_strip(const block_map &map, int i, int i_last, int j, int j_last) {
+    const block_range rows = blocks_of(i, i_last, map.block_q), keys = blocks_of(j, j_last, map.block_kv);
+    const int lane = threadIdx.x % 32, columns = keys.last - keys.first + 1;
+    const int num = (rows.last - rows.first + 1) * columns;
+    u32 bits = lane == 0 && num > 32 ? 1u << MIXED_BLOCKS : 0;
+    if (lane < num)
+        bits |= 1u << map.kinds[(long long)(rows.first + lane / columns) * map.columns + keys.first + lane % columns];
+    bits = __reduce_or_sync(0xffffffffu, bits);
+    return bits & (bits - 1) ? MIXED_BLOCKS : (block_kind)(31 - __clz(bits));
+}
+
+/* Pairs of a thread that do not see each other: a bit for each register of S. */
+struct hidden_pairs {
+    static constexpr int WORDS = (S_REGS + 31) / 32;
+    u32 words[WORDS];
+
+    /* Says whether there may be such a pair. `kind` is that of the key tile, and key and row are those of
+     * score_by_mod. While a partial tile is looked at, S is still on its way. Whole warp. */
+    DEVICE bool find(const params &p, const score_head &q_head, block_kind kind, int key, int row) {
+        const int lane = threadIdx.x % 32, first_key = key - 2 * (lane % 4), first_row = row - lane / 4;
+        const mods mod(p.flex, p.values, q_head.b_idx, q_head.head);
+        const bool reaches_end = first_key + BLOCK_KV > p.len_kv;
+        if (kind == MIXED_BLOCKS) /* The warp's rows may lie in blocks of one kind. */
+            kind = kind_of_strip(mod.map, min(first_row, p.len_q - 1), min(first_row + 15, p.len_q - 1), first_key,
+                                 min(first_key + BLOCK_KV, p.len_kv) - 1);
+        if (kind == FULL_BLOCK && !reaches_end) return false;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) words[w] = 0;
+        if (kind == PARTIAL_BLOCK) {
+#pragma unroll
+            for (int i = 0; i < S_REGS; i++)
+                if (!mod.sees(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i))) words[i / 32] |= 1u << i % 32;
+        } else if (kind != FULL_BLOCK) {
+#pragma unroll
+            for (int w = 0; w < WORDS; w++)
+#pragma unroll 1 /* Such tiles are few, and their pairs look up their own blocks. */
+                for (int n = 0; n < min(32, S_REGS - 32 * w) / 4; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int i = min(row + 8 * row_of(e), p.len_q - 1);
+                        const int j = min(key + 8 * (8 * w + n) + e % 2, p.len_kv - 1);
+                        if (!mod.sees(kind, i, j)) words[w] |= 1u << (4 * n + e);
+                    }
+        }
+        if (reaches_end) {
+#pragma unroll
+            for (int i = 0; i < S_REGS; i++)
+                if (column_of(i) >= p.len_kv - key) words[i / 32] |= 1u << i % 32;
+        }
+        return true;
+    }
+    DEVICE void hide(float (&S)[S_REGS]) const {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            if (words[i / 32] >> i % 32 & 1) S[i] = -INF;
+    }
+};
 
 /* A bit for each register of S, that says whether its pair counts. Those of score -inf do not. */
 DEVICE u64 scores_above_inf(const float (&S)[S_REGS]) {
@@ -68,38 +119,6 @@ DEVICE u64 scores_above_inf(const float (&S)[S_REGS]) {
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) bits |= (u64)(S[i] != -INF) << i;
     return bits;
-}
-
-/* S becomes the scores of the user's functions. Keys that a row does not see get -inf. `kind` is that of the key tile,
- * first_key its first key, and row this thread's first row. */
-DEVICE void apply_mods(float (&S)[S_REGS], const params &p, const score_head &q_head, block_kind kind, int first_key,
-                       int row) {
-    const int lane = threadIdx.x % 32, key = first_key + 2 * (lane % 4);
-    const mods mod(p.flex, p.values, q_head.b_idx, q_head.head);
-    if (FLEX_SCORE) {
-#pragma unroll
-        for (int i = 0; i < S_REGS; i++)
-            S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i));
-    }
-    if (kind == MIXED_BLOCKS) { /* The warp's rows may lie in blocks of one kind. */
-        const int first_row = row - lane / 4;
-        if (first_row < p.len_q)
-            kind = mod.map.kind_of(first_row, min(first_row + 15, p.len_q - 1), first_key,
-                                   min(first_key + BLOCK_KV, p.len_kv) - 1);
-        kind = (block_kind)uniform(kind);
-    }
-    if (kind == PARTIAL_BLOCK) {
-#pragma unroll
-        for (int i = 0; i < S_REGS; i++)
-            if (!mod.sees(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i))) S[i] = -INF;
-    } else if (kind != FULL_BLOCK) {
-        mask_pairs(S, p, mod, kind, key, row);
-    }
-    if (first_key + BLOCK_KV > p.len_kv) {
-#pragma unroll
-        for (int i = 0; i < S_REGS; i++)
-            if (column_of(i) >= p.len_kv - key) S[i] = -INF;
-    }
 }
 #endif
 

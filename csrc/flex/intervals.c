@@ -473,7 +473,7 @@ static interval of_dtype(fa_flex_dtype dtype) {
     }
 }
 
-void fa_flex_bound_always(const fa_flex_program *p, fa_flex_interval *values) {
+void fa_flex_bound_always(const fa_flex_program *p, int64_t most_index, int64_t most_param, fa_flex_interval *values) {
     for (int32_t idx = 0; idx < p->num_instructions; idx++) {
         const fa_flex_instruction *x = &p->instructions[idx];
         interval in[FA_FLEX_MAX_OPERANDS];
@@ -482,8 +482,10 @@ void fa_flex_bound_always(const fa_flex_program *p, fa_flex_interval *values) {
         case FA_FLEX_b:
         case FA_FLEX_h:
         case FA_FLEX_q_idx:
-        case FA_FLEX_kv_idx: values[idx] = of_ints(0, INT32_MAX); break;
-        case FA_FLEX_param: values[idx] = anything(x->type); break;
+        case FA_FLEX_kv_idx: values[idx] = of_ints(0, most_index); break;
+        case FA_FLEX_param:
+            values[idx] = x->type == FA_FLEX_I64 && most_param < INT64_MAX ? of_ints(-most_param, most_param) : anything(x->type);
+            break;
         case FA_FLEX_gather: values[idx] = of_dtype((fa_flex_dtype)p->captures[x->source].dtype); break;
         default: values[idx] = bound_operation(p, x, in); break;
         }

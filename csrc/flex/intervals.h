@@ -40,7 +40,8 @@ void fa_flex_bound_rows(fa_flex_intervals *v, int slot, int64_t first, int64_t l
 void fa_flex_bound_keys(fa_flex_intervals *v, int64_t first, int64_t last);
 fa_flex_interval fa_flex_bound_block(fa_flex_intervals *v, int slot);
 
-/* Bounds of all values [num_instructions] for indices from 0 to INT32_MAX, whatever captures and parameters hold. */
-void fa_flex_bound_always(const fa_flex_program *p, fa_flex_interval *values);
+/* Bounds of all values [num_instructions] for indices from 0 to most_index and integer parameters from -most_param to
+ * most_param, whatever captures hold. INT64_MAX: any parameter. */
+void fa_flex_bound_always(const fa_flex_program *p, int64_t most_index, int64_t most_param, fa_flex_interval *values);
 
 #endif

@@ -3,12 +3,15 @@
 #include "source.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "intervals.h"
+
+#define MOST_PARAM ((int64_t)1 << 28) /* an integer parameter of a text that is not wide */
 
 /* ---- text -------------------------------------------------------------------------------------------------------- */
 
@@ -66,6 +69,25 @@ size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program 
     return sizeof(int64_t) * (size_t)(words > 0 ? words : 1);
 }
 
+bool fa_flex_is_wide(const fa_flex_bound *bound, int64_t most_index) {
+    const fa_flex_program *p = bound->program;
+    if (most_index >= FA_FLEX_SMALL) return true;
+    for (int32_t i = 0; i < p->num_captures; i++) {
+        const fa_flex_capture *c = &bound->captures[i];
+        double elements = 1, last = 0;
+        for (int dim = 0; dim < p->captures[i].rank; dim++) {
+            elements *= (double)c->size[dim];
+            last += (double)c->size[dim] * fabs((double)c->stride[dim]);
+            if (c->size[dim] > INT32_MAX || llabs(c->stride[dim]) > INT32_MAX) return true;
+        }
+        if (elements > INT32_MAX || last > INT32_MAX) return true;
+    }
+    for (int32_t i = 0; i < p->num_params; i++)
+        if (p->params[i] == FA_FLEX_I64 && (bound->params[i].i > MOST_PARAM || bound->params[i].i < -MOST_PARAM))
+            return true;
+    return false;
+}
+
 static int64_t *fill_words(const fa_flex_bound *bound, int64_t *word) {
     const fa_flex_program *p = bound->program;
     for (int32_t i = 0; i < p->num_captures; i++) {
@@ -105,6 +127,7 @@ typedef struct {
     const fa_flex_interval *bounds; /* of each instruction */
     const uint8_t *is_exact;        /* of each instruction: an error of its last digits could grow */
     int32_t words;                  /* where the program's words begin */
+    bool is_wide;
 } writer;
 
 static bool is_op(const fa_flex_instruction *x, fa_flex_op op) { return x->op == op; }
@@ -185,15 +208,16 @@ static void put_param(const writer *w, const fa_flex_instruction *x) {
 static void put_place(const writer *w, const fa_flex_instruction *x, bool is_contiguous) {
     const int32_t first = w->words + words_before(w->p, x->source) + 1;
     const int rank = w->p->captures[x->source].rank;
+    const char *number = w->is_wide ? "" : "(int)";
     if (rank == 0) put(w->t, "0");
     for (int dim = 0; is_contiguous && dim + 1 < rank; dim++) put(w->t, "(");
     for (int dim = 0; dim < rank; dim++) {
         const int32_t size = first + 2 * dim;
-        if (is_contiguous && dim > 0) put(w->t, " * x.words[%d] + ", size);
+        if (is_contiguous && dim > 0) put(w->t, " * %sx.words[%d] + ", number, size);
         if (!is_contiguous && dim > 0) put(w->t, " + ");
-        put(w->t, w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, x.words[%d])" : "flex_limit(v%d, x.words[%d])",
-            x->operand[dim], size);
-        if (!is_contiguous) put(w->t, " * x.words[%d]", size + 1);
+        put(w->t, w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, %sx.words[%d])" : "flex_limit(v%d, %sx.words[%d])",
+            x->operand[dim], number, size);
+        if (!is_contiguous) put(w->t, " * %sx.words[%d]", number, size + 1);
         if (is_contiguous && dim > 0) put(w->t, ")");
     }
 }
@@ -225,6 +249,9 @@ static void put_convert(const writer *w, const fa_flex_instruction *x, const cha
         put(w->t, "v%d != 0", from);
     else if (x->type == FA_FLEX_I64 && w->p->instructions[from].result >= FA_FLEX_F32)
         put(w->t, "(%s)flex_int_from(v%d)", type, from);
+    else if (x->type == FA_FLEX_F32 && is_narrow(w, from) && w->bounds[from].lo >= -FA_FLEX_SMALL &&
+             w->bounds[from].hi <= FA_FLEX_SMALL)
+        put(w->t, "flex_float_of_small(v%d)", from);
     else
         put(w->t, "(%s)v%d", type, from);
 }
@@ -462,7 +489,7 @@ static fa_status check(const fa_flex_program *p, part of, fa_error *err) {
 }
 
 /* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. */
-static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, fa_error *err) {
+static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, bool is_wide, fa_error *err) {
     if (!p) return FA_OK;
     fa_status status = check(p, of, err);
     if (status != FA_OK) return status;
@@ -470,9 +497,9 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
     fa_flex_interval *bounds = malloc(num * sizeof *bounds + num);
     if (!bounds) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     uint8_t *is_exact = (uint8_t *)(bounds + num);
-    fa_flex_bound_always(p, bounds);
+    fa_flex_bound_always(p, is_wide ? INT32_MAX : FA_FLEX_SMALL - 1, is_wide ? INT64_MAX : MOST_PARAM, bounds);
     mark_exact(p, is_exact);
-    const writer w = {t, p, bounds, is_exact, words};
+    const writer w = {t, p, bounds, is_exact, words, is_wide};
     if (of == DERIVATIVE) {
         status = put_derivative(&w, err);
     } else {
@@ -486,7 +513,7 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
 }
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         char **out, fa_error *err) {
+                         bool is_wide, char **out, fa_error *err) {
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
     const int32_t of_score = program_words(score), of_mask = program_words(mask);
     text t = {0};
@@ -494,9 +521,9 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     put(&t, "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n\n", score != NULL,
         mask != NULL, derivative != NULL);
     put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
-    fa_status status = put_program(&t, score, SCORE, 0, err);
-    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, err);
-    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, err);
+    fa_status status = put_program(&t, score, SCORE, 0, is_wide, err);
+    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, err);
+    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, is_wide, err);
     if (status == FA_OK && t.is_lost) status = fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     if (status != FA_OK) {
         free(t.data);

@@ -26,7 +26,8 @@ static_assert(sizeof(fa_cuda_flex_classification) % sizeof(uint64_t) == 0, "the 
 
 static fa_status find_kinds(const fa_cuda_call *call, const fa_flex_bound *bound, const fa_flex_blocks *k,
                             fa_error *err) {
-    const fa_mods mods = {.mask = bound->program};
+    const int64_t heads = k->b > k->h ? k->b : k->h, rows = k->len_q > k->len_kv ? k->len_q : k->len_kv;
+    const fa_mods mods = {.mask = bound->program, .is_wide = fa_flex_is_wide(bound, heads > rows ? heads : rows)};
     const fa_variant variant = {FA_FLEX_CLASSIFY, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
     const fa_launch launch = {grid_of((int64_t)fa_cuda_flex_classify_workspace(k)), 1, 1,
                               .threads = FA_FLEX_CLASSIFY_THREADS};

@@ -2,6 +2,7 @@
 #include "gpu_problem.h"
 
 #include "flex/flex.h"
+#include "flex/source.h"
 #include "system/hash.h"
 
 bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !(p->scale >= 1e-37); }
@@ -42,17 +43,22 @@ unsigned fa_any_features(const fa_problem *p) {
     return fa_dtype_feature(p->dtype) | additions;
 }
 
+enum { LARGEST_TILE = 1024 }; /* rows that a tile may have behind the end of its sequence */
+
 static const fa_flex_program *program_of(const fa_flex_bound *bound) { return bound ? bound->program : NULL; }
 
 fa_mods fa_mods_of(const fa_problem *p) {
     const fa_flex *flex = p->flex;
-    return (fa_mods){program_of(flex->score), program_of(flex->mask),
-                     p->pass == FA_BWD ? program_of(flex->derivative) : NULL};
+    const fa_flex_bound *bounds[] = {flex->score, flex->mask, p->pass == FA_BWD ? flex->derivative : NULL};
+    const int64_t heads = p->b > p->h ? p->b : p->h, rows = p->len_q > p->len_kv ? p->len_q : p->len_kv;
+    fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false};
+    for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], LARGEST_TILE + (heads > rows ? heads : rows));
+    return mods;
 }
 
 uint64_t fa_mods_hash(const fa_mods *mods) {
     const fa_flex_program *programs[] = {mods->score, mods->mask, mods->derivative};
-    uint64_t hashes[3] = {0};
+    uint64_t hashes[4] = {0, 0, 0, mods->is_wide};
     bool has_mods = false;
     for (int i = 0; i < 3; i++)
         if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;

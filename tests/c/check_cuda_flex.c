@@ -74,12 +74,12 @@ static const int32_t *current_documents;
 /* ---- in place of flex/source.c ----------------------------------------------------------------------------------- */
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         char **text, fa_error *err) {
+                         bool is_wide, char **text, fa_error *err) {
     static const char index[] = "int b, int h, int q_idx, int kv_idx) {\n    ", values[] = "const flex_values &x, ";
     const mod_text *m = &mods[current_mod];
     size_t bytes;
     FILE *file = open_memstream(text, &bytes);
-    (void)err;
+    (void)err, (void)is_wide;
     fprintf(file, "#define FLEX_SCORE %d\n#define FLEX_MASK %d\n#define FLEX_DERIVATIVE %d\n#define FLEX_SUMS 1\n",
             score != NULL, mask != NULL, derivative != NULL);
     fprintf(file, "struct flex_values {\n    long long words[%d];\n};\n", NUM_WORDS);
@@ -94,6 +94,11 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     }
     fclose(file);
     return FA_OK;
+}
+
+bool fa_flex_is_wide(const fa_flex_bound *bound, int64_t most_index) {
+    (void)bound, (void)most_index;
+    return false;
 }
 
 size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
