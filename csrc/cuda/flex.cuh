@@ -25,13 +25,11 @@ template <class base> struct with_mods : base {
 };
 
 /* The functions of one batch and query head. */
-struct mods {
+struct mod_functions {
     const flex_values &values;
     int b_idx, head;
-    block_map map;
 
-    DEVICE mods(const fa_cuda_flex &flex, const flex_values &values, int b_idx, int head)
-        : values(values), b_idx(b_idx), head(head), map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
+    DEVICE mod_functions(const flex_values &values, int b_idx, int head) : values(values), b_idx(b_idx), head(head) {}
 
     /* Returns the score of query i and key j from scale q.k. */
     DEVICE float score(float x, int i, int j) const {
@@ -58,13 +56,25 @@ struct mods {
 #endif
     }
 
-    /* Does query i see key j? Both exist, and their tile has this kind. */
-    DEVICE bool sees(block_kind kind, int i, int j) const {
-        if (kind == MIXED_BLOCKS) kind = map.kind_at(i, j);
+    /* Does query i see key j in a block of this kind? */
+    DEVICE bool sees_in_block(block_kind kind, int i, int j) const {
 #if FLEX_MASK
         if (kind == PARTIAL_BLOCK) return flex_mask(values, b_idx, head, i, j);
 #endif
         return kind != EMPTY_BLOCK;
+    }
+};
+
+/* The functions, with the map of the block mask. */
+struct mods : mod_functions {
+    block_map map;
+
+    DEVICE mods(const fa_cuda_flex &flex, const flex_values &values, int b_idx, int head)
+        : mod_functions(values, b_idx, head), map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
+
+    /* Does query i see key j? Both exist, and their tile has this kind. */
+    DEVICE bool sees(block_kind kind, int i, int j) const {
+        return sees_in_block(kind == MIXED_BLOCKS ? map.kind_at(i, j) : kind, i, j);
     }
 };
 
