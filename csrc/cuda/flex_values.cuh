@@ -30,9 +30,13 @@ DEVICE int flex_place(long long i, int size) { return (int)flex_place(i, (long l
 DEVICE int flex_limit(int i, int size) { return i < size ? i : size - 1; }
 DEVICE int flex_limit(long long i, int size) { return i < size ? (int)i : size - 1; }
 
-/* An element of a capture: through the read-only cache. A capture without elements has the address 0. */
-template <class T> DEVICE T flex_load(long long address, long long place) {
-    return address ? __ldg((const T *)address + place) : T(0);
+/* An element of a capture: through the read-only cache. NOTE: the load has no condition, so equal loads become one. A
+ * condition made ALiBi load its slope 64 times in a step. */
+template <class T> DEVICE T flex_load(long long address, long long place) { return __ldg((const T *)address + place); }
+
+/* The same where a capture may be without elements. It has the address 0. */
+template <class T> DEVICE T flex_load_if(long long address, long long place) {
+    return address ? flex_load<T>(address, place) : T(0);
 }
 
 /* fp16 has no wider type among integers, so its bits move to those of fp32. A denormal is a small integer. */

@@ -75,6 +75,7 @@ bool fa_flex_is_wide(const fa_flex_bound *bound, int64_t most_index) {
     for (int32_t i = 0; i < p->num_captures; i++) {
         const fa_flex_capture *c = &bound->captures[i];
         double elements = 1, last = 0;
+        if (!c->data) return true;
         for (int dim = 0; dim < p->captures[i].rank; dim++) {
             elements *= (double)c->size[dim];
             last += (double)c->size[dim] * fabs((double)c->stride[dim]);
@@ -224,23 +225,24 @@ static void put_place(const writer *w, const fa_flex_instruction *x, bool is_con
 
 static void put_load(const writer *w, const fa_flex_instruction *x) {
     static const struct {
-        const char *before, *after;
+        const char *before, *type, *after;
     } loads[] = {
-        [FA_FLEX_OF_BOOL] = {"flex_load<unsigned char>(", ") != 0"},
-        [FA_FLEX_OF_U8] = {"flex_load<unsigned char>(", ")"},
-        [FA_FLEX_OF_I8] = {"flex_load<signed char>(", ")"},
-        [FA_FLEX_OF_I16] = {"flex_load<short>(", ")"},
-        [FA_FLEX_OF_I32] = {"flex_load<int>(", ")"},
-        [FA_FLEX_OF_I64] = {"flex_load<long long>(", ")"},
-        [FA_FLEX_OF_F16] = {"flex_from_f16(flex_load<unsigned short>(", "))"},
-        [FA_FLEX_OF_BF16] = {"flex_from_bf16(flex_load<unsigned short>(", "))"},
-        [FA_FLEX_OF_F32] = {"flex_load<float>(", ")"},
-        [FA_FLEX_OF_F64] = {"flex_load<double>(", ")"},
+        [FA_FLEX_OF_BOOL] = {"", "unsigned char", " != 0"},
+        [FA_FLEX_OF_U8] = {"", "unsigned char", ""},
+        [FA_FLEX_OF_I8] = {"", "signed char", ""},
+        [FA_FLEX_OF_I16] = {"", "short", ""},
+        [FA_FLEX_OF_I32] = {"", "int", ""},
+        [FA_FLEX_OF_I64] = {"", "long long", ""},
+        [FA_FLEX_OF_F16] = {"flex_from_f16(", "unsigned short", ")"},
+        [FA_FLEX_OF_BF16] = {"flex_from_bf16(", "unsigned short", ")"},
+        [FA_FLEX_OF_F32] = {"", "float", ""},
+        [FA_FLEX_OF_F64] = {"", "double", ""},
     };
     const int dtype = w->p->captures[x->source].dtype;
-    put(w->t, "%sx.words[%d], ", loads[dtype].before, w->words + words_before(w->p, x->source));
+    put(w->t, "%s%s<%s>(x.words[%d], ", loads[dtype].before, w->is_wide ? "flex_load_if" : "flex_load",
+        loads[dtype].type, w->words + words_before(w->p, x->source));
     put_place(w, x, false);
-    put(w->t, "%s", loads[dtype].after);
+    put(w->t, ")%s", loads[dtype].after);
 }
 
 static void put_convert(const writer *w, const fa_flex_instruction *x, const char *type) {

@@ -20,7 +20,7 @@
  *
  * b, h, q_idx and kv_idx are at least 0. They may lie outside of the problem, because indices of gathers are clamped.
  * The text of a program that is not wide takes them to be less than FA_FLEX_SMALL, and has integers and places of 32
- * bits wherever the rest allows it.
+ * bits wherever the rest allows it. Each of its captures has elements.
  *
  * Each word of flex_values has 8 bytes. The score_mod's words come first, then the mask_mod's, then the derivative's.
  * A program's words are, for each capture, its address and then size and stride of each dimension; then one word for
