@@ -276,9 +276,10 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
         task->cost = 0;
         for (int64_t tile = 0; tile < fa_num_tiles(p, &s, l->block_q); tile++) {
             const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
+            const int64_t first = fa_flex_mask_row(&job->map, task->b_idx, 0);
             int64_t row, row_end;
             fa_tile_rows(p, &s, l->block_q, tile, tile + 1, &row, &row_end);
-            task->cost += fa_flex_count_keys(&job->map, kinds, row, row_end, key, key_end);
+            task->cost += fa_flex_count_keys(&job->map, kinds, first + row, first + row_end, key, key_end);
         }
     }
 }

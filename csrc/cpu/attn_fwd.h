@@ -97,9 +97,10 @@ static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, i
         *end = min_i64(tile->end_key, key_end);
         return *first < *end;
     }
-    const uint8_t *kinds = fa_flex_kinds_of(&t->job->map, t->s.b_idx, tile->head[0]);
-    return fa_flex_find_keys(&t->job->map, kinds, tile->row[0], tile->row[0] + tile->valid_lanes, key,
-                             min_i64(key_end, t->s.len_kv), first, end);
+    const fa_flex_block_map *map = &t->job->map;
+    const uint8_t *kinds = fa_flex_kinds_of(map, t->s.b_idx, tile->head[0]);
+    const int64_t row = fa_flex_mask_row(map, t->s.b_idx, tile->row[0]);
+    return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
 }
 
 /* Sets the row and head of each lane, and the keys that the lane sees. */
@@ -554,9 +555,10 @@ static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_
         task->cost = 0;
         for (int64_t tile = task->begin; tile < task->end; tile++) {
             const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
+            const int64_t first = fa_flex_mask_row(&job->map, task->b_idx, 0);
             int64_t row, row_end;
             fa_tile_rows(p, &s, plan->block_q, tile, tile + 1, &row, &row_end);
-            task->cost += fa_flex_count_keys(&job->map, kinds, row, row_end, 0, s.len_kv);
+            task->cost += fa_flex_count_keys(&job->map, kinds, first + row, first + row_end, 0, s.len_kv);
         }
     }
 }

@@ -122,8 +122,8 @@ static bool bwd_find_keys(const bwd_job *job, const fa_sequence *s, const fa_bwd
     *last = tile->end_key < end ? tile->end_key : end;
     if (*first >= *last || !job->p->flex) return *first < *last;
     const uint8_t *kinds = fa_flex_kinds_of(&job->map, s->b_idx, tile->head[0]);
-    return fa_flex_find_keys(&job->map, kinds, tile->row[0], tile->row[0] + tile->valid_lanes, *first, *last, first,
-                             last);
+    const int64_t row = fa_flex_mask_row(&job->map, s->b_idx, tile->row[0]);
+    return fa_flex_find_keys(&job->map, kinds, row, row + tile->valid_lanes, *first, *last, first, last);
 }
 
 static bool bwd_sees(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end) {

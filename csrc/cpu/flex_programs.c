@@ -6,7 +6,7 @@ static bool make(const fa_flex_bound *bound, fa_isa isa, fa_flex_evaluator **e) 
 }
 
 bool fa_flex_make_programs(const fa_problem *p, fa_isa isa, fa_flex_programs *programs) {
-    *programs = (fa_flex_programs){.score = NULL};
+    *programs = (fa_flex_programs){.flex = p->flex};
     if (!p->flex) return true;
     if (make(p->flex->score, isa, &programs->score) && make(p->flex->mask, isa, &programs->mask) &&
         make(p->pass == FA_BWD ? p->flex->derivative : NULL, isa, &programs->derivative))

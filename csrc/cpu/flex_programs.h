@@ -8,6 +8,7 @@
 /* NULL: there is no such program, or in a forward no derivative. */
 typedef struct {
     fa_flex_evaluator *score, *mask, *derivative;
+    const fa_flex *flex;
 } fa_flex_programs;
 
 /* Makes the evaluators of a problem, whose lanes are queries. Returns false without memory. A problem without flex has

@@ -13,13 +13,14 @@
 #include "flex/evaluate.h"
 #include "flex_programs.h"
 
-/* The lanes of a tile: rows [row, row + valid_lanes) of a head. `kinds` belongs to the head. Keys count from the start
- * of the block, which begins at key `block` and has num_keys keys of the sequence. */
+/* The lanes of a tile: valid_lanes rows of a head. The block mask has them from mask_row on, and the mods
+ * call the first one `query`. `kinds` belongs to the head. Keys count from the start of the block, which begins at key
+ * `block` and has num_keys keys of the sequence. */
 typedef struct {
     const fa_flex_programs *programs;
     const fa_flex_block_map *map;
     const uint8_t *kinds;
-    int64_t b_idx, head, row, block;
+    int64_t b_idx, head, mask_row, query, block;
     int lanes, valid_lanes, num_keys;
 } flex_tile;
 
@@ -32,7 +33,8 @@ static inline flex_tile flex_tile_of(const fa_flex_programs *programs, const fa_
                        .kinds = fa_flex_kinds_of(map, s->b_idx, head),
                        .b_idx = s->b_idx,
                        .head = head,
-                       .row = row,
+                       .mask_row = fa_flex_mask_row(map, s->b_idx, row),
+                       .query = row + fa_flex_first_query(programs->flex, s->b_idx),
                        .block = block,
                        .lanes = lanes,
                        .valid_lanes = valid_lanes,
@@ -42,7 +44,7 @@ static inline flex_tile flex_tile_of(const fa_flex_programs *programs, const fa_
 static inline void flex_start(fa_flex_evaluator *e, const flex_tile *t) {
     fa_flex_start_head(e, t->b_idx, t->head);
     fa_flex_start_lines(e, t->block, t->num_keys);
-    fa_flex_start_lanes(e, t->row, t->valid_lanes);
+    fa_flex_start_lanes(e, t->query, t->valid_lanes);
 }
 
 /* The kinds of the lanes in one column of blocks, as bytes of 0 and 1. */
@@ -57,7 +59,7 @@ static inline void flex_read_column(const flex_tile *t, int64_t column, const ui
     c->any_partial = false;
     for (int lane = 0; lane < t->lanes; lane++) {
         const int last = lane < t->valid_lanes ? lane : t->valid_lanes - 1;
-        const uint8_t kind = t->kinds[(t->row + last) / m->block_q * m->columns + column];
+        const uint8_t kind = t->kinds[(t->mask_row + last) / m->block_q * m->columns + column];
         const bool hidden = kind == FA_FLEX_EMPTY || (never && never[lane]);
         c->hidden[lane] = hidden;
         c->full[lane] = kind == FA_FLEX_FULL || !m->has_mask_mod;
@@ -100,7 +102,7 @@ OUTLINE void flex_hide(const flex_tile *t, int64_t begin, int64_t end, const uin
 static inline bool flex_sees_all(const flex_tile *t, int64_t begin, int64_t end) {
     const fa_flex_block_map *m = t->map;
     const uint8_t least = m->has_mask_mod ? FA_FLEX_FULL : FA_FLEX_PARTIAL;
-    for (int64_t r = t->row / m->block_q; r <= (t->row + t->valid_lanes - 1) / m->block_q; r++)
+    for (int64_t r = t->mask_row / m->block_q; r <= (t->mask_row + t->valid_lanes - 1) / m->block_q; r++)
         for (int64_t c = (t->block + begin) / m->block_kv; c <= (t->block + end - 1) / m->block_kv; c++)
             if (t->kinds[r * m->columns + c] < least) return false;
     return true;

@@ -7,6 +7,7 @@
  *   ds_ij = derivative(p_ij (dout_i.v_j - delta_i))
  *   dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij dout_i
  *
+ * The mods call query i of batch b by the name i + q_offset[b].
  * A pair is masked by its block, by the mask_mod, or by a score of -inf. A masked pair is skipped and never multiplied
  * by zero. Scores enter and leave a program as fp32, unless the tensors are fp64. Other rules: reference.c.
  *
@@ -68,7 +69,7 @@ static void from_values(const flex_head *x, double *to, const void *values, int 
 static const void *evaluate(fa_flex_evaluator *e, const flex_head *x, int64_t i, int64_t first, int num,
                             const tile_values *scores, const tile_values *grads) {
     fa_flex_start_head(e, x->a.s.b_idx, x->a.head);
-    fa_flex_start_lines(e, i, 1);
+    fa_flex_start_lines(e, i + fa_flex_first_query(x->job->p->flex, x->a.s.b_idx), 1);
     fa_flex_start_lanes(e, first, num);
     return fa_flex_line(e, 0, scores, grads);
 }
@@ -82,9 +83,10 @@ static int tile_keys(const flex_head *x, int64_t first) {
 
 static void hide_masked(const flex_head *x, int64_t i, int64_t first, int num) {
     const fa_flex_block_map *m = &x->job->map;
+    const int64_t row = fa_flex_mask_row(m, x->a.s.b_idx, i);
     const uint8_t *allowed = x->mask ? evaluate(x->mask, x, i, first, num, NULL, NULL) : NULL;
     for (int n = 0; n < num; n++) {
-        const uint8_t kind = x->kinds[i / m->block_q * m->columns + (first + n) / m->block_kv];
+        const uint8_t kind = x->kinds[row / m->block_q * m->columns + (first + n) / m->block_kv];
         if (kind == FA_FLEX_EMPTY || (kind == FA_FLEX_PARTIAL && allowed && !allowed[n])) x->s[first + n] = -INFINITY;
     }
 }

@@ -46,7 +46,7 @@ DEVICE void mask_scores(float (&S)[S_REGS], const params &p, int len_kv, int fir
 #if FLEX
 /* S becomes the scores of the user's score_mod. key is that of this thread's first column, and row its first row. */
 DEVICE void score_by_mod(float (&S)[S_REGS], const params &p, const score_head &q_head, int key, int row) {
-    const mod_functions mod(p.values, q_head.b_idx, q_head.head);
+    const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
 #pragma unroll
     for (int i = 0; i < S_REGS; i++)
         S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i));
@@ -75,7 +75,7 @@ struct hidden_pairs {
      * score_by_mod. While a partial tile is looked at, S is still on its way. Whole warp. */
     DEVICE bool find(const params &p, const score_head &q_head, block_kind kind, int key, int row) {
         const int lane = threadIdx.x % 32, first_key = key - 2 * (lane % 4), first_row = row - lane / 4;
-        const mod_functions mod(p.values, q_head.b_idx, q_head.head);
+        const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
         const bool reaches_end = first_key + BLOCK_KV > p.len_kv;
         if (kind == MIXED_BLOCKS) /* The warp's rows may lie in blocks of one kind. */
             kind = kind_of_strip(mods(p.flex, p.values, q_head.b_idx, q_head.head).map, min(first_row, p.len_q - 1), min(first_row + 15, p.len_q - 1), first_key,

@@ -28,13 +28,15 @@ template <class base> struct with_mods : base {
 struct mod_functions {
     const flex_values &values;
     int b_idx, head;
+    int first; /* what the functions call query 0 */
 
-    DEVICE mod_functions(const flex_values &values, int b_idx, int head) : values(values), b_idx(b_idx), head(head) {}
+    DEVICE mod_functions(const flex_values &values, int b_idx, int head, int first)
+        : values(values), b_idx(b_idx), head(head), first(first) {}
 
     /* Returns the score of query i and key j from scale q.k. */
     DEVICE float score(float x, int i, int j) const {
 #if FLEX_SCORE
-        return flex_score(values, x, b_idx, head, i, j);
+        return flex_score(values, x, b_idx, head, first + i, j);
 #else
         return x;
 #endif
@@ -43,7 +45,7 @@ struct mod_functions {
     /* Returns the gradient of scale q.k from the gradient of the score, and adds to the gradients of captures. */
     DEVICE float derivative(mod_sums &sums, float x, float grad, int i, int j) const {
 #if FLEX_DERIVATIVE
-        return flex_derivative(values, sums, x, grad, b_idx, head, i, j);
+        return flex_derivative(values, sums, x, grad, b_idx, head, first + i, j);
 #else
         return grad;
 #endif
@@ -59,7 +61,7 @@ struct mod_functions {
     /* Does query i see key j in a block of this kind? */
     DEVICE bool sees_in_block(block_kind kind, int i, int j) const {
 #if FLEX_MASK
-        if (kind == PARTIAL_BLOCK) return flex_mask(values, b_idx, head, i, j);
+        if (kind == PARTIAL_BLOCK) return flex_mask(values, b_idx, head, first + i, j);
 #endif
         return kind != EMPTY_BLOCK;
     }
@@ -70,7 +72,8 @@ struct mods : mod_functions {
     block_map map;
 
     DEVICE mods(const fa_cuda_flex &flex, const flex_values &values, int b_idx, int head)
-        : mod_functions(values, b_idx, head), map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
+        : mod_functions(values, b_idx, head, flex.q_offset ? flex.q_offset[b_idx] : 0),
+          map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
 
     /* Does query i see key j? Both exist, and their tile has this kind. */
     DEVICE bool sees(block_kind kind, int i, int j) const {

@@ -29,17 +29,20 @@ DEVICE block_range blocks_of(int first, int last, int block) { return {first / b
 struct block_map {
     const unsigned char *kinds; /* [rows, columns]; NULL: there is no block mask */
     int columns, block_q, block_kv;
+    int offset;         /* the row of the block mask where query 0 lies */
     block_kind without; /* the kind of all tiles without a block mask */
 
     DEVICE block_map(const fa_cuda_flex &f, int b_idx, int head, block_kind without)
-        : kinds(f.kinds), columns(f.columns), block_q(f.block_q), block_kv(f.block_kv), without(without) {
+        : kinds(f.kinds), columns(f.columns), block_q(f.block_q), block_kv(f.block_kv), offset(0),
+          without(without) {
+        if (f.block_offset) offset = clamp(f.block_offset[b_idx], 0, f.most_offset);
         if (kinds) kinds += ((long long)(b_idx % f.mask_b) * f.mask_h + head % f.mask_h) * f.rows * columns;
     }
 
     /* Returns the kind of a tile of queries [i, i_last] and keys [j, j_last]. All exist. */
     DEVICE block_kind kind_of(int i, int i_last, int j, int j_last) const {
         if (!kinds) return without;
-        const block_range rows = blocks_of(i, i_last, block_q), keys = blocks_of(j, j_last, block_kv);
+        const block_range rows = blocks_of(i + offset, i_last + offset, block_q), keys = blocks_of(j, j_last, block_kv);
         const unsigned char *row = kinds + (long long)rows.first * columns;
         const int first = row[keys.first];
         for (int r = rows.first; r <= rows.last; r++, row += columns)
@@ -50,7 +53,7 @@ struct block_map {
 
     /* Returns the kind of the block of query i and key j. */
     DEVICE block_kind kind_at(int i, int j) const {
-        return (block_kind)kinds[(long long)(i / block_q) * columns + j / block_kv];
+        return (block_kind)kinds[(long long)((i + offset) / block_q) * columns + j / block_kv];
     }
 };
 

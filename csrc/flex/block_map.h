@@ -12,6 +12,7 @@
 typedef struct {
     uint8_t *kinds;
     int64_t mask_b, mask_h, rows, columns, block_q, block_kv;
+    const int32_t *offset; /* [b] the row of the mask where query 0 of a batch lies; NULL: 0 */
     bool has_mask_mod;
 } fa_flex_block_map;
 
@@ -24,6 +25,7 @@ static inline fa_flex_block_map fa_flex_block_map_of(const fa_problem *p) {
     if (f->block_q > 0) {
         m.mask_b = f->mask_b, m.mask_h = f->mask_h, m.rows = f->rows, m.columns = f->columns;
         m.block_q = f->block_q, m.block_kv = f->block_kv;
+        m.offset = f->blocks_have_offset ? f->q_offset : NULL;
     }
     return m;
 }
@@ -38,6 +40,11 @@ void fa_flex_fill_block_map(const fa_flex_block_map *m, const fa_flex *flex);
 /* The kinds [rows][columns] of a batch and a head. */
 static inline const uint8_t *fa_flex_kinds_of(const fa_flex_block_map *m, int64_t b_idx, int64_t head) {
     return m->kinds + (b_idx % m->mask_b * m->mask_h + head % m->mask_h) * m->rows * m->columns;
+}
+
+/* The row of the mask where query `row` of a batch lies. The functions below take rows of the mask. */
+static inline int64_t fa_flex_mask_row(const fa_flex_block_map *m, int64_t b_idx, int64_t row) {
+    return m->offset ? row + m->offset[b_idx] : row;
 }
 
 /* Finds the keys [*first, *end) of [key, key_end) from the first to the last block that some row of [row, row_end)

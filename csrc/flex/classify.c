@@ -53,13 +53,18 @@ static seen evaluate_block(fa_flex_evaluator *e, int64_t q, int64_t q_end, int64
     return s;
 }
 
-static fa_flex_kind kind_of(work *w, fa_flex_evaluator *e, fa_flex_interval bounds, int64_t row, int64_t column) {
+/* What the mask_mod calls row 0 of a head. */
+static int64_t first_query(const fa_flex_blocks *k, int64_t head) { return k->q_offset ? k->q_offset[head / k->h] : 0; }
+
+static fa_flex_kind kind_of(work *w, fa_flex_evaluator *e, fa_flex_interval bounds, int64_t head, int64_t row,
+                            int64_t column) {
     const fa_flex_blocks *k = w->blocks;
-    const int64_t q = row * k->block_q, kv = column * k->block_kv;
+    const int64_t q = row * k->block_q, kv = column * k->block_kv, first = first_query(k, head);
     const bool is_whole = q + k->block_q <= k->len_q && kv + k->block_kv <= k->len_kv;
     seen s = {bounds.hi != 0, bounds.lo == 0};
     if (s.allowed && s.masked) {
-        s = evaluate_block(e, q, smaller(q + k->block_q, k->len_q), kv, smaller(kv + k->block_kv, k->len_kv));
+        s = evaluate_block(e, first + q, first + smaller(q + k->block_q, k->len_q), kv,
+                           smaller(kv + k->block_kv, k->len_kv));
         atomic_fetch_add(&w->num_evaluated, 1);
     }
     return !s.allowed ? FA_FLEX_EMPTY : s.masked || !is_whole ? FA_FLEX_PARTIAL : FA_FLEX_FULL;
@@ -68,12 +73,14 @@ static fa_flex_kind kind_of(work *w, fa_flex_evaluator *e, fa_flex_interval boun
 static void classify_group(work *w, fa_flex_intervals *v, fa_flex_evaluator *e, int64_t head, int64_t first) {
     const fa_flex_blocks *k = w->blocks;
     const int rows = (int)smaller(w->rows - first, GROUP);
+    const int64_t offset = first_query(k, head);
     for (int i = 0; i < rows; i++)
-        fa_flex_bound_rows(v, i, (first + i) * k->block_q, smaller((first + i + 1) * k->block_q, k->len_q) - 1);
+        fa_flex_bound_rows(v, i, offset + (first + i) * k->block_q,
+                           offset + smaller((first + i + 1) * k->block_q, k->len_q) - 1);
     for (int64_t column = 0; column < w->columns; column++) {
         fa_flex_bound_keys(v, column * k->block_kv, smaller((column + 1) * k->block_kv, k->len_kv) - 1);
         for (int i = 0; i < rows; i++) {
-            const fa_flex_kind kind = kind_of(w, e, fa_flex_bound_block(v, i), first + i, column);
+            const fa_flex_kind kind = kind_of(w, e, fa_flex_bound_block(v, i), head, first + i, column);
             w->kinds[(head * w->rows + first + i) * w->columns + column] = (uint8_t)kind;
         }
     }

@@ -16,6 +16,7 @@ typedef struct {
 
 typedef struct {
     int64_t b, h, len_q, len_kv, block_q, block_kv;
+    const int32_t *q_offset; /* [b] what the mask_mod adds to a row, on the CPU only; NULL: 0 */
     fa_flex_lists partial, full;
     /* How many blocks were evaluated element by element, because their bounds did not tell. Set by fa_flex_classify. */
     int64_t num_evaluated;

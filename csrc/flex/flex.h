@@ -5,11 +5,13 @@
  *   s = -inf   unless the pair's block is full, or it is partial and mask_mod(b, h, i, j) is true
  *   o = softmax(s) v      lse = ln sum exp(s)      max_scores = max s      a row that sees no key: 0, -inf, -inf
  *
- * Here h is the query head, and i and j count from 0 in their sequences. A pair of score -inf is masked. The backward:
+ * Here h is the query head. j counts from 0 in its sequence, and i from q_offset[b]. A pair of score -inf is masked.
+ * The backward:
  *
  *   delta = dout.o - dlse      ds = p (dout.v - delta)      of s before the score_mod: derivative(s, ds, b, h, i, j)
  *
- * The tensors of the problem are dense. It has no window, softcap, slopes, dropout, append or rotary of its own. */
+ * The tensors of the problem are dense. In a forward, k and v may be pages, and seqused_k may say how many keys there
+ * are. The problem has no window, softcap, slopes, dropout, append or rotary of its own. */
 #ifndef FA_FLEX_FLEX_H
 #define FA_FLEX_FLEX_H
 
@@ -42,8 +44,16 @@ typedef struct fa_flex {
     int64_t mask_b, mask_h, rows, columns, block_q, block_kv;
     fa_flex_list partial, full;
 
+    const int32_t *q_offset; /* [b] what the mods add to the row of a query; NULL: 0 */
+    bool blocks_have_offset; /* the rows of the block mask count from 0, too: query i lies in row i + q_offset[b] */
+
     fa_row_stats max_scores; /* forward: written if there is data */
     fa_row_stats dlse;       /* backward: the gradient of lse; data NULL: 0 */
 } fa_flex;
+
+/* What the mods call query 0 of a batch. */
+static inline int64_t fa_flex_first_query(const fa_flex *f, int64_t b_idx) {
+    return f->q_offset ? f->q_offset[b_idx] : 0;
+}
 
 #endif

@@ -78,6 +78,9 @@ static fa_cuda_flex flex_of(const fa_cuda_call *call) {
         .block_kv = as_int(flex->block_kv),
         .max_scores = {flex->max_scores.data, flex->max_scores.stride_b, flex->max_scores.stride_h},
         .dlse = {flex->dlse.data, flex->dlse.stride_b, flex->dlse.stride_h},
+        .q_offset = flex->q_offset,
+        .block_offset = flex->blocks_have_offset ? flex->q_offset : NULL,
+        .most_offset = as_int(flex->rows * flex->block_q - call->problem->len_q),
         .walks = walks.walks,
         .order = walks.order,
     };

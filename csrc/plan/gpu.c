@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "flex/flex.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -15,12 +16,18 @@ static const struct {
     fa_pass pass;
     const char *name;
     fa_cuda_planner *plan;
-    bool takes_flex; /* programmable attention */
+    bool takes_flex;       /* programmable attention */
+    bool takes_flex_cache; /* .. with q_offset, lengths or pages */
 } planners[] = {
-    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false},   {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true},
-    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false}, {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true},
-    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, false},         {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true},
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false, false},
+    {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, false},
+    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false, false},
+    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true, true},
+    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, false, false},
+    {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true, true},
 };
+
+static bool is_flex_cache(const fa_problem *p) { return p->flex->q_offset || p->seqused_k || p->paged; }
 
 static void name_kernel(fa_plan *plan, int arch) { fa_variant_name(fa_plan_variant(plan, arch), plan->kernel); }
 
@@ -44,6 +51,8 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
             why = "FLASH_ATTN_CUDA_KERNEL rules it out";
         else if (p->flex && !planners[i].takes_flex)
             why = "it takes no mod and no block mask";
+        else if (p->flex && is_flex_cache(p) && !planners[i].takes_flex_cache)
+            why = "it takes no q_offset, kv_len and block_table";
         else
             why = planners[i].plan(p, &rest, plan);
         if (!why) {

@@ -52,7 +52,8 @@ fa_mods fa_mods_of(const fa_problem *p) {
     const fa_flex_bound *bounds[] = {flex->score, flex->mask, p->pass == FA_BWD ? flex->derivative : NULL};
     const int64_t heads = p->b > p->h ? p->b : p->h, rows = p->len_q > p->len_kv ? p->len_q : p->len_kv;
     fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false};
-    for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], LARGEST_TILE + (heads > rows ? heads : rows));
+    const int64_t most = flex->q_offset ? INT32_MAX : (heads > rows ? heads : rows) + LARGEST_TILE;
+    for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], most);
     return mods;
 }
 

@@ -21,8 +21,8 @@ static bool fits(const fa_flex_bound *bound, fa_flex_type result, fa_flex_type s
 static fa_status check_flex(const fa_problem *p, fa_error *err) {
     const fa_flex *f = p->flex;
     const fa_flex_type score = p->dtype == FA_F64 ? FA_FLEX_F64 : FA_FLEX_F32;
-    const bool is_dense = !p->cu_seqlens_q && !p->cu_seqlens_k && !p->seqused_q && !p->seqused_k && !p->leftpad_k &&
-                          !p->cache_batch_idx && !p->paged;
+    const bool is_dense = !p->cu_seqlens_q && !p->cu_seqlens_k && !p->seqused_q && !p->leftpad_k && !p->cache_batch_idx;
+    const bool is_cache = p->seqused_k || p->paged;
     const bool is_plain = p->window_left < 0 && p->window_right < 0 && p->attention_chunk == 0 && p->softcap == 0 &&
                           !p->alibi_slopes && p->dropout_p == 0 && !p->s_dmask && !p->qv.data && !p->k_new.data &&
                           !p->rotary_cos && p->dtype != FA_E4M3;
@@ -30,6 +30,7 @@ static fa_status check_flex(const fa_problem *p, fa_error *err) {
         f->block_q == 0 || (f->block_q > 0 && f->block_kv > 0 && f->mask_b > 0 && f->mask_h > 0 &&
                             f->rows * f->block_q >= p->len_q && f->columns * f->block_kv >= p->len_kv);
     if (!is_dense || !is_plain) return fa_fail(err, FA_EINVAL, "flex does not go with packed tensors or other options");
+    if (is_cache && p->pass == FA_BWD) return fa_fail(err, FA_EUNSUPPORTED, "flex has no backward through a KV cache");
     if (!has_blocks) return fa_fail(err, FA_EINVAL, "the block mask is smaller than the scores");
     if (!fits(f->score, score, score, false) || !fits(f->mask, FA_FLEX_BOOL, FA_FLEX_NUM_TYPES, false) ||
         !fits(f->derivative, score, score, true))

@@ -147,6 +147,16 @@ fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t 
     return FA_OK;
 }
 
+fa_status check_q_offset(const fa_tensor *t, const fa_tensor *q, int64_t b, int64_t len_q, fa_error *err) {
+    TRY(check_index_per_batch(t, q, b, err));
+    const int32_t *offset = t->data;
+    for (int64_t i = 0; i < b && present(t) && t->device_type == fa_torch.cpu; i++)
+        REQUIRE(offset[i] >= 0 && offset[i] <= INT32_MAX - len_q,
+                "q_offset must be from 0 to 2^31 - 1 less the %" PRId64 " queries; element %" PRId64 " is %d", len_q, i,
+                offset[i]);
+    return FA_OK;
+}
+
 /* Returns the view of a tensor. A stride is meaningful only if its dimension has more than one element. */
 fa_view view_of(const fa_tensor *t) {
     if (!present(t)) return (fa_view){0};

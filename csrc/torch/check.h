@@ -64,6 +64,9 @@ fa_status check_index_if_given(const fa_tensor *t, const fa_tensor *q, fa_error 
 /* Checks a tensor with one length or index per sequence, which must be contiguous. The tensor may be absent. */
 fa_status check_index_per_batch(const fa_tensor *t, const fa_tensor *q, int64_t b, fa_error *err);
 
+/* Checks what the mods add to the rows of queries. On the CPU the values are checked, too. */
+fa_status check_q_offset(const fa_tensor *t, const fa_tensor *q, int64_t b, int64_t len_q, fa_error *err);
+
 /* Returns the view of a tensor [.., row, h, d]. */
 fa_view view_of(const fa_tensor *t);
 

@@ -176,15 +176,24 @@ static fa_status classify(const fa_flex_values *v, fa_flex_blocks *blocks, fa_er
                                            : fa_flex_classify(&v->bound, blocks, &pool, err);
 }
 
+/* On the CPU only: a kernel classifies the rows from 0 on. */
+static fa_status check_offset(const fa_flex_values *v, const fa_tensor *t, int64_t b, int64_t len_q, fa_error *err) {
+    if (!present(t)) return FA_OK;
+    REQUIRE(v->device_type == fa_torch.cpu && t->device_type == fa_torch.cpu,
+            "flex_classify(): q_offset and the program must be on the CPU");
+    return check_q_offset(t, t, b, len_q, err);
+}
+
 static PyObject *flex_classify(PyObject *self, PyObject *args) {
     (void)self;
     int32_t device_type = 0, device_idx = 0;
-    PyObject *text, *tensors, *numbers, *lists, *sizes[6];
+    PyObject *text, *tensors, *numbers, *lists, *sizes[6], *offset = Py_None;
+    fa_flex_tensor q_offset;
     long long n[6];
     fa_flex_blocks blocks = {0};
     fa_error err = {""};
-    if (!PyArg_UnpackTuple(args, "flex_classify", 10, 10, &text, &tensors, &numbers, &lists, &sizes[0], &sizes[1],
-                           &sizes[2], &sizes[3], &sizes[4], &sizes[5]))
+    if (!PyArg_UnpackTuple(args, "flex_classify", 10, 11, &text, &tensors, &numbers, &lists, &sizes[0], &sizes[1],
+                           &sizes[2], &sizes[3], &sizes[4], &sizes[5], &offset))
         return NULL;
     for (int i = 0; i < 6; i++) {
         n[i] = PyLong_AsLongLong(sizes[i]);
@@ -200,6 +209,9 @@ static PyObject *flex_classify(PyObject *self, PyObject *args) {
     fa_flex_values *v = fa_flex_bind(text, tensors, numbers, device_type, device_idx);
     if (!v) return NULL;
     status = check_mask(v, &err);
+    if (status == FA_OK) status = fa_flex_read_tensor(offset, "q_offset", &q_offset, &err);
+    if (status == FA_OK) status = check_offset(v, &q_offset.t, n[0], n[2], &err);
+    if (status == FA_OK) blocks.q_offset = q_offset.t.data;
     if (status == FA_OK) status = read_lists(v, lists, 0, lines, &blocks.partial, &err);
     if (status == FA_OK) status = read_lists(v, lists, 4, lines, &blocks.full, &err);
     Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = classify(v, &blocks, &err);
@@ -262,14 +274,14 @@ PyMethodDef fa_flex_functions[] = {
      "flex_evaluate(program, tensors, numbers, out, scores=None, first_q=0, first_kv=0): writes the result for every "
      "index of out [b, h, len_q, len_kv]"},
     {"flex_classify", flex_classify, METH_VARARGS,
-     "flex_classify(program, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv) -> the number of blocks "
-     "that were evaluated; fills the lists of partial and of full blocks: num_kv, kv, num_q, q"},
+     "flex_classify(program, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv, q_offset=None) -> the "
+     "number of blocks that were evaluated; fills the lists of partial and of full blocks: num_kv, kv, num_q, q"},
     {"flex_forward", fa_flex_forward, METH_VARARGS,
-     "flex_forward(q, k, v, out, lse, max_scores, scale, plain, score, mask, blocks): attention; flex_attend.h"},
+     "flex_forward(q, k, v, out, lse, max_scores, scale, plain, score, mask, blocks, "
+     "sequences): attention; flex_attend.h"},
     {"flex_backward", fa_flex_backward, METH_VARARGS,
      "flex_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_d, scale, plain, score, mask, blocks, "
-     "derivative, "
-     "gradients, deterministic): its gradients; flex_attend.h"},
+     "derivative, gradients, deterministic, sequences): its gradients; flex_attend.h"},
     {"flex_source", flex_source, METH_VARARGS,
      "flex_source(score, mask, derivative, gradients=None) -> the CUDA C text of programs, and the bytes of its "
      "flex_values; each program is None or a tuple: program, tensors, numbers"},

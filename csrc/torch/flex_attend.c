@@ -16,13 +16,19 @@
 #define V_DIMS   "(b, h_kv, len_kv, d_v)"
 #define LSE_DIMS "(b, h, len_q)"
 
+/* With a block table. */
+#define K_PAGES "(num_pages, h_kv, page_size, d)"
+#define V_PAGES "(num_pages, h_kv, page_size, d_v)"
+
 enum { NUM, PLACES, FULL_NUM, FULL_PLACES, NUM_LISTS };
+enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 
 /* A call: the objects that came, and the problem that they become. */
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    fa_flex_tensor tensors[12], lists[NUM_LISTS];
+    PyObject *sequences;
+    fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     fa_flex flex;
@@ -84,6 +90,77 @@ static fa_status read_dtype(const fa_tensor *q, fa_dtype *dtype, fa_error *err) 
     return FA_OK;
 }
 
+/* ---- where sequences lie ----------------------------------------------------------------------------------------- */
+
+static fa_status read_block_table(const flex_call *c, fa_problem *p, fa_error *err) {
+    const fa_tensor *t = &c->places[BLOCK_TABLE].t;
+    if (!present(t)) return FA_OK;
+    TRY(check_index(t, &c->tensors[0].t, err));
+    TRY(check_rank(t, 2, "(b, pages of a sequence)", err));
+    REQUIRE(t->size[0] == p->b, "block_table must have a row for each of the %" PRId64 " sequences; it has %" PRId64,
+            p->b, t->size[0]);
+    REQUIRE(last_dim_contiguous(t), "block_table must have a contiguous last dimension; its stride is %" PRId64,
+            t->stride[1]);
+    p->paged = true;
+    p->num_pages = c->tensors[1].t.size[0];
+    p->page_size = p->len_kv;
+    REQUIRE(p->page_size >= 1, "pages must have at least one key; k has pages of 0");
+    REQUIRE((double)t->size[1] * (double)p->page_size < 0x1p31,
+            "block_table has %" PRId64 " columns of pages of %" PRId64 " keys; a sequence must have fewer than 2^31",
+            t->size[1], p->page_size);
+    p->block_table = t->size[0] * t->size[1] > 0 ? t->data : NULL;
+    p->block_table_cols = t->size[1];
+    p->block_table_stride = t->size[0] > 1 && t->size[1] > 0 ? t->stride[0] : 0;
+    p->len_kv = p->block_table_cols * p->page_size;
+    return FA_OK;
+}
+
+/* On the CPU: after this check every key of a sequence lies in the tensors, and every query in the block mask. */
+static fa_status check_sequences(const flex_call *c, const fa_problem *p, fa_error *err) {
+    const fa_flex *f = &c->flex;
+    for (int64_t i = 0; i < p->b && p->device == FA_CPU; i++) {
+        const int64_t len = p->seqused_k ? p->seqused_k[i] : p->len_kv;
+        REQUIRE(len >= 0 && len <= p->len_kv, "kv_len must be from 0 to the %" PRId64 " keys that there are; element %"
+                PRId64 " is %" PRId64, p->len_kv, i, len);
+        for (int64_t page = 0; p->paged && page * p->page_size < len; page++) {
+            const int32_t number = p->block_table[i * p->block_table_stride + page];
+            REQUIRE(number >= 0 && number < p->num_pages,
+                    "block_table must name pages below %" PRId64 "; entry (%" PRId64 ", %" PRId64 ") is %d",
+                    p->num_pages, i, page, number);
+        }
+        if (f->blocks_have_offset && f->q_offset)
+            REQUIRE(f->q_offset[i] + p->len_q <= f->rows * f->block_q,
+                    "q_offset must leave the queries in the %" PRId64 " rows of the block mask; element %" PRId64
+                    " is %d, and there are %" PRId64 " queries",
+                    f->rows * f->block_q, i, f->q_offset[i], p->len_q);
+    }
+    return FA_OK;
+}
+
+/* Reads q_offset, kv_len and block_table. len_kv is that of a page before, and that of the longest sequence after. */
+static fa_status read_sequences(flex_call *c, fa_error *err) {
+    static const char *const names[] = {"q_offset", "kv_len", "block_table"};
+    fa_problem *p = &c->problem;
+    p->cache_rows = c->tensors[1].t.size[0];
+    if (c->sequences == Py_None) return FA_OK;
+    REQUIRE(PyTuple_Check(c->sequences) && PyTuple_Size(c->sequences) == NUM_PLACES + 1,
+            "sequences must be None or q_offset, kv_len, block_table and a bool");
+    for (int i = 0; i < NUM_PLACES; i++)
+        TRY(fa_flex_read_tensor(PyTuple_GetItem(c->sequences, i), names[i], &c->places[i], err));
+    c->flex.blocks_have_offset = PyTuple_GetItem(c->sequences, NUM_PLACES) == Py_True;
+    const fa_tensor *q = &c->tensors[0].t;
+    TRY(check_q_offset(&c->places[Q_OFFSET].t, q, p->b, p->len_q, err));
+    TRY(check_index_per_batch(&c->places[KV_LEN].t, q, p->b, err));
+    TRY(read_block_table(c, p, err));
+    if (p->paged) p->cache_rows = p->b;
+    c->flex.q_offset = c->places[Q_OFFSET].t.data;
+    p->seqused_k = c->places[KV_LEN].t.data;
+    if (p->pass == FA_BWD && (p->paged || p->seqused_k))
+        return fa_fail(err, FA_EUNSUPPORTED, "flex_attention has no backward with %s",
+                       p->paged ? "block_table" : "kv_len");
+    return FA_OK;
+}
+
 static fa_status read_tensors(flex_call *c, fa_pass pass, fa_error *err) {
     fa_problem *p = &c->problem;
     const fa_tensor *q = &c->tensors[0].t, *k = &c->tensors[1].t, *v = &c->tensors[2].t;
@@ -99,11 +176,14 @@ static fa_status read_tensors(flex_call *c, fa_pass pass, fa_error *err) {
     p->device_idx = q->device_idx;
     p->b = q->size[0], p->h = q->size[1], p->len_q = q->size[2], p->d = q->size[3];
     p->h_kv = k->size[1], p->len_kv = k->size[2], p->d_v = v->size[3];
+    const int64_t batches = k->size[0], rows = p->len_kv; /* of k and v, which may be pages */
+    TRY(read_sequences(c, err));
     p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
     const int64_t q_size[] = {p->b, p->h, p->len_q, p->d}, o_size[] = {p->b, p->h, p->len_q, p->d_v},
-                  k_size[] = {p->b, p->h_kv, p->len_kv, p->d}, v_size[] = {p->b, p->h_kv, p->len_kv, p->d_v};
-    TRY(check_shape(k, 4, k_size, K_DIMS, err));
-    TRY(check_shape(v, 4, v_size, V_DIMS, err));
+                  k_size[] = {p->paged ? batches : p->b, p->h_kv, rows, p->d},
+                  v_size[] = {k_size[0], p->h_kv, rows, p->d_v};
+    TRY(check_shape(k, 4, k_size, p->paged ? K_PAGES : K_DIMS, err));
+    TRY(check_shape(v, 4, v_size, p->paged ? V_PAGES : V_DIMS, err));
     REQUIRE(p->h_kv >= 1 ? p->h % p->h_kv == 0 : p->h == 0,
             "the heads of q must be a multiple of those of k; q has %" PRId64 ", k has %" PRId64, p->h, p->h_kv);
     const int64_t most_v = pass == FA_BWD ? FA_MAX_HEAD_DIM : FA_MAX_HEAD_DIM_V;
@@ -230,6 +310,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
         (pass == FA_BWD && !read_program(c, 2, c->derivative, &c->flex.derivative)))
         return fa_keep_exception(), FA_EPYTHON;
     TRY(read_blocks(c, err));
+    TRY(check_sequences(c, &c->problem, err));
     if (pass == FA_BWD) {
         TRY(read_gradients(c, err));
         c->problem.deterministic = PyObject_IsTrue(c->deterministic) == 1;
@@ -257,8 +338,8 @@ static PyObject *finish(flex_call *c, fa_pass pass) {
 PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_forward", 11, 11, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
-                             &c.plain, &c.score, &c.mask, &c.blocks)
+    return PyArg_UnpackTuple(args, "flex_forward", 12, 12, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
+                             &c.plain, &c.score, &c.mask, &c.blocks, &c.sequences)
                ? finish(&c, FA_FWD)
                : NULL;
 }
@@ -266,9 +347,9 @@ PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
 PyObject *fa_flex_backward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_backward", 19, 19, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
+    return PyArg_UnpackTuple(args, "flex_backward", 20, 20, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
                              &c.dk, &c.dv, &c.softmax_d, &c.scale, &c.plain, &c.score, &c.mask, &c.blocks,
-                             &c.derivative, &c.gradients, &c.deterministic)
+                             &c.derivative, &c.gradients, &c.deterministic, &c.sequences)
                ? finish(&c, FA_BWD)
                : NULL;
 }

@@ -6,7 +6,10 @@
  * plain is (window_left, window_right, softcap) of a call without mods; (-1, -1, 0.0) with mods.
  * score, mask and derivative are None or (program, tensors, numbers). blocks is None or (block_q, block_kv, the number
  * and the places of partial blocks, the same of full blocks), where the lists of full blocks may be None. gradients
- * holds None or a tensor for each of the derivative's tensors. Tensors that are not wanted are None. */
+ * holds None or a tensor for each of the derivative's tensors. Tensors that are not wanted are None.
+ *
+ * sequences is None or (q_offset, kv_len, block_table, whether the rows of the block mask count from q_offset), where
+ * tensors may be None. With a block table k and v are [num_pages, h_kv, page_size, d]. */
 #ifndef FA_TORCH_FLEX_ATTEND_H
 #define FA_TORCH_FLEX_ATTEND_H
 

@@ -10,6 +10,7 @@ from torch.nn.attention import flex_attention as upstream
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
+from .sequences import key_length, rows_of_mask, sequences_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
 
@@ -17,16 +18,16 @@ WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
 class Call:
     """What forward and backward share besides tensors that may require grad."""
 
-    def __init__(self, scale, score, mask, blocks, wants_max, plain=(-1, -1, 0.0)):
+    def __init__(self, scale, score, mask, blocks, wants_max, plain=(-1, -1, 0.0), sequences=None):
         self.scale, self.wants_max, self.plain = scale, wants_max, plain
         self.score, self.score_numbers = (score[0], score[2]) if score else (None, ())
         self.mask = None if mask is None else (mask[0].text, mask[1], mask[2])
-        self.blocks = blocks
+        self.blocks, self.sequences = blocks, sequences
 
     def tensors(self):
-        """The tensors of the mask."""
-        lists = () if self.blocks is None else [x for x in self.blocks if isinstance(x, torch.Tensor)]
-        return (*lists, *(() if self.mask is None else self.mask[1]))
+        """The tensors of the mask and of the places of sequences."""
+        parts = (self.blocks or (), self.sequences or (), () if self.mask is None else self.mask[1])
+        return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
 
     def score_with(self, tensors):
         return None if self.score is None else (self.score.text, tuple(tensors), self.score_numbers)
@@ -64,6 +65,7 @@ def attend(call, query, key, value, tensors):
         call.score_with(tensors),
         call.mask,
         call.blocks,
+        call.sequences,
     )
     return out, lse, max_scores
 
@@ -126,6 +128,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         derivative,
         places_of_sums,
         deterministic or torch.are_deterministic_algorithms_enabled(),
+        call.sequences,
     )
     return dq, dk, dv, *(x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors))
 
@@ -135,7 +138,7 @@ def prepare(query, key, scale, score_mod=None, mask_mod=None, blocks=None, wants
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
     mask = _mask_of(mask_mod, query.device)
-    blocks = _blocks_of(None, mask, query, key) if blocks is None else blocks
+    blocks = _blocks_of(None, mask, query, key.size(-2)) if blocks is None else blocks
     return Call(scale, score, mask, blocks, wants_max), score[1] if score else ()
 
 
@@ -146,7 +149,7 @@ def sum_dtype(tensor):
 # ---- arguments ----------------------------------------------------------------------------------------------------
 
 
-def _check_tensors(query, key, value, enable_gqa, block_mask):
+def _check_tensors(query, key, value, enable_gqa, block_mask, is_paged):
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotImplementedError("flex_attention does not support NestedTensor inputs: convert them to dense tensors")
     if query.dtype != key.dtype or query.dtype != value.dtype:
@@ -191,7 +194,7 @@ def _check_tensors(query, key, value, enable_gqa, block_mask):
             "Expect key and value to have the same batch size, heads and length "
             f"but got key of shape {tuple(key.shape)} and value of shape {tuple(value.shape)}."
         )
-    if b == b_kv:
+    if b == b_kv or is_paged:
         return
     if block_mask is None:
         raise ValueError(
@@ -206,7 +209,8 @@ def _check_tensors(query, key, value, enable_gqa, block_mask):
         )
 
 
-def _check_block_mask(block_mask, query, key):
+def _check_block_mask(block_mask, query, len_kv, sequences):
+    """Returns whether the rows of the block mask count from 0 in the sequence."""
     if getattr(block_mask, "mask_mod", None) is upstream._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
     if block_mask.kv_num_blocks.device != query.device:
@@ -215,15 +219,16 @@ def _check_block_mask(block_mask, query, key):
             f"but got {query.device} and {block_mask.kv_num_blocks.device}."
         )
     if _is_whole(block_mask):
-        return
+        return False
     lengths = tuple(block_mask.shape[-2:])
-    if lengths == (query.size(-2), key.size(-2)):
-        return
+    fits, has_offset = rows_of_mask(block_mask, query, len_kv, sequences)
+    if fits:
+        return has_offset
     text = (
         f"block_mask was created for block_mask.shape={block_mask.shape} but got q_len={query.size(-2)} and "
-        f"kv_len={key.size(-2)}. "
+        f"kv_len={len_kv}. "
     )
-    if query.size(-2) > lengths[0] or key.size(-2) > lengths[1]:
+    if query.size(-2) > lengths[0] or len_kv > lengths[1]:
         text += "As the block mask was created for a smaller length than you're using it for, you likely need to "
         raise ValueError(text + "create a new block mask.")
     text += "As the block mask was created for a larger length than you're using it for, you can either 1. create a "
@@ -289,6 +294,9 @@ def flex_attention(
     *,
     return_aux=None,
     mask_mod=None,
+    q_offset=None,
+    kv_len=None,
+    block_table=None,
 ):
     """Attention with a score function and a block mask, as ``torch.nn.attention.flex_attention.flex_attention``.
 
@@ -306,18 +314,25 @@ def flex_attention(
         kernel_options: hints that no kernel here needs. ``BACKEND="TRITON"`` calls PyTorch's own function.
         return_aux: an ``AuxRequest``; returns ``(out, AuxOutput)``.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` instead of a block mask, whose blocks are then found for this call.
+        q_offset: ``[B]``, integers on query's device, or one for all: the mods' q_idx of query i is
+            ``i + q_offset[b]``. A block mask with more rows than query is then that of the whole sequence.
+        kv_len: ``[B]``, integers on query's device, or one for all: only the first ``kv_len[b]`` keys exist.
+        block_table: ``[B, pages]``, page numbers. key and value are then ``[num_pages, Hkv, page_size, E or Ev]``, and
+            key j of batch b is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
     Returns:
         ``[B, Hq, L, Ev]``, with the order of query's strides. lse is fp32, ``[B, Hq, L]``, the natural logarithm of
         the sum of exponentials, and differentiable. max_scores is fp32, ``[B, Hq, L]``. A row that sees no key has out
         0, lse -inf, max_scores -inf and no gradient.
     Gradients:
-        of query, key, value, and of floating tensors that score_mod captures.
+        of query, key, value, and of floating tensors that score_mod captures. None with kv_len or block_table.
     Raises:
         ValueError: the tensors or the block mask do not fit each other.
-        NotImplementedError: a mod uses an operation that is not supported, E is above 256, or Ev is above 512 (256 in a
-            backward).
+        NotImplementedError: a mod uses an operation that is not supported, E is above 256, Ev is above 512 (256 in a
+            backward), or a gradient is wanted with kv_len or block_table.
     """
     if _check_kernel_options(kernel_options):
+        if q_offset is not None or kv_len is not None or block_table is not None:
+            raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
         return upstream.flex_attention(
             query,
             key,
@@ -337,30 +352,36 @@ def flex_attention(
         )
     if block_mask is not None and mask_mod is not None:
         raise ValueError("pass block_mask or mask_mod, not both: a block mask has its own mask_mod")
-    _check_tensors(query, key, value, enable_gqa, block_mask)
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
+    _check_tensors(query, key, value, enable_gqa, block_mask, block_table is not None)
+    sequences = sequences_of(query, q_offset, kv_len, block_table)
+    len_kv = key_length(key, sequences)
+    if block_mask is not None and _check_block_mask(block_mask, query, len_kv, sequences):
+        sequences = sequences._replace(blocks_have_offset=True)
     if torch.compiler.is_dynamo_compiling():
-        return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod)
+        return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences)
     query, key, value = in_autocast(query, key, value)
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
     mask = _mask_of(mask_mod if block_mask is None else block_mask.mask_mod, query.device)
-    if key.size(0) != query.size(0):
+    if key.size(0) != query.size(0) and block_table is None:
         key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
     scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else float(scale)
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     inputs = (query, key, value, *(score[1] if score else ()))
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if is_recorded and sequences is not None:
+        sequences.refuse_gradients()
     plain = None
     if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
         is_known = block_mask is None or (mask and is_own(block_mask, mask[2]))
-        plain = plain_of(score, mask, query.size(-2), key.size(-2)) if is_known else None
+        is_known = is_known and (sequences is None or mask is None)  # a window counts from the last key, not q_offset
+        plain = plain_of(score, mask, query.size(-2), len_kv) if is_known else None
     if plain is not None:
-        call, score = Call(scale, None, None, None, False, plain), None
+        call, score = Call(scale, None, None, None, False, plain, sequences), None
     else:
-        call = Call(scale, score, mask, _blocks_of(block_mask, mask, query, key), wants_max)
+        blocks = _blocks_of(block_mask, mask, query, len_kv, sequences)
+        call = Call(scale, score, mask, blocks, wants_max, sequences=sequences)
     tensors = score[1] if score else ()
     if is_recorded:
         out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *tensors)
@@ -377,9 +398,11 @@ def _results(out, lse, max_scores, return_lse, return_aux):
     return (out, lse) if return_lse else out
 
 
-def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod):
+def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences):
     """The checked call, while Dynamo traces it."""
-    found = graph.flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod)
+    found = graph.flex_attention(
+        query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences
+    )
     out, lse, max_scores = found
     wants_max = return_aux is not None and return_aux.max_scores
     return _results(out, lse, max_scores if wants_max else None, return_lse, return_aux)
@@ -411,16 +434,27 @@ def _is_whole(block_mask):
     return tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE)
 
 
-def _blocks_of(block_mask, mask, query, key):
+def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
     """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU."""
-    if block_mask is None and mask is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
-        sizes = [n if mask[0].reads(op) else 1 for op, n in zip("bh", query.shape)]
-        lists = find_blocks(mask, query.device, *sizes, query.size(-2), key.size(-2), 128, 128)
-        return (128, 128, *(lists[name] for name in LISTS))
+    if block_mask is None and mask is not None and query.device.type == "cpu" and query.numel() and len_kv:
+        reads_b, reads_h = (mask[0].reads(op) for op in "bh")
+        sizes, q_offset, block = block_sizes(query, reads_b, reads_h, sequences)
+        lists = find_blocks(mask, query.device, *sizes, query.size(-2), len_kv, *block, q_offset)
+        return (*block, *(lists[name] for name in LISTS))
     if block_mask is None:
         return None
     lists = (getattr(block_mask, name) for name in LISTS)
     return (*map(int, block_mask.BLOCK_SIZE), *map(int32, lists))
+
+
+def block_sizes(query, reads_b, reads_h, sequences):
+    """What to find for a bare mask_mod: numbers of batches and heads, the offset of the rows, and the size of blocks.
+
+    Where rows have an offset there are few of them, and a block of no more rows than there are can be full."""
+    b, h, len_q, _ = query.shape
+    q_offset = None if sequences is None else sequences.q_offset
+    sizes = [b if reads_b or q_offset is not None else 1, h if reads_h else 1]
+    return sizes, q_offset, (128 if q_offset is None else min(128, len_q), 128)
 
 
 from . import graph  # noqa: E402  (it needs this module)

@@ -157,16 +157,18 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
     return block_mask
 
 
-def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv):
+def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=None):
     """The lists of the blocks of a mask: ``mask`` is a program with its tensors and numbers. Returns a dict by name.
 
-    On a GPU the host does not wait for them.
+    ``q_offset`` is what the mask adds to the rows of a batch, int32 ``[b]``, on the CPU only. On a GPU the host does
+    not wait for the lists.
     """
     program, tensors, numbers = mask
     rows, columns = -(-len_q // block_q), -(-len_kv // block_kv)
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
     lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)
-    flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv)
+    sizes = (b, h, len_q, len_kv, block_q, block_kv)
+    flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, *sizes, q_offset)
     return dict(zip(NAMES, lists))
 
 

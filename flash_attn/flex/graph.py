@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator
 from . import attention, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
+from .sequences import Sequences
 from .steps import kind
 from .tracer import Number, Trace, _numbers
 
@@ -196,7 +197,9 @@ class _Attention(torch.autograd.Function):
 
 def _attend(query, key, value, score, block_mask, scale, options, score_captures, mask_captures):
     query, key, value = attention.in_autocast(query, key, value)
-    *block_size, num, places, full_num, full_places, mask = block_mask
+    *block_size, num, places, full_num, full_places = block_mask[:6]
+    *sequences, mask = block_mask[6:]
+    sequences = Sequences(*sequences)
     score = _of_score(score, score_captures, query)
     mask = _of_mask(mask, mask_captures, query.device)
     lists = [x for x in (num, places, full_num, full_places) if x is not None]
@@ -205,8 +208,12 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     tensors = score[1] if score else []
     inputs = (query, key, value, *tensors)
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if is_recorded:
+        sequences.refuse_gradients()
     head = (scale, not wants_max and not (wants_lse and is_recorded))
-    tail = (score[2:] if score else ([], []), *of_mask, block_size if lists else [], lists)
+    blocks = (block_size if lists else [], lists)
+    of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
+    tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)
     return _Attention.apply(
         score[0] if score else None, head, tail, wants_max, query, key, value, len(tensors), *tensors
     )
@@ -249,9 +256,10 @@ def _mask_function(mask_mod):
     return mask
 
 
-def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod):
+def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences):
     """The checked call, while Dynamo traces it."""
-    if key.size(0) != query.size(0):
+    places = (None, None, None, False) if sequences is None else tuple(sequences)
+    if key.size(0) != query.size(0) and places[2] is None:
         key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
     blocks = (0, 0, None, None, None, None)
     if block_mask is not None:
@@ -261,7 +269,7 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     options = {"wants_lse": bool(wants_lse), "wants_max": bool(wants_max)}
-    blocks = (*blocks, _mask_function(mask_mod))
+    blocks = (*blocks, *places, _mask_function(mask_mod))
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 
 

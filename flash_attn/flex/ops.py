@@ -12,10 +12,12 @@ import torch
 
 from .._ops import empty_like, forget_own_kernels, register_once
 from .program import BOOL, F64
+from .sequences import Sequences, key_length
 
 MOD = "str {0}, Tensor[] {0}_tensors, SymInt[] {0}_ints, Tensor[] {0}_floats"
 SHARED = (
-    f"float? scale, bool may_be_plain, {MOD.format('score')}, {MOD.format('mask')}, SymInt[] block_size, Tensor[] lists"
+    f"float? scale, bool may_be_plain, {MOD.format('score')}, {MOD.format('mask')}, SymInt[] block_size, Tensor[] lists, "
+    "Tensor?[] sequences, bool blocks_have_offset"
 )
 PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
 SCHEMAS = {
@@ -26,7 +28,7 @@ SCHEMAS = {
 }
 
 
-Call = collections.namedtuple("Call", "scale score mask blocks plain")
+Call = collections.namedtuple("Call", "scale score mask blocks plain sequences")
 
 
 def _params(text):
@@ -44,28 +46,33 @@ def _bound(digits, tensors, ints, floats):
     return text, tuple(tensors), tuple(read.get(type, lambda: int(next(ints)))() for type in _params(text))
 
 
-def _call(query, key, scale, may_be_plain, score, mask, block_size, lists):
+def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequences):
     """A call as ``attention.py`` describes it. Whether the plain kernels serve it is known now: numbers have values."""
     from . import attention, graph
 
+    sequences = Sequences(*sequences[0], sequences[1]) if sequences[0] else None
+    len_kv = key_length(key, sequences)
     score, mask = _bound(*score), _bound(*mask)
     programs = [None if x is None else graph.programs_of_text.get(x[0]) for x in (score, mask)]
     plain, blocks = (-1, -1, 0.0), None
     found = None
     if may_be_plain and all((x is None) == (program is None) for x, program in zip((score, mask), programs)):
         pairs = [None if x is None else (program, x[1], x[2]) for x, program in zip((score, mask), programs)]
-        if not lists or (mask is not None and _lists_say(lists, mask, query.size(-2), key.size(-2), block_size)):
-            found = attention.plain_of(*pairs, query.size(-2), key.size(-2))
+        if mask is None and not lists:
+            found = attention.plain_of(*pairs, query.size(-2), len_kv)
+        elif mask is not None and sequences is None:
+            if not lists or _lists_say(lists, mask, query.size(-2), len_kv, block_size):
+                found = attention.plain_of(*pairs, query.size(-2), len_kv)
     if found is not None:
         plain, score, mask = found, None, None
     elif lists:
         blocks = (*map(int, block_size), *lists, *[None] * (4 - len(lists)))
-    elif mask is not None and query.device.type == "cpu" and query.numel() and key.size(-2):
-        sizes = [*query.shape[:2], query.size(-2), key.size(-2)]
-        made = _classify(query, mask, sizes, (128, 128))
-        blocks = (128, 128, *(made[i] for i in PARTIAL_AND_FULL))
+    elif mask is not None and query.device.type == "cpu" and query.numel() and len_kv:
+        sizes, q_offset, block = attention.block_sizes(query, True, True, sequences)
+        made = _classify(query, mask, [*sizes, query.size(-2), len_kv], block, q_offset)
+        blocks = (*block, *(made[i] for i in PARTIAL_AND_FULL))
     scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
-    return Call(scale, score, mask, blocks, plain)
+    return Call(scale, score, mask, blocks, plain, sequences)
 
 
 def _lists_say(lists, mask, len_q, len_kv, block_size):
@@ -94,12 +101,12 @@ def note_lists(lists, mask, len_q, len_kv, block_size):
 def _forward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
-    score, mask, (block_size, lists, wants_max) = rest[:4], rest[4:8], rest[8:]
-    call = _call(query, key, scale, may_be_plain, score, mask, block_size, lists)
+    score, mask, (*blocks, wants_max) = rest[:4], rest[4:8], rest[8:]
+    call = _call(query, key, scale, may_be_plain, score, mask, *blocks)
     out, lse, max_scores = _forward_fake(query, key, value, wants_max)
     flash_attn_2_cuda.flex_forward(
         *map(attention.rows_of, (query, key, value)), out, lse, max_scores if wants_max else None,
-        call.scale, call.plain, call.score, call.mask, call.blocks,
+        call.scale, call.plain, call.score, call.mask, call.blocks, call.sequences,
     )  # fmt: skip
     return out, lse, max_scores
 
@@ -121,9 +128,9 @@ def _results_of_backward(query, key, value, wants, tensors, wanted):
 def _backward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
-    score, mask, (block_size, lists) = rest[:4], rest[4:8], rest[8:10]
-    out, lse, dout, dlse, wants, derivative, places, wanted = rest[10:]
-    call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, block_size, lists)
+    score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
+    out, lse, dout, dlse, wants, derivative, places, wanted = rest[12:]
+    call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, *blocks)
     gradients, sums = _results_of_backward(query, key, value, wants, score[1], wanted)
     at, found = dict(zip(wanted, sums)), None
     if call.score is not None:
@@ -133,12 +140,13 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
         query, key, value, out, lse, dout, None if dlse is None else attention.rows_of(dlse), *gradients,
         torch.empty_like(lse), call.scale, call.plain, call.score, call.mask, call.blocks, found,
         None if found is None else tuple(at.get(i) for i in places), torch.are_deterministic_algorithms_enabled(),
+        call.sequences,
     )  # fmt: skip
     return [x for x in gradients if x is not None] + sums
 
 
 def _backward_fake(query, key, value, scale, may_be_plain, *rest):
-    wants, _, _, wanted = rest[14:]
+    wants, _, _, wanted = rest[16:]
     gradients, sums = _results_of_backward(query, key, value, wants, rest[1], wanted)
     return [x for x in gradients if x is not None] + sums
 
@@ -150,9 +158,9 @@ def _empty_lists(like, shape, block_size):
     return [like.new_empty(size, dtype=torch.int32) for size in shapes * 2]
 
 
-def _classify(like, mask, shape, block_size):
+def _classify(like, mask, shape, block_size, q_offset=None):
     lists = _empty_lists(like, shape, block_size)
-    flash_attn_2_cuda.flex_classify(*mask, tuple(lists), *shape, *block_size)
+    flash_attn_2_cuda.flex_classify(*mask, tuple(lists), *shape, *block_size, q_offset)
     return lists
 
 

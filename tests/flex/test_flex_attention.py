@@ -519,4 +519,4 @@ def test_programs_of_another_kind_are_refused():
     for mods in ((program, None), (wide, None), (derivative, None), (None, score.text), (None, derivative)):
         of = [None if text is None else (text, (), ()) for text in mods]
         with pytest.raises(RuntimeError, match="is no score_mod, mask_mod or derivative for fp32"):
-            flash_attn_2_cuda.flex_forward(q, k, v, out, lse, None, 1.0, (-1, -1, 0.0), *of, None)
+            flash_attn_2_cuda.flex_forward(q, k, v, out, lse, None, 1.0, (-1, -1, 0.0), *of, None, None)

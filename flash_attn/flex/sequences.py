@@ -1,0 +1,77 @@
+"""Where the sequences of a call lie: ``q_offset``, ``kv_len`` and ``block_table`` of ``flex_attention``.
+
+Mods see logical indices: query i of batch b is ``q_offset[b] + i``, and a key keeps its index whatever its page.
+"""
+
+import typing
+
+import torch
+
+
+class Sequences(typing.NamedTuple):
+    """int32 tensors on the device of the call, as the kernels take them. None: all offsets are 0, all keys are in use,
+    key and value are dense. ``blocks_have_offset``: the rows of the block mask count from 0 in the sequence, too."""
+
+    q_offset: typing.Optional[torch.Tensor]
+    kv_len: typing.Optional[torch.Tensor]
+    block_table: typing.Optional[torch.Tensor]
+    blocks_have_offset: bool = False
+
+    def refuse_gradients(self):
+        name = "kv_len" if self.block_table is None else "block_table"
+        if self.kv_len is not None or self.block_table is not None:
+            raise NotImplementedError(
+                f"flex_attention computes no gradients with {name}=: call it under torch.no_grad() or detach its inputs"
+            )
+
+
+def _index(name, value, query, shape):
+    """An argument as an int32 tensor. None stays None."""
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or len(shape) != 1:
+            raise TypeError(f"{name} must be a tensor of integers, not {type(value).__name__}")
+        return torch.full(shape, value, dtype=torch.int32, device=query.device)
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} must be a tensor of integers, not of {value.dtype}")
+    if value.device != query.device:
+        raise ValueError(f"{name} must be on the device of query, {query.device}; it is on {value.device}")
+    if value.dim() == 0 and len(shape) == 1:
+        value = value.expand(shape)
+    if value.dim() != len(shape) or value.size(0) != shape[0]:
+        words = "[B]" if len(shape) == 1 else "[B, pages of a sequence]"
+        raise ValueError(f"{name} must have the shape {words} with B={shape[0]}, but has {tuple(value.shape)}")
+    return value.to(torch.int32).contiguous()
+
+
+def sequences_of(query, q_offset, kv_len, block_table):
+    """The checked arguments, or None if no argument came."""
+    if q_offset is None and kv_len is None and block_table is None:
+        return None
+    b = query.size(0)
+    return Sequences(
+        _index("q_offset", q_offset, query, (b,)),
+        _index("kv_len", kv_len, query, (b,)),
+        _index("block_table", block_table, query, (b, -1)),
+    )
+
+
+def key_length(key, sequences):
+    """The keys that a sequence has room for."""
+    is_paged = sequences is not None and sequences.block_table is not None
+    return sequences.block_table.size(1) * key.size(2) if is_paged else key.size(2)
+
+
+def rows_of_mask(block_mask, query, len_kv, sequences):
+    """Whether the block mask fits, and whether its rows count from 0 in the sequence.
+
+    A block mask of as many rows as there are queries lists the blocks of these queries. One with more rows is that of
+    the whole sequence. Keys behind those of the block mask see and are seen by nothing, so its last block may end there.
+    """
+    rows, keys = block_mask.shape[-2:]
+    is_cache = sequences is not None and (sequences.kv_len is not None or sequences.block_table is not None)
+    size = block_mask.BLOCK_SIZE[1]
+    fits = -(-keys // size) * size >= len_kv if is_cache else keys == len_kv
+    has_offset = sequences is not None and sequences.q_offset is not None and rows > query.size(-2)
+    return fits and (has_offset or rows == query.size(-2)), has_offset
