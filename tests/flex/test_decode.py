@@ -1,0 +1,375 @@
+"""flex_attention with q_offset, kv_len and block_table: mods see logical indices, wherever queries and keys lie."""
+
+import random
+
+import pytest
+import torch
+from oracle_attention import INF, TOLERANCES, attention, close
+from torch.nn.attention.flex_attention import BlockMask
+
+from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+NAN = float("nan")
+LENGTH = 160  # of the tables below: more than any key
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def window(b, h, q, k):
+    return (q >= k) & (q - k <= 17)
+
+
+def documents(rng):
+    table = torch.tensor([rng.randint(0, 3) for _ in range(LENGTH)]).sort().values
+    return lambda b, h, q, k: (table[q] == table[k]) & (q >= k)
+
+
+def alibi(rng):
+    slopes = torch.tensor([2.0**-n for n in range(1, 9)])
+    return lambda s, b, h, q, k: s + slopes[h] * (k - q)
+
+
+def per_batch(rng):
+    starts = torch.tensor([rng.randint(0, 9) for _ in range(8)])
+    return lambda b, h, q, k: (k >= starts[b]) & (q >= k)
+
+
+MASKS = {"none": lambda rng: None, "causal": lambda rng: causal, "window": lambda rng: window}
+MASKS |= {"documents": documents, "per batch": per_batch}
+
+
+def tensors(rng, b, h, h_kv, len_q, len_kv, d, d_v, dtype):
+    generator = torch.Generator().manual_seed(rng.randint(0, 1 << 30))
+    shapes = [(b, h, len_q, d), (b, h_kv, len_kv, d), (b, h_kv, len_kv, d_v)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def in_pages(rng, k, v, kv_len, page):
+    """The keys and values as pages in any order, NaN where no key is; and the block table, with -1 behind its end."""
+    b, _, len_kv, _ = k.shape
+    columns = -(-len_kv // page)
+    num = sum(-(-n // page) for n in kv_len) + 2
+    free = list(range(num))
+    rng.shuffle(free)
+    pages = [torch.full((num, x.size(1), page, x.size(3)), NAN, dtype=x.dtype) for x in (k, v)]
+    table = torch.full((b, columns), -1, dtype=torch.int32)
+    for b_idx, n in enumerate(kv_len):
+        for first in range(0, n, page):
+            table[b_idx, first // page] = at = free.pop()
+            for to, x in zip(pages, (k, v)):
+                rows = x[b_idx, :, first : min(first + page, n)]
+                to[at, :, : rows.size(1)] = rows
+    return *pages, table
+
+
+def want_of(q, k, v, kv_len, q_offset, score_mod=None, mask_mod=None, scale=None):
+    """The specification in fp64: one batch after the other, the rows of a query at their places in the sequence."""
+    found = []
+    for b_idx, (n, offset) in enumerate(zip(kv_len, q_offset)):
+        len_q, total = q.size(2), int(offset) + q.size(2)
+        rows = q.new_zeros(1, q.size(1), total, q.size(3)).double()
+        rows[:, :, offset:] = q[b_idx]
+        mask = None
+        if mask_mod is not None:
+            h, i, j = torch.arange(q.size(1)), torch.arange(total), torch.arange(n)
+            at = torch.broadcast_tensors(h.view(-1, 1, 1), i.view(-1, 1), j)
+            mask = mask_mod(torch.full_like(at[0], b_idx), *at).expand(at[0].shape)[None]
+        mod = None if score_mod is None or n == 0 else (lambda s, b, *rest, b_idx=b_idx: score_mod(s, b + b_idx, *rest))
+        parts = (x[b_idx : b_idx + 1, :, :n].double() for x in (k, v))
+        found.append([x[:, :, total - len_q :] for x in attention(rows, *parts, mod, mask, scale)])
+    return [torch.cat(x) for x in zip(*found)]
+
+
+def draw(rng, len_q, dtype=None):
+    """A random call: its tensors, the lengths and the offsets."""
+    b, h_kv = rng.randint(1, 3), rng.choice([1, 2])
+    h = h_kv * rng.choice([1, 2, 4])
+    d = rng.choice([16, 40, 64])
+    len_kv = rng.choice([rng.randint(1, 40), rng.randint(41, 150), 128, 129])
+    dtype = dtype or rng.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+    kv_len = [rng.choice([0, 1, len_kv, rng.randint(0, len_kv)]) for _ in range(b)]
+    q_offset = [max(n - len_q, 0) if rng.random() < 0.7 else rng.randint(0, LENGTH - len_q) for n in kv_len]
+    return tensors(rng, b, h, h_kv, len_q, len_kv, d, rng.choice([d, 24]), dtype), kv_len, q_offset
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def run(q, k, v, **kwargs):
+    out, aux = flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True), **kwargs)
+    return out, aux.lse, aux.max_scores
+
+
+def compare(has, want, dtype):
+    for x, wants in zip(has, want, strict=True):
+        close(x, wants, TOLERANCES[dtype] if dtype != torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("len_q", range(1, 9))
+def test_equals_the_dense_computation(len_q, name, is_paged, isa):
+    rng = random.Random(f"{len_q} {name} {is_paged}")
+    for turn in range(3):
+        (q, k, v), kv_len, q_offset = draw(rng, len_q)
+        score_mod, mask_mod = rng.choice([None, alibi(rng)]), MASKS[name](rng)
+        want = want_of(q, k, v, kv_len, q_offset, score_mod, mask_mod)
+        table = None
+        if is_paged:
+            k, v, table = in_pages(rng, k, v, kv_len, rng.choice([1, 3, 16, 64]))
+        else:
+            for b_idx, n in enumerate(kv_len):
+                k[b_idx, :, n:] = v[b_idx, :, n:] = NAN
+        places = dict(q_offset=int32(q_offset), kv_len=int32(kv_len), block_table=table)
+        compare(run(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **places), want, q.dtype)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+def test_growing_lengths_equal_one_prefill(name, is_paged, isa):
+    rng = random.Random(name)
+    total = 75
+    q, k, v = tensors(rng, 2, 4, 2, total, total, 32, 32, torch.float32)
+    mask_mod, score_mod = MASKS[name](rng), alibi(rng)
+    block_mask = create_block_mask(mask_mod, None, None, total, total, device="cpu", BLOCK_SIZE=16)
+    whole = run(q, k, v, score_mod=score_mod, block_mask=block_mask)
+    table = None
+    if is_paged:
+        k, v, table = in_pages(rng, k, v, [total, total], 16)
+    at = 0
+    while at < total:
+        len_q = min(rng.randint(1, 8), total - at)
+        places = dict(q_offset=at, kv_len=at + len_q, block_table=table)
+        rows = q[:, :, at : at + len_q]
+        for mask in (dict(mask_mod=mask_mod), dict(block_mask=block_mask)):
+            for x, want in zip(run(rows, k, v, score_mod=score_mod, **mask, **places), whole, strict=True):
+                close(x, want[:, :, at : at + len_q], 1e-5)
+        at += len_q
+
+
+@pytest.mark.parametrize("size", [16, (8, 32), (128, 64), 128])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_block_mask_of_the_whole_sequence(size, seed, isa):
+    """Rows of the mask count from 0 in the sequence. A block that crosses the queries shows a row of its own to each."""
+    rng = random.Random(seed)
+    (q, k, v), kv_len, _ = draw(rng, rng.randint(1, 40), torch.float32)
+    b, h, len_q, len_kv = *q.shape[:3], k.size(2)
+    q_offset = [rng.randint(0, LENGTH - len_q) for _ in kv_len]
+    mask_mod = rng.choice([causal, window, documents(rng), per_batch(rng)])
+    mask = create_block_mask(mask_mod, b, rng.choice([None, h]), LENGTH, len_kv, device="cpu", BLOCK_SIZE=size)
+    want = want_of(q, k, v, kv_len, q_offset, None, mask_mod)
+    places = dict(q_offset=int32(q_offset), kv_len=int32(kv_len))
+    compare(run(q, k, v, block_mask=mask, **places), want, q.dtype)
+
+
+def test_blocks_of_the_whole_sequence_without_a_mask_mod():
+    """Only the lists say what is seen, so a wrong row of blocks shows."""
+    num = int32([[[1, 1, 1]]])
+    places = int32([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]])
+    mask = BlockMask.from_kv_blocks(num, places, BLOCK_SIZE=8, seq_lengths=(24, 24))
+    rng = random.Random(0)
+    q, k, v = tensors(rng, 2, 2, 2, 4, 24, 16, 16, torch.float32)
+    seen = [2, 0, 1]
+    mask_mod = lambda b, h, i, j: int32(seen)[i // 8] == j // 8  # noqa: E731
+    offsets = [6, 15]
+    want = want_of(q, k, v, [24, 24], offsets, None, mask_mod)
+    compare(run(q, k, v, block_mask=mask, q_offset=int32(offsets)), want, q.dtype)
+
+
+def test_a_row_of_a_block_mask_as_in_torch(isa):
+    """torch's pattern for one token: a row of blocks is sliced out, and the mods get the position as an offset."""
+    rng = random.Random(1)
+    q, k, v = tensors(rng, 2, 2, 1, 1, 128, 32, 32, torch.float32)
+    big = create_block_mask(window, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
+    for at in (0, 31, 32, 77, 127):
+        row = big[:, :, [at // 32]]
+        row.mask_mod, row.seq_lengths = window, (1, 128)
+        want = want_of(q, k, v, [at + 1] * 2, [at] * 2, None, window)
+        compare(run(q, k, v, block_mask=row, q_offset=at, kv_len=at + 1), want, q.dtype)
+
+
+def test_a_mask_of_fewer_keys_than_the_pages_hold():
+    rng = random.Random(2)
+    q, k, v = tensors(rng, 1, 2, 2, 3, 100, 16, 16, torch.float32)
+    want = want_of(q, k, v, [100], [97], None, causal)
+    mask = create_block_mask(causal, None, None, 100, 100, device="cpu", BLOCK_SIZE=64)
+    k, v, table = in_pages(rng, k, v, [100], 16)  # 7 pages: 112 keys
+    compare(run(q, k, v, block_mask=mask, q_offset=97, kv_len=100, block_table=table), want, q.dtype)
+
+
+def test_lengths_without_mods_run_plain_kernels(isa):
+    rng = random.Random(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        for is_paged in (False, True):
+            q, k, v = tensors(rng, 3, 8, 2, 2, 90, 64, 64, dtype)
+            kv_len = [0, 90, 41]
+            want = want_of(q, k, v, kv_len, [0] * 3)
+            k, v, table = in_pages(rng, k, v, kv_len, 16) if is_paged else (k, v, None)
+            places = dict(kv_len=int32(kv_len), block_table=table, q_offset=int32([7, 8, 9]))
+            out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True, **places)
+            compare((out, lse), want[:2], dtype)
+            assert out[0].eq(0).all() and lse[0].eq(-INF).all()
+
+
+def test_all_pages_are_full_without_kv_len():
+    rng = random.Random(4)
+    q, k, v = tensors(rng, 2, 2, 2, 5, 48, 16, 16, torch.float32)
+    want = want_of(q, k, v, [48, 48], [43, 40], None, causal)
+    k, v, table = in_pages(rng, k, v, [48, 48], 16)
+    compare(run(q, k, v, mask_mod=causal, q_offset=int32([43, 40]), block_table=table), want, q.dtype)
+
+
+def test_a_cache_of_heads_beside_rows():
+    """attention-gym's cache is [1, Hkv, pages * page, D]: a view of it has pages, and nothing is copied."""
+    rng = random.Random(5)
+    q, k, v = tensors(rng, 2, 4, 2, 1, 40, 16, 16, torch.float32)
+    want = want_of(q, k, v, [40, 33], [39, 32], None, causal)
+    k, v, table = in_pages(rng, k, v, [40, 33], 8)
+    caches = [x.transpose(0, 1).reshape(1, 2, -1, 16) for x in (k, v)]
+    k, v = (x[0].view(2, -1, 8, 16).transpose(0, 1) for x in caches)
+    compare(run(q, k, v, mask_mod=causal, q_offset=int32([39, 32]), kv_len=int32([40, 33]), block_table=table),
+            want, q.dtype)  # fmt: skip
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_block_mask", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_with_an_offset(has_block_mask, dtype, isa):
+    rng = random.Random(6)
+    q, k, v = (x.requires_grad_() for x in tensors(rng, 2, 4, 2, 9, 60, 24, 16, dtype))
+    bias = torch.randn(LENGTH, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    score_mod = lambda s, b, h, i, j: s + bias[i] * (j % 3)  # noqa: E731
+    offsets = [30, 11]
+    mask = dict(mask_mod=window)
+    if has_block_mask:
+        mask = dict(block_mask=create_block_mask(window, None, None, LENGTH, 60, device="cpu", BLOCK_SIZE=16))
+    places = dict(q_offset=int32(offsets))
+    out, lse, _ = run(q, k, v, score_mod=score_mod, **mask, **places)
+    want = want_of(q, k, v, [60, 60], offsets, score_mod, window)
+    compare((out, lse), want[:2], dtype)
+    inputs, generator = (q, k, v, bias), torch.Generator().manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=generator) for x in (out, lse))
+    has = torch.autograd.grad((out, lse), inputs, (dout.to(dtype), dlse))
+    wants = torch.autograd.grad(want[:2], inputs, (dout.double(), dlse.double()))
+    for x, wanted in zip(has, wants, strict=True):
+        close(x, wanted, 1e-4)
+
+
+def test_a_changed_offset_is_found_in_the_backward():
+    q, k, v = (x.requires_grad_() for x in tensors(random.Random(7), 1, 1, 1, 2, 9, 8, 8, torch.float32))
+    q_offset = int32([3])
+    out = flex_attention(q, k, v, mask_mod=causal, q_offset=q_offset)
+    q_offset += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+def test_one_graph_serves_all_steps(is_paged):
+    torch._dynamo.reset()
+    rng = random.Random(8)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    total = 40
+    q, k, v = tensors(rng, 2, 4, 2, total, total, 16, 16, torch.float32)
+    mask = create_block_mask(window, None, None, total, 48, device="cpu", BLOCK_SIZE=16)
+    score_mod = alibi(rng)
+    pages, table = (k, v), None
+    if is_paged:
+        *pages, table = in_pages(rng, k, v, [total, total], 16)
+
+    def step(q, block_mask, q_offset, kv_len):
+        return flex_attention(
+            q, *pages, score_mod, block_mask, enable_gqa=True, q_offset=q_offset, kv_len=kv_len, block_table=table
+        )
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for at in (0, 7, 22, 39):
+        places = int32([at, at // 2]), int32([at + 1, at // 2 + 1])
+        row = q[:, :, at : at + 1]
+        want = want_of(row, k, v, places[1].tolist(), places[0].tolist(), score_mod, window)[0]
+        close(compiled(row, mask, *places), want, 1e-5)
+        close(step(row, mask, *places), want, 1e-5)
+    assert len(graphs) == 1
+
+
+def test_a_compiled_bare_mask_and_its_gradient():
+    torch._dynamo.reset()
+    q, k, v = (x.requires_grad_() for x in tensors(random.Random(9), 2, 2, 2, 5, 40, 16, 16, torch.float32))
+
+    def step(q_offset):
+        return flex_attention(q, k, v, mask_mod=window, q_offset=q_offset)
+
+    q_offset = int32([20, 3])
+    want = torch.autograd.grad(step(q_offset).sum(), (q, k, v))
+    for backend in ("eager", "aot_eager"):
+        has = torch.autograd.grad(torch.compile(step, backend=backend, fullgraph=True)(q_offset).sum(), (q, k, v))
+        for x, wanted in zip(has, want, strict=True):
+            close(x, wanted, 1e-6)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def refuses(exception, text, shapes=None, **kwargs):
+    q, k, v = tensors(random.Random(0), *(shapes or (2, 2, 2, 3, 20)), 8, 8, torch.float32)
+    with pytest.raises(exception, match=text):
+        flex_attention(q, k, v, **kwargs)
+
+
+def test_what_does_not_fit_is_refused():
+    refuses(TypeError, "q_offset must be a tensor of integers, not float", q_offset=1.5)
+    refuses(TypeError, "kv_len must be a tensor of integers, not of torch.float32", kv_len=torch.ones(2))
+    refuses(TypeError, "block_table must be a tensor of integers, not int", block_table=1)
+    refuses(ValueError, r"kv_len must have the shape \[B\] with B=2, but has \(3,\)", kv_len=int32([1, 2, 3]))
+    refuses(ValueError, r"block_table must have the shape \[B, pages of a seq", block_table=int32([1, 2]))
+    refuses(ValueError, "kv_len must be on the device of query, cpu", kv_len=torch.ones(2, device="meta").int())
+    refuses(RuntimeError, "kv_len must be from 0 to the 20 keys that there are; element 1 is 21", kv_len=int32([3, 21]))
+    refuses(RuntimeError, "kv_len must be from 0 .* element 0 is -1", kv_len=int32([-1, 2]))
+    refuses(RuntimeError, "q_offset must be from 0 to .* element 1 is -4", q_offset=int32([0, -4]), mask_mod=causal)
+    refuses(
+        RuntimeError, r"block_table must name pages below 2; entry \(1, 0\) is 2", block_table=int32([[0, 1], [2, 1]])
+    )
+    refuses(RuntimeError, r"entry \(0, 1\) is -1", block_table=int32([[0, -1], [0, 1]]), kv_len=int32([21, 20]))
+    refuses(ValueError, "have no q_offset, kv_len and block_table", q_offset=0, kernel_options={"BACKEND": "TRITON"})
+
+
+def test_block_masks_that_do_not_fit_are_refused():
+    small = create_block_mask(causal, None, None, 32, 20, device="cpu", BLOCK_SIZE=16)
+    text = "q_offset must leave the queries in the 32 rows of the block mask; element 1 is 30, and there are 3 queries"
+    refuses(RuntimeError, text, block_mask=small, q_offset=int32([29, 30]))
+    refuses(ValueError, "block_mask was created for", block_mask=small)  # without an offset its rows must be the queries
+    wide = create_block_mask(causal, None, None, 32, 10, device="cpu", BLOCK_SIZE=16)
+    refuses(ValueError, "but got q_len=3 and kv_len=20", block_mask=wide, q_offset=0, kv_len=10)
+    short = create_block_mask(causal, None, None, 2, 20, device="cpu", BLOCK_SIZE=16)
+    refuses(ValueError, "created for a smaller length", block_mask=short, q_offset=0)
+
+
+@pytest.mark.parametrize("name", ["kv_len", "block_table"])
+def test_gradients_through_a_cache_are_refused(name):
+    q, k, v = tensors(random.Random(0), 1, 1, 1, 2, 4, 8, 8, torch.float32)
+    places = dict(kv_len=dict(kv_len=3), block_table=dict(block_table=int32([[0]])))[name]
+    q.requires_grad_()
+    text = f"flex_attention computes no gradients with {name}="
+    with pytest.raises(NotImplementedError, match=text):
+        flex_attention(q, k, v, mask_mod=causal, **places)
+    with pytest.raises(NotImplementedError, match=text):
+        flex_attention(q, k, v, **places)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=text):
+        torch.compile(lambda: flex_attention(q, k, v, mask_mod=causal, **places), backend="eager", fullgraph=True)()
+    with torch.no_grad():
+        want = want_of(q, k, v, [places.get("kv_len", 4)], [0], None, causal)[0]
+        close(flex_attention(q, k, v, mask_mod=causal, **places), want, 1e-5)
