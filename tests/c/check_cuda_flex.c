@@ -1,7 +1,8 @@
 /* Programmable attention on the generic GPU kernels, compiled for the CPU, against a double loop. The texts of the
  * user's functions are written by hand here, in place of flex/source.c. Random cases: block masks with lists in any
  * order and garbage behind the counts, blocks of any size, rows that see nothing, odd lengths, grouped heads, NaN in
- * keys and values that some rows do not see. */
+ * keys and values that some rows do not see. Besides, queries with an offset, and caches: lengths of their own, pages in
+ * any order, and garbage in places that name no key. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <setjmp.h>
@@ -22,7 +23,7 @@
 
 /* The words of a flex_values: a captured tensor of floats, its gradient, and a captured tensor of int32. */
 enum { TABLE, GRADIENT, DOCUMENTS, NUM_WORDS };
-enum { TABLE_SIZE = 8 };
+enum { TABLE_SIZE = 8, MOST_OFFSET = 150 };
 
 typedef struct {
     const char *name, *score, *mask, *derivative, *sums; /* bodies of functions; NULL: there is none */
@@ -131,6 +132,7 @@ typedef struct {
     void *gradient;
     float table[64];
     unsigned char *kinds; /* [mask_b, mask_h, rows, columns]; NULL: no block mask */
+    int64_t len_kv[2];    /* [b] keys in use */
     double *q, *k, *v, *dout;
 } flex_case;
 
@@ -188,7 +190,10 @@ static void make_block_mask(flex_case *c, bool at_end) {
     f->block_q = PICK(1, 16, 24, 32, 64, 100, 128, 1 << 30);
     f->block_kv = PICK(1, 8, 16, 40, 64, 100, 128, 1 << 30);
     f->mask_b = PICK(1, c->p.b), f->mask_h = PICK(1, c->p.h);
-    f->rows = (c->p.len_q + f->block_q - 1) / f->block_q + below(2);
+    f->blocks_have_offset = f->q_offset && below(2);
+    /* Too few rows of blocks, too: then the last rows serve queries with a larger offset. */
+    const int64_t num_rows = c->p.len_q + (f->blocks_have_offset ? below(MOST_OFFSET + 1) : 0);
+    f->rows = (num_rows + f->block_q - 1) / f->block_q + below(2);
     f->columns = (c->p.len_kv + f->block_kv - 1) / f->block_kv + below(2);
     const int64_t num = f->mask_b * f->mask_h * f->rows * f->columns, density = PICK(0, 10, 50, 90);
     c->kinds = malloc((size_t)num + 1);
@@ -201,13 +206,59 @@ static void make_block_mask(flex_case *c, bool at_end) {
         for (int64_t i = 0; i < num; i++) c->kinds[i] &= 1;
 }
 
+/* What the mods call row i. */
+static int64_t query_of(const flex_case *c, int64_t b, int64_t i) { return i + fa_flex_first_query(&c->flex, b); }
+
 static bool sees(const flex_case *c, int64_t b, int64_t h, int64_t i, int64_t j) {
     const fa_flex *f = &c->flex;
     unsigned char kind = 1;
-    if (c->kinds)
-        kind = c->kinds[(((b % f->mask_b) * f->mask_h + h % f->mask_h) * f->rows + i / f->block_q) * f->columns +
+    if (c->kinds) {
+        const int64_t most = f->rows * f->block_q - c->p.len_q, offset = query_of(c, b, 0);
+        const int64_t row = i + (!f->blocks_have_offset ? 0 : offset < most ? offset : most);
+        kind = c->kinds[(((b % f->mask_b) * f->mask_h + h % f->mask_h) * f->rows + row / f->block_q) * f->columns +
                         j / f->block_kv];
-    return kind & 2 || (kind == 1 && mask_of(current_mod, current_documents, i, j));
+    }
+    return kind & 2 || (kind == 1 && mask_of(current_mod, current_documents, query_of(c, b, i), j));
+}
+
+/* Some problems are caches, which have no backward. */
+static bool is_cache(const fa_problem *p) { return p->seqused_k || p->paged; }
+
+/* Takes k or v of the problem as num_pages pages, and returns [b, len_kv, h_kv, d] as the block table says. */
+static double *gathered(const fa_problem *p, double *pages, int64_t d) {
+    const int64_t row = p->h_kv * d;
+    double *copy = malloc((size_t)(p->b * p->len_kv * row + 1) * sizeof *copy);
+    for (int64_t i = 0; i < p->b * p->len_kv; i++) {
+        const int64_t b = i / p->len_kv, j = i % p->len_kv;
+        int64_t page = p->block_table[b * p->block_table_stride + j / p->page_size];
+        page = page < 0 ? 0 : page < p->num_pages ? page : p->num_pages - 1;
+        memcpy(copy + i * row, pages + (page * p->page_size + j % p->page_size) * row, (size_t)row * sizeof *copy);
+    }
+    free(pages);
+    return copy;
+}
+
+/* Gives the problem lengths, and pages of page_size keys (0: none). Numbers that name no key are garbage. */
+static void make_cache(flex_case *c, int64_t page_size, bool at_end) {
+    fa_problem *p = &c->p;
+    int32_t *lengths = guarded_alloc((size_t)p->b * 4, 4, at_end);
+    for (int64_t b = 0; b < p->b; b++) {
+        lengths[b] = (int32_t)PICK(0, 1, below(p->len_kv + 1), below(p->len_kv + 1), p->len_kv, INT32_MAX, INT32_MIN);
+        c->len_kv[b] = lengths[b] < 0 ? 0 : lengths[b] < p->len_kv ? lengths[b] : p->len_kv;
+    }
+    p->seqused_k = lengths;
+    if (page_size == 0) return;
+    const int64_t columns = p->len_kv / page_size, num = p->b * columns;
+    int32_t *table = guarded_alloc((size_t)num * 4, 4, at_end);
+    for (int32_t i = 0; i < num; i++) {
+        const int64_t other = below(i + 1);
+        table[i] = table[other], table[other] = i;
+    }
+    for (int64_t i = 0; i < num; i++)
+        if (i % columns * page_size >= c->len_kv[i / columns]) table[i] = (int32_t)PICK(-1, INT32_MAX, INT32_MIN);
+    p->paged = true;
+    p->block_table = table, p->block_table_stride = p->block_table_cols = columns;
+    p->page_size = page_size, p->num_pages = num, p->cache_rows = p->b;
 }
 
 /* Each line is compiled once for each pass, which takes seconds. d_v 0: any width up to d. */
@@ -226,14 +277,17 @@ enum { NUM_KERNELS = sizeof kernels / sizeof *kernels };
 static void make_case(flex_case *c, int kernel, bool at_end) {
     const int mod = kernels[kernel].mod;
     const fa_dtype dtype = kernels[kernel].dtype;
-    const int64_t h_kv = PICK(1, 2), b = PICK(1, 2), len_q = PICK(1, 17, 64, 129, 150),
-                  len_kv = PICK(1, 31, 64, 130, 200, 333), d = kernels[kernel].d,
+    const bool has_cache = below(3) == 0;
+    const int64_t page_size = has_cache ? PICK(0, 5, 16, 64) : 0, round = page_size ? page_size : 1;
+    const int64_t h_kv = PICK(1, 2), b = PICK(1, 2), len_q = PICK(1, 3, 17, 64, 129, 150),
+                  len_kv = (PICK(1, 31, 64, 130, 200, 333) + round - 1) / round * round, d = kernels[kernel].d,
                   d_v = kernels[kernel].d_v ? kernels[kernel].d_v : 1 + below(d);
     *c = (flex_case){0};
     current_mod = mod;
-    int32_t *documents = guarded_alloc((size_t)(len_q + len_kv + 1) * 4, 4, at_end);
-    *documents++ = (int32_t)(len_q + len_kv);
-    for (int64_t i = 0, id = 0; i < len_q + len_kv; i++) documents[i] = (int32_t)(id += below(20) == 0);
+    const int64_t num_documents = len_q + MOST_OFFSET + len_kv;
+    int32_t *documents = guarded_alloc((size_t)(num_documents + 1) * 4, 4, at_end);
+    *documents++ = (int32_t)num_documents;
+    for (int64_t i = 0, id = 0; i < num_documents; i++) documents[i] = (int32_t)(id += below(20) == 0);
     current_documents = documents;
     fa_problem *p = &c->p;
     *p = (fa_problem){.pass = FA_FWD,
@@ -254,8 +308,12 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
                       .window_right = -1,
                       .flex = &c->flex};
     p->q = dense(len_q, p->h, d, b, dtype, at_end), c->q = filled(&p->q, b, len_q, p->h, d, dtype);
-    p->k = dense(len_kv, h_kv, d, b, dtype, at_end), c->k = filled(&p->k, b, len_kv, h_kv, d, dtype);
-    p->v = dense(len_kv, h_kv, d_v, b, dtype, at_end), c->v = filled(&p->v, b, len_kv, h_kv, d_v, dtype);
+    for (int i = 0; i < 2; i++) c->len_kv[i] = len_kv;
+    if (has_cache) make_cache(c, page_size, at_end);
+    const int64_t batches = p->paged ? p->num_pages : b, keys = p->paged ? page_size : len_kv;
+    p->k = dense(keys, h_kv, d, batches, dtype, at_end), c->k = filled(&p->k, batches, keys, h_kv, d, dtype);
+    p->v = dense(keys, h_kv, d_v, batches, dtype, at_end), c->v = filled(&p->v, batches, keys, h_kv, d_v, dtype);
+    if (p->paged) c->k = gathered(p, c->k, d), c->v = gathered(p, c->v, d_v);
     p->dout = dense(len_q, p->h, d_v, b, dtype, at_end), c->dout = filled(&p->dout, b, len_q, p->h, d_v, dtype);
     p->o = dense(len_q, p->h, d_v, b, dtype, at_end);
     p->lse = stats(b, p->h, len_q, at_end);
@@ -269,8 +327,13 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
         if (bodies[i])
             *(const fa_flex_bound **[]){&c->flex.score, &c->flex.mask, &c->flex.derivative}[i] = &c->bound[i];
     }
+    if (below(2)) {
+        int32_t *offsets = guarded_alloc((size_t)b * 4, 4, at_end);
+        for (int64_t i = 0; i < b; i++) offsets[i] = (int32_t)PICK(0, below(MOST_OFFSET + 1), MOST_OFFSET);
+        c->flex.q_offset = offsets;
+    }
     make_block_mask(c, at_end);
-    if (below(3) == 0) { /* a key that is NaN, where only some rows see it */
+    if (below(3) == 0 && !p->paged) { /* a key that is NaN, where only some rows see it */
         const int64_t j = below(len_kv), at = below(d_v);
         fa_store_element(p->v.data, j * p->v.stride_row + at, NAN, dtype);
         c->v[j * h_kv * d_v + at] = NAN;
@@ -301,24 +364,25 @@ static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, in
     const fa_problem *p = &c->p;
     const int64_t row = (b * p->len_q + i) * p->h + h, stat = (b * p->h + h) * p->len_q + i, d = p->d, d_v = p->d_v;
     const double *q = c->q + row * d, *dout = c->dout + row * d_v;
-    double *s = zeros(p->len_kv), max = -INFINITY, sum = 0, *o = r->o + row * d_v;
+    const int64_t len_kv = c->len_kv[b], query = query_of(c, b, i);
+    double *s = zeros(len_kv), max = -INFINITY, sum = 0, *o = r->o + row * d_v;
 #define KEY(x, j, d) (x + ((b * p->len_kv + (j)) * p->h_kv + h / (p->h / p->h_kv)) * (d))
-    for (int64_t j = 0; j < p->len_kv; j++) {
-        s[j] = sees(c, b, h, i, j) ? score_of(current_mod, p->scale * dot(q, KEY(c->k, j, d), d), c->table, h, i, j)
-                                   : -INFINITY;
+    for (int64_t j = 0; j < len_kv; j++) {
+        const double score = p->scale * dot(q, KEY(c->k, j, d), d);
+        s[j] = sees(c, b, h, i, j) ? score_of(current_mod, score, c->table, h, query, j) : -INFINITY;
         if (s[j] > max) max = s[j];
     }
-    for (int64_t j = 0; j < p->len_kv; j++) sum += max == -INFINITY ? 0 : exp(s[j] - max);
+    for (int64_t j = 0; j < len_kv; j++) sum += max == -INFINITY ? 0 : exp(s[j] - max);
     r->lse[stat] = max + log(sum), r->max[stat] = max;
-    for (int64_t j = 0; j < p->len_kv; j++)
+    for (int64_t j = 0; j < len_kv; j++)
         for (int64_t x = 0; x < d_v && s[j] > -INFINITY; x++) o[x] += exp(s[j] - max) / sum * KEY(c->v, j, d_v)[x];
     const double delta = dot(o, dout, d_v) - (c->flex.dlse.data ? c->flex.dlse.data[stat] : 0);
-    for (int64_t j = 0; j < p->len_kv; j++) {
+    for (int64_t j = 0; j < len_kv; j++) {
         if (s[j] == -INFINITY) continue;
         const double prob = exp(s[j] - max) / sum, ds = prob * (dot(dout, KEY(c->v, j, d_v), d_v) - delta);
         double change = ds;
-        if (current_mod == ALIBI) r->gradient[h] += ds * (double)(j - i);
-        if (current_mod == BIAS) r->gradient[(j - i) & 7] += ds;
+        if (current_mod == ALIBI) r->gradient[h] += ds * (double)(j - query);
+        if (current_mod == BIAS) r->gradient[(j - query) & 7] += ds;
         if (current_mod == SOFTCAP) change *= 1 - s[j] / 3 * (s[j] / 3);
         for (int64_t x = 0; x < d_v; x++) KEY(r->dv, j, d_v)[x] += prob * dout[x];
         for (int64_t x = 0; x < d; x++) {
@@ -363,6 +427,27 @@ static void compare(const char *what, const fa_view *t, const double *truth, int
                            tolerance);
 }
 
+static void check_backward(flex_case *c, const results *truth, bool at_end) {
+    fa_problem *p = &c->p;
+    const int64_t rows = p->b * p->len_q * p->h, keys = p->b * p->len_kv * p->h_kv;
+    p->pass = FA_BWD;
+    c->flex.max_scores = (fa_row_stats){0};
+    float sums[TABLE_SIZE] = {0};
+    c->gradient = sums;
+    if (mods[current_mod].has_gradient) c->flex.gradients = &c->gradient;
+    p->softmax_d = stats(p->b, p->h, p->len_q, at_end);
+    if (below(4)) p->dq = dense(p->len_q, p->h, p->d, p->b, p->dtype, at_end);
+    if (below(4)) p->dk = dense(p->len_kv, p->h_kv, p->d, p->b, p->dtype, at_end);
+    if (below(4)) p->dv = dense(p->len_kv, p->h_kv, p->d_v, p->b, p->dtype, at_end);
+    run_on_cuda(p, at_end);
+    if (p->dq.data) compare("dq", &p->dq, truth->dq, rows, p->d, p->dtype);
+    if (p->dk.data) compare("dk", &p->dk, truth->dk, keys, p->d, p->dtype);
+    if (p->dv.data) compare("dv", &p->dv, truth->dv, keys, p->d_v, p->dtype);
+    for (int i = 0; i < TABLE_SIZE && c->flex.gradients; i++)
+        compare_number("gradient", i, sums[i], truth->gradient[i],
+                       (1 + fabs(truth->gradient[i])) * (p->dtype == FA_F32 ? 2e-3 : 0.5));
+}
+
 static void run_case(int seed) {
     const bool at_end = seed / NUM_KERNELS % 2;
     source = (random_source){(uint64_t)seed};
@@ -371,7 +456,7 @@ static void run_case(int seed) {
     make_case(&c, seed % NUM_KERNELS, at_end);
     fa_problem *p = &c.p;
     const double tolerance = p->dtype == FA_F32 ? 1e-4 : 0.02;
-    const int64_t rows = p->b * p->len_q * p->h, keys = p->b * p->len_kv * p->h_kv;
+    const int64_t rows = p->b * p->len_q * p->h;
     run_on_cuda(p, at_end);
     if (below(2)) c.flex.dlse = stats(p->b, p->h, p->len_q, at_end);
     for (int64_t i = 0; i < rows && c.flex.dlse.data; i++) c.flex.dlse.data[i] = (float)random_normal(&source);
@@ -381,23 +466,7 @@ static void run_case(int seed) {
         compare_number("max_scores", i, c.flex.max_scores.data[i], truth.max[i], tolerance);
     }
     compare("o", &p->o, truth.o, rows, p->d_v, p->dtype);
-
-    p->pass = FA_BWD;
-    c.flex.max_scores = (fa_row_stats){0};
-    float sums[TABLE_SIZE] = {0};
-    c.gradient = sums;
-    if (mods[current_mod].has_gradient) c.flex.gradients = &c.gradient;
-    p->softmax_d = stats(p->b, p->h, p->len_q, at_end);
-    if (below(4)) p->dq = dense(p->len_q, p->h, p->d, p->b, p->dtype, at_end);
-    if (below(4)) p->dk = dense(p->len_kv, p->h_kv, p->d, p->b, p->dtype, at_end);
-    if (below(4)) p->dv = dense(p->len_kv, p->h_kv, p->d_v, p->b, p->dtype, at_end);
-    run_on_cuda(p, at_end);
-    if (p->dq.data) compare("dq", &p->dq, truth.dq, rows, p->d, p->dtype);
-    if (p->dk.data) compare("dk", &p->dk, truth.dk, keys, p->d, p->dtype);
-    if (p->dv.data) compare("dv", &p->dv, truth.dv, keys, p->d_v, p->dtype);
-    for (int i = 0; i < TABLE_SIZE && c.flex.gradients; i++)
-        compare_number("gradient", i, sums[i], truth.gradient[i],
-                       (1 + fabs(truth.gradient[i])) * (p->dtype == FA_F32 ? 2e-3 : 0.5));
+    if (!is_cache(p)) check_backward(&c, &truth, at_end);
     free_results(&truth);
     free_case(&c);
 }
@@ -419,6 +488,7 @@ static void test_sums_in_any_order_are_not_deterministic(void **state) {
     flex_case c;
     (void)state;
     make_case(&c, 8, false); /* has a gradient */
+    c.p.seqused_k = NULL, c.p.paged = false;
     c.p.pass = FA_BWD;
     c.p.deterministic = true;
     c.gradient = c.table;
