@@ -33,8 +33,7 @@ struct block_map {
     block_kind without; /* the kind of all tiles without a block mask */
 
     DEVICE block_map(const fa_cuda_flex &f, int b_idx, int head, block_kind without)
-        : kinds(f.kinds), columns(f.columns), block_q(f.block_q), block_kv(f.block_kv), offset(0),
-          without(without) {
+        : kinds(f.kinds), columns(f.columns), block_q(f.block_q), block_kv(f.block_kv), offset(0), without(without) {
         if (f.block_offset) offset = clamp(f.block_offset[b_idx], 0, f.most_offset);
         if (kinds) kinds += ((long long)(b_idx % f.mask_b) * f.mask_h + head % f.mask_h) * f.rows * columns;
     }

@@ -120,15 +120,16 @@ static fa_status check_sequences(const flex_call *c, const fa_problem *p, fa_err
     const fa_flex *f = &c->flex;
     for (int64_t i = 0; i < p->b && p->device == FA_CPU; i++) {
         const int64_t len = p->seqused_k ? p->seqused_k[i] : p->len_kv;
-        REQUIRE(len >= 0 && len <= p->len_kv, "kv_len must be from 0 to the %" PRId64 " keys that there are; element %"
-                PRId64 " is %" PRId64, p->len_kv, i, len);
+        REQUIRE(len >= 0 && len <= p->len_kv,
+                "kv_len must be from 0 to the %" PRId64 " keys that there are; element %" PRId64 " is %" PRId64,
+                p->len_kv, i, len);
         for (int64_t page = 0; p->paged && page * p->page_size < len; page++) {
             const int32_t number = p->block_table[i * p->block_table_stride + page];
             REQUIRE(number >= 0 && number < p->num_pages,
                     "block_table must name pages below %" PRId64 "; entry (%" PRId64 ", %" PRId64 ") is %d",
                     p->num_pages, i, page, number);
         }
-        if (f->blocks_have_offset && f->q_offset)
+        if (f->blocks_have_offset && f->q_offset && f->block_q > 0)
             REQUIRE(f->q_offset[i] + p->len_q <= f->rows * f->block_q,
                     "q_offset must leave the queries in the %" PRId64 " rows of the block mask; element %" PRId64
                     " is %d, and there are %" PRId64 " queries",

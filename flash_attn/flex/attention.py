@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as upstream
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
-from .sequences import key_length, rows_of_mask, sequences_of
+from .sequences import key_length, rows_of_mask, sequences_of, shift_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
 
@@ -374,9 +374,9 @@ def flex_attention(
         sequences.refuse_gradients()
     plain = None
     if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
-        is_known = block_mask is None or (mask and is_own(block_mask, mask[2]))
-        is_known = is_known and (sequences is None or mask is None)  # a window counts from the last key, not q_offset
-        plain = plain_of(score, mask, query.size(-2), len_kv) if is_known else None
+        rows_fit = q_offset is None or sequences.blocks_have_offset
+        if block_mask is None or (mask and rows_fit and is_own(block_mask, mask[2])):
+            plain = plain_of(score, mask, shift_of(query.size(-2), len_kv, q_offset, kv_len))
     if plain is not None:
         call, score = Call(scale, None, None, None, False, plain, sequences), None
     else:
@@ -408,13 +408,13 @@ def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, retur
     return _results(out, lse, max_scores if wants_max else None, return_lse, return_aux)
 
 
-def plain_of(score, mask, len_q, len_kv):
+def plain_of(score, mask, shift):
     """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None."""
     softcap, window = 0.0, (-1, -1)
     if score is not None:
         softcap = softcap_of(score[0], score[2])
     if mask is not None:
-        window = window_of(mask[0], mask[2], len_q, len_kv)
+        window = None if shift is None else window_of(mask[0], mask[2], shift)
     return None if softcap is None or window is None else (*window, softcap)
 
 

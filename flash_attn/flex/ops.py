@@ -12,12 +12,12 @@ import torch
 
 from .._ops import empty_like, forget_own_kernels, register_once
 from .program import BOOL, F64
-from .sequences import Sequences, key_length
+from .sequences import Sequences, key_length, shift_of
 
 MOD = "str {0}, Tensor[] {0}_tensors, SymInt[] {0}_ints, Tensor[] {0}_floats"
 SHARED = (
-    f"float? scale, bool may_be_plain, {MOD.format('score')}, {MOD.format('mask')}, SymInt[] block_size, Tensor[] lists, "
-    "Tensor?[] sequences, bool blocks_have_offset"
+    f"float? scale, bool may_be_plain, {MOD.format('score')}, {MOD.format('mask')}, SymInt[] block_size, "
+    "Tensor[] lists, Tensor?[] sequences, bool blocks_have_offset"
 )
 PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
 SCHEMAS = {
@@ -58,11 +58,8 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     found = None
     if may_be_plain and all((x is None) == (program is None) for x, program in zip((score, mask), programs)):
         pairs = [None if x is None else (program, x[1], x[2]) for x, program in zip((score, mask), programs)]
-        if mask is None and not lists:
-            found = attention.plain_of(*pairs, query.size(-2), len_kv)
-        elif mask is not None and sequences is None:
-            if not lists or _lists_say(lists, mask, query.size(-2), len_kv, block_size):
-                found = attention.plain_of(*pairs, query.size(-2), len_kv)
+        if not lists or (sequences is None and mask and _lists_say(lists, mask, query.size(-2), len_kv, block_size)):
+            found = attention.plain_of(*pairs, shift_of(query.size(-2), len_kv, *(sequences or ())[:2]))
     if found is not None:
         plain, score, mask = found, None, None
     elif lists:

@@ -63,11 +63,24 @@ def key_length(key, sequences):
     return sequences.block_table.size(1) * key.size(2) if is_paged else key.size(2)
 
 
+def shift_of(len_q, len_kv, q_offset=None, kv_len=None):
+    """The key beside a query less its q_idx, where the last query lies beside the last key of its sequence. None: it is
+    not the same number for all, or a GPU holds it. The arguments are those of the caller."""
+    if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in (q_offset, kv_len)):
+        return None
+    first, end = (x.long() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_len))
+    shift = (len_kv if end is None else end) - len_q - (0 if first is None else first)
+    if not isinstance(shift, torch.Tensor):
+        return shift
+    shifts = set(shift.flatten().tolist())
+    return shifts.pop() if len(shifts) == 1 else None
+
+
 def rows_of_mask(block_mask, query, len_kv, sequences):
     """Whether the block mask fits, and whether its rows count from 0 in the sequence.
 
     A block mask of as many rows as there are queries lists the blocks of these queries. One with more rows is that of
-    the whole sequence. Keys behind those of the block mask see and are seen by nothing, so its last block may end there.
+    the whole sequence. A cache may have room for more keys than the block mask has, up to the end of its last block.
     """
     rows, keys = block_mask.shape[-2:]
     is_cache = sequences is not None and (sequences.kv_len is not None or sequences.block_table is not None)

@@ -1,8 +1,8 @@
 /* Programmable attention on the generic GPU kernels, compiled for the CPU, against a double loop. The texts of the
  * user's functions are written by hand here, in place of flex/source.c. Random cases: block masks with lists in any
  * order and garbage behind the counts, blocks of any size, rows that see nothing, odd lengths, grouped heads, NaN in
- * keys and values that some rows do not see. Besides, queries with an offset, and caches: lengths of their own, pages in
- * any order, and garbage in places that name no key. */
+ * keys and values that some rows do not see. Besides, queries with an offset, and caches: lengths of their own, pages
+ * in any order, and garbage in places that name no key. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <setjmp.h>

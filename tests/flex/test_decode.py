@@ -7,6 +7,7 @@ import torch
 from oracle_attention import INF, TOLERANCES, attention, close
 from torch.nn.attention.flex_attention import BlockMask
 
+from flash_attn import explain
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 NAN = float("nan")
@@ -113,7 +114,7 @@ def compare(has, want, dtype):
 @pytest.mark.parametrize("len_q", range(1, 9))
 def test_equals_the_dense_computation(len_q, name, is_paged, isa):
     rng = random.Random(f"{len_q} {name} {is_paged}")
-    for turn in range(3):
+    for _ in range(3):
         (q, k, v), kv_len, q_offset = draw(rng, len_q)
         score_mod, mask_mod = rng.choice([None, alibi(rng)]), MASKS[name](rng)
         want = want_of(q, k, v, kv_len, q_offset, score_mod, mask_mod)
@@ -123,7 +124,7 @@ def test_equals_the_dense_computation(len_q, name, is_paged, isa):
         else:
             for b_idx, n in enumerate(kv_len):
                 k[b_idx, :, n:] = v[b_idx, :, n:] = NAN
-        places = dict(q_offset=int32(q_offset), kv_len=int32(kv_len), block_table=table)
+        places = {"q_offset": int32(q_offset), "kv_len": int32(kv_len), "block_table": table}
         compare(run(q, k, v, score_mod=score_mod, mask_mod=mask_mod, **places), want, q.dtype)
 
 
@@ -142,9 +143,9 @@ def test_growing_lengths_equal_one_prefill(name, is_paged, isa):
     at = 0
     while at < total:
         len_q = min(rng.randint(1, 8), total - at)
-        places = dict(q_offset=at, kv_len=at + len_q, block_table=table)
+        places = {"q_offset": at, "kv_len": at + len_q, "block_table": table}
         rows = q[:, :, at : at + len_q]
-        for mask in (dict(mask_mod=mask_mod), dict(block_mask=block_mask)):
+        for mask in ({"mask_mod": mask_mod}, {"block_mask": block_mask}):
             for x, want in zip(run(rows, k, v, score_mod=score_mod, **mask, **places), whole, strict=True):
                 close(x, want[:, :, at : at + len_q], 1e-5)
         at += len_q
@@ -153,7 +154,7 @@ def test_growing_lengths_equal_one_prefill(name, is_paged, isa):
 @pytest.mark.parametrize("size", [16, (8, 32), (128, 64), 128])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_block_mask_of_the_whole_sequence(size, seed, isa):
-    """Rows of the mask count from 0 in the sequence. A block that crosses the queries shows a row of its own to each."""
+    """Rows of the mask count from 0 in the sequence. Queries of one call may lie in several rows of blocks."""
     rng = random.Random(seed)
     (q, k, v), kv_len, _ = draw(rng, rng.randint(1, 40), torch.float32)
     b, h, len_q, len_kv = *q.shape[:3], k.size(2)
@@ -161,7 +162,7 @@ def test_the_block_mask_of_the_whole_sequence(size, seed, isa):
     mask_mod = rng.choice([causal, window, documents(rng), per_batch(rng)])
     mask = create_block_mask(mask_mod, b, rng.choice([None, h]), LENGTH, len_kv, device="cpu", BLOCK_SIZE=size)
     want = want_of(q, k, v, kv_len, q_offset, None, mask_mod)
-    places = dict(q_offset=int32(q_offset), kv_len=int32(kv_len))
+    places = {"q_offset": int32(q_offset), "kv_len": int32(kv_len)}
     compare(run(q, k, v, block_mask=mask, **places), want, q.dtype)
 
 
@@ -208,10 +209,39 @@ def test_lengths_without_mods_run_plain_kernels(isa):
             kv_len = [0, 90, 41]
             want = want_of(q, k, v, kv_len, [0] * 3)
             k, v, table = in_pages(rng, k, v, kv_len, 16) if is_paged else (k, v, None)
-            places = dict(kv_len=int32(kv_len), block_table=table, q_offset=int32([7, 8, 9]))
+            places = {"kv_len": int32(kv_len), "block_table": table, "q_offset": int32([7, 8, 9])}
             out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True, **places)
             compare((out, lse), want[:2], dtype)
             assert out[0].eq(0).all() and lse[0].eq(-INF).all()
+
+
+@pytest.mark.parametrize("form", ["tensors", "numbers", "block mask"])
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+@pytest.mark.parametrize("lag", [0, 5, -4])
+def test_windows_of_the_last_queries_run_plain_kernels(form, is_paged, lag, isa):
+    """Where every query lies as far from its last key as the others, a causal mask is one of the plain kernels."""
+    rng = random.Random(lag)
+    q, k, v = tensors(rng, 2, 4, 2, 3, 90, 32, 32, torch.float32)
+    kv_len = [71, 71 if form == "numbers" else 40]
+    q_offset = [n - 3 + lag for n in kv_len]
+    want = want_of(q, k, v, kv_len, q_offset, None, window)
+    mask = create_block_mask(window, None, None, LENGTH, 96, device="cpu", BLOCK_SIZE=16)
+    mask = {"block_mask": mask} if form == "block mask" else {"mask_mod": window}
+    k, v, table = in_pages(rng, k, v, kv_len, 16) if is_paged else (k, v, None)
+    places = {"q_offset": int32(q_offset), "kv_len": int32(kv_len), "block_table": table}
+    if form == "numbers":
+        places |= {"q_offset": q_offset[0], "kv_len": kv_len[0]}
+    call = lambda: flex_attention(q, k, v, enable_gqa=True, **mask, **places)  # noqa: E731
+    compare((call(),), want[:1], q.dtype)
+    assert ("_flex" in explain(call).kernel) == (lag < 0)
+
+
+def test_queries_at_other_places_do_not_run_plain_kernels():
+    q, k, v = tensors(random.Random(10), 2, 2, 2, 3, 40, 16, 16, torch.float32)
+    kv_len, q_offset = torch.tensor([20, 30], dtype=torch.uint8), torch.tensor([17, 26])
+    call = lambda: flex_attention(q, k, v, mask_mod=causal, kv_len=kv_len, q_offset=q_offset)  # noqa: E731
+    compare((call(),), want_of(q, k, v, [20, 30], [17, 26], None, causal)[:1], q.dtype)
+    assert "_flex" in explain(call).kernel
 
 
 def test_all_pages_are_full_without_kv_len():
@@ -245,10 +275,10 @@ def test_gradients_with_an_offset(has_block_mask, dtype, isa):
     bias = torch.randn(LENGTH, requires_grad=True, generator=torch.Generator().manual_seed(0))
     score_mod = lambda s, b, h, i, j: s + bias[i] * (j % 3)  # noqa: E731
     offsets = [30, 11]
-    mask = dict(mask_mod=window)
+    mask = {"mask_mod": window}
     if has_block_mask:
-        mask = dict(block_mask=create_block_mask(window, None, None, LENGTH, 60, device="cpu", BLOCK_SIZE=16))
-    places = dict(q_offset=int32(offsets))
+        mask = {"block_mask": create_block_mask(window, None, None, LENGTH, 60, device="cpu", BLOCK_SIZE=16)}
+    places = {"q_offset": int32(offsets)}
     out, lse, _ = run(q, k, v, score_mod=score_mod, **mask, **places)
     want = want_of(q, k, v, [60, 60], offsets, score_mod, window)
     compare((out, lse), want[:2], dtype)
@@ -350,7 +380,9 @@ def test_block_masks_that_do_not_fit_are_refused():
     small = create_block_mask(causal, None, None, 32, 20, device="cpu", BLOCK_SIZE=16)
     text = "q_offset must leave the queries in the 32 rows of the block mask; element 1 is 30, and there are 3 queries"
     refuses(RuntimeError, text, block_mask=small, q_offset=int32([29, 30]))
-    refuses(ValueError, "block_mask was created for", block_mask=small)  # without an offset its rows must be the queries
+    refuses(
+        ValueError, "block_mask was created for", block_mask=small
+    )  # without an offset its rows must be the queries
     wide = create_block_mask(causal, None, None, 32, 10, device="cpu", BLOCK_SIZE=16)
     refuses(ValueError, "but got q_len=3 and kv_len=20", block_mask=wide, q_offset=0, kv_len=10)
     short = create_block_mask(causal, None, None, 2, 20, device="cpu", BLOCK_SIZE=16)
@@ -360,7 +392,7 @@ def test_block_masks_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("name", ["kv_len", "block_table"])
 def test_gradients_through_a_cache_are_refused(name):
     q, k, v = tensors(random.Random(0), 1, 1, 1, 2, 4, 8, 8, torch.float32)
-    places = dict(kv_len=dict(kv_len=3), block_table=dict(block_table=int32([[0]])))[name]
+    places = {"kv_len": {"kv_len": 3}, "block_table": {"block_table": int32([[0]])}}[name]
     q.requires_grad_()
     text = f"flex_attention computes no gradients with {name}="
     with pytest.raises(NotImplementedError, match=text):
