@@ -6,6 +6,7 @@ import pytest
 import torch
 from catalogue import CATALOGUE
 from oracle_attention import INF, TOLERANCES, attention, close, gradients, moved
+from oracle_decode import LENGTH, MASKS, alibi, causal, draw, in_pages, int32, tensors, want_of, window
 from score_catalogue import SCORES
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -132,3 +133,87 @@ def test_deterministic_sums_of_captures_are_refused():
             out.sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(*values):
+    return [None if x is None else x.to(DEVICE) for x in values]
+
+
+@pytest.mark.parametrize("form", ["dense", "paged", "block mask"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("len_q", [1, 2, 5, 8])
+def test_decoding_with_mods(len_q, name, form):
+    rng = random.Random(f"{len_q} {name} {form}")
+    for dtype in (torch.float32, torch.bfloat16):
+        (q, k, v), kv_len, q_offset = draw(rng, len_q, dtype)
+        score_mod, mask_mod, table = rng.choice([None, alibi(rng)]), MASKS[name](rng), None
+        want = want_of(q, k, v, kv_len, q_offset, score_mod, mask_mod)
+        mods = [None if x is None else moved(x, DEVICE, {}) for x in (score_mod, mask_mod)]
+        mask = {"mask_mod": mods[1]}
+        if form == "block mask" and mask_mod is not None:
+            made = create_block_mask(mask_mod, q.size(0), None, LENGTH, k.size(2), device="cpu", BLOCK_SIZE=16)
+            mask = {"block_mask": block_mask_on_gpu(made, mods[1])}
+        if form == "paged":
+            k, v, table = in_pages(rng, k, v, kv_len, rng.choice([1, 3, 16, 64]))
+        q, k, v, table, q_offset, kv_len = on_gpu(q, k, v, table, int32(q_offset), int32(kv_len))
+        out, aux = flex_attention(
+            q, k, v, mods[0], enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True), **mask,
+            q_offset=q_offset, kv_len=kv_len, block_table=table,
+        )  # fmt: skip
+        for has, wants in zip((out, aux.lse, aux.max_scores), want, strict=True):
+            close(has.cpu(), wants, max(TOLERANCES[dtype], 1e-4))
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("mask_mod", [None, causal, window])
+def test_decoding_on_plain_kernels(mask_mod, is_paged):
+    """Numbers tell the host where the queries lie."""
+    rng = random.Random(0)
+    for length in (1, 64, 129, 1000):
+        q, k, v = tensors(rng, 2, 8, 2, 1, 1024, 64, 64, torch.bfloat16)
+        want = want_of(q, k, v, [length] * 2, [length - 1] * 2, None, mask_mod)[0]
+        k, v, table = in_pages(rng, k, v, [length] * 2, 64) if is_paged else (k, v, None)
+        q, k, v, table = on_gpu(q, k, v, table)
+        places = {"q_offset": length - 1, "kv_len": length, "block_table": table}
+        out = flex_attention(q, k, v, mask_mod=mask_mod, enable_gqa=True, **places)
+        close(out.cpu(), want, TOLERANCES[torch.bfloat16])
+
+
+@pytest.mark.parametrize("mask_mod", [None, window])
+def test_a_graph_is_replayed_with_other_lengths(mask_mod):
+    rng = random.Random(1)
+    q, k, v = tensors(rng, 2, 4, 2, 3, 150, 64, 64, torch.float32)
+    pages, values, table = in_pages(rng, k, v, [150, 150], 16)
+    moved_q, pages, values, table, q_offset, kv_len = on_gpu(q, pages, values, table, int32([0, 0]), int32([3, 3]))
+    places = {"q_offset": q_offset, "kv_len": kv_len, "block_table": table}
+    call = lambda: flex_attention(moved_q, pages, values, mask_mod=mask_mod, enable_gqa=True, **places)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ([3, 150], [0, 77], [64, 65]):
+        offsets = [max(n - 3, 0) for n in lengths]
+        kv_len.copy_(int32(lengths))
+        q_offset.copy_(int32(offsets))
+        graph.replay()
+        close(out.cpu(), want_of(q, k, v, lengths, offsets, None, mask_mod)[0], 1e-4)
+
+
+def test_gradients_of_queries_with_an_offset():
+    rng = random.Random(2)
+    q, k, v = tensors(rng, 2, 4, 2, 9, 60, 40, 40, torch.float32)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.to(DEVICE).requires_grad_() for x in (q, k, v))
+    mask = create_block_mask(window, None, None, LENGTH, 60, device="cpu", BLOCK_SIZE=16)
+    out = flex_attention(
+        q, k, v, moved(alibi(rng), DEVICE, {}), block_mask_on_gpu(mask, window), enable_gqa=True,
+        q_offset=int32([30, 11]).to(DEVICE),
+    )  # fmt: skip
+    want = want_of(*wide, [60, 60], [30, 11], alibi(rng), window)[0]
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    has = torch.autograd.grad(out, (q, k, v), dout.to(DEVICE))
+    for x, wants in zip(has, torch.autograd.grad(want, wide, dout.double()), strict=True):
+        close(x.cpu(), wants, 4e-4)
