@@ -2,7 +2,9 @@
  *
  * Without programmable attention the keys of a work tile are an interval. Place j of the walk is then key tile j. With
  * a block mask, place j is an entry of the work tile's list (flex_walks.cu): a key tile and the kind of its pairs. The
- * scheduler finds the list, the producer reads it one entry ahead, and consumers read each entry beside its K. */
+ * scheduler finds the list, the producer reads it, and consumers read each entry beside its K.
+ *
+ * A mask is looked at while S is on its way. It takes a step of its own only in partial tiles (attn_fwd_softmax.cuh). */
 #ifndef FA_ATTN_FWD_MODS_CUH
 #define FA_ATTN_FWD_MODS_CUH
 
@@ -21,16 +23,16 @@ DEVICE bool is_full(const params &p, int entry) {
     return !FLEX_SCORE && kind_of(entry) == FULL_BLOCK && (key_tile_of(entry) + 1) * BLOCK_KV <= p.len_kv;
 }
 
-/* What a work tile knows of its list: the entries, the last place first, and copies of the first of them. NULL: there is
- * no block mask. */
+/* What a work tile knows of its list: the entries, the last place first, and copies of the first of them. NULL: there
+ * is no block mask. */
 struct listed_tile {
     const int *list;
     int first_entries[ENTRIES_AHEAD];
 };
 
 /* The producer's walk. Entries come from memory by cp.async, ENTRIES_AHEAD steps ahead, into a ring in shared memory.
- * The ring begins with the copies in the work tile. NOTE: a loaded register that moves to another one waits for its
- * load, and a load each step without such a move is nothing that can be written here. Waiting cost 20%. */
+ * The ring begins with the copies in the work tile. NOTE: a load to a register that the next step moves to another
+ * register would make the next step wait for memory. */
 struct loaded_walk : key_walk {
     int *ring;
     const int *list = nullptr;
@@ -75,7 +77,8 @@ template <class tile> DEVICE int find_list(const params &p, int b_idx, int head,
     const int q_tile = __ldg(p.flex.order + mask * q_tiles + pos);
     const int *walk = p.flex.walks + (mask * q_tiles + q_tile) * (1 + ceil_div(p.len_kv, BLOCK_KV));
     t.kv_end = __ldg(walk), t.list = walk + 1;
-    for (int i = 0; i < ENTRIES_AHEAD; i++) t.first_entries[i] = i <= ceil_div(p.len_kv, BLOCK_KV) - 1 ? __ldg(walk + 1 + i) : 0;
+    for (int i = 0; i < ENTRIES_AHEAD; i++)
+        t.first_entries[i] = i <= ceil_div(p.len_kv, BLOCK_KV) - 1 ? __ldg(walk + 1 + i) : 0;
     return q_tile;
 }
 
@@ -86,9 +89,7 @@ DEVICE bool is_full(const params &, int) { return false; }
 struct listed_tile {};
 struct loaded_walk : key_walk {
     DEVICE loaded_walk(int *) {}
-    template <class tile> DEVICE void begin(const tile &t) {
-        *(key_walk *)this = key_walk_of(t.kv_begin, t.kv_end);
-    }
+    template <class tile> DEVICE void begin(const tile &t) { *(key_walk *)this = key_walk_of(t.kv_begin, t.kv_end); }
     DEVICE int key_tile() const { return next; }
     DEVICE int previous_key_tile() const { return previous(); }
 };

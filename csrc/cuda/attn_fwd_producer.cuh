@@ -107,8 +107,8 @@ struct producer {
     DEVICE void load_v() {
         const v_stage to = v_stage_of(smem, v.stage);
         mbarrier_wait(to.empty, v.parity ^ 1);
-        load<BLOCK_KV, D_V>(to.dst, &p.v, to.full, kv_origin + walk.previous_key_tile() * BLOCK_KV,
-                            kv_head, kv_batch, L2_EVICT_LAST);
+        load<BLOCK_KV, D_V>(to.dst, &p.v, to.full, kv_origin + walk.previous_key_tile() * BLOCK_KV, kv_head, kv_batch,
+                            L2_EVICT_LAST);
         v.next();
     }
     /* Q of the next tile. Without a tile consumers only learn from Q's mbarrier that there is a command. */

@@ -78,15 +78,16 @@ struct hidden_pairs {
         const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
         const bool reaches_end = first_key + BLOCK_KV > p.len_kv;
         if (kind == MIXED_BLOCKS) /* The warp's rows may lie in blocks of one kind. */
-            kind = kind_of_strip(mods(p.flex, p.values, q_head.b_idx, q_head.head).map, min(first_row, p.len_q - 1), min(first_row + 15, p.len_q - 1), first_key,
-                                 min(first_key + BLOCK_KV, p.len_kv) - 1);
+            kind = kind_of_strip(mods(p.flex, p.values, q_head.b_idx, q_head.head).map, min(first_row, p.len_q - 1),
+                                 min(first_row + 15, p.len_q - 1), first_key, min(first_key + BLOCK_KV, p.len_kv) - 1);
         if (kind == FULL_BLOCK && !reaches_end) return false;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = 0;
         if (kind == PARTIAL_BLOCK) {
 #pragma unroll
             for (int i = 0; i < S_REGS; i++)
-                if (!mod.sees_in_block(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i))) words[i / 32] |= 1u << i % 32;
+                if (!mod.sees_in_block(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i)))
+                    words[i / 32] |= 1u << i % 32;
         } else if (kind != FULL_BLOCK) {
             const mods mapped(p.flex, p.values, q_head.b_idx, q_head.head);
 #pragma unroll

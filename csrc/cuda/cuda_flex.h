@@ -50,9 +50,9 @@ typedef struct {
     const unsigned char *kinds; /* [mask_b, mask_h, rows, columns] block_kind of flex.cuh; NULL: no block mask */
     int mask_b, mask_h, rows, columns, block_q, block_kv;
     fa_cuda_row_stats max_scores, dlse; /* data NULL: not wanted, and 0 */
-    const int *q_offset;     /* [b] what the mods add to the row of a query; NULL: 0 */
-    const int *block_offset; /* [b] the row of the block mask where query 0 lies; NULL: 0 */
-    int most_offset;         /* the block mask has rows for offsets up to here */
+    const int *q_offset;                /* [b] what the mods add to the row of a query; NULL: 0 */
+    const int *block_offset;            /* [b] the row of the block mask where query 0 lies; NULL: 0 */
+    int most_offset;                    /* the block mask has rows for offsets up to here */
     /* Hopper's kernels (flex_walks.cu): the walk of each own tile, and the order of the own tiles. */
     const int *walks, *order;
 } fa_cuda_flex;

@@ -57,7 +57,7 @@ template <class T> DEVICE void flex_add_to(long long address, long long place, T
 
 DEVICE bool flex_is_int(long long x) { return x == (int)x; }
 
-/* (float)x of an integer in [-2^22, 2^22], in two instructions of the usual rate. A conversion has a sixteenth of it. */
+/* (float)x of an integer in [-2^22, 2^22], in two instructions of the usual rate. A conversion is slower. */
 DEVICE float flex_float_of_small(int x) { return __uint_as_float(0x4b400000u + (unsigned)x) - 12582912.0f; }
 
 DEVICE long long flex_wrap(unsigned long long x) { return (long long)x; }

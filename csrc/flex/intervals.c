@@ -484,7 +484,8 @@ void fa_flex_bound_always(const fa_flex_program *p, int64_t most_index, int64_t 
         case FA_FLEX_q_idx:
         case FA_FLEX_kv_idx: values[idx] = of_ints(0, most_index); break;
         case FA_FLEX_param:
-            values[idx] = x->type == FA_FLEX_I64 && most_param < INT64_MAX ? of_ints(-most_param, most_param) : anything(x->type);
+            values[idx] =
+                x->type == FA_FLEX_I64 && most_param < INT64_MAX ? of_ints(-most_param, most_param) : anything(x->type);
             break;
         case FA_FLEX_gather: values[idx] = of_dtype((fa_flex_dtype)p->captures[x->source].dtype); break;
         default: values[idx] = bound_operation(p, x, in); break;

@@ -3,15 +3,13 @@
 #include "source.h"
 
 #include <inttypes.h>
-#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "intervals.h"
-
-#define MOST_PARAM ((int64_t)1 << 28) /* an integer parameter of a text that is not wide */
+#include "wide.h"
 
 /* ---- text -------------------------------------------------------------------------------------------------------- */
 
@@ -67,26 +65,6 @@ size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program 
     const int32_t words = program_words(score) + program_words(mask) + program_words(derivative) +
                           (derivative ? derivative->num_captures : 0);
     return sizeof(int64_t) * (size_t)(words > 0 ? words : 1);
-}
-
-bool fa_flex_is_wide(const fa_flex_bound *bound, int64_t most_index) {
-    const fa_flex_program *p = bound->program;
-    if (most_index >= FA_FLEX_SMALL) return true;
-    for (int32_t i = 0; i < p->num_captures; i++) {
-        const fa_flex_capture *c = &bound->captures[i];
-        double elements = 1, last = 0;
-        if (!c->data) return true;
-        for (int dim = 0; dim < p->captures[i].rank; dim++) {
-            elements *= (double)c->size[dim];
-            last += (double)c->size[dim] * fabs((double)c->stride[dim]);
-            if (c->size[dim] > INT32_MAX || llabs(c->stride[dim]) > INT32_MAX) return true;
-        }
-        if (elements > INT32_MAX || last > INT32_MAX) return true;
-    }
-    for (int32_t i = 0; i < p->num_params; i++)
-        if (p->params[i] == FA_FLEX_I64 && (bound->params[i].i > MOST_PARAM || bound->params[i].i < -MOST_PARAM))
-            return true;
-    return false;
 }
 
 static int64_t *fill_words(const fa_flex_bound *bound, int64_t *word) {
@@ -216,7 +194,8 @@ static void put_place(const writer *w, const fa_flex_instruction *x, bool is_con
         const int32_t size = first + 2 * dim;
         if (is_contiguous && dim > 0) put(w->t, " * %sx.words[%d] + ", number, size);
         if (!is_contiguous && dim > 0) put(w->t, " + ");
-        put(w->t, w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, %sx.words[%d])" : "flex_limit(v%d, %sx.words[%d])",
+        put(w->t,
+            w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, %sx.words[%d])" : "flex_limit(v%d, %sx.words[%d])",
             x->operand[dim], number, size);
         if (!is_contiguous) put(w->t, " * %sx.words[%d]", number, size + 1);
         if (is_contiguous && dim > 0) put(w->t, ")");
@@ -499,7 +478,7 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
     fa_flex_interval *bounds = malloc(num * sizeof *bounds + num);
     if (!bounds) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     uint8_t *is_exact = (uint8_t *)(bounds + num);
-    fa_flex_bound_always(p, is_wide ? INT32_MAX : FA_FLEX_SMALL - 1, is_wide ? INT64_MAX : MOST_PARAM, bounds);
+    fa_flex_bound_always(p, is_wide ? INT32_MAX : FA_FLEX_SMALL - 1, is_wide ? INT64_MAX : FA_FLEX_MOST_PARAM, bounds);
     mark_exact(p, is_exact);
     const writer w = {t, p, bounds, is_exact, words, is_wide};
     if (of == DERIVATIVE) {

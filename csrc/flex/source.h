@@ -19,8 +19,8 @@
  * when it is done with this b and h. Without FLEX_DERIVATIVE there is no flex_sums, and no function of it.
  *
  * b, h, q_idx and kv_idx are at least 0. They may lie outside of the problem, because indices of gathers are clamped.
- * The text of a program that is not wide takes them to be less than FA_FLEX_SMALL, and has integers and places of 32
- * bits wherever the rest allows it. Each of its captures has elements.
+ * The text of a program that is not wide (wide.h) takes them to be less than FA_FLEX_SMALL, and has integers and
+ * places of 32 bits wherever the rest allows it. Each of its captures has elements.
  *
  * Each word of flex_values has 8 bytes. The score_mod's words come first, then the mask_mod's, then the derivative's.
  * A program's words are, for each capture, its address and then size and stride of each dimension; then one word for
@@ -29,11 +29,6 @@
 #define FA_FLEX_SOURCE_H
 
 #include "flex.h"
-
-#define FA_FLEX_SMALL ((int64_t)1 << 22) /* differences of smaller integers are exact in fp32 */
-
-/* Does the program need a wide text for these captures and parameters, or for indices up to most_index? */
-bool fa_flex_is_wide(const fa_flex_bound *bound, int64_t most_index);
 
 /* A program that does not exist is NULL. The same programs give the same text. *text ends with 0 and belongs to the
  * caller, who calls free(). After a failure *text is NULL. FA_EINVAL: a program reads what its function has not. */

@@ -5,6 +5,7 @@
 
 #include "cuda/cuda_flex.h"
 #include "flex/source.h"
+#include "flex/wide.h"
 #include "launch.h"
 #include "memory.h"
 #include "plan/gpu_problem.h"

@@ -2,7 +2,7 @@
 #include "gpu_problem.h"
 
 #include "flex/flex.h"
-#include "flex/source.h"
+#include "flex/wide.h"
 #include "system/hash.h"
 
 bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !(p->scale >= 1e-37); }

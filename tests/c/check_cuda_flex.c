@@ -97,11 +97,6 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     return FA_OK;
 }
 
-bool fa_flex_is_wide(const fa_flex_bound *bound, int64_t most_index) {
-    (void)bound, (void)most_index;
-    return false;
-}
-
 size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
                             const fa_flex_program *derivative) {
     (void)score, (void)mask, (void)derivative;
