@@ -2,9 +2,8 @@
  *
  * Without programmable attention the keys of a work tile are an interval. Place j of the walk is then key tile j. With
  * a block mask, place j is an entry of the work tile's list (flex_walks.cu): a key tile and the kind of its pairs. The
- * scheduler finds the list, the producer reads it, and consumers read each entry beside its K.
- *
- * A mask is looked at while S is on its way. It takes a step of its own only in partial tiles (attn_fwd_softmax.cuh). */
+ * scheduler finds the list, the producer reads it, and consumers read each entry beside its K. attn_fwd_softmax.cuh has
+ * the functions in a step. */
 #ifndef FA_ATTN_FWD_MODS_CUH
 #define FA_ATTN_FWD_MODS_CUH
 
