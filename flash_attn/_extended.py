@@ -16,7 +16,7 @@ of a softmax that has the sink in its sum. The gradient of the sink is left: its
 import torch
 
 from flash_attn import flash_attn_interface as interface
-from flash_attn._ops import check_layout, check_tensor, empty_like
+from flash_attn._ops import check_layout, check_tensor, empty_like, without_second_derivative
 from flash_attn.flex import attention as flex
 from flash_attn.flex import options as mods
 
@@ -126,10 +126,7 @@ class _Extended(torch.autograd.Function):
     def backward(ctx, dout, dlse=None, *unused):
         everything = ctx.saved_tensors  # read once, because a checkpoint computes them
         grads = _gradients(ctx, everything, dout, dlse)
-        inputs = [x for x in (dout, dlse, *everything) if x is not None]
-        is_given = [x is not None for x in grads]
-        found = iter(interface.without_second_derivative([x for x in grads if x is not None], *inputs))
-        return None, *(next(found) if given else None for given in is_given)
+        return None, *without_second_derivative(grads, dout, dlse, *everything)
 
 
 @torch.no_grad()

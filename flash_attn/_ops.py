@@ -36,6 +36,7 @@ __all__ = [
     "register_once",
     "round_multiple",
     "warn_of_gradients",
+    "without_second_derivative",
 ]
 
 
@@ -75,6 +76,31 @@ def empty_like(x):
     like = torch.empty_like(x)
     torn = like.dim() > 0 and like.stride(-1) != 1 and like.shape[-1] > 1
     return torch.empty_like(x, memory_format=torch.contiguous_format) if torn else like
+
+
+def without_second_derivative(grads, *inputs):
+    """Makes gradients a function of the inputs whose derivative raises, because there are no second derivatives.
+
+    Gradients and inputs may be None.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grads
+    return _LastDerivative.apply(len(grads), *grads, *inputs)
+
+
+class _LastDerivative(torch.autograd.Function):
+    """Returns the first num tensors unchanged, as a function of all tensors without a derivative.
+
+    torch's ``once_differentiable`` is not enough. It treats the tensors as constants if dout requires no grad.
+    """
+
+    @staticmethod
+    def forward(ctx, num, *tensors):
+        return tensors[:num]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("flash_attn has no second derivatives: its gradients cannot be differentiated again")
 
 
 _has_warned = False

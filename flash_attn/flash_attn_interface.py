@@ -31,6 +31,7 @@ from flash_attn._ops import (
     register_once,
     round_multiple,
     warn_of_gradients,
+    without_second_derivative,
 )
 
 __all__ = [
@@ -281,28 +282,6 @@ def _first_gradients(ctx, saved, dout):
 def _gradients(ctx, dout):
     saved = ctx.saved_tensors  # read once, because a checkpoint computes them
     return without_second_derivative(_first_gradients(ctx, saved, dout), dout, *saved)
-
-
-def without_second_derivative(grads, *inputs):
-    """Makes gradients a function of the inputs whose derivative raises, because there are no second derivatives."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return grads
-    return _LastDerivative.apply(len(grads), *grads, *inputs)
-
-
-class _LastDerivative(torch.autograd.Function):
-    """Returns the first num tensors unchanged, as a function of all tensors without a derivative.
-
-    torch's ``once_differentiable`` is not enough. It treats the tensors as constants if dout requires no grad.
-    """
-
-    @staticmethod
-    def forward(ctx, num, *tensors):
-        return tensors[:num]
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError("flash_attn has no second derivatives: its gradients cannot be differentiated again")
 
 
 class _Attention(torch.autograd.Function):

@@ -23,6 +23,7 @@ from flash_attn import (
     flash_attn_with_kvcache,
 )
 from flash_attn import flash_attn_interface as interface
+from flash_attn.flex_attention import flex_attention
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -490,8 +491,11 @@ def test_only_out_carries_a_gradient():
         lambda x: torch.ops.flash_attn._flash_attn_forward(x, x, x, 0.0, 0.25, False, -1, -1, 0.0, None, False)[0],
         lambda x: flash_attn_varlen_func(x[0], x[0], x[0], CU_Q, CU_Q, LONGEST, LONGEST)[None],
         lambda x: checkpoint(lambda x: flash_attn_func(x, x, x), x, use_reentrant=False),
+        lambda x: flash_attn_func(x, x, x, attn_bias=torch.ones(12, 12)),
+        lambda x: flex_attention(x, x, x),
+        torch.compile(lambda x: flex_attention(x, x, x, lambda s, b, h, i, j: s + j), backend="eager"),
     ],
-    ids=["dense", "dropout", "packed", "op", "varlen", "checkpoint"],
+    ids=["dense", "dropout", "packed", "op", "varlen", "checkpoint", "bias", "flex", "flex in a graph"],
 )
 def test_second_derivatives_are_refused(function, dout_requires_grad):
     """The error also comes if only weights before the attention need gradients, as in a gradient penalty."""

@@ -7,6 +7,7 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention import flex_attention as upstream
 
+from .._ops import without_second_derivative
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
@@ -83,13 +84,15 @@ class _FlexAttention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse=None, *unused):
-        query, key, value, out, lse, *tensors = ctx.saved_tensors  # torch checks that none was changed since
+        saved = ctx.saved_tensors  # torch checks that none was changed since
+        query, key, value, out, lse, *tensors = saved
         tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[1:]
-        return None, *gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+        grads = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+        return None, *without_second_derivative(grads, dout, dlse, *saved)
 
 
+@torch.no_grad()
 def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic=False):
     """The backward: the gradients of query, key and value, and of the tensors of the score_mod. Others are None."""
     query, key, value = inputs

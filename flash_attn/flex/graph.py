@@ -11,6 +11,7 @@ import weakref
 import torch
 from torch._ops import HigherOrderOperator
 
+from .._ops import without_second_derivative
 from . import attention, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
@@ -175,24 +176,29 @@ class _Attention(torch.autograd.Function):
         return out, lse, max_scores
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse=None, *unused):
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
-        tensors, program = tensors[: ctx.num], ctx.program
-        wants, wanted = list(ctx.needs_input_grad[4:7]), ctx.needs_input_grad[8 : 8 + ctx.num]
-        wanted = [i for i, want in enumerate(wanted) if want]
-        text, places = derivative_of(program, wanted) if program else (b"", [])
-        score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
-        dout = torch.zeros_like(out) if dout is None else dout
-        dlse = None if dlse is None else dlse.float()
-        found = torch.ops.flash_attn.flex_backward(
-            query, key, value, *ctx.head, *score, *ctx.tail[1:], out, lse, dout, dlse, wants, text.hex(), list(places),
-            wanted,
-        )  # fmt: skip
-        found = iter(found)
-        gradients = [next(found) if want else None for want in wants]
-        sums = [next(found).to(tensors[i].dtype) if i in wanted else None for i in range(ctx.num)]
-        return None, None, None, None, *gradients, None, *sums, *[None] * (len(ctx.needs_input_grad) - 8 - ctx.num)
+        saved = ctx.saved_tensors
+        return without_second_derivative(_gradients(ctx, saved, dout, dlse), dout, dlse, *saved)
+
+
+@torch.no_grad()
+def _gradients(ctx, saved, dout, dlse):
+    query, key, value, out, lse, *tensors = saved
+    tensors, program = tensors[: ctx.num], ctx.program
+    wants, wanted = list(ctx.needs_input_grad[4:7]), ctx.needs_input_grad[8 : 8 + ctx.num]
+    wanted = [i for i, want in enumerate(wanted) if want]
+    text, places = derivative_of(program, wanted) if program else (b"", [])
+    score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = None if dlse is None else dlse.float()
+    found = torch.ops.flash_attn.flex_backward(
+        query, key, value, *ctx.head, *score, *ctx.tail[1:], out, lse, dout, dlse, wants, text.hex(), list(places),
+        wanted,
+    )  # fmt: skip
+    found = iter(found)
+    gradients = [next(found) if want else None for want in wants]
+    sums = [next(found).to(tensors[i].dtype) if i in wanted else None for i in range(ctx.num)]
+    return None, None, None, None, *gradients, None, *sums, *[None] * (len(ctx.needs_input_grad) - 8 - ctx.num)
 
 
 def _attend(query, key, value, score, block_mask, scale, options, score_captures, mask_captures):

@@ -12,7 +12,7 @@ order of the ranks. Then lse, the label's logit and the smoothing sum are combin
 import torch
 import torch.distributed as dist
 
-from flash_attn.flash_attn_interface import without_second_derivative
+from flash_attn._ops import without_second_derivative
 
 __all__ = ["CrossEntropyLoss", "cross_entropy_loss"]
 
