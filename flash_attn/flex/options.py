@@ -48,10 +48,12 @@ class PackedPlaces(Places):
     has_window = True
 
     def __init__(self, cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window):
+        if len(cu_seqlens_q) < 2:  # no sequences are one without rows and keys
+            cu_seqlens_q, cu_seqlens_k = (x.new_zeros(2) for x in (cu_seqlens_q, cu_seqlens_k))
         ends_q, row = cu_seqlens_q[1:].long(), torch.arange(total_q, device=cu_seqlens_q.device)
         sequence = torch.searchsorted(ends_q, row, right=True)
         is_used = sequence < len(ends_q)  # rows behind the last sequence see nothing
-        sequence = sequence.clamp(max=max(len(ends_q) - 1, 0))
+        sequence = sequence.clamp(max=len(ends_q) - 1)
         start_k, end_k = (cu_seqlens_k.long()[sequence + n].clamp(0, total_kv) for n in (0, 1))
         beside = end_k + row - ends_q[sequence]
         first, last = start_k, end_k - 1

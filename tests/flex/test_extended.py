@@ -48,7 +48,7 @@ def leaf(*shape, dtype=torch.float32, seed=0):
     return x.to(dtype).requires_grad_()
 
 
-def compare(device, tensors, bias=None, mask=None, sinks=None, window=(-1, -1), **options):
+def compare(device, tensors, bias=None, mask=None, sinks=None, window=(-1, -1), tolerance=None, **options):
     """Compares every result and every gradient."""
     leaves = [*tensors, *(x for x in (bias, sinks) if x is not None)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
@@ -63,7 +63,7 @@ def compare(device, tensors, bias=None, mask=None, sinks=None, window=(-1, -1), 
     )  # fmt: skip
     bias, sinks = (x if x is None else rest[id(x)][1] for x in (bias, sinks))
     want = expected(*wide[:3], bias, mask, sinks, window, slopes=slopes, **options)
-    tolerance = TOLERANCES[out.dtype]
+    tolerance = tolerance or TOLERANCES[out.dtype]
     for has, wants in zip((out, lse, top), want, strict=True):
         close(has.cpu(), wants, tolerance)
     generator = torch.Generator().manual_seed(1)
@@ -216,3 +216,84 @@ def test_deterministic_bias(device):
         return
     found = [torch.autograd.grad(out.sin().sum(), bias, retain_graph=True)[0] for _ in range(3)]
     assert all(torch.equal(x, found[0]) for x in found)
+
+
+def results_and_gradients(function, tensors, *arguments, **options):
+    """The results of a call with all options, and the gradients of their sums. A row that sees nothing counts 0."""
+    leaves = [x for x in (*tensors, options["attn_bias"], options["sinks"]) if x is not None]
+    out, lse, top = function(*tensors, *arguments, return_lse=True, return_max_logits=True, **options)
+    return out, lse, top, torch.autograd.grad(out.sum() + torch.where(lse.isinf(), 0.0, lse).sum(), leaves)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("b, len_q, len_k", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)])
+def test_empty_dimensions(b, len_q, len_k, has_sinks, device):
+    q, k, v = (leaf(b, n, h, 16).to(device).detach().requires_grad_() for n, h in ((len_q, 4), (len_k, 2), (len_k, 2)))
+    bias, sinks = (leaf(*shape).to(device).detach().requires_grad_() for shape in ((1, 4, len_q, len_k), (4,)))
+    mask, sinks = torch.ones(len_q, 1, dtype=torch.bool, device=device), sinks if has_sinks else None
+    options = {"attn_bias": bias, "attn_mask": mask, "sinks": sinks}
+    out, lse, top, grads = results_and_gradients(flash_attn_func, (q, k, v), **options)
+    assert out.shape == q.shape and not out.any() and (top == -INF).all() and top.shape == (4,)
+    want = sinks[None, :, None].expand(b, 4, len_q) if has_sinks else lse.new_full((b, 4, len_q), -INF)
+    assert torch.equal(lse, want)
+    assert all(grad.shape == x.shape for grad, x in zip(grads, (q, k, v, bias, sinks)))
+    assert not any(map(torch.any, grads[:4]))
+    if has_sinks:
+        assert (grads[4] == b * len_q).all()  # lse is the sink
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
+@pytest.mark.parametrize("lengths_q, lengths_k", [([], []), ([0, 0], [0, 3]), ([2, 3], [0, 0])], ids=str)
+def test_empty_sequences(lengths_q, lengths_k, window, device):
+    """Rows behind the last sequence are rows that see nothing."""
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (lengths_q, lengths_k))
+    q, k, v = (leaf(n, h, 16).to(device).detach().requires_grad_() for n, h in ((6, 4), (7, 2), (7, 2)))
+    bias, sinks = (leaf(*shape).to(device).detach().requires_grad_() for shape in ((len(lengths_q), 4, 3, 1), (4,)))
+    for options in ({"attn_bias": bias, "sinks": None}, {"attn_bias": None, "sinks": sinks}):
+        out, lse, top, grads = results_and_gradients(
+            flash_attn_varlen_func, (q, k, v), cu_q, cu_k, 3, 3, window_size=window, **options
+        )
+        assert not out.any() and (top == -INF).all() and not any(map(torch.any, grads[:3]))
+        want = lse.new_full((4, 6), -INF) if options["sinks"] is None else sinks[:, None].expand(4, 6)
+        assert torch.equal(lse, want)
+
+
+def test_fp64():
+    """The scores are fp64. lse is fp32, so its digits limit sinks and gradients."""
+    tensors = [leaf(2, n, h, 24, seed=s, dtype=torch.float64) for n, h, s in ((70, 4, 0), (90, 2, 1), (90, 2, 2))]
+    bias, sinks = (leaf(*shape, dtype=torch.float64) for shape in ((4, 70, 90), (4,)))
+    mask = leaf(70, 90, seed=9) > -0.5
+    for given in ({"bias": bias}, {"sinks": sinks}, {"bias": bias, "mask": mask, "sinks": sinks, "window": (30, 0)}):
+        compare("cpu", tensors, **given, tolerance=1e-6)
+    wide = expected(*tensors, bias, mask)[0]
+    close(flash_attn_func(*tensors, attn_bias=bias, attn_mask=mask), wide, TOLERANCES[torch.float64])
+    with torch.no_grad():
+        assert flash_attn_func(*tensors, sinks=sinks).dtype == torch.float64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_infinite_sinks(is_plain, device):
+    """A sink of -inf is no sink. One of inf takes all weight, and nothing has a gradient."""
+    q, k, v, bias = (
+        leaf(*shape, seed=i).to(device).detach().requires_grad_()
+        for i, shape in enumerate([(2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (9, 11)])
+    )
+    sinks = torch.tensor([INF, -INF, 1e38, 0.5], device=device).requires_grad_()
+    options, leaves = ({}, [q, k, v]) if is_plain else ({"attn_bias": bias, "return_lse": True}, [q, k, v, bias])
+    runs = []
+    for given in (sinks, None):
+        results = flash_attn_func(q, k, v, sinks=given, causal=True, **options)
+        out, lse = (results, None) if is_plain else results
+        total = out[:, :, 1].sin().sum() + (0 if lse is None else lse[:, 1].cos().sum())
+        runs.append((out[:, :, 1], *torch.autograd.grad(total, leaves, retain_graph=True)))
+        if given is not None:
+            assert not out[:, :, ::2].any()
+            assert is_plain or all((lse[:, i] == sinks[i]).all() for i in (0, 2))
+            grads = torch.autograd.grad(out[:, :, :3].sum(), [sinks, *leaves], retain_graph=True)
+            assert not grads[0][:3].any() and all(x.isfinite().all() for x in grads)
+            assert not torch.autograd.grad(out[:, :, ::2].sum(), q)[0].any()
+    for has, wants in zip(*runs, strict=True):
+        close(has, wants, 2e-5)
