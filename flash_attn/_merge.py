@@ -14,7 +14,7 @@ def _combine_fake(out_partial, lse_partial, out_dtype=None):
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _gradients(ctx, dout, dlse):
@@ -22,12 +22,15 @@ def _gradients(ctx, dout, dlse):
 
         dout_i = p_i dout,  dlse_i = p_i (dlse + s_i - sum_j p_j s_j),  s_i = dout.out_i
 
-    A part that counts for nothing has gradients of 0, whatever it holds. Second derivatives exist.
+    A softmax of the lses has all digits of p_i, where a large lse has lost them. A part that counts for nothing has
+    gradients of 0, whatever it holds. Second derivatives exist.
     """
-    outs, lses, lse = ctx.saved_tensors
+    outs, lses = ctx.saved_tensors
     is_used = lses.isfinite() | lses.isnan()
-    p = torch.where(is_used, lses - lse, -torch.inf).exp()
-    p = torch.where(is_used, p, 0)
+    top = torch.where(is_used, lses, -torch.inf).detach().amax(0)
+    weights = torch.where(is_used, lses - torch.where(top == -torch.inf, 0, top), -torch.inf).exp()
+    total = weights.sum(0)
+    p = torch.where(is_used, weights / torch.where(total == 0, 1, total), 0)
     s = (dout.float() * torch.where(is_used[..., None], outs, 0)).sum(-1)
     dlses = p * (dlse + s - (p * s).sum(0))
     return p[..., None] * dout.float(), torch.where(is_used, dlses, 0), None

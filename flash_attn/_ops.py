@@ -63,12 +63,15 @@ def check_tensor(name, x):
 
 def check_layout(name, x, *layout):
     """Raises RuntimeError unless ``x`` has the dimensions of ``layout``: words are names, and numbers are sizes."""
-    shape = f"({', '.join(map(str, layout))})"
     if x.dim() != len(layout):
         came = f"{x.dim()}: shape {tuple(x.shape)}"
-        raise RuntimeError(f"{name} must have {len(layout)} dimensions {shape}; it has {came}")
-    if any(isinstance(want, int) and size != want for size, want in zip(x.shape, layout)):
-        raise RuntimeError(f"{name} must have shape {shape}; it has {tuple(x.shape)}")
+        raise RuntimeError(f"{name} must have {len(layout)} dimensions {_words(layout)}; it has {came}")
+    if any(not isinstance(want, str) and size != want for size, want in zip(x.shape, layout)):
+        raise RuntimeError(f"{name} must have shape {_words(layout)}; it has {tuple(x.shape)}")
+
+
+def _words(layout):
+    return f"({', '.join(map(str, layout))})"
 
 
 def empty_like(x):

@@ -111,6 +111,28 @@ def test_merge_attention_in_one_graph():
     )
 
 
+def test_merge_attention_in_a_graph_for_all_lengths():
+    merged = torch.compile(merge_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (3, 4, 9):
+        outs, lses = parts(2, (2, length, 2, 8), torch.float32)
+        for has, want in zip(merged(outs, lses), merge_attention(outs, lses)):
+            torch.testing.assert_close(has, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e4, 1e7, 3e38, -3e38])
+def test_gradients_of_large_lses(size):
+    """The weights of the parts depend on differences of lses, which have digits where the merged lse has none."""
+    outs, lses = parts(3, (1, 3, 2, 8), torch.float32)
+    lses = [torch.full_like(x, size) for x in lses]
+    inputs = [x.requires_grad_() for x in (*outs, *lses)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    (out, lse), (want, want_lse) = merge_attention(inputs[:3], inputs[3:]), formula(wide[:3], wide[3:])
+    got = torch.autograd.grad(out.sin().sum() + lse.sum(), inputs)
+    wants = torch.autograd.grad(want.sin().sum() + want_lse.sum(), wide)
+    for has, wanted in zip(got, wants):
+        torch.testing.assert_close(has.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
