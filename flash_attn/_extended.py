@@ -16,7 +16,7 @@ of a softmax that has the sink in its sum. The gradient of the sink is left: its
 import torch
 
 from flash_attn import flash_attn_interface as interface
-from flash_attn._ops import check_layout, check_tensor, empty_like, without_second_derivative
+from flash_attn._ops import check_layout, check_storage, check_tensor, empty_like, without_second_derivative
 from flash_attn.flex import attention as flex
 from flash_attn.flex import options as mods
 
@@ -166,6 +166,7 @@ def check_sinks(sinks, q):
         raise RuntimeError(f"sinks must be floating; it is {sinks.dtype}")
     if sinks.device != q.device:
         raise RuntimeError(f"sinks must be on {q.device}, where q is; it is on {sinks.device}")
+    check_storage("sinks", sinks)
 
 
 def _check(q, k, attn_bias, attn_mask, sinks, lengths):

@@ -2,7 +2,7 @@
 
 import torch
 
-from flash_attn._ops import check_layout, check_tensor, forget_own_kernels, register_once
+from flash_attn._ops import check_layout, check_storage, check_tensor, forget_own_kernels, register_once
 
 _combine = torch.ops.flash_attn._combine.default
 
@@ -63,6 +63,7 @@ def _check(outs, lses):
         check_layout(f"outs[{i}]", out, *outs[0].shape)
         check_layout(f"lses[{i}]", lse, *outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3])
         for name, x in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
+            check_storage(name, x)
             if x.device != outs[0].device or (x is out and out.dtype != outs[0].dtype):
                 raise RuntimeError(
                     f"{name} must have the device and dtype of outs[0], {outs[0].device} and {outs[0].dtype}; it is on "

@@ -29,10 +29,12 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "check_layout",
+    "check_storage",
     "check_tensor",
     "empty_like",
     "flash_attn_2_cuda",
     "forget_own_kernels",
+    "is_freed",
     "register_once",
     "round_multiple",
     "warn_of_gradients",
@@ -79,6 +81,34 @@ def empty_like(x):
     like = torch.empty_like(x)
     torn = like.dim() > 0 and like.stride(-1) != 1 and like.shape[-1] > 1
     return torch.empty_like(x, memory_format=torch.contiguous_format) if torn else like
+
+
+def _bytes_of_storage(x):
+    """How many bytes the storage of a tensor must have, and how many it has. Both are 0 where that is not known."""
+    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or x.numel() == 0:
+        return 0, 0
+    try:
+        num_bytes = x.untyped_storage().nbytes()
+    except RuntimeError:  # tensors of torch.func have no storage
+        return 0, 0
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return (last + 1) * x.element_size(), num_bytes
+
+
+def is_freed(x):
+    """Was the storage of a tensor freed or cut? torch's own functions, such as copies, read a freed storage and crash."""
+    wanted, num_bytes = _bytes_of_storage(x)
+    return wanted > num_bytes
+
+
+def check_storage(name, x):
+    """Raises for a freed tensor what the ops raise."""
+    wanted, num_bytes = _bytes_of_storage(x)
+    if wanted > num_bytes:
+        raise RuntimeError(
+            f"{name} has shape {tuple(x.shape)}, for which its storage must hold {wanted} bytes; it holds {num_bytes} "
+            "(has it been freed or resized?)"
+        )
 
 
 def without_second_derivative(grads, *inputs):

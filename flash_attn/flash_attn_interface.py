@@ -28,6 +28,7 @@ from flash_attn._ops import (
     empty_like,
     flash_attn_2_cuda,
     forget_own_kernels,
+    is_freed,
     register_once,
     round_multiple,
     warn_of_gradients,
@@ -62,8 +63,11 @@ _direct = flash_attn_2_cuda
 
 
 def maybe_contiguous(x):
-    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy."""
-    if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
+    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
+
+    A tensor of a freed storage is returned, too. The op names it.
+    """
+    if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1 and not is_freed(x):
         return x.contiguous()
     return x
 

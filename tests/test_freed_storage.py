@@ -6,8 +6,9 @@ The tests cover every tensor argument of every op, through torch's dispatcher an
 import pytest
 import torch
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, merge_attention
 from flash_attn import flash_attn_interface as interface
+from flash_attn.flex_attention import flex_attention
 
 OPS = torch.ops.flash_attn
 ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -110,6 +111,30 @@ def test_the_tensor_is_named(function, arguments, name, kept, device):
         RuntimeError, match=f"^{names.get(name, name)} has shape .*storage must hold {needed} bytes; it holds"
     ):
         function(**arguments)
+
+
+def freed(*shape):
+    """A tensor whose last dimension is not contiguous, without memory."""
+    x = torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+    x.untyped_storage().resize_(0)
+    return x
+
+
+Q, LSE = torch.zeros(2, 500, 4, 16), torch.zeros(2, 4, 500)
+
+
+@pytest.mark.parametrize("function, shape, name", [
+    (lambda x: flash_attn_func(x, x, x), Q.shape, "q"),
+    (lambda x: flash_attn_func(Q, Q, x), Q.shape, "v"),
+    (lambda x: flash_attn_func(Q, Q, Q, sinks=x), (4,), "sinks"),
+    (lambda x: flash_attn_with_kvcache(Q, Q, Q, sinks=x), (4,), "sinks"),
+    (lambda x: flex_attention(Q, x, Q), Q.shape, "k"),
+    (lambda x: merge_attention([Q, x], [LSE, LSE]), Q.shape, r"outs\[1\]"),
+    (lambda x: merge_attention([Q, Q], [LSE, x]), LSE.shape, r"lses\[1\]"),
+])  # fmt: skip
+def test_what_torch_would_copy_is_named(function, shape, name):
+    with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"):
+        function(freed(*shape))
 
 
 def test_gradients_of_freed_tensors():

@@ -7,7 +7,7 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention import flex_attention as upstream
 
-from .._ops import without_second_derivative
+from .._ops import is_freed, without_second_derivative
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
@@ -45,8 +45,9 @@ def empty_out(query, columns):
 
 
 def rows_of(tensor):
-    """The tensor with a contiguous last dimension."""
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
+    """The tensor with a contiguous last dimension. One of a freed storage is left to the op, which names it."""
+    is_ready = tensor.stride(-1) == 1 or tensor.size(-1) <= 1 or is_freed(tensor)
+    return tensor if is_ready else tensor.contiguous()
 
 
 def attend(call, query, key, value, tensors):
