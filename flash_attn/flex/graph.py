@@ -6,10 +6,13 @@ in common. They make programs of the graphs, and call ops of :mod:`flash_attn.fl
 before a backend sees a graph of ATen, and no backend can fall back to PyTorch's dense attention.
 """
 
+import operator
 import weakref
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental import proxy_tensor
 
 from .._ops import without_second_derivative
 from . import attention, ops
@@ -201,6 +204,26 @@ def _gradients(ctx, saved, dout, dlse):
     return None, None, None, None, *gradients, None, *sums, *[None] * (len(ctx.needs_input_grad) - 8 - ctx.num)
 
 
+def _is_as_made(x):
+    """Is a list of blocks an input of the graph that is traced now, or a result of flex_classify?
+
+    ``ops.note_lists`` marks the lists of a mask. A backend may compute another tensor in the memory of a marked list,
+    and the version of the marked list stays the same. So a list that the graph computes must not be asked for a mark.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:  # no graph of ATen is traced, and versions tell of changes
+        return True
+    if isinstance(x, FunctionalTensor):
+        torch._sync(x)
+        x = torch._from_functional_tensor(x.elem)
+    slot = proxy_tensor.get_proxy_slot(x, mode.tracer, None)
+    if slot is None:
+        return False
+    node = slot.proxy.node
+    is_item = node.op == "call_function" and node.target is operator.getitem
+    return node.op == "placeholder" or (is_item and node.args[0].target is torch.ops.flash_attn.flex_classify.default)
+
+
 def _attend(query, key, value, score, block_mask, scale, options, score_captures, mask_captures):
     query, key, value = attention.in_autocast(query, key, value)
     *block_size, num, places, full_num, full_places = block_mask[:6]
@@ -216,12 +239,12 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_recorded:
         sequences.refuse_gradients()
-    head = (scale, not wants_max and not (wants_lse and is_recorded))
+    may_be_plain = not wants_max and not (wants_lse and is_recorded) and all(map(_is_as_made, lists))
     blocks = (block_size if lists else [], lists)
     of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
     tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)
     return _Attention.apply(
-        score[0] if score else None, head, tail, wants_max, query, key, value, len(tensors), *tensors
+        score[0] if score else None, (scale, may_be_plain), tail, wants_max, query, key, value, len(tensors), *tensors
     )
 
 

@@ -85,3 +85,21 @@ def test_autocast_in_a_graph():
     q, k, v = inputs(33)
     out = torch.compile(function, backend="aot_eager", fullgraph=True)(q, k, v)
     assert out.dtype == torch.bfloat16 and torch.equal(out, function(q, k, v))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+def test_lists_of_blocks_that_a_graph_changes(backend):
+    """The lists are no longer those of the mask, although Inductor computes them in the memory of the old ones."""
+
+    def function(q, k, v, is_in_place):
+        blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 300, 300, device="cpu")
+        if is_in_place:
+            blocks.full_kv_num_blocks.sub_(1).clamp_(min=0)
+        else:
+            blocks.full_kv_num_blocks = (blocks.full_kv_num_blocks - 1).clamp(min=0)
+        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+
+    q, k, v = (x.detach() for x in inputs(300))
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for is_in_place in (True, False):
+        torch.testing.assert_close(compiled(q, k, v, is_in_place), function(q, k, v, is_in_place))
