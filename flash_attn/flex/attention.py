@@ -349,6 +349,11 @@ def flex_attention(
             kernel_options,
             return_aux=return_aux,
         )
+    if graph.is_exported():
+        return graph.exported(
+            flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
+            return_aux=return_aux, mask_mod=mask_mod,
+        )  # fmt: skip
     if return_lse and return_aux is not None:
         raise ValueError(
             "Cannot specify both return_lse and return_aux. return_lse is deprecated, please use "

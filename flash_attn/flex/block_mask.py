@@ -135,6 +135,10 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
         NotImplementedError: the device is no CPU and no GPU, or mask_mod uses an operation that is not supported.
         RuntimeError: mask_mod branches on its indices, or one of its tensors is on another device.
     """
+    from . import graph
+
+    if graph.is_exported():
+        return graph.exported(create_block_mask, mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     if not torch.compiler.is_dynamo_compiling() and _num_arguments(mask_mod) != 4:
         raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
     device = _device_of(device, ["cpu", "cuda"])
@@ -142,8 +146,6 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
     b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     _sizes(BLOCK_SIZE=min(block))
     if torch.compiler.is_dynamo_compiling():
-        from . import graph
-
         lists = graph.find_blocks(mask_mod, device, (b, h, len_q, len_kv), block)
         return BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **dict(zip(NAMES, lists)))
     mask = mod_of(mask_mod, None, device)

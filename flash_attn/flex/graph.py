@@ -285,6 +285,19 @@ def _mask_function(mask_mod):
     return mask
 
 
+def is_exported():
+    """Does torch.export trace without Dynamo? Its tensors have no memory for the kernels."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def exported(function, *args, **kwargs):
+    """Calls the function so that Dynamo traces it, as PyTorch's ``flex_attention`` does."""
+    from torch._higher_order_ops.utils import setup_compilation_env
+
+    with setup_compilation_env() as backend:
+        return torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+
+
 def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences):
     """The checked call, while Dynamo traces it."""
     places = (None, None, None, False) if sequences is None else tuple(sequences)

@@ -1,10 +1,12 @@
 """flex_attention inside of torch.compile: equal to the call outside, in one graph for all lengths and closures."""
 
+import functools
 import shutil
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -103,3 +105,75 @@ def test_lists_of_blocks_that_a_graph_changes(backend):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for is_in_place in (True, False):
         torch.testing.assert_close(compiled(q, k, v, is_in_place), function(q, k, v, is_in_place))
+
+
+class Slopes(torch.nn.Module):
+    """A mod with a state, and a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.5, 1.0]))
+
+    def mod(self, score, b, h, i, j):
+        return score + self.slopes[h] * (j - i) / 8
+
+    def forward(self, q, k, v):
+        inside = create_block_mask(lambda b, h, i, j: i - j < 9, None, None, q.shape[2], k.shape[2], device="cpu")
+        aux = AuxRequest(lse=True, max_scores=True)
+        out, stats = flex_attention(q, k, v, self.mod, inside, enable_gqa=True, return_aux=aux)
+        return out, stats.lse, stats.max_scores
+
+
+class Callable:
+    def __init__(self, slopes):
+        self.slopes = slopes
+
+    def __call__(self, score, b, h, i, j):
+        return score * 2 + self.slopes[h]
+
+
+def with_slopes(slopes, factor, score, b, h, i, j):
+    return score * factor + slopes[h]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["object", "partial", "method"])
+def test_mods_that_are_objects(kind, dtype):
+    model = Slopes()
+    slopes = model.slopes
+    mods = {"object": Callable(slopes), "partial": functools.partial(with_slopes, slopes, 0.5), "method": model.mod}
+
+    def function(q, k, v):
+        out, aux = flex_attention(q, k, v, mods[kind], enable_gqa=True, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    tensors = inputs(33, dtype)
+    same(function, compiled, [*tensors, slopes], *tensors)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_of_a_graph(use_reentrant):
+    model, tensors = Slopes(), inputs(33)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (model, lambda *args: checkpoint(compiled, *args, use_reentrant=use_reentrant)):
+        leaves = [*tensors, model.slopes]
+        for x in leaves:
+            x.grad = None
+        out, lse, _ = function(*tensors)
+        (out.sin().sum() + lse.sum()).backward()
+        found.append([out, lse, *(x.grad for x in leaves)])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    model, tensors = Slopes(), [x.detach() for x in inputs(20)]
+    length = {2: torch.export.Dim("length", min=2, max=99)}
+    program = torch.export.export(model, tuple(tensors), dynamic_shapes=dict.fromkeys("qkv", length), strict=strict)
+    for n in (20, 57):
+        tensors = [x.detach() for x in inputs(n)]
+        for got, want in zip(program.module()(*tensors), model(*tensors), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
