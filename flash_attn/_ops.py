@@ -96,7 +96,7 @@ def _bytes_of_storage(x):
 
 
 def is_freed(x):
-    """Was the storage of a tensor freed or cut? torch's own functions, such as copies, read a freed storage and crash."""
+    """Was the storage of a tensor freed or cut? torch's own copies read a freed storage, and crash."""
     wanted, num_bytes = _bytes_of_storage(x)
     return wanted > num_bytes
 
