@@ -352,7 +352,7 @@ def flex_attention(
     if graph.is_exported():
         return graph.exported(
             flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
-            return_aux=return_aux, mask_mod=mask_mod,
+            return_aux=return_aux, mask_mod=mask_mod, q_offset=q_offset, kv_len=kv_len, block_table=block_table,
         )  # fmt: skip
     if return_lse and return_aux is not None:
         raise ValueError(
