@@ -21,6 +21,9 @@ DEVICE long long flex_place(long long i, long long size) {
 /* The same for an index that is not negative. */
 DEVICE long long flex_limit(long long i, long long size) { return i < size ? i : size - 1; }
 
+DEVICE long long flex_place(int i, long long size) { return flex_place((long long)i, size); }
+DEVICE long long flex_limit(int i, long long size) { return flex_limit((long long)i, size); }
+
 /* The same where all places have 32 bits. */
 DEVICE int flex_place(int i, int size) {
     if (i < 0) i += size;

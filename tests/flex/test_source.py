@@ -90,6 +90,21 @@ def test_a_score_has_its_programs_values(make, tmp_path):
     torch.testing.assert_close(scored(mod, tmp_path, score), want, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("large", ["number", "capture", "empty", None])
+def test_a_text_of_64_bits_serves_what_is_large(large, tmp_path):
+    """Large numbers, captures whose places need 64 bits, and captures without elements. Other calls have 32 bits."""
+    table = torch.randn(3, 100)
+    if large == "capture":
+        table = torch.randn(100).as_strided((2**32, 100), (0, 1))
+    n = 2**40 if large == "number" else 30
+    nothing = torch.zeros(0 if large == "empty" else 3)
+    mod = lambda s, b, h, q, k: s + table[h, (k - q + n) % 100] * (q - k + n) + nothing[h]  # noqa: E731
+    score = torch.randn(SHAPE)
+    torch.testing.assert_close(scored(mod, tmp_path, score), evaluated(mod, SHAPE, score), rtol=1e-6, atol=1e-6)
+    text, _ = flash_attn_2_cuda.flex_source(part(mod, torch.float32), None, None)
+    assert ("flex_load_if" in text) == (large is not None) and ("(int)x.words" in text) == (large is None)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_an_expression_has_its_programs_values(seed, tmp_path):
     rng, all_tables = random.Random(seed), tables(seed)
