@@ -238,12 +238,15 @@ struct consumer : consumer_base {
         hidden_pairs hidden;
         if (FLEX_SCORE) score_by_mod(S, p, q_head, first_key + column, diagonal);
         if (hidden.find(p, q_head, kind_of(entry), first_key + column, diagonal)) hidden.hide(S);
-        const u64 seen = scores_above_inf(S);
 #else
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
-        const u64 seen = 0;
 #endif
         make_infinite(S, scale_log2);
+#if FLEX
+        const u64 seen = scores_above_inf(S);
+#else
+        const u64 seen = 0;
+#endif
         raise_max(S, softmax, alpha, scale_log2, true);
         rescale_o(alpha);
         exponentiate_exactly(S, softmax, scale_log2);

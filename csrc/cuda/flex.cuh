@@ -72,7 +72,7 @@ struct mods : mod_functions {
     block_map map;
 
     DEVICE mods(const fa_cuda_flex &flex, const flex_values &values, int b_idx, int head)
-        : mod_functions(values, b_idx, head, flex.q_offset ? flex.q_offset[b_idx] : 0),
+        : mod_functions(values, b_idx, head, flex.q_offset ? clamp(flex.q_offset[b_idx], 0, 1 << 30) : 0),
           map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
 
     /* Does query i see key j? Both exist, and their tile has this kind. */
