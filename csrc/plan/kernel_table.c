@@ -217,9 +217,9 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define SM90_FILES  "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 #define STEP_FILES  "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
-#define FEED_FILES \
-    "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh", "attn_fwd_memory.cuh", "attn_fwd_producer.cuh"
-#define FWD_FILES "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
+#define WORK_FILES  "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
+#define FEED_FILES  "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
+#define FWD_FILES   "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
