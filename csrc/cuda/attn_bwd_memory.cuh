@@ -33,6 +33,7 @@ struct shared_memory {
     u64 dq_ready[2], dq_full[2], sum_full[2];
     u64 tile_full[2], tile_empty[2];
     tile tiles[2];
+    step_words words;
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");

@@ -1,7 +1,7 @@
 /* This kernel runs before attn_bwd_sm90 and attn_bwd_wide_sm90, whose products need two numbers of each query row. The
  * kernel also writes zeros to dQ where a query tile sees no key.
  *
- *   D = rowsum(dO O)    lse in powers of 2
+ *   D = rowsum(dO O) - dlse    lse in powers of 2
  *
  * The lse of a row is +inf, hence P = 0, in two cases:
  *   - The row sees no key, or all its scores are -inf. Up to 128 columns slabs with such rows are marked in `turns`.
@@ -44,6 +44,14 @@ DEVICE void forget(const fa_attn_bwd_params &p, int slab) {
     if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
 }
 
+/* Does a block mask hide all keys from the rows of the slab? */
+DEVICE bool is_unlisted(const fa_attn_bwd_params &p, const slab_rows &t) {
+    if (!p.ranks) return false;
+    const long long mask = (long long)(t.b_idx % p.mask_b) * p.mask_h + t.head % p.mask_h;
+    const int q_tile = t.row / BLOCK_Q, q_tiles = ceil_div(p.len_q, BLOCK_Q);
+    return p.ranks[(mask * q_tiles + q_tile + 1) * (p.num_kv_tiles + 1) - 1] == 0;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ fa_attn_bwd_params p) {
     const int slab = blockIdx.x, lane = threadIdx.x % LANES, column = 8 * lane;
     griddepcontrol_wait(); /* for earlier work of the stream */
@@ -76,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
         const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
         const interval seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
-        if (seen.begin == seen.end) {
+        if (seen.begin == seen.end || is_unlisted(p, t)) {
             element::output *dq = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
             for (int row = threadIdx.x / LANES; row < t.rows && column < p.d; row += ROWS)
                 *(uint4 *)(dq + (long long)(t.begin + t.row + row) * p.dq.stride_row + column) = make_uint4(0, 0, 0, 0);
@@ -95,7 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         float lse = INF;
         if (row < t.rows) {
             lse = p.lse.data[t.b_idx * p.lse.stride_b + t.head * p.lse.stride_h + t.begin + t.row + row];
-            if (lse == INF || lse == -INF) sum = 0, lse = INF, is_blind = true;
+            const bool sees = lse != INF && lse != -INF;
+            if (!sees) sum = 0, lse = INF, is_blind = true;
+            if (sees && p.dlse.data)
+                sum -= p.dlse.data[t.b_idx * p.dlse.stride_b + t.head * p.dlse.stride_h + t.begin + t.row + row];
             p.softmax_d.data[t.b_idx * p.softmax_d.stride_b + t.head * p.softmax_d.stride_h + t.begin + t.row + row] =
                 sum;
         } else {

@@ -7,7 +7,21 @@
 #include "quads.cuh"
 #include "score.cuh"
 
-constexpr bool WEIGHTED = SCORE || DROPOUT; /* dS is weighted with other numbers than the P of dV */
+#if !FLEX
+#define FLEX_SCORE  0
+#define FLEX_FACTOR 0
+#endif
+
+/* dS is weighted with other numbers than the P of dV. The derivative of a user's score_mod has any size, so such a
+ * weight has the exponents of bf16. */
+constexpr bool WEIGHTED = SCORE || DROPOUT || FLEX_FACTOR;
+template <bool IS_OF_USER> struct choice_of_weight {
+    typedef element type;
+};
+template <> struct choice_of_weight<true> {
+    typedef bf16 type;
+};
+typedef choice_of_weight<FLEX_FACTOR>::type weight_type;
 
 /* Lane l holds two keys, l / 4 and l / 4 + 8 of its warp's 16. In each group of 8 query rows lane l holds the rows
  * 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two keys and to row row_of(i). */
@@ -180,6 +194,67 @@ DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
     return bits;
 }
 
+#if FLEX
+/* Pairs of a thread that do not see each other: a bit for each register of S. */
+struct hidden_pairs {
+    static constexpr int WORDS = (S_REGS + 31) / 32;
+    u32 words[WORDS] = {};
+
+    /* Looks at a step of this entry. Whole warp. */
+    DEVICE void find(const params &p, const tile &t, const mods &mod, int entry) {
+        const place at = place_of(t, query_tile_of(entry));
+        const int row = at.row - (t.len_kv - t.len_q); /* this thread's first row */
+        const int rows_left = p.len_q - row, keys_left = p.len_kv - at.key;
+        const block_kind kind = kind_of(entry);
+        if (kind == PARTIAL_BLOCK) {
+#pragma unroll
+            for (int i = 0; i < S_REGS; i++)
+                if (!mod.sees_in_block(PARTIAL_BLOCK, row + row_of(i), at.key + 8 * key_of(i)))
+                    words[i / 32] |= 1u << i % 32;
+        } else if (kind == MIXED_BLOCKS) {
+#pragma unroll 1 /* Such tiles are few, and their pairs look up their own blocks. */
+            for (int g = 0; g < S_REGS / 4; g++) {
+                u32 four = 0;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int i = min(row + 8 * g + e % 2, p.len_q - 1), j = min(at.key + 8 * (e / 2), p.len_kv - 1);
+                    if (!mod.sees(MIXED_BLOCKS, i, j)) four |= 1u << e;
+                }
+#pragma unroll
+                for (int w = 0; w < WORDS; w++)
+                    if (g / 8 == w) words[w] |= four << 4 * (g % 8);
+            }
+        }
+        if (rows_left < BLOCK_Q || keys_left < 16) {
+#pragma unroll
+            for (int i = 0; i < S_REGS; i++)
+                if (row_of(i) >= rows_left || 8 * key_of(i) >= keys_left) words[i / 32] |= 1u << i % 32;
+        }
+    }
+    DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+};
+
+/* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
+ * derivative of the score_mod. */
+DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
+                                 const tile &t, const mods &mod, const hidden_pairs &hidden, int q_tile) {
+    const place at = place_of(t, q_tile);
+    const int row = at.row - (t.len_kv - t.len_q);
+    float probs[2];
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) {
+        const int query = row + row_of(i), key = at.key + 8 * key_of(i);
+        const float x = FLEX_SCORE ? __fmul_rn(s[i], p.score_scale) : s[i];
+        const float score = hidden.has(i) ? -INF : mod.score(x, query, key);
+        const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
+        probs[i % 2] = prob;
+        if (i % 2) P[i / 2] = cvt_x2<element>(probs[0], probs[1]);
+        mod_sums none; /* gradients of captures have kernels of their own */
+        s[i] = FLEX_FACTOR && score != -INF ? mod.derivative(none, x, prob, query, key) : prob;
+    }
+}
+#endif
+
 /* Computes P in 16 bits, for dV. `s` becomes the weights of dS: the exact P, times softcap's derivative. A weight's
  * sign bit is set where dropout drops the element. */
 DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
@@ -227,14 +302,15 @@ DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P
     for (int i = 0; i < REST_REGS; i++) {
         u32 two[2];
 #pragma unroll
-        for (int k = 0; k < 2; k++) two[k] = weight_rest<element>::of_two(weights + 4 * i + 2 * k, rounded[2 * i + k]);
+        for (int k = 0; k < 2; k++)
+            two[k] = weight_rest<weight_type>::of_two(weights + 4 * i + 2 * k, rounded[2 * i + k]);
         rest[i] = prmt(two[0], two[1], 0x5410);
     }
 }
 DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS], int i) {
     float two[2];
-    unpack_x2<element>(rounded[i / 2], two[0], two[1]);
-    return weight_rest<element>::added(two[i % 2], rest[i / 4], i % 4);
+    unpack_x2<weight_type>(rounded[i / 2], two[0], two[1]);
+    return weight_rest<weight_type>::added(two[i % 2], rest[i / 4], i % 4);
 }
 
 /* Computes dS = P (dP - D) in 16 bits.

@@ -89,13 +89,22 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
                          int stage, u32 parity, int i, bool is_last) {
     float4 *pieces = (float4 *)__cvta_shared_to_generic(dq_at + stage * (u32)sizeof s.dq[0]);
     mbarrier_wait(&s.dq_ready[stage], parity);
+#if FLEX
+    const int share = uniform(s.words.shares[stage]);
+    is_last = share & LAST_SHARE;
+#endif
     if (!is_last) {
 #pragma unroll
         for (int x = 0; x < DQ_REGS / 4; x++)
             if (8 * x < KEPT_COLUMNS || wg == 0)
                 pieces[32 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
     } else {
-        if (i < t.first_begin) {
+#if FLEX
+        const bool adds = !(share & FIRST_SHARE);
+#else
+        const bool adds = i < t.first_begin;
+#endif
+        if (adds) {
 #pragma unroll
             for (int x = 0; x < DQ_REGS / 4; x++) {
                 if (8 * x >= KEPT_COLUMNS && wg != 0) break;
@@ -234,13 +243,24 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                  * by one (C7512). */
                 if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
                 issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
+#if FLEX /* a mask is looked at while S is on its way */
+                const int entry = uniform(s.words.entries[r.stage]);
+                const int head_in_group = place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group;
+                const mods mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group);
+                hidden_pairs hidden;
+                hidden.find(p, t, mod, entry);
+#endif
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
+#if FLEX
+                exponentiate_by_mods(S, lse, P, p, t, mod, hidden, query_tile_of(entry));
+#else
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
+#endif
 #pragma unroll
-                for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<element>(S[2 * i], S[2 * i + 1]);
+                for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(S[2 * i], S[2 * i + 1]);
                 const auto &weights = weights_among(P, W);
                 split_weights(S, weights, rest);
                 pin(P), pin(rest); /* compute P here and not later, because dQ runs now */
@@ -345,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         /* A separate instance for one head gives 1 to 2%. With more options the instance would double the spills. */
-        if (HEAD_DIM > 64 || SCORE || DROPOUT || p.heads_per_tile > 1)
+        if (HEAD_DIM > 64 || SCORE || DROPOUT || FLEX || p.heads_per_tile > 1)
             consume<true>(p, s, wg - 1);
         else
             consume<false>(p, s, wg - 1);

@@ -8,19 +8,30 @@
 #include "attn_bwd_slabs.cuh"
 #include "walk.cuh"
 
+#ifndef FLEX
+#define FLEX 0 /* of a kernel that does not know a user's functions */
+#endif
+#if FLEX
+#include "flex.cuh"
+typedef with_mods<fa_attn_bwd_params> params;
+#else
 typedef fa_attn_bwd_params params;
+#endif
 
 constexpr int ROW_BYTES = CHUNK * element::BYTES;                    /* swizzled */
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
 constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* stages of dO that there is room for */
 
+#include "attn_bwd_mods.cuh"
+
 /* The description of a work tile, which all warps of the CTA read. */
-struct tile {
+struct tile : listed_queries {
     int kv_tile; /* key tile in its sequence; -1: there are no more tiles */
     int b_idx, head_kv;
     int first_head; /* first query head, in its sequence */
     int len_q, len_kv;
-    tile_walk queries; /* query tiles; full query tiles have BLOCK_Q rows that see BLOCK_KV keys */
+    tile_walk
+        queries; /* query tiles, or places of the list; full query tiles have BLOCK_Q rows that see BLOCK_KV keys */
     int idx, piece,
         pieces;          /* of a cut tile: its number among cut tiles, the number of this piece, the number of pieces */
     int first_begin;     /* query tiles from here on see no earlier key tile: this key tile begins the sum of dQ */
@@ -37,7 +48,7 @@ DEVICE int first_key(const tile &t) { return t.kv_tile * BLOCK_KV + cluster_rank
 
 /* Work tiles are cut where there are too few for all SMs. If all query tiles cost the same, the last work tiles are cut
  * along the queries. Otherwise all work tiles are cut along the query heads. */
-constexpr bool CUTS_QUERIES = !WIDE && !CAUSAL && !LOCAL && !VARLEN, CUTS_HEADS = !WIDE && !CUTS_QUERIES;
+constexpr bool CUTS_QUERIES = !WIDE && !CAUSAL && !LOCAL && !VARLEN && !FLEX, CUTS_HEADS = !WIDE && !CUTS_QUERIES;
 
 constexpr u32 SHARED_BASE = 1024;
 
@@ -55,8 +66,8 @@ struct ring {
 DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
 DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
-/* The query tile and the query head of a step. A key tile walks from the last query tile to the first. At each query
- * tile the key tile walks through the heads of the group. So the key tiles of one head come to a query tile at the same
+/* The query tile and the query head of a step, or the place of the query tile in a list. A key tile walks from the last
+ * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of one head come to a query tile at the same
  * time. With one head after the other, short causal tiles would wait at the end of each head until the longest tile had
  * been there. */
 struct step_place {
@@ -148,6 +159,7 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
         t.first_head = t.slab_head - t.b_idx * p.h, t.slab = 0;
     }
+    t.find_list(p, t.b_idx, t.first_head, t.kv_tile);
 
     const interval seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
     t.queries.begin = seen.begin, t.queries.end = seen.end;
@@ -160,6 +172,7 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     t.first_begin = t.kv_tile == 0 ? 0 : queries_of(p, t.kv_tile - 1, t.len_q, t.len_kv).end;
     t.last_end = first_key + BLOCK_KV >= t.len_kv ? seen.end : queries_of(p, t.kv_tile + 1, t.len_q, t.len_kv).begin;
     if (last_key - first_key < BLOCK_KV - 1) t.queries.full_end = 0;
+    if (t.has_list()) t.queries.begin = 0, t.queries.end = t.list_num;
     return t;
 }
 
@@ -280,12 +293,14 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                 }
                 bool is_first = true;
 #pragma unroll 1
-                for (int i = t.queries.end - 1, g = 0; i >= t.queries.begin; r.next()) {
+                for (int place = t.queries.end - 1, g = 0; place >= t.queries.begin; r.next()) {
+                    const int entry = t.entry_at(place), i = query_tile_of(entry);
                     const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
                     const float *stats =
                         p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
                     u64 *full = &s.q_full[r.stage];
                     mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+                    s.words.set_entry(r.stage, entry);
                     mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
                     load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
                     cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
@@ -296,7 +311,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
                     load_queries<V_CHUNKS>(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
                     cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
                     if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
-                    if (++g == p.heads_per_tile) g = 0, i--;
+                    if (++g == p.heads_per_tile) g = 0, place--;
                 }
                 kv_parity ^= 1;
             }
@@ -335,8 +350,10 @@ template <class shared_memory, class work_on_tile> DEVICE void lead_through_tile
 
 /* Key tiles add in the order in which they begin. A key tile waits only for key tiles that some CTA has begun. */
 
-/* Returns the dQ turn of a key tile at query tile i: the number of key tiles that add before. */
-DEVICE u32 turn_of(const params &p, const tile &t, int i) {
+/* Returns the dQ turn of a key tile at query tile i: the number of key tiles that add before. `share` is that of
+ * listed_queries. */
+DEVICE u32 turn_of(const params &p, const tile &t, u32 share, int i) {
+    if (t.has_list()) return share / 2;
     const interval seen = key_tiles_of(p, t.len_q, t.len_kv, i);
     return t.kv_tile - seen.begin;
 }

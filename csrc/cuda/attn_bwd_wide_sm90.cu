@@ -72,6 +72,7 @@ struct shared_memory {
     u64 turn_come[2], dq_added[2];
     int idx;
     tile tiles[2];
+    step_words words;
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 
@@ -167,7 +168,7 @@ template <class work_on_step> DEVICE void lead_through_steps(const params &p, sh
 DEVICE void open_turns(const params &p, shared_memory &s) {
     ring r; /* of steps */
     lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
-        if (i < t.first_begin) wait_turn(turn, i < t.last_end || p.in_order ? turn_of(p, t, i) : 1);
+        if (i < t.first_begin) wait_turn(turn, i < t.last_end || p.in_order ? turn_of(p, t, t.share_at(i), i) : 1);
         mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
         mbarrier_arrive(&s.turn_come[r.stage]);
         r.next();

@@ -51,21 +51,25 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
         int step = skip;
 #pragma unroll 1
         for (; step < num_steps; step += 2) {
-            const auto [i, head] = place_of_step(p, t.queries.end, step);
+            const auto [place, head] = place_of_step(p, t.queries.end, step);
+            const int i = query_tile_of(t.entry_at(place));
             const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
-            const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
+            const u32 share = t.share_at(i);
+            const bool is_first = t.has_list() ? share / 2 == 0 : i >= t.first_begin;
+            const bool is_last = t.has_list() ? share % 2 : i < t.last_end;
+            s.words.set_share(w, is_first, is_last);
             if (!is_ready) mbarrier_arrive_for_others(&s.dq_ready[w]);
             if (p.dq.data && is_last && !is_first && !converts) {
-                wait_turn(turn, turn_of(p, t, i));
+                wait_turn(turn, turn_of(p, t, share, i));
                 mbarrier_arrive_expect_tx(&s.dq_ready[w], DQ_BYTES);
                 cp_async_bulk_load(s.dq[w], sums, DQ_BYTES, &s.dq_ready[w]);
             } else if (!is_ready) {
                 mbarrier_arrive(&s.dq_ready[w]);
             }
             if (p.dq.data && !is_first) {
-                if (!is_last || converts) wait_turn(turn, is_last || p.in_order ? turn_of(p, t, i) : 1);
+                if (!is_last || converts) wait_turn(turn, is_last || p.in_order ? turn_of(p, t, share, i) : 1);
             }
             mbarrier_wait(&s.dq_full[w], parity);
             parity ^= 1;

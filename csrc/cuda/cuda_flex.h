@@ -23,7 +23,7 @@ typedef struct {
 } fa_cuda_flex_blocks;
 
 enum { FA_FLEX_CLASSIFY_THREADS = 128 }; /* of a CTA of flex_classify.cu and flex_lists.cu */
-enum { FA_FLEX_WALKS_THREADS = 128 };    /* of a CTA of flex_walks.cu and flex_order.cu */
+enum { FA_FLEX_WALKS_THREADS = 128 };    /* of a CTA of flex_walks.cu, flex_order.cu and flex_ranks.cu */
 
 /* The parameters of flex_classify.cu. The members of flex_values follow, as many words as the mask_mod needs. */
 typedef struct {
@@ -53,16 +53,17 @@ typedef struct {
     const int *q_offset;                /* [b] what the mods add to the row of a query; NULL: 0 */
     const int *block_offset;            /* [b] the row of the block mask where query 0 lies; NULL: 0 */
     int most_offset;                    /* the block mask has rows for offsets up to here */
-    /* Hopper's kernels (flex_walks.cu): the walk of each own tile, and the order of the own tiles. */
+    /* Hopper's kernels (flex_walks.cu): the walk of each own tile, and the order of the own tiles; NULL: ascending. */
     const int *walks, *order;
 } fa_cuda_flex;
 
-/* The parameters of flex_walks.cu and flex_order.cu. Own tiles walk over other tiles. The own side is that of the
+/* The parameters of flex_walks.cu, flex_order.cu and flex_ranks.cu. Own tiles walk over other tiles. The own side is that of the
  * queries, or of the keys. */
 typedef struct {
     fa_cuda_flex flex;
-    int *walks; /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
-    int *order; /* [mask_b mask_h, own_tiles] */
+    int *walks;      /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
+    int *order;      /* [mask_b mask_h, own_tiles]; NULL: ascending */
+    unsigned *ranks; /* [mask_b mask_h, other_tiles, own_tiles + 1] */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */
 } fa_cuda_flex_walks;

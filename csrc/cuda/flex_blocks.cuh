@@ -56,6 +56,13 @@ struct block_map {
     }
 };
 
+/* The kind of the pairs of an own tile and another tile. */
+DEVICE block_kind kind_of_pairs(const fa_cuda_flex_walks &p, const block_map &map, int own, int other) {
+    const int i = own * p.own_tile, i_last = min(i + p.own_tile, p.own_len) - 1;
+    const int j = other * p.other_tile, j_last = min(j + p.other_tile, p.other_len) - 1;
+    return p.own_keys ? map.kind_of(j, j_last, i, i_last) : map.kind_of(i, i_last, j, j_last);
+}
+
 /* A tile of the other side: its first row or key, and its kind. */
 struct walk_step {
     int first;

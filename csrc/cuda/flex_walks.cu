@@ -11,13 +11,6 @@
 #define KERNEL flex_walks
 #endif
 
-/* The kind of the pairs of an own tile and another tile. */
-DEVICE block_kind kind_of_pairs(const fa_cuda_flex_walks &p, const block_map &map, int own, int other) {
-    const int i = own * p.own_tile, i_last = min(i + p.own_tile, p.own_len) - 1;
-    const int j = other * p.other_tile, j_last = min(j + p.other_tile, p.other_len) - 1;
-    return p.own_keys ? map.kind_of(j, j_last, i, i_last) : map.kind_of(i, i_last, j, j_last);
-}
-
 extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const fa_cuda_flex_walks p) {
     const int lane = (int)(threadIdx.x % 32), warps = (int)blockDim.x / 32;
     const long long num_walks = (long long)p.flex.mask_b * p.flex.mask_h * p.own_tiles;

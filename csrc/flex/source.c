@@ -469,6 +469,10 @@ static fa_status check(const fa_flex_program *p, part of, fa_error *err) {
     return FA_OK;
 }
 
+static const fa_flex_instruction *result_of(const fa_flex_program *p) {
+    return &p->instructions[p->num_instructions - 1];
+}
+
 /* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. */
 static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, bool is_wide, fa_error *err) {
     if (!p) return FA_OK;
@@ -499,8 +503,10 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     const int32_t of_score = program_words(score), of_mask = program_words(mask);
     text t = {0};
     put(&t, "#include \"flex_values.cuh\"\n\n");
-    put(&t, "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n\n", score != NULL,
-        mask != NULL, derivative != NULL);
+    put(&t,
+        "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n"
+        "#define FLEX_FACTOR     %d\n\n",
+        score != NULL, mask != NULL, derivative != NULL, derivative && !is_op(result_of(derivative), FA_FLEX_grad));
     put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
     fa_status status = put_program(&t, score, SCORE, 0, is_wide, err);
     if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, err);

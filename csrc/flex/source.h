@@ -2,6 +2,7 @@
  * the programs that exist the text defines:
  *
  *   FLEX_SCORE, FLEX_MASK, FLEX_DERIVATIVE    macros: 1 if the program exists, else 0
+ *   FLEX_FACTOR                               macro: 0 if the derivative is `grad` itself, or does not exist
  *   FLEX_SUMS                                 macro: the number of members of flex_sums
  *
  *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words

@@ -4,9 +4,11 @@
 
 #include "cuda/attn_bwd_params.h"
 #include "cuda/attn_fwd_params.h"
+#include "flex/flex.h"
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"
+#include "mods.h"
 #include "plan/bwd_workspace.h"
 
 enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
@@ -21,12 +23,13 @@ static fa_bwd_row_stats stats_of(const fa_row_stats *t, bool packed) {
     return (fa_bwd_row_stats){t->data, packed ? 0 : t->stride_b, t->stride_h};
 }
 
+/* Fills all but the tensor maps. */
 static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa_attn_bwd_params *a) {
     const fa_problem *p = call->problem;
     const unsigned features = call->plan->gpu.features;
     const bool packed = features & FA_VARLEN;
     const int64_t block_kv = call->plan->block_kv;
-    char *workspace = call->workspace;
+    char *workspace = (char *)call->workspace + fa_bwd_workspace_at(p, call->plan);
     a->o = tensor_of(&p->o, packed), a->dout_rows = tensor_of(&p->dout, packed);
     a->dq = tensor_of(&p->dq, packed), a->dk = tensor_of(&p->dk, packed), a->dv = tensor_of(&p->dv, packed);
     a->lse = stats_of(&p->lse, packed), a->softmax_d = stats_of(&p->softmax_d, packed);
@@ -52,13 +55,19 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->group_heads = call->plan->gpu.group_heads;
 
     const float scale = (float)p->scale;
-    a->scale_log2 = (features & FA_SCORE ? 1 : scale) * FA_LOG2_E;
+    const bool changes_scores = features & FA_SCORE || (p->flex && p->flex->score);
+    a->scale_log2 = (changes_scores ? 1 : scale) * FA_LOG2_E;
     a->score_scale = a->scale = scale;
     a->softcap = (float)p->softcap;
     a->window_left = fa_clamp_window(p->window_left), a->window_right = fa_clamp_window(p->window_right);
     a->alibi_slopes = p->alibi_slopes;
     a->alibi_stride_b = p->alibi_stride_b;
     a->rng_state = (const unsigned long long *)p->rng_state;
+    if (p->flex) {
+        a->dlse = stats_of(&p->flex->dlse, packed);
+        a->ranks = fa_cuda_block_ranks(call);
+        a->mask_b = (int)p->flex->mask_b, a->mask_h = (int)p->flex->mask_h;
+    }
     a->keep_max = p->keep_max;
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
@@ -89,7 +98,7 @@ static fa_status launch(const fa_cuda_call *call, fa_family_id family, int row, 
     variant.family = family, variant.row = row;
     variant.features &= fa_families[family].knows;
     const fa_launch shape = {(unsigned)grid, 1, 1, .threads = threads, .waits_itself = true};
-    return fa_cuda_launch(call, variant, shape, a, err);
+    return fa_cuda_launch_with_mods(call, variant, shape, a, sizeof *a, err);
 }
 
 fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
@@ -100,7 +109,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const bool is_wide = family == FA_BWD_WIDE_SM90;
     const int64_t sms = call->plan->gpu.num_sms;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, tile->d, tile->block_q, tile->block_kv, is_wide ? 0 : sms);
-    fa_attn_bwd_params a;
+    fa_attn_bwd_params a = {0};
     if (p->b == 0 || p->total_q + p->total_kv == 0) return FA_OK; /* there is no gradient to write */
     fill_scalars(call, &w, &a);
     fa_status status = fill_maps(call, &a, err);
@@ -112,6 +121,8 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t slabs = w.num_slabs * w.num_heads;
     const int ctas = ctas_of_tile(call), clusters = sms > ctas ? (int)sms / ctas : 1;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
+    if (call->plan->gpu.features & FA_FLEX) status = fa_cuda_make_block_walks(call, err);
+    if (status != FA_OK) return status;
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
                     HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)

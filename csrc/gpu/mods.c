@@ -17,22 +17,33 @@ static unsigned char *block_map_of(const fa_cuda_call *call) {
     return call->problem->flex->block_q > 0 ? call->workspace : NULL;
 }
 
-/* Behind the map lie the walks and their order, if the plan is one of Hopper's kernels. */
+/* One side of the tiles of a plan. */
+typedef struct {
+    int64_t len, tile, num;
+} tiles_of_side;
+static tiles_of_side side_of(int64_t len, int64_t tile) { return (tiles_of_side){len, tile, (len + tile - 1) / tile}; }
+
+/* Behind the map lie the walks, their order and the ranks, if the plan is one of Hopper's kernels. */
 typedef struct {
     int *walks, *order;
-    int64_t num; /* masks times query tiles */
-    int q_tiles, kv_tiles;
+    unsigned *ranks; /* of the backward */
+    tiles_of_side own, other;
+    int64_t masks;
 } block_walks;
 
 static block_walks walks_of(const fa_cuda_call *call) {
     const fa_problem *p = call->problem;
     const fa_plan *plan = call->plan;
     if (fa_block_map_bytes(p) == 0 || fa_families[plan->gpu.family].arch != 90) return (block_walks){0};
+    const tiles_of_side queries = side_of(p->len_q, plan->block_q), keys = side_of(p->len_kv, plan->block_kv);
+    const bool owns_keys = p->pass == FA_BWD;
     block_walks w = {.walks = (int *)((char *)call->workspace + fa_block_walks_at(p)),
-                     .q_tiles = (int)((p->len_q + plan->block_q - 1) / plan->block_q),
-                     .kv_tiles = (int)((p->len_kv + plan->block_kv - 1) / plan->block_kv)};
-    w.num = p->flex->mask_b * p->flex->mask_h * w.q_tiles;
-    w.order = w.walks + w.num * (1 + w.kv_tiles);
+                     .own = owns_keys ? keys : queries,
+                     .other = owns_keys ? queries : keys,
+                     .masks = p->flex->mask_b * p->flex->mask_h};
+    int *behind = w.walks + w.masks * w.own.num * (1 + w.other.num);
+    if (owns_keys) w.ranks = (unsigned *)(behind + w.masks * w.own.num);
+    if (!owns_keys || !fa_has_masks_in_groups(p)) w.order = behind; /* pieces of a key tile begin in their order */
     return w;
 }
 
@@ -89,28 +100,39 @@ static fa_cuda_flex flex_of(const fa_cuda_call *call) {
 fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
     enum { WARPS = FA_FLEX_WALKS_THREADS / 32, MOST_CTAS = 1 << 16 };
     const fa_problem *p = call->problem;
-    const fa_plan *plan = call->plan;
     if (!p->flex || fa_block_map_bytes(p) == 0) return FA_OK;
     const block_walks w = walks_of(call);
     const fa_cuda_flex_walks a = {
         .flex = flex_of(call),
         .walks = w.walks,
         .order = w.order,
-        .own_len = (int)p->len_q,
-        .own_tile = plan->block_q,
-        .own_tiles = w.q_tiles,
-        .other_len = (int)p->len_kv,
-        .other_tile = plan->block_kv,
-        .other_tiles = w.kv_tiles,
+        .ranks = w.ranks,
+        .own_len = (int)w.own.len,
+        .own_tile = (int)w.own.tile,
+        .own_tiles = (int)w.own.num,
+        .other_len = (int)w.other.len,
+        .other_tile = (int)w.other.tile,
+        .other_tiles = (int)w.other.num,
+        .own_keys = p->pass == FA_BWD,
     };
-    const int64_t ctas = (w.num + WARPS - 1) / WARPS;
-    const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), 1, 1, .threads = 32 * WARPS};
-    const fa_variant list = {.family = FA_FLEX_WALKS, .arch = call->gpu->capability},
-                     sort = {.family = FA_FLEX_ORDER, .arch = call->gpu->capability};
+    const struct {
+        fa_family_id family;
+        bool is_wanted;
+        int64_t warps;
+    } steps[] = {{FA_FLEX_WALKS, true, w.masks * w.own.num},
+                 {FA_FLEX_ORDER, w.order != NULL, w.masks * w.own.num},
+                 {FA_FLEX_RANKS, w.ranks != NULL, w.masks * w.other.num}};
     fa_status status = fa_cuda_make_block_map(call, err);
-    if (status == FA_OK) status = fa_cuda_launch(call, list, launch, &a, err);
-    return status == FA_OK ? fa_cuda_launch(call, sort, launch, &a, err) : status;
+    for (size_t i = 0; i < sizeof steps / sizeof *steps && status == FA_OK; i++) {
+        const int64_t ctas = (steps[i].warps + WARPS - 1) / WARPS;
+        const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), 1, 1, .threads = 32 * WARPS};
+        const fa_variant variant = {.family = steps[i].family, .arch = call->gpu->capability};
+        if (steps[i].is_wanted) status = fa_cuda_launch(call, variant, launch, &a, err);
+    }
+    return status;
 }
+
+const unsigned *fa_cuda_block_ranks(const fa_cuda_call *call) { return walks_of(call).ranks; }
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 

@@ -63,7 +63,10 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
     const size_t slabs = (size_t)(w.num_slabs * w.num_heads), rows = slabs * (size_t)block_q;
     w.pieces = w.head_pieces = 1;
     w.num_tiles = (p->len_kv + block_kv - 1) / block_kv * p->b * p->h_kv;
-    if (!packed && p->window_left < 0 && p->window_right < 0 && sms > 0) {
+    if (fa_has_masks_in_groups(p)) {
+        w.pieces = w.head_pieces = p->h / p->h_kv;
+        w.num_cut = w.num_tiles;
+    } else if (!packed && p->window_left < 0 && p->window_right < 0 && !fa_has_mods(p) && sms > 0) {
         const int64_t rest = w.num_tiles % sms, q_tiles = (p->len_q + block_q - 1) / block_q;
         w.pieces = fa_bwd_pieces(rest, sms, q_tiles, q_tiles * (p->h / p->h_kv), w.num_tiles > sms);
         w.num_cut = w.pieces > 1 ? rest : 0;
@@ -79,6 +82,11 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
     w.tile_counter = w.kv_turns + 8 * (size_t)w.num_cut * sizeof(unsigned);
     w.bytes = w.tile_counter + sizeof(unsigned);
     return w;
+}
+
+/* Lists of a block mask come before the workspace. */
+static inline size_t fa_bwd_workspace_at(const fa_problem *p, const fa_plan *plan) {
+    return (fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + 1023) / 1024 * 1024;
 }
 
 #endif

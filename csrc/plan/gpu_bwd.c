@@ -2,6 +2,7 @@
 #include "bwd_workspace.h"
 #include "gpu_bwd_order.h"
 #include "gpu_planners.h"
+#include "flex/flex.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
@@ -29,9 +30,12 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
 }
 
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const unsigned features = fa_cuda_features(p);
+    enum { MOST_WALKS_BYTES = 256 << 20 };
+    const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
     const unsigned wanted = features & ~(unsigned)FA_DTYPES;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V);
+    if (!why && fa_wants_capture_gradients(p)) why = "it computes no gradients of captured tensors";
+    if (!why && p->flex) why = fa_why_not_mods_of_sm90(p);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -62,7 +66,11 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->gpu.features = features;
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
-    plan->workspace_bytes = w.bytes;
+    plan->workspace_bytes = fa_bwd_workspace_at(p, plan) + w.bytes;
+    if (features & FA_FLEX) {
+        NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
+        fa_plan_mods(p, plan);
+    }
     const int ctas = machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1);
     if (p->b > 0) fa_plan_bwd_order(p, ctas > 0 ? ctas : 1, w.head_pieces, plan);
     return NULL;

@@ -60,7 +60,7 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
         .ctas = ctas,
         .tiles = mean_kv > 0 ? (mean_kv + block_kv - 1) / block_kv : 1,
         .is_causal = plan->gpu.features & FA_CAUSAL,
-        .is_masked = plan->gpu.features & (FA_CAUSAL | FA_LOCAL),
+        .is_masked = plan->gpu.features & (FA_CAUSAL | FA_LOCAL | FA_FLEX),
     };
     o.all_tiles = p->h_kv * (packed ? p->total_kv / block_kv : p->b * o.tiles);
     o.bytes = 8 * fa_columns(p) * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;

@@ -57,71 +57,14 @@ void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
 
-/* Programmable attention with nothing to program is plain attention. */
-static bool is_plain(const fa_flex *flex) { return !flex->score && !flex->mask && flex->block_q == 0; }
-
-/* Rows of all heads or batches lie at one address. */
-static bool is_expanded(const fa_problem *p, const fa_view *t, int64_t heads) {
-    return (p->b > 1 && t->stride_b == 0) || (heads > 1 && t->stride_h == 0);
-}
-
-/* A step computes the functions for 64 scores of a thread, in code without a loop. Long functions would take minutes to
- * compile, and would spill: a product of 16 captured pairs took 26 s. */
-static bool is_short(const fa_flex_bound *bound) {
-    enum { MOST = 64, CALL = 16, DOUBLE = 8 };
-    int weight = 0;
-    for (int32_t i = 0; bound && i < bound->program->num_instructions; i++) {
-        const fa_flex_instruction *x = &bound->program->instructions[i];
-        switch ((fa_flex_op)x->op) {
-        case FA_FLEX_constant:
-        case FA_FLEX_param:
-        case FA_FLEX_b:
-        case FA_FLEX_h:
-        case FA_FLEX_q_idx:
-        case FA_FLEX_kv_idx:
-        case FA_FLEX_score: break;
-        case FA_FLEX_add:
-        case FA_FLEX_sub:
-        case FA_FLEX_mul:
-        case FA_FLEX_neg:
-        case FA_FLEX_abs:
-        case FA_FLEX_minimum:
-        case FA_FLEX_maximum:
-        case FA_FLEX_eq:
-        case FA_FLEX_ne:
-        case FA_FLEX_lt:
-        case FA_FLEX_le:
-        case FA_FLEX_where:
-        case FA_FLEX_bit_and:
-        case FA_FLEX_bit_or:
-        case FA_FLEX_bit_xor:
-        case FA_FLEX_bit_not:
-        case FA_FLEX_shift_left:
-        case FA_FLEX_shift_right:
-        case FA_FLEX_convert: weight += x->result == FA_FLEX_F64 ? DOUBLE : 1; break;
-        case FA_FLEX_gather: weight += 4; break;
-        default: weight += x->result == FA_FLEX_F64 ? DOUBLE * CALL : CALL;
-        }
-    }
-    return weight <= MOST;
-}
-
-static const char *why_not_flex(const fa_problem *p) {
-    NEEDS(is_short(p->flex->score) && is_short(p->flex->mask), "the mods are long, and would spill in its registers");
-    NEEDS(!is_expanded(p, &p->q, p->h) && !is_expanded(p, &p->k, p->h_kv) && !is_expanded(p, &p->v, p->h_kv),
-          "with mods it takes no tensors that are expanded over batches or heads");
-    NEEDS(!p->flex->max_scores.data, "its row maximum lags, so it returns no max_scores");
-    NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
-    return fa_why_not_blocks(p);
-}
-
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
-    const unsigned features = fa_cuda_features(p) | (p->flex && !is_plain(p->flex) ? FA_FLEX : 0u);
+    const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
     const unsigned wanted = features & (FA_ALL_FEATURES | FA_FLEX);
     const bool packed = p->cu_seqlens_q != NULL;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | FA_EMPTY_NEG);
-    if (!why && p->flex) why = why_not_flex(p);
+    if (!why && p->flex && p->flex->max_scores.data) why = "its row maximum lags, so it returns no max_scores";
+    if (!why && p->flex) why = fa_why_not_mods_of_sm90(p);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");

@@ -81,8 +81,11 @@ size_t fa_block_map_bytes(const fa_problem *p) {
 size_t fa_block_walks_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t q_tiles = (p->len_q + plan->block_q - 1) / plan->block_q;
     const int64_t kv_tiles = (p->len_kv + plan->block_kv - 1) / plan->block_kv;
+    const bool owns_keys = p->pass == FA_BWD;
+    const int64_t own = owns_keys ? kv_tiles : q_tiles, other = owns_keys ? q_tiles : kv_tiles;
+    const int64_t ranks = owns_keys ? other * (own + 1) : 0;
     if (fa_block_map_bytes(p) == 0) return 0;
-    return (size_t)(p->flex->mask_b * p->flex->mask_h * q_tiles * (1 + kv_tiles + 1)) * sizeof(int32_t);
+    return (size_t)(p->flex->mask_b * p->flex->mask_h * (own * (1 + other + 1) + ranks)) * sizeof(int32_t);
 }
 
 const char *fa_why_not_blocks(const fa_problem *p) {
@@ -91,6 +94,67 @@ const char *fa_why_not_blocks(const fa_problem *p) {
     if (flex->block_q > 0 && (flex->mask_b > most || flex->mask_h > most || flex->rows > most || flex->columns > most))
         return "it counts blocks up to 2^30";
     return NULL;
+}
+
+bool fa_has_masks_in_groups(const fa_problem *p) {
+    return p->h > p->h_kv && p->flex && p->flex->block_q > 0 && p->flex->mask_h > 1;
+}
+
+bool fa_has_mods(const fa_problem *p) { return p->flex && (p->flex->score || p->flex->mask || p->flex->block_q > 0); }
+
+/* Rows of all heads or batches lie at one address. */
+static bool is_expanded(const fa_problem *p, const fa_view *t, int64_t heads) {
+    return (p->b > 1 && t->stride_b == 0) || (heads > 1 && t->stride_h == 0);
+}
+
+/* A step computes the functions for 64 scores of a thread, in code without a loop. Long functions would take minutes to
+ * compile, and would spill: a product of 16 captured pairs took 26 s. */
+static bool is_short(const fa_flex_bound *bound) {
+    enum { MOST = 64, CALL = 16, DOUBLE = 8 };
+    int weight = 0;
+    for (int32_t i = 0; bound && i < bound->program->num_instructions; i++) {
+        const fa_flex_instruction *x = &bound->program->instructions[i];
+        switch ((fa_flex_op)x->op) {
+        case FA_FLEX_constant:
+        case FA_FLEX_param:
+        case FA_FLEX_b:
+        case FA_FLEX_h:
+        case FA_FLEX_q_idx:
+        case FA_FLEX_kv_idx:
+        case FA_FLEX_score: break;
+        case FA_FLEX_add:
+        case FA_FLEX_sub:
+        case FA_FLEX_mul:
+        case FA_FLEX_neg:
+        case FA_FLEX_abs:
+        case FA_FLEX_minimum:
+        case FA_FLEX_maximum:
+        case FA_FLEX_eq:
+        case FA_FLEX_ne:
+        case FA_FLEX_lt:
+        case FA_FLEX_le:
+        case FA_FLEX_where:
+        case FA_FLEX_bit_and:
+        case FA_FLEX_bit_or:
+        case FA_FLEX_bit_xor:
+        case FA_FLEX_bit_not:
+        case FA_FLEX_shift_left:
+        case FA_FLEX_shift_right:
+        case FA_FLEX_convert: weight += x->result == FA_FLEX_F64 ? DOUBLE : 1; break;
+        case FA_FLEX_gather: weight += 4; break;
+        default: weight += x->result == FA_FLEX_F64 ? DOUBLE * CALL : CALL;
+        }
+    }
+    return weight <= MOST;
+}
+
+const char *fa_why_not_mods_of_sm90(const fa_problem *p) {
+    NEEDS(is_short(p->flex->score) && is_short(p->flex->mask) && is_short(p->flex->derivative),
+          "the mods are long, and would spill in its registers");
+    NEEDS(!is_expanded(p, &p->q, p->h) && !is_expanded(p, &p->k, p->h_kv) && !is_expanded(p, &p->v, p->h_kv),
+          "with mods it takes no tensors that are expanded over batches or heads");
+    NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
+    return fa_why_not_blocks(p);
 }
 
 void fa_plan_mods(const fa_problem *p, fa_plan *plan) {

@@ -73,6 +73,16 @@ static inline size_t fa_block_walks_at(const fa_problem *problem) {
 }
 size_t fa_block_walks_bytes(const fa_problem *problem, const fa_plan *plan);
 
+/* In the backward the own tiles are those of keys. Query heads of one key head that have masks of their own are walked
+ * through in tiles of their own. */
+bool fa_has_masks_in_groups(const fa_problem *problem);
+
+/* Does the problem have functions or a block mask? Programmable attention with nothing to program is plain. */
+bool fa_has_mods(const fa_problem *problem);
+
+/* Why can Hopper's kernels not take the functions and the block mask? NULL: they can. */
+const char *fa_why_not_mods_of_sm90(const fa_problem *problem);
+
 /* Why can no kernel read the problem's block mask? NULL: kernels can. */
 const char *fa_why_not_blocks(const fa_problem *problem);
 

@@ -146,6 +146,7 @@ static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
 static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
 static const fa_row flex_walks_rows[] = {{.name = "flex_walks"}};
 static const fa_row flex_order_rows[] = {{.name = "flex_order"}};
+static const fa_row flex_ranks_rows[] = {{.name = "flex_ranks"}};
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
@@ -210,16 +211,17 @@ static const fa_row quantize_rows[] = {
 const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_columns *)quantize_rows[row].columns; }
 
 /* A list of files, with NULL at its end. */
-#define FILES(...)  ((const char *const[]){__VA_ARGS__, NULL})
-#define MASK_FILES  "walk.cuh", "mask.cuh", "integers.cuh"
-#define SCORE_FILES "score.cuh", MASK_FILES
-#define PTX_FILES   "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
-#define SM90_FILES  "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
-#define BWD_FILES   "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
-#define STEP_FILES  "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
-#define WORK_FILES  "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
-#define FEED_FILES  "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
-#define FWD_FILES   "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
+#define FILES(...)     ((const char *const[]){__VA_ARGS__, NULL})
+#define MASK_FILES     "walk.cuh", "mask.cuh", "integers.cuh"
+#define SCORE_FILES    "score.cuh", MASK_FILES
+#define PTX_FILES      "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
+#define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
+#define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
+#define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
+#define STEP_FILES     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
+#define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
+#define FEED_FILES     "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
+#define FWD_FILES      "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -251,18 +253,18 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                          .chooses = fwd_fp8_sm90_chooses,
                          .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
-                     .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh",
-                                    "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "philox.cuh", "quads.cuh", BWD_FILES),
+                     .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh", BWD_STEP_FILES,
+                                    BWD_FILES, FLEX_FILES, "cuda_problem.h"),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
-                     .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                     .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
+                     .takes_mods = true,
                      .rows = bwd_sm90_rows,
                      .num_rows = NUM_ROWS(bwd_sm90_rows),
                      .chooses = bwd_sm90_chooses,
                      .aligns_shared = true},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
-                          .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh",
-                                         "philox.cuh", "quads.cuh", BWD_FILES),
+                          .files = FILES("attn_bwd_wide_sm90.cu", BWD_STEP_FILES, BWD_FILES),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -326,6 +328,11 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .files = FILES("flex_order.cu", "cuda_flex.h", "cuda_problem.h"),
                        .rows = flex_order_rows,
                        .num_rows = NUM_ROWS(flex_order_rows),
+                       .chooses = always_chooses},
+    [FA_FLEX_RANKS] = {.name = "flex_ranks",
+                       .files = FILES("flex_ranks.cu", BLOCKS_FILES),
+                       .rows = flex_ranks_rows,
+                       .num_rows = NUM_ROWS(flex_ranks_rows),
                        .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
                       .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),

@@ -54,6 +54,7 @@ typedef enum {
     FA_FLEX_LISTS,
     FA_FLEX_WALKS,
     FA_FLEX_ORDER,
+    FA_FLEX_RANKS,
     FA_NUM_FAMILIES
 } fa_family_id;
 

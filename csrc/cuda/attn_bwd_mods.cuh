@@ -1,0 +1,77 @@
+/* Programmable attention in attn_bwd_sm90.cu: the list of query tiles that a key tile walks over.
+ *
+ * Without programmable attention the query tiles of a work tile are an interval. With a block mask they are a list
+ * (flex_walks.cu), and place n of the interval [0, list_num) is an entry of the list: a query tile and the kind of its
+ * pairs. The list is in descending order, so its first entry has the last place. The producer reads the entries, and
+ * consumers read each entry beside its Q.
+ *
+ * Key tiles add to the dQ of a query tile in the order in which they begin (flex_order.cu). flex_ranks.cu says which
+ * key tile is the first, which is the last, and how many add before. attn_bwd_scores.cuh has the functions in a step. */
+#ifndef FA_ATTN_BWD_MODS_CUH
+#define FA_ATTN_BWD_MODS_CUH
+
+#include "attn_bwd_params.h"
+
+#if FLEX
+
+DEVICE int query_tile_of(int entry) { return entry >> 2; }
+DEVICE block_kind kind_of(int entry) { return (block_kind)(entry & 3); }
+
+/* Words beside the stages of a step: the entry beside Q, from the producer, and beside dQ what the warpgroups must know
+ * of this share of dQ, from the writer warp. */
+enum { FIRST_SHARE = 1, LAST_SHARE = 2 };
+struct step_words {
+    int entries[2], shares[2];
+
+    DEVICE void set_entry(int stage, int entry) { entries[stage] = entry; }
+    DEVICE void set_share(int stage, bool is_first, bool is_last) {
+        shares[stage] = (is_first ? FIRST_SHARE : 0) | (is_last ? LAST_SHARE : 0);
+    }
+};
+
+/* What a work tile knows of its list. */
+struct listed_queries {
+    const int *list; /* list_num entries; NULL: there is no block mask */
+    int list_num;
+    const u32 *ranks; /* of this key tile: rank of the first query tile; the next is `pitch` words behind */
+    int pitch;
+
+    DEVICE bool has_list() const { return list != nullptr; }
+    DEVICE int entry_at(int place) const {
+        return list ? __ldg(list + list_num - 1 - place) : 4 * place + KIND_WITHOUT_BLOCKS;
+    }
+    /* Twice the number of key tiles that add to query tile i before, plus 1 if none adds after. */
+    DEVICE u32 share_at(int i) const { return list ? __ldg(ranks + (long long)i * pitch) : 0; }
+
+    /* Finds the list of a work tile. `kv_tile` comes in as the number of the work tile in the order of its head, and
+     * becomes its key tile. */
+    DEVICE void find_list(const params &p, int b_idx, int head, int &kv_tile) {
+        list = nullptr;
+        if (!p.flex.walks) return;
+        const long long mask = (long long)(b_idx % p.flex.mask_b) * p.flex.mask_h + head % p.flex.mask_h;
+        const int q_tiles = ceil_div(p.len_q, BLOCK_Q);
+        if (p.flex.order) kv_tile = __ldg(p.flex.order + mask * p.num_kv_tiles + kv_tile);
+        const int *walk = p.flex.walks + (mask * p.num_kv_tiles + kv_tile) * (1 + q_tiles);
+        list_num = __ldg(walk), list = walk + 1;
+        pitch = p.num_kv_tiles + 1, ranks = p.ranks + mask * q_tiles * pitch + kv_tile;
+    }
+};
+
+#else
+
+DEVICE int query_tile_of(int place) { return place; }
+struct step_words {
+    static DEVICE void set_entry(int, int) {}
+    static DEVICE void set_share(int, bool, bool) {}
+};
+struct listed_queries {
+    static constexpr int list_num = 0;
+    static DEVICE bool has_list() { return false; }
+    static DEVICE int entry_at(int place) { return place; }
+    static DEVICE u32 share_at(int) { return 0; }
+    static DEVICE void find_list(const params &, int, int, int &) {}
+};
+
+#endif
+
+#endif
