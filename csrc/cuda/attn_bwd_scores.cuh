@@ -200,12 +200,14 @@ struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS] = {};
 
-    /* Looks at a step of this entry. Whole warp. */
-    DEVICE void find(const params &p, const tile &t, const mods &mod, int entry) {
+    /* Looks at a step of this entry, and says whether there may be such a pair. Whole warp. */
+    DEVICE bool find(const params &p, const tile &t, const mods &mod, int entry) {
         const place at = place_of(t, query_tile_of(entry));
         const int row = at.row - (t.len_kv - t.len_q); /* this thread's first row */
         const int rows_left = p.len_q - row, keys_left = p.len_kv - at.key;
+        const bool reaches_end = (query_tile_of(entry) + 1) * BLOCK_Q > p.len_q || first_key(t) + KEYS > p.len_kv;
         const block_kind kind = kind_of(entry);
+        if (kind == FULL_BLOCK && !reaches_end) return false;
         if (kind == PARTIAL_BLOCK) {
 #pragma unroll
             for (int i = 0; i < S_REGS; i++)
@@ -225,11 +227,12 @@ struct hidden_pairs {
                     if (g / 8 == w) words[w] |= four << 4 * (g % 8);
             }
         }
-        if (rows_left < BLOCK_Q || keys_left < 16) {
+        if (reaches_end) {
 #pragma unroll
             for (int i = 0; i < S_REGS; i++)
                 if (row_of(i) >= rows_left || 8 * key_of(i) >= keys_left) words[i / 32] |= 1u << i % 32;
         }
+        return true;
     }
     DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
 };
@@ -237,15 +240,26 @@ struct hidden_pairs {
 /* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
  * derivative of the score_mod. */
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
-                                 const tile &t, const mods &mod, const hidden_pairs &hidden, int q_tile) {
+                                 const tile &t, const mods &mod, const hidden_pairs &hidden, bool hides, int q_tile) {
     const place at = place_of(t, q_tile);
     const int row = at.row - (t.len_kv - t.len_q);
+#pragma unroll
+    for (int i = 0; i < S_REGS && !FLEX_FACTOR; i++)
+        if (FLEX_SCORE) s[i] = mod.score(__fmul_rn(s[i], p.score_scale), row + row_of(i), at.key + 8 * key_of(i));
+    if (!FLEX_FACTOR && hides) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            if (hidden.has(i)) s[i] = -INF;
+    }
     float probs[2];
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
         const int query = row + row_of(i), key = at.key + 8 * key_of(i);
-        const float x = FLEX_SCORE ? __fmul_rn(s[i], p.score_scale) : s[i];
-        const float score = hidden.has(i) ? -INF : mod.score(x, query, key);
+        float x = s[i], score = x;
+        if (FLEX_FACTOR) {
+            x = __fmul_rn(x, p.score_scale);
+            score = hidden.has(i) ? -INF : mod.score(x, query, key);
+        }
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
         probs[i % 2] = prob;
         if (i % 2) P[i / 2] = cvt_x2<element>(probs[0], probs[1]);

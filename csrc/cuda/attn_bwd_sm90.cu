@@ -248,12 +248,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 const int head_in_group = place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group;
                 const mods mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group);
                 hidden_pairs hidden;
-                hidden.find(p, t, mod, entry);
+                const bool hides = hidden.find(p, t, mod, entry);
 #endif
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
 #if FLEX
-                exponentiate_by_mods(S, lse, P, p, t, mod, hidden, query_tile_of(entry));
+                exponentiate_by_mods(S, lse, P, p, t, mod, hidden, hides, query_tile_of(entry));
 #else
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
@@ -317,6 +317,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             __syncwarp();
             if (arrives) mbarrier_arrive(&s.dq_full[last]);
             kv_parity ^= 1;
+        } else if (FLEX && t.pieces > 1) { /* other heads may see these keys */
+            add_to_pieces(dK, dV, p, t, 4 * wg + warp);
+            if (t.piece == t.pieces - 1) {
+                store(dK, p.scale, p.dk, t, first_key(t) + key, p.d);
+                store(dV, p.keep_scale, p.dv, t, first_key(t) + key, p.d_v);
+            }
         } else {
             store_zeros(p.dk, p.d, t, t.kv_tile * BLOCK_KV + key);
             store_zeros(p.dv, p.d_v, t, t.kv_tile * BLOCK_KV + key);

@@ -1,5 +1,6 @@
 /* Orders the own tiles of each mask by the length of their walks (flex_walks.cu), the longest first. So a launch ends
- * with short tiles. Of walks of one length the last comes first.
+ * with short tiles. Of walks of one length the last query tile comes first, but the first key tile: key tiles walk from
+ * the last query tile to the first, and the key tile that begins first must not keep the others waiting for its share.
  *
  *   order [masks, own_tiles]
  *
@@ -20,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const
         int before = 0;
         for (int first = 0; first < p.own_tiles; first += 32) {
             const int other = first + lane, other_num = other < p.own_tiles ? nums[other * pitch] : -1;
-            before += __popc(__ballot_sync(0xffffffffu, other_num > num || (other_num == num && other > own)));
+            const bool is_sooner = p.own_keys ? other < own : other > own;
+            before += __popc(__ballot_sync(0xffffffffu, other_num > num || (other_num == num && is_sooner)));
         }
         if (lane == 0) p.order[at - own + before] = own;
     }

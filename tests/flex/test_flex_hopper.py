@@ -25,8 +25,9 @@ def only_hoppers_kernel(request, monkeypatch):
         monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "attn_fwd_sm90")
 
 
-def compare(tensors, score_mod=None, mask_mod=None, block=None, mask=None, **kwargs):
-    """Compares out and lse. block: the size of blocks; None: a bare mask_mod. Returns out."""
+def prepared(tensors, score_mod, mask_mod=None, block=None, mask=None, **kwargs):
+    """The mask of the specification, and the arguments of flex_attention. block: the size of blocks; None: a bare
+    mask_mod."""
     shape, seen = (*tensors[0].shape[:3], tensors[1].shape[2]), {}
     if mask_mod is not None:
         mask = create_mask(mask_mod, *shape, device="cpu")
@@ -35,8 +36,14 @@ def compare(tensors, score_mod=None, mask_mod=None, block=None, mask=None, **kwa
         made = create_block_mask(mask_mod, *shape, device="cpu", BLOCK_SIZE=block)
         kwargs = {"block_mask": block_mask_on_gpu(made, kwargs["mask_mod"])}
     mod = None if score_mod is None else moved(score_mod, "cuda", seen)
+    return mask, {"score_mod": mod, "enable_gqa": True, "return_lse": True, **kwargs}
+
+
+def compare(tensors, score_mod=None, *args, **kwargs):
+    """Compares out and lse, with the arguments of prepared(). Returns out."""
+    mask, kwargs = prepared(tensors, score_mod, *args, **kwargs)
     with torch.no_grad():
-        got = flex_attention(*(x.cuda() for x in tensors), mod, enable_gqa=True, return_lse=True, **kwargs)
+        got = flex_attention(*(x.cuda() for x in tensors), **kwargs)
         want = attention(*(x.double() for x in tensors), score_mod, mask)
     for has, wants in zip(got, want[:2], strict=True):
         close(has.cpu(), wants, max(TOLERANCES[tensors[0].dtype], 1e-4))
@@ -76,6 +83,24 @@ def test_every_score_mod_on_hopper(make, seed):
     compare(tensors_of(rng, shape), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None)
 
 
+def random_blocks(rng, generator, mod, masks, lengths, block):
+    """A block mask with lists in any order, garbage behind the counts and rows without blocks, and its dense mask."""
+    made = create_block_mask(mod, *masks, *lengths, device="cpu", BLOCK_SIZE=block)
+    block_mask, columns = block_mask_on_gpu(made, mod), -(-lengths[1] // block[1])
+    kinds = torch.randint(0, 4, (*masks, -(-lengths[0] // block[0]), columns), generator=generator) % 3
+    kinds[:, -1, 2] = 0
+    for kind, prefix in ((1, ""), (2, "full_")):
+        is_listed = kinds == kind
+        order = torch.argsort(is_listed + 0.1 * torch.rand(kinds.shape, generator=generator), -1, descending=True)
+        num = is_listed.sum(-1, dtype=torch.int32)
+        order[torch.arange(columns) >= num[..., None]] = rng.choice([-(2**31), 2**31 - 1, 3])
+        getattr(block_mask, prefix + "kv_num_blocks").copy_(num)
+        getattr(block_mask, prefix + "kv_indices").copy_(order)
+    blocks = kinds.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)[:, :, : lengths[0], : lengths[1]]
+    mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, *masks, *lengths, device="cpu"))
+    return block_mask, mask
+
+
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_random_blocks_on_hopper(dims, dtype):
@@ -84,20 +109,7 @@ def test_random_blocks_on_hopper(dims, dtype):
     mod = lambda b, h, i, j: (i * 7 + j * 3 + h) % 5 != 0  # noqa: E731
     for block_q, block_kv in ((128, 128), (64, 96), (192, 32)):
         len_q, len_kv = 5 * block_q - 17, 6 * block_kv - 5
-        block_mask = block_mask_on_gpu(
-            create_block_mask(mod, 2, 4, len_q, len_kv, device="cpu", BLOCK_SIZE=(block_q, block_kv)), mod
-        )
-        kinds = torch.randint(0, 4, (2, 4, 5, 6), generator=generator) % 3
-        kinds[:, 1, 2] = 0
-        for kind, prefix in ((1, ""), (2, "full_")):
-            is_listed = kinds == kind
-            order = torch.argsort(is_listed + 0.1 * torch.rand(kinds.shape, generator=generator), -1, descending=True)
-            num = is_listed.sum(-1, dtype=torch.int32)
-            order[torch.arange(6) >= num[..., None]] = rng.choice([-(2**31), 2**31 - 1, 3])
-            getattr(block_mask, prefix + "kv_num_blocks").copy_(num)
-            getattr(block_mask, prefix + "kv_indices").copy_(order)
-        blocks = kinds.repeat_interleave(block_q, 2).repeat_interleave(block_kv, 3)[:, :, :len_q, :len_kv]
-        mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 2, 4, len_q, len_kv, device="cpu"))
+        block_mask, mask = random_blocks(rng, generator, mod, (2, 4), (len_q, len_kv), (block_q, block_kv))
         tensors = tensors_of(rng, (2, 4, len_q, len_kv), dims, dtype)
         tensors[1] = tensors[1] * 3  # the row maximum rises often
         compare(tensors, mask=mask, block_mask=block_mask)

@@ -1,0 +1,136 @@
+"""flex_attention's gradients in Hopper's own kernels, against its specification in fp64.
+
+FLASH_ATTN_CUDA_KERNEL lets only Hopper's kernels run, so a call that they refuse is an error. The catalogues have long
+mods, too, which generic kernels compute."""
+
+import random
+
+import pytest
+import torch
+from catalogue import CATALOGUE
+from oracle_attention import INF, TOLERANCES, attention, close, gradients
+from score_catalogue import SCORES
+from test_flex_hopper import on_hopper, prepared, random_blocks, shape_of, tensors_of
+
+from flash_attn.flex_attention import flex_attention
+
+pytestmark = pytest.mark.skipif(not on_hopper, reason="there is no Hopper GPU")
+DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (24, 8)]
+
+
+@pytest.fixture(autouse=True)
+def only_hoppers_kernels(request, monkeypatch):
+    if "make" not in request.fixturenames:
+        monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "sm90")
+
+
+def compare(tensors, score_mod=None, *args, **kwargs):
+    """Compares the gradients of q, k and v. Returns them."""
+    mask, kwargs = prepared(tensors, score_mod, *args, **kwargs)
+    ours, wide = [x.cuda().requires_grad_() for x in tensors], [x.double().requires_grad_() for x in tensors]
+    out, lse = flex_attention(*ours, **kwargs)
+    want = attention(*wide, score_mod, mask)
+    generator = torch.Generator().manual_seed(1)
+    dout, dlse = (torch.randn(x.shape, generator=generator).to(x.dtype) for x in (out, lse))
+    dlse = torch.where(want[1].isinf(), 0.0, dlse).float()
+    got = gradients((out, lse), ours, (dout.cuda(), dlse.cuda()))
+    wants = gradients(want[:2], wide, (dout.double(), dlse.double()))
+    for has, wanted in zip(got, wants, strict=True):
+        close(has.cpu(), wanted, 2 * TOLERANCES[has.dtype])
+    return got
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
+def test_gradients_of_every_mask_on_hopper(make, seed):
+    rng = random.Random(1000 * seed + CATALOGUE.index(make))
+    shape = shape_of(rng)
+    block = rng.choice([None, 128, 128, 64, (256, 128), (16, 24), (128, 64)])
+    compare(tensors_of(rng, shape, rng.choice(DIMS)), None, make(rng, shape), block)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
+def test_gradients_of_every_score_mod_on_hopper(make, seed):
+    rng = random.Random(1000 * seed + SCORES.index(make))
+    shape = shape_of(rng)
+    score_mod, leaves = make(rng, shape)
+    for leaf in leaves:  # gradients of captures have kernels of their own
+        leaf.requires_grad_(False)
+    mask_mod = rng.choice([None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 != 0])
+    compare(tensors_of(rng, shape, rng.choice(DIMS)), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_random_blocks_on_hopper(dims, dtype):
+    """Query heads of one key head with masks of their own, too."""
+    rng, generator = random.Random(dims[0]), torch.Generator().manual_seed(dims[1])
+    mod = lambda b, h, i, j: (i * 7 + j * 3) % 5 != 0  # noqa: E731
+    for block in ((128, 128), (64, 96), (192, 32)):
+        for masks in ((2, 4), (1, 1), (2, 1), (1, 4)):
+            lengths = 5 * block[0] - 17, 6 * block[1] - 5
+            block_mask, mask = random_blocks(rng, generator, mod, masks, lengths, block)
+            compare(tensors_of(rng, (2, 4, *lengths), dims, dtype), mask=mask, block_mask=block_mask)
+
+
+def test_gradients_of_rows_that_see_nothing_on_hopper():
+    """Their dq is 0, though keys that others see are inf."""
+    tensors = tensors_of(random.Random(0), (1, 2, 300, 300), (128, 128), torch.bfloat16)
+    compare(tensors, lambda s, b, h, i, j: torch.where(i % 2 == 0, s, -INF))
+    compare(tensors, None, lambda b, h, i, j: (i // 64 != 2) & (i % 5 != 0), 64)
+    tensors[1][:, :, 200:] = INF
+    ours = [x.cuda().requires_grad_() for x in tensors]
+    out = flex_attention(*ours, mask_mod=lambda b, h, i, j: (i < 100) | (i > 250) & (j < 200), enable_gqa=True)
+    dq = torch.autograd.grad(out.sum(), ours)[0]
+    assert not dq[:, :, 100:251].any()
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_gradients_of_long_sequences_on_hopper(dims):
+    """More work tiles than multiprocessors, and walks of very different lengths. dk and dv repeat, and in a fixed order
+    dq repeats, too."""
+    n, document = 1700, torch.tensor([0] * 100 + [1] * 900 + [2] * 200 + [3] * 500)
+    mod = lambda b, h, i, j: (document[i] == document[j]) & (i >= j)  # noqa: E731
+    tensors = tensors_of(random.Random(2), (2, 16, n, n), dims, torch.bfloat16)
+    compare(tensors, None, mod, 128)
+    compare(tensors, lambda s, b, h, i, j: s - (i - j) * 0.01 * (h + 1), mod, (64, 256))
+    kwargs = prepared(tensors, None, mod, 128)[1]
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = []
+        for _ in range(3):
+            ours = [x.cuda().requires_grad_() for x in tensors]
+            results.append(torch.autograd.grad(flex_attention(*ours, **kwargs)[0].square().sum(), ours))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_a_graph_of_gradients_is_replayed_with_other_lists_on_hopper():
+    rng, generator = random.Random(3), torch.Generator().manual_seed(3)
+    mod = lambda b, h, i, j: i >= j  # noqa: E731
+    made = [random_blocks(rng, generator, mod, (1, 2), (700, 900), (128, 128)) for _ in range(3)]
+    lists = made[0][0]
+    tensors = tensors_of(rng, (1, 2, 700, 900), (128, 128), torch.bfloat16)
+    ours = [x.cuda().requires_grad_() for x in tensors]
+    dout = torch.randn(1, 2, 700, 128).bfloat16()
+
+    def step():
+        return torch.autograd.grad(flex_attention(*ours, block_mask=lists, enable_gqa=True), ours, dout.cuda())
+
+    dout = dout.cuda()
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for other, mask in made:
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            getattr(lists, name).copy_(getattr(other, name))
+        graph.replay()
+        wide = [x.double().requires_grad_() for x in tensors]
+        wants = torch.autograd.grad(attention(*wide, None, mask)[0], wide, dout.cpu().double())
+        for has, wanted in zip(got, wants, strict=True):
+            close(has.cpu(), wanted, 2 * TOLERANCES[has.dtype])
