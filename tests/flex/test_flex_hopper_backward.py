@@ -115,12 +115,11 @@ def test_a_graph_of_gradients_is_replayed_with_other_lists_on_hopper():
     lists = made[0][0]
     tensors = tensors_of(rng, (1, 2, 700, 900), (128, 128), torch.bfloat16)
     ours = [x.cuda().requires_grad_() for x in tensors]
-    dout = torch.randn(1, 2, 700, 128).bfloat16()
+    dout = torch.randn(1, 2, 700, 128, device="cuda", dtype=torch.bfloat16)
 
     def step():
-        return torch.autograd.grad(flex_attention(*ours, block_mask=lists, enable_gqa=True), ours, dout.cuda())
+        return torch.autograd.grad(flex_attention(*ours, block_mask=lists, enable_gqa=True), ours, dout)
 
-    dout = dout.cuda()
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -134,3 +133,11 @@ def test_a_graph_of_gradients_is_replayed_with_other_lists_on_hopper():
         wants = torch.autograd.grad(attention(*wide, None, mask)[0], wide, dout.cpu().double())
         for has, wanted in zip(got, wants, strict=True):
             close(has.cpu(), wanted, 2 * TOLERANCES[has.dtype])
+
+
+@pytest.mark.parametrize("head", range(4))
+def test_keys_that_one_head_of_a_group_sees_on_hopper(head):
+    """Heads of a group have masks of their own. Each adds to dk and dv, if it is the only one, too."""
+    mod = lambda b, h, i, j: (h == head) | (j < 100)  # noqa: E731
+    compare(tensors_of(random.Random(head), (1, 4, 200, 400), (64, 64), torch.bfloat16), None, mod, 128)
+    compare(tensors_of(random.Random(head), (1, 4, 200, 400), (128, 128), torch.bfloat16), None, mod, 128)
