@@ -21,7 +21,7 @@ def _require_torch(oldest=(2, 10)):
 _require_torch()
 
 from flash_attn._merge import merge_attention  # noqa: E402
-from flash_attn._prebuild import kernel_root, prebuild  # noqa: E402
+from flash_attn._prebuild import kernel_root, prebuild, prebuild_call  # noqa: E402
 from flash_attn.explain import explain  # noqa: E402
 from flash_attn.flash_attn_interface import (  # noqa: E402
     flash_attn_func,
@@ -46,4 +46,5 @@ __all__ = [
     "kernel_root",
     "merge_attention",
     "prebuild",
+    "prebuild_call",
 ]

@@ -1,9 +1,13 @@
 """Compiles GPU kernels before their first use, and says where they are kept."""
 
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+
+from flash_attn._imagined import imagined_gpu, stand_in
 from flash_attn._ops import flash_attn_2_cuda
-from flash_attn._variants import choose
+from flash_attn._variants import choose, numbers_of
 
 
 def kernel_root():
@@ -54,3 +58,88 @@ def prebuild(archs=("sm_90a",), all_features=False, progress=None):
         if progress:
             progress(done, len(kernels), name, is_new)
     return compiled
+
+
+class Kernel(NamedTuple):
+    """A kernel that a call loads on a GPU."""
+
+    name: str  # ends with the hash of the user's mods, if the kernel has mods
+    arch: int  # compute capability: 90 is 9.0
+    key: str  # hash of source and options; its file in the cache is <name>-<key>-<compiler>.cubin
+    was_there: bool  # the disk cache, or the package, had the kernel before
+    is_compiled: bool  # the kernel was compiled now
+
+
+def _map_tensors(change, x):
+    if isinstance(x, torch.Tensor):
+        return change(x)
+    if isinstance(x, dict):
+        return type(x)((name, _map_tensors(change, value)) for name, value in x.items())
+    if type(x) in (tuple, list):
+        return type(x)(_map_tensors(change, value) for value in x)
+    return x
+
+
+def _leaves(tensors):
+    """The leaves that the tensors were computed from, and that require grad."""
+    leaves, seen, nodes = [], set(), [x.grad_fn for x in tensors]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def _run_backward(results):
+    """The backward of the first result alone, and of all together: gradients of lse may have other kernels."""
+    outs = []
+    _map_tensors(lambda x: outs.append(x) if x.grad_fn is not None else None, results)
+    for some in (outs[:1], outs) if len(outs) > 1 else (outs,):
+        leaves = _leaves(some)
+        if leaves:
+            gradients = [torch.empty_like(x) for x in some]
+            torch.autograd.grad(some, leaves, gradients, retain_graph=True, allow_unused=True)
+
+
+def prebuild_call(function, *args, archs=("sm_90a",), compiles=True, **kwargs):
+    """Compiles the kernels of the call ``function(*args, **kwargs)`` into the disk cache. No GPU is needed.
+
+        query = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        flash_attn.prebuild_call(flex_attention, query, key, value, score_mod, block_mask, archs=["sm_90a"])
+
+    The call is checked and planned as on a GPU of each architecture, mods are traced, and every kernel is compiled that
+    the call would load there. If a result requires grad, so are the kernels of the backward. Nothing is computed.
+
+    Args:
+        function: an attention function of this package, ``create_block_mask``, or a function that calls them. What else
+            it does is done on memory whose contents mean nothing.
+        args, kwargs: its arguments. Tensors on "meta" have shape, strides and dtype, and take no memory. Tensors on the
+            CPU and on a GPU will do, too. Tensors that mods capture may lie there as well.
+        archs: names like those of :func:`prebuild`.
+        compiles: False only lists the kernels. Then no compiler is needed.
+    Returns:
+        A list of :class:`Kernel`, in the order of the launches.
+    Raises:
+        RuntimeError: there is no NVRTC, a kernel does not compile, or the kernel cannot be kept.
+        ValueError: there is no such architecture.
+        TypeError: the call asks for no kernel of a GPU.
+        The errors of the call itself on such a GPU.
+    """
+    numbers = numbers_of(archs)
+    given = []
+    _map_tensors(given.append, (args, kwargs))
+    device = next((x.device for x in given if x.device.type != "meta"), torch.device("cpu"))
+    args, kwargs = _map_tensors(lambda x: stand_in(x, device), (args, kwargs))
+    kernels = []
+    for number in numbers:
+        with imagined_gpu(number, compiles):
+            _run_backward(function(*args, **kwargs))
+            found = flash_attn_2_cuda.asked_kernels()
+        kernels += [Kernel(name, arch, f"{key:016x}", *rest) for name, arch, key, *rest in found]
+    if not kernels:
+        raise TypeError(f"prebuild_call: {getattr(function, '__name__', function)!r} asks for no kernel of a GPU")
+    return kernels

@@ -20,14 +20,21 @@ def _is_common(name, own, number):
     return number != 90
 
 
-def choose(kernels, archs, all_features=False):
-    """Returns [(name, family, row, features, architecture's number)], chosen from flash_attn_2_cuda.cuda_kernels()."""
+def numbers_of(archs):
+    """Returns [90] for ``["sm_90a"]``, and for one name. "sm_90" is another name of "sm_90a"."""
+    archs = ["sm_90a" if arch == "sm_90" else arch for arch in ([archs] if isinstance(archs, str) else archs)]
     unknown = set(archs) - set(ARCHS)
     if unknown:
         raise ValueError(f"there are kernels for {', '.join(ARCHS)}, not for {', '.join(sorted(unknown))}")
+    return list(dict.fromkeys(map(number_of, archs)))
+
+
+def choose(kernels, archs, all_features=False):
+    """Returns [(name, family, row, features, architecture's number)], chosen from flash_attn_2_cuda.cuda_kernels()."""
+    numbers = numbers_of(archs)
     return [
         (name, family, row, features, number)
         for name, family, row, features, own in kernels
-        for number in map(number_of, archs)
+        for number in numbers
         if own in (0, number) and (all_features or _is_common(name, own, number))
     ]

@@ -113,6 +113,7 @@ typedef struct {
     CUcontext context; /* the primary context, retained for the life of the process */
     int capability;    /* 90: compute capability 9.0 */
     int num_sms;
+    bool is_imagined; /* no such GPU need be here; see fa_gpu_imagine */
 } fa_gpu;
 
 #define FA_MAX_GPUS 64
@@ -121,6 +122,12 @@ typedef struct {
  * may call the functions. */
 fa_status fa_driver_get(const fa_driver **driver, fa_error *err);
 fa_status fa_gpu_get(int device_idx, const fa_gpu **gpu, fa_error *err);
+
+/* From now on this thread's calls are those of a GPU that need not be here, until the capability is 0. fa_gpu_get returns
+ * this GPU for every index, and fa_driver_get a driver whose functions do nothing. A kernel that a call would load is
+ * compiled instead (kernels.h). fa_gpu_imagined returns NULL if the thread's calls are real. */
+void fa_gpu_imagine(int capability, int num_sms);
+const fa_gpu *fa_gpu_imagined(void);
 
 /* Turns the driver's result into a status. The message names the attempt, and repeats the driver's name and text of the
  * error. FA_ENOMEM_GPU means that the GPU's memory is full. */

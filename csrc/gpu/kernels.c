@@ -12,24 +12,75 @@
 
 /* ---- building ahead -------------------------------------------------------------------------------------------- */
 
-fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
-    char name[FA_VARIANT_NAME_BYTES];
+static fa_asked_kernel asked_kernel_of(fa_variant variant) {
+    fa_asked_kernel kernel = {.arch = variant.arch};
+    fa_variant_name(variant, kernel.name);
+    return kernel;
+}
+
+/* Looks for the variant on disk, and compiles it if it is absent. */
+static fa_status build(fa_variant variant, bool compiles, fa_asked_kernel *kernel, fa_error *err) {
     fa_blob cubin = {0};
-    uint64_t key;
+    kernel->is_absent = !fa_cache_read(kernel->name, kernel->key, &cubin);
+    fa_status status = FA_OK;
+    if (kernel->is_absent && compiles) {
+        status = fa_variant_compile(variant, &cubin, err);
+        kernel->is_compiled = status == FA_OK;
+        if (status == FA_OK && !fa_cache_write(kernel->name, kernel->key, &cubin))
+            status = fa_fail(err, FA_EINVAL, "the compiled kernel %s could not be stored", kernel->name);
+    }
+    free(cubin.data);
+    return status;
+}
+
+fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
     *compiled = false;
     if (!fa_variant_is_chosen(variant))
         return fa_fail(err, FA_EINVAL, "there is no CUDA kernel of family %d, row %d, with features %u for sm_%d",
                        (int)variant.family, variant.row, variant.features, variant.arch);
-    fa_variant_name(variant, name);
-    fa_status status = fa_variant_key(variant, &key, err);
-    if (status != FA_OK) return status;
-    if (!fa_cache_read(name, key, &cubin)) {
-        status = fa_variant_compile(variant, &cubin, err);
-        *compiled = status == FA_OK;
-        if (status == FA_OK && !fa_cache_write(name, key, &cubin))
-            status = fa_fail(err, FA_EINVAL, "the compiled kernel %s could not be stored", name);
+    fa_asked_kernel kernel = asked_kernel_of(variant);
+    fa_status status = fa_variant_key(variant, &kernel.key, err);
+    if (status == FA_OK) status = build(variant, true, &kernel, err);
+    *compiled = kernel.is_compiled;
+    return status;
+}
+
+/* ---- kernels of calls on an imagined GPU ------------------------------------------------------------------------- */
+
+static THREAD_LOCAL struct {
+    bool compiles;
+    int num, room;
+    fa_asked_kernel *list;
+} asked;
+
+void fa_asked_kernels_reset(bool compiles) {
+    free(asked.list);
+    asked.compiles = compiles, asked.num = asked.room = 0, asked.list = NULL;
+}
+
+const fa_asked_kernel *fa_asked_kernels(int *num) { return *num = asked.num, asked.list; }
+
+static bool is_listed(const fa_asked_kernel *kernel) {
+    for (int i = 0; i < asked.num; i++) {
+        const fa_asked_kernel *other = &asked.list[i];
+        if (other->key == kernel->key && other->arch == kernel->arch && strcmp(other->name, kernel->name) == 0)
+            return true;
     }
-    free(cubin.data);
+    return false;
+}
+
+static fa_status ask_for(fa_variant variant, fa_error *err) {
+    fa_asked_kernel kernel = asked_kernel_of(variant);
+    fa_status status = fa_variant_key(variant, &kernel.key, err);
+    if (status != FA_OK || is_listed(&kernel)) return status;
+    if (asked.num == asked.room) {
+        const int room = 2 * asked.room + 8;
+        fa_asked_kernel *list = realloc(asked.list, (size_t)room * sizeof *list);
+        if (!list) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a list of kernels");
+        asked.list = list, asked.room = room;
+    }
+    status = build(variant, asked.compiles, &kernel, err);
+    if (status == FA_OK) asked.list[asked.num++] = kernel;
     return status;
 }
 
@@ -186,6 +237,7 @@ void fa_kernel_give_up(fa_variant variant, const fa_gpu *gpu, CUkernel kernel) {
 }
 
 fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    if (gpu->is_imagined) return *kernel = NULL, ask_for(variant, err);
     fa_lock_acquire(&lock);
     fa_status status = set_up_at_any_time(variant, gpu, kernel, err);
     fa_lock_release(&lock);

@@ -10,6 +10,21 @@
  * the variant was compiled now. No GPU is needed. */
 fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err);
 
+/* A kernel that a call on an imagined GPU (driver.h) would load. */
+typedef struct {
+    char name[FA_VARIANT_NAME_BYTES];
+    int arch;
+    uint64_t key;     /* stands in the name of the kernel's file */
+    bool is_absent;   /* neither in the disk cache nor shipped when the call asked for the kernel */
+    bool is_compiled; /* .. and was compiled */
+} fa_asked_kernel;
+
+/* Each thread has a list of the kernels that its calls on imagined GPUs asked for, each once. The first function empties
+ * the list, and says whether kernels that are absent are compiled from now on. The second returns the list, which is
+ * valid until the thread's next call. */
+void fa_asked_kernels_reset(bool compiles);
+const fa_asked_kernel *fa_asked_kernels(int *num);
+
 /* Both functions return a kernel that is ready to launch on the GPU, whose context is current. Any thread may call
  * them. The first function returns false if the kernel is not loaded. The second function loads the kernel if
  * necessary, which may take seconds. After FA_ENOMEM_GPU no part of the kernel stays loaded, and the next call tries

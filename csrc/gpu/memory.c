@@ -8,10 +8,10 @@
 #include "system/lock.h"
 
 fa_status fa_cuda_enter(int device_idx, fa_cuda_place *place, fa_error *err) {
-    void *stream;
-    fa_status status = fa_host.current_stream(device_idx, &stream, err);
+    void *stream = NULL;
+    fa_status status = fa_gpu_get(device_idx, &place->gpu, err);
+    if (status == FA_OK && !place->gpu->is_imagined) status = fa_host.current_stream(device_idx, &stream, err);
     if (status == FA_OK) status = fa_driver_get(&place->driver, err);
-    if (status == FA_OK) status = fa_gpu_get(device_idx, &place->gpu, err);
     if (status == FA_OK) status = fa_context_enter(place->gpu, &place->guard, err);
     if (status == FA_OK) place->stream = (CUstream)stream;
     return status;

@@ -3,6 +3,7 @@
 #define FA_TORCH_CHECK_H
 
 #include "call.h"
+#include "gpu/driver.h"
 
 #include <inttypes.h>
 
@@ -26,6 +27,9 @@ const char *device_words(int32_t device_type, int32_t device_idx, words *w);
 const char *dtype_words(int32_t dtype);
 
 static inline bool present(const fa_tensor *t) { return t->handle != NULL; }
+
+/* Is a call with this tensor a GPU's call? On an imagined GPU (gpu/driver.h) every call is. */
+static inline bool is_on_gpu(const fa_tensor *t) { return t->device_type == fa_torch.cuda || fa_gpu_imagined(); }
 
 /* Is the tensor q packed: sequences one after the other, without a batch dimension? Is k? */
 static inline bool packs_q(const fa_call *c) { return present(&c->cu_seqlens_q); }

@@ -39,7 +39,7 @@ static fa_status check_partials(const fa_call *c, fa_combination *combination, f
             "LSE tensor must be contiguous in the seqlen dimension; lse_partial has stride %" PRId64, lse->stride[2]);
     TRY(check_memory(o, err));
     TRY(check_memory(lse, err));
-    *combination = (fa_combination){.device = o->device_type == fa_torch.cuda ? FA_CUDA : FA_CPU,
+    *combination = (fa_combination){.device = is_on_gpu(o) ? FA_CUDA : FA_CPU,
                                     .device_idx = o->device_idx,
                                     .num_parts = o->size[0],
                                     .b = o->size[1],

@@ -69,6 +69,13 @@ static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, co
     return status == FA_OK ? run_in(bytes, problem, plan, call->zero_tensors || fresh_out, err) : status;
 }
 
+/* Asks for the kernels of a plan on an imagined GPU (gpu/driver.h). Nothing runs, so addresses in the workspace are
+ * computed and never used. */
+static fa_status ask_for_kernels(const fa_problem *problem, const fa_plan *plan, fa_error *err) {
+    static _Alignas(256) char workspace[256];
+    return fa_cuda_run(problem, plan, false, workspace, err);
+}
+
 static fa_status ask_gpu(const fa_problem *problem, fa_machine *machine, fa_error *err) {
     const fa_gpu *gpu;
     fa_status status = fa_gpu_get(problem->device_idx, &gpu, err);
@@ -91,7 +98,15 @@ static fa_status make_plan(const fa_problem *problem, fa_plan *plan, fa_error *e
 fa_status fa_execute_problem(fa_problem *problem, fa_error *err) {
     fa_plan plan;
     fa_status status = make_plan(problem, &plan, err);
-    return status == FA_OK && !fa_plan_only() ? run_in(plan.workspace_bytes, problem, &plan, false, err) : status;
+    if (status != FA_OK || fa_plan_only()) return status;
+    return fa_gpu_imagined() ? ask_for_kernels(problem, &plan, err)
+                             : run_in(plan.workspace_bytes, problem, &plan, false, err);
+}
+
+static fa_status write_and_run(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {
+    const fa_tensor *written[MAX_WRITTEN];
+    for (int i = written_tensors(call, written) - 1; i >= 0; i--) fa_bump_version(written[i]->handle);
+    return run_with_workspace(call, problem, plan, err);
 }
 
 fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
@@ -99,11 +114,9 @@ fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
     fa_plan plan;
     fa_status status = fa_check_call(call, &problem, err);
     if (status == FA_OK) status = make_plan(&problem, &plan, err);
-    if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only(), &problem, outputs, err);
+    if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only() && !fa_gpu_imagined(), &problem, outputs, err);
     if (status != FA_OK || fa_plan_only()) return status;
-    const fa_tensor *written[MAX_WRITTEN];
-    for (int i = written_tensors(call, written) - 1; i >= 0; i--) fa_bump_version(written[i]->handle);
-    status = run_with_workspace(call, &problem, &plan, err);
+    status = fa_gpu_imagined() ? ask_for_kernels(&problem, &plan, err) : write_and_run(call, &problem, &plan, err);
     if (status != FA_OK)
         while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
     return status;

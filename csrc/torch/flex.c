@@ -173,8 +173,8 @@ static fa_status classify_on_gpu(const fa_flex_values *v, fa_flex_blocks *blocks
 
 static fa_status classify(const fa_flex_values *v, fa_flex_blocks *blocks, fa_error *err) {
     static const fa_pool pool = {torch_parallel_for};
-    return v->device_type == fa_torch.cuda ? classify_on_gpu(v, blocks, err)
-                                           : fa_flex_classify(&v->bound, blocks, &pool, err);
+    return v->device_type == fa_torch.cuda || fa_gpu_imagined() ? classify_on_gpu(v, blocks, err)
+                                                                : fa_flex_classify(&v->bound, blocks, &pool, err);
 }
 
 /* On the CPU only: a kernel classifies the rows from 0 on. */

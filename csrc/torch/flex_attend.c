@@ -82,7 +82,7 @@ static fa_status read_dtype(const fa_tensor *q, fa_dtype *dtype, fa_error *err) 
         *dtype = FA_BF16;
     else if (q->dtype == fa_torch.f32)
         *dtype = FA_F32;
-    else if (q->dtype == fa_torch.f64 && q->device_type == fa_torch.cpu)
+    else if (q->dtype == fa_torch.f64 && !is_on_gpu(q))
         *dtype = FA_F64;
     else
         return fa_fail(err, FA_EUNSUPPORTED, "flex_attention takes fp16, bf16 and fp32, and fp64 on the CPU; q is %s",
@@ -173,7 +173,7 @@ static fa_status read_tensors(flex_call *c, fa_pass pass, fa_error *err) {
     TRY(read_view(c, 1, c->k, "k", NULL, K_DIMS, &p->k, err));
     TRY(read_view(c, 2, c->v, "v", NULL, V_DIMS, &p->v, err));
     REQUIRE(present(k) && present(v), "k and v must be torch.Tensors");
-    p->device = q->device_type == fa_torch.cuda ? FA_CUDA : FA_CPU;
+    p->device = is_on_gpu(q) ? FA_CUDA : FA_CPU;
     p->device_idx = q->device_idx;
     p->b = q->size[0], p->h = q->size[1], p->len_q = q->size[2], p->d = q->size[3];
     p->h_kv = k->size[1], p->len_kv = k->size[2], p->d_v = v->size[3];

@@ -3,6 +3,7 @@
 #include "kernel_functions.h"
 
 #include "failures.h"
+#include "gpu/driver.h"
 #include "gpu/kernel_cache.h"
 #include "gpu/kernels.h"
 #include "system/environment.h"
@@ -80,6 +81,39 @@ static PyObject *cuda_kernel_folder(PyObject *self, PyObject *unused) {
     return PyUnicode_DecodeFSDefault(path);
 }
 
+static PyObject *imagine_gpu(PyObject *self, PyObject *args) {
+    (void)self;
+    if (PyTuple_Size(args) != 3)
+        return PyErr_Format(PyExc_TypeError, "imagine_gpu(): takes a compute capability, multiprocessors and a bool");
+    const long capability = PyLong_AsLong(PyTuple_GetItem(args, 0)), num_sms = PyLong_AsLong(PyTuple_GetItem(args, 1));
+    const int compiles = PyObject_IsTrue(PyTuple_GetItem(args, 2));
+    if (PyErr_Occurred()) return NULL;
+    if (capability < 0 || capability > 255 || num_sms < 0 || num_sms > INT16_MAX)
+        return PyErr_Format(PyExc_ValueError, "imagine_gpu(): there is no GPU of capability %ld with %ld SMs",
+                            capability, num_sms);
+    fa_environment_read();
+    fa_gpu_imagine((int)capability, (int)num_sms);
+    if (capability > 0) fa_asked_kernels_reset(compiles == 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *asked_kernels(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    int num;
+    const fa_asked_kernel *kernels = fa_asked_kernels(&num);
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < num; i++) {
+        const fa_asked_kernel *k = &kernels[i];
+        PyObject *entry = Py_BuildValue("(siKOO)", k->name, k->arch, (unsigned long long)k->key,
+                                        k->is_absent ? Py_False : Py_True, k->is_compiled ? Py_True : Py_False);
+        if (!entry || PyList_Append(list, entry) < 0) Py_CLEAR(list);
+        Py_XDECREF(entry);
+    }
+    fa_asked_kernels_reset(false);
+    return list;
+}
+
 PyMethodDef fa_kernel_functions[] = {
     {"cuda_kernels", cuda_kernels, METH_NOARGS,
      "cuda_kernels() -> (name, family, row, features, arch) of every GPU kernel that a call can ask for; arch 0: any"},
@@ -90,5 +124,11 @@ PyMethodDef fa_kernel_functions[] = {
      "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
     {"cuda_kernel_folder", cuda_kernel_folder, METH_NOARGS,
      "cuda_kernel_folder() -> the folder that keeps compiled GPU kernels, None without a home folder"},
+    {"imagine_gpu", imagine_gpu, METH_VARARGS,
+     "imagine_gpu(capability, num_sms, compiles): from now on calls of this thread are those of a GPU that need not be "
+     "here; they run nothing, and their kernels are compiled into the disk cache, or only noted; capability 0: no more"},
+    {"asked_kernels", asked_kernels, METH_NOARGS,
+     "asked_kernels() -> (name, arch, key, whether it was there, whether it was compiled) of the kernels that calls on "
+     "the imagined GPU asked for since the last call"},
     {NULL, NULL, 0, NULL},
 };

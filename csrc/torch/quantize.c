@@ -90,7 +90,7 @@ static fa_status check_inputs(const fa_call *c, fa_quantization *z, fa_error *er
                                        .d = t->size[t->ndim - 1],
                                        .rotates = c->hadamard && i < 2};
     }
-    z->device = q->device_type == fa_torch.cuda ? FA_CUDA : FA_CPU;
+    z->device = is_on_gpu(q) ? FA_CUDA : FA_CPU;
     z->device_idx = q->device_idx;
     z->dtype = q->dtype == fa_torch.f16 ? FA_F16 : q->dtype == fa_torch.bf16 ? FA_BF16 : FA_F32;
     z->is_per_tensor = c->per_tensor;

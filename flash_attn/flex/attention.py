@@ -7,6 +7,7 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention import flex_attention as upstream
 
+from .._imagined import is_on_cpu
 from .._ops import is_freed, without_second_derivative
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
@@ -445,7 +446,7 @@ def _is_whole(block_mask):
 
 def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
     """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU."""
-    if block_mask is None and mask is not None and query.device.type == "cpu" and query.numel() and len_kv:
+    if block_mask is None and mask is not None and is_on_cpu(query) and query.numel() and len_kv:
         reads_b, reads_h = (mask[0].reads(op) for op in "bh")
         sizes, q_offset, block = block_sizes(query, reads_b, reads_h, sequences)
         lists = find_blocks(mask, query.device, *sizes, query.size(-2), len_kv, *block, q_offset)

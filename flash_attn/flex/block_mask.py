@@ -11,6 +11,7 @@ import flash_attn_2_cuda
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._imagined import is_imagined, stand_in
 from . import ops
 from .tracer import program_of
 
@@ -70,6 +71,8 @@ def _device_of(device, types):
     device = torch.device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
     if device.type not in types:
         raise NotImplementedError(f'a mask is made on {" or ".join(types)}: pass device="cpu" instead of "{device}"')
+    if device.type == "cuda" and is_imagined() and not torch.cuda.is_available():
+        return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -84,6 +87,8 @@ def mod_of(mod, score_dtype, device):
 def on_device(tensor, device):
     if tensor.device == device:
         return tensor
+    if tensor.device.type == "meta" and is_imagined():
+        return stand_in(tensor, device)
     if tensor.dim() == 0:  # a number that a mod holds as a tensor
         return tensor.to(device)
     raise RuntimeError(f"a mod's tensors must be on {device}, where it is computed; one is on {tensor.device}")

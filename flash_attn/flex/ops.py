@@ -10,6 +10,7 @@ import struct
 import flash_attn_2_cuda
 import torch
 
+from .._imagined import is_on_cpu
 from .._ops import empty_like, forget_own_kernels, register_once
 from .program import BOOL, F64
 from .sequences import Sequences, key_length, shift_of
@@ -64,7 +65,7 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
         plain, score, mask = found, None, None
     elif lists:
         blocks = (*map(int, block_size), *lists, *[None] * (4 - len(lists)))
-    elif mask is not None and query.device.type == "cpu" and query.numel() and len_kv:
+    elif mask is not None and is_on_cpu(query) and query.numel() and len_kv:
         sizes, q_offset, block = attention.block_sizes(query, True, True, sequences)
         made = _classify(query, mask, [*sizes, query.size(-2), len_kv], block, q_offset)
         blocks = (*block, *(made[i] for i in PARTIAL_AND_FULL))

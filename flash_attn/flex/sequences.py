@@ -7,6 +7,8 @@ import typing
 
 import torch
 
+from .._imagined import is_on_cpu
+
 
 class Sequences(typing.NamedTuple):
     """int32 tensors on the device of the call, as the kernels take them. None: all offsets are 0, all keys are in use,
@@ -66,7 +68,7 @@ def key_length(key, sequences):
 def shift_of(len_q, len_kv, q_offset=None, kv_len=None):
     """The key beside a query less its q_idx, where the last query lies beside the last key of its sequence. None: it is
     not the same number for all, or a GPU holds it. The arguments are those of the caller."""
-    if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in (q_offset, kv_len)):
+    if any(isinstance(x, torch.Tensor) and not is_on_cpu(x) for x in (q_offset, kv_len)):
         return None
     first, end = (x.long() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_len))
     shift = (len_kv if end is None else end) - len_q - (0 if first is None else first)

@@ -1,0 +1,54 @@
+"""Calls of a GPU that need not be here. They are checked and planned, their kernels are compiled, and nothing runs."""
+
+import contextlib
+import threading
+
+import flash_attn_2_cuda
+import torch
+
+# Multiprocessors of the largest GPU of each compute capability. No choice of a kernel depends on their number.
+SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
+
+
+class _State(threading.local):
+    is_on = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def imagined_gpu(capability, compiles):
+    """This thread's calls, of tensors on the CPU too, are those of a GPU of this compute capability, 90 for 9.0.
+
+    Their kernels are compiled into the disk cache, or only noted. Backwards run in this thread.
+    """
+    if _state.is_on:
+        raise RuntimeError("prebuild_call() must not call itself")
+    _state.is_on = True
+    flash_attn_2_cuda.imagine_gpu(capability, SMS[capability], compiles)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        _state.is_on = False
+        flash_attn_2_cuda.imagine_gpu(0, 0, False)
+
+
+def is_imagined():
+    return _state.is_on
+
+
+def is_on_cpu(tensor):
+    """Does the CPU compute a call with this tensor?"""
+    return tensor.device.type == "cpu" and not _state.is_on
+
+
+def stand_in(tensor, device):
+    """A tensor with memory, whose contents mean nothing, in place of one on the device "meta"."""
+    if tensor.device.type != "meta":
+        return tensor
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        found.zero_()
+    return found.requires_grad_(tensor.requires_grad)
