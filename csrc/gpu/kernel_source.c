@@ -200,33 +200,68 @@ fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err) {
 
 /* Adds the line of the user's functions that an error names, as in flex_mods.cuh(12): error: .. */
 static void quote_mods(const char *mods, char *error, size_t room) {
-    const char *at = mods ? strstr(error, FA_MODS_FILE "(") : NULL;
+    const char *at = strstr(error, FA_MODS_FILE "(");
     if (!at) return;
     long number = strtol(at + strlen(FA_MODS_FILE "("), NULL, 10);
-    while (number > 1 && mods && *mods) number--, mods += strcspn(mods, "\n") + (strchr(mods, '\n') != NULL);
+    while (number > 1 && *mods) number--, mods += strcspn(mods, "\n") + (strchr(mods, '\n') != NULL);
+    mods += strspn(mods, " ");
     const size_t used = strlen(error);
     snprintf(error + used, room - used, ", in the line: %.*s", (int)strcspn(mods, "\n"), mods);
 }
 
-/* Finds the first line of the compiler's log that contains an error. */
-static void first_error(const fa_nvrtc *nvrtc, nvrtcProgram program, char *line, size_t room) {
+/* Returns the compiler's log, which the caller frees, or NULL. */
+static char *log_of(const fa_nvrtc *nvrtc, nvrtcProgram program) {
     size_t bytes = 0;
-    snprintf(line, room, "NVRTC says nothing about it");
-    if (nvrtc->nvrtcGetProgramLogSize(program, &bytes) != 0 || bytes < 2) return;
+    if (nvrtc->nvrtcGetProgramLogSize(program, &bytes) != 0 || bytes < 2) return NULL;
     char *log = malloc(bytes + 1);
-    if (log && nvrtc->nvrtcGetProgramLog(program, log) == 0) {
-        log[bytes] = '\0';
-        const char *start = strstr(log, "error");
-        if (!start) start = log;
-        while (start > log && start[-1] != '\n') start--;
-        snprintf(line, room, "%.*s", (int)strcspn(start, "\n"), start);
-    }
+    if (log && nvrtc->nvrtcGetProgramLog(program, log) == 0) return log[bytes] = '\0', log;
     free(log);
+    return NULL;
+}
+
+/* Finds the first line of the log that contains an error. */
+static void first_error(const char *log, char *line, size_t room) {
+    const char *start = strstr(log, "error:");
+    if (!start) start = strstr(log, "error");
+    if (!start) start = log;
+    while (start > log && start[-1] != '\n') start--;
+    snprintf(line, room, "%.*s", (int)strcspn(start, "\n"), start);
+}
+
+static THREAD_LOCAL struct {
+    char *log, *mods;
+} failure;
+
+void fa_compile_failure(char **log, char **mods) {
+    *log = failure.log, *mods = failure.mods;
+    failure.log = failure.mods = NULL;
+}
+
+static void forget_failure(void) {
+    free(failure.log);
+    free(failure.mods);
+    failure.log = failure.mods = NULL;
+}
+
+/* Takes over the log. why: the compiler's name of the failure. */
+static fa_status fail(const fa_nvrtc *nvrtc, fa_variant variant, const char *name, char *log, const char *why,
+                      const char *mods, fa_error *err) {
+    char line[256];
+    failure.log = log;
+    if (log && strstr(log, "--gpu-architecture"))
+        return fa_fail(err, FA_EUNSUPPORTED,
+                       "flash_attn: NVRTC %d.%d compiles no kernels for sm_%d: install a newer nvidia-cuda-nvrtc, or "
+                       "set FLASH_ATTN_NVRTC to the path of a newer library",
+                       nvrtc->major, nvrtc->minor, variant.arch);
+    first_error(log ? log : why, line, sizeof line);
+    if (mods) quote_mods(mods, line, sizeof line);
+    return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d does not compile %s: %s (the texts are in %s)",
+                   nvrtc->major, nvrtc->minor, name, line, folder);
 }
 
 static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant variant, const char *mods,
                          fa_blob *cubin, fa_error *err) {
-    char name[FA_VARIANT_NAME_BYTES], line[384];
+    char name[FA_VARIANT_NAME_BYTES];
     fa_compile_options options;
     fa_variant_name(variant, name);
     fa_status status = fa_variant_options(variant, &options, err);
@@ -235,12 +270,8 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
     if (status == FA_OK) result = nvrtc->nvrtcCompileProgram(program, options.num, (const char *const *)options.list);
     fa_options_free(&options);
     if (status != FA_OK) return status;
-    if (result != 0) {
-        first_error(nvrtc, program, line, sizeof line);
-        quote_mods(mods, line, sizeof line);
-        return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d does not compile %s from %s: %s", nvrtc->major,
-                       nvrtc->minor, name, folder, line);
-    }
+    if (result != 0)
+        return fail(nvrtc, variant, name, log_of(nvrtc, program), nvrtc->nvrtcGetErrorString(result), mods, err);
     if (nvrtc->nvrtcGetCUBINSize(program, &cubin->bytes) != 0 || cubin->bytes == 0)
         return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major, nvrtc->minor,
                        variant.arch);
@@ -256,6 +287,7 @@ fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) 
     nvrtcProgram program = NULL;
     source s;
     *cubin = (fa_blob){0};
+    forget_failure();
     fa_status status = fa_nvrtc_get(&nvrtc, err);
     if (status == FA_OK) status = read_source(variant, &s, err);
     if (status != FA_OK) return status;
@@ -269,6 +301,7 @@ fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) 
     if (status != FA_OK) {
         free(cubin->data);
         *cubin = (fa_blob){0};
+        failure.mods = s.mods, s.mods = NULL;
     }
     nvrtc->nvrtcDestroyProgram(&program);
     free_source(&s);

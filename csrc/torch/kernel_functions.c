@@ -2,9 +2,12 @@
  * call. */
 #include "kernel_functions.h"
 
+#include <stdlib.h>
+
 #include "failures.h"
 #include "gpu/driver.h"
 #include "gpu/kernel_cache.h"
+#include "gpu/kernel_source.h"
 #include "gpu/kernels.h"
 #include "system/environment.h"
 
@@ -81,6 +84,17 @@ static PyObject *cuda_kernel_folder(PyObject *self, PyObject *unused) {
     return PyUnicode_DecodeFSDefault(path);
 }
 
+static PyObject *compile_failure(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    char *log, *mods;
+    fa_compile_failure(&log, &mods);
+    PyObject *texts = Py_BuildValue("(zz)", log, mods);
+    free(log);
+    free(mods);
+    return texts;
+}
+
 static PyObject *imagine_gpu(PyObject *self, PyObject *args) {
     (void)self;
     if (PyTuple_Size(args) != 3)
@@ -124,6 +138,9 @@ PyMethodDef fa_kernel_functions[] = {
      "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
     {"cuda_kernel_folder", cuda_kernel_folder, METH_NOARGS,
      "cuda_kernel_folder() -> the folder that keeps compiled GPU kernels, None without a home folder"},
+    {"compile_failure", compile_failure, METH_NOARGS,
+     "compile_failure() -> the compiler's log and the text of the mods, of the last kernel that did not compile on this "
+     "thread; None: there is none since the last call"},
     {"imagine_gpu", imagine_gpu, METH_VARARGS,
      "imagine_gpu(capability, num_sms, compiles): from now on calls of this thread are those of a GPU that need not be "
      "here; they run nothing, and their kernels are compiled into the disk cache, or only noted; capability 0: no more"},

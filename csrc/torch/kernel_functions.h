@@ -4,8 +4,8 @@
 
 #include "python_api.h"
 
-/* The table holds cuda_kernels, build_cuda_kernel, cuda_kernel_source, cuda_kernel_folder, imagine_gpu and
- * asked_kernels. */
+/* The table holds cuda_kernels, build_cuda_kernel, cuda_kernel_source, cuda_kernel_folder, compile_failure,
+ * imagine_gpu and asked_kernels. */
 extern PyMethodDef fa_kernel_functions[];
 
 #endif

@@ -3,12 +3,12 @@
 import math
 import warnings
 
-import flash_attn_2_cuda
 import torch
 from torch.nn.attention import flex_attention as upstream
 
 from .._imagined import is_on_cpu
 from .._ops import is_freed, without_second_derivative
+from . import calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
@@ -56,7 +56,7 @@ def attend(call, query, key, value, tensors):
     out = empty_out(query, value.size(-1))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_scores = torch.empty_like(lse) if call.wants_max else None
-    flash_attn_2_cuda.flex_forward(
+    calls.forward(
         query,
         key,
         value,
@@ -113,7 +113,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
             sums[i] = torch.zeros(tensors[i].shape, dtype=sum_dtype(tensors[i]), device=query.device)
         derivative = text, tuple(tensors[i] for i in places), call.score_numbers
         places_of_sums = tuple(sums[i] for i in places)
-    flash_attn_2_cuda.flex_backward(
+    calls.backward(
         query,
         key,
         value,

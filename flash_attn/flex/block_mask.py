@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from .._imagined import is_imagined, stand_in
-from . import ops
+from . import calls, ops
 from .tracer import program_of
 
 NAMES = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
@@ -175,7 +175,7 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
     lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)
     sizes = (b, h, len_q, len_kv, block_q, block_kv)
-    flash_attn_2_cuda.flex_classify(program.text, tensors, numbers, lists, *sizes, q_offset)
+    calls.classify(program.text, tensors, numbers, lists, *sizes, q_offset)
     return dict(zip(NAMES, lists))
 
 

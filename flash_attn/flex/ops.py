@@ -7,11 +7,11 @@ dimension: a compiled graph would be made again for another float. ``graph.py`` 
 import collections
 import struct
 
-import flash_attn_2_cuda
 import torch
 
 from .._imagined import is_on_cpu
 from .._ops import empty_like, forget_own_kernels, register_once
+from . import calls
 from .program import BOOL, F64
 from .sequences import Sequences, key_length, shift_of
 
@@ -102,7 +102,7 @@ def _forward(query, key, value, scale, may_be_plain, *rest):
     score, mask, (*blocks, wants_max) = rest[:4], rest[4:8], rest[8:]
     call = _call(query, key, scale, may_be_plain, score, mask, *blocks)
     out, lse, max_scores = _forward_fake(query, key, value, wants_max)
-    flash_attn_2_cuda.flex_forward(
+    calls.forward(
         *map(attention.rows_of, (query, key, value)), out, lse, max_scores if wants_max else None,
         call.scale, call.plain, call.score, call.mask, call.blocks, call.sequences,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     if call.score is not None:
         found = (bytes.fromhex(derivative), tuple(score[1][i] for i in places), call.score[2])
     query, key, value, dout = map(attention.rows_of, (query, key, value, dout))
-    flash_attn_2_cuda.flex_backward(
+    calls.backward(
         query, key, value, out, lse, dout, None if dlse is None else attention.rows_of(dlse), *gradients,
         torch.empty_like(lse), call.scale, call.plain, call.score, call.mask, call.blocks, found,
         None if found is None else tuple(at.get(i) for i in places), torch.are_deterministic_algorithms_enabled(),
@@ -158,7 +158,7 @@ def _empty_lists(like, shape, block_size):
 
 def _classify(like, mask, shape, block_size, q_offset=None):
     lists = _empty_lists(like, shape, block_size)
-    flash_attn_2_cuda.flex_classify(*mask, tuple(lists), *shape, *block_size, q_offset)
+    calls.classify(*mask, tuple(lists), *shape, *block_size, q_offset)
     return lists
 
 

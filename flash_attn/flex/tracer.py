@@ -42,6 +42,7 @@ class Program:
         self.kinds, self.types = [every_kind[i] for i in self.captures], [every_type[i] for i in self.params]
         self.dtype, self.score, self.holds_once = dtype, trace.score, trace.holds_once
         self.derivatives = {}  # of derivative_of
+        _places[self.text] = trace.where()
         self._steps = trace.steps
         self._tensors, self._numbers = (
             [trace.captures[i] for i in self.captures],
@@ -60,6 +61,14 @@ class Program:
         """Returns the tensors and numbers of a mod of the same kind, or None if this program is not the mod's."""
         values = self._steps.replay(mod)
         return None if values is None else self.values(values)
+
+
+_places = {}  # text of a program: name, file and line of the mod that it was traced from last
+
+
+def place_of_text(text):
+    """Returns "name, file, line 7" of the mod that a program was traced from."""
+    return _places.get(text, "a mod that was not traced here")
 
 
 _programs = {}  # key: programs
