@@ -6,15 +6,19 @@ is needed.
 
     python -m flash_attn.build           fp16 and bf16, dense and packed, causal or not, every head dimension
     python -m flash_attn.build --all     windows, softcap, ALiBi and dropout too
+    python -m flash_attn.build --call kernels:step
+                                         what step() of kernels.py calls, with its score_mods and mask_mods
     python -m flash_attn.build --list    lists the kernels that are kept, and compiles none
 
 The kernels go to FLASH_ATTN_CACHE_DIR, or to ~/.cache/flash_attn.
 """
 
 import argparse
+import importlib
+import os
 import sys
 
-from flash_attn._prebuild import kept_kernels, kernel_root, prebuild
+from flash_attn._prebuild import kept_kernels, kernel_root, prebuild, prebuild_call
 from flash_attn._variants import ARCHS
 
 
@@ -36,16 +40,48 @@ def _list():
     print(f"{len(kernels)} kernels in {kernel_root()}")
 
 
+def _function_of(place):
+    """The function that ``module:function`` names. Modules of the working folder are found, too."""
+    module, _, name = place.partition(":")
+    if not module or not name:
+        sys.exit(f"--call takes module:function, not {place!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"--call {place}: {error}")
+    return function
+
+
+def _build_call(place, archs):
+    kernels = prebuild_call(_function_of(place), archs=archs)
+    for kernel in kernels:
+        print(f"{'compiled' if kernel.is_compiled else 'was there'}  sm_{kernel.arch}  {kernel.name}", file=sys.stderr)
+    return [kernel.name for kernel in kernels if kernel.is_compiled]
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", default=["sm_90a"], choices=ARCHS)
-    parser.add_argument("--all", action="store_true", help="windows, softcap, ALiBi and dropout too")
-    parser.add_argument("--list", action="store_true", help="list the kernels that are kept, and compile none")
+    parser.add_argument("--arch", nargs="+", default=["sm_90a"], choices=[*ARCHS, "sm_90"])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--all", action="store_true", help="windows, softcap, ALiBi and dropout too")
+    what.add_argument(
+        "--call",
+        nargs="+",
+        metavar="MODULE:FUNCTION",
+        help="only the kernels that these functions call, with their mods; each makes its tensors on the CPU",
+    )
+    what.add_argument("--list", action="store_true", help="list the kernels that are kept, and compile none")
     options = parser.parse_args()
     try:
         if options.list:
             return _list()
-        compiled = prebuild(options.arch, options.all, _bar)
+        if options.call:
+            compiled = [name for place in options.call for name in _build_call(place, options.arch)]
+        else:
+            compiled = prebuild(options.arch, options.all, _bar)
     except RuntimeError as error:
         sys.exit(str(error))
     print(f"{len(compiled)} kernels compiled; the others were there")

@@ -34,8 +34,8 @@ static const fa_driver imagined_driver = {.cuLaunchKernelEx = launch_nothing,
 static THREAD_LOCAL fa_gpu imagined;
 
 void fa_gpu_imagine(int capability, int num_sms) {
-    imagined = (fa_gpu){
-        .device = FA_MAX_GPUS, .capability = capability, .num_sms = num_sms, .is_imagined = capability > 0};
+    imagined =
+        (fa_gpu){.device = FA_MAX_GPUS, .capability = capability, .num_sms = num_sms, .is_imagined = capability > 0};
 }
 
 const fa_gpu *fa_gpu_imagined(void) { return imagined.is_imagined ? &imagined : NULL; }

@@ -139,11 +139,13 @@ PyMethodDef fa_kernel_functions[] = {
     {"cuda_kernel_folder", cuda_kernel_folder, METH_NOARGS,
      "cuda_kernel_folder() -> the folder that keeps compiled GPU kernels, None without a home folder"},
     {"compile_failure", compile_failure, METH_NOARGS,
-     "compile_failure() -> the compiler's log and the text of the mods, of the last kernel that did not compile on this "
+     "compile_failure() -> the compiler's log and the text of the mods, of the last kernel that did not compile on "
+     "this "
      "thread; None: there is none since the last call"},
     {"imagine_gpu", imagine_gpu, METH_VARARGS,
      "imagine_gpu(capability, num_sms, compiles): from now on calls of this thread are those of a GPU that need not be "
-     "here; they run nothing, and their kernels are compiled into the disk cache, or only noted; capability 0: no more"},
+     "here; they run nothing, and their kernels are compiled into the disk cache, or only noted; capability 0: no "
+     "more"},
     {"asked_kernels", asked_kernels, METH_NOARGS,
      "asked_kernels() -> (name, arch, key, whether it was there, whether it was compiled) of the kernels that calls on "
      "the imagined GPU asked for since the last call"},

@@ -71,7 +71,7 @@ def _device_of(device, types):
     device = torch.device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
     if device.type not in types:
         raise NotImplementedError(f'a mask is made on {" or ".join(types)}: pass device="cpu" instead of "{device}"')
-    if device.type == "cuda" and is_imagined() and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available() and is_imagined():
         return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
