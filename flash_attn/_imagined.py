@@ -45,9 +45,7 @@ def is_on_cpu(tensor):
 
 
 def stand_in(tensor, device):
-    """A tensor with memory, whose contents mean nothing, in place of one on the device "meta"."""
-    if tensor.device.type != "meta":
-        return tensor
+    """A tensor whose contents mean nothing, in place of one on another device, such as "meta"."""
     found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         found.zero_()

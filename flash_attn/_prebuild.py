@@ -75,8 +75,8 @@ def _map_tensors(change, x):
         return change(x)
     if isinstance(x, dict):
         return type(x)((name, _map_tensors(change, value)) for name, value in x.items())
-    if type(x) in (tuple, list):
-        return type(x)(_map_tensors(change, value) for value in x)
+    if isinstance(x, (tuple, list)):
+        return getattr(x, "_make", type(x))(_map_tensors(change, value) for value in x)
     return x
 
 
@@ -118,7 +118,7 @@ def prebuild_call(function, *args, archs=("sm_90a",), compiles=True, **kwargs):
         function: an attention function of this package, ``create_block_mask``, or a function that calls them. What else
             it does is done on memory whose contents mean nothing.
         args, kwargs: its arguments. Tensors on "meta" have shape, strides and dtype, and take no memory. Tensors on the
-            CPU and on a GPU will do, too. Tensors that mods capture may lie there as well.
+            CPU and on a GPU will do, too. Block masks, and tensors that mods capture, may lie anywhere.
         archs: names like those of :func:`prebuild`.
         compiles: False only lists the kernels. Then no compiler is needed.
     Returns:
@@ -133,7 +133,7 @@ def prebuild_call(function, *args, archs=("sm_90a",), compiles=True, **kwargs):
     given = []
     _map_tensors(given.append, (args, kwargs))
     device = next((x.device for x in given if x.device.type != "meta"), torch.device("cpu"))
-    args, kwargs = _map_tensors(lambda x: stand_in(x, device), (args, kwargs))
+    args, kwargs = _map_tensors(lambda x: stand_in(x, device) if x.is_meta else x, (args, kwargs))
     kernels = []
     for number in numbers:
         with imagined_gpu(number, compiles):

@@ -235,12 +235,40 @@ static void static_shared_memory(void) {
     CHECK(fa_kernel_load((fa_variant){FA_KVCACHE, 0, 0, 90}, &gpus[0], &kernel, &err) == FA_OK);
 }
 
-static fa_status launch_one(fa_variant variant) {
+static fa_status launch_on(const fa_gpu *gpu, fa_variant variant) {
     const fa_problem problem = {.b = 1};
     const fa_plan plan = {.gpu = {.row = 0}};
-    const fa_cuda_call call = {.problem = &problem, .plan = &plan, .gpu = &gpus[0], .driver = &driver};
+    const fa_cuda_call call = {.problem = &problem, .plan = &plan, .gpu = gpu, .driver = &driver};
     const int parameters = 0;
     return fa_cuda_launch(&call, variant, (fa_launch){1, 1, 1, .threads = 32}, &parameters, &err);
+}
+static fa_status launch_one(fa_variant variant) { return launch_on(&gpus[0], variant); }
+
+/* A launch on an imagined GPU compiles the kernel that the same launch loads on a GPU, and loads nothing. */
+static void imagined(void) {
+    const fa_gpu imagined_gpu = {.device = FA_MAX_GPUS, .capability = 90, .is_imagined = true};
+    const fa_variant with_mods = {FA_FWD_SM90, 0, FA_IN_BF16 | FA_FLEX, 90, .mods_hash = 0x123456789abcdef0};
+    int num;
+    fa_asked_kernels_reset(false);
+    for (int i = 0; i < 20; i++) CHECK(launch_on(&imagined_gpu, i % 2 ? some : with_mods) == FA_OK);
+    const fa_asked_kernel *asked_for = fa_asked_kernels(&num);
+    CHECK(num == 2 && asked_for[0].is_absent && asked_for[1].is_absent && !asked_for[0].is_compiled);
+    CHECK(state.compilations == 0);
+    for (int has_file = 0; has_file < 2; has_file++) {
+        fa_asked_kernels_reset(true);
+        CHECK(launch_on(&imagined_gpu, with_mods) == FA_OK && launch_on(&imagined_gpu, with_mods) == FA_OK);
+        asked_for = fa_asked_kernels(&num);
+        CHECK(num == 1 && asked_for->is_absent == !has_file && asked_for->is_compiled == !has_file);
+        CHECK(asked_for->arch == 90 && state.compilations == 1 && state.loads == 0 && state.has_file);
+    }
+    CHECK(launch_one(with_mods) == FA_OK && state.compilations == 1 && state.loads == 1);
+    CHECK(strcmp(state.launched, asked_for->name) == 0 && strstr(asked_for->name, "_flex_123456789abcdef0"));
+    for (int row = 0; row < fa_families[FA_FWD_ANY].num_rows; row++) /* the list grows */
+        CHECK(launch_on(&imagined_gpu, (fa_variant){FA_FWD_ANY, row, FA_IN_F32 * (row >= 6), 80}) == FA_OK);
+    fa_asked_kernels(&num);
+    CHECK(num == 1 + fa_families[FA_FWD_ANY].num_rows && num > 8);
+    fa_asked_kernels_reset(false);
+    CHECK(!fa_asked_kernels(&num) && num == 0);
 }
 
 /* Without memory torch gives back what it holds unused, once, and not while a graph records. */
@@ -384,6 +412,7 @@ int main(int argc, char **argv) {
     COMMAND(race);
     COMMAND(slots);
     COMMAND(spare_row);
+    COMMAND(imagined);
     return 0;
 }
 """
@@ -403,7 +432,7 @@ def program(tmp_path_factory):
     return folder / "loading"
 
 
-@pytest.mark.parametrize("command", ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row"))
+@pytest.mark.parametrize("command", ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined"))
 def test_loading(program, command):
     done = subprocess.run([program, command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

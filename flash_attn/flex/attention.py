@@ -6,10 +6,10 @@ import warnings
 import torch
 from torch.nn.attention import flex_attention as upstream
 
-from .._imagined import is_on_cpu
+from .._imagined import is_imagined, is_on_cpu
 from .._ops import is_freed, without_second_derivative
 from . import calls
-from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask
+from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
 from .sequences import key_length, rows_of_mask, sequences_of, shift_of
@@ -218,7 +218,8 @@ def _check_block_mask(block_mask, query, len_kv, sequences):
     """Returns whether the rows of the block mask count from 0 in the sequence."""
     if getattr(block_mask, "mask_mod", None) is upstream._sliced_mask_mod_error:
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
-    if block_mask.kv_num_blocks.device != query.device:
+    is_here = block_mask.kv_num_blocks.device == query.device
+    if not is_here and (torch.compiler.is_dynamo_compiling() or not is_imagined()):
         raise RuntimeError(
             "Expect q/k/v and block_mask to be on the same device "
             f"but got {query.device} and {block_mask.kv_num_blocks.device}."
@@ -453,8 +454,10 @@ def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
         return (*block, *(lists[name] for name in LISTS))
     if block_mask is None:
         return None
-    lists = (getattr(block_mask, name) for name in LISTS)
-    return (*map(int, block_mask.BLOCK_SIZE), *map(int32, lists))
+    lists = [int32(getattr(block_mask, name)) for name in LISTS]
+    if is_imagined():
+        lists = [x if x is None else on_device(x, query.device) for x in lists]
+    return (*map(int, block_mask.BLOCK_SIZE), *lists)
 
 
 def block_sizes(query, reads_b, reads_h, sequences):

@@ -71,7 +71,7 @@ def _device_of(device, types):
     device = torch.device(device if device is not None else torch.accelerator.current_accelerator() or "cpu")
     if device.type not in types:
         raise NotImplementedError(f'a mask is made on {" or ".join(types)}: pass device="cpu" instead of "{device}"')
-    if device.type == "cuda" and not torch.cuda.is_available() and is_imagined():
+    if device.type == "cuda" and not torch.compiler.is_dynamo_compiling() and is_imagined():
         return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -87,7 +87,7 @@ def mod_of(mod, score_dtype, device):
 def on_device(tensor, device):
     if tensor.device == device:
         return tensor
-    if tensor.device.type == "meta" and is_imagined():
+    if is_imagined():
         return stand_in(tensor, device)
     if tensor.dim() == 0:  # a number that a mod holds as a tensor
         return tensor.to(device)

@@ -1,6 +1,10 @@
 """flex_attention on a GPU against its specification, which runs on the CPU in fp64."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,3 +221,47 @@ def test_gradients_of_queries_with_an_offset():
     has = torch.autograd.grad(out, (q, k, v), dout.to(DEVICE))
     for x, wants in zip(has, torch.autograd.grad(want, wide, dout.double()), strict=True):
         close(x.cpu(), wants, 4e-4)
+
+
+PREBUILT = """
+import sys, torch, flash_attn
+from flash_attn.flex_attention import create_block_mask, flex_attention
+
+device = sys.argv[1]
+dtype = getattr(torch, sys.argv[2])
+slopes = torch.ones(4, device=device, requires_grad=True)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def step(query, key, value):
+    def near(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() < 100
+
+    block_mask = create_block_mask(near, None, None, 200, 200, device="cuda")
+    return flex_attention(query, key, value, alibi, block_mask)
+
+
+tensors = [torch.zeros(1, 4, 200, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+if device == "meta":
+    flash_attn.prebuild_call(step, *tensors, archs="sm_%d%d" % torch.cuda.get_device_capability())
+else:
+    step(*tensors).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_call_finds_its_prebuilt_kernels(dtype, tmp_path):
+    """The call finds all of its kernels in the folder, and loads all that are there."""
+
+    def run(device, folder):
+        environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(folder)}
+        environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+        subprocess.run([sys.executable, "-c", PREBUILT, device, dtype], env=environment, check=True)
+        return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+    prebuilt = run("meta", tmp_path / "ahead")
+    assert len(prebuilt) >= 6 and run("cuda", tmp_path / "ahead") == prebuilt
+    assert run("cuda", tmp_path / "at first use").keys() == prebuilt.keys()

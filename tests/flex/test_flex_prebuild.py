@@ -1,0 +1,427 @@
+"""Kernels with mods are compiled in advance, without a GPU: ``flash_attn.prebuild_call``.
+
+A library that is no compiler takes NVRTC's place. It keeps the texts and options that it gets, and may fail.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn
+from flash_attn import _imagined
+from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+ROOT = Path(__file__).resolve().parents[2]
+GCC, NVCC = shutil.which("gcc"), shutil.which("nvcc")
+LENGTH = 300
+slopes = torch.arange(8.0)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def documents(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx // 100 == kv_idx // 100)
+
+
+def qkv(*, length=LENGTH, d=128, dtype=torch.bfloat16, grad=True, heads=8, device="meta"):
+    return [torch.empty(1, heads, length, d, dtype=dtype, device=device, requires_grad=grad) for _ in range(3)]
+
+
+def kernels_of(function, *args, archs="sm_90a", **kwargs):
+    return flash_attn.prebuild_call(function, *args, archs=archs, compiles=False, **kwargs)
+
+
+def names_of(*args, **kwargs):
+    """The names of the kernels; the hashes of mods become #."""
+    return [re.sub(r"_[0-9a-f]{16}$", "_#", kernel.name) for kernel in kernels_of(*args, **kwargs)]
+
+
+def lists(mask_mod, length=LENGTH):
+    return create_block_mask(mask_mod, None, None, length, length, device="cpu")
+
+
+# ---- which kernels --------------------------------------------------------------------------------------------------
+
+GENERIC_BACKWARD = [
+    "attn_delta_any_bf16_of3_flex",
+    "attn_bwd_any_bf16_dq_d128_q64kv64_of3_flex_#",
+    "attn_bwd_any_bf16_dkdv_d128_q64kv32_of3_flex_#",
+]
+HOPPER = ["flex_blocks", "flex_walks", "flex_order", "attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
+
+
+def test_forward_on_hopper():
+    assert names_of(flex_attention, *qkv(grad=False), alibi, lists(documents)) == HOPPER
+    assert names_of(flex_attention, *qkv(grad=False), alibi, mask_mod=documents) == HOPPER[-1:]
+
+
+def test_other_gpus_have_the_generic_kernels():
+    names = names_of(flex_attention, *qkv(), alibi, lists(documents), archs="sm_80")
+    assert names == ["flex_blocks", "attn_fwd_any_bf16_d128_q128kv64_of3_flex_#", *GENERIC_BACKWARD]
+
+
+def test_the_backward_belongs_to_a_call_that_requires_grad():
+    names = names_of(flex_attention, *qkv(), alibi, lists(documents))
+    assert names[:4] == HOPPER and len(names) > 4 and all("_bwd_" in x or "_delta_" in x for x in names[4:])
+
+
+def test_each_wanted_gradient_has_its_kernel():
+    query, key, value = qkv(grad=False)
+    names = names_of(flex_attention, query, key, value.requires_grad_(), alibi, archs="sm_80")
+    assert names[-1] == GENERIC_BACKWARD[2] and GENERIC_BACKWARD[1] not in names
+    names = names_of(flex_attention, query.requires_grad_(), key, value.detach(), alibi, archs="sm_80")
+    assert names[-1] == GENERIC_BACKWARD[1] and GENERIC_BACKWARD[2] not in names
+
+
+def test_windows_and_softcaps_have_the_plain_kernels():
+    names = names_of(flex_attention, *qkv(), None, lists(causal))
+    assert names[0] == "attn_fwd_sm90_bf16_d128_q128kv128_causal" and "attn_bwd_prep_bf16_d128_q64kv128" in names
+    assert not any("flex" in name for name in names)
+    capped = names_of(flex_attention, *qkv(grad=False), lambda s, b, h, i, j: 20 * torch.tanh(s / 20))
+    assert capped == ["attn_fwd_sm90_bf16_d128_q128kv128_score"]
+
+
+def test_an_lse_may_or_may_not_have_a_gradient():
+    names = names_of(flex_attention, *qkv(), return_aux=AuxRequest(lse=True))
+    assert "attn_bwd_sm90_bf16_d128_q64kv128" in names and "attn_bwd_any_bf16_dq_d128_q64kv64_of3_flex" in names
+
+
+def test_a_function_with_all_of_a_step():
+    def step(query, key, value):
+        block_mask = create_block_mask(documents, None, None, LENGTH, LENGTH, device="cuda")
+        return flex_attention(query, key, value, alibi, block_mask)
+
+    names = names_of(step, *qkv(grad=False))
+    assert names == ["flex_classify_flex_#", "flex_lists", *HOPPER]
+
+
+def test_decoding():
+    query = torch.empty(2, 8, 1, 128, dtype=torch.bfloat16, device="meta")
+    pages = torch.empty(2, 32, 8, 16, 128, dtype=torch.bfloat16, device="meta").unbind()
+    int32 = {"dtype": torch.int32, "device": "meta"}
+    places = {"kv_len": torch.empty(2, **int32), "block_table": torch.empty(2, 16, **int32)}
+    names = names_of(flex_attention, query, *pages, alibi, q_offset=torch.empty(2, **int32), **places)
+    assert names == ["attn_fwd_any_bf16_d128_q128kv64_of3_flex_#"]
+    assert names_of(flex_attention, query, *pages, **places) == ["attn_decode_sm90_bf16_d128_q16"]
+
+
+def test_masks_and_captures_may_lie_anywhere():
+    want = kernels_of(flex_attention, *qkv(), alibi, lists(documents))
+    for device in ("cpu", "meta"):
+        table = slopes.to(device)
+        block_mask = lists(documents).to(device)
+
+        def score_mod(score, b, h, q_idx, kv_idx, table=table):
+            return score + table[h] * (kv_idx - q_idx)
+
+        assert kernels_of(flex_attention, *qkv(), score_mod, block_mask) == want
+
+
+def test_other_functions():
+    q, k, v = (torch.empty(1, 64, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    bias = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    names = names_of(flash_attn.flash_attn_func, q, k, v, attn_bias=bias)
+    assert names[0] == HOPPER[-1] and names[-1] == GENERIC_BACKWARD[1]
+    names = names_of(flash_attn.flash_attn_func, q, k, v, 0.1, causal=True)
+    assert names[0].endswith("_causal_dropout")
+
+
+def test_several_architectures():
+    kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
+    assert [kernel.arch for kernel in kernels] == [80, 90, 120]
+    assert len({kernel.key for kernel in kernels}) == 3
+    assert not any(kernel.was_there or kernel.is_compiled for kernel in kernels)
+
+
+# ---- what the kernels depend on -------------------------------------------------------------------------------------
+
+
+def score_of(table, scale):
+    return lambda score, b, h, q_idx, kv_idx: score + scale * table[h, q_idx]
+
+
+def test_values_and_sizes_do_not_matter():
+    forward = {kernels_of(flex_attention, *qkv(grad=False), score_of(table, scale))[0]
+               for table in (torch.randn(8, 512), torch.empty(8, 999, device="meta"))
+               for scale in (1, 2, -7)}  # fmt: skip
+    forward |= {kernels_of(flex_attention, *qkv(grad=False, length=2000), score_of(torch.ones(8, 2000), 3))[0]}
+    assert len(forward) == 1
+    assert kernels_of(flex_attention, *qkv(grad=False), score_of(torch.ones(8, 512).double(), 1))[0] not in forward
+    assert kernels_of(flex_attention, *qkv(grad=False), score_of(torch.ones(8, 512), 1 << 40))[0] not in forward
+
+
+def test_the_derivative_has_the_wanted_gradients():
+    table = torch.empty(8, 512, device="meta")
+    without = kernels_of(flex_attention, *qkv(), score_of(table, 1))
+    kernels = kernels_of(flex_attention, *qkv(), score_of(table.requires_grad_(), 1))
+    assert [x == y for x, y in zip(without, kernels, strict=True)][0] and without[-2:] != kernels[-2:]
+
+
+def test_the_number_of_multiprocessors_does_not_matter(monkeypatch):
+    found = []
+    for sms in (1, 132, 1000):
+        monkeypatch.setitem(_imagined.SMS, 90, sms)
+        found.append([
+            *kernels_of(flex_attention, *qkv(length=5000), alibi, lists(documents, 5000)),
+            *kernels_of(flex_attention, *qkv(length=5000), None, lists(causal, 5000)),
+            *kernels_of(flex_attention, *qkv(length=1, grad=False)[:1], *qkv(length=5000, grad=False)[1:]),
+        ])  # fmt: skip
+    assert found[0] == found[1] == found[2]
+
+
+def test_it_is_the_kernel_of_the_plan():
+    for archs, capability in (("sm_80", 80), ("sm_90a", 90)):
+        q, k, v = qkv(device="cpu")
+        kernels = [kernel.name for kernel in kernels_of(flex_attention, q, k, v, alibi, lists(documents), archs=archs)]
+        with _imagined.imagined_gpu(capability, False):
+            plan = flash_attn.explain(flex_attention, q, k, v, alibi, lists(documents))
+        assert plan.kernel in kernels and plan.backward.kernel in kernels
+        assert plan.device == "cuda" and len(kernels) > 4
+
+
+def test_a_compiled_call_has_the_same_kernels():
+    eager = kernels_of(flex_attention, *qkv(device="cpu"), alibi, mask_mod=documents)
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    assert kernels_of(compiled, *qkv(device="cpu"), alibi, mask_mod=documents) == eager
+
+
+# ---- nothing runs ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_and_calls_are_real_again():
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    cache = torch.randn(2, 1, 32, 2, 16)
+    before, version = cache.clone(), cache._version
+    want = flash_attn.flash_attn_func(q, k, v)
+    lengths = torch.tensor([5], dtype=torch.int32)
+    names = names_of(flash_attn.flash_attn_with_kvcache, q, *cache.unbind(), k, v, cache_seqlens=lengths)
+    assert names == ["kvcache_fp32", "attn_fwd_any_fp32_d64_q128kv64"]
+    assert torch.equal(cache, before) and cache._version == version
+
+    def fails(*args):
+        flash_attn.flash_attn_func(*args)
+        raise KeyError("a fault of the function")
+
+    with pytest.raises(KeyError):
+        kernels_of(fails, q, k, v)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v), want)
+
+
+def test_gradients_are_not_touched():
+    leaves = qkv(device="cpu", dtype=torch.float32, length=8)
+    learned = torch.ones(8, requires_grad=True)
+    kernels_of(flex_attention, *leaves, lambda s, b, h, i, j: s * learned[h])
+    assert all(x.grad is None for x in (*leaves, learned))
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_architecture():
+    with pytest.raises(ValueError, match="there are kernels for sm_80, .*, not for sm_42"):
+        kernels_of(flex_attention, *qkv(), archs=["sm_90a", "sm_42"])
+
+
+def test_a_mod_that_cannot_be_traced_is_named_with_its_line():
+    def branches(score, b, h, q_idx, kv_idx):
+        return score if q_idx > kv_idx else -score
+
+    line = branches.__code__.co_firstlineno + 1
+    with pytest.raises(RuntimeError, match=rf"branches, .*test_flex_prebuild.py, line {line}"):
+        kernels_of(flex_attention, *qkv(), branches)
+
+
+def test_a_call_without_attention():
+    with pytest.raises(TypeError, match="prebuild_call: 'sum' asks for no kernel of a GPU"):
+        kernels_of(torch.sum, torch.empty(3, device="meta"))
+    with pytest.raises(RuntimeError, match="must not call itself"):
+        kernels_of(lambda: kernels_of(flex_attention, *qkv()))
+
+
+def test_what_a_gpu_refuses_is_refused():
+    with pytest.raises(NotImplementedError, match="fp64 on the CPU"):
+        kernels_of(flex_attention, *qkv(dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="on the CPU fp64; q is fp64"):
+        kernels_of(flash_attn.flash_attn_func, *(x.transpose(1, 2) for x in qkv(dtype=torch.float64)))
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------------------
+
+# Keeps the texts of the last program and its options in FOLDER, if set. Fails with the log FAILS_WITH, if set.
+COMPILER = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void keep(const char *name, const char *text, const char *mode) {
+    char path[1024];
+    if (!getenv("FOLDER")) return;
+    snprintf(path, sizeof path, "%s/%s", getenv("FOLDER"), name);
+    FILE *file = fopen(path, mode);
+    fputs(text, file);
+    fclose(file);
+}
+static const char *log_text(void) { return getenv("FAILS_WITH") ? getenv("FAILS_WITH") : ""; }
+int nvrtcVersion(int *major, int *minor) { return *major = 99, *minor = 1, 0; }
+const char *nvrtcGetErrorString(int result) { return result == 6 ? "NVRTC_ERROR_COMPILATION" : "?"; }
+int nvrtcCreateProgram(void **program, const char *source, const char *name, int num, const char *const *headers,
+                       const char *const *names) {
+    keep(name, source, "w");
+    keep("options", "", "w");
+    for (int i = 0; i < num; i++) keep(names[i], headers[i], "w");
+    return *program = &num, 0;
+}
+int nvrtcDestroyProgram(void **program) { return *program = NULL, 0; }
+int nvrtcCompileProgram(void *program, int num, const char *const *options) {
+    for (int i = 0; i < num; i++) keep("options", options[i], "a"), keep("options", "\n", "a");
+    return getenv("FAILS_WITH") ? 6 : 0;
+}
+int nvrtcGetProgramLogSize(void *program, size_t *bytes) { return *bytes = strlen(log_text()) + 1, 0; }
+int nvrtcGetProgramLog(void *program, char *log) { return strcpy(log, log_text()), 0; }
+int nvrtcGetCUBINSize(void *program, size_t *bytes) { return *bytes = 6, 0; }
+int nvrtcGetCUBIN(void *program, char *cubin) { return memcpy(cubin, "cubin", 6), 0; }
+"""
+
+# What a user writes for python -m flash_attn.build --call.
+MODULE = """
+import torch
+from flash_attn.flex_attention import flex_attention
+
+slopes = torch.ones(8)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) * (q_idx - kv_idx) < 100
+
+
+def step():
+    query, key, value = (torch.empty(1, 8, 64, 32) for _ in range(3))
+    return flex_attention(query, key, value, alibi, mask_mod=near)
+
+
+def plain():
+    query, key, value = (torch.empty(1, 8, 64, 32) for _ in range(3))
+    return flex_attention(query, key, value)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    if GCC is None:
+        pytest.skip("gcc is not installed")
+    folder = tmp_path_factory.mktemp("compiler")
+    (folder / "nvrtc.c").write_text(COMPILER)
+    library = folder / "libnvrtc.so"
+    subprocess.run([GCC, "-shared", "-fPIC", "-w", "-o", library, folder / "nvrtc.c"], check=True)
+    return library
+
+
+@pytest.fixture
+def build(compiler, tmp_path):
+    """build(words.., VARIABLE=value..): the finished process of python -m flash_attn.build."""
+    (tmp_path / "kernels.py").write_text(MODULE)
+    (tmp_path / "cache").mkdir(mode=0o700)
+
+    def build(*words, **variables):
+        environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+        environment |= {"FLASH_ATTN_NVRTC": str(compiler), **variables}
+        command = [sys.executable, "-W", "ignore", "-m", "flash_attn.build", *words]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    build.folder = tmp_path
+    return build
+
+
+def test_kernels_are_compiled_into_the_cache(build, monkeypatch):
+    texts = build.folder / "texts"
+    texts.mkdir()
+    done = build("--arch", "sm_80", "--call", "kernels:step", FOLDER=str(texts))
+    assert done.returncode == 0 and done.stdout == "1 kernels compiled; the others were there\n", done.stderr
+    assert re.fullmatch(r"compiled  sm_80  attn_fwd_any_fp32_d64_q128kv64_of3_flex_[0-9a-f]{16}\n", done.stderr)
+    (cubin,) = (build.folder / "cache").iterdir()
+    done = build("--arch", "sm_80", "--call", "kernels:step")
+    assert done.stdout.startswith("0 kernels compiled") and done.stderr.startswith("was there  sm_80  attn_fwd_any")
+    # The name of the file follows from the same functions that a call on a GPU asks.
+    scope = {}
+    exec(MODULE, scope)
+    monkeypatch.setenv("FLASH_ATTN_CACHE_DIR", str(build.folder / "cache"))
+    (kernel,) = kernels_of(scope["step"], archs="sm_80")
+    assert re.fullmatch(rf"{kernel.name}-{kernel.key}-[0-9a-f]{{8}}\.cubin", cubin.name)
+    if NVCC is not None:
+        options = [x for x in (texts / "options").read_text().splitlines() if not x.startswith("--gpu-architecture")]
+        command = [NVCC, "-cubin", "-arch=sm_80", *options, "-o", texts / "cubin", texts / "attn_fwd_any.cu"]
+        subprocess.run(command, check=True)
+        assert kernel.name.encode() in (texts / "cubin").read_bytes()
+
+
+LOG = """flex_mods.cuh(16): error: identifier "lost" is undefined
+      const float v5 = lost(v0);
+                       ^
+
+1 error detected in the compilation of "attn_fwd_any.cu".
+"""
+
+
+def test_a_kernel_with_mods_that_does_not_compile(build):
+    done = build("--arch", "sm_80", "--call", "kernels:step", FAILS_WITH=LOG)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    first, *rest = done.stderr.splitlines()
+    kernel = r"attn_fwd_any_fp32_d64_q128kv64_of3_flex_\w{16}"
+    words = r'flex_mods.cuh\(16\): error: identifier "lost" is undefined, in the line: const '
+    assert re.match(f"flash_attn: NVRTC 99.1 does not compile {kernel}: {words}", first)
+    assert first.endswith(("csrc/cuda)", "flash_attn/cuda)"))
+    module = build.folder / "kernels.py"
+    line = {name: number for number, text in enumerate(MODULE.splitlines(), 1)
+            for name in re.findall(r"^def (\w+)", text)}  # fmt: skip
+    assert rest[:2] == [f"score_mod: alibi, {module}, line {line['alibi']}",
+                        f"mask_mod: near, {module}, line {line['near']}"]  # fmt: skip
+    assert rest[2] == "The compiler says:" and rest[3:8] == [f"    {text}" for text in LOG.splitlines()]
+    quoted = first.split("in the line: ")[1].split(" (the texts")[0]
+    assert f"  16      {quoted}" in rest
+    assert rest[-1].startswith("flash_attn made this text from the mods") and "Please report" in rest[-1]
+    assert list((build.folder / "cache").iterdir()) == []
+
+
+def test_a_plain_kernel_that_does_not_compile(build):
+    done = build("--arch", "sm_80", "--call", "kernels:plain", FAILS_WITH="score.cuh(9): error: " + 999 * "x")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "does not compile attn_fwd_any_fp32_d64_q128kv64_of3: score.cuh(9): error: xxx" in done.stderr
+    assert re.search(r"x \(the texts are in .*cuda\)$", done.stderr.strip())
+    done = build("--arch", "sm_80", "--call", "kernels:plain", FAILS_WITH="")
+    assert "does not compile attn_fwd_any_fp32_d64_q128kv64_of3: NVRTC_ERROR_COMPILATION (the texts" in done.stderr
+
+
+def test_a_compiler_that_is_too_old_for_the_gpu(build):
+    log = "nvrtc: error: invalid value for --gpu-architecture (-arch)\n"
+    done = build("--arch", "sm_121", "--call", "kernels:step", FAILS_WITH=log)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "NVRTC 99.1 compiles no kernels for sm_121: install a newer nvidia-cuda-nvrtc" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("kernels", "--call takes module:function, not 'kernels'"),
+        ("no_such_module:step", "No module named 'no_such_module'"),
+        ("kernels:stop", "no attribute 'stop'"),
+    ],
+)
+def test_a_place_that_is_not_there(build, place, words):
+    done = build("--call", place)
+    assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
