@@ -432,7 +432,9 @@ def program(tmp_path_factory):
     return folder / "loading"
 
 
-@pytest.mark.parametrize("command", ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined"))
+@pytest.mark.parametrize(
+    "command", ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined")
+)
 def test_loading(program, command):
     done = subprocess.run([program, command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -123,9 +123,9 @@ typedef struct {
 fa_status fa_driver_get(const fa_driver **driver, fa_error *err);
 fa_status fa_gpu_get(int device_idx, const fa_gpu **gpu, fa_error *err);
 
-/* From now on this thread's calls are those of a GPU that need not be here, until the capability is 0. fa_gpu_get returns
- * this GPU for every index, and fa_driver_get a driver whose functions do nothing. A kernel that a call would load is
- * compiled instead (kernels.h). fa_gpu_imagined returns NULL if the thread's calls are real. */
+/* From now on this thread's calls are those of a GPU that need not be here, until the capability is 0. fa_gpu_get
+ * returns this GPU for every index, and fa_driver_get a driver whose functions do nothing. A kernel that a call would
+ * load is compiled instead (kernels.h). fa_gpu_imagined returns NULL if the thread's calls are real. */
 void fa_gpu_imagine(int capability, int num_sms);
 const fa_gpu *fa_gpu_imagined(void);
 

@@ -19,9 +19,9 @@ typedef struct {
     bool is_compiled; /* .. and was compiled */
 } fa_asked_kernel;
 
-/* Each thread has a list of the kernels that its calls on imagined GPUs asked for, each once. The first function empties
- * the list, and says whether kernels that are absent are compiled from now on. The second returns the list, which is
- * valid until the thread's next call. */
+/* Each thread has a list of the kernels that its calls on imagined GPUs asked for, each once. The first function
+ * empties the list, and says whether kernels that are absent are compiled from now on. The second returns the list,
+ * which is valid until the thread's next call. */
 void fa_asked_kernels_reset(bool compiles);
 const fa_asked_kernel *fa_asked_kernels(int *num);
 
