@@ -24,8 +24,8 @@ fa_status fa_variant_key(fa_variant variant, uint64_t *key, fa_error *err);
 /* Compiles the variant. The caller frees cubin->data. */
 fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err);
 
-/* Hands over what the compiler said if this thread's last compilation failed, and the text of the user's functions. Each
- * is NULL if there is none. The caller frees both. */
+/* Hands over what the compiler said if this thread's last compilation failed, and the text of the user's functions.
+ * Each is NULL if there is none. The caller frees both. */
 void fa_compile_failure(char **log, char **mods);
 
 #endif
