@@ -1,0 +1,184 @@
+/* Compares the kernels flex_blocks, flex_walks and flex_order with csrc/flex/block_map.c and with plain loops over all
+ * pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists, map, walks and order lie in
+ * guarded memory. Blocks and tiles have any sizes, lists have any order and strides, and some of their places are no
+ * blocks.
+ *
+ *   check_flex_walks              all cases
+ *   check_flex_walks --seed N     one case */
+#define _GNU_SOURCE
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#pragma GCC diagnostic ignored "-Wunused-function" /* the cases of attention are not used here */
+
+#include "cases.h"
+#include "cuda/cuda_flex.h"
+#include "cuda_device.h"
+#include "flex/block_map.h"
+#include "gpu/launch.h"
+
+static const fa_driver driver = {.cuLaunchKernelEx = launch};
+
+static random_source source;
+static int64_t below(int64_t n) { return random_below(&source, n); }
+#define PICK(...) ((const int64_t[]){__VA_ARGS__}[below((int64_t)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)))])
+
+enum { EMPTY, PARTIAL, FULL, MIXED };
+
+static void run_kernel(fa_family_id family, const void *parameters, unsigned threads) {
+    const fa_cuda_call call = {.gpu = &gpu, .driver = &driver};
+    const fa_variant variant = {.family = family, .arch = gpu.capability};
+    const fa_launch shape = {1 + (unsigned)below(3), 1, 1, .threads = threads};
+    fa_error err = {""};
+    if (fa_cuda_launch(&call, variant, shape, parameters, &err)) fail_msg("%s", err.text);
+}
+
+/* A list for each row of blocks: blocks in any order, some twice, and places that are no blocks. share: of 8 places how
+ * many are blocks. */
+static fa_flex_list make_list(const fa_flex *f, int64_t share) {
+    const int64_t pitch = f->columns + below(3), pitch_num = 1 + below(2), lines = f->mask_b * f->mask_h * f->rows;
+    int32_t *num = guarded_alloc((size_t)(lines * pitch_num) * sizeof *num, 4, below(2));
+    int32_t *blocks = guarded_alloc((size_t)(lines * pitch) * sizeof *blocks, 4, below(2));
+    for (int64_t line = 0; line < lines; line++) {
+        num[line * pitch_num] = (int32_t)(below(9) == 0 ? f->columns + 3 : below(f->columns + 1));
+        for (int64_t i = 0; i < f->columns; i++)
+            blocks[line * pitch + i] =
+                below(8) < share ? (int32_t)below(f->columns) : (int32_t)PICK(-1, INT32_MIN, f->columns, INT32_MAX);
+    }
+    return (fa_flex_list){.num = num,
+                          .blocks = blocks,
+                          .num_stride = {f->mask_h * f->rows * pitch_num, f->rows * pitch_num, pitch_num},
+                          .blocks_stride = {f->mask_h * f->rows * pitch, f->rows * pitch, pitch, 1}};
+}
+
+static fa_cuda_block_list list_of(const fa_flex_list *t) {
+    fa_cuda_block_list list = {.num = t->num, .blocks = t->blocks};
+    memcpy(list.num_stride, t->num_stride, sizeof t->num_stride);
+    memcpy(list.blocks_stride, t->blocks_stride, sizeof t->blocks_stride);
+    return list;
+}
+
+/* Compares the map of flex_blocks with that of the CPU. Returns the map. */
+static const unsigned char *check_map(int seed, const fa_flex *f, const fa_problem *p, bool has_mask_mod) {
+    fa_flex_block_map m = fa_flex_block_map_of(p);
+    const size_t bytes = fa_flex_block_map_bytes(&m);
+    unsigned char *kinds = guarded_alloc(bytes, 1, true);
+    m.kinds = guarded_alloc(bytes, 1, true);
+    fa_flex_fill_block_map(&m, f);
+    const fa_cuda_flex_blocks a = {
+        .partial = list_of(&f->partial),
+        .full = list_of(&f->full),
+        .kinds = kinds,
+        .mask_b = (int)f->mask_b,
+        .mask_h = (int)f->mask_h,
+        .rows = (int)f->rows,
+        .columns = (int)f->columns,
+        .kind_of_partial = has_mask_mod ? PARTIAL : FULL,
+    };
+    run_kernel(FA_FLEX_BLOCKS, &a, 128);
+    for (size_t i = 0; i < bytes; i++) {
+        const int want = m.kinds[i] == PARTIAL && !has_mask_mod ? FULL : m.kinds[i];
+        if (kinds[i] != want) fail_msg("--seed %d: block %zu of the map is %d, not %d", seed, i, kinds[i], want);
+    }
+    return kinds;
+}
+
+/* The kind of the pairs of rows [i, i_end) and keys [j, j_end): EMPTY, PARTIAL, FULL or MIXED. */
+static int kind_of_pairs(const fa_flex *f, const unsigned char *kinds, int i, int i_end, int j, int j_end) {
+    unsigned seen = 0;
+    for (int row = i; row < i_end; row++)
+        for (int key = j; key < j_end; key++) seen |= 1u << kinds[row / f->block_q * f->columns + key / f->block_kv];
+    return seen & (seen - 1) ? MIXED : seen == 1u << EMPTY ? EMPTY : seen == 1u << FULL ? FULL : PARTIAL;
+}
+
+static int least(int x, int y) { return x < y ? x : y; }
+
+/* Compares the walk of one tile with what `kinds`, of its mask, say. */
+static void check_walk(int seed, const fa_flex *f, const fa_cuda_flex_walks *a, const unsigned char *kinds, int own,
+                       const int *walk) {
+    const int first = own * a->own_tile, end = least(first + a->own_tile, a->own_len);
+    int num = 0;
+    for (int other = a->other_tiles - 1; other >= 0; other--) {
+        const int at = other * a->other_tile, stop = least(at + a->other_tile, a->other_len);
+        const int kind =
+            a->own_keys ? kind_of_pairs(f, kinds, at, stop, first, end) : kind_of_pairs(f, kinds, first, end, at, stop);
+        if (kind == EMPTY) continue;
+        num++;
+        if (num > walk[0] || walk[num] != 4 * other + kind)
+            fail_msg("--seed %d: tile %d does not walk over tile %d of kind %d", seed, own, other, kind);
+    }
+    if (walk[0] != num) fail_msg("--seed %d: tile %d walks over %d tiles, not %d", seed, own, walk[0], num);
+    for (int i = num + 1; i <= a->other_tiles; i++) /* behind the walk nothing is written */
+        if (walk[i] != -1) fail_msg("--seed %d: the walk of tile %d has no end", seed, own);
+}
+
+/* The order has each tile once, long walks first, and of walks of one length the last first. */
+static void check_order(int seed, const fa_cuda_flex_walks *a, const int *walks, const int *order) {
+    for (int i = 0; i < a->own_tiles; i++) {
+        if (order[i] < 0 || order[i] >= a->own_tiles) fail_msg("--seed %d: there is no tile %d", seed, order[i]);
+        if (i == 0) continue;
+        const int before = walks[order[i - 1] * (1 + a->other_tiles)], num = walks[order[i] * (1 + a->other_tiles)];
+        if (before < num || (before == num && order[i - 1] <= order[i]))
+            fail_msg("--seed %d: tile %d of %d follows tile %d of %d", seed, order[i], num, order[i - 1], before);
+    }
+}
+
+static void run_case(int seed) {
+    source = (random_source){(uint64_t)seed};
+    const int64_t len_q = PICK(1, 40, 129, 300), len_kv = PICK(1, 33, 128, 300);
+    fa_flex f = {.mask_b = PICK(1, 2), .mask_h = PICK(1, 3)};
+    f.block_q = PICK(1, 16, 33, 128, INT32_MAX), f.block_kv = PICK(2, 16, 40, 128, INT32_MAX);
+    f.rows = (len_q + f.block_q - 1) / f.block_q + below(2),
+    f.columns = (len_kv + f.block_kv - 1) / f.block_kv + below(2);
+    f.partial = make_list(&f, PICK(0, 2, 8));
+    if (below(4)) f.full = make_list(&f, PICK(0, 3, 8));
+    const fa_problem p = {.len_q = len_q, .len_kv = len_kv, .flex = &f};
+    const unsigned char *kinds = check_map(seed, &f, &p, below(2));
+
+    const bool own_keys = below(2);
+    fa_cuda_flex_walks a = {
+        .flex = {.kinds = kinds,
+                 .mask_b = (int)f.mask_b,
+                 .mask_h = (int)f.mask_h,
+                 .rows = (int)f.rows,
+                 .columns = (int)f.columns,
+                 .block_q = (int)f.block_q,
+                 .block_kv = (int)f.block_kv},
+        .own_len = (int)(own_keys ? len_kv : len_q),
+        .other_len = (int)(own_keys ? len_q : len_kv),
+        .own_tile = (int)PICK(4, 7, 64, 128, 1000),
+        .other_tile = (int)PICK(4, 7, 64, 128, 1000),
+        .own_keys = own_keys,
+    };
+    a.own_tiles = (a.own_len + a.own_tile - 1) / a.own_tile;
+    a.other_tiles = (a.other_len + a.other_tile - 1) / a.other_tile;
+    const int64_t masks = f.mask_b * f.mask_h, pitch = 1 + a.other_tiles;
+    a.walks = guarded_alloc((size_t)(masks * a.own_tiles * pitch) * sizeof(int), 4, true);
+    a.order = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
+    run_kernel(FA_FLEX_WALKS, &a, FA_FLEX_WALKS_THREADS);
+    run_kernel(FA_FLEX_ORDER, &a, FA_FLEX_WALKS_THREADS);
+    for (int64_t mask = 0; mask < masks; mask++) {
+        const int *walks = a.walks + mask * a.own_tiles * pitch;
+        for (int own = 0; own < a.own_tiles; own++)
+            check_walk(seed, &f, &a, kinds + mask * f.rows * f.columns, own, walks + own * pitch);
+        check_order(seed, &a, walks, a.order + mask * a.own_tiles);
+    }
+    guarded_free_all();
+}
+
+static int first_seed, last_seed = 300;
+
+static void test_cases(void **state) {
+    (void)state;
+    for (int seed = first_seed; seed <= last_seed; seed++) run_case(seed);
+}
+
+int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "--seed")) first_seed = last_seed = atoi(argv[2]);
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_cases)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
