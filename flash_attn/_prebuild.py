@@ -70,13 +70,23 @@ class Kernel(NamedTuple):
     is_compiled: bool  # the kernel was compiled now
 
 
-def _map_tensors(change, x):
+def _tensors_of(x):
+    """The tensors in tuples, lists and dicts."""
     if isinstance(x, torch.Tensor):
-        return change(x)
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from _tensors_of(part)
+
+
+def _without_meta(x, device):
+    """The same with stand-ins on the device for tensors on "meta"."""
+    if isinstance(x, torch.Tensor):
+        return stand_in(x, device) if x.is_meta else x
     if isinstance(x, dict):
-        return type(x)((name, _map_tensors(change, value)) for name, value in x.items())
+        return type(x)((name, _without_meta(value, device)) for name, value in x.items())
     if isinstance(x, (tuple, list)):
-        return getattr(x, "_make", type(x))(_map_tensors(change, value) for value in x)
+        return getattr(x, "_make", type(x))(_without_meta(value, device) for value in x)
     return x
 
 
@@ -96,8 +106,7 @@ def _leaves(tensors):
 
 def _run_backward(results):
     """The backward of the first result alone, and of all together: gradients of lse may have other kernels."""
-    outs = []
-    _map_tensors(lambda x: outs.append(x) if x.grad_fn is not None else None, results)
+    outs = [x for x in _tensors_of(results) if x.grad_fn is not None]
     for some in (outs[:1], outs) if len(outs) > 1 else (outs,):
         leaves = _leaves(some)
         if leaves:
@@ -130,10 +139,8 @@ def prebuild_call(function, *args, archs=("sm_90a",), compiles=True, **kwargs):
         The errors of the call itself on such a GPU.
     """
     numbers = numbers_of(archs)
-    given = []
-    _map_tensors(given.append, (args, kwargs))
-    device = next((x.device for x in given if x.device.type != "meta"), torch.device("cpu"))
-    args, kwargs = _map_tensors(lambda x: stand_in(x, device) if x.is_meta else x, (args, kwargs))
+    device = next((x.device for x in _tensors_of((args, kwargs)) if not x.is_meta), torch.device("cpu"))
+    args, kwargs = _without_meta((args, kwargs), device)
     kernels = []
     for number in numbers:
         with imagined_gpu(number, compiles):
