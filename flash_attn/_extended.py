@@ -5,19 +5,20 @@ There are two ways to the kernels, and one epilogue behind both:
     plain kernels   sinks, and an lse without a gradient
     mods            attn_bias, attn_mask, return_max_logits, and an lse with a gradient (flash_attn/flex/options.py)
 
-A sink is one more key of score ``sink`` and value 0. The epilogue adds the sink to the results of the kernels:
-
-    out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
-
-The backward needs no kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients
+The epilogue adds the sinks to the results of the kernels (_sinks.py), and gives out' and lse'. The backward needs no kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients
 of a softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
+
+In the graphs of torch.compile the second way is the operator of flex_attention (flash_attn/flex/graph.py), which has
+the same epilogue.
 """
 
 import torch
 
 from flash_attn import flash_attn_interface as interface
 from flash_attn._ops import check_layout, check_storage, check_tensor, empty_like, without_second_derivative
+from flash_attn._sinks import add_sinks, gradient_of_sinks
 from flash_attn.flex import attention as flex
+from flash_attn.flex import graph
 from flash_attn.flex import options as mods
 
 INF = float("inf")
@@ -26,34 +27,38 @@ INF = float("inf")
 
 
 class _Plain:
-    """The kernels of ``flash_attn_func``. ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, two lengths)."""
+    """The kernels of ``flash_attn_func``.
 
-    def __init__(self, lengths, dropout_p, mask, alibi_slopes, deterministic, block_table):
-        self.lengths, self.dropout_p, self.alibi_slopes = lengths, dropout_p, alibi_slopes
-        self.mask, self.deterministic, self.block_table = mask, deterministic, block_table
+    A way of this kind is a tuple (the lengths that are numbers, dropout_p, mask, deterministic), which Dynamo traces.
+    Its tensors are (alibi_slopes, block_table), then cu_seqlens_q and cu_seqlens_k of packed sequences.
+    """
 
-    def forward(self, q, k, v, tensors):
-        options = *self.lengths, self.dropout_p, *self.mask, self.alibi_slopes, False
-        if self.lengths:
-            results = interface._flash_attn_varlen_forward(q, k, v, *options, self.block_table)
+    @staticmethod
+    def forward(way, q, k, v, tensors):
+        max_lengths, dropout_p, mask, _ = way
+        alibi_slopes, block_table, *cu_seqlens = tensors
+        options = *cu_seqlens, *max_lengths, dropout_p, *mask, alibi_slopes, False
+        if len(cu_seqlens) > 0:
+            results = interface._flash_attn_varlen_forward(q, k, v, *options, block_table)
         else:
             results = interface._flash_attn_forward(q, k, v, *options)
         out, lse, _, rng_state = results
-        saved = rng_state if self.dropout_p else None, self.alibi_slopes, *self.lengths[:2]
-        return out, torch.where(lse == INF, -INF, lse), None, saved
+        return out, torch.where(lse == INF, -INF, lse), None, (rng_state if dropout_p else None,)
 
-    def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
-        if self.block_table is not None:
+    @staticmethod
+    def backward(way, inputs, tensors, saved, out, lse, dout, dlse, wanted):
+        max_lengths, dropout_p, mask, deterministic = way
+        alibi_slopes, block_table, *cu_seqlens = tensors
+        if block_table is not None:
             raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
-        rng_state, alibi_slopes, *cu_seqlens = saved
         grads = [empty_like(x) if is_wanted else None for x, is_wanted in zip(inputs, wanted)]
-        lengths, is_packed = (*cu_seqlens, *self.lengths[2:]), len(cu_seqlens) > 0
+        is_packed = len(cu_seqlens) > 0
         zero_tensors = (out.is_cpu,) if is_packed else ()
         interface._backward(
-            is_packed, interface.maybe_contiguous(dout), *inputs, out, lse, *grads, *lengths, self.dropout_p,
-            *self.mask, alibi_slopes, self.deterministic, rng_state, *zero_tensors,
+            is_packed, interface.maybe_contiguous(dout), *inputs, out, lse, *grads, *cu_seqlens, *max_lengths,
+            dropout_p, *mask, alibi_slopes, deterministic, saved[0], *zero_tensors,
         )  # fmt: skip
-        return grads
+        return (*grads, *[None] * len(tensors))
 
 
 class _Mods:
@@ -71,10 +76,12 @@ class _Mods:
     def _row(self, x):
         return x if x is None or not self.is_packed else x.unsqueeze(0)
 
+    @staticmethod
     def forward(self, q, k, v, tensors):
         out, lse, max_scores = flex.attend(self.call, *map(self._to, (q, k, v)), tensors)
         return self._from(out), lse.squeeze(0) if self.is_packed else lse, max_scores, self.call.tensors()
 
+    @staticmethod
     def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
         dq, dk, dv, *sums = flex.gradients(
             self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
@@ -86,40 +93,23 @@ class _Mods:
 # ---- the epilogue and autograd --------------------------------------------------------------------------------------
 
 
-def _is_packed(lse):
-    return lse.dim() == 2
-
-
-def add_sinks(out, lse, sinks):
-    """Adds a key of score ``sinks[h]`` and value 0. out is written. Returns lse'. A row that saw no key keeps out 0."""
-    with_sink = torch.logaddexp(lse, sinks.float()[:, None])
-    weight = torch.where(lse == -INF, 0.0, torch.exp(lse - with_sink))
-    out.mul_(weight.transpose(-1, -2)[..., None].to(torch.promote_types(out.dtype, torch.float32)))
-    return with_sink
-
-
-def _gradient_of_sinks(sinks, out, lse, dout, dlse):
-    """The sum over rows of ``exp(sink - lse') (dlse' - dout'.out')``."""
-    probability = torch.where(lse.isinf(), 0.0, torch.exp(sinks.float()[:, None] - lse))
-    addend = -(dout.float() * out.float()).sum(-1).transpose(-1, -2)
-    if dlse is not None:
-        addend = addend + dlse
-    rows = torch.where(probability == 0, 0.0, probability * addend)
-    return rows.sum([dim for dim in range(rows.dim()) if dim != rows.dim() - 2]).to(sinks.dtype)
+def _kind(way):
+    return _Plain if isinstance(way, tuple) else _Mods
 
 
 class _Extended(torch.autograd.Function):
     @staticmethod
     def forward(ctx, way, sinks, q, k, v, *tensors):
         q, k, v = map(interface.maybe_contiguous, (q, k, v))
-        out, lse, max_scores, saved = way.forward(q, k, v, tensors)
+        out, lse, max_scores, saved = _kind(way).forward(way, q, k, v, tensors)
         if sinks is not None:
             lse = add_sinks(out, lse, sinks)
         ctx.way, ctx.num_tensors = way, len(tensors)
         ctx.save_for_backward(sinks, q, k, v, out, lse, *tensors, *saved)
         ctx.set_materialize_grads(False)
-        if max_scores is not None:
-            ctx.mark_non_differentiable(max_scores)
+        if max_scores is None:
+            return out, lse
+        ctx.mark_non_differentiable(max_scores)
         return out, lse, max_scores
 
     @staticmethod
@@ -137,8 +127,8 @@ def _gradients(ctx, everything, dout, dlse):
     dout = torch.zeros_like(out) if dout is None else dout
     grads = [None] * len(wanted)
     if any(wanted):
-        grads = ctx.way.backward((q, k, v), tensors, saved, out, lse, dout, dlse, wanted)
-    return _gradient_of_sinks(sinks, out, lse, dout, dlse) if wants_sinks else None, *grads
+        grads = _kind(ctx.way).backward(ctx.way, (q, k, v), tensors, saved, out, lse, dout, dlse, wanted)
+    return gradient_of_sinks(sinks, out, lse, dout, dlse) if wants_sinks else None, *grads
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------
@@ -211,31 +201,50 @@ def _check_by_op(q, k, v, lengths, mask, alibi_slopes):
         )
 
 
-def _way_of_mods(q, k, v, lengths, shape, mask, alibi_slopes, deterministic, attn_bias, attn_mask, wants_max):
-    scale, causal, left, right, softcap = mask
+def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask):
+    """The places of the rows, a score_mod and a mask_mod of the call."""
+    _, causal, left, right, softcap = mask
     window = (left, 0 if causal else right)
     _check_by_op(q, k, v, lengths, mask, alibi_slopes)
-    is_packed = len(lengths) > 0
-    if is_packed:
+    if len(lengths) > 0:
         places = mods.PackedPlaces(*lengths[:2], len(q), len(k), window)
     else:
         places = mods.Places(*shape[2:], window)
     score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias)
-    mask_mod = mods.mask_mod_of(places, shape, attn_mask)
+    return places, score_mod, mods.mask_mod_of(places, shape, attn_mask)
+
+
+def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, is_exact, wants_max):
+    is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
     if not q.is_cpu and places.has_window and q.numel() and k.numel():
-        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
+        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, is_exact)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     return _Mods(call, is_packed, deterministic), tensors
 
 
-@torch.compiler.disable(reason="attn_bias, attn_mask, sinks, return_lse and return_max_logits break the graph")
+def _in_a_graph(q, k, v, scale, lengths, score_mod, mask_mod, sinks, deterministic, wants_max):
+    """The mods of a call that Dynamo traces: out, lse and max_scores."""
+    is_packed = len(lengths) > 0
+    views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k, v)]
+    out, lse, max_scores = graph.attend_with_sinks(
+        *views, score_mod, mask_mod, scale, sinks, wants_max, deterministic
+    )
+    out = out.transpose(1, 2)
+    return (out.squeeze(0), lse.squeeze(0), max_scores) if is_packed else (out, lse, max_scores)
+
+
 def attend(
     q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
 ):  # fmt: skip
     """Computes ``flash_attn_func`` and its relatives with options of this file. ``lengths``: see ``_Plain``."""
+    if graph.is_exported():
+        return graph.exported(
+            attend, q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
     if return_attn_probs:
         raise RuntimeError(
             "return_attn_probs cannot be combined with attn_bias, attn_mask, sinks, return_lse or return_max_logits: "
@@ -257,18 +266,28 @@ def attend(
         "return_lse with gradients": return_lse and is_recorded,
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
+    max_scores = None
     if reason is None:
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        way, tensors = _Plain(lengths, dropout_p, mask, alibi_slopes, deterministic, block_table), ()
+        way = lengths[2:], dropout_p, mask, deterministic
+        tensors = interface._distinct(q, k, v, alibi_slopes, block_table, *lengths[:2])
+        out, lse = _Extended.apply(way, sinks, *tensors)
     else:
         if dropout_p:
             raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
-        way, tensors = _way_of_mods(
-            q, k, v, lengths, shape, mask, alibi_slopes, deterministic, attn_bias, attn_mask, return_max_logits
-        )  # fmt: skip
-    out, lse, max_scores = _Extended.apply(way, sinks, q, k, v, *tensors)
+        places, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask)
+        if torch.compiler.is_dynamo_compiling():
+            out, lse, max_scores = _in_a_graph(
+                q, k, v, softmax_scale, lengths, *functions, sinks, deterministic, return_max_logits
+            )
+        else:
+            way, tensors = _way_of_mods(
+                q, k, softmax_scale, lengths, places, *functions, deterministic, attn_mask is None, return_max_logits
+            )
+            out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
+            max_scores = rest[0] if rest else None
     results = [out, *([lse] if return_lse else [])]
     if return_max_logits:
         results.append(_max_logits(max_scores))

@@ -15,6 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
 
 from .._ops import without_second_derivative
+from .._sinks import add_sinks, gradient_of_sinks
 from . import attention, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
@@ -165,15 +166,18 @@ def _tensors_of(tail):
 
 
 class _Attention(torch.autograd.Function):
-    """The op with its gradients. ``head`` are arguments between the tensors of the score_mod."""
+    """The op with its gradients, and the epilogue of sinks. ``head`` are arguments before those of the score_mod."""
 
     @staticmethod
-    def forward(ctx, program, head, tail, wants_max, query, key, value, num, *tensors):
+    def forward(ctx, program, head, tail, options, query, key, value, sinks, num, *tensors):
         score = (program.text.hex() if program else "", list(tensors[:num]), *tail[0])
         shared = (*head, *score, *tail[1:])
-        out, lse, max_scores = torch.ops.flash_attn.flex_forward(query, key, value, *shared, wants_max)
+        out, lse, max_scores = torch.ops.flash_attn.flex_forward(query, key, value, *shared, options["wants_max"])
+        if sinks is not None:
+            lse = add_sinks(out.transpose(1, 2), lse, sinks)
         ctx.program, ctx.head, ctx.tail, ctx.num = program, head, tail, num
-        ctx.save_for_backward(query, key, value, out, lse, *tensors, *_tensors_of(tail))  # torch checks for changes
+        ctx.deterministic = options["deterministic"]
+        ctx.save_for_backward(sinks, query, key, value, out, lse, *tensors, *_tensors_of(tail))  # torch checks for changes
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -186,9 +190,10 @@ class _Attention(torch.autograd.Function):
 
 @torch.no_grad()
 def _gradients(ctx, saved, dout, dlse):
-    query, key, value, out, lse, *tensors = saved
+    sinks, query, key, value, out, lse, *tensors = saved
     tensors, program = tensors[: ctx.num], ctx.program
-    wants, wanted = list(ctx.needs_input_grad[4:7]), ctx.needs_input_grad[8 : 8 + ctx.num]
+    *wants, wants_sinks = ctx.needs_input_grad[4:8]
+    wanted = ctx.needs_input_grad[9 : 9 + ctx.num]
     wanted = [i for i, want in enumerate(wanted) if want]
     text, places = derivative_of(program, wanted) if program else (b"", [])
     score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
@@ -196,12 +201,16 @@ def _gradients(ctx, saved, dout, dlse):
     dlse = None if dlse is None else dlse.float()
     found = torch.ops.flash_attn.flex_backward(
         query, key, value, *ctx.head, *score, *ctx.tail[1:], out, lse, dout, dlse, wants, text.hex(), list(places),
-        wanted,
+        wanted, ctx.deterministic,
     )  # fmt: skip
     found = iter(found)
     gradients = [next(found) if want else None for want in wants]
     sums = [next(found).to(tensors[i].dtype) if i in wanted else None for i in range(ctx.num)]
-    return None, None, None, None, *gradients, None, *sums, *[None] * (len(ctx.needs_input_grad) - 8 - ctx.num)
+    of_sinks = None
+    if wants_sinks:
+        of_sinks = gradient_of_sinks(sinks, out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
+    rest = [None] * (len(ctx.needs_input_grad) - 9 - ctx.num)
+    return None, None, None, None, *gradients, of_sinks, None, *sums, *rest
 
 
 def _is_as_made(x):
@@ -225,27 +234,26 @@ def _is_as_made(x):
 
 
 def _attend(query, key, value, score, block_mask, scale, options, score_captures, mask_captures):
-    query, key, value = attention.in_autocast(query, key, value)
+    if options["follows_autocast"]:
+        query, key, value = attention.in_autocast(query, key, value)
     *block_size, num, places, full_num, full_places = block_mask[:6]
-    *sequences, mask = block_mask[6:]
+    *sequences, sinks, mask = block_mask[6:]
     sequences = Sequences(*sequences)
     score = _of_score(score, score_captures, query)
     mask = _of_mask(mask, mask_captures, query.device)
     lists = [x for x in (num, places, full_num, full_places) if x is not None]
-    wants_lse, wants_max = options["wants_lse"], options["wants_max"]
     of_mask = (mask[0].text.hex(), *mask[1:]) if mask else ("", [], [], [])
     tensors = score[1] if score else []
-    inputs = (query, key, value, *tensors)
+    inputs = (query, key, value, *tensors, *([] if sinks is None else [sinks]))
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_recorded:
         sequences.refuse_gradients()
-    may_be_plain = not wants_max and not (wants_lse and is_recorded) and all(map(_is_as_made, lists))
+    may_be_plain = not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
     blocks = (block_size if lists else [], lists)
     of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
     tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)
-    return _Attention.apply(
-        score[0] if score else None, (scale, may_be_plain), tail, wants_max, query, key, value, len(tensors), *tensors
-    )
+    program, head = score[0] if score else None, (scale, may_be_plain)
+    return _Attention.apply(program, head, tail, options, query, key, value, sinks, len(tensors), *tensors)
 
 
 def _classify(like, _key, _value, _score, block_mask, _scale, options, _captures, mask_captures):
@@ -310,8 +318,22 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
         blocks = (*block_mask.BLOCK_SIZE, *[attention.int32(x) for x in lists])
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    options = {"wants_lse": bool(wants_lse), "wants_max": bool(wants_max)}
-    blocks = (*blocks, *places, _mask_function(mask_mod))
+    blocks = (*blocks, *places, None, _mask_function(mask_mod))
+    options = _options(wants_lse, wants_max)
+    return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
+
+
+def _options(wants_lse, wants_max, deterministic=False, follows_autocast=True):
+    return {
+        "wants_lse": bool(wants_lse), "wants_max": bool(wants_max), "deterministic": bool(deterministic),
+        "follows_autocast": follows_autocast,
+    }  # fmt: skip
+
+
+def attend_with_sinks(query, key, value, score_mod, mask_mod, scale, sinks, wants_max, deterministic):
+    """The options of ``flash_attn_func``, while Dynamo traces it: out, lse and max_scores. sinks may be None."""
+    blocks = (0, 0, None, None, None, None, None, None, None, False, sinks, _mask_function(mask_mod))
+    options = _options(True, wants_max, deterministic, follows_autocast=False)
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 
 

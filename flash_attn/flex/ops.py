@@ -24,7 +24,7 @@ PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a bl
 SCHEMAS = {
     "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max) -> (Tensor, Tensor, Tensor)",
     "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
-    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted) -> Tensor[]",
+    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic) -> Tensor[]",
     "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
 }
 
@@ -127,7 +127,7 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
     score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
-    out, lse, dout, dlse, wants, derivative, places, wanted = rest[12:]
+    out, lse, dout, dlse, wants, derivative, places, wanted, deterministic = rest[12:]
     call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, *blocks)
     gradients, sums = _results_of_backward(query, key, value, wants, score[1], wanted)
     at, found = dict(zip(wanted, sums)), None
@@ -137,14 +137,14 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     calls.backward(
         query, key, value, out, lse, dout, None if dlse is None else attention.rows_of(dlse), *gradients,
         torch.empty_like(lse), call.scale, call.plain, call.score, call.mask, call.blocks, found,
-        None if found is None else tuple(at.get(i) for i in places), torch.are_deterministic_algorithms_enabled(),
-        call.sequences,
+        None if found is None else tuple(at.get(i) for i in places),
+        deterministic or torch.are_deterministic_algorithms_enabled(), call.sequences,
     )  # fmt: skip
     return [x for x in gradients if x is not None] + sums
 
 
 def _backward_fake(query, key, value, scale, may_be_plain, *rest):
-    wants, _, _, wanted = rest[16:]
+    wants, _, _, wanted, _ = rest[16:]
     gradients, sums = _results_of_backward(query, key, value, wants, rest[1], wanted)
     return [x for x in gradients if x is not None] + sums
 
