@@ -416,7 +416,7 @@ def flash_attn_func(
             Otherwise, dq may differ by rounding from run to run if ``explain`` says "added in any order".
         return_attn_probs: return the three results below instead of one.
 
-        These options, by keyword, are not upstream's. ``torch.compile`` breaks the graph.
+        These options, by keyword, are not upstream's. ``torch.compile`` keeps them in its graph.
         attn_bias: floating ``[b, h, len_q, len_k]``, or 1 in place of a size, or fewer dimensions: added to the score
             after softcap and slopes. Its gradient has its shape.
         attn_mask: bool, of such a shape: key j is visible from row i only where it is True. Combines with causal and
