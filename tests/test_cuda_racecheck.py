@@ -32,6 +32,7 @@ pytestmark = [
 PROGRAM = """
 import json, sys, torch
 from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flex_attention import create_block_mask, flex_attention
 cu = torch.tensor([0, 130, 131, 131, 400, 555], device="cuda", dtype=torch.int32)
 def randn(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -40,6 +41,11 @@ for head_dim, is_packed, options in json.loads(sys.argv[1]):
     q, k, v = (randn(*shape, heads, head_dim) for heads in (4, 2, 2))
     if is_packed:
         out = flash_attn_varlen_func(q, k, v, cu, cu, 269, 269, **options)
+    elif options.get("has_mods"):
+        sees = lambda b, h, i, j: (i >= j) & (i // 100 % 2 == 0)
+        blocks = create_block_mask(sees, 1, 4 if options["has_mods"] == "of heads" else 1, 300, 300, "cuda", 64)
+        biased = lambda s, b, h, i, j: s + 0.1 * (j - i)
+        out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), biased, blocks, enable_gqa=True)
     else:
         out = flash_attn_func(q, k, v, **options)
     out.backward(torch.ones_like(out))
@@ -51,6 +57,7 @@ PACKED = [{"causal": True}, {"window_size": (50, 20)}]
 PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 192, 256)}
 PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 192, 256)}
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
+PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": of}) for of in ("of all", "of heads")] for d in (64, 128)}
 PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]
 
 
