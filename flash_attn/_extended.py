@@ -228,9 +228,7 @@ def _in_a_graph(q, k, v, scale, lengths, score_mod, mask_mod, sinks, determinist
     """The mods of a call that Dynamo traces: out, lse and max_scores."""
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k, v)]
-    out, lse, max_scores = graph.attend_with_sinks(
-        *views, score_mod, mask_mod, scale, sinks, wants_max, deterministic
-    )
+    out, lse, max_scores = graph.attend_with_sinks(*views, score_mod, mask_mod, scale, sinks, wants_max, deterministic)
     out = out.transpose(1, 2)
     return (out.squeeze(0), lse.squeeze(0), max_scores) if is_packed else (out, lse, max_scores)
 

@@ -1,6 +1,6 @@
 """The epilogue of learned sinks, and its gradient. A sink is one more key of score ``sink`` and value 0.
 
-    out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
+out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
 """
 
 import torch

@@ -177,7 +177,9 @@ class _Attention(torch.autograd.Function):
             lse = add_sinks(out.transpose(1, 2), lse, sinks)
         ctx.program, ctx.head, ctx.tail, ctx.num = program, head, tail, num
         ctx.deterministic = options["deterministic"]
-        ctx.save_for_backward(sinks, query, key, value, out, lse, *tensors, *_tensors_of(tail))  # torch checks for changes
+        ctx.save_for_backward(
+            sinks, query, key, value, out, lse, *tensors, *_tensors_of(tail)
+        )  # torch checks for changes
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -248,7 +250,9 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_recorded:
         sequences.refuse_gradients()
-    may_be_plain = not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
+    may_be_plain = (
+        not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
+    )
     blocks = (block_size if lists else [], lists)
     of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
     tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)
