@@ -5,8 +5,9 @@ There are two ways to the kernels, and one epilogue behind both:
     plain kernels   sinks, and an lse without a gradient
     mods            attn_bias, attn_mask, return_max_logits, and an lse with a gradient (flash_attn/flex/options.py)
 
-The epilogue adds the sinks to the results of the kernels (_sinks.py), and gives out' and lse'. The backward needs no kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients
-of a softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
+The epilogue adds the sinks to the results of the kernels (_sinks.py), and gives out' and lse'. The backward needs no
+kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients of a softmax that has
+the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
 
 In the graphs of torch.compile the second way is the operator of flex_attention (flash_attn/flex/graph.py), which has
 the same epilogue.
