@@ -58,7 +58,9 @@ def test_gradients_of_every_score_mod_on_hopper(make, seed):
     for leaf in leaves:  # gradients of captures have kernels of their own
         leaf.requires_grad_(False)
     mask_mod = rng.choice([None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 != 0])
-    compare(tensors_of(rng, shape, rng.choice(DIMS)), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None)
+    compare(
+        tensors_of(rng, shape, rng.choice(DIMS)), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None
+    )
 
 
 @pytest.mark.parametrize("dims", DIMS)
