@@ -153,6 +153,7 @@ struct shared_memory {
     u64 idx_full, idx_empty;
     int idx;
     tile tiles[2];
+    step_words words;
 };
 static shared_memory s;
 
@@ -202,7 +203,7 @@ static void check_tile(const params &p, const tile &t, int idx) {
         wanted += CTAS * p.heads_per_tile * ((long)(sizeof s.q[0] + sizeof s.dout[0]) + 2 * stat_bytes);
         EXPECT((t.queries.full_begin <= i && i < t.queries.full_end) == x.full[i][t.kv_tile]);
         EXPECT((i >= t.first_begin) == (before == 0) && (i < t.last_end) == (behind == 0));
-        EXPECT(turn_of(p, t, i) == (u32)before);
+        EXPECT(turn_of(p, t, t.share_at(i), i) == (u32)before);
     }
 }
 
