@@ -1,7 +1,7 @@
-/* Compares the kernels flex_blocks, flex_walks and flex_order with csrc/flex/block_map.c and with plain loops over all
- * pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists, map, walks and order lie
- * in guarded memory. Blocks and tiles have any sizes, lists have any order and strides, and some of their places are
- * no blocks.
+/* Compares the kernels flex_blocks, flex_walks, flex_order and flex_ranks with csrc/flex/block_map.c and with plain
+ * loops over all pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists, map, walks,
+ * order and ranks lie in guarded memory. Blocks and tiles have any sizes, lists have any order and strides, and some of
+ * their places are no blocks.
  *
  *   check_flex_walks              all cases
  *   check_flex_walks --seed N     one case */
@@ -116,14 +116,34 @@ static void check_walk(int seed, const fa_flex *f, const fa_cuda_flex_walks *a, 
         if (walk[i] != -1) fail_msg("--seed %d: the walk of tile %d has no end", seed, own);
 }
 
-/* The order has each tile once, long walks first, and of walks of one length the last first. */
+/* The order has each tile once, long walks first. Of walks of one length the last query tile is the first, but the
+ * first key tile. */
 static void check_order(int seed, const fa_cuda_flex_walks *a, const int *walks, const int *order) {
     for (int i = 0; i < a->own_tiles; i++) {
         if (order[i] < 0 || order[i] >= a->own_tiles) fail_msg("--seed %d: there is no tile %d", seed, order[i]);
         if (i == 0) continue;
         const int before = walks[order[i - 1] * (1 + a->other_tiles)], num = walks[order[i] * (1 + a->other_tiles)];
-        if (before < num || (before == num && order[i - 1] <= order[i]))
+        const bool is_behind = a->own_keys ? order[i] > order[i - 1] : order[i] < order[i - 1];
+        if (before < num || (before == num && !is_behind))
             fail_msg("--seed %d: tile %d of %d follows tile %d of %d", seed, order[i], num, order[i - 1], before);
+    }
+}
+
+/* Each own tile adds to the other tiles of its walk, in this order. */
+static void check_ranks(int seed, const fa_flex *f, const fa_cuda_flex_walks *a, const unsigned char *kinds,
+                        const int *order, const unsigned *ranks) {
+    for (int other = 0; other < a->other_tiles; other++, ranks += a->own_tiles + 1) {
+        const int at = other * a->other_tile, stop = least(at + a->other_tile, a->other_len);
+        unsigned num = 0;
+        for (int place = 0; place < a->own_tiles; place++) {
+            const int own = order ? order[place] : place, first = own * a->own_tile;
+            const int end = least(first + a->own_tile, a->own_len);
+            if (kind_of_pairs(f, kinds, at, stop, first, end) == EMPTY) continue;
+            const unsigned want = 2 * num + (num + 1 == ranks[a->own_tiles]);
+            if (ranks[own] != want) fail_msg("--seed %d: rank %u of tile %d, not %u", seed, ranks[own], own, want);
+            num++;
+        }
+        if (ranks[a->own_tiles] != num) fail_msg("--seed %d: %u tiles add, not %u", seed, ranks[a->own_tiles], num);
     }
 }
 
@@ -161,11 +181,21 @@ static void run_case(int seed) {
     a.order = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
     run_kernel(FA_FLEX_WALKS, &a, FA_FLEX_WALKS_THREADS);
     run_kernel(FA_FLEX_ORDER, &a, FA_FLEX_WALKS_THREADS);
+    int *order = a.order;
+    const int64_t rank_pitch = (int64_t)a.other_tiles * (a.own_tiles + 1);
+    if (own_keys) {
+        if (below(2)) a.order = NULL; /* ascending */
+        a.ranks = guarded_alloc((size_t)(masks * rank_pitch) * sizeof(unsigned), 4, true);
+        run_kernel(FA_FLEX_RANKS, &a, FA_FLEX_WALKS_THREADS);
+    }
     for (int64_t mask = 0; mask < masks; mask++) {
         const int *walks = a.walks + mask * a.own_tiles * pitch;
         for (int own = 0; own < a.own_tiles; own++)
             check_walk(seed, &f, &a, kinds + mask * f.rows * f.columns, own, walks + own * pitch);
-        check_order(seed, &a, walks, a.order + mask * a.own_tiles);
+        check_order(seed, &a, walks, order + mask * a.own_tiles);
+        if (own_keys)
+            check_ranks(seed, &f, &a, kinds + mask * f.rows * f.columns, a.order ? a.order + mask * a.own_tiles : NULL,
+                        a.ranks + mask * rank_pitch);
     }
     guarded_free_all();
 }

@@ -45,7 +45,8 @@ static const char *parameters_of(fa_variant variant) {
     case FA_FLEX_CLASSIFY: return "classification";
     case FA_FLEX_LISTS: return "fa_cuda_flex_lists";
     case FA_FLEX_WALKS:
-    case FA_FLEX_ORDER: return "fa_cuda_flex_walks";
+    case FA_FLEX_ORDER:
+    case FA_FLEX_RANKS: return "fa_cuda_flex_walks";
     default: return variant.features & FA_FLEX ? "problem" : "fa_cuda_problem";
     }
 }
