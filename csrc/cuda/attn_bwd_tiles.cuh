@@ -67,9 +67,9 @@ DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
 DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
 /* The query tile and the query head of a step, or the place of the query tile in a list. A key tile walks from the last
- * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of one head come to a query tile at the same
- * time. With one head after the other, short causal tiles would wait at the end of each head until the longest tile had
- * been there. */
+ * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of
+ * one head come to a query tile at the same time. With one head after the other, short causal tiles would wait at the
+ * end of each head until the longest tile had been there. */
 struct step_place {
     int q_tile, head_in_group;
 };

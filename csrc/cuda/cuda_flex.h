@@ -57,8 +57,8 @@ typedef struct {
     const int *walks, *order;
 } fa_cuda_flex;
 
-/* The parameters of flex_walks.cu, flex_order.cu and flex_ranks.cu. Own tiles walk over other tiles. The own side is that of the
- * queries, or of the keys. */
+/* The parameters of flex_walks.cu, flex_order.cu and flex_ranks.cu. Own tiles walk over other tiles. The own side is
+ * that of the queries, or of the keys. */
 typedef struct {
     fa_cuda_flex flex;
     int *walks;      /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
