@@ -22,7 +22,7 @@ ANY = re.compile(
     r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|quantize)"
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|d(?:64|128|192|256)))?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
-    r"|flex_blocks|flex_lists|flex_walks|flex_order"
+    r"|flex_blocks|flex_lists|flex_walks|flex_order|flex_ranks"
 )
 
 

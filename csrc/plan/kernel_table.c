@@ -107,8 +107,8 @@ const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
 
 /* gpu_bwd.c takes the first row that fits. Each head dimension has one row for each set of features. */
 static bool bwd_sm90_chooses(int row, unsigned features) {
-    (void)row, (void)features;
-    return true;
+    (void)row;
+    return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
 }
 
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */

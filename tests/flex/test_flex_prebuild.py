@@ -75,7 +75,7 @@ def test_other_gpus_have_the_generic_kernels():
 
 def test_the_backward_belongs_to_a_call_that_requires_grad():
     names = names_of(flex_attention, *qkv(), alibi, lists(documents))
-    assert names[:4] == HOPPER and len(names) > 4 and all("_bwd_" in x or "_delta_" in x for x in names[4:])
+    assert names[:4] == HOPPER and len(names) > 4 and all("_bwd_" in x or x == "flex_ranks" for x in names[4:])
 
 
 def test_each_wanted_gradient_has_its_kernel():
@@ -96,7 +96,7 @@ def test_windows_and_softcaps_have_the_plain_kernels():
 
 def test_an_lse_may_or_may_not_have_a_gradient():
     names = names_of(flex_attention, *qkv(), return_aux=AuxRequest(lse=True))
-    assert "attn_bwd_sm90_bf16_d128_q64kv128" in names and "attn_bwd_any_bf16_dq_d128_q64kv64_of3_flex" in names
+    assert "attn_bwd_sm90_bf16_d128_q64kv128" in names
 
 
 def test_a_function_with_all_of_a_step():
@@ -167,7 +167,7 @@ def test_the_derivative_has_the_wanted_gradients():
     table = torch.empty(8, 512, device="meta")
     without = kernels_of(flex_attention, *qkv(), score_of(table, 1))
     kernels = kernels_of(flex_attention, *qkv(), score_of(table.requires_grad_(), 1))
-    assert [x == y for x, y in zip(without, kernels, strict=True)][0] and without[-2:] != kernels[-2:]
+    assert without[0] == kernels[0] and without[-2:] != kernels[-2:]
 
 
 def test_the_number_of_multiprocessors_does_not_matter(monkeypatch):
