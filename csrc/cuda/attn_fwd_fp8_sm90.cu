@@ -92,31 +92,18 @@ DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc)
 /* The factor that makes exponents of 2 of S: positive and normal, or else the work tile is repeated. */
 DEVICE bool is_plain(float scale_log2) { return scale_log2 >= 1e-37f && scale_log2 < INF; }
 
-/* S is P by now. This adds up the keys of the rows asked for, and keeps the largest P as the bits of a float. Even and
- * odd columns have a chain of additions each, so that no addition waits for the one before. */
-DEVICE void sum_and_compare(const float (&S)[S_REGS], online_softmax &softmax, int (&largest)[2], bool first_row,
-                            bool second_row) {
-    float odd[2];
-#pragma unroll
-    for (int i = 0; i < S_REGS; i += 2)
-        if (i % 8 < 4 && (row_of(i) == 0 ? first_row : second_row)) {
-            const int r = row_of(i);
-            softmax.sum[r] += S[i];
-            odd[r] = i < 4 ? S[i + 1] : odd[r] + S[i + 1];
-            softmax.sum[r] += S[i + 4];
-            odd[r] += S[i + 5];
-            largest[r] = max(max(largest[r], __float_as_int(S[i])), __float_as_int(S[i + 1]));
-            largest[r] = max(max(largest[r], __float_as_int(S[i + 4])), __float_as_int(S[i + 5]));
-        }
-    if (first_row) softmax.sum[0] += odd[0];
-    if (second_row) softmax.sum[1] += odd[1];
-}
-
 /* A P above this limit does not fit in e4m3. Or it weighs in its row and exceeds the P of m's own key. sum has a
  * quarter of the row's columns. */
 DEVICE float limit_of_e4m3(float sum) {
     const float one = __int_as_float((127 - (int)element::HEADROOM) << 23);
     return fminf(fmaxf(LARGE_SHARE * sum, one), element::P_LIMIT);
+}
+
+/* Whole warp. */
+DEVICE bool some_p_exceeds(const float (&P)[S_REGS], const float (&limits)[2]) {
+    int largest[2];
+    find_largest(P, largest);
+    return any_exceeds(largest, limits);
 }
 
 /* ---- the consumer ---------------------------------------------------------------------------------------------- */
@@ -297,7 +284,7 @@ struct consumer : consumer_base {
         /* P = exp2; with SPLITS_SOFTMAX only of the thread's first row */
         exponentiate_rows(S, softmax, scale_log2, true, !SPLITS_SOFTMAX || IS_FIRST);
         const float limits[2] = {limit_of_e4m3(softmax.sum[0]), limit_of_e4m3(softmax.sum[1])};
-        sum_and_compare(S, softmax, largest, true, !SPLITS_SOFTMAX || IS_FIRST);
+        sum_rows(S, softmax, largest, true, !SPLITS_SOFTMAX || IS_FIRST);
 
         /* wait O; release V; rescale O to the new row maximum */
         if (!IS_FIRST && !PV_FIRST) {
@@ -309,11 +296,11 @@ struct consumer : consumer_base {
 
         /* P = exp2 of the second row, while P of the first row is rounded */
         if (SPLITS_SOFTMAX && !IS_FIRST)
-            exponentiate_rows(S, softmax, scale_log2, false, true), sum_and_compare(S, softmax, largest, false, true);
+            exponentiate_rows(S, softmax, scale_log2, false, true), sum_rows(S, softmax, largest, false, true);
         round_to_bytes(S, P);
 
-        /* A P that e4m3 does not hold raises the row maximum. */
-        if (!IS_FIRST && any_exceeds(largest, limits)) {
+        /* A P that e4m3 does not hold raises the row maximum. Sums of four P say whether to look at each P. */
+        if (!IS_FIRST && any_exceeds(largest, limits) && some_p_exceeds(S, limits)) {
             raise_to_p(S, softmax, alpha);
             rescale_o(alpha);
             round_to_bytes(S, P);
@@ -343,7 +330,7 @@ struct consumer : consumer_base {
         raise_max(S, softmax, alpha, scale, true);
         rescale_o(alpha), rescale_sums(alpha);
         exponentiate_exactly(S, softmax, scale);
-        sum_and_compare(S, softmax, largest, true, true);
+        sum_rows(S, softmax, largest, true, true);
         round_to_bytes(S, P);
 
         wait_v();

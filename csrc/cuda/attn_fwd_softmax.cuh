@@ -130,12 +130,18 @@ DEVICE u64 scores_above_inf(const float (&S)[S_REGS]) {
  * against any x that is not negative. */
 DEVICE int larger(int x, float y) { return max(x, __float_as_int(y)); }
 
+/* The largest of the thread's values in each row, as the bits of a float, or 0. */
+DEVICE void find_largest(const float (&S)[S_REGS], int (&largest)[2]) {
+    largest[0] = largest[1] = 0;
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], S[i]);
+}
+
 /* Says whether a score is so far above m that P might not be a float, or not fit in fp16. Where m is negative, some
  * such scores go unnoticed, and the tile fails. Whole warp. */
 DEVICE bool overflows(const float (&S)[S_REGS], const online_softmax &softmax, float scale_log2) {
-    int largest[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], S[i]);
+    int largest[2];
+    find_largest(S, largest);
     const float limit = element::MAX_P_LOG2;
     return __any_sync(0xffffffffu, fmaf(__int_as_float(largest[0]), scale_log2, -softmax.max_log2[0]) > limit ||
                                        fmaf(__int_as_float(largest[1]), scale_log2, -softmax.max_log2[1]) > limit);
@@ -181,9 +187,8 @@ DEVICE bool any_exceeds(const int (&largest)[2], const float (&limits)[2]) {
 /* S is P by now. Where a P exceeds that of m's own key, this raises m to the score of that P, and P follows. Whole
  * warp. */
 DEVICE void raise_to_p(float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2]) {
-    int largest[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], S[i]);
+    int largest[2];
+    find_largest(S, largest);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float growth = fmaxf(0, lg2(max_of_quad(__int_as_float(largest[r]))) + element::HEADROOM);
