@@ -32,8 +32,20 @@ template <> struct tile_factors<1> {
     }
 };
 
+/* Which row blocks of its rows a work tile has. Without a mask, tiles of the last wave may be cut into work tiles of
+ * one row block each. Only the kernel in 8 bits does so. */
+template <bool CUTS> struct tile_blocks {
+    DEVICE bool has_block(int) const { return true; }
+    DEVICE void set_block(int) {}
+};
+template <> struct tile_blocks<true> {
+    int only_block; /* -1: all */
+    DEVICE bool has_block(int row_block) const { return only_block < 0 || only_block == row_block; }
+    DEVICE void set_block(int row_block) { only_block = row_block; }
+};
+
 /* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
-struct tile : tile_factors<element::BYTES>, listed_tile {
+struct tile : tile_factors<element::BYTES>, tile_blocks<CUTS_LAST_WAVE>, listed_tile {
     int idx; /* the tile's number in the launch */
     int row; /* its first row in its sequence */
     int b_idx, head;
@@ -110,7 +122,11 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     const bool is_leader = threadIdx.x % 32 == 0;
     /* A dense launch, or a packed sequence, has tiles of q_tiles times heads. in_order is the tile's number there. */
     int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h;
-    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv;
+    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv, only_block = -1;
+    if (CUTS_LAST_WAVE && idx >= p.num_whole) {
+        in_order = p.num_whole + (idx - p.num_whole) / WGS;
+        only_block = (idx - p.num_whole) % WGS;
+    }
     if (VARLEN) {
         move_to_tile(p, set, idx);
         const int begin = set.lane_begin[threadIdx.x % 32], tiles = set.lane_tiles[threadIdx.x % 32];
@@ -152,6 +168,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
         }
         t.read(p, b_idx, t.kv_head);
+        t.set_block(only_block);
     }
 }
 
