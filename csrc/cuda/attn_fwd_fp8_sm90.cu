@@ -76,14 +76,15 @@ static_assert(HEAD_DIM % O_CHUNK == 0, "O leaves in chunks of 64 columns");
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* O += P V for the 64 rows of a warpgroup. */
-DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc) {
+/* O = P V + (accumulate ? O : 0) for the 64 rows of a warpgroup. */
+DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc, int accumulate) {
     constexpr u32 high = matrix_descriptor_high(KEY_CHUNK);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KV; k += 32)
         wgmma<D_V, element>::rs<high>(
-            O, P + k / 8, v_desc + matrix_descriptor_bytes(k / KEY_CHUNK * D_V * KEY_CHUNK + k % KEY_CHUNK));
+            O, P + k / 8, v_desc + matrix_descriptor_bytes(k / KEY_CHUNK * D_V * KEY_CHUNK + k % KEY_CHUNK),
+            k > 0 || accumulate);
     wgmma_commit_group();
 }
 
@@ -116,6 +117,7 @@ struct consumer : consumer_base {
     int next_flush = 0;         /* O is flushed after the step of this key tile. */
     float flushed_log2[2] = {}; /* the max_log2 that the sums are measured from */
     int has_sums = 0;           /* There are sums. */
+    int has_o_values = 1;       /* 0: O has moved to the sums, and the next P V replaces its registers. */
 
     DEVICE void wait_v_and_k() {
         mbarrier_wait_both(&smem.v_full[v_ring.stage], v_ring.parity, &smem.k_full[k_ring.stage], k_ring.parity);
@@ -126,7 +128,10 @@ struct consumer : consumer_base {
 
     /* ---- parts of a step ---- */
 
-    DEVICE void issue_pv() { issue_output(O, P, v_desc_0 + v_ring.stage * V_STAGE); }
+    DEVICE void issue_pv() {
+        issue_output(O, P, v_desc_0 + v_ring.stage * V_STAGE, has_o_values);
+        has_o_values = 1;
+    }
     DEVICE void begin_rows() {
         consumer_base::begin_rows();
         has_sums = 0, next_flush = walk.next - FLUSH_STEPS;
@@ -200,9 +205,7 @@ struct consumer : consumer_base {
             flush_to_smem();
         else
             flush_to_workspace();
-#pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] = 0;
-        has_sums = 1;
+        has_sums = 1, has_o_values = 0;
     }
     DEVICE void flush_after(int j) {
         if (j == next_flush && (SUMS_IN_SMEM || p.sums)) {
@@ -343,6 +346,11 @@ struct consumer : consumer_base {
         }
         release_v();
         flush_after(j);
+        if (!has_o_values) {
+#pragma unroll
+            for (int i = 0; i < O_REGS; i++) O[i] = 0;
+            has_o_values = 1;
+        }
     }
 
     /* ---- the end of a work tile ---- */

@@ -54,7 +54,8 @@ typedef struct {
     float empty_lse;      /* +inf or -inf */
 
     fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
-    int num_whole; /* attn_fwd_fp8_sm90, dense without a mask: later tiles are cut, each row block is a work tile */
+    /* attn_fwd_fp8_sm90, dense without a mask: tiles from num_whole on are cut into so many work tiles each. */
+    int num_whole, pieces;
     float *sums;   /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */
 } fa_attn_fwd_params;
 

@@ -33,15 +33,15 @@ template <> struct tile_factors<1> {
 };
 
 /* Which row blocks of its rows a work tile has. Without a mask, tiles of the last wave may be cut into work tiles of
- * one row block each. Only the kernel in 8 bits does so. */
+ * fewer row blocks. Only the kernel in 8 bits does so. */
 template <bool CUTS> struct tile_blocks {
     DEVICE bool has_block(int) const { return true; }
-    DEVICE void set_block(int) {}
+    DEVICE void set_blocks(int, int) {}
 };
 template <> struct tile_blocks<true> {
-    int only_block; /* -1: all */
-    DEVICE bool has_block(int row_block) const { return only_block < 0 || only_block == row_block; }
-    DEVICE void set_block(int row_block) { only_block = row_block; }
+    int first_block, end_block;
+    DEVICE bool has_block(int row_block) const { return first_block <= row_block && row_block < end_block; }
+    DEVICE void set_blocks(int first, int end) { first_block = first, end_block = end; }
 };
 
 /* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
@@ -122,10 +122,11 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     const bool is_leader = threadIdx.x % 32 == 0;
     /* A dense launch, or a packed sequence, has tiles of q_tiles times heads. in_order is the tile's number there. */
     int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h;
-    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv, only_block = -1;
+    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv, first_block = 0, end_block = WGS;
     if (CUTS_LAST_WAVE && idx >= p.num_whole) {
-        in_order = p.num_whole + (idx - p.num_whole) / WGS;
-        only_block = (idx - p.num_whole) % WGS;
+        const int piece = (idx - p.num_whole) % p.pieces;
+        in_order = p.num_whole + (idx - p.num_whole) / p.pieces;
+        first_block = piece * WGS / p.pieces, end_block = (piece + 1) * WGS / p.pieces;
     }
     if (VARLEN) {
         move_to_tile(p, set, idx);
@@ -168,7 +169,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
         }
         t.read(p, b_idx, t.kv_head);
-        t.set_block(only_block);
+        t.set_blocks(first_block, end_block);
     }
 }
 

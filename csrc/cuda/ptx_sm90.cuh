@@ -341,9 +341,9 @@ WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 /* Whole warpgroup. Elements of 8 bits: both matrices are K-major, always. [wgmma.mma_async]
  *
  * ss   D = A B + (accumulate ? D : 0). A [64, 32] and B [N, 32] are in shared memory.
- * rs   D += A B. A [64, 32] is in registers, B [N, 32] in shared memory. Register 0 of A holds row l / 4, columns
+ * rs   D = A B + (accumulate ? D : 0). A [64, 32] is in registers, B [N, 32] in shared memory. Register 0 of A holds row l / 4, columns
  *      4 (l % 4) + {0, 1, 2, 3}. Register 1 has row + 8, register 2 columns + 16, register 3 both. */
-#define WGMMA_E4M3(N, REGS, R0, R1, R2, R3, R4, R5)                                                                   \
+#define WGMMA_E4M3(N, REGS, R0, R1, R2, R3, R4, R5, R6)                                                               \
     template <> struct wgmma<N, e4m3> {                                                                               \
         template <u32 A_HIGH, u32 B_HIGH> static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {     \
             asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                         \
@@ -354,23 +354,24 @@ WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
                          : D_##REGS                                                                                   \
                          : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH));                                \
         }                                                                                                             \
-        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                          \
-            asm volatile("{.reg .b64 b;\n"                                                                            \
+        template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b, int accumulate) {          \
+            asm volatile("{.reg .pred acc; .reg .b64 b;\n"                                                            \
+                         "setp.ne.b32 acc, %" #R6 ", 0;\n"                                                            \
                          "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                         \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" R_##REGS                        \
-                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1;}"                                  \
+                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, acc, 1, 1;}"                                \
                          : D_##REGS                                                                                   \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH), "r"(accumulate));         \
         }                                                                                                             \
     };
 
-WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37)
-WGMMA_E4M3(96, 48, 48, 49, 50, 51, 52, 53)
-WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69)
-WGMMA_E4M3(160, 80, 80, 81, 82, 83, 84, 85)
-WGMMA_E4M3(192, 96, 96, 97, 98, 99, 100, 101)
-WGMMA_E4M3(224, 112, 112, 113, 114, 115, 116, 117)
-WGMMA_E4M3(256, 128, 128, 129, 130, 131, 132, 133)
+WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_E4M3(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_E4M3(160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA_E4M3(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_E4M3(224, 112, 112, 113, 114, 115, 116, 117, 118)
+WGMMA_E4M3(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef WGMMA_E4M3
 

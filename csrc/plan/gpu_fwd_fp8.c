@@ -5,16 +5,19 @@
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
-/* The tiles of the last wave are cut into row blocks if these fill at most one wave. A row block alone takes a bit more
- * than half of a tile's time, because its warpgroup has the SM for itself. */
+/* The tiles of the last wave are cut into work tiles of fewer row blocks, as long as these fill at most one wave. One row
+ * block of three takes a bit more than half of a tile's time, because its warpgroup has the SM for itself. */
 static void cut_last_wave(const fa_problem *p, int64_t ctas, int wgs, fa_plan *plan) {
     fa_gpu_plan *gpu = &plan->gpu;
     if (p->cu_seqlens_q || gpu->features & (FA_CAUSAL | FA_LOCAL)) return;
     const int64_t tiles = (p->len_q + plan->block_q - 1) / plan->block_q * p->b * p->h;
     const int64_t rest = ctas > 0 ? tiles % ctas : 0;
-    if (rest * wgs > ctas) return;
+    int pieces = wgs;
+    while (rest * pieces > ctas) pieces--;
+    if (pieces < 2 || rest == 0) return;
     gpu->num_cut = (int)rest;
-    if (tiles < ctas) gpu->num_ctas = (int)(rest * wgs);
+    gpu->pieces = pieces;
+    if (tiles < ctas) gpu->num_ctas = (int)rest * pieces;
 }
 
 const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
