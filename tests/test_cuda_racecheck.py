@@ -52,6 +52,24 @@ for head_dim, is_packed, options in json.loads(sys.argv[1]):
 torch.cuda.synchronize()
 """
 
+# The forward in 8 bits, of hopper/: head_dim, is_packed, options. The keys are so many that O moves to its sums.
+PROGRAM_IN_8_BITS = """
+import json, sys, torch
+from flash_attn_3.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+cu = torch.tensor([0, 130, 131, 131, 400, 555], device="cuda", dtype=torch.int32)
+def randn(*shape):
+    return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+for head_dim, is_packed, options in json.loads(sys.argv[1]):
+    keys = options.pop("keys", 300)
+    if is_packed:
+        q, k, v = (randn(555, heads, head_dim) for heads in (4, 2, 2))
+        flash_attn_varlen_func(q, k, v, cu, cu, 269, 269, **options)
+    else:
+        q, k, v = randn(1, 150, 4, head_dim), randn(1, keys, 2, head_dim), randn(1, keys, 2, head_dim)
+        flash_attn_func(q, k, v, **options)
+torch.cuda.synchronize()
+"""
+
 DENSE = [{}, {"causal": True, "dropout_p": 0.2}]
 PACKED = [{"causal": True}, {"window_size": (50, 20)}]
 PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 192, 256)}
@@ -59,31 +77,49 @@ PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": of}) for of in ("of all", "of heads")] for d in (64, 128)}
 PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]
+IN_8_BITS = {f"d{d}-{keys}": [(d, False, {"keys": keys})] for d in (64, 128, 192, 256) for keys in (300, 4500)}
+IN_8_BITS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 192, 256)}
 
 
-def racecheck(problems, folder):
+def racecheck(problems, folder, program=PROGRAM):
     """The output of compute-sanitizer for the problems, with the module in a folder and the kernels' texts beside the
     module."""
-    path = os.pathsep.join([str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(folder), str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     tool = [TOOL, "--tool", "racecheck", "--error-exitcode", "7", "--kernel-name", "kns=attn"]
-    command = [*tool, sys.executable, "-c", PROGRAM, json.dumps(problems)]
+    command = [*tool, sys.executable, "-c", program, json.dumps(problems)]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_no_hazards_where_all_lanes_arrive(tmp_path):
-    """This is a single test. Its processes run in parallel, because each waits for its compiler."""
-    (tmp_path / Path(flash_attn_2_cuda.__file__).name).symlink_to(flash_attn_2_cuda.__file__)
-    shutil.copytree(CUDA, tmp_path / "csrc" / "cuda")
-    header = tmp_path / "csrc" / "cuda" / "ptx_cluster.cuh"
+def let_all_lanes_arrive(folder):
+    """Copies the kernels' texts to a folder, and changes the copy."""
+    shutil.copytree(CUDA, folder)
+    header = folder / "ptx_cluster.cuh"
     leaders_arrive = header.read_text()
     all_arrive = leaders_arrive.replace("ARRIVING_LANES = 1;", "ARRIVING_LANES = 32;")
     assert all_arrive != leaders_arrive
     header.write_text(all_arrive)
-    with ThreadPoolExecutor(len(PROBLEMS)) as pool:
-        done = dict(zip(PROBLEMS, pool.map(lambda problems: racecheck(problems, tmp_path), PROBLEMS.values())))
+
+
+def check_all(problems, folder, program):
+    """The processes run in parallel, because each waits for its compiler."""
+    with ThreadPoolExecutor(len(problems)) as pool:
+        done = dict(zip(problems, pool.map(lambda some: racecheck(some, folder, program), problems.values())))
     clean = {name for name, x in done.items() if x.returncode == 0 and "RACECHECK SUMMARY: 0 hazards" in x.stdout}
-    assert clean == set(PROBLEMS), "\n".join(done[name].stdout + done[name].stderr for name in set(PROBLEMS) - clean)
+    assert clean == set(problems), "\n".join(done[name].stdout + done[name].stderr for name in set(problems) - clean)
+
+
+def test_no_hazards_where_all_lanes_arrive(tmp_path):
+    (tmp_path / Path(flash_attn_2_cuda.__file__).name).symlink_to(flash_attn_2_cuda.__file__)
+    let_all_lanes_arrive(tmp_path / "csrc" / "cuda")
+    check_all(PROBLEMS, tmp_path, PROGRAM)
+
+
+def test_no_hazards_in_8_bits_where_all_lanes_arrive(tmp_path):
+    package = Path(pytest.importorskip("flash_attn_3").__file__).parent
+    shutil.copytree(package, tmp_path / "flash_attn_3", ignore=shutil.ignore_patterns("cuda"))
+    let_all_lanes_arrive(tmp_path / "flash_attn_3" / "cuda")
+    check_all(IN_8_BITS, tmp_path, PROGRAM_IN_8_BITS)
 
 
 def test_racecheck_sees_the_kernels():
