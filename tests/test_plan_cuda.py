@@ -80,8 +80,8 @@ int main(int argc, char **argv) {
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
     if (prints_launch)
-        return printf("%d %d %d | %d %d | %d %d %d | %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
-                      plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
+        return printf("%d %d %d | %d %d | %d %d %d | %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic,
+                      plan.gpu.num_ctas, plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
                       plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups, plan.gpu.num_cut,
                       plan.gpu.pieces), 0;
     if (prints_order) return printf("%d %d %d", plan.gpu.any_order, plan.gpu.converts, plan.gpu.group_heads), 0;

@@ -82,9 +82,9 @@ DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc,
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KV; k += 32)
-        wgmma<D_V, element>::rs<high>(
-            O, P + k / 8, v_desc + matrix_descriptor_bytes(k / KEY_CHUNK * D_V * KEY_CHUNK + k % KEY_CHUNK),
-            k > 0 || accumulate);
+        wgmma<D_V, element>::rs<high>(O, P + k / 8,
+                                      v_desc + matrix_descriptor_bytes(k / KEY_CHUNK * D_V * KEY_CHUNK + k % KEY_CHUNK),
+                                      k > 0 || accumulate);
     wgmma_commit_group();
 }
 

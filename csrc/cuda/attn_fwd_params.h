@@ -56,7 +56,7 @@ typedef struct {
     fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
     /* attn_fwd_fp8_sm90, dense without a mask: tiles from num_whole on are cut into so many work tiles each. */
     int num_whole, pieces;
-    float *sums;   /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */
+    float *sums; /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */
 } fa_attn_fwd_params;
 
 #endif
