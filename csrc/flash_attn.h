@@ -207,8 +207,6 @@ typedef struct {
     uint64_t mods;     /* hash of the user's functions in the kernel's text; 0: none */
     int num_sms;       /* multiprocessors for the call: those of the GPU but for sm_margin; 0: unknown */
     int num_ctas;      /* forward on Hopper: persistent CTAs of the launch */
-    int num_cut;       /* forward in 8 bits on Hopper: tiles of the last wave that are cut */
-    int pieces;        /* each into so many work tiles */
     bool is_dynamic;   /* forward on Hopper: CTAs take their next work tile from a counter */
     int group_heads;   /* heads walked together: query heads of a forward, key heads of a backward; 0: no group */
     bool any_order;    /* backward on Hopper: key tiles add to dQ in any order, instead of the order of the keys */

@@ -80,10 +80,9 @@ int main(int argc, char **argv) {
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
     if (prints_launch)
-        return printf("%d %d %d | %d %d | %d %d %d | %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic,
-                      plan.gpu.num_ctas, plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
-                      plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups, plan.gpu.num_cut,
-                      plan.gpu.pieces), 0;
+        return printf("%d %d %d | %d %d | %d %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
+                      plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
+                      plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups), 0;
     if (prints_order) return printf("%d %d %d", plan.gpu.any_order, plan.gpu.converts, plan.gpu.group_heads), 0;
     printf("%s %d %d %zu %d %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.num_splits,
            plan.gpu.cluster);
@@ -334,28 +333,6 @@ def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
 def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
     said = plan(**{"sms": 132, "launch": 1} | numbers).split(" | ")[0]
     assert said == f"{group_heads} {is_dynamic} {ctas}"
-
-
-@pytest.mark.parametrize(
-    ("numbers", "num_cut", "pieces", "ctas"),
-    [
-        ({"b": 1, "h": 16, "h_kv": 16, "len_q": 16384}, 56, 2, 132),  # 1376 tiles are 10.4 waves
-        ({"b": 1, "h": 8, "h_kv": 8, "len_q": 16384, "d": 256}, 0, 0, 132),  # 1024 tiles are 7.8 waves
-        ({"b": 4, "len_q": 192, "d": 64}, 16, 3, 48),  # an eighth of a wave
-        ({"b": 5, "len_q": 192, "d": 64, "h": 9, "h_kv": 1}, 45, 2, 90),  # a third and one tile
-        ({"b": 4, "len_q": 192, "d": 256}, 32, 2, 64),  # 2 row blocks a tile
-        ({"b": 4, "len_q": 192, "d": 64, "packed": 1}, 0, 0, 32),  # the lengths are not known here
-        ({"b": 4, "len_q": 192, "d": 64, "right": 0}, 0, 0, 16),  # longest tiles come first
-        ({"b": 4, "len_q": 192, "d": 64, "dtype": 1}, 0, 0, 16),  # 16 bits
-        ({"b": 4, "len_q": 192, "d": 64, "margin": 116}, 0, 0, 16),  # one whole wave
-        ({"b": 4, "len_q": 192, "d": 64, "margin": 118}, 2, 3, 14),  # one wave and two tiles
-        ({"b": 0, "d": 64}, 0, 0, 0),
-    ],
-    ids=str,
-)
-def test_the_last_wave_in_8_bits_is_cut(plan, numbers, num_cut, pieces, ctas):
-    said = plan(**{"sms": 132, "launch": 1, "dtype": E4M3} | numbers).split(" | ")
-    assert said[0].split()[2] == str(ctas) and said[-1] == f"{num_cut} {pieces}"
 
 
 def test_a_decode_leaves_multiprocessors_to_others(plan):

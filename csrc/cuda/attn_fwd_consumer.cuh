@@ -192,7 +192,7 @@ struct consumer_base {
         const int shift = FLEX ? 0 : t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
         const int last_row = min(first_row + 64, t.len_q) - 1;
         const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
-        const bool is_idle = first_row > last_row || !t.has_block(row_block) || (FLEX ? t.kv_end == 0 : keys.begin >= keys.end);
+        const bool is_idle = first_row > last_row || (FLEX ? t.kv_end == 0 : keys.begin >= keys.end);
         const tile_command command = (tile_command)uniform(t.command);
         walk.seen_top = uniform(is_idle ? -1 : FLEX ? t.kv_end - 1 : ceil_div(keys.end, BLOCK_KV) - 1);
         walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
@@ -206,16 +206,16 @@ struct consumer_base {
             q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
         return command;
     }
-    /* The row block sees no key of the work tile, or has no row, or the work tile has other row blocks. */
+    /* The row block sees no key of the work tile, or has no row. */
     DEVICE bool is_idle() const { return walk.seen_top < 0; }
 
-    /* The row block sees no key, or has no row, or the work tile has other row blocks. is_new says that its zeros are not stored yet. */
+    /* The row block sees no key, or has no row. is_new says that its zeros are not stored yet. */
     DEVICE void skip_tile(bool is_new) {
 #pragma unroll 1
         for (; walk.has_next(); walk.take()) skip_step();
         const tile &t = tile_of(THIS_TILE);
         const int first_row = t.row + 64 * row_block + 16 * warp;
-        if (is_new && first_row < t.len_q && t.has_block(row_block)) store_zeros(p, t, first_row);
+        if (is_new && first_row < t.len_q) store_zeros(p, t, first_row);
     }
     /* What a kernel adds: P V of a work tile is complete; a repeated tile is computed. */
     DEVICE void complete_o() {}

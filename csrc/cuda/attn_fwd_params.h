@@ -34,7 +34,7 @@ typedef struct {
     const int *seqused_k;                   /* [b] keys in use, packed only; NULL: all */
 
     int num_q_tiles;  /* dense: query tiles of one sequence */
-    int num_tiles;    /* dense: work tiles of the launch, num_q_tiles b h unless attn_fwd_fp8_sm90 cuts some */
+    int num_tiles;    /* dense: num_q_tiles b h */
     int group_heads;  /* longest-first order: heads whose tiles interleave, so that their keys stay in the L2 */
     int counter_slot; /* one of the kernel's tile counters; -1 is a static order */
 
@@ -54,8 +54,6 @@ typedef struct {
     float empty_lse;      /* +inf or -inf */
 
     fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
-    /* attn_fwd_fp8_sm90, dense without a mask: tiles from num_whole on are cut into so many work tiles each. */
-    int num_whole, pieces;
     float *sums; /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */
 } fa_attn_fwd_params;
 

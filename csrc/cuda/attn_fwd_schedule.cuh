@@ -29,7 +29,6 @@ constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYT
 constexpr int CHUNK = ROW_BYTES / element::BYTES;
 constexpr bool O_BY_TMA = D_V <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || FLEX;
-constexpr bool CUTS_LAST_WAVE = element::BYTES == 1 && !VARLEN && !LONGEST_FIRST;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
 constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 /* Q of the next work tile is loaded before the last V of this one. */

@@ -32,20 +32,8 @@ template <> struct tile_factors<1> {
     }
 };
 
-/* Which row blocks of its rows a work tile has. Without a mask, tiles of the last wave may be cut into work tiles of
- * fewer row blocks. Only the kernel in 8 bits does so. */
-template <bool CUTS> struct tile_blocks {
-    DEVICE bool has_block(int) const { return true; }
-    DEVICE void set_blocks(int, int) {}
-};
-template <> struct tile_blocks<true> {
-    int first_block, end_block;
-    DEVICE bool has_block(int row_block) const { return first_block <= row_block && row_block < end_block; }
-    DEVICE void set_blocks(int first, int end) { first_block = first, end_block = end; }
-};
-
 /* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
-struct tile : tile_factors<element::BYTES>, tile_blocks<CUTS_LAST_WAVE>, listed_tile {
+struct tile : tile_factors<element::BYTES>, listed_tile {
     int idx; /* the tile's number in the launch */
     int row; /* its first row in its sequence */
     int b_idx, head;
@@ -122,12 +110,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     const bool is_leader = threadIdx.x % 32 == 0;
     /* A dense launch, or a packed sequence, has tiles of q_tiles times heads. in_order is the tile's number there. */
     int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h;
-    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv, first_block = 0, end_block = WGS;
-    if (CUTS_LAST_WAVE && idx >= p.num_whole) {
-        const int piece = (idx - p.num_whole) % p.pieces;
-        in_order = p.num_whole + (idx - p.num_whole) / p.pieces;
-        first_block = piece * WGS / p.pieces, end_block = (piece + 1) * WGS / p.pieces;
-    }
+    int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv;
     if (VARLEN) {
         move_to_tile(p, set, idx);
         const int begin = set.lane_begin[threadIdx.x % 32], tiles = set.lane_tiles[threadIdx.x % 32];
@@ -169,7 +152,6 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
         }
         t.read(p, b_idx, t.kv_head);
-        t.set_blocks(first_block, end_block);
     }
 }
 

@@ -34,9 +34,7 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->seqused_q = p->seqused_q;
     a->seqused_k = p->seqused_k;
     a->num_q_tiles = (int)((p->len_q + block_q - 1) / block_q);
-    a->num_whole = a->num_q_tiles * a->b * a->h - call->plan->gpu.num_cut;
-    a->pieces = call->plan->gpu.pieces;
-    a->num_tiles = a->num_whole + call->plan->gpu.num_cut * call->plan->gpu.pieces;
+    a->num_tiles = a->num_q_tiles * a->b * a->h;
     a->group_heads = call->plan->gpu.group_heads;
 
     const float scale = (float)p->scale;

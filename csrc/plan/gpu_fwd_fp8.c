@@ -5,21 +5,6 @@
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
-/* The tiles of the last wave are cut into work tiles of fewer row blocks, as long as these fill at most one wave. One row
- * block of three takes a bit more than half of a tile's time, because its warpgroup has the SM for itself. */
-static void cut_last_wave(const fa_problem *p, int64_t ctas, int wgs, fa_plan *plan) {
-    fa_gpu_plan *gpu = &plan->gpu;
-    if (p->cu_seqlens_q || gpu->features & (FA_CAUSAL | FA_LOCAL)) return;
-    const int64_t tiles = (p->len_q + plan->block_q - 1) / plan->block_q * p->b * p->h;
-    const int64_t rest = ctas > 0 ? tiles % ctas : 0;
-    int pieces = wgs;
-    while (rest * pieces > ctas) pieces--;
-    if (pieces < 2 || rest == 0) return;
-    gpu->num_cut = (int)rest;
-    gpu->pieces = pieces;
-    if (tiles < ctas) gpu->num_ctas = (int)rest * pieces;
-}
-
 const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const unsigned features = fa_cuda_features(p);
     const bool packed = p->cu_seqlens_q != NULL;
@@ -57,7 +42,6 @@ const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine,
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_fp8_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_fp8_sm90_row(row)->block_kv;
     fa_plan_fwd_order(p, machine->gpu_sms, plan);
-    cut_last_wave(p, machine->gpu_sms, fa_fwd_fp8_sm90_row(row)->wgs, plan);
     const int d = fa_fwd_fp8_sm90_row(row)->d;
     if (d > 128 && (packed ? p->total_kv : p->len_kv) > FA_FLUSH_KEYS(d))
         plan->workspace_bytes = (size_t)plan->gpu.num_ctas * (size_t)plan->block_q * (size_t)d * sizeof(float);

@@ -33,7 +33,6 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
         say(&w, ", instruction set %s, %d tiles a task, %d threads", fa_isa_name(cpu->isa), cpu->tiles_per_task,
             cpu->threads);
     if (gpu->group_heads > 0) say(&w, ", %d heads walked together", gpu->group_heads);
-    if (gpu->num_cut > 0) say(&w, ", %d tiles of the last wave cut in %d", gpu->num_cut, gpu->pieces);
     if (gpu->is_dynamic) say(&w, ", work tiles from a counter");
     if (gpu->cluster > 0) say(&w, ", clusters of %d", gpu->cluster);
     if (gpu->decode.lanes > 0 && gpu->cluster == 0)
