@@ -140,7 +140,7 @@ def _check_scores(name, x, q, shape, dims):
     if x.device != q.device:
         raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
     sizes = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
-    if len(sizes) > len(shape) or any(n not in (1, want) for n, want in zip(sizes, shape)):
+    if len(sizes) > len(shape) or any(n != 1 and n != want for n, want in zip(sizes, shape)):
         raise RuntimeError(
             f"{name} must have the shape {dims} = {tuple(shape)}, or 1 in place of a size; it has {tuple(x.shape)}"
         )
