@@ -139,6 +139,16 @@ def test_other_functions():
     assert names[0].endswith("_causal_dropout")
 
 
+def test_options_with_a_window_have_blocks():
+    """As on a GPU, where the blocks of a window are listed in front of the kernels."""
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    options = {"causal": True, "attn_bias": torch.empty(LENGTH, LENGTH, dtype=torch.bfloat16, device="meta")}
+    for device in ("meta", "cpu"):
+        inputs = [torch.empty_like(x, device=device).requires_grad_() for x in (q, k, v)]
+        names = names_of(flash_attn.flash_attn_func, *inputs, **options)
+        assert names[:4] == HOPPER and names[4] == "flex_ranks"
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]
