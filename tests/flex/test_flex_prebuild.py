@@ -149,6 +149,16 @@ def test_options_with_a_window_have_blocks():
         assert names[:4] == HOPPER and names[4] == "flex_ranks"
 
 
+def test_mods_share_a_kernel_that_reads_none():
+    names = [
+        kernel.name
+        for score_mod in (alibi, lambda s, b, h, i, j: s * 0.5)
+        for kernel in kernels_of(flex_attention, *qkv(), score_mod, lists(documents))
+        if "prep" in kernel.name
+    ]
+    assert names == ["attn_bwd_prep_bf16_d128_q64kv128"] * 2
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]
