@@ -159,6 +159,23 @@ def test_mods_share_a_kernel_that_reads_none():
     assert names == ["attn_bwd_prep_bf16_d128_q64kv128"] * 2
 
 
+def test_more_captures_than_the_parameters_of_hoppers_kernel_hold():
+    """Generic kernels have fewer other parameters, and take the call."""
+    tables, rows = [torch.rand(2, 2, 2, 2, 2) for _ in range(9)], [torch.rand(2, 2, 2, 2, 2) > 0.5 for _ in range(12)]
+
+    def score_mod(score, b, h, i, j):
+        return score * sum((table[b, h, i, j, i] for table in tables[1:]), tables[0][b, h, i, j, i])
+
+    def mask_mod(b, h, i, j):
+        seen = rows[0][b, h, i, j, i]
+        for row in rows[1:]:
+            seen = seen & row[b, h, i, j, i]
+        return seen
+
+    names = names_of(flex_attention, *qkv(), score_mod, mask_mod=mask_mod)
+    assert names == [HOPPER[-1], *GENERIC_BACKWARD]
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]
