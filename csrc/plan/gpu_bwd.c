@@ -59,8 +59,9 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const int64_t heads_per_kv = p->h / p->h_kv;
     NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL) && w.num_slabs * w.num_heads < INT32_MAX &&
               w.num_slabs * heads_per_kv * heads_per_kv < INT32_MAX &&
-              p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
+              p->b * p->h_kv * w.head_pieces * (p->len_kv / t->block_kv + 1) < INT32_MAX,
           "the problem has more rows than 2^30, or more tiles than 2^31");
+    NEEDS(w.num_cut * 2 * t->block_kv * t->d / 4 < INT32_MAX, "the sums of its cut tiles would take more than 32 GiB");
 
     plan->gpu.family = id;
     plan->gpu.row = row;
