@@ -16,6 +16,7 @@ the same epilogue.
 import torch
 
 from flash_attn import flash_attn_interface as interface
+from flash_attn._imagined import is_on_cpu
 from flash_attn._ops import check_layout, check_storage, check_tensor, empty_like, without_second_derivative
 from flash_attn._sinks import add_sinks, gradient_of_sinks
 from flash_attn.flex import attention as flex
@@ -140,7 +141,7 @@ def _check_scores(name, x, q, shape, dims):
     if x.device != q.device:
         raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
     sizes = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
-    if len(sizes) > len(shape) or any(n not in (1, want) for n, want in zip(sizes, shape)):
+    if len(sizes) > len(shape) or any(n != 1 and n != want for n, want in zip(sizes, shape)):
         raise RuntimeError(
             f"{name} must have the shape {dims} = {tuple(shape)}, or 1 in place of a size; it has {tuple(x.shape)}"
         )
@@ -219,7 +220,7 @@ def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministi
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
-    if not q.is_cpu and places.has_window and q.numel() and k.numel():
+    if not is_on_cpu(q) and places.has_window and q.numel() and k.numel():
         blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, is_exact)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     return _Mods(call, is_packed, deterministic), tensors

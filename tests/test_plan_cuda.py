@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 
 # Each argument sets one number of a problem that otherwise fits: name=value.
 PROGRAM = r"""
+#include "flex/flex.h"
+#include "flex/source.h"
 #include "plan/gpu.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -29,6 +31,10 @@ fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
     va_end(values);
     return status;
 }
+size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
+                            const fa_flex_program *derivative) {
+    return (void)score, (void)mask, (void)derivative, 8; /* no functions */
+}
 size_t fa_dtype_bytes(fa_dtype dtype) { return dtype == FA_F32 ? 4 : dtype == FA_E4M3 ? 1 : 2; }
 
 int main(int argc, char **argv) {
@@ -36,6 +42,7 @@ int main(int argc, char **argv) {
     static const int32_t offsets[3];
     static const float slopes[1];
     int64_t d = 128, d_v = 0, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
+    fa_flex flex = {.mask_b = 1, .block_q = 128, .block_kv = 128}; /* masks: [1, masks, rows, columns] */
     bool prints_order = false, prints_launch = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
@@ -63,10 +70,12 @@ int main(int argc, char **argv) {
         if (strncmp(name, "order=", 6) == 0) prints_order = true;
         if (strncmp(name, "launch=", 7) == 0) prints_launch = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
+        if (strncmp(name, "masks=", 6) == 0) flex.mask_h = x, p.flex = &flex;
         if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
     p.d = d, p.d_v = d_v ? d_v : d;
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
+    flex.rows = (p.len_q + 127) / 128, flex.columns = (p.len_kv + 127) / 128;
     void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
     fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};
     if (stride_h) view.stride_h = stride_h;
@@ -260,6 +269,17 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
     first, *ruled_out = plan(**numbers).splitlines()
     assert first.startswith("attn_bwd_any_")
     assert any(line.startswith("attn_bwd_sm90: ") and words in line for line in ruled_out)
+
+
+def test_sums_of_pieces_are_counted_in_32_bits(plan):
+    """Query heads of one key head with masks of their own cut each key tile. Its sums are numbered by an int."""
+    numbers = {"pass": 1, "b": 1, "h": 128, "h_kv": 64, "masks": 128, "len_q": 128, "sms": 132}
+    most = 2**31 // (2 * 128 * 128 // 4) // 64 * 128  # keys, in 64 heads of tiles of 2 * 128 * 128 floats
+    first, *ruled_out = plan(**numbers, len_kv=most).splitlines()
+    assert first.startswith("attn_bwd_any_") and any("more than 32 GiB" in line for line in ruled_out)
+    assert plan(**numbers, len_kv=most - 128).startswith("attn_bwd_sm90_bf16_d128_q64kv128_flex ")
+    many = {"b": 256, "h": 4096, "h_kv": 1, "masks": 4096, "d": 8, "len_q": 1, "len_kv": 2**18}
+    assert "more tiles than 2^31" in plan(**numbers | many)
 
 
 @pytest.mark.parametrize(

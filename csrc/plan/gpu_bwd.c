@@ -1,8 +1,9 @@
 /* Planner of attn_bwd_sm90 and attn_bwd_wide_sm90: their requirements, and their row of cuda/tiles.def. */
 #include "bwd_workspace.h"
+#include "cuda/attn_bwd_params.h"
+#include "flex/flex.h"
 #include "gpu_bwd_order.h"
 #include "gpu_planners.h"
-#include "flex/flex.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
@@ -35,7 +36,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const unsigned wanted = features & ~(unsigned)FA_DTYPES;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V);
     if (!why && fa_wants_capture_gradients(p)) why = "it computes no gradients of captured tensors";
-    if (!why && p->flex) why = fa_why_not_mods_of_sm90(p);
+    if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_bwd_params));
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -58,8 +59,9 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const int64_t heads_per_kv = p->h / p->h_kv;
     NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL) && w.num_slabs * w.num_heads < INT32_MAX &&
               w.num_slabs * heads_per_kv * heads_per_kv < INT32_MAX &&
-              p->b * p->h_kv * (p->len_kv / t->block_kv + 1) < INT32_MAX,
+              p->b * p->h_kv * w.head_pieces * (p->len_kv / t->block_kv + 1) < INT32_MAX,
           "the problem has more rows than 2^30, or more tiles than 2^31");
+    NEEDS(w.num_cut * 2 * t->block_kv * t->d / 4 < INT32_MAX, "the sums of its cut tiles would take more than 32 GiB");
 
     plan->gpu.family = id;
     plan->gpu.row = row;

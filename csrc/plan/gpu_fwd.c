@@ -1,5 +1,6 @@
 /* Planner of attn_fwd_sm90. The planner takes the first rows of cuda/tiles.def that have room for the columns. Among
  * the rows that serve every feature, it takes the row that wastes least beyond the sequences' ends. */
+#include "cuda/attn_fwd_params.h"
 #include "flex/flex.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
@@ -64,7 +65,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const bool packed = p->cu_seqlens_q != NULL;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | FA_EMPTY_NEG);
     if (!why && p->flex && p->flex->max_scores.data) why = "its row maximum lags, so it returns no max_scores";
-    if (!why && p->flex) why = fa_why_not_mods_of_sm90(p);
+    if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_fwd_params));
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");

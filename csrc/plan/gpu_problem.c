@@ -1,7 +1,9 @@
 /* Questions of the GPU planners about a problem. */
 #include "gpu_problem.h"
 
+#include "cuda/cuda_flex.h"
 #include "flex/flex.h"
+#include "flex/source.h"
 #include "flex/wide.h"
 #include "system/hash.h"
 
@@ -148,7 +150,11 @@ static bool is_short(const fa_flex_bound *bound) {
     return weight <= MOST;
 }
 
-const char *fa_why_not_mods_of_sm90(const fa_problem *p) {
+const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes) {
+    const fa_mods mods = fa_mods_of(p);
+    const size_t values_bytes = fa_flex_values_bytes(mods.score, mods.mask, mods.derivative);
+    NEEDS(parameter_bytes + sizeof(fa_cuda_flex) + values_bytes <= FA_MOST_PARAMETER_BYTES,
+          "its parameters have no room for so many captured tensors and numbers");
     NEEDS(is_short(p->flex->score) && is_short(p->flex->mask) && is_short(p->flex->derivative),
           "the mods are long, and would spill in its registers");
     NEEDS(!is_expanded(p, &p->q, p->h) && !is_expanded(p, &p->k, p->h_kv) && !is_expanded(p, &p->v, p->h_kv),

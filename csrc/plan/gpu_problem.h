@@ -80,8 +80,9 @@ bool fa_has_masks_in_groups(const fa_problem *problem);
 /* Does the problem have functions or a block mask? Programmable attention with nothing to program is plain. */
 bool fa_has_mods(const fa_problem *problem);
 
-/* Why can Hopper's kernels not take the functions and the block mask? NULL: they can. */
-const char *fa_why_not_mods_of_sm90(const fa_problem *problem);
+/* Why can a kernel for Hopper not take the functions and the block mask? NULL: it can. parameter_bytes: the size of its
+ * other parameters. */
+const char *fa_why_not_mods_of_sm90(const fa_problem *problem, size_t parameter_bytes);
 
 /* Why can no kernel read the problem's block mask? NULL: kernels can. */
 const char *fa_why_not_blocks(const fa_problem *problem);

@@ -234,11 +234,13 @@ static inline u32 mul_f16x2(u32 a, u32 b) {
     unpack_x2<fp16>(a, x[0], x[1]), unpack_x2<fp16>(b, y[0], y[1]);
     return cvt_x2<fp16>(x[0] * y[0], x[1] * y[1]);
 }
-static inline u32 prmt(u32 a, u32 b, u32 selector) { /* of digits below 8 */
+static inline u32 prmt(u32 a, u32 b, u32 selector) {
     u32 bytes = 0;
     for (int i = 0; i < 4; i++) {
-        const u32 digit = selector >> 4 * i & 7;
-        bytes |= ((digit < 4 ? a : b) >> 8 * (digit & 3) & 255) << 8 * i;
+        const u32 digit = selector >> 4 * i & 15;
+        u32 byte = ((digit & 7) < 4 ? a : b) >> 8 * (digit & 3) & 255;
+        if (digit & 8) byte = byte & 128 ? 255 : 0; /* its sign */
+        bytes |= byte << 8 * i;
     }
     return bytes;
 }

@@ -123,3 +123,19 @@ def test_export(strict):
     for inputs in made.values():
         for got, want in zip(program.module()(*inputs), model(*inputs), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_of_a_fixed_size_beside_lengths_that_vary():
+    """A parameter has a fixed shape in a graph, and so has what comes for the first time."""
+
+    def function(q, k, v, attn_bias, attn_mask):
+        return flash_attn_func(q, k, v, attn_bias=attn_bias, attn_mask=attn_mask)
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    bias = torch.nn.Parameter(leaf(4, 7, 3).detach())
+    mask = leaf(7, 3).detach() > -0.5
+    for n, m, options in ((8, 5, (None, None)), (7, 3, (None, mask)), (7, 3, (bias, mask)), (9, 4, (None, None))):
+        q, k, v = leaf(1, n, 4, 16), leaf(1, m, 2, 16), leaf(1, m, 2, 16, seed=1)
+        same(function, compiled, [q, k, v, *([] if options[0] is None else [bias])], q, k, v, *options)
+    with pytest.raises(Exception, match="attn_bias must have the shape"):
+        compiled(leaf(1, 6, 4, 16), k, v, bias, None)

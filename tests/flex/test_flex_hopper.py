@@ -1,10 +1,11 @@
 """flex_attention's forward in Hopper's own kernel, against its specification in fp64.
 
-FLASH_ATTN_CUDA_KERNEL lets only this kernel run, so a call that it refuses is an error. The catalogues have long mods,
-too, which generic kernels compute."""
+Only this kernel may run, so a call that it refuses is an error. The catalogues have long mods, too, which generic
+kernels compute."""
 
 import random
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -20,9 +21,10 @@ DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (64, 256), (192, 12
 
 
 @pytest.fixture(autouse=True)
-def only_hoppers_kernel(request, monkeypatch):
-    if "make" not in request.fixturenames:
-        monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "attn_fwd_sm90")
+def only_hoppers_kernel(request):
+    flash_attn_2_cuda.set_cuda_kernels(None if "make" in request.fixturenames else "attn_fwd_sm90")
+    yield
+    flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 def prepared(tensors, score_mod, mask_mod=None, block=None, mask=None, **kwargs):

@@ -1,10 +1,11 @@
 """flex_attention's gradients in Hopper's own kernels, against its specification in fp64.
 
-FLASH_ATTN_CUDA_KERNEL lets only Hopper's kernels run, so a call that they refuse is an error. The catalogues have long
-mods, too, which generic kernels compute."""
+Only Hopper's kernels may run, so a call that they refuse is an error. The catalogues have long mods, too, which generic
+kernels compute."""
 
 import random
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -19,9 +20,10 @@ DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (24, 8)]
 
 
 @pytest.fixture(autouse=True)
-def only_hoppers_kernels(request, monkeypatch):
-    if "make" not in request.fixturenames:
-        monkeypatch.setenv("FLASH_ATTN_CUDA_KERNEL", "sm90")
+def only_hoppers_kernels(request):
+    flash_attn_2_cuda.set_cuda_kernels(None if "make" in request.fixturenames else "sm90")
+    yield
+    flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 def compare(tensors, score_mod=None, *args, **kwargs):

@@ -139,6 +139,43 @@ def test_other_functions():
     assert names[0].endswith("_causal_dropout")
 
 
+def test_options_with_a_window_have_blocks():
+    """As on a GPU, where the blocks of a window are listed in front of the kernels."""
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    options = {"causal": True, "attn_bias": torch.empty(LENGTH, LENGTH, dtype=torch.bfloat16, device="meta")}
+    for device in ("meta", "cpu"):
+        inputs = [torch.empty_like(x, device=device).requires_grad_() for x in (q, k, v)]
+        names = names_of(flash_attn.flash_attn_func, *inputs, **options)
+        assert names[:4] == HOPPER and names[4] == "flex_ranks"
+
+
+def test_mods_share_a_kernel_that_reads_none():
+    names = [
+        kernel.name
+        for score_mod in (alibi, lambda s, b, h, i, j: s * 0.5)
+        for kernel in kernels_of(flex_attention, *qkv(), score_mod, lists(documents))
+        if "prep" in kernel.name
+    ]
+    assert names == ["attn_bwd_prep_bf16_d128_q64kv128"] * 2
+
+
+def test_more_captures_than_the_parameters_of_hoppers_kernel_hold():
+    """Generic kernels have fewer other parameters, and take the call."""
+    tables, rows = [torch.rand(2, 2, 2, 2, 2) for _ in range(9)], [torch.rand(2, 2, 2, 2, 2) > 0.5 for _ in range(12)]
+
+    def score_mod(score, b, h, i, j):
+        return score * sum((table[b, h, i, j, i] for table in tables[1:]), tables[0][b, h, i, j, i])
+
+    def mask_mod(b, h, i, j):
+        seen = rows[0][b, h, i, j, i]
+        for row in rows[1:]:
+            seen = seen & row[b, h, i, j, i]
+        return seen
+
+    names = names_of(flex_attention, *qkv(), score_mod, mask_mod=mask_mod)
+    assert names == [HOPPER[-1], *GENERIC_BACKWARD]
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]

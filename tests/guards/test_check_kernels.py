@@ -56,3 +56,42 @@ def test_tiles_are_found_once_and_boxes_of_tma_begin_inside_their_maps(name, tmp
         *compiler, *constants, c / "check_boxes.cpp", tmp_path / "engine.o", "-rdynamic", "-o", tmp_path / "check_boxes"
     )
     assert "begin inside" in run(tmp_path / "check_boxes")
+
+
+MODS = """
+#define FLEX_SCORE 1
+#define FLEX_MASK 1
+#define FLEX_DERIVATIVE 1
+struct flex_values { long long words[1]; };
+struct flex_sums {};
+#define INDICES int b, int h, int i, int j
+DEVICE float flex_factor(int i, int j) { return FLEX_FACTOR ? (float)((i + j) % 7 - 3) : 1; }
+DEVICE float flex_score(const flex_values &, float x, INDICES) {
+    return x * flex_factor(i, j) - 0.01f * (float)((i + 3 * j + h + b) % 50);
+}
+DEVICE bool flex_mask(const flex_values &, INDICES) { return (i * 7 + j * 3 + h + b) % 5 != 0; }
+DEVICE float flex_derivative(const flex_values &, flex_sums &, float, float grad, INDICES) {
+    return grad * flex_factor(i, j);
+}
+DEVICE void flex_add_sums(const flex_values &, const flex_sums &, int, int) {}
+"""
+
+
+def kernels_with_mods():
+    """Hopper's rows of the backward without options, which take mods: {name: arguments of cuda_kernel_source}."""
+    wanted = re.compile(r"attn_bwd_sm90_(bf16_d\d+|fp16_d64)_q\d+kv\d+")
+    return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
+
+
+@pytest.mark.parametrize("name", kernels_with_mods())
+def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tmp_path):
+    _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels_with_mods()[name])
+    constants = [option for option in options if option.startswith("-D") and not option.startswith("-DFLEX=")]
+    c = ROOT / "tests" / "c"
+    (tmp_path / "flex_mods.cuh").write_text(MODS)
+    run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
+    compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", tmp_path]
+    for factor in (0, 1):
+        mods = ["-DFLEX=1", f"-DFLEX_FACTOR={factor}", c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
+        run(*compiler, *constants, *mods, "-o", tmp_path / "check_bwd_mods")
+        assert "as they should be" in run(tmp_path / "check_bwd_mods")
