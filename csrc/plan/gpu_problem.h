@@ -83,6 +83,11 @@ bool fa_has_mods(const fa_problem *problem);
 /* Why can Hopper's kernels not take the functions and the block mask? NULL: they can. */
 const char *fa_why_not_mods_of_sm90(const fa_problem *problem);
 
+/* Why can Hopper's backward not add to the gradients of captures? NULL: it can, or none are wanted. */
+const char *fa_why_not_captures_of_sm90(const fa_problem *problem);
+#define FA_CAPTURES_ORDER_REASON \
+    "it adds to the gradients of captured tensors in any order, so they are not deterministic"
+
 /* Why can no kernel read the problem's block mask? NULL: kernels can. */
 const char *fa_why_not_blocks(const fa_problem *problem);
 
