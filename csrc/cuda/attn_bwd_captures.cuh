@@ -145,13 +145,14 @@ template <int REGS> struct part_sums<FLEX_OF_DIFFERENCE, REGS> {
             const int w = min(4 * c + at.lane / 8, W - 1) - 2, difference = at.row - at.key + 8 * w + column;
             return mod.place_of<PART>(max(difference, 0), max(-difference, 0));
         };
-        decltype(place_at(0)) places[C];
-        bool is_same = true;
-        float total = 0;
+        const auto first = place_at(0), common = __shfl_sync(0xffffffffu, first, 0);
+        decltype(place_at(0)) places[C] = {first};
+        bool is_same = first == common;
+        float total = values[0];
 #pragma unroll
-        for (int c = 0; c < C; c++) {
+        for (int c = 1; c < C; c++) {
             places[c] = place_at(c), total += values[c];
-            is_same = is_same && places[c] == __shfl_sync(0xffffffffu, places[0], 0);
+            is_same = is_same && places[c] == common;
         }
         if (__all_sync(0xffffffffu, is_same)) {
             total = sum_of_lanes<31>(total);

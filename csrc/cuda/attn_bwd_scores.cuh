@@ -248,8 +248,9 @@ struct hidden_pairs {
     DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
 };
 
-/* Rounds a score to 24 bits, which the 16 bits of a weight and its rest hold. */
-DEVICE float round_to_24_bits(float x) { return __uint_as_float((__float_as_uint(x) + 0x80) & ~0xffu); }
+/* Rounds a score such that the 24 bits of a weight and its rest hold the nearest number. NOTE: the last bit is set, so
+ * that a score never lies in the middle of two numbers of bf16. The rest of such a number has the wrong sign. */
+DEVICE float rounded_score(float x) { return __uint_as_float(__float_as_uint(x) + 0x80 | 1); }
 
 /* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
  * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod. */
@@ -272,14 +273,13 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
         float x = s[i], score = x;
         if (FLEX_FACTOR) {
             x = __fmul_rn(x, p.score_scale);
-            if (KEEPS_SCORES) x = round_to_24_bits(x);
             score = hidden.has(i) ? -INF : mod.score(x, query, key);
         }
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
         probs[i % 2] = prob;
         if (i % 2) P[i / 2] = cvt_x2<element>(probs[0], probs[1]);
         if constexpr (KEEPS_SCORES) {
-            s[i] = x;
+            s[i] = rounded_score(x);
         } else {
             mod_sums none; /* there are no captures with gradients */
             s[i] = FLEX_FACTOR && score != -INF ? mod.derivative(none, x, prob, query, key) : prob;
