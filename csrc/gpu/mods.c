@@ -156,7 +156,10 @@ static void fill_values(const fa_cuda_call *call, fa_variant variant, void *valu
 
 fa_status fa_cuda_launch_with_mods(const fa_cuda_call *call, fa_variant variant, fa_launch launch,
                                    const void *parameters, size_t num_bytes, fa_error *err) {
-    if (!(variant.features & FA_FLEX)) return fa_cuda_launch(call, variant, launch, parameters, err);
+    if (!(variant.features & FA_FLEX)) { /* a kernel without functions serves all calls */
+        variant.mods_hash = 0;
+        return fa_cuda_launch(call, variant, launch, parameters, err);
+    }
     flex_parameters a;
     const fa_mods mods = fa_mods_of(call->problem);
     const fa_cuda_flex flex = flex_of(call);
