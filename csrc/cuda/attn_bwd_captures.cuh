@@ -3,7 +3,7 @@
  * Each scatter of the derivative (csrc/flex/program.h) is a part: it gives every pair of a query and a key an addend,
  * for one element of a capture's gradient. Many pairs of a step share an element. Which pairs do, says the part's kind
  * (csrc/flex/scatters.h). A thread adds up its pairs of a step first, then the warp adds up, and at last the warp adds
- * to memory, each element once. A warp has 16 keys and all queries of the step:
+ * to memory. A warp has 16 keys and all queries of the step:
  *
  *   kind                 sums of a thread         shuffles    additions to memory of a warp
  *   FLEX_OF_HEAD         1                        5           none; one per head and work tile

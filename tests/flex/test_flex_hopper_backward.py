@@ -179,16 +179,15 @@ KINDS += ["differences in half", "buckets", "differences and softcap", "pairs"]
 causal = lambda b, h, i, j: i >= j  # noqa: E731
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (24, 8)])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_captures_on_hopper(kind, dims):
-    rng = random.Random(KINDS.index(kind))
-    for n, dtype in enumerate((torch.bfloat16, torch.float16)):
-        lengths = rng.choice([(300, 411), (129, 64), (257, 1)])
-        mod, leaves = captures(kind, 4, max(lengths))
-        tensors = tensors_of(rng, (2, 4, *lengths), dims, dtype)
+    rng = random.Random(KINDS.index(kind) + dims[0])
+    mod, leaves = captures(kind, 4, 411)
+    for lengths in ((300, 411), (129, 64), (257, 1)):
+        tensors = tensors_of(rng, (2, 4, *lengths), dims, [torch.bfloat16, torch.float16][KINDS.index(kind) % 2])
         compare(tensors, mod, leaves=leaves)
-        compare(tensors, mod, causal, rng.choice([None, 64, 128]) if n else 128, leaves=leaves)
+        compare(tensors, mod, causal, rng.choice([None, 64, 128]), leaves=leaves)
 
 
 @pytest.mark.parametrize("kind", KINDS)
