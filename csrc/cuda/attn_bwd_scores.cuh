@@ -10,11 +10,19 @@
 #if !FLEX
 #define FLEX_SCORE  0
 #define FLEX_FACTOR 0
+#define FLEX_PARTS  0
+#endif
+#if FLEX
+#include "attn_bwd_captures.cuh"
 #endif
 
 /* dS is weighted with other numbers than the P of dV. The derivative of a user's score_mod has any size, so such a
  * weight has the exponents of bf16. */
 constexpr bool WEIGHTED = SCORE || DROPOUT || FLEX_FACTOR;
+
+/* The scores before the score_mod are kept instead of weights, because gradients of captures need these scores, or the
+ * exact P beside the weights. Then score, P and derivative are computed when dP has come. */
+constexpr bool KEEPS_SCORES = FLEX_PARTS && FLEX_FACTOR;
 template <bool IS_OF_USER> struct choice_of_weight {
     typedef element type;
 };
@@ -27,6 +35,9 @@ typedef choice_of_weight<FLEX_FACTOR>::type weight_type;
  * 2 (l % 4) + {0, 1}. Register i of S belongs to key i / 2 % 2 of the two keys and to row row_of(i). */
 constexpr int S_REGS = BLOCK_Q / 2, P_REGS = BLOCK_Q / 4, STAT_REGS = BLOCK_Q / 4, KV_REGS = HEAD_DIM / 2;
 constexpr int DV_REGS = D_V / 2; /* KV_REGS hold dK */
+#if FLEX
+typedef captured_sums<S_REGS> sums_of_step;
+#endif
 DEVICE constexpr int key_of(int i) { return i / 2 % 2; }
 DEVICE constexpr int row_of(int i) { return 8 * (i / 4) + i % 2; }
 DEVICE constexpr int stat_of(int i) { return i / 8 * 4 + i / 4 % 2 * 2 + i % 2; }
@@ -237,8 +248,12 @@ struct hidden_pairs {
     DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
 };
 
+/* Rounds a score such that the 24 bits of a weight and its rest hold the nearest number. NOTE: the last bit is set, so
+ * that a score never lies in the middle of two numbers of bf16. The rest of such a number has the wrong sign. */
+DEVICE float rounded_score(float x) { return __uint_as_float(__float_as_uint(x) + 0x80 | 1); }
+
 /* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
- * derivative of the score_mod. */
+ * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod. */
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                                  const tile &t, const mods &mod, const hidden_pairs &hidden, bool hides, int q_tile) {
     const place at = place_of(t, q_tile);
@@ -263,8 +278,12 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
         probs[i % 2] = prob;
         if (i % 2) P[i / 2] = cvt_x2<element>(probs[0], probs[1]);
-        mod_sums none; /* gradients of captures have kernels of their own */
-        s[i] = FLEX_FACTOR && score != -INF ? mod.derivative(none, x, prob, query, key) : prob;
+        if constexpr (KEEPS_SCORES) {
+            s[i] = rounded_score(x);
+        } else {
+            mod_sums none; /* there are no captures with gradients */
+            s[i] = FLEX_FACTOR && score != -INF ? mod.derivative(none, x, prob, query, key) : prob;
+        }
     }
 }
 #endif
@@ -331,10 +350,11 @@ DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS
  *
  * dp         dP, or dP - D if the sum started with -D
  * stats      D, in shared memory
- * weight(i)  the weight of register i, as `exponentiate` leaves the weights in `s` */
-template <class weight_of_register>
+ * weight(i)  the weight of register i, as `exponentiate` leaves the weights in `s`
+ * end(i, x)  what becomes of dS in register i */
+template <class weight_of_register, class end_of_register>
 DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
-                          weight_of_register weight) {
+                          weight_of_register weight, end_of_register end) {
 #pragma unroll
     for (int i = 0; i < P_REGS; i++) {
         float x[2];
@@ -347,11 +367,55 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
                 const float4 four = four_stats(stats, i / 4, threadIdx.x % 4);
                 x[k] -= i % 4 < 2 ? (k ? four.y : four.x) : (k ? four.w : four.z);
             }
-            x[k] *= DROPOUT ? fabsf(w) : w;
+            x[k] = end(2 * i + k, x[k] * (DROPOUT ? fabsf(w) : w));
         }
         dS[i] = cvt_x2<element>(x[0], x[1]);
     }
 }
+template <class weight_of_register>
+DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
+                          weight_of_register weight) {
+    differentiate(dp, dS, stats, keep_scale, weight, [](int, float x) { return x; });
+}
+
+#if FLEX
+/* Computes dS with the user's functions, and adds up what captures get. kept(i) is the weight of register i, or its
+ * score with KEEPS_SCORES. */
+template <class kept_of_register>
+DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
+                                  const params &p, const tile &t, const mods &mod, const hidden_pairs &hidden,
+                                  int q_tile, sums_of_step &sums, kept_of_register kept) {
+    const place at = place_of(t, q_tile);
+    const int row = at.row - (t.len_kv - t.len_q);
+    const auto weight = [&](int i) {
+        const float x = kept(i);
+        if (!KEEPS_SCORES) return x;
+        const float4 four = four_stats(lse, i / 8, threadIdx.x % 4);
+        const float own = i / 4 % 2 ? (i % 2 ? four.w : four.z) : (i % 2 ? four.y : four.x);
+        const float score = mod.score(x, row + row_of(i), at.key + 8 * key_of(i));
+        return hidden.has(i) ? 0 : ex2(fmaf(score, p.scale_log2, -own));
+    };
+    differentiate(dp, dS, stats, 1, weight, [&](int i, float x) {
+        const float score = KEEPS_SCORES ? kept(i) : 0;
+        return FLEX_PARTS || KEEPS_SCORES
+                   ? sums.derivative(mod, i, score, x, row + row_of(i), at.key + 8 * key_of(i))
+                   : x;
+    });
+}
+
+/* Whole warp. Ends a step's sums, and a work tile's sums. */
+DEVICE void give_sums(sums_of_step &sums, const params &p, const tile &t, const mods &mod, int q_tile,
+                      int head_in_group, sums_of_heads &of_heads) {
+    const int warp = (threadIdx.x - 128) % (2 * KEYS) / 32, lane = threadIdx.x % 32;
+    sums.give(mod, {q_tile * BLOCK_Q, first_key(t) + 16 * warp, lane, p.heads_per_tile > 32 ? -1 : head_in_group},
+              of_heads);
+}
+DEVICE void give_sums_of_heads(const params &p, const tile &t, const sums_of_heads &sums) {
+    const int lane = threadIdx.x % 32;
+    if (FLEX_PARTS && lane < p.heads_per_tile)
+        sums_of_step::give_heads(mods(p.flex, p.values, t.b_idx, t.first_head + lane), sums);
+}
+#endif
 
 /* Whole warp. store_ds stores dS of this warp's 16 keys, transposed. A row of shared memory is a query row, 64 keys
  * long. ds_offset returns the place of a lane's first 16-byte piece in a chunk. */

@@ -217,6 +217,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
         const int num_steps = (queries.end - queries.begin) * (IS_GROUPED ? p.heads_per_tile : 1);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = dV[i] = 0;
+#if FLEX
+        sums_of_heads of_heads;
+#endif
 
         const int key = 64 * wg + 16 * warp; /* this warp's first key, in the work tile */
 
@@ -282,7 +285,14 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
                 wgmma_wait_group<1>(dP);
-                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return weight_of(weights, rest, i); });
+                const auto weight = [&](int i) { return weight_of(weights, rest, i); };
+#if FLEX
+                sums_of_step sums;
+                differentiate_by_mods(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, mod, hidden, query_tile_of(entry),
+                                      sums, weight);
+#else
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight);
+#endif
                 /* wait for a place for dS; in the first step the last work tile's dK must have left this place */
                 mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
@@ -291,6 +301,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 fence_proxy_async();
                 __syncwarp();
                 if (arrives) mbarrier_arrive(&s.ds_full[r.stage]);
+#if FLEX /* gradients of captures, while dV and dK run */
+                give_sums(sums, p, t, mod, query_tile_of(entry), head_in_group, of_heads);
+#endif
                 /* dV is there: release dO */
                 wgmma_wait_group<1>(dV);
                 if (arrives) mbarrier_arrive(&s.do_empty[r.stage]);
@@ -316,6 +329,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, queries.begin, queries.begin < last_end);
             __syncwarp();
             if (arrives) mbarrier_arrive(&s.dq_full[last]);
+#if FLEX
+            give_sums_of_heads(p, t, of_heads);
+#endif
             kv_parity ^= 1;
         } else if (FLEX && t.pieces > 1) { /* other heads may see these keys */
             add_to_pieces(dK, dV, p, t, 4 * wg + warp);

@@ -58,6 +58,21 @@ struct mod_functions {
 #endif
     }
 
+#if FLEX_PARTS
+    /* The same, but leaves in `parts` what each scatter adds. */
+    DEVICE float derivative(float (&parts)[FLEX_PARTS], float x, float grad, int i, int j) const {
+        return flex_derivative(values, parts, x, grad, b_idx, head, first + i, j);
+    }
+
+    /* Returns the place in a capture's gradient to which query i and key j add. */
+    template <int PART> DEVICE auto place_of(int i, int j) const {
+        return flex_place_of<PART>(values, b_idx, head, first + i, j);
+    }
+    template <int PART, class T> DEVICE void add_part(T place, float value) const {
+        flex_add_part<PART>(values, place, value);
+    }
+#endif
+
     /* Does query i see key j in a block of this kind? */
     DEVICE bool sees_in_block(block_kind kind, int i, int j) const {
 #if FLEX_MASK

@@ -51,6 +51,9 @@ DEVICE float flex_from_f16(unsigned short bits) {
 }
 DEVICE float flex_from_bf16(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 
+/* Which pairs of a batch and head add to one element of a capture's gradient (csrc/flex/scatters.h). */
+enum flex_kind { FLEX_OF_HEAD, FLEX_OF_QUERY, FLEX_OF_KEY, FLEX_OF_DIFFERENCE, FLEX_OF_PAIR };
+
 /* Adds to an element of a capture's gradient, if that is wanted. */
 template <class T> DEVICE void flex_add_to(long long address, long long place, T value) {
     if (address && value != T(0)) atomicAdd((T *)address + place, value);

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "intervals.h"
+#include "scatters.h"
 #include "wide.h"
 
 /* ---- text -------------------------------------------------------------------------------------------------------- */
@@ -105,6 +106,7 @@ typedef struct {
     const fa_flex_program *p;
     const fa_flex_interval *bounds; /* of each instruction */
     const uint8_t *is_exact;        /* of each instruction: an error of its last digits could grow */
+    const fa_flex_trait *traits;    /* of each instruction of a derivative */
     int32_t words;                  /* where the program's words begin */
     bool is_wide;
 } writer;
@@ -379,12 +381,11 @@ static void put_instruction(const writer *w, int32_t idx) {
 
 /* ---- gradients of captures --------------------------------------------------------------------------------------- */
 
+static bool is_scatter(const writer *w, int32_t idx) { return fa_flex_is_scatter(&w->p->instructions[idx]); }
+
 /* Is this a scatter to an element that only b and h choose? */
-static bool is_sum(const fa_flex_program *p, int32_t idx) {
-    const fa_flex_instruction *x = &p->instructions[idx];
-    bool is_summed = is_op(x, FA_FLEX_scatter);
-    for (int i = 0; is_summed && i + 1 < x->num_operands; i++) is_summed = is_of_head(p, x->operand[i]);
-    return is_summed;
+static bool is_sum(const writer *w, int32_t idx) {
+    return is_scatter(w, idx) && w->traits[idx].kind == FA_FLEX_OF_HEAD;
 }
 
 static void put_add(const writer *w, int32_t idx, const char *value) {
@@ -398,63 +399,121 @@ static void put_sums(const writer *w) {
     int num = 0;
     put(w->t, "struct flex_sums {\n");
     for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
-        if (is_sum(w->p, idx)) {
+        if (is_sum(w, idx)) {
             put(w->t, "    %s s%d;\n", type_of(w, idx), idx);
             num++;
         }
     put(w->t, "};\n#define FLEX_SUMS %d\n\n", num);
 }
 
+/* Marks what the places of the marked scatters need. */
 static void mark_operands(const fa_flex_program *p, uint8_t *is_needed) {
     for (int32_t idx = p->num_instructions - 1; idx >= 0; idx--) {
         const fa_flex_instruction *x = &p->instructions[idx];
-        const bool sum = is_sum(p, idx);
-        for (int i = 0; (is_needed[idx] || sum) && i < x->num_operands - sum; i++) is_needed[x->operand[i]] = 1;
+        const int of_place = x->num_operands - fa_flex_is_scatter(x);
+        for (int i = 0; is_needed[idx] && i < of_place; i++) is_needed[x->operand[i]] = 1;
     }
 }
 
-static fa_status put_add_sums(const writer *w, fa_error *err) {
-    uint8_t *is_needed = calloc((size_t)w->p->num_instructions, 1);
-    if (!is_needed) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+/* Writes the marked instructions, but no scatter. */
+static void put_needed(const writer *w, const uint8_t *is_needed) {
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_needed[idx] && !is_scatter(w, idx)) put_instruction(w, idx);
+}
+
+static void put_add_sums(const writer *w, uint8_t *is_needed) {
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++) is_needed[idx] = is_sum(w, idx);
     mark_operands(w->p, is_needed);
     put(w->t, "DEVICE void flex_add_sums(const flex_values &x, const flex_sums &sums, int b, int h) {\n");
+    put_needed(w, is_needed);
     for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
-        if (is_needed[idx]) put_instruction(w, idx);
-    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
-        if (is_sum(w->p, idx)) put_add(w, idx, "sums.s");
+        if (is_sum(w, idx)) put_add(w, idx, "sums.s");
     put(w->t, "}\n\n");
-    free(is_needed);
-    return FA_OK;
+}
+
+static int num_parts(const fa_flex_program *p) {
+    int num = 0;
+    for (int32_t idx = 0; p && idx < p->num_instructions; idx++) num += fa_flex_is_scatter(&p->instructions[idx]);
+    return num;
+}
+
+/* Writes the functions of the parts beside flex_derivative. */
+static void put_parts(const writer *w, uint8_t *is_needed) {
+    static const char *const kinds[] = {"FLEX_OF_HEAD", "FLEX_OF_QUERY", "FLEX_OF_KEY", "FLEX_OF_DIFFERENCE",
+                                        "FLEX_OF_PAIR"};
+    int part = 0;
+    put(w->t, "DEVICE constexpr flex_kind flex_kind_of(int part) {\n    return ");
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_scatter(w, idx)) put(w->t, "part == %d ? %s : ", part++, kinds[w->traits[idx].kind]);
+    put(w->t, "FLEX_OF_PAIR;\n}\n\n"
+              "template <int PART> DEVICE auto flex_place_of(const flex_values &x, int b, int h, int q_idx, "
+              "int kv_idx) {\n");
+    part = 0;
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++) {
+        if (!is_scatter(w, idx)) continue;
+        memset(is_needed, 0, (size_t)w->p->num_instructions);
+        is_needed[idx] = 1;
+        mark_operands(w->p, is_needed);
+        put(w->t, "    if constexpr (PART == %d) {\n", part++);
+        put_needed(w, is_needed);
+        put(w->t, "    return ");
+        put_place(w, &w->p->instructions[idx], true);
+        put(w->t, ";\n    }\n");
+    }
+    put(w->t, "}\n\n"
+              "template <int PART, class T> DEVICE void flex_add_part(const flex_values &x, T place, float value) {\n");
+    part = 0;
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_scatter(w, idx))
+            put(w->t, "    if constexpr (PART == %d) flex_add_to(x.words[%d], place, (%s)value);\n", part++,
+                w->words + program_words(w->p) + w->p->instructions[idx].source, type_of(w, idx));
+    put(w->t, "}\n\n");
 }
 
 /* ---- functions --------------------------------------------------------------------------------------------------- */
 
 typedef enum { SCORE, MASK, DERIVATIVE } part;
 
-static void put_body(const writer *w, part of) {
+/* What becomes of the value of a scatter. */
+typedef enum { TO_SUMS, TO_PARTS } target;
+
+static void put_body(const writer *w, part of, target to) {
+    int num = 0;
     for (int32_t idx = 0; idx < w->p->num_instructions; idx++) {
         put_instruction(w, idx);
-        if (is_sum(w->p, idx))
+        if (!is_scatter(w, idx)) continue;
+        if (to == TO_PARTS)
+            put(w->t, "    parts[%d] = (float)v%d;\n", num++, idx);
+        else if (is_sum(w, idx))
             put(w->t, "    sums.s%d += v%d;\n", idx, idx);
-        else if (is_op(&w->p->instructions[idx], FA_FLEX_scatter))
+        else
             put_add(w, idx, "v");
     }
     put(w->t, of == MASK ? "    return v%d != 0;\n}\n\n" : "    return (float)v%d;\n}\n\n", w->p->num_instructions - 1);
 }
 
 static fa_status put_derivative(const writer *w, fa_error *err) {
+    static const char rest[] = "float score, float grad, int b, int h, int q_idx, int kv_idx) {\n";
+    uint8_t *is_needed = malloc((size_t)w->p->num_instructions);
+    if (!is_needed) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     put_sums(w);
-    put(w->t, "DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, float score, float grad, int b, "
-              "int h, int q_idx, int kv_idx) {\n");
-    put_body(w, DERIVATIVE);
-    const fa_status status = put_add_sums(w, err);
-    put(w->t, "DEVICE float flex_derivative(const flex_values &x, float score, float grad, int b, int h, int q_idx, "
-              "int kv_idx) {\n"
-              "    flex_sums sums = {};\n"
-              "    const float result = flex_derivative(x, sums, score, grad, b, h, q_idx, kv_idx);\n"
-              "    flex_add_sums(x, sums, b, h);\n"
-              "    return result;\n}\n\n");
-    return status;
+    put(w->t, "DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, %s", rest);
+    put_body(w, DERIVATIVE, TO_SUMS);
+    put_add_sums(w, is_needed);
+    put(w->t,
+        "DEVICE float flex_derivative(const flex_values &x, %s"
+        "    flex_sums sums = {};\n"
+        "    const float result = flex_derivative(x, sums, score, grad, b, h, q_idx, kv_idx);\n"
+        "    flex_add_sums(x, sums, b, h);\n"
+        "    return result;\n}\n\n",
+        rest);
+    if (num_parts(w->p) > 0) {
+        put(w->t, "DEVICE float flex_derivative(const flex_values &x, float (&parts)[FLEX_PARTS], %s", rest);
+        put_body(w, DERIVATIVE, TO_PARTS);
+        put_parts(w, is_needed);
+    }
+    free(is_needed);
+    return FA_OK;
 }
 
 /* Only a derivative has gradients, and a mask has no score. */
@@ -469,12 +528,17 @@ static fa_status check(const fa_flex_program *p, part of, fa_error *err) {
     return FA_OK;
 }
 
-static const fa_flex_instruction *result_of(const fa_flex_program *p) {
-    return &p->instructions[p->num_instructions - 1];
+/* Do the results of a derivative follow from `grad` and the indices alone? */
+static bool has_factor(const fa_flex_program *p, const fa_flex_trait *traits) {
+    bool reads_score = false;
+    for (int32_t idx = 0; idx < p->num_instructions; idx++)
+        reads_score |= fa_flex_is_scatter(&p->instructions[idx]) && traits[idx].reads_score;
+    return reads_score || !fa_flex_passes_gradient(p);
 }
 
 /* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. */
-static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, bool is_wide, fa_error *err) {
+static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, bool is_wide,
+                             const fa_flex_trait *traits, fa_error *err) {
     if (!p) return FA_OK;
     fa_status status = check(p, of, err);
     if (status != FA_OK) return status;
@@ -484,14 +548,14 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
     uint8_t *is_exact = (uint8_t *)(bounds + num);
     fa_flex_bound_always(p, is_wide ? INT32_MAX : FA_FLEX_SMALL - 1, is_wide ? INT64_MAX : FA_FLEX_MOST_PARAM, bounds);
     mark_exact(p, is_exact);
-    const writer w = {t, p, bounds, is_exact, words, is_wide};
+    const writer w = {t, p, bounds, is_exact, traits, words, is_wide};
     if (of == DERIVATIVE) {
         status = put_derivative(&w, err);
     } else {
         put(t, of == MASK ? "DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx) {\n"
                           : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
                             "int kv_idx) {\n");
-        put_body(&w, of);
+        put_body(&w, of, TO_SUMS);
     }
     free(bounds);
     return status;
@@ -501,16 +565,21 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
                          bool is_wide, char **out, fa_error *err) {
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
     const int32_t of_score = program_words(score), of_mask = program_words(mask);
+    fa_flex_trait *traits = derivative ? fa_flex_traits(derivative) : NULL;
     text t = {0};
+    *out = NULL;
+    if (derivative && !traits) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     put(&t, "#include \"flex_values.cuh\"\n\n");
     put(&t,
         "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n"
-        "#define FLEX_FACTOR     %d\n\n",
-        score != NULL, mask != NULL, derivative != NULL, derivative && !is_op(result_of(derivative), FA_FLEX_grad));
+        "#define FLEX_FACTOR     %d\n#define FLEX_PARTS      %d\n\n",
+        score != NULL, mask != NULL, derivative != NULL, derivative && has_factor(derivative, traits),
+        num_parts(derivative));
     put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
-    fa_status status = put_program(&t, score, SCORE, 0, is_wide, err);
-    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, err);
-    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, is_wide, err);
+    fa_status status = put_program(&t, score, SCORE, 0, is_wide, NULL, err);
+    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, NULL, err);
+    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, is_wide, traits, err);
+    free(traits);
     if (status == FA_OK && t.is_lost) status = fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     if (status != FA_OK) {
         free(t.data);

@@ -2,7 +2,9 @@
  * the programs that exist the text defines:
  *
  *   FLEX_SCORE, FLEX_MASK, FLEX_DERIVATIVE    macros: 1 if the program exists, else 0
- *   FLEX_FACTOR                               macro: 0 if the derivative is `grad` itself, or does not exist
+ *   FLEX_FACTOR                               macro: 0 if the derivative is `grad` itself and its scatters do not read
+ *                                             the score, or if there is none
+ *   FLEX_PARTS                                macro: the number of scatters of the derivative
  *   FLEX_SUMS                                 macro: the number of members of flex_sums
  *
  *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words
@@ -14,6 +16,14 @@
  *   DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, float score, float grad,
  *                                int b, int h, int q_idx, int kv_idx);
  *   DEVICE void flex_add_sums(const flex_values &x, const flex_sums &sums, int b, int h);
+ *
+ * With FLEX_PARTS, for kernels that add up what pairs of queries and keys add to one element:
+ *
+ *   DEVICE float flex_derivative(const flex_values &x, float (&parts)[FLEX_PARTS], float score, float grad,
+ *                                int b, int h, int q_idx, int kv_idx);    leaves what scatter n adds in parts[n]
+ *   DEVICE constexpr flex_kind flex_kind_of(int part);                    which pairs share an element (scatters.h)
+ *   template <int PART> DEVICE auto flex_place_of(const flex_values &x, int b, int h, int q_idx, int kv_idx);
+ *   template <int PART, class T> DEVICE void flex_add_part(const flex_values &x, T place, float value);
  *
  * flex_derivative adds to the gradients of captures by atomicAdd, where what it adds is not 0. The overload with `sums`
  * keeps gradients of elements that only b and h choose in registers. The thread adds them to memory by flex_add_sums

@@ -10,6 +10,7 @@
 #include "map.h"
 #include "mods.h"
 #include "plan/bwd_workspace.h"
+#include "plan/gpu_problem.h"
 
 enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
 
@@ -120,7 +121,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
         p->cu_seqlens_q ? (p->total_kv / tile->block_kv + p->b) * p->h_kv * w.head_pieces : a.num_tiles;
     const int64_t slabs = w.num_slabs * w.num_heads;
     const int ctas = ctas_of_tile(call), clusters = sms > ctas ? (int)sms / ctas : 1;
-    const bool wants_main = p->dq.data || p->dk.data || p->dv.data;
+    const bool wants_main = p->dq.data || p->dk.data || p->dv.data || fa_wants_capture_gradients(p);
     if (call->plan->gpu.features & FA_FLEX) status = fa_cuda_make_block_walks(call, err);
     if (status != FA_OK) return status;
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,

@@ -18,8 +18,7 @@ static tile_row tile_row_of(const fa_problem *p) {
 }
 
 static const char *why_not_flex(const fa_problem *p) {
-    if (p->deterministic && fa_wants_capture_gradients(p))
-        return "it adds to the gradients of captured tensors in any order, so they are not deterministic";
+    NEEDS(!p->deterministic || !fa_wants_capture_gradients(p), FA_CAPTURES_ORDER_REASON);
     return fa_why_not_blocks(p);
 }
 

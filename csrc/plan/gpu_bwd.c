@@ -35,8 +35,8 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
     const unsigned wanted = features & ~(unsigned)FA_DTYPES;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V);
-    if (!why && fa_wants_capture_gradients(p)) why = "it computes no gradients of captured tensors";
     if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_bwd_params));
+    if (!why && p->flex) why = fa_why_not_captures_of_sm90(p);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");

@@ -1,8 +1,11 @@
 /* Questions of the GPU planners about a problem. */
 #include "gpu_problem.h"
 
+#include <stdlib.h>
+
 #include "cuda/cuda_flex.h"
 #include "flex/flex.h"
+#include "flex/scatters.h"
 #include "flex/source.h"
 #include "flex/wide.h"
 #include "system/hash.h"
@@ -109,10 +112,15 @@ static bool is_expanded(const fa_problem *p, const fa_view *t, int64_t heads) {
     return (p->b > 1 && t->stride_b == 0) || (heads > 1 && t->stride_h == 0);
 }
 
+/* Does a value depend on nothing but b and h? */
+static bool is_of_head(const fa_flex_program *p, int32_t idx) {
+    return (p->instructions[idx].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
+}
+
 /* A step computes the functions for 64 scores of a thread, in code without a loop. Long functions would take minutes to
  * compile, and would spill: a product of 16 captured pairs took 26 s. */
 static bool is_short(const fa_flex_bound *bound) {
-    enum { MOST = 64, CALL = 16, DOUBLE = 8 };
+    enum { MOST = 64, CALL = 16, DOUBLE = 8, SCATTER = 8, RATIO = 2 };
     int weight = 0;
     for (int32_t i = 0; bound && i < bound->program->num_instructions; i++) {
         const fa_flex_instruction *x = &bound->program->instructions[i];
@@ -144,6 +152,13 @@ static bool is_short(const fa_flex_bound *bound) {
         case FA_FLEX_shift_right:
         case FA_FLEX_convert: weight += x->result == FA_FLEX_F64 ? DOUBLE : 1; break;
         case FA_FLEX_gather: weight += 4; break;
+        case FA_FLEX_scatter: weight += SCATTER; break;
+        case FA_FLEX_divide:
+            if (x->result == FA_FLEX_F32 && is_of_head(bound->program, x->operand[1])) {
+                weight += RATIO;
+                break;
+            }
+            /* fall through */
         default: weight += x->result == FA_FLEX_F64 ? DOUBLE * CALL : CALL;
         }
     }
@@ -161,6 +176,27 @@ const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes)
           "with mods it takes no tensors that are expanded over batches or heads");
     NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
     return fa_why_not_blocks(p);
+}
+
+const char *fa_why_not_captures_of_sm90(const fa_problem *p) {
+    enum { MOST_WIDE = 2 }; /* parts with a sum for each row or diagonal of a thread */
+    if (!fa_wants_capture_gradients(p)) return NULL;
+    NEEDS(!p->deterministic, FA_CAPTURES_ORDER_REASON);
+    const fa_flex_program *derivative = p->flex->derivative->program;
+    fa_flex_trait *traits = fa_flex_traits(derivative);
+    NEEDS(traits, "there is no memory to look at the gradients of captured tensors");
+    int num_wide = 0;
+    bool is_double = false;
+    for (int32_t i = 0; i < derivative->num_instructions; i++) {
+        const fa_flex_instruction *x = &derivative->instructions[i];
+        if (!fa_flex_is_scatter(x)) continue;
+        is_double |= x->result == FA_FLEX_F64;
+        num_wide += traits[i].kind == FA_FLEX_OF_QUERY || traits[i].kind == FA_FLEX_OF_DIFFERENCE;
+    }
+    free(traits);
+    NEEDS(!is_double, "it adds up gradients of captured tensors in fp32, and one of the tensors is fp64");
+    NEEDS(num_wide <= MOST_WIDE, "it has no registers for so many gradients of captured tensors");
+    return NULL;
 }
 
 void fa_plan_mods(const fa_problem *p, fa_plan *plan) {

@@ -84,6 +84,11 @@ bool fa_has_mods(const fa_problem *problem);
  * other parameters. */
 const char *fa_why_not_mods_of_sm90(const fa_problem *problem, size_t parameter_bytes);
 
+/* Why can Hopper's backward not add to the gradients of captures? NULL: it can, or none are wanted. */
+const char *fa_why_not_captures_of_sm90(const fa_problem *problem);
+#define FA_CAPTURES_ORDER_REASON \
+    "it adds to the gradients of captured tensors in any order, so they are not deterministic"
+
 /* Why can no kernel read the problem's block mask? NULL: kernels can. */
 const char *fa_why_not_blocks(const fa_problem *problem);
 

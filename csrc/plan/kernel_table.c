@@ -217,7 +217,8 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define PTX_FILES      "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
 #define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
-#define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
+#define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "attn_bwd_captures.cuh", \
+    "philox.cuh", "quads.cuh"
 #define STEP_FILES     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
 #define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
 #define FEED_FILES     "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES

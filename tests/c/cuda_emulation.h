@@ -124,6 +124,7 @@ static inline double atomicAdd(double *place, double x) { return (*place += x) -
 static inline int __ffs(unsigned bits) { return bits ? __builtin_ctz(bits) + 1 : 0; }
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static inline int __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+static inline int __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 static inline void __syncwarp() { __ballot_sync(0, true); }
 
 static inline int __reduce_add_sync(unsigned, int x) {

@@ -27,10 +27,10 @@ def only_hoppers_kernel(request):
     flash_attn_2_cuda.set_cuda_kernels(None)
 
 
-def prepared(tensors, score_mod, mask_mod=None, block=None, mask=None, **kwargs):
+def prepared(tensors, score_mod, mask_mod=None, block=None, mask=None, seen=None, **kwargs):
     """The mask of the specification, and the arguments of flex_attention. block: the size of blocks; None: a bare
-    mask_mod."""
-    shape, seen = (*tensors[0].shape[:3], tensors[1].shape[2]), {}
+    mask_mod. ``seen`` as in moved()."""
+    shape, seen = (*tensors[0].shape[:3], tensors[1].shape[2]), {} if seen is None else seen
     if mask_mod is not None:
         mask = create_mask(mask_mod, *shape, device="cpu")
         kwargs["mask_mod"] = moved(mask_mod, "cuda", seen)

@@ -26,19 +26,22 @@ def only_hoppers_kernels(request):
     flash_attn_2_cuda.set_cuda_kernels(None)
 
 
-def compare(tensors, score_mod=None, *args, **kwargs):
-    """Compares the gradients of q, k and v. Returns them."""
-    mask, kwargs = prepared(tensors, score_mod, *args, **kwargs)
-    ours, wide = [x.cuda().requires_grad_() for x in tensors], [x.double().requires_grad_() for x in tensors]
+def compare(tensors, score_mod=None, *args, leaves=(), wants_qkv=True, **kwargs):
+    """Compares the gradients of q, k and v, and of the captures ``leaves``. Returns them."""
+    seen = {}
+    mask, kwargs = prepared(tensors, score_mod, *args, seen=seen, **kwargs)
+    ours, wide = ([x.to(*to).requires_grad_(wants_qkv) for x in tensors] for to in (["cuda"], [torch.float64]))
     out, lse = flex_attention(*ours, **kwargs)
     want = attention(*wide, score_mod, mask)
     generator = torch.Generator().manual_seed(1)
     dout, dlse = (torch.randn(x.shape, generator=generator).to(x.dtype) for x in (out, lse))
     dlse = torch.where(want[1].isinf(), 0.0, dlse).float()
+    ours, wide = ([*x, *captured] if wants_qkv else captured for x, captured in (
+        (ours, [seen[id(x)] for x in leaves]), (wide, list(leaves))))  # fmt: skip
     got = gradients((out, lse), ours, (dout.cuda(), dlse.cuda()))
     wants = gradients(want[:2], wide, (dout.double(), dlse.double()))
     for has, wanted in zip(got, wants, strict=True):
-        close(has.cpu(), wanted, 2 * TOLERANCES[has.dtype])
+        close(has.cpu(), wanted, 2 * max(TOLERANCES[x.dtype] for x in (has, tensors[0])))
     return got
 
 
@@ -57,12 +60,9 @@ def test_gradients_of_every_score_mod_on_hopper(make, seed):
     rng = random.Random(1000 * seed + SCORES.index(make))
     shape = shape_of(rng)
     score_mod, leaves = make(rng, shape)
-    for leaf in leaves:  # gradients of captures have kernels of their own
-        leaf.requires_grad_(False)
     mask_mod = rng.choice([None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 != 0])
-    compare(
-        tensors_of(rng, shape, rng.choice(DIMS)), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None
-    )
+    block = rng.choice([None, 128]) if mask_mod else None
+    compare(tensors_of(rng, shape, rng.choice(DIMS)), score_mod, mask_mod, block, leaves=leaves)
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -145,3 +145,81 @@ def test_keys_that_one_head_of_a_group_sees_on_hopper(head):
     mod = lambda b, h, i, j: (h == head) | (j < 100)  # noqa: E731
     compare(tensors_of(random.Random(head), (1, 4, 200, 400), (64, 64), torch.bfloat16), None, mod, 128)
     compare(tensors_of(random.Random(head), (1, 4, 200, 400), (128, 128), torch.bfloat16), None, mod, 128)
+
+
+# ---- captures -------------------------------------------------------------------------------------------------------
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype).requires_grad_()
+
+
+def captures(kind, heads, length):
+    """A score_mod and its captures. Each kind of sum of ``csrc/flex/scatters.h``, with and without the score."""
+    table, half, slopes = leaf(heads, 2 * length), leaf(2 * length, dtype=torch.bfloat16), leaf(heads)
+    cap, rows, keys, pairs = torch.tensor(2.0, requires_grad=True), leaf(length), leaf(heads, length), leaf(heads, 9)
+    reach = 20
+    return {
+        "alibi": (lambda s, b, h, i, j: s - 0.1 * slopes[h] * (i - j).abs(), [slopes]),
+        "softcap": (lambda s, b, h, i, j: cap * torch.tanh(s / cap), [cap]),
+        "scale of heads": (lambda s, b, h, i, j: s * slopes[h] + slopes[h], [slopes]),
+        "queries": (lambda s, b, h, i, j: s + rows[i], [rows]),
+        "scale of queries": (lambda s, b, h, i, j: s * rows[i] + keys[h, j], [rows, keys]),
+        "keys": (lambda s, b, h, i, j: s + keys[h, j], [keys]),
+        "differences": (lambda s, b, h, i, j: s + table[h, i - j + length], [table]),
+        "differences in half": (lambda s, b, h, i, j: s + half[j - i + length] * cap, [half, cap]),
+        "buckets": (lambda s, b, h, i, j: s + table[h, torch.clamp(i - j, -reach, reach) + reach], [table]),
+        "differences and softcap": (
+            lambda s, b, h, i, j: cap * torch.tanh(s / cap) + table[h, i - j + length], [cap, table],
+        ),
+        "pairs": (lambda s, b, h, i, j: s + pairs[h, (i * 3 + j) % 9], [pairs]),
+    }[kind]  # fmt: skip
+
+
+KINDS = ["alibi", "softcap", "scale of heads", "queries", "scale of queries", "keys", "differences"]
+KINDS += ["differences in half", "buckets", "differences and softcap", "pairs"]
+causal = lambda b, h, i, j: i >= j  # noqa: E731
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_captures_on_hopper(kind, dims):
+    rng = random.Random(KINDS.index(kind) + dims[0])
+    mod, leaves = captures(kind, 4, 411)
+    for lengths in ((300, 411), (129, 64), (257, 1)):
+        tensors = tensors_of(rng, (2, 4, *lengths), dims, [torch.bfloat16, torch.float16][KINDS.index(kind) % 2])
+        compare(tensors, mod, leaves=leaves)
+        compare(tensors, mod, causal, rng.choice([None, 64, 128]), leaves=leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_captures_of_many_tiles_on_hopper(kind):
+    """More work tiles than multiprocessors. Each pair adds once, with masks of the heads of a group, too."""
+    mod, leaves = captures(kind, 8, 1500)
+    tensors = tensors_of(random.Random(5), (3, 8, 1500, 1400), (128, 128), torch.bfloat16)
+    compare(tensors, mod, leaves=leaves)
+    compare(tensors, mod, lambda b, h, i, j: (i - j).abs() < 100 * h + 50, 128, leaves=leaves)
+
+
+def test_gradients_of_captures_of_many_heads_on_hopper():
+    """A group of more heads than a warp has lanes."""
+    slopes = leaf(40)
+    sizes = [(1, 40, 150, 64), (1, 1, 300, 64), (1, 1, 300, 64)]
+    tensors = [leaf(*size, dtype=torch.bfloat16).detach() for size in sizes]
+    compare(tensors, lambda s, b, h, i, j: s + slopes[h] * (i - j) * 0.1, leaves=[slopes])
+
+
+def test_gradients_of_captures_alone_on_hopper():
+    mod, leaves = captures("differences", 4, 300)
+    compare(tensors_of(random.Random(6), (2, 4, 300, 250), (128, 128)), mod, leaves=leaves, wants_qkv=False)
+
+
+def test_gradients_of_captures_are_not_deterministic_on_hopper():
+    mod, leaves = captures("alibi", 4, 300)
+    tensors = tensors_of(random.Random(7), (2, 4, 300, 250), (128, 128))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="not deterministic"):
+            compare(tensors, mod, leaves=leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -60,6 +60,7 @@ GENERIC_BACKWARD = [
     "attn_bwd_any_bf16_dq_d128_q64kv64_of3_flex_#",
     "attn_bwd_any_bf16_dkdv_d128_q64kv32_of3_flex_#",
 ]
+HOPPER_BACKWARD = ["attn_bwd_prep_bf16_d128_q64kv128", "attn_bwd_sm90_bf16_d128_q64kv128_flex_#"]
 HOPPER = ["flex_blocks", "flex_walks", "flex_order", "attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
 
 
@@ -84,6 +85,21 @@ def test_each_wanted_gradient_has_its_kernel():
     assert names[-1] == GENERIC_BACKWARD[2] and GENERIC_BACKWARD[1] not in names
     names = names_of(flex_attention, query.requires_grad_(), key, value.detach(), alibi, archs="sm_80")
     assert names[-1] == GENERIC_BACKWARD[1] and GENERIC_BACKWARD[2] not in names
+
+
+def test_gradients_of_captures():
+    """Hopper's backward has them, also if nothing else is wanted. Others have the generic kernels."""
+    learned = torch.empty(8, device="meta", requires_grad=True)
+    mod = lambda s, b, h, i, j: s + learned[h] * (i - j)  # noqa: E731
+    for grad in (True, False):
+        assert names_of(flex_attention, *qkv(grad=grad), mod) == [HOPPER[-1], *HOPPER_BACKWARD]
+    for other in (qkv(d=192), qkv(dtype=torch.float32)):
+        assert "attn_bwd_any" in names_of(flex_attention, *other, mod)[-1]
+    learned = torch.empty(8, device="meta", dtype=torch.float64, requires_grad=True)
+    assert names_of(flex_attention, *qkv(), mod)[1:] == GENERIC_BACKWARD
+    learned = torch.empty(8, device="meta", requires_grad=True)
+    many = lambda s, b, h, i, j: s + learned[i - j] + learned[i] + learned[2 * i - 2 * j]  # noqa: E731
+    assert names_of(flex_attention, *qkv(), many)[1:] == GENERIC_BACKWARD
 
 
 def test_windows_and_softcaps_have_the_plain_kernels():
@@ -134,7 +150,7 @@ def test_other_functions():
     q, k, v = (torch.empty(1, 64, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
     bias = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     names = names_of(flash_attn.flash_attn_func, q, k, v, attn_bias=bias)
-    assert names[0] == HOPPER[-1] and names[-1] == GENERIC_BACKWARD[1]
+    assert names == [HOPPER[-1], *HOPPER_BACKWARD]
     names = names_of(flash_attn.flash_attn_func, q, k, v, 0.1, causal=True)
     assert names[0].endswith("_causal_dropout")
 
