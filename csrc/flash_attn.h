@@ -205,6 +205,7 @@ typedef struct {
     int family, row;   /* the kernel's text and its row of cuda/tiles.def */
     unsigned features; /* features that the kernel must have (plan/kernel_table.h) */
     uint64_t mods;     /* hash of the user's functions in the kernel's text; 0: none */
+    bool has_hidden;   /* Hopper: a kernel before looks at the pairs of a block mask (cuda/flex_hidden.cu) */
     int num_sms;       /* multiprocessors for the call: those of the GPU but for sm_margin; 0: unknown */
     int num_ctas;      /* forward on Hopper: persistent CTAs of the launch */
     bool is_dynamic;   /* forward on Hopper: CTAs take their next work tile from a counter */

@@ -14,6 +14,8 @@
 
 #if FLEX
 
+constexpr int HIDDEN_WORDS = FA_HIDDEN_WORDS(BLOCK_Q), HIDDEN_PITCH = 2 * BLOCK_KV;
+
 DEVICE int query_tile_of(int entry) { return entry >> 2; }
 DEVICE block_kind kind_of(int entry) { return (block_kind)(entry & 3); }
 
@@ -33,6 +35,7 @@ struct step_words {
 struct listed_queries {
     const int *list; /* list_num entries; NULL: there is no block mask */
     int list_num;
+    const u32 *hidden; /* flex_hidden.cu, of this key tile */
     const u32 *ranks; /* of this key tile: rank of the first query tile; the next is `pitch` words behind */
     int pitch;
 
@@ -53,6 +56,7 @@ struct listed_queries {
         if (p.flex.order) kv_tile = __ldg(p.flex.order + mask * p.num_kv_tiles + kv_tile);
         const int *walk = p.flex.walks + (mask * p.num_kv_tiles + kv_tile) * (1 + q_tiles);
         list_num = __ldg(walk), list = walk + 1;
+        hidden = p.flex.hidden + (mask * p.num_kv_tiles + kv_tile) * q_tiles * (HIDDEN_WORDS * HIDDEN_PITCH);
         pitch = p.num_kv_tiles + 1, ranks = p.ranks + mask * q_tiles * pitch + kv_tile;
     }
 };

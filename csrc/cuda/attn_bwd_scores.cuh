@@ -206,10 +206,21 @@ DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
 }
 
 #if FLEX
-/* Pairs of a thread that do not see each other: a bit for each register of S. */
+/* Pairs of a thread that do not see each other: a bit for each register of S. With FLEX_HIDDEN these bits come from
+ * flex_hidden.cu. */
 struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS] = {};
+
+    DEVICE bool load(const params &p, const tile &t, int entry) {
+        const int q_tile = query_tile_of(entry);
+        const bool reaches_end = (q_tile + 1) * BLOCK_Q > p.len_q || first_key(t) + KEYS > p.len_kv;
+        if (kind_of(entry) == FULL_BLOCK && !reaches_end) return false;
+        const u32 *from = t.hidden + (long long)q_tile * (HIDDEN_WORDS * HIDDEN_PITCH) + threadIdx.x - 128;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
+        return true;
+    }
 
     /* Looks at a step of this entry, and says whether there may be such a pair. Whole warp. */
     DEVICE bool find(const params &p, const tile &t, const mods &mod, int entry) {

@@ -26,8 +26,10 @@ DEVICE bool is_full(const params &p, int entry) {
  * is no block mask. */
 struct listed_tile {
     const int *list;
+    const u32 *hidden; /* flex_hidden.cu, of this query tile */
     int first_entries[ENTRIES_AHEAD];
 };
+constexpr int HIDDEN_WORDS = FA_HIDDEN_WORDS(BLOCK_KV), HIDDEN_PITCH = 2 * BLOCK_Q;
 
 /* The producer's walk. Entries come from memory by cp.async, ENTRIES_AHEAD steps ahead, into a ring in shared memory.
  * The ring begins with the copies in the work tile. NOTE: a load to a register that the next step moves to another
@@ -67,17 +69,18 @@ struct loaded_walk : key_walk {
 
 /* Finds query tile number `pos` of a head in the order of flex_order.cu, and its list. One lane. */
 template <class tile> DEVICE int find_list(const params &p, int b_idx, int head, int pos, int q_tiles, tile &t) {
-    t.list = nullptr, t.kv_begin = 0;
+    t.list = nullptr, t.hidden = nullptr, t.kv_begin = 0;
     if (!p.flex.walks) {
         t.kv_end = ceil_div(p.len_kv, BLOCK_KV);
         return q_tiles - 1 - pos;
     }
     const long long mask = (long long)(b_idx % p.flex.mask_b) * p.flex.mask_h + head % p.flex.mask_h;
     const int q_tile = __ldg(p.flex.order + mask * q_tiles + pos);
-    const int *walk = p.flex.walks + (mask * q_tiles + q_tile) * (1 + ceil_div(p.len_kv, BLOCK_KV));
+    const int kv_tiles = ceil_div(p.len_kv, BLOCK_KV);
+    const int *walk = p.flex.walks + (mask * q_tiles + q_tile) * (1 + kv_tiles);
     t.kv_end = __ldg(walk), t.list = walk + 1;
-    for (int i = 0; i < ENTRIES_AHEAD; i++)
-        t.first_entries[i] = i <= ceil_div(p.len_kv, BLOCK_KV) - 1 ? __ldg(walk + 1 + i) : 0;
+    t.hidden = p.flex.hidden + (mask * q_tiles + q_tile) * kv_tiles * (HIDDEN_WORDS * HIDDEN_PITCH);
+    for (int i = 0; i < ENTRIES_AHEAD; i++) t.first_entries[i] = i < kv_tiles ? __ldg(walk + 1 + i) : 0;
     return q_tile;
 }
 

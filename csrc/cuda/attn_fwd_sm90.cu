@@ -152,7 +152,10 @@ struct consumer : consumer_base {
         const int entry = entry_of(place), j = key_tile_of(entry);
         hidden_pairs hidden;
         bool hides = false;
-        if (!FLEX_SCORE) hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+        if (FLEX_HIDDEN)
+            hides = hidden.load(p, tile_of(THIS_TILE), kind_of(entry), j, row_block);
+        else if (!FLEX_SCORE)
+            hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
 #else
         const int j = place;
 #endif
@@ -176,7 +179,7 @@ struct consumer : consumer_base {
 #if FLEX
         if (FLEX_SCORE) {
             score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
-            hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+            if (!FLEX_HIDDEN) hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
         }
         if (hides) hidden.hide(S);
 #endif
@@ -237,7 +240,9 @@ struct consumer : consumer_base {
 #if FLEX
         hidden_pairs hidden;
         if (FLEX_SCORE) score_by_mod(S, p, q_head, first_key + column, diagonal);
-        if (hidden.find(p, q_head, kind_of(entry), first_key + column, diagonal)) hidden.hide(S);
+        const bool hides = FLEX_HIDDEN ? hidden.load(p, t, kind_of(entry), j, row_block)
+                                       : hidden.find(p, q_head, kind_of(entry), first_key + column, diagonal);
+        if (hides) hidden.hide(S);
 #else
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
 #endif

@@ -66,10 +66,20 @@ DEVICE block_kind kind_of_strip(const block_map &map, int i, int i_last, int j, 
     return bits & (bits - 1) ? MIXED_BLOCKS : (block_kind)(31 - __clz(bits));
 }
 
-/* Pairs of a thread that do not see each other: a bit for each register of S. */
+/* Pairs of a thread that do not see each other: a bit for each register of S. With FLEX_HIDDEN these bits come from
+ * flex_hidden.cu. */
 struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS];
+
+    /* Says whether there may be such a pair in key tile j. */
+    DEVICE bool load(const params &p, const listed_tile &t, block_kind kind, int j, int row_block) {
+        if (kind == FULL_BLOCK && (j + 1) * BLOCK_KV <= p.len_kv) return false;
+        const u32 *from = t.hidden + (long long)j * (HIDDEN_WORDS * HIDDEN_PITCH) + 128 * row_block + threadIdx.x % 128;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
+        return true;
+    }
 
     /* Says whether there may be such a pair. `kind` is that of the key tile, and key and row are those of
      * score_by_mod. While a partial tile is looked at, S is still on its way. Whole warp. */

@@ -55,15 +55,23 @@ typedef struct {
     int most_offset;                    /* the block mask has rows for offsets up to here */
     /* Hopper's kernels (flex_walks.cu): the walk of each own tile, and the order of the own tiles; NULL: ascending. */
     const int *walks, *order;
+    /* The pairs of these tiles that are hidden (flex_hidden.cu); NULL: the mods say so. */
+    const unsigned *hidden;
 } fa_cuda_flex;
 
-/* The parameters of flex_walks.cu, flex_order.cu and flex_ranks.cu. Own tiles walk over other tiles. The own side is
+/* Words of a thread of Hopper's kernels for the pairs of two tiles. Two threads have one row of the own side, and each
+ * has a pair in every second row of the other side. */
+#define FA_HIDDEN_WORDS(other_tile) (((other_tile) / 2 + 31) / 32)
+
+/* The parameters of flex_walks.cu, flex_order.cu, flex_ranks.cu and, with the members of flex_values behind,
+ * flex_hidden.cu. Own tiles walk over other tiles. The own side is
  * that of the queries, or of the keys. */
 typedef struct {
     fa_cuda_flex flex;
     int *walks;      /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
     int *order;      /* [mask_b mask_h, own_tiles]; NULL: ascending */
     unsigned *ranks; /* [mask_b mask_h, other_tiles, own_tiles + 1] */
+    unsigned *hidden; /* [mask_b mask_h, own_tiles, other_tiles, FA_HIDDEN_WORDS(other_tile), 2 own_tile] */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */
 } fa_cuda_flex_walks;

@@ -27,6 +27,7 @@ static tiles_of_side side_of(int64_t len, int64_t tile) { return (tiles_of_side)
 typedef struct {
     int *walks, *order;
     unsigned *ranks; /* of the backward */
+    unsigned *hidden;
     tiles_of_side own, other;
     int64_t masks;
 } block_walks;
@@ -44,6 +45,8 @@ static block_walks walks_of(const fa_cuda_call *call) {
     int *behind = w.walks + w.masks * w.own.num * (1 + w.other.num);
     if (owns_keys) w.ranks = (unsigned *)(behind + w.masks * w.own.num);
     if (!owns_keys || !fa_has_masks_in_groups(p)) w.order = behind; /* pieces of a key tile begin in their order */
+    if (plan->gpu.has_hidden)
+        w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
     return w;
 }
 
@@ -94,7 +97,30 @@ static fa_cuda_flex flex_of(const fa_cuda_call *call) {
         .most_offset = as_int(flex->rows * flex->block_q - call->problem->len_q),
         .walks = walks.walks,
         .order = walks.order,
+        .hidden = walks.hidden,
     };
+}
+
+/* The parameters of flex_hidden.cu. */
+typedef union {
+    fa_cuda_flex_walks head;
+    uint64_t words[FA_MOST_PARAMETER_BYTES / sizeof(uint64_t)];
+} hidden_parameters;
+static_assert(sizeof(fa_cuda_flex_walks) % sizeof(uint64_t) == 0, "the values follow");
+
+static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_walks *walks, int64_t masks,
+                                   fa_error *err) {
+    enum { SHARES = 8, MOST_CTAS = 1 << 16 }; /* CTAs of 64 rows of a walk */
+    const fa_mods all = fa_mods_of(call->problem, false);
+    const fa_mods mods = {.mask = all.mask, .is_wide = all.is_wide};
+    const fa_variant variant = {FA_FLEX_HIDDEN, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
+    const int64_t ctas = masks * walks->own_tiles * (walks->own_tile / FA_ROWS_OF_A_WARPGROUP);
+    const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), SHARES, 1,
+                              .threads = FA_FLEX_WALKS_THREADS};
+    hidden_parameters a;
+    a.head = *walks;
+    fa_flex_fill_values(NULL, call->problem->flex->mask, NULL, NULL, a.words + sizeof a.head / sizeof(uint64_t));
+    return fa_cuda_launch(call, variant, launch, &a, err);
 }
 
 fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
@@ -107,6 +133,7 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
         .walks = w.walks,
         .order = w.order,
         .ranks = w.ranks,
+        .hidden = w.hidden,
         .own_len = (int)w.own.len,
         .own_tile = (int)w.own.tile,
         .own_tiles = (int)w.own.num,
@@ -129,7 +156,7 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
         const fa_variant variant = {.family = steps[i].family, .arch = call->gpu->capability};
         if (steps[i].is_wanted) status = fa_cuda_launch(call, variant, launch, &a, err);
     }
-    return status;
+    return status == FA_OK && w.hidden ? find_hidden_pairs(call, &a, w.masks, err) : status;
 }
 
 const unsigned *fa_cuda_block_ranks(const fa_cuda_call *call) { return walks_of(call).ranks; }
@@ -150,7 +177,7 @@ static void fill_values(const fa_cuda_call *call, fa_variant variant, void *valu
     const bool adds_gradients =
         variant.family == FA_BWD_SM90 ||
         (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
-    fa_flex_fill_values(flex->score, flex->mask, variant.mods->derivative ? flex->derivative : NULL,
+    fa_flex_fill_values(flex->score, variant.mods->mask ? flex->mask : NULL, variant.mods->derivative ? flex->derivative : NULL,
                         adds_gradients ? flex->gradients : NULL, values);
 }
 
@@ -161,7 +188,7 @@ fa_status fa_cuda_launch_with_mods(const fa_cuda_call *call, fa_variant variant,
         return fa_cuda_launch(call, variant, launch, parameters, err);
     }
     flex_parameters a;
-    const fa_mods mods = fa_mods_of(call->problem);
+    const fa_mods mods = fa_mods_of(call->problem, call->plan->gpu.has_hidden);
     const fa_cuda_flex flex = flex_of(call);
     if (num_bytes + sizeof flex + fa_flex_values_bytes(mods.score, mods.mask, mods.derivative) > sizeof a)
         return fa_fail(err, FA_EUNSUPPORTED,

@@ -86,7 +86,7 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
 
 /* Lists of a block mask come before the workspace. */
 static inline size_t fa_bwd_workspace_at(const fa_problem *p, const fa_plan *plan) {
-    return (fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + 1023) / 1024 * 1024;
+    return (fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + fa_hidden_bytes(p, plan) + 1023) / 1024 * 1024;
 }
 
 #endif

@@ -71,6 +71,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->workspace_bytes = fa_bwd_workspace_at(p, plan) + w.bytes;
     if (features & FA_FLEX) {
         NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
+        plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;
         fa_plan_mods(p, plan);
     }
     const int ctas = machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1);

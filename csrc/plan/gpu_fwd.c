@@ -118,7 +118,8 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
     if (features & FA_FLEX) {
         NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
-        plan->workspace_bytes = fa_block_walks_at(p) + fa_block_walks_bytes(p, plan);
+        plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;
+        plan->workspace_bytes = fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + fa_hidden_bytes(p, plan);
         fa_plan_mods(p, plan);
     }
     fa_plan_fwd_order(p, (int64_t)machine->gpu_sms * fa_fwd_sm90_row(row)->ctas, plan);

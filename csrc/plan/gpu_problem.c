@@ -52,11 +52,12 @@ enum { LARGEST_TILE = 1024 }; /* rows that a tile may have behind the end of its
 
 static const fa_flex_program *program_of(const fa_flex_bound *bound) { return bound ? bound->program : NULL; }
 
-fa_mods fa_mods_of(const fa_problem *p) {
+fa_mods fa_mods_of(const fa_problem *p, bool has_hidden) {
     const fa_flex *flex = p->flex;
-    const fa_flex_bound *bounds[] = {flex->score, flex->mask, p->pass == FA_BWD ? flex->derivative : NULL};
+    const fa_flex_bound *mask = has_hidden ? NULL : flex->mask;
+    const fa_flex_bound *bounds[] = {flex->score, mask, p->pass == FA_BWD ? flex->derivative : NULL};
     const int64_t heads = p->b > p->h ? p->b : p->h, rows = p->len_q > p->len_kv ? p->len_q : p->len_kv;
-    fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false};
+    fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false, has_hidden};
     const int64_t most = flex->q_offset ? INT32_MAX : (heads > rows ? heads : rows) + LARGEST_TILE;
     for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], most);
     return mods;
@@ -64,8 +65,8 @@ fa_mods fa_mods_of(const fa_problem *p) {
 
 uint64_t fa_mods_hash(const fa_mods *mods) {
     const fa_flex_program *programs[] = {mods->score, mods->mask, mods->derivative};
-    uint64_t hashes[4] = {0, 0, 0, mods->is_wide};
-    bool has_mods = false;
+    uint64_t hashes[4] = {0, 0, 0, mods->is_wide + 2 * mods->has_hidden};
+    bool has_mods = mods->has_hidden;
     for (int i = 0; i < 3; i++)
         if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;
     return has_mods ? fa_hash(0, hashes, sizeof hashes) : 0;
@@ -91,6 +92,27 @@ size_t fa_block_walks_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t ranks = owns_keys ? other * (own + 1) : 0;
     if (fa_block_map_bytes(p) == 0) return 0;
     return (size_t)(p->flex->mask_b * p->flex->mask_h * (own * (1 + other + 1) + ranks)) * sizeof(int32_t);
+}
+
+static bool reads(const fa_flex_bound *bound, fa_flex_op op) {
+    for (int32_t i = 0; bound && i < bound->program->num_instructions; i++)
+        if (bound->program->instructions[i].op == (uint8_t)op) return true;
+    return false;
+}
+
+size_t fa_hidden_bytes(const fa_problem *p, const fa_plan *plan) {
+    const int64_t most = (int64_t)128 << 20;
+    const fa_flex *flex = p->flex;
+    if (fa_block_map_bytes(p) == 0) return 0;
+    if ((reads(flex->mask, FA_FLEX_b) && flex->mask_b < p->b) || (reads(flex->mask, FA_FLEX_h) && flex->mask_h < p->h))
+        return 0;
+    const int64_t own_tile = p->pass == FA_BWD ? plan->block_kv : plan->block_q;
+    const int64_t other_tile = p->pass == FA_BWD ? plan->block_q : plan->block_kv;
+    const int64_t own = ((p->pass == FA_BWD ? p->len_kv : p->len_q) + own_tile - 1) / own_tile;
+    const int64_t other = ((p->pass == FA_BWD ? p->len_q : p->len_kv) + other_tile - 1) / other_tile;
+    const int64_t bytes_of_pair = FA_HIDDEN_WORDS(other_tile) * 2 * own_tile * (int64_t)sizeof(int32_t);
+    const int64_t room = most / bytes_of_pair / (flex->mask_b * flex->mask_h);
+    return own <= room && other <= room && own * other <= room ? (size_t)(flex->mask_b * flex->mask_h * own * other * bytes_of_pair) : 0;
 }
 
 const char *fa_why_not_blocks(const fa_problem *p) {
@@ -166,7 +188,7 @@ static bool is_short(const fa_flex_bound *bound) {
 }
 
 const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes) {
-    const fa_mods mods = fa_mods_of(p);
+    const fa_mods mods = fa_mods_of(p, false);
     const size_t values_bytes = fa_flex_values_bytes(mods.score, mods.mask, mods.derivative);
     NEEDS(parameter_bytes + sizeof(fa_cuda_flex) + values_bytes <= FA_MOST_PARAMETER_BYTES,
           "its parameters have no room for so many captured tensors and numbers");
@@ -201,7 +223,7 @@ const char *fa_why_not_captures_of_sm90(const fa_problem *p) {
 
 void fa_plan_mods(const fa_problem *p, fa_plan *plan) {
     if (!p->flex) return;
-    const fa_mods mods = fa_mods_of(p);
+    const fa_mods mods = fa_mods_of(p, plan->gpu.has_hidden);
     plan->gpu.mods = fa_mods_hash(&mods);
 }
 

@@ -59,7 +59,7 @@ unsigned fa_any_features(const fa_problem *problem);
 
 /* The user's functions in the kernels of a problem with flex, and their hash: 0 if there is no function. The derivative
  * belongs to the backward. */
-fa_mods fa_mods_of(const fa_problem *problem);
+fa_mods fa_mods_of(const fa_problem *problem, bool has_hidden);
 uint64_t fa_mods_hash(const fa_mods *mods);
 
 /* Does the backward add to gradients of captures? */
@@ -72,6 +72,11 @@ static inline size_t fa_block_walks_at(const fa_problem *problem) {
     return (fa_block_map_bytes(problem) + 15) / 16 * 16;
 }
 size_t fa_block_walks_bytes(const fa_problem *problem, const fa_plan *plan);
+
+/* Bytes of the pairs that are hidden (cuda/flex_hidden.cu). They lie behind the walks. 0: the kernels of the plan compute
+ * the mask_mod themselves, because there is no block mask, or heads with one block mask have other results of the
+ * mask_mod, or the bits would take more than 128 MiB. */
+size_t fa_hidden_bytes(const fa_problem *problem, const fa_plan *plan);
 
 /* In the backward the own tiles are those of keys. Query heads of one key head that have masks of their own are walked
  * through in tiles of their own. */

@@ -144,6 +144,7 @@ static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_
 static const fa_row flex_blocks_rows[] = {{.name = "flex_blocks"}};
 static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
 static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
+static const fa_row flex_hidden_rows[] = {{.name = "flex_hidden"}};
 static const fa_row flex_walks_rows[] = {{.name = "flex_walks"}};
 static const fa_row flex_order_rows[] = {{.name = "flex_order"}};
 static const fa_row flex_ranks_rows[] = {{.name = "flex_ranks"}};
@@ -330,6 +331,13 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .rows = flex_order_rows,
                        .num_rows = NUM_ROWS(flex_order_rows),
                        .chooses = always_chooses},
+    [FA_FLEX_HIDDEN] = {.name = "flex_hidden",
+                        .files = FILES("flex_hidden.cu", FLEX_FILES, "cuda_problem.h", "integers.cuh"),
+                        .knows = FA_FLEX,
+                        .rows = flex_hidden_rows,
+                        .num_rows = NUM_ROWS(flex_hidden_rows),
+                        .chooses = never_chooses,
+                        .takes_mods = true},
     [FA_FLEX_RANKS] = {.name = "flex_ranks",
                        .files = FILES("flex_ranks.cu", BLOCKS_FILES),
                        .rows = flex_ranks_rows,

@@ -55,6 +55,7 @@ typedef enum {
     FA_FLEX_WALKS,
     FA_FLEX_ORDER,
     FA_FLEX_RANKS,
+    FA_FLEX_HIDDEN,
     FA_NUM_FAMILIES
 } fa_family_id;
 
@@ -129,7 +130,7 @@ enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 /* The programs of a kernel (flex/program.h). NULL: there is no such function. */
 typedef struct {
     const fa_flex_program *score, *mask, *derivative;
-    bool is_wide; /* of their text (flex/source.h) */
+    bool is_wide, has_hidden; /* of their text (flex/source.h) */
 } fa_mods;
 #define FA_MODS_FILE "flex_mods.cuh"
 

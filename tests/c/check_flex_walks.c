@@ -1,4 +1,4 @@
-/* Compares the kernels flex_blocks, flex_walks, flex_order and flex_ranks with csrc/flex/block_map.c and with plain
+/* Compares the kernels flex_blocks, flex_walks, flex_order, flex_ranks and flex_hidden with csrc/flex/block_map.c and with plain
  * loops over all pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists, map, walks,
  * order and ranks lie in guarded memory. Blocks and tiles have any sizes, lists have any order and strides, and some of
  * their places are no blocks.
@@ -31,8 +31,9 @@ enum { EMPTY, PARTIAL, FULL, MIXED };
 
 static void run_kernel(fa_family_id family, const void *parameters, unsigned threads) {
     const fa_cuda_call call = {.gpu = &gpu, .driver = &driver};
-    const fa_variant variant = {.family = family, .arch = gpu.capability};
-    const fa_launch shape = {1 + (unsigned)below(3), 1, 1, .threads = threads};
+    const fa_variant variant = {
+        .family = family, .arch = gpu.capability, .features = fa_families[family].takes_mods ? FA_FLEX : 0};
+    const fa_launch shape = {1 + (unsigned)below(3), 1 + (unsigned)below(2), 1, .threads = threads};
     fa_error err = {""};
     if (fa_cuda_launch(&call, variant, shape, parameters, &err)) fail_msg("%s", err.text);
 }
@@ -147,6 +148,31 @@ static void check_ranks(int seed, const fa_flex *f, const fa_cuda_flex_walks *a,
     }
 }
 
+/* The bits of each thread, and of each of its registers. Words of full tiles inside the problem are not written. */
+static void check_hidden(int seed, const fa_flex *f, const fa_cuda_flex_walks *a, const unsigned char *kinds, int own,
+                         const int *walk, const unsigned *hidden) {
+    const int words = FA_HIDDEN_WORDS(a->other_tile), threads = 2 * a->own_tile;
+    for (int other = 0; other < a->other_tiles; other++, hidden += words * threads) {
+        int kind = EMPTY;
+        for (int i = 1; i <= walk[0]; i++)
+            if (walk[i] / 4 == other) kind = walk[i] % 4;
+        const bool ends = (other + 1) * a->other_tile > a->other_len || (a->own_keys && (own + 1) * a->own_tile > a->own_len);
+        const bool is_read = kind != EMPTY && (kind != FULL || ends);
+        for (int thread = 0; thread < threads; thread++)
+            for (int i = 0; i < 32 * words; i++) {
+                const unsigned word = hidden[i / 32 * threads + thread];
+                const int x = own * a->own_tile + thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+                const int y = other * a->other_tile + 2 * (thread % 4) + i / 4 * 8 + i % 2;
+                const int q = a->own_keys ? y : x, key = a->own_keys ? x : y;
+                const int len_q = a->own_keys ? a->other_len : a->own_len, len_kv = a->own_keys ? a->own_len : a->other_len;
+                if (!is_read && word != UINT32_MAX) fail_msg("--seed %d: nobody reads tile %d of %d", seed, other, own);
+                if (!is_read || i >= a->other_tile / 2 || (q >= len_q && !a->own_keys)) continue;
+                const bool sees = q < len_q && key < len_kv && kinds[q / f->block_q * f->columns + key / f->block_kv] != EMPTY;
+                if (sees == (word >> i % 32 & 1)) fail_msg("--seed %d: query %d and key %d", seed, q, key);
+            }
+    }
+}
+
 static void run_case(int seed) {
     source = (random_source){(uint64_t)seed};
     const int64_t len_q = PICK(1, 40, 129, 300), len_kv = PICK(1, 33, 128, 300);
@@ -182,6 +208,18 @@ static void run_case(int seed) {
     run_kernel(FA_FLEX_WALKS, &a, FA_FLEX_WALKS_THREADS);
     run_kernel(FA_FLEX_ORDER, &a, FA_FLEX_WALKS_THREADS);
     int *order = a.order;
+    const int64_t pitch_hidden = (int64_t)a.other_tiles * FA_HIDDEN_WORDS(a.other_tile) * 2 * a.own_tile;
+    const bool has_hidden = a.own_tile % 64 == 0 && a.other_tile % 8 == 0;
+    struct {
+        fa_cuda_flex_walks walks;
+        int64_t values;
+    } of_hidden = {a, 0};
+    if (has_hidden) {
+        const size_t bytes = (size_t)(masks * a.own_tiles * pitch_hidden) * sizeof(unsigned);
+        of_hidden.walks.hidden = guarded_alloc(bytes, 4, true);
+        memset(of_hidden.walks.hidden, 0xff, bytes);
+        run_kernel(FA_FLEX_HIDDEN, &of_hidden, FA_FLEX_WALKS_THREADS);
+    }
     const int64_t rank_pitch = (int64_t)a.other_tiles * (a.own_tiles + 1);
     if (own_keys) {
         if (below(2)) a.order = NULL; /* ascending */
@@ -192,6 +230,9 @@ static void run_case(int seed) {
         const int *walks = a.walks + mask * a.own_tiles * pitch;
         for (int own = 0; own < a.own_tiles; own++)
             check_walk(seed, &f, &a, kinds + mask * f.rows * f.columns, own, walks + own * pitch);
+        for (int own = 0; own < a.own_tiles && has_hidden; own++)
+            check_hidden(seed, &f, &a, kinds + mask * f.rows * f.columns, own, walks + own * pitch,
+                         of_hidden.walks.hidden + (mask * a.own_tiles + own) * pitch_hidden);
         check_order(seed, &a, walks, order + mask * a.own_tiles);
         if (own_keys)
             check_ranks(seed, &f, &a, kinds + mask * f.rows * f.columns, a.order ? a.order + mask * a.own_tiles : NULL,

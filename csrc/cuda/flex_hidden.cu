@@ -1,0 +1,58 @@
+/* Which pairs of the tiles of a walk (flex_walks.cu) do not see each other. Hopper's kernels read a bit for each of their
+ * registers, instead of computing the mask_mod in every head.
+ *
+ *   hidden [masks, own_tiles, other_tiles, words, 2 own_tile]: bit i % 32 of word i / 32 belongs to register i of a
+ *   thread of the kernel. 128 threads have 64 rows of the own side, as wgmma leaves its sums: rows l / 4 and l / 4 + 8
+ *   of a warp's 16, and columns 2 (l % 4) + {0, 1} of each 8 of the other side.
+ *
+ * Only the words of tiles that are not full, or that reach beyond an end, are written. No other words are read. Keys that
+ * do not exist are hidden. So are queries if the own side is that of the keys.
+ *
+ * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. */
+#include "flex.cuh"
+
+#ifndef KERNEL
+#define KERNEL flex_hidden
+#endif
+
+struct hidden_params : fa_cuda_flex_walks {
+    flex_values values;
+};
+
+/* Does a kernel read the words of this tile? */
+DEVICE bool has_words(const fa_cuda_flex_walks &p, int own, int other, int kind) {
+    const bool reaches_end = (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
+    return kind != FULL_BLOCK || reaches_end;
+}
+
+extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, blocks = p.own_tile / 64;
+    const int registers = p.other_tile / 2, words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
+    const long long num = (long long)p.flex.mask_b * p.flex.mask_h * p.own_tiles * blocks;
+    for (long long at = blockIdx.x; at < num; at += gridDim.x) {
+        const int block = (int)(at % blocks);
+        const long long tile = at / blocks;
+        const int own = (int)(tile % p.own_tiles), mask = (int)(tile / p.own_tiles);
+        const mods mod(p.flex, p.values, mask / p.flex.mask_h, mask % p.flex.mask_h);
+        const int *walk = p.walks + tile * (1 + p.other_tiles);
+        const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
+        for (int n = blockIdx.y; n < walk[0]; n += gridDim.y) {
+            const int other = walk[1 + n] >> 2, kind = walk[1 + n] & 3;
+            if (!has_words(p, own, other, kind)) continue;
+            const int first_other = other * p.other_tile + 2 * (lane % 4);
+            unsigned *to = p.hidden + (tile * p.other_tiles + other) * words * threads + 128 * block + threadIdx.x;
+            for (int w = 0; w < words; w++) {
+                unsigned word = 0;
+#pragma unroll 4
+                for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
+                    const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
+                    const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;
+                    const bool exists = key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
+                    const int last_q = (p.own_keys ? p.other_len : p.own_len) - 1;
+                    if (!exists || !mod.sees((block_kind)kind, min(q, last_q), key)) word |= 1u << i % 32;
+                }
+                to[w * threads] = word;
+            }
+        }
+    }
+}
