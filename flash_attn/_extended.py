@@ -202,8 +202,8 @@ def _check_by_op(q, k, v, lengths, mask, alibi_slopes):
         )
 
 
-def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask):
-    """The places of the rows, a score_mod and a mask_mod of the call."""
+def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sinks):
+    """The places of the rows, the shift of the rows, a score_mod and a mask_mod of the call."""
     _, causal, left, right, softcap = mask
     window = (left, 0 if causal else right)
     _check_by_op(q, k, v, lengths, mask, alibi_slopes)
@@ -211,8 +211,10 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask):
         places = mods.PackedPlaces(*lengths[:2], len(q), len(k), window)
     else:
         places = mods.Places(*shape[2:], window)
-    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias)
-    return places, score_mod, mods.mask_mod_of(places, shape, attn_mask)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shift = mods.shift_of_rows(places, attn_bias, sinks, dtype)
+    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias, shift)
+    return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 
 def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, is_exact, wants_max):
@@ -276,7 +278,10 @@ def attend(
             raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
-        places, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask)
+        places, shift, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sinks)
+        of_rows = None if shift is None else (shift.squeeze(0) if lengths else shift).float()
+        if sinks is not None and shift is not None:  # a gradient of sinks passes this
+            sinks = sinks[:, None] - of_rows
         if torch.compiler.is_dynamo_compiling():
             out, lse, max_scores = _in_a_graph(
                 q, k, v, softmax_scale, lengths, *functions, sinks, deterministic, return_max_logits
@@ -287,6 +292,9 @@ def attend(
             )
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None
+        if shift is not None:
+            lse = lse + of_rows if return_lse else None
+            max_scores = max_scores + shift.float() if return_max_logits else None
     results = [out, *([lse] if return_lse else [])]
     if return_max_logits:
         results.append(_max_logits(max_scores))

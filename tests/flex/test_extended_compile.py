@@ -46,6 +46,8 @@ def tensors_of(names, is_packed, n):
         "attn_bias": leaf(4, rows, columns), "sinks": leaf(4), "alibi_slopes": torch.rand(4),
         "attn_mask": leaf(rows, columns, seed=9).detach() > -0.5,
     }  # fmt: skip
+    with torch.no_grad():
+        made["attn_bias"][1, 2] = -1e9  # a row that is wholly masked
     cu_seqlens = torch.tensor([0, n - 3, 2 * n], dtype=torch.int32)
     return inputs, cu_seqlens, {name: made[name] for name in names}
 
