@@ -16,7 +16,14 @@ the same epilogue.
 import torch
 
 from flash_attn import flash_attn_interface as interface
-from flash_attn._ops import check_layout, check_storage, check_tensor, empty_like, without_second_derivative
+from flash_attn._ops import (
+    check_layout,
+    check_storage,
+    check_tensor,
+    empty_like,
+    refuse_transforms,
+    without_second_derivative,
+)
 from flash_attn._sinks import add_sinks, gradient_of_sinks
 from flash_attn.flex import attention as flex
 from flash_attn.flex import graph
@@ -100,7 +107,9 @@ def _kind(way):
 
 class _Extended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, sinks, q, k, v, *tensors):
+    def forward(ctx, way, *inputs):
+        """NOTE: without gradients Dynamo omits ctx if there are as many arguments as parameters. So these are few."""
+        sinks, q, k, v, *tensors = inputs
         q, k, v = map(interface.maybe_contiguous, (q, k, v))
         out, lse, max_scores, saved = _kind(way).forward(way, q, k, v, tensors)
         if sinks is not None:
@@ -253,6 +262,8 @@ def attend(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
+    if not torch.compiler.is_compiling():
+        refuse_transforms("attention with options", q, k, v, attn_bias, attn_mask, sinks, alibi_slopes)
     if lengths:
         lengths = *lengths[:2], *(interface._as_int(x, "max_seqlen") for x in lengths[2:])
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)

@@ -227,6 +227,27 @@ def test_wrong_options(name, value, words):
         flash_attn_func(q, q, q, **{name: value})
 
 
+@pytest.mark.parametrize("names", [("sinks",), ("attn_bias",), ("attn_bias", "sinks"), ("attn_mask",)])
+def test_transforms_and_second_derivatives_are_refused(names):
+    q = leaf(1, 8, 2, 16)
+    made = {"sinks": leaf(2), "attn_bias": leaf(1, 2, 8, 8), "attn_mask": torch.ones(8, 8, dtype=torch.bool)}
+    options = {name: made[name] for name in names}
+
+    def attend(q):
+        return flash_attn_func(q, q, q, **options)
+
+    for transformed in (torch.func.vmap(attend), torch.func.grad(lambda q: attend(q[0]).sum())):
+        with pytest.raises(NotImplementedError, match="takes no tensors of torch.func"):
+            transformed(torch.stack([q, q]))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has no jvp"):
+        attend(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()))
+    leaves = [q, *(x for x in options.values() if x.requires_grad)]
+    grads = torch.autograd.grad(attend(q).sin().sum(), leaves, create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="flash_attn has no second derivatives"):
+            torch.autograd.grad(grad.sum(), leaves, retain_graph=True)
+
+
 def test_refusals():
     q = leaf(1, 9, 4, 8)
     for options in ({"attn_bias": leaf(9, 9)}, {"return_lse": True}, {"return_max_logits": True}):

@@ -96,6 +96,15 @@ def test_one_graph_for_changing_tensors(names, options):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_sinks_without_gradients(needs_grad):
+    q, k, v, sinks = (leaf(*s).detach().requires_grad_(needs_grad) for s in ((2, 9, 4, 16), *[(2, 9, 2, 16)] * 2, (4,)))
+    compiled = torch.compile(flash_attn_func, backend="eager", fullgraph=True)
+    for grads in (False, True):
+        with torch.set_grad_enabled(grads):
+            torch.testing.assert_close(compiled(q, k, v, sinks=sinks), flash_attn_func(q, k, v, sinks=sinks))
+
+
 def test_autocast_leaves_dtypes():
     q, bias = leaf(1, 9, 4, 8), leaf(9, 9)
 
