@@ -12,6 +12,9 @@ Each call runs under no_grad. Calls with gradients also run with tensors that ne
     torch.ops.flash_attn._flash_attn_forward
                              the op of the same name, with its autograd formula
     sdpa                     torch.nn.functional.scaled_dot_product_attention
+    flex_attention           with nothing, and with mods; a closure is made again for each call
+    flash_attn_func, attn_bias
+                             the options that the kernels of mods compute
     two allocations          out and softmax_lse, nothing else
 
 One round times a batch of each call, in random order. A figure is the median over the rounds, in microseconds for one
@@ -34,6 +37,7 @@ from _results import add_out, save
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
 from flash_attn.flash_attn_interface import _flash_attn_forward
+from flash_attn.flex_attention import create_block_mask, flex_attention
 
 SHAPES = {"cpu": (1, 16, 1, 16), "cuda": (1, 64, 1, 64)}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -52,6 +56,8 @@ def calls_on(device, needs_grad):
     raw = (0.0, scale, False, -1, -1, 0.0, None, False)
     raw_op = torch.ops.flash_attn._flash_attn_forward.default
     calls = {
+        **flex_calls(q_heads, k_heads, v_heads),
+        **option_calls(q, k, v),
         "flash_attn_func": lambda: flash_attn_func(q, k, v),
         "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q_rows, k_rows, v_rows, cu, cu, n, n),
         "torch.ops.flash_attn._flash_attn_forward": lambda: raw_op(q, k, v, *raw),
@@ -69,6 +75,51 @@ def calls_on(device, needs_grad):
             torch.empty_like(q),
             torch.empty(1, 1, n, device=device, dtype=torch.float32),
         ),
+    }
+
+
+def flex_calls(q, k, v):
+    h, n, device, needs_grad = q.shape[1], q.shape[2], q.device, q.requires_grad
+    slopes, document = torch.full((h,), 0.5, device=device), torch.arange(n, device=device) // 5
+    table = torch.zeros(h, n, device=device, requires_grad=needs_grad)
+
+    def causal(b, h, i, j):
+        return i >= j
+
+    def documents(b, h, i, j):
+        return (document[i] == document[j]) & (i >= j)
+
+    def alibi(score, b, h, i, j):
+        return score + slopes[h] * (j - i)
+
+    def with_closure():
+        captured, factor = slopes, 2
+
+        def mod(score, b, h, i, j):
+            return score + captured[h] * (j - i) * factor
+
+        return mod
+
+    masks = {mod: create_block_mask(mod, None, None, n, n, device) for mod in (causal, documents)}
+    return {
+        "flex_attention": lambda: flex_attention(q, k, v),
+        "flex_attention, score_mod": lambda: flex_attention(q, k, v, alibi),
+        "flex_attention, a closure": lambda: flex_attention(q, k, v, with_closure()),
+        "flex_attention, a table": lambda: flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h, j]),
+        "flex_attention, causal BlockMask": lambda: flex_attention(q, k, v, block_mask=masks[causal]),
+        "flex_attention, documents": lambda: flex_attention(q, k, v, block_mask=masks[documents]),
+        "flex_attention, both": lambda: flex_attention(q, k, v, with_closure(), masks[documents]),
+    }
+
+
+def option_calls(q, k, v):
+    n, h = q.shape[1:3]
+    bias = torch.zeros(1, 1, n, n, device=q.device, requires_grad=q.requires_grad)
+    mask, sinks = torch.ones(n, n, dtype=torch.bool, device=q.device), torch.zeros(h, device=q.device)
+    return {
+        "flash_attn_func, attn_bias": lambda: flash_attn_func(q, k, v, attn_bias=bias),
+        "flash_attn_func, attn_mask": lambda: flash_attn_func(q, k, v, attn_mask=mask),
+        "flash_attn_func, sinks": lambda: flash_attn_func(q, k, v, sinks=sinks),
     }
 
 

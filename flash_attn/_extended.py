@@ -17,7 +17,14 @@ import torch
 
 from flash_attn import flash_attn_interface as interface
 from flash_attn._imagined import is_on_cpu
-from flash_attn._ops import check_layout, check_storage, check_tensor, empty_like, without_second_derivative
+from flash_attn._ops import (
+    check_layout,
+    check_storage,
+    check_tensor,
+    empty_like,
+    refuse_transforms,
+    without_second_derivative,
+)
 from flash_attn._sinks import add_sinks, gradient_of_sinks
 from flash_attn.flex import attention as flex
 from flash_attn.flex import graph
@@ -101,7 +108,9 @@ def _kind(way):
 
 class _Extended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, sinks, q, k, v, *tensors):
+    def forward(ctx, way, *inputs):
+        """NOTE: without gradients Dynamo omits ctx if there are as many arguments as parameters. So these are few."""
+        sinks, q, k, v, *tensors = inputs
         q, k, v = map(interface.maybe_contiguous, (q, k, v))
         out, lse, max_scores, saved = _kind(way).forward(way, q, k, v, tensors)
         if sinks is not None:
@@ -203,8 +212,8 @@ def _check_by_op(q, k, v, lengths, mask, alibi_slopes):
         )
 
 
-def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask):
-    """The places of the rows, a score_mod and a mask_mod of the call."""
+def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sinks):
+    """The places of the rows, the shift of the rows, a score_mod and a mask_mod of the call."""
     _, causal, left, right, softcap = mask
     window = (left, 0 if causal else right)
     _check_by_op(q, k, v, lengths, mask, alibi_slopes)
@@ -212,8 +221,10 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask):
         places = mods.PackedPlaces(*lengths[:2], len(q), len(k), window)
     else:
         places = mods.Places(*shape[2:], window)
-    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias)
-    return places, score_mod, mods.mask_mod_of(places, shape, attn_mask)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shift = mods.shift_of_rows(places, attn_bias, sinks, dtype)
+    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias, shift)
+    return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 
 def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, is_exact, wants_max):
@@ -252,6 +263,8 @@ def attend(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
+    if not torch.compiler.is_compiling():
+        refuse_transforms("attention with options", q, k, v, attn_bias, attn_mask, sinks, alibi_slopes)
     if lengths:
         lengths = *lengths[:2], *(interface._as_int(x, "max_seqlen") for x in lengths[2:])
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
@@ -277,7 +290,10 @@ def attend(
             raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
-        places, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask)
+        places, shift, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sinks)
+        of_rows = None if shift is None else (shift.squeeze(0) if lengths else shift).float()
+        if sinks is not None and shift is not None:  # a gradient of sinks passes this
+            sinks = sinks[:, None] - of_rows
         if torch.compiler.is_dynamo_compiling():
             out, lse, max_scores = _in_a_graph(
                 q, k, v, softmax_scale, lengths, *functions, sinks, deterministic, return_max_logits
@@ -288,6 +304,9 @@ def attend(
             )
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None
+        if shift is not None:
+            lse = lse + of_rows if return_lse else None
+            max_scores = max_scores + shift.float() if return_max_logits else None
     results = [out, *([lse] if return_lse else [])]
     if return_max_logits:
         results.append(_max_logits(max_scores))

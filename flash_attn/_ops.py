@@ -18,6 +18,7 @@ import threading
 import warnings
 
 import torch
+from torch.autograd import forward_ad
 
 try:
     import flash_attn_2_cuda
@@ -35,6 +36,8 @@ __all__ = [
     "flash_attn_2_cuda",
     "forget_own_kernels",
     "is_freed",
+    "refuse_tangents",
+    "refuse_transforms",
     "register_once",
     "round_multiple",
     "warn_of_gradients",
@@ -109,6 +112,29 @@ def check_storage(name, x):
             f"{name} has shape {tuple(x.shape)}, for which its storage must hold {wanted} bytes; it holds {num_bytes} "
             "(has it been freed or resized?)"
         )
+
+
+def refuse_tangents(arguments):
+    """Our kernels would drop the tangents of forward-mode derivatives without a word."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("flash_attn has no jvp: there is no forward-mode derivative of attention")
+
+
+def refuse_transforms(function, *tensors):
+    """Raises for tensors of torch.func and for forward-mode derivatives, of which our kernels know nothing.
+
+    Tensors may be None.
+    """
+    if torch._C._are_functorch_transforms_active() and any(
+        isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors
+    ):
+        raise NotImplementedError(
+            f"{function} takes no tensors of torch.func (vmap, grad, vjp, jacrev and the like): put the batch into the "
+            "batch dimension, and take gradients with torch.autograd"
+        )
+    if forward_ad._current_level >= 0:
+        refuse_tangents(tensors)
 
 
 def without_second_derivative(grads, *inputs):

@@ -1,6 +1,8 @@
 """The epilogue of learned sinks, and its gradient. A sink is one more key of score ``sink`` and value 0.
 
 out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
+
+sinks has a number for each head, or for each head and row. The gradient has the same shape.
 """
 
 import torch
@@ -8,9 +10,13 @@ import torch
 INF = float("inf")
 
 
+def _of_rows(sinks):
+    return sinks.float() if sinks.dim() > 1 else sinks.float()[:, None]
+
+
 def add_sinks(out, lse, sinks):
-    """Adds a key of score ``sinks[h]`` and value 0. out is written. Returns lse'. A row that saw no key keeps out 0."""
-    with_sink = torch.logaddexp(lse, sinks.float()[:, None])
+    """Adds a key of the sink's score and value 0. out is written. Returns lse'. A row that saw no key keeps out 0."""
+    with_sink = torch.logaddexp(lse, _of_rows(sinks))
     weight = torch.where(lse == -INF, 0.0, torch.exp(lse - with_sink))
     out.mul_(weight.transpose(-1, -2)[..., None].to(torch.promote_types(out.dtype, torch.float32)))
     return with_sink
@@ -18,9 +24,11 @@ def add_sinks(out, lse, sinks):
 
 def gradient_of_sinks(sinks, out, lse, dout, dlse):
     """The sum over rows of ``exp(sink - lse') (dlse' - dout'.out')``."""
-    probability = torch.where(lse.isinf(), 0.0, torch.exp(sinks.float()[:, None] - lse))
+    probability = torch.where(lse.isinf(), 0.0, torch.exp(_of_rows(sinks) - lse))
     addend = -(dout.float() * out.float()).sum(-1).transpose(-1, -2)
     if dlse is not None:
         addend = addend + dlse
     rows = torch.where(probability == 0, 0.0, probability * addend)
+    if sinks.dim() > 1:
+        return rows.sum_to_size(sinks.shape).to(sinks.dtype)
     return rows.sum([dim for dim in range(rows.dim()) if dim != rows.dim() - 2]).to(sinks.dtype)

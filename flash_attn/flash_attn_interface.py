@@ -29,6 +29,7 @@ from flash_attn._ops import (
     flash_attn_2_cuda,
     forget_own_kernels,
     is_freed,
+    refuse_tangents,
     register_once,
     round_multiple,
     warn_of_gradients,
@@ -161,19 +162,12 @@ def _distinct(*arguments):
     return distinct
 
 
-def _refuse_tangents(arguments):
-    """The dispatcher would drop the tangents of forward-mode derivatives without a word."""
-    for x in arguments:
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("flash_attn has no jvp: there is no forward-mode derivative of attention")
-
-
 def _call(op, *arguments):
     """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
     if torch.compiler.is_compiling():
         return op(*arguments)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(arguments)
+        refuse_tangents(arguments)
     try:
         return op(*arguments)
     except RuntimeError as error:

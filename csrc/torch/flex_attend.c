@@ -9,6 +9,7 @@
 #include "failures.h"
 #include "flex/flex.h"
 #include "flex_values.h"
+#include "outputs.h"
 
 #define Q_DIMS   "(b, h, len_q, d)"
 #define O_DIMS   "(b, h, len_q, d_v)"
@@ -31,6 +32,10 @@ typedef struct {
     fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
+    /* Of a call that makes its results: */
+    bool makes_results, wants_max, enables_gqa;
+    PyObject *block_mask, *owned_blocks; /* a BlockMask or None, and the blocks that it became */
+    fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
     fa_flex flex;
     fa_problem problem;
 } flex_call;
@@ -162,6 +167,42 @@ static fa_status read_sequences(flex_call *c, fa_error *err) {
     return FA_OK;
 }
 
+/* ---- results ----------------------------------------------------------------------------------------------------- */
+
+/* Strides of a dense tensor of q's lengths with the order of q's strides, but for the last dimension. */
+static void strides_of_out(const fa_tensor *q, int64_t columns, int64_t stride[4]) {
+    int inner_last[3] = {0, 1, 2};
+    for (int i = 1; i < 3; i++) /* insertion sort; equal strides keep their order */
+        for (int j = i; j > 0 && q->stride[inner_last[j - 1]] < q->stride[inner_last[j]]; j--) {
+            const int swap = inner_last[j];
+            inner_last[j] = inner_last[j - 1], inner_last[j - 1] = swap;
+        }
+    int64_t step = columns;
+    stride[3] = 1;
+    for (int i = 2; i >= 0; i--) {
+        stride[inner_last[i]] = step;
+        step *= q->size[inner_last[i]] > 1 ? q->size[inner_last[i]] : 1;
+    }
+}
+
+static fa_status make_results(flex_call *c, fa_error *err) {
+    fa_problem *p = &c->problem;
+    const fa_tensor *q = &c->tensors[0].t;
+    const int64_t size[] = {p->b, p->h, p->len_q, p->d_v}, rows = p->len_q > 1 ? p->len_q : 1,
+                  of_stats[] = {(p->h > 1 ? p->h : 1) * rows, rows, 1};
+    int64_t stride[4];
+    void *data = NULL;
+    strides_of_out(q, p->d_v, stride);
+    TRY(fa_make_output(&c->outputs, q, 4, size, stride, q->dtype, &data, err));
+    p->o = (fa_view){data, stride[0], .stride_row = stride[2], .stride_h = stride[1]};
+    TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
+    p->lse = (fa_row_stats){data, of_stats[0], of_stats[1]};
+    if (!c->wants_max) return FA_OK;
+    TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
+    c->flex.max_scores = (fa_row_stats){data, of_stats[0], of_stats[1]};
+    return FA_OK;
+}
+
 static fa_status read_tensors(flex_call *c, fa_pass pass, fa_error *err) {
     fa_problem *p = &c->problem;
     const fa_tensor *q = &c->tensors[0].t, *k = &c->tensors[1].t, *v = &c->tensors[2].t;
@@ -195,6 +236,10 @@ static fa_status read_tensors(flex_call *c, fa_pass pass, fa_error *err) {
                        FA_MAX_HEAD_DIM, FA_MAX_HEAD_DIM_V, FA_MAX_HEAD_DIM, p->d, p->d_v);
     REQUIRE((double)p->b * (double)p->h * (double)p->len_q < 0x1p31 && (double)p->len_kv < 0x1p31,
             "b * h * len_q and len_kv must be below 2^31");
+    if (c->makes_results) {
+        REQUIRE(c->enables_gqa || p->h == p->h_kv, "q has more heads than k, but enable_gqa is not set");
+        return make_results(c, err);
+    }
     TRY(read_view(c, 3, c->out, "out", o_size, O_DIMS, &p->o, err));
     TRY(read_stats(c, 4, c->lse, "lse", &p->lse, err));
     if (pass == FA_FWD) return read_stats(c, 5, c->max_scores, "max_scores", &c->flex.max_scores, err);
@@ -256,10 +301,45 @@ static fa_status read_list(flex_call *c, PyObject *const *objects, int first, fa
     return FA_OK;
 }
 
+/* The sizes and lists of a BlockMask as a tuple, if its lengths are those of the call. NULL: they are not. */
+static PyObject *tuple_of_block_mask(PyObject *block_mask, const int64_t lengths[2]) {
+    static const char *const names[] = {"seq_lengths", "BLOCK_SIZE",         "kv_num_blocks",
+                                        "kv_indices",  "full_kv_num_blocks", "full_kv_indices"};
+    enum { NUM_NAMES = sizeof names / sizeof *names };
+    static PyObject *interned[NUM_NAMES];
+    PyObject *found[NUM_NAMES] = {NULL}, *tuple = NULL;
+    bool fits = true;
+    for (int i = 0; fits && i < NUM_NAMES; i++) {
+        if (!interned[i]) interned[i] = PyUnicode_InternFromString(names[i]);
+        fits = interned[i] && (found[i] = PyObject_GetAttr(block_mask, interned[i]));
+    }
+    for (int i = 0; fits && i < 2; i++) fits = PyTuple_CheckExact(found[i]) && PyTuple_Size(found[i]) == 2;
+    for (int i = 0; fits && i < 2; i++) {
+        PyObject *length = PyTuple_GetItem(found[0], i);
+        fits = PyLong_CheckExact(length) && PyLong_AsLongLong(length) == lengths[i];
+    }
+    if (fits)
+        tuple = PyTuple_Pack(6, PyTuple_GetItem(found[1], 0), PyTuple_GetItem(found[1], 1), found[2], found[3],
+                             found[4], found[5]);
+    for (int i = 0; i < NUM_NAMES; i++) Py_XDECREF(found[i]);
+    return tuple;
+}
+
+/* A plain kernel needs no blocks, which were only to be checked. */
+static void drop_blocks(flex_call *c) {
+    c->flex.partial = c->flex.full = (fa_flex_list){0};
+    c->blocks = Py_None;
+}
+
 static fa_status read_blocks(flex_call *c, fa_error *err) {
     fa_flex *f = &c->flex;
     const fa_problem *p = &c->problem;
     PyObject *objects[2 + NUM_LISTS];
+    if (c->block_mask && c->block_mask != Py_None) {
+        c->owned_blocks = tuple_of_block_mask(c->block_mask, (int64_t[]){p->len_q, p->len_kv});
+        REQUIRE(c->owned_blocks, "block_mask must be a BlockMask of the lengths of the call");
+        c->blocks = c->owned_blocks;
+    }
     if (c->blocks == Py_None) return FA_OK;
     REQUIRE(PyTuple_Check(c->blocks) && PyTuple_Size(c->blocks) == 2 + NUM_LISTS,
             "blocks must be None or two sizes and four lists");
@@ -286,6 +366,7 @@ static fa_status read_blocks(flex_call *c, fa_error *err) {
 
 static fa_status read_plain(flex_call *c, fa_error *err) {
     PyObject *of[3] = {NULL};
+    if (c->plain == Py_None) return FA_OK;
     REQUIRE(PyTuple_Check(c->plain) && PyTuple_Size(c->plain) == 3,
             "the window and the softcap must be a tuple of three numbers");
     for (int i = 0; i < 3; i++) of[i] = PyTuple_GetItem(c->plain, i);
@@ -303,7 +384,8 @@ static fa_status read_plain(flex_call *c, fa_error *err) {
 static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     fa_status status = FA_OK;
     TRY(read_tensors(c, pass, err));
-    c->problem.scale = PyFloat_AsDouble(c->scale);
+    const int64_t d = c->problem.d;
+    c->problem.scale = c->scale == Py_None ? 1 / sqrt(d > 1 ? (double)d : 1) : PyFloat_AsDouble(c->scale);
     if (PyErr_Occurred()) return fa_keep_exception(), FA_EPYTHON;
     REQUIRE(fabs(c->problem.scale) <= 1e30, "scale must be between -1e30 and 1e30; it is %g", c->problem.scale);
     TRY(read_plain(c, err));
@@ -311,6 +393,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
         (pass == FA_BWD && !read_program(c, 2, c->derivative, &c->flex.derivative)))
         return fa_keep_exception(), FA_EPYTHON;
     TRY(read_blocks(c, err));
+    if (c->makes_results && c->plain != Py_None) drop_blocks(c);
     TRY(check_sequences(c, &c->problem, err));
     if (pass == FA_BWD) {
         TRY(read_gradients(c, err));
@@ -333,6 +416,57 @@ static PyObject *finish(flex_call *c, fa_pass pass) {
     for (int i = 0; i < 3; i++) fa_flex_unbind(c->programs[i]);
     free(c->gradient_data);
     if (status != FA_OK) return fa_raise(status, &err);
+    Py_RETURN_NONE;
+}
+
+/* ---- calls that make their results ------------------------------------------------------------------------------- */
+
+/* Are the tensors torch.Tensors or Parameters? A tensor of another class makes results of its class. */
+static bool has_plain_tensors(const flex_call *c) {
+    static PyObject *parameter;
+    PyObject *module = parameter ? NULL : PyImport_ImportModule("torch.nn.parameter");
+    if (module) parameter = PyObject_GetAttrString(module, "Parameter");
+    Py_XDECREF(module);
+    PyObject *const tensors[] = {c->q, c->k, c->v};
+    for (int i = 0; i < 3; i++) {
+        PyObject *type = (PyObject *)Py_TYPE(tensors[i]);
+        if (type != fa_tensor_type && (!parameter || type != parameter)) return false;
+    }
+    return true;
+}
+
+/* Returns (out, lse, max_scores or None, blocks or None), or NULL. */
+static PyObject *results_of(flex_call *c) {
+    PyObject *tuple = PyTuple_New(4);
+    for (int i = 0; tuple && i < 3; i++) {
+        PyObject *result = i < c->outputs.num ? fa_torch.wrap(c->outputs.tensor[i]) : Py_None;
+        if (result == Py_None) Py_INCREF(Py_None);
+        if (!result || PyTuple_SetItem(tuple, i, result) < 0) Py_CLEAR(tuple);
+    }
+    if (!tuple) return NULL;
+    Py_INCREF(c->blocks);
+    PyTuple_SetItem(tuple, 3, c->blocks);
+    return tuple;
+}
+
+PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
+    (void)self;
+    flex_call c = {.makes_results = true, .blocks = Py_None};
+    fa_error err = {""};
+    PyObject *enable_gqa, *wants_max, *results = NULL;
+    if (!PyArg_UnpackTuple(args, "flex_direct", 11, 11, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
+                           &c.mask, &c.block_mask, &c.sequences, &wants_max))
+        return NULL;
+    if (!fa_torch.wrap || fa_gpu_imagined() || !has_plain_tensors(&c)) Py_RETURN_NONE;
+    c.wants_max = wants_max == Py_True;
+    c.enables_gqa = enable_gqa == Py_True;
+    const fa_status status = attend(&c, FA_FWD, &err);
+    for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
+    if (status == FA_OK) results = results_of(&c);
+    fa_drop_outputs(&c.outputs);
+    Py_XDECREF(c.owned_blocks);
+    if (results) return results;
+    PyErr_Clear();
     Py_RETURN_NONE;
 }
 

@@ -3,7 +3,8 @@
  *   q, dq [b, h, len_q, d]    k, dk [b, h_kv, len_kv, d]    v, dv [.., d_v]    out, dout [b, h, len_q, d_v]
  *   lse, max_scores, dlse, softmax_d [b, h, len_q], fp32
  *
- * plain is (window_left, window_right, softcap) of a call without mods; (-1, -1, 0.0) with mods.
+ * scale None is 1 / sqrt(d). plain is (window_left, window_right, softcap) of a call without mods; (-1, -1, 0.0) with
+ * mods.
  * score, mask and derivative are None or (program, tensors, numbers). blocks is None or (block_q, block_kv, the number
  * and the places of partial blocks, the same of full blocks), where the lists of full blocks may be None. gradients
  * holds None or a tensor for each of the derivative's tensors. Tensors that are not wanted are None.
@@ -16,6 +17,12 @@
 #include "python_api.h"
 
 PyObject *fa_flex_forward(PyObject *self, PyObject *args);
+
+/* Makes the results, too. It takes a BlockMask in place of blocks, which must have the lengths of the call. plain is
+ * None with mods; else the block mask is checked and left out, because its mask_mod is the window. Returns (out, lse,
+ * max_scores or None, blocks or None). None: something does not fit, and nothing has happened. The caller goes the long
+ * way then, which says what it was. */
+PyObject *fa_flex_direct(PyObject *self, PyObject *args);
 PyObject *fa_flex_backward(PyObject *self, PyObject *args);
 
 #endif

@@ -18,7 +18,9 @@ fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor
     *to = (fa_flex_tensor){.t = {.name = name}};
     if (object == Py_None) return FA_OK;
     REQUIRE(PyObject_IsInstance(object, fa_tensor_type) == 1, "%s must be a torch.Tensor", name);
-    PyObject *address = PyObject_GetAttrString(object, "_cdata");
+    static PyObject *cdata;
+    if (!cdata) cdata = PyUnicode_InternFromString("_cdata");
+    PyObject *address = cdata ? PyObject_GetAttr(object, cdata) : NULL;
     to->impl = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     PyErr_Clear();
@@ -38,7 +40,10 @@ fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor
 /* ---- programs ---------------------------------------------------------------------------------------------------- */
 
 bool fa_flex_has_dtype(PyObject *tensor, const char *dtype) {
-    PyObject *has = PyObject_GetAttrString(tensor, "dtype"), *want = PyObject_GetAttrString(fa_torch_module, dtype);
+    static PyObject *name;
+    if (!name) name = PyUnicode_InternFromString("dtype");
+    PyObject *has = name ? PyObject_GetAttr(tensor, name) : NULL;
+    PyObject *want = PyObject_GetAttrString(fa_torch_module, dtype);
     const bool fits = has && has == want;
     Py_XDECREF(has);
     Py_XDECREF(want);
@@ -92,7 +97,7 @@ fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *number
         PyErr_SetString(PyExc_TypeError, "a program is bytes, with a tuple of tensors and a tuple of numbers");
         return NULL;
     }
-    fa_flex_values *v = calloc(1, sizeof *v);
+    fa_flex_values *v = malloc(sizeof *v); /* 26 KB, of which a program fills little */
     if (!v) return (fa_flex_values *)(void *)PyErr_NoMemory();
     fa_status status = fa_flex_decode(PyBytes_AsString(text), (size_t)PyBytes_Size(text), &v->program, &err);
     if (status == FA_OK &&

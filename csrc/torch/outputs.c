@@ -36,8 +36,8 @@ static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride,
                                                         : 2); /* a lower bound is enough */
 }
 
-static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
-                      const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
+fa_status fa_make_output(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
+                         const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
     AtenTensorHandle t = NULL;
     if (fa_torch.aoti_torch_empty_strided(ndim, size, stride, dtype, like->device_type, like->device_idx, &t) != 0)
         return fa_fail(err, like->device_type == fa_torch.cpu ? FA_ENOMEM : FA_ENOMEM_GPU,
@@ -49,6 +49,10 @@ static fa_status make(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, 
     return FA_OK;
 }
 
+void fa_drop_outputs(fa_outputs *outputs) {
+    while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+}
+
 static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
                                  int32_t dtype, void **data, fa_error *err) {
     int64_t stride[MAX_NDIM];
@@ -56,7 +60,7 @@ static fa_status make_contiguous(fa_outputs *outputs, const fa_tensor *like, int
         stride[i] = step;
         step *= size[i] > 1 ? size[i] : 1;
     }
-    return make(outputs, like, ndim, size, stride, dtype, data, err);
+    return fa_make_output(outputs, like, ndim, size, stride, dtype, data, err);
 }
 
 /* Returns 1 if dimension x lies inside dimension y in memory, -1 if outside, and 0 if the strides do not tell. */
@@ -128,7 +132,7 @@ static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
     empty_like_strides(&c->q, stride);
     const int64_t n = c->q.ndim;
     p->o = (fa_view){.stride_b = n == 4 ? stride[0] : 0, .stride_row = stride[n - 3], .stride_h = stride[n - 2]};
-    return make(outputs, &c->q, n, c->q.size, stride, c->q.dtype, &p->o.data, err);
+    return fa_make_output(outputs, &c->q, n, c->q.size, stride, c->q.dtype, &p->o.data, err);
 }
 
 static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
@@ -227,8 +231,7 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
         void *unused; /* flash-attn 3 names further results, which no caller reads */
         status = make_contiguous(outputs, &c->q, 1, (int64_t[]){0}, fa_torch.f32, &unused, err);
     }
-    if (status != FA_OK)
-        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    if (status != FA_OK) fa_drop_outputs(outputs);
     return status;
 }
 
@@ -249,11 +252,10 @@ fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outpu
         status = make_contiguous(outputs, like, 4, (int64_t[]){c->b, c->len, c->h, c->d}, dtype, &c->out.data, err);
     }
     if (status == FA_OK)
-        status = make(outputs, like, 3, (int64_t[]){c->b, c->len, c->h}, (int64_t[]){c->h * c->len, 1, c->len},
-                      fa_torch.f32, &data, err);
+        status = fa_make_output(outputs, like, 3, (int64_t[]){c->b, c->len, c->h},
+                                (int64_t[]){c->h * c->len, 1, c->len}, fa_torch.f32, &data, err);
     c->lse = (float *)data;
-    if (status != FA_OK)
-        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    if (status != FA_OK) fa_drop_outputs(outputs);
     return status;
 }
 
@@ -271,8 +273,7 @@ fa_status fa_make_quantized(const fa_call *call, fa_outputs *outputs, fa_quantiz
         status = make_contiguous(outputs, &call->q, 2, descales, fa_torch.f32, &data, err);
         q->tensors[i].descale = data;
     }
-    if (status != FA_OK)
-        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    if (status != FA_OK) fa_drop_outputs(outputs);
     return status;
 }
 
@@ -286,7 +287,6 @@ fa_status fa_make_zero(const fa_tensor *like, fa_outputs *outputs, fa_error *err
         status = fa_cuda_fill(&place, data, 0, 1, err);
         fa_cuda_leave(&place);
     }
-    if (status != FA_OK)
-        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    if (status != FA_OK) fa_drop_outputs(outputs);
     return status;
 }

@@ -17,6 +17,12 @@ typedef struct {
  * dropout seed is drawn too. After a failure no output stays allocated. */
 fa_status fa_make_outputs(const fa_call *call, bool draw_seed, fa_problem *problem, fa_outputs *outputs, fa_error *err);
 
+/* Adds a tensor with these strides to the outputs, on the device of `like`. data: its memory. After a failure the
+ * caller drops the outputs. */
+fa_status fa_make_output(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
+                         const int64_t *stride, int32_t dtype, void **data, fa_error *err);
+void fa_drop_outputs(fa_outputs *outputs);
+
 /* Makes the results of fwd_combine, out [b, len, h, d] and lse [b, len, h] with rows side by side in memory, and points
  * the combination at them. */
 fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outputs, fa_combination *combination,

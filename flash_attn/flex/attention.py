@@ -1,35 +1,47 @@
-"""``flex_attention``: attention with a score_mod and a block mask, in one kernel, forward and backward."""
+"""``flex_attention``: attention with a score_mod and a block mask, in one kernel, forward and backward.
+
+A call goes the short way (``_directly``) if its mods are of kinds that were traced before, and if C finds nothing wrong
+(csrc/torch/flex_attend.h). Any other call goes the long way, which checks every argument, traces mods and says what is
+wrong. Both give the same results and save the same tensors for the backward.
+"""
 
 import math
 import warnings
 
+import flash_attn_2_cuda
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
 
 from .._imagined import is_imagined, is_on_cpu
-from .._ops import is_freed, without_second_derivative
+from .._ops import is_freed, refuse_transforms, without_second_derivative
 from . import calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
 from .sequences import key_length, rows_of_mask, sequences_of, shift_of
+from .tracer import known_program_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
 
 
-class Call:
-    """What forward and backward share besides tensors that may require grad."""
+NO_WINDOW = (-1, -1, 0.0)  # of a call with mods, or of one that needs none
 
-    def __init__(self, scale, score, mask, blocks, wants_max, plain=(-1, -1, 0.0), sequences=None):
+
+class Call:
+    """What forward and backward share besides tensors that may require grad. scale None: 1 / sqrt(E)."""
+
+    def __init__(self, scale, score, mask, blocks, wants_max, plain=NO_WINDOW, sequences=None):
         self.scale, self.wants_max, self.plain = scale, wants_max, plain
         self.score, self.score_numbers = (score[0], score[2]) if score else (None, ())
         self.mask = None if mask is None else (mask[0].text, mask[1], mask[2])
         self.blocks, self.sequences = blocks, sequences
 
     def tensors(self):
-        """The tensors of the mask and of the places of sequences."""
-        parts = (self.blocks or (), self.sequences or (), () if self.mask is None else self.mask[1])
-        return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+        """The tensors of the mask and of the places of sequences, and Nones."""
+        blocks = () if self.blocks is None else self.blocks[2:]
+        places = () if self.sequences is None else self.sequences[:3]
+        return *blocks, *places, *(() if self.mask is None else self.mask[1])
 
     def score_with(self, tensors):
         return None if self.score is None else (self.score.text, tuple(tensors), self.score_numbers)
@@ -74,24 +86,28 @@ def attend(call, query, key, value, tensors):
 
 
 class _FlexAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, call, query, key, value, *tensors):
-        query, key, value = map(rows_of, (query, key, value))
-        out, lse, max_scores = attend(call, query, key, value, tensors)
-        ctx.call, ctx.num_tensors = call, len(tensors)
-        ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
-        if max_scores is not None:
-            ctx.mark_non_differentiable(max_scores)
-        ctx.set_materialize_grads(False)
-        return out, lse, max_scores
+    """The autograd node of a finished forward. ``results``: out and lse, and whether the caller gets the lse."""
 
     @staticmethod
-    def backward(ctx, dout, dlse=None, *unused):
+    def forward(ctx, call, results, query, key, value, *tensors):
+        out, lse, wants_lse = results
+        ctx.call, ctx.num_tensors = call, len(tensors)
+        ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
+        ctx.set_materialize_grads(False)
+        return (out, lse) if wants_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
         saved = ctx.saved_tensors  # torch checks that none was changed since
         query, key, value, out, lse, *tensors = saved
-        tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[1:]
+        tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[2:]
+        query, key, value = map(rows_of, (query, key, value))
         grads = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
-        return None, *without_second_derivative(grads, dout, dlse, *saved)
+        return None, None, *without_second_derivative(grads, dout, dlse, *saved)
+
+
+# This is ``_FlexAttention.apply`` without the layer that looks for functorch, whose tensors were refused before.
+_record = super(torch.autograd.Function, _FlexAttention).apply
 
 
 @torch.no_grad()
@@ -248,7 +264,6 @@ BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 def _check_kernel_options(options):
     """All options are hints, but for wrong ones. Returns whether PyTorch's own kernels are asked for."""
-    options = options or {}
     for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX"):
         if name in options:
             raise AssertionError(f"{name} must not be in kernel_options")
@@ -336,7 +351,32 @@ def flex_attention(
         NotImplementedError: a mod uses an operation that is not supported, E is above 256, Ev is above 512 (256 in a
             backward), or a gradient is wanted with kv_len or block_table.
     """
-    if _check_kernel_options(kernel_options):
+    is_for_torch = kernel_options and _check_kernel_options(kernel_options)
+    if not (
+        is_for_torch
+        or (return_lse and return_aux is not None)
+        or (block_mask is not None and mask_mod is not None)
+        or not q_offset is kv_len is block_table is None
+        or torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        found = _directly(
+            query,
+            key,
+            value,
+            score_mod,
+            mask_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse or (return_aux is not None and return_aux.lse),
+            return_aux is not None and return_aux.max_scores,
+        )
+        if found is not None:
+            return _results(*found, return_lse, return_aux)
+    if is_for_torch:
         if q_offset is not None or kv_len is not None or block_table is not None:
             raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
         return upstream.flex_attention(
@@ -370,6 +410,7 @@ def flex_attention(
         sequences = sequences._replace(blocks_have_offset=True)
     if torch.compiler.is_dynamo_compiling():
         return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences)
+    refuse_transforms("flex_attention", query, key, value)
     query, key, value = in_autocast(query, key, value)
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
@@ -380,6 +421,7 @@ def flex_attention(
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     inputs = (query, key, value, *(score[1] if score else ()))
+    refuse_transforms("flex_attention", *inputs, *(mask[1] if mask else ()))
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_recorded and sequences is not None:
         sequences.refuse_gradients()
@@ -394,16 +436,16 @@ def flex_attention(
         blocks = _blocks_of(block_mask, mask, query, len_kv, sequences)
         call = Call(scale, score, mask, blocks, wants_max, sequences=sequences)
     tensors = score[1] if score else ()
-    if is_recorded:
-        out, lse, max_scores = _FlexAttention.apply(call, query, key, value, *tensors)
-    else:
+    with torch.no_grad():
         out, lse, max_scores = attend(call, *map(rows_of, (query, key, value)), tensors)
-    if return_lse and return_aux is None:
-        _warn_once("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.")
+    if is_recorded:
+        out, lse = _recorded(call, query, key, value, tensors, out, lse, wants_lse)
     return _results(out, lse, max_scores, return_lse, return_aux)
 
 
 def _results(out, lse, max_scores, return_lse, return_aux):
+    if return_lse and not torch.compiler.is_dynamo_compiling():
+        _warn_once("return_lse is deprecated. Please use return_aux=AuxRequest(lse=True) instead.")
     if return_aux is not None:
         return out, upstream.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
@@ -423,10 +465,19 @@ def plain_of(score, mask, shift):
     """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None."""
     softcap, window = 0.0, (-1, -1)
     if score is not None:
-        softcap = softcap_of(score[0], score[2])
+        softcap = _kept(score[0], score[2], None, softcap_of)
     if mask is not None:
-        window = None if shift is None else window_of(mask[0], mask[2], shift)
+        window = None if shift is None else _kept(mask[0], mask[2], shift, window_of)
     return None if softcap is None or window is None else (*window, softcap)
+
+
+def _kept(program, numbers, shift, pattern):
+    """What a pattern finds for these numbers, which the program keeps for the last ones."""
+    asked, kept = (numbers, shift), program.pattern
+    if kept is None or kept[0] != asked:
+        found = pattern(program, numbers) if shift is None else pattern(program, numbers, shift)
+        kept = program.pattern = asked, found
+    return kept[1]
 
 
 def _mask_of(mask_mod, device):
@@ -439,6 +490,61 @@ def _mask_of(mask_mod, device):
     if torch.is_grad_enabled() and any(x.requires_grad for x in mask[1]):
         raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
     return mask
+
+
+def _any_requires_grad(query, key, value, tensors):
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return True
+    for x in tensors:  # a generator in any() takes three times as long
+        if x.requires_grad:
+            return True
+    return False
+
+
+def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_gqa, wants_lse, wants_max):
+    """``(out, lse, max_scores)``; None: the call must go the long way. The tensors may be anything."""
+    score = mask = plain = None
+    try:
+        if score_mod is not None:
+            score = known_program_of(score_mod, torch.float64 if query.dtype == torch.float64 else torch.float32)
+        mask_mod = mask_mod if block_mask is None else block_mask.mask_mod
+        allows_all = mask_mod is None or mask_mod is upstream.noop_mask or mask_mod is noop_mask
+        mask = None if allows_all else known_program_of(mask_mod)
+        if (score is None) != (score_mod is None) or (mask is None) != allows_all:
+            return None
+        tensors = () if score is None else score[1]
+        is_recorded = torch.is_grad_enabled() and _any_requires_grad(query, key, value, tensors)
+        if mask is not None and (mask[0].dtype != torch.bool or any(x.requires_grad for x in mask[1])):
+            return None
+        if not (wants_max or (wants_lse and is_recorded)):
+            plain = plain_of(score, mask, 0 if mask is None else key.size(2) - query.size(2))
+        if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask[2]))):
+            plain = None
+    except (AttributeError, IndexError):
+        return None
+    if block_mask is None and mask is not None and plain is None:
+        return None  # blocks are to be found
+    scale = None if scale is None else float(scale)
+    if plain is not None:
+        programs = None, None
+    else:
+        programs = (x if x is None else (x[0].text, x[1], x[2]) for x in (score, mask))
+    call = scale, enable_gqa, plain, *programs, block_mask, None, wants_max
+    found = flash_attn_2_cuda.flex_direct(query, key, value, *call)
+    if found is None or not is_recorded:
+        return found and found[:3]
+    out, lse, max_scores, blocks = found
+    if plain is not None:
+        call, tensors = Call(scale, None, None, None, False, plain), ()
+    else:
+        call = Call(scale, score, mask, blocks, wants_max)
+    return *_recorded(call, query, key, value, tensors, out, lse, wants_lse), max_scores
+
+
+def _recorded(call, query, key, value, tensors, out, lse, wants_lse):
+    """out and lse as results of a node of autograd."""
+    found = _record(call, (out, lse, wants_lse), query, key, value, *tensors)
+    return found if wants_lse else (found, lse)
 
 
 def _is_whole(block_mask):

@@ -182,13 +182,23 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
 def _state_of(block_mask, numbers):
     """What must not change, so that the lists of a block mask say the same as its mask_mod."""
     lists = [getattr(block_mask, name) for name in LISTS]
-    return (block_mask.mask_mod, block_mask.seq_lengths, numbers), *((x, x._version) for x in lists)
+    return (block_mask.mask_mod, block_mask.seq_lengths, numbers), lists, [x._version for x in lists]
 
 
 def is_own(block_mask, numbers):
     """Did create_block_mask make the lists of this block mask from its mask_mod, with these captured numbers?"""
     state = getattr(block_mask, "lists_of_mask_mod", None)
-    if state is None or any(getattr(block_mask, name).is_inference() for name in LISTS):
+    if state is None:
         return False
-    now = _state_of(block_mask, numbers)
-    return state[0] == now[0] and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(state[1:], now[1:]))
+    (mask_mod, lengths, known_numbers), lists, versions = state
+    num, places, full_num, full_places = lists
+    return (
+        block_mask.mask_mod == mask_mod
+        and block_mask.seq_lengths == lengths
+        and numbers == known_numbers
+        and block_mask.kv_num_blocks is num
+        and block_mask.kv_indices is places
+        and block_mask.full_kv_num_blocks is full_num
+        and block_mask.full_kv_indices is full_places
+        and versions == [num._version, places._version, full_num._version, full_places._version]
+    )

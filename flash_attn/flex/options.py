@@ -1,6 +1,11 @@
 """A score_mod and a mask_mod of the options of ``flash_attn_func``: window, softcap, slopes, attn_bias and attn_mask.
 
-    s = softcap tanh(s / softcap),  s -= slope distance,  s += attn_bias,  s = -inf unless a row sees a key
+    s = softcap tanh(s / softcap),  s -= slope distance,  s += attn_bias - shift,  s = -inf unless a row sees a key
+
+The shift is 0 for most rows. It is the largest bias of a row whose biases are all below -1000, such as -1e9 for a row
+that is wholly masked: beside such a bias fp32 has no digits for the scores. A softmax does not change by it. The caller
+adds it to lse and max_scores (:func:`shift_of_rows`). Beside a bias such as torch.finfo(torch.float32).min fp64 has no
+digits, either: then the scores count as 0, and all keys of the row alike, as in PyTorch.
 
 Row i of a sequence sees the keys from first to last, without those that attn_mask hides. The distance of a key is that
 to the key beside the row. Packed sequences are one long sequence. Tensors of its rows say where first and last lie.
@@ -9,6 +14,8 @@ to the key beside the row. Packed sequences are one long sequence. Tensors of it
 import torch
 
 BLOCK = 128
+LEAST_BIAS = -1000  # of a row that needs no shift
+LEAST_BIAS_OF_FP64 = -1e20  # a score has no digit beside a lower one
 
 
 class Places:
@@ -33,6 +40,20 @@ class Places:
         self.place = lambda b, h, i, j: (b, h, i, j)
 
         self._lengths, self._window = (len_q, len_kv), (least, most)
+
+    def largest(self, bias):
+        """The largest bias of each row, ``[b, h, rows]`` or 1 in place of a size, of keys that it sees, or of all keys.
+
+        A bias of keys alone is often one of padding, beside a causal mask that hides the keys without padding."""
+        (_, len_kv), (least, most) = self._lengths, self._window
+        if least is not None or most is None or bias.shape[2] > 1 or bias.shape[3] == 1:
+            return bias.amax(-1)
+        _, last = self.bounds(bias.device)
+        return bias[:, :, 0].cummax(-1).values[..., last.clamp(0, len_kv - 1)]
+
+    def of_rows(self, x):
+        """``[b, h, len_q]``, or 1 in place of a size, as a row of the kernels has it."""
+        return x
 
     def bounds(self, device):
         """The first and the last key that each row sees, int64 ``[rows]``. They may lie outside of the keys."""
@@ -67,9 +88,33 @@ class PackedPlaces(Places):
         self.sees = lambda i, j: (first[i] <= j) & (j <= last[i])
         self.beside = lambda i: beside[i]
         self.place = lambda b, h, i, j: (sequence[i], h, local[i], j - start_k[i])
+        self._rows = sequence, local
 
     def bounds(self, device):
         return self._bounds
+
+    def largest(self, bias):
+        return bias.amax(-1)
+
+    def of_rows(self, x):
+        (sequence, local), (b, _, length) = self._rows, x.shape
+        sequence = sequence if b > 1 else torch.zeros_like(sequence)
+        return x[sequence, :, local.clamp(0, length - 1)].t()[None]
+
+
+@torch.no_grad()
+def shift_of_rows(places, attn_bias, sinks, dtype):
+    """The shift of each row, ``[b, h, rows]`` or 1 in place of a size, or None without attn_bias.
+
+    A row whose sink is far above its scores needs none: its probabilities are 0.
+    """
+    if attn_bias is None or 0 in attn_bias.shape:
+        return None
+    largest = places.largest(attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)).to(dtype)
+    is_low = (largest < LEAST_BIAS) & ~largest.isinf()
+    if sinks is not None:
+        is_low = is_low & (sinks[:, None] <= largest - LEAST_BIAS)
+    return places.of_rows(torch.where(is_low, largest, 0.0))
 
 
 def _reader(tensor, shape):
@@ -85,13 +130,14 @@ def _reader(tensor, shape):
     return read
 
 
-def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None):
-    """The score_mod, or None. The scores have this shape, ``(b, h, len_q, len_kv)``."""
+def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=None):
+    """The score_mod, or None. The scores have this shape, ``(b, h, len_q, len_kv)``. shift: of shift_of_rows."""
     if not (softcap > 0 or slopes is not None or attn_bias is not None):
         return None
     cap = softcap if softcap > 0 else None
     slope = None if slopes is None else _reader(slopes[..., None, None], shape)
     bias = None if attn_bias is None else _reader(attn_bias, shape)
+    shift_at = None if shift is None else _reader(shift[..., None], shape)
     place_of, beside = places.place, places.beside
 
     def score_mod(score, b, h, i, j):
@@ -100,7 +146,13 @@ def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None):
             score = cap * torch.tanh(score / cap)
         if slope is not None:
             score = score - slope(place) * (beside(i) - j).abs()
-        return score if bias is None else score + bias(place)
+        if bias is None:
+            return score
+        if shift_at is None:
+            return score + bias(place)
+        shift = shift_at((b, h, i, j))
+        nothing = score - score.detach()  # with the gradient of the score
+        return torch.where(shift < LEAST_BIAS_OF_FP64, nothing, score) + (bias(place) - shift)
 
     return score_mod
 

@@ -33,18 +33,52 @@ def kind(value):
     return type(value)
 
 
+# What the replay's source says of errors of a mod: it is of another kind, or it fails. The trace of this mod tells.
+ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+
+
+@functools.cache
+def _reader(template):
+    """The function of a value and a constant that a template stands for."""
+    return eval(f"lambda v, c: {template.format('v', 'c')}")
+
+
 class Steps:
+    """The steps and guards of a trace. ``replay`` does them for another mod, as one function made from source.
+
+    Row i of a mod's replay computes ``v<number>``, or returns None if a guard does not hold. Constants are c0, c1, ..
+    """
+
     def __init__(self, mod):
         self.values = [mod]  # of the mod that is traced; None when the trace is done
-        self._rows = []  # (compute, None, None) or (check, the number of a value, the result that holds)
+        self._rows = []  # (the source of a value or None, the source of a condition)
+        self._constants = {"Tensor": torch.Tensor, "FunctionType": types.FunctionType, "same": _same, "kind": kind}
+        self._constants["ERRORS"] = ERRORS
         self._guarded = set()
+        self._results = self._function = None
+
+    def _name(self, constant):
+        name = f"c{len(self._constants)}"
+        self._constants[name] = constant
+        return name
+
+    def _append(self, source, value):
+        self._rows.append((f"v{len(self.values)} = {source}", None))
+        self.values.append(value)
+        return len(self.values) - 1
 
     def add(self, compute):
         """``compute`` takes the list of values. Returns the number of the new value."""
-        self._rows.append((compute, None, None))
         with torch._C.DisableTorchFunction():
-            self.values.append(compute(self.values))
-        return len(self.values) - 1
+            value = compute(self.values)
+        return self._append(f"{self._name(compute)}(values)", value)
+
+    def read(self, number, template, constant=None):
+        """Reads an attribute or an item of a value: ``{0}`` of the template is the value, ``{1}`` the constant."""
+        with torch._C.DisableTorchFunction():
+            value = _reader(template)(self.values[number], constant)
+        constant = constant if type(constant) is int else self._name(constant)
+        return self._append(template.format(f"v{number}", constant), value)
 
     def guard(self, number, check):
         """The trace holds for mods whose value has the same ``check(value)``. Returns this result."""
@@ -52,24 +86,48 @@ class Steps:
             holds = check(self.values[number])
         if (number, check) not in self._guarded:
             self._guarded.add((number, check))
-            self._rows.append((check, number, holds))
+            self._rows.append((None, self._condition(f"v{number}", check, holds)))
         return holds
 
-    def finish(self):
-        self.values = None
+    def _condition(self, v, check, holds):
+        """The source of ``_same(check(v), holds)``. The most usual values of ``kind`` need no call."""
+        if check is kind and isinstance(holds, types.CodeType):
+            code = self._name(holds)
+            return f"{v}.__class__ is FunctionType and ({v}.__code__ is {code} or {v}.__code__ == {code})"
+        if check is kind and type(holds) is tuple and holds[0] is torch.Tensor:
+            _, dtype, dim, device = holds
+            of_device = f"{v}.is_cpu" if device == "cpu" else f"{v}.device.type == {device!r}"
+            is_tensor = f"({v}.__class__ is Tensor or isinstance({v}, Tensor))"
+            return f"{is_tensor} and {v}.dtype is {self._name(dtype)} and {v}.ndim == {dim} and {of_device}"
+        if check is kind and holds in (bool, int, float):
+            return f"{v}.__class__ is {holds.__name__}"
+        if check is kind:
+            wanted = self._name(holds)
+            return f"{v} is {wanted} or same(kind({v}), {wanted})"  # a module, a type or a string is its own kind
+        return f"same({self._name(check)}({v}), {self._name(holds)})"
+
+    def finish(self, *results):
+        """Ends the trace. ``results``: lists of numbers of values, which ``replay`` returns."""
+        self.values, self._results = None, results
+
+    def _source(self):
+        asks_values = any("(values)" in (row or "") for row, _ in self._rows)
+        lines, number = ["def replay(v0):", " try:"] + ["  values = [v0]"] * asks_values, 0
+        for row, condition in self._rows:
+            if row is None:
+                lines.append(f"  if not ({condition}): return None")
+                continue
+            number += 1
+            lines += [f"  {row}"] + [f"  values.append(v{number})"] * asks_values
+        results = ["(" + "".join(f"v{i}, " for i in each) + ")" for each in self._results]
+        return "\n".join([*lines, f"  return {', '.join(results)}", " except ERRORS:", "  return None"])
 
     def replay(self, mod):
-        """Returns the values of another mod, or None if a guard does not hold."""
-        values = [mod]
-        for function, number, holds in self._rows:
-            if number is None:
-                try:
-                    values.append(function(values))
-                except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
-                    return None  # the mod is of another kind, or it fails. The trace of this mod tells
-            elif not _same(function(values[number]), holds):
-                return None
-        return values
+        """Returns the values that ``finish`` named of another mod, or None if a guard does not hold."""
+        if self._function is None:
+            exec(compile(self._source(), "<replay>", "exec"), self._constants)
+            self._function = self._constants["replay"]
+        return self._function(mod)
 
 
 def _same(a, b):

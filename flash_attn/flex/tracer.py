@@ -6,6 +6,7 @@ them. What the mod does with captures alone is no part of the program. It is don
 (:mod:`flash_attn.flex.steps`). Operations are in :mod:`flash_attn.flex.operations`.
 """
 
+import builtins
 import enum
 import functools
 import operator
@@ -42,25 +43,18 @@ class Program:
         self.kinds, self.types = [every_kind[i] for i in self.captures], [every_type[i] for i in self.params]
         self.dtype, self.score, self.holds_once = dtype, trace.score, trace.holds_once
         self.derivatives = {}  # of derivative_of
+        self.pattern = None  # of attention.plain_of: numbers and what was found for them
         _places[self.text] = trace.where()
         self._steps = trace.steps
-        self._tensors, self._numbers = (
-            [trace.captures[i] for i in self.captures],
-            [trace.params[i] for i in self.params],
-        )
+        self.places = [trace.captures[i] for i in self.captures], [trace.params[i] for i in self.params]
 
     def reads(self, op):
         """Does the result depend on an index: ``"b"``, ``"h"``, ``"q_idx"`` or ``"kv_idx"``?"""
         return any(self.builder.nodes[node][0] == op for node in self.builder.ancestors(self.result))
 
-    def values(self, values):
-        """Returns the tensors and numbers among the values of all steps."""
-        return tuple(values[i] for i in self._tensors), tuple(values[i] for i in self._numbers)
-
     def bind(self, mod):
         """Returns the tensors and numbers of a mod of the same kind, or None if this program is not the mod's."""
-        values = self._steps.replay(mod)
-        return None if values is None else self.values(values)
+        return self._steps.replay(mod)
 
 
 _places = {}  # text of a program: name, file and line of the mod that it was traced from last
@@ -72,8 +66,29 @@ def place_of_text(text):
 
 
 _programs = {}  # key: programs
+_programs_at = {}  # (address of a code or type, score): (the code or type, which so keeps its address, its programs)
 _MOST_PROGRAMS = 64  # of one key
 num_traces = 0  # for tests
+
+
+def _programs_of(code, score):
+    """The programs of mods with this code or of this type. Equal codes share them, and the hash of a code is slow."""
+    found = _programs_at.get((id(code), score))
+    if found is None:
+        found = _programs_at[id(code), score] = code, _programs.setdefault((code, score), [])
+    return found[1]
+
+
+def known_program_of(mod, score=None):
+    """``program_of`` of a mod whose kind was traced before, or None."""
+    known = _programs_of(getattr(mod, "__code__", None) or type(mod), score)
+    for program in known:
+        bound = program.bind(mod)
+        if bound is not None:
+            if program is not known[0]:  # the next mod is of the same kind most of the time
+                known[:] = [program, *(other for other in known if other is not program)]
+            return (program, *bound)
+    return None
 
 
 def program_of(mod, score=None):
@@ -83,15 +98,13 @@ def program_of(mod, score=None):
         score: the dtype of a score_mod's score, fp32 or fp64; None for a mask_mod.
     """
     global num_traces
-    key = (getattr(mod, "__code__", None) or type(mod), score)
-    known = _programs.setdefault(key, [])
-    for program in known:
-        bound = program.bind(mod)
-        if bound is not None:
-            return (program, *bound)
+    found = known_program_of(mod, score)
+    if found is not None:
+        return found
     num_traces += 1
     program, tensors, numbers = Trace(mod, score).run()
     if not program.holds_once:
+        known = _programs_of(getattr(mod, "__code__", None) or type(mod), score)
         known.insert(0, program)
         del known[_MOST_PROGRAMS:]
     return program, tensors, numbers
@@ -132,8 +145,8 @@ class Trace:
         if self.score is not None:  # the new score has the type of the old one
             node, dtype = self.builder.cast(node, self.score), self.score
         program = Program(self, node, dtype)
-        bound = program.values(self.steps.values)
-        self.steps.finish()
+        bound = [tuple(self.steps.values[i] for i in places) for places in program.places]
+        self.steps.finish(*program.places)
         return (program, *bound)
 
     # ---- places in the mod's source --------------------------------------------------------------------------------
@@ -157,8 +170,8 @@ class Trace:
 
     # ---- copies of the mod and of what it reaches ------------------------------------------------------------------
 
-    def child(self, compute):
-        return self.wrap(self.steps.add(compute))
+    def child(self, number, template, constant=None):
+        return self.wrap(self.steps.read(number, template, constant))
 
     def wrap(self, number):
         """Returns what the copy of the mod shall see instead of a value."""
@@ -171,17 +184,16 @@ class Trace:
         if isinstance(value, types.FunctionType):
             return self._copy(number, value)
         if isinstance(value, types.MethodType):
-            function = self.child(lambda values: values[number].__func__)
-            return types.MethodType(function, self.child(lambda values: values[number].__self__))
+            return types.MethodType(self.child(number, "{0}.__func__"), self.child(number, "{0}.__self__"))
         if isinstance(value, functools.partial):
-            args = [self.child(lambda values, i=i: values[number].args[i]) for i in range(len(value.args))]
-            words = {name: self.child(lambda values, n=name: values[number].keywords[n]) for name in value.keywords}
-            return functools.partial(self.child(lambda values: values[number].func), *args, **words)
+            args = [self.child(number, "{0}.args[{1}]", i) for i in range(len(value.args))]
+            words = {name: self.child(number, "{0}.keywords[{1}]", name) for name in value.keywords}
+            return functools.partial(self.child(number, "{0}.func"), *args, **words)
         if isinstance(value, (tuple, list)):
-            items = [self.child(lambda values, i=i: values[number][i]) for i in range(len(value))]
+            items = [self.child(number, "{0}[{1}]", i) for i in range(len(value))]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
-            return {name: self.child(lambda values, n=name: values[number][n]) for name in value}
+            return {name: self.child(number, "{0}[{1}]", name) for name in value}
         if isinstance(value, (type, types.ModuleType)) and not _is_known(value):
             return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
         if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
@@ -223,16 +235,17 @@ class Trace:
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
         self._shared[id(function)] = number, copy
         for i, cell in enumerate(cells):
-            cell.cell_contents = self.child(lambda values, i=i: values[number].__closure__[i].cell_contents)
+            cell.cell_contents = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
         names = {name for each in _codes(code) for name in each.co_names}
         for name in sorted(names & set(function.__globals__)):
             if name != "__builtins__":
-                scope[name] = self.child(lambda values, n=name: values[number].__globals__[n])
+                scope[name] = self.child(number, "{0}.__globals__[{1}]", name)
+        for name in sorted(names & set(vars(builtins)) - set(function.__globals__)):  # a global would hide a builtin
+            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
         if function.__defaults__:
-            defaults = self.child(lambda values: values[number].__defaults__)
-            copy.__defaults__ = defaults
+            copy.__defaults__ = self.child(number, "{0}.__defaults__")
         if function.__kwdefaults__:
-            copy.__kwdefaults__ = self.child(lambda values: values[number].__kwdefaults__)
+            copy.__kwdefaults__ = self.child(number, "{0}.__kwdefaults__")
         return copy
 
     # ---- captures and parameters -----------------------------------------------------------------------------------
@@ -544,7 +557,7 @@ class _Object:
         trace, number = get(self, "_trace"), get(self, "_number")
         if name == "__class__":
             return type(trace.steps.values[number])
-        found = trace.child(lambda values: getattr(values[number], name))
+        found = trace.child(number, "getattr({0}, {1})", name)
         if isinstance(found, types.MethodType):
             return types.MethodType(found.__func__, self)
         return found

@@ -31,8 +31,11 @@ enum { EMPTY, PARTIAL, FULL, MIXED };
 
 static void run_kernel(fa_family_id family, const void *parameters, unsigned threads) {
     const fa_cuda_call call = {.gpu = &gpu, .driver = &driver};
-    const fa_variant variant = {
-        .family = family, .arch = gpu.capability, .features = fa_families[family].takes_mods ? FA_FLEX : 0};
+    const fa_mods none = {0};
+    const fa_variant variant = {.family = family,
+                                .arch = gpu.capability,
+                                .features = fa_families[family].takes_mods ? FA_FLEX : 0,
+                                .mods = &none};
     const fa_launch shape = {1 + (unsigned)below(3), 1 + (unsigned)below(2), 1, .threads = threads};
     fa_error err = {""};
     if (fa_cuda_launch(&call, variant, shape, parameters, &err)) fail_msg("%s", err.text);

@@ -38,8 +38,11 @@ def expected(q, k, v, bias=None, mask=None, sinks=None, window=(-1, -1), softcap
     everything = torch.cat([scores, sink], -1)
     is_empty = (everything == -INF).all(-1, keepdim=True)
     everything = torch.where(is_empty, 0.0, everything)
-    weights = torch.where(is_empty, 0.0, everything.softmax(-1))[..., : scores.shape[-1]]
-    lse = torch.where(is_empty[..., 0], -INF, everything.logsumexp(-1))
+    weights = torch.where(is_empty, 0.0, everything.softmax(-1))
+    lse = torch.where(is_empty[..., 0], -INF, everything.logsumexp(-1)).detach()
+    mean = (everything.masked_fill(everything == -INF, 0.0) * weights.detach()).sum(-1)
+    lse = lse + (mean - mean.detach())  # torch's own gradient of logsumexp is wrong beside scores of -1e30
+    weights = weights[..., : scores.shape[-1]]
     return (weights @ v).transpose(1, 2), lse, scores.detach().amax((0, 2, 3))
 
 
@@ -119,6 +122,33 @@ def test_sinks_alone(window, device, dropout_p=0.0):
         close(has.cpu(), wants, 8e-5)
 
 
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sink", [None, 0.5, -INF, "low"], ids=str)
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e30, LOWEST], ids=str)
+def test_rows_with_a_low_bias_keep_their_digits(value, sink, device):
+    tensors = [leaf(2, n, h, 16, seed=n + h) for n, h in ((40, 4), (50, 2), (50, 2))]
+    bias = leaf(2, 4, 40, 50, seed=3).detach()
+    bias[0, :, 3:9], bias[1, 2, :, ::2] = value, value  # whole rows, and half of the keys
+    if value > -1e20:
+        bias[1, 1, 7] += value
+    sink = value if sink == "low" else sink
+    sinks = None if sink is None else torch.full((4,), sink).requires_grad_()
+    compare(device, tensors, bias.requires_grad_(), sinks=sinks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (-1, 3)], ids=str)
+@pytest.mark.parametrize("value", [-1e9, LOWEST], ids=str)
+def test_rows_that_see_only_padding(value, window, device):
+    tensors = [leaf(2, 50, h, 16, seed=h) for h in (4, 2, 2)]
+    bias = torch.zeros(2, 1, 1, 50)
+    bias[0, ..., :20], bias[1] = value, value
+    compare(device, tensors, bias.requires_grad_(), window=window)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_is_each_sequence_alone(causal, device):
@@ -127,6 +157,8 @@ def test_packed_is_each_sequence_alone(causal, device):
     shapes = (sum(lengths_q) + 3, 4, 16), (sum(lengths_k), 2, 16), (sum(lengths_k), 2, 16)
     q, k, v, bias, sinks = (leaf(*s, seed=i).to(device).detach().requires_grad_()
                             for i, s in enumerate([*shapes, (4, 4, 130, 128), (4,)]))  # fmt: skip
+    with torch.no_grad():
+        bias[2, 1, 5:9] = -1e9
     out, lse = flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 130, 128, causal=causal, attn_bias=bias, sinks=sinks, return_lse=True
     )
@@ -193,6 +225,27 @@ def test_wrong_options(name, value, words):
     q = torch.zeros(2, 9, 4, 8)
     with pytest.raises(RuntimeError, match=words):
         flash_attn_func(q, q, q, **{name: value})
+
+
+@pytest.mark.parametrize("names", [("sinks",), ("attn_bias",), ("attn_bias", "sinks"), ("attn_mask",)])
+def test_transforms_and_second_derivatives_are_refused(names):
+    q = leaf(1, 8, 2, 16)
+    made = {"sinks": leaf(2), "attn_bias": leaf(1, 2, 8, 8), "attn_mask": torch.ones(8, 8, dtype=torch.bool)}
+    options = {name: made[name] for name in names}
+
+    def attend(q):
+        return flash_attn_func(q, q, q, **options)
+
+    for transformed in (torch.func.vmap(attend), torch.func.grad(lambda q: attend(q[0]).sum())):
+        with pytest.raises(NotImplementedError, match="takes no tensors of torch.func"):
+            transformed(torch.stack([q, q]))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="has no jvp"):
+        attend(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()))
+    leaves = [q, *(x for x in options.values() if x.requires_grad)]
+    grads = torch.autograd.grad(attend(q).sin().sum(), leaves, create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="flash_attn has no second derivatives"):
+            torch.autograd.grad(grad.sum(), leaves, retain_graph=True)
 
 
 def test_refusals():

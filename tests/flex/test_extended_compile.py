@@ -46,6 +46,8 @@ def tensors_of(names, is_packed, n):
         "attn_bias": leaf(4, rows, columns), "sinks": leaf(4), "alibi_slopes": torch.rand(4),
         "attn_mask": leaf(rows, columns, seed=9).detach() > -0.5,
     }  # fmt: skip
+    with torch.no_grad():
+        made["attn_bias"][1, 2] = -1e9  # a row that is wholly masked
     cu_seqlens = torch.tensor([0, n - 3, 2 * n], dtype=torch.int32)
     return inputs, cu_seqlens, {name: made[name] for name in names}
 
@@ -92,6 +94,15 @@ def test_one_graph_for_changing_tensors(names, options):
         inputs = [(x + seed).detach().requires_grad_() for x in inputs]
         same(function, compiled, inputs, *inputs, given)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_sinks_without_gradients(needs_grad):
+    q, k, v, sinks = (leaf(*s).detach().requires_grad_(needs_grad) for s in ((2, 9, 4, 16), *[(2, 9, 2, 16)] * 2, (4,)))
+    compiled = torch.compile(flash_attn_func, backend="eager", fullgraph=True)
+    for grads in (False, True):
+        with torch.set_grad_enabled(grads):
+            torch.testing.assert_close(compiled(q, k, v, sinks=sinks), flash_attn_func(q, k, v, sinks=sinks))
 
 
 def test_autocast_leaves_dtypes():

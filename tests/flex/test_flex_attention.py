@@ -12,6 +12,7 @@ import torch
 from catalogue import CATALOGUE
 from oracle_attention import INF, check, close
 from score_catalogue import SCORES
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as create_block_mask_of_torch
 
@@ -392,6 +393,82 @@ def test_the_kernels_of_torch_on_demand():
         warnings.simplefilter("ignore")
         want = flex_attention(q, k, v, kernel_options={"BACKEND": "TRITON"})
     close(flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, "fwd_num_warps": 4}), want, 1e-5)
+
+
+# ---- the short way and the long way ---------------------------------------------------------------------------------
+
+DOCUMENT, TABLE, SLOPES = torch.arange(33) // 7, torch.randn(2, 65), torch.tensor([0.5, 0.25])
+WAYS = {
+    "nothing": {},
+    "heads in groups": {"enable_gqa": True, "scale": 0.3},
+    "causal block mask": {"block_mask": (causal, 33)},
+    "documents": {"block_mask": (lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j], 33)},
+    "softcap in documents": {
+        "block_mask": (lambda b, h, i, j: (DOCUMENT[i] == DOCUMENT[j]) & (i >= j), 33),
+        "score_mod": lambda s, b, h, i, j: 3 * torch.tanh(s / 3),
+    },
+    "a table with a gradient": {"score_mod": lambda s, b, h, i, j: s + TABLE[h, i - j + 32]},
+    "lse": {"score_mod": lambda s, b, h, i, j: s + SLOPES[h] * (j - i), "return_aux": AuxRequest(lse=True)},
+    "all results": {"mask_mod": None, "return_aux": AuxRequest(lse=True, max_scores=True)},
+    "a window by mask_mod": {"mask_mod": lambda b, h, i, j: (i - j < 9) & (i >= j)},
+}
+
+
+@pytest.mark.parametrize("grads", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("name", WAYS)
+def test_both_ways_are_the_same(name, grads, monkeypatch):
+    from flash_attn.flex import attention
+
+    arguments = dict(WAYS[name])
+    if "block_mask" in arguments:
+        mod, n = arguments["block_mask"]
+        arguments["block_mask"] = create_block_mask(mod, None, None, n, n, "cpu", BLOCK_SIZE=16)
+    q, k, v = make(2, 2, 1 if "enable_gqa" in arguments else 2, 33, 33, 16)
+    q = torch.nn.Parameter(q.transpose(1, 2).contiguous().transpose(1, 2))
+    monkeypatch.setitem(globals(), "TABLE", TABLE.clone().requires_grad_(grads))
+    leaves = [q, k.requires_grad_(grads), v, *([TABLE] if "table" in name else [])]
+    directly, taken = attention._directly, []
+
+    def counted(*args):
+        taken.append(directly(*args))
+        return taken[-1]
+
+    def results(way):
+        monkeypatch.setattr(attention, "_directly", way)
+        with torch.set_grad_enabled(grads):
+            found = flex_attention(q, k, v, **arguments)
+        out, aux = found if isinstance(found, tuple) else (found, None)
+        found = [out, *([] if aux is None else [x for x in aux if x is not None])]
+        if not grads:
+            assert not any(x.requires_grad for x in found)
+            return found, []
+        total = sum(x.sin().sum() for x in found if x.requires_grad)
+        return found, [*torch.autograd.grad(total, [x for x in leaves if x.requires_grad])]
+
+    want = results(lambda *args: None)  # and the mods are traced now
+    got = results(counted)
+    assert len(taken) == 1 and taken[0] is not None
+    for wants, gots in zip(want, got):
+        for x, y in zip(wants, gots, strict=True):
+            assert torch.equal(x, y) and x.stride() == y.stride() and type(x) is type(y) is torch.Tensor
+
+
+def test_transforms_are_refused():
+    q, k, v = make(1, 1, 1, 8, 8, 16)
+    table = torch.zeros(8)
+    with forward_ad.dual_level():
+        dual, dual_table = forward_ad.make_dual(q, q), forward_ad.make_dual(table, table)
+        for arguments in ({"query": dual}, {"score_mod": lambda s, b, h, i, j: s + dual_table[j]}):
+            with pytest.raises(NotImplementedError, match="has no jvp"):
+                flex_attention(**{"query": q, "key": k, "value": v, **arguments})
+    for transformed in (
+        torch.func.vmap(lambda q: flex_attention(q, k, v)),
+        torch.func.grad(lambda q: flex_attention(q[0], k, v).sum()),
+    ):
+        with pytest.raises(NotImplementedError, match="flex_attention takes no tensors of torch.func"):
+            transformed(torch.stack([q, q]))
+    want = flex_attention(q, k, v)
+    torch.func.vmap(lambda x: close(flex_attention(q, k, v), want, 1e-6) or x)(q)  # its tensors are of no transform
 
 
 # ---- what a cached program must notice ------------------------------------------------------------------------------

@@ -149,6 +149,15 @@ def test_globals_and_attributes_are_bound_again(monkeypatch):
     assert traces(run) == 1
 
 
+def test_a_global_that_hides_a_builtin_is_seen(monkeypatch):
+    def mod(b, h, q, k):
+        return abs(q - k) <= 2
+
+    assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+    monkeypatch.setitem(globals(), "abs", lambda x: x)
+    assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(lambda b, h, q, k: q - k <= 2, (1, 1, 9, 9)))
+
+
 def test_a_tensor_made_in_the_mod_is_made_for_each_call():
     def mod_of(reach):
         return lambda b, h, q, k: (q - k).abs() <= torch.tensor(reach) + torch.tensor(1)
