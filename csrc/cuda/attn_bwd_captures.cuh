@@ -1,15 +1,15 @@
 /* Gradients of a score_mod's captures in attn_bwd_sm90.cu.
  *
- * Each scatter of the derivative (csrc/flex/program.h) is a part: it gives every pair of a query and a key an addend,
- * for one element of a capture's gradient. Many pairs of a step share an element. Which pairs do, says the part's kind
- * (csrc/flex/scatters.h). A thread adds up its pairs of a step first, then the warp adds up, and at last the warp adds
- * to memory. A warp has 16 keys and all queries of the step:
+ * Each scatter of the derivative (csrc/flex/program.h) is a part. A part gives every pair of a query and a key an
+ * addend for one element of a capture's gradient. Many pairs of a step share an element. The part's kind says which
+ * pairs do (csrc/flex/scatters.h). A thread adds up its pairs of a step first, then the warp adds up, and at last the
+ * warp adds to memory. A warp has 16 keys and all queries of the step:
  *
  *   kind                 sums of a thread         shuffles    additions to memory of a warp
  *   FLEX_OF_HEAD         1                        5           none; one per head and work tile
  *   FLEX_OF_KEY          2, of its keys           4           16
  *   FLEX_OF_QUERY        REGS / 2, of its rows    14 or 28    64 or 128
- *   FLEX_OF_DIFFERENCE   REGS / 2 + 2             18 or 32    79 or 143, or one if all have one place
+ *   FLEX_OF_DIFFERENCE   REGS / 2 + 2             19 or 33    79 or 143, or one if all have one place
  *   FLEX_OF_PAIR         none                     none        REGS of each thread
  *
  * The numbers are those of REGS = 32 or 64 registers of S, for steps of 64 or 128 queries. */
@@ -89,13 +89,15 @@ template <int REGS> struct part_sums<FLEX_OF_QUERY, REGS> {
     }
 };
 
-/* Adds up diagonals. Lane l has rows 8 u + x, x = 2 (l % 4) + {0, 1}, and keys y = l / 4 and y + 8. Pairs of rows 8 u
- * and of keys y have the difference 8 u + x - y, and so have rows 8 (u + 1) and keys y + 8. So a thread has two sums for
- * each u from -1 on. Let 8 u + x - y be 8 w + column, where column is one of 8. A lane has two columns, an even one and
- * an odd one, for all w. Each column lies in 8 lanes, which add up in three exchanges:
+/* Adds up diagonals. Lane l has rows 8 u + x, x = 2 (l % 4) + {0, 1}, and keys y = l / 4 and y + 8. A row 8 u + x and
+ * key y have the difference 8 u + x - y. The row of u + 1 and key y + 8 have the same. So a thread has two sums for
+ * each u from -1 on.
  *
- *   1  Lanes of even y keep the even column, the others the odd one. In both the kept column is that of x = 2 (l % 4).
- *   2  Of w = 2 a and 2 a + 1, lanes of even y / 2 keep the first.
+ * Let 8 u + x - y be 8 w + column, where column is one of 8. A lane has an even column and an odd one, for all w. Each
+ * column lies in 8 lanes, which add up in three exchanges:
+ *
+ *   1  Lanes of even y keep the even column, the others the odd one. In both this is the column of x = 2 (l % 4).
+ *   2  Of w = 2 a - 2 and 2 a - 1, lanes of even y / 2 keep the first.
  *   3  Of a = 2 c and 2 c + 1, lanes of y < 4 keep the first.
  *
  * At last a lane has w = 4 c + y / 2 - 2 of its column. */
@@ -136,8 +138,8 @@ template <int REGS> struct part_sums<FLEX_OF_DIFFERENCE, REGS> {
     /* The sum of x = 2 (l % 4) + odd and u = i - 1. */
     DEVICE float sum_at(int odd, int i) const { return i >= 0 && i <= N ? sums[odd][i] : 0; }
 
-    /* All pairs may have one place, as far from the diagonal in T5's buckets. Additions of many warps to one place would
-     * wait for each other, so the warp adds once. */
+    /* All pairs may have one place, as far from the diagonal in T5's buckets. Additions to one place wait for each
+     * other, so the warp adds once. */
     template <int PART>
     static DEVICE void add_diagonals(const mod_functions &mod, const warp_pairs &at, const float (&values)[C],
                                      int column) {

@@ -36,7 +36,7 @@ struct listed_queries {
     const int *list; /* list_num entries; NULL: there is no block mask */
     int list_num;
     const u32 *hidden; /* flex_hidden.cu, of this key tile */
-    const u32 *ranks; /* of this key tile: rank of the first query tile; the next is `pitch` words behind */
+    const u32 *ranks;  /* of this key tile: rank of the first query tile; the next is `pitch` words behind */
     int pitch;
 
     DEVICE bool has_list() const { return list != nullptr; }

@@ -408,9 +408,8 @@ DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], 
     };
     differentiate(dp, dS, stats, 1, weight, [&](int i, float x) {
         const float score = KEEPS_SCORES ? kept(i) : 0;
-        return FLEX_PARTS || KEEPS_SCORES
-                   ? sums.derivative(mod, i, score, x, row + row_of(i), at.key + 8 * key_of(i))
-                   : x;
+        return FLEX_PARTS || KEEPS_SCORES ? sums.derivative(mod, i, score, x, row + row_of(i), at.key + 8 * key_of(i))
+                                          : x;
     });
 }
 

@@ -68,9 +68,9 @@ typedef struct {
  * that of the queries, or of the keys. */
 typedef struct {
     fa_cuda_flex flex;
-    int *walks;      /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
-    int *order;      /* [mask_b mask_h, own_tiles]; NULL: ascending */
-    unsigned *ranks; /* [mask_b mask_h, other_tiles, own_tiles + 1] */
+    int *walks;       /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
+    int *order;       /* [mask_b mask_h, own_tiles]; NULL: ascending */
+    unsigned *ranks;  /* [mask_b mask_h, other_tiles, own_tiles + 1] */
     unsigned *hidden; /* [mask_b mask_h, own_tiles, other_tiles, FA_HIDDEN_WORDS(other_tile), 2 own_tile] */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */

@@ -21,7 +21,8 @@ struct hidden_params : fa_cuda_flex_walks {
 
 /* Does a kernel read the words of this tile? */
 DEVICE bool has_words(const fa_cuda_flex_walks &p, int own, int other, int kind) {
-    const bool reaches_end = (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
+    const bool reaches_end =
+        (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
     return kind != FULL_BLOCK || reaches_end;
 }
 
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const
                 for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
                     const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
                     const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;
-                    const bool exists = key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
+                    const bool exists =
+                        key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
                     const int last_q = (p.own_keys ? p.other_len : p.own_len) - 1;
                     if (!exists || !mod.sees((block_kind)kind, min(q, last_q), key)) word |= 1u << i % 32;
                 }

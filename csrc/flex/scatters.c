@@ -11,7 +11,8 @@ static const fa_flex_instruction *operand_of(const fa_flex_program *p, const fa_
 /* value = a + sign b. */
 static void add_linear(const fa_flex_trait *a, const fa_flex_trait *b, int32_t sign, fa_flex_trait *value) {
     value->of_q = a->of_q + sign * b->of_q, value->of_kv = a->of_kv + sign * b->of_kv;
-    value->is_linear = a->is_linear && b->is_linear && abs(value->of_q) < MOST_FACTOR && abs(value->of_kv) < MOST_FACTOR;
+    value->is_linear =
+        a->is_linear && b->is_linear && abs(value->of_q) < MOST_FACTOR && abs(value->of_kv) < MOST_FACTOR;
 }
 
 /* value = number x. */
@@ -69,8 +70,8 @@ static fa_flex_trait trait_of(const fa_flex_program *p, int32_t idx, const fa_fl
         is_difference = is_difference && traits[x->operand[i]].is_difference;
     }
     find_linear(p, x, traits, &value);
-    value.is_difference = (x->depends & INDICES) == 0 || is_difference ||
-                          (value.is_linear && value.of_q + value.of_kv == 0);
+    value.is_difference =
+        (x->depends & INDICES) == 0 || is_difference || (value.is_linear && value.of_q + value.of_kv == 0);
     if (fa_flex_is_scatter(x)) value.kind = (uint8_t)kind_of(p, x, traits);
     return value;
 }

@@ -383,6 +383,11 @@ static void put_instruction(const writer *w, int32_t idx) {
 
 static bool is_scatter(const writer *w, int32_t idx) { return fa_flex_is_scatter(&w->p->instructions[idx]); }
 
+static int32_t value_of_scatter(const writer *w, int32_t idx) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    return x->operand[x->num_operands - 1];
+}
+
 /* Is this a scatter to an element that only b and h choose? */
 static bool is_sum(const writer *w, int32_t idx) {
     return is_scatter(w, idx) && w->traits[idx].kind == FA_FLEX_OF_HEAD;
@@ -474,22 +479,31 @@ static void put_parts(const writer *w, uint8_t *is_needed) {
 
 typedef enum { SCORE, MASK, DERIVATIVE } part;
 
-/* What becomes of the value of a scatter. */
-typedef enum { TO_SUMS, TO_PARTS } target;
-
-static void put_body(const writer *w, part of, target to) {
-    int num = 0;
+static void put_body(const writer *w, part of) {
     for (int32_t idx = 0; idx < w->p->num_instructions; idx++) {
         put_instruction(w, idx);
-        if (!is_scatter(w, idx)) continue;
-        if (to == TO_PARTS)
-            put(w->t, "    parts[%d] = (float)v%d;\n", num++, idx);
-        else if (is_sum(w, idx))
+        if (is_sum(w, idx))
             put(w->t, "    sums.s%d += v%d;\n", idx, idx);
-        else
+        else if (is_scatter(w, idx))
             put_add(w, idx, "v");
     }
     put(w->t, of == MASK ? "    return v%d != 0;\n}\n\n" : "    return (float)v%d;\n}\n\n", w->p->num_instructions - 1);
+}
+
+/* Writes a derivative that leaves the values of its scatters in `parts`. Their places are not computed. */
+static void put_body_of_parts(const writer *w, uint8_t *is_needed) {
+    const int32_t num = w->p->num_instructions;
+    const int32_t result = is_scatter(w, num - 1) ? value_of_scatter(w, num - 1) : num - 1;
+    int part = 0;
+    memset(is_needed, 0, (size_t)num);
+    is_needed[result] = 1;
+    for (int32_t idx = 0; idx < num; idx++)
+        if (is_scatter(w, idx)) is_needed[value_of_scatter(w, idx)] = 1;
+    mark_operands(w->p, is_needed);
+    put_needed(w, is_needed);
+    for (int32_t idx = 0; idx < num; idx++)
+        if (is_scatter(w, idx)) put(w->t, "    parts[%d] = (float)v%d;\n", part++, value_of_scatter(w, idx));
+    put(w->t, "    return (float)v%d;\n}\n\n", result);
 }
 
 static fa_status put_derivative(const writer *w, fa_error *err) {
@@ -498,7 +512,7 @@ static fa_status put_derivative(const writer *w, fa_error *err) {
     if (!is_needed) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     put_sums(w);
     put(w->t, "DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, %s", rest);
-    put_body(w, DERIVATIVE, TO_SUMS);
+    put_body(w, DERIVATIVE);
     put_add_sums(w, is_needed);
     put(w->t,
         "DEVICE float flex_derivative(const flex_values &x, %s"
@@ -509,7 +523,7 @@ static fa_status put_derivative(const writer *w, fa_error *err) {
         rest);
     if (num_parts(w->p) > 0) {
         put(w->t, "DEVICE float flex_derivative(const flex_values &x, float (&parts)[FLEX_PARTS], %s", rest);
-        put_body(w, DERIVATIVE, TO_PARTS);
+        put_body_of_parts(w, is_needed);
         put_parts(w, is_needed);
     }
     free(is_needed);
@@ -555,7 +569,7 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
         put(t, of == MASK ? "DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx) {\n"
                           : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
                             "int kv_idx) {\n");
-        put_body(&w, of, TO_SUMS);
+        put_body(&w, of);
     }
     free(bounds);
     return status;

@@ -45,8 +45,7 @@ static block_walks walks_of(const fa_cuda_call *call) {
     int *behind = w.walks + w.masks * w.own.num * (1 + w.other.num);
     if (owns_keys) w.ranks = (unsigned *)(behind + w.masks * w.own.num);
     if (!owns_keys || !fa_has_masks_in_groups(p)) w.order = behind; /* pieces of a key tile begin in their order */
-    if (plan->gpu.has_hidden)
-        w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
+    if (plan->gpu.has_hidden) w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
     return w;
 }
 
@@ -175,10 +174,10 @@ static void fill_values(const fa_cuda_call *call, fa_variant variant, void *valu
     const fa_flex *flex = call->problem->flex;
     if (!fa_families[variant.family].takes_mods) return;
     const bool adds_gradients =
-        variant.family == FA_BWD_SM90 ||
-        (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
-    fa_flex_fill_values(flex->score, variant.mods->mask ? flex->mask : NULL, variant.mods->derivative ? flex->derivative : NULL,
-                        adds_gradients ? flex->gradients : NULL, values);
+        variant.family == FA_BWD_SM90 || (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
+    fa_flex_fill_values(flex->score, variant.mods->mask ? flex->mask : NULL,
+                        variant.mods->derivative ? flex->derivative : NULL, adds_gradients ? flex->gradients : NULL,
+                        values);
 }
 
 fa_status fa_cuda_launch_with_mods(const fa_cuda_call *call, fa_variant variant, fa_launch launch,

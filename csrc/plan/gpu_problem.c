@@ -112,7 +112,9 @@ size_t fa_hidden_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t other = ((p->pass == FA_BWD ? p->len_q : p->len_kv) + other_tile - 1) / other_tile;
     const int64_t bytes_of_pair = FA_HIDDEN_WORDS(other_tile) * 2 * own_tile * (int64_t)sizeof(int32_t);
     const int64_t room = most / bytes_of_pair / (flex->mask_b * flex->mask_h);
-    return own <= room && other <= room && own * other <= room ? (size_t)(flex->mask_b * flex->mask_h * own * other * bytes_of_pair) : 0;
+    return own <= room && other <= room && own * other <= room
+               ? (size_t)(flex->mask_b * flex->mask_h * own * other * bytes_of_pair)
+               : 0;
 }
 
 const char *fa_why_not_blocks(const fa_problem *p) {

@@ -218,8 +218,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define PTX_FILES      "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
 #define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
-#define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "attn_bwd_captures.cuh", \
-    "philox.cuh", "quads.cuh"
+#define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
 #define STEP_FILES     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
 #define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
 #define FEED_FILES     "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
@@ -256,7 +255,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                          .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh", BWD_STEP_FILES,
-                                    BWD_FILES, FLEX_FILES, "cuda_problem.h"),
+                                    BWD_FILES, FLEX_FILES, "attn_bwd_captures.cuh", "cuda_problem.h"),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,

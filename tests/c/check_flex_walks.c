@@ -159,7 +159,8 @@ static void check_hidden(int seed, const fa_flex *f, const fa_cuda_flex_walks *a
         int kind = EMPTY;
         for (int i = 1; i <= walk[0]; i++)
             if (walk[i] / 4 == other) kind = walk[i] % 4;
-        const bool ends = (other + 1) * a->other_tile > a->other_len || (a->own_keys && (own + 1) * a->own_tile > a->own_len);
+        const bool ends =
+            (other + 1) * a->other_tile > a->other_len || (a->own_keys && (own + 1) * a->own_tile > a->own_len);
         const bool is_read = kind != EMPTY && (kind != FULL || ends);
         for (int thread = 0; thread < threads; thread++)
             for (int i = 0; i < 32 * words; i++) {
@@ -167,10 +168,12 @@ static void check_hidden(int seed, const fa_flex *f, const fa_cuda_flex_walks *a
                 const int x = own * a->own_tile + thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
                 const int y = other * a->other_tile + 2 * (thread % 4) + i / 4 * 8 + i % 2;
                 const int q = a->own_keys ? y : x, key = a->own_keys ? x : y;
-                const int len_q = a->own_keys ? a->other_len : a->own_len, len_kv = a->own_keys ? a->own_len : a->other_len;
+                const int len_q = a->own_keys ? a->other_len : a->own_len,
+                          len_kv = a->own_keys ? a->own_len : a->other_len;
                 if (!is_read && word != UINT32_MAX) fail_msg("--seed %d: nobody reads tile %d of %d", seed, other, own);
                 if (!is_read || i >= a->other_tile / 2 || (q >= len_q && !a->own_keys)) continue;
-                const bool sees = q < len_q && key < len_kv && kinds[q / f->block_q * f->columns + key / f->block_kv] != EMPTY;
+                const bool sees =
+                    q < len_q && key < len_kv && kinds[q / f->block_q * f->columns + key / f->block_kv] != EMPTY;
                 if (sees == (word >> i % 32 & 1)) fail_msg("--seed %d: query %d and key %d", seed, q, key);
             }
     }

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CC, CXX = shutil.which("gcc"), shutil.which("g++")
 pytestmark = pytest.mark.skipif(not (CC and CXX), reason="gcc is not installed")
 
-# The walk of attn_bwd_sm90.cu: each work tile has 16 keys of a warp, and its steps come from the last queries. The heads
-# of a group alternate.
+# The walk of attn_bwd_sm90.cu: each work tile has 16 keys of a warp, and its steps come from the last queries. Heads of
+# a group alternate.
 KERNEL = """
 #include "attn_bwd_captures.cuh"
 extern "C" {
@@ -47,7 +47,8 @@ static void kernel(const problem &p) {
                 const mod_functions mod(*p.values, b, head_0 + head, p.first);
                 captured_sums<ROWS / 2> sums;
                 for (int i = 0; i < ROWS / 2; i++) {
-                    const int row = row_0 + 8 * (i / 4) + 2 * (lane % 4) + i % 2, key = key_0 + lane / 4 + 8 * (i / 2 % 2);
+                    const int row = row_0 + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+                    const int key = key_0 + lane / 4 + 8 * (i / 2 % 2);
                     const bool exists = row < p.len_q && key < p.len_kv;
                     const long long at = (((long long)b * p.h + head_0 + head) * p.len_q + row) * p.len_kv + key;
                     sums.derivative(mod, i, exists ? p.score[at] : 0, exists ? p.grad[at] : 0, row, key);
@@ -177,7 +178,12 @@ def wide_differences():
     return lambda s, b, h, i, j: s + table[h, (i - j + number) % 64], [table]
 
 
-KINDS = {wide_differences: "DIFFERENCE", table_of_differences: "DIFFERENCE", table_the_other_way: "DIFFERENCE", buckets: "DIFFERENCE"}
+KINDS = {
+    wide_differences: "DIFFERENCE",
+    table_of_differences: "DIFFERENCE",
+    table_the_other_way: "DIFFERENCE",
+    buckets: "DIFFERENCE",
+}
 KINDS |= {steps_of_differences: "DIFFERENCE", queries: "QUERY", keys: "KEY", heads: "HEAD", pairs: "PAIR"}
 
 
