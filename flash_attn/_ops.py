@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
+    "NO_SECOND_DERIVATIVE",
     "check_layout",
     "check_storage",
     "check_tensor",
@@ -36,6 +37,7 @@ __all__ = [
     "forget_own_kernels",
     "is_freed",
     "register_once",
+    "rng_of",
     "round_multiple",
     "warn_of_gradients",
     "without_second_derivative",
@@ -111,6 +113,9 @@ def check_storage(name, x):
         )
 
 
+NO_SECOND_DERIVATIVE = "flash_attn has no second derivatives: its gradients cannot be differentiated again"
+
+
 def without_second_derivative(grads, *inputs):
     """Makes gradients a function of the inputs whose derivative raises, because there are no second derivatives.
 
@@ -133,7 +138,7 @@ class _LastDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("flash_attn has no second derivatives: its gradients cannot be differentiated again")
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 _has_warned = False
@@ -255,11 +260,11 @@ def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
     return q.new_empty((b, h, len_q), dtype=torch.float32)
 
 
-def _rng_of(x):
-    """Returns functions that read and set the state of the generator for dropout on the tensor's device."""
-    if not x.is_cuda:
+def rng_of(device):
+    """Returns functions that read and set the state of the generator for dropout on the device."""
+    if device.type != "cuda":
         return torch.get_rng_state, torch.set_rng_state
-    return (lambda: torch.cuda.get_rng_state(x.device)), (lambda state: torch.cuda.set_rng_state(state, x.device))
+    return (lambda: torch.cuda.get_rng_state(device)), (lambda state: torch.cuda.set_rng_state(state, device))
 
 
 class _Drawn(threading.local):
@@ -285,7 +290,7 @@ def _drawing_as_vmap_says(name):
             return op.redispatch(keyset & rest, *args)
         from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-        get_rng_state, set_rng_state = _rng_of(args[0])
+        get_rng_state, set_rng_state = rng_of(args[0].device)
         interpreter = retrieve_current_functorch_interpreter()
         level, randomness = interpreter.level(), interpreter.randomness()
         if _drawn.levels and _drawn.levels[-1][0] == level:

@@ -19,7 +19,7 @@ bool fa_logs_plans;
 bool fa_plan_only(void) { return collected.only; }
 
 void fa_note_plan(const fa_plan *plan) {
-    if (fa_logs_plans) {
+    if (fa_logs_plans && !collected.only) {
         char text[PLAN_TEXT_BYTES];
         fa_plan_print(plan, text, sizeof text);
         fprintf(stderr, "flash_attn: %s\n", text);
