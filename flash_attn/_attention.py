@@ -5,8 +5,8 @@ So one function computes every forward (``_forward``), and one function every ba
 op writes into the same views of one packed gradient. The ops check their arguments (csrc/torch/args.c). This file does
 only the work that must happen before an op is called.
 
-    _Attended    the node of a forward that a direct function has computed: the short way of plain eager calls
-    _Attention   all other calls: forward and node, for torch.compile too
+    _Attended    the node of a finished forward: plain eager calls. torch needs 100 us for each call of the others
+    _Attention   forward and node, for torch.compile
     _Transformed the same, with rules for the transforms of torch.func
     _Gradients   the backward as a function of its own, where someone asks for its derivative or maps over it
 
@@ -55,7 +55,11 @@ def _forward(tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, bl
     paged = () if block_table is None else (block_table,)
     op = _packed if lengths else _dense
     want_s_dmask = return_softmax and dropout_p > 0
-    return call_op(op, *parts, *lengths, dropout_p, *unfold(mask), alibi_slopes, want_s_dmask, *paged)
+    arguments = *parts, *lengths, dropout_p, *unfold(mask), alibi_slopes, want_s_dmask, *paged
+    if is_compiling():
+        return call_op(op, *arguments)
+    with torch.no_grad():  # the op has a node of its own
+        return call_op(op, *arguments)
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
@@ -205,28 +209,39 @@ class _Transformed(_Attention):
 
 
 class _Attended(_Node):
-    """The autograd node of a finished forward. It has only necessary arguments, because each argument costs time."""
+    """The autograd node of a finished forward. It has only necessary arguments, because each argument costs time.
+
+    As in ``_Attention``, k and v are None if q is packed.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, done):
-        (out, softmax_lse), alibi_slopes, lengths, mask, deterministic, paged = done
+        (out, softmax_lse, *others), alibi_slopes, lengths, mask, deterministic, paged = done
+        if others:
+            return _Attended.longer_forward(ctx, (q, k, v), done)
         save(ctx, (q, k, v), out, softmax_lse, None, alibi_slopes, lengths, 0.0, mask, deterministic)
         ctx.paged = paged
         return out
+
+    @staticmethod
+    def longer_forward(ctx, tensors, done):
+        """The results have S_dmask, rng_state, dropout_p and return_softmax, too."""
+        (out, softmax_lse, s_dmask, rng_state, dropout_p, return_softmax), alibi_slopes, lengths, *rest = done
+        mask, deterministic, ctx.paged = rest
+        tensors = [x for x in tensors if x is not None]
+        save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic)
+        ctx.set_materialize_grads(False)
+        return (out, softmax_lse, s_dmask) if return_softmax else out
 
 
 # This is ``_Attended.apply`` for plain tensors in eager mode. It skips the layer that looks for functorch.
 record = super(torch.autograd.Function, _Attended).apply
 
 
-def _is_recorded(tensors):
-    """Must the call have a node? Tangents and transforms want one too, which tells them what is possible."""
-    if is_compiling() or forward_ad._current_level >= 0 or transforms_are_active():
-        return True
-    if torch.is_grad_enabled():
-        for x in tensors:  # a generator in any() takes three times as long
-            if x.requires_grad:
-                return True
+def _any_requires_grad(tensors):
+    for x in tensors:  # a generator in any() takes three times as long
+        if x.requires_grad:
+            return True
     return False
 
 
@@ -240,11 +255,12 @@ def attend(
     if lengths:
         lengths = (*lengths[:2], as_int(lengths[2], "max_seqlen"), as_int(lengths[3], "max_seqlen"))
     mask = as_scale(softmax_scale, tensors[0]), causal, as_window(window_size), softcap
-    if _is_recorded(tensors):
-        if transforms_are_active():
-            check_not_traced()
-            if dropout_p:
-                _vmap.check_randomness(tensors)
+    has_transforms = transforms_are_active()
+    if has_transforms:
+        check_not_traced()
+        if dropout_p:
+            _vmap.check_randomness(tensors)
+    if is_compiling() or has_transforms or forward_ad._current_level >= 0:
         q, k, v = (*tensors, None, None)[:3]
         cu_seqlens_q, cu_seqlens_k, *max_seqlens = lengths or (None,) * 4
         function = _Attention if is_compiling() else _Transformed
@@ -252,11 +268,13 @@ def attend(
             *distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table), *max_seqlens, dropout_p, mask,
             deterministic, return_softmax,
         )  # fmt: skip
-    else:
-        out, softmax_lse, s_dmask, _ = _forward(
-            tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, block_table
-        )
-    return (out, softmax_lse, s_dmask) if return_softmax else out
+        return (out, softmax_lse, s_dmask) if return_softmax else out
+    results = _forward(tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, block_table)
+    if torch.is_grad_enabled() and _any_requires_grad(tensors):
+        results = *results, dropout_p, return_softmax
+        done = results, alibi_slopes, lengths, mask, deterministic, block_table is not None
+        return record(*(*tensors, None, None)[:3], done)
+    return results[:3] if return_softmax else results[0]
 
 
 # ---- autograd of the ops themselves --------------------------------------------------------------------------------

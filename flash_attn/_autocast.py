@@ -4,11 +4,21 @@ import torch
 
 
 def _is_on(x):
-    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    if not isinstance(x, torch.Tensor):  # the op refuses it
+        return False
+    device_type = "cpu" if x.is_cpu else "cuda" if x.is_cuda else None
+    return device_type is not None and torch.is_autocast_enabled(device_type)
+
+
+_CAST = torch.float32, torch.float16, torch.bfloat16
 
 
 def _cast(x, device_type, dtype):
-    if x is None or x.device.type != device_type or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if (
+        not isinstance(x, torch.Tensor)
+        or x.device.type != device_type
+        or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+    ):
         return x
     return x.to(dtype)
 

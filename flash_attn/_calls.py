@@ -3,6 +3,7 @@
 A public function comes here if the short way of a plain eager call did not serve it.
 """
 
+import torch
 from torch.compiler import is_compiling
 
 from flash_attn import _attention, _cache
@@ -21,14 +22,10 @@ _OPTIONS = (
 
 
 def _named(tensors, lengths, options):
-    """The arguments of a call by the names that the caller knows."""
-    names = NAMES[len(tensors)]
+    """The arguments of a call by the names that the caller knows. Nested q, k and v are checked elsewhere."""
+    found = {} if not lengths and has_nested(tensors) else dict(zip(NAMES[len(tensors)], tensors))
     length_names = ("cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen") if len(tensors) == 1 else _LENGTHS
-    return {**dict(zip(names, tensors)), **dict(zip(length_names, lengths)), **dict(zip(_OPTIONS, options))}
-
-
-def _flags_are_bools(*flags):
-    return all(flag is True or flag is False for flag in flags)
+    return {**found, **dict(zip(length_names, lengths)), **dict(zip(_OPTIONS, options))}
 
 
 _RENAMED = {
@@ -47,6 +44,8 @@ def _raise(error, tensors, lengths, options):
     raise error if names is None else in_names_of_the_caller(error, names)
 
 
+_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 # ---- calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -61,8 +60,9 @@ def _with_first(results, first):
 def _prepared(function, tensors, lengths, options):
     """Returns ``function(tensors, lengths, *options)`` of plain tensors in the dtype that autocast asks for."""
     if lengths or not has_nested(tensors):
-        check_given(tensors, len(lengths) > 0)
-        return function(follow_autocast(tensors), lengths, *options)
+        if is_compiling() or _is_any_autocast_enabled():
+            tensors = follow_autocast(tensors)
+        return function(tensors, lengths, *options)
     values, lengths, together = take_apart(tensors)
     results = _prepared(function, values, lengths, options)
     return _with_first(results, together(_first(results)))
@@ -72,8 +72,9 @@ def _call(function, tensors, lengths, options, flags):
     if is_compiling():
         return _prepared(function, tensors, lengths, options)
     try:
-        if not _flags_are_bools(*flags):
-            check_kinds(_named(tensors, lengths, options))
+        for flag in flags:  # torch's parser takes any number for a flag, and no op reads some of them
+            if flag is not True and flag is not False:
+                check_kinds(_named(tensors, lengths, options))
         return _prepared(function, tensors, lengths, options)
     except Exception as error:
         failure = error
@@ -82,18 +83,19 @@ def _call(function, tensors, lengths, options, flags):
 
 def attend(tensors, lengths, *options):
     """Computes a public function. ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or has four values."""
-    return _call(_attention.attend, tensors, lengths, options, options[6:8])
+    return _call(_attention.attend, tensors, lengths, options, (options[2], *options[6:8]))
 
 
 def _extended(tensors, lengths, *options):
     from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
 
+    check_given(tensors, len(lengths) > 0)
     return attend(*split(tensors), lengths, *options)
 
 
 def attend_extended(tensors, lengths, *options):
     """Computes a call with options that upstream does not have."""
-    return _call(_extended, tensors, lengths, options, (*options[6:8], *options[12:]))
+    return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))
 
 
 _CACHE_NAMES = (
@@ -107,11 +109,16 @@ def attend_with_cache(*arguments):
     """Returns ``(out, softmax_lse)`` of ``flash_attn_with_kvcache``. The arguments are those of ``_CACHE_NAMES``."""
     if is_compiling():
         return _cache.attend_with_cache(*arguments[:-1])
+
+    def named():
+        return dict(zip(_CACHE_NAMES, arguments)), ("k", "v")
+
     try:
-        if not _flags_are_bools(arguments[-1]):
-            check_kinds(dict(zip(_CACHE_NAMES, arguments)), ("k", "v"))
+        for flag in (arguments[12], arguments[15], arguments[18]):
+            if flag is not True and flag is not False:
+                check_kinds(*named())
         return _cache.attend_with_cache(*arguments[:-1])
     except Exception as error:
         failure = error
-    check_kinds(dict(zip(_CACHE_NAMES, arguments)), ("k", "v"))
+    check_kinds(*named())
     raise failure

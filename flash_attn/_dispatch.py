@@ -53,9 +53,8 @@ def call(function, op, num_inputs, *arguments):
     return results
 
 
-def transforms_are_active():
-    """Does a transform of torch.func, such as grad or vmap, run at the moment?"""
-    return torch._C._are_functorch_transforms_active()
+# Does a transform of torch.func, such as grad or vmap, run at the moment?
+transforms_are_active = torch._C._are_functorch_transforms_active
 
 
 def check_not_traced():

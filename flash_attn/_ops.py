@@ -21,11 +21,11 @@ import torch
 
 try:
     import flash_attn_2_cuda
-except ModuleNotFoundError as error:
+except ModuleNotFoundError:
     raise ImportError(
         "flash_attn needs its compiled module flash_attn_2_cuda, which is not installed: run `pip install .` or "
         "`pip install -e .` in the source tree"
-    ) from error
+    ) from None
 
 __all__ = [
     "NO_SECOND_DERIVATIVE",

@@ -32,6 +32,7 @@ from flash_attn._attention import record as _record
 from flash_attn._calls import attend as _attend
 from flash_attn._calls import attend_extended as _attend_extended
 from flash_attn._calls import attend_with_cache as _attend_with_cache
+from flash_attn._flops import register as register_flops
 from flash_attn._ops import flash_attn_2_cuda, forget_own_kernels, register_once, round_multiple, warn_of_gradients
 from flash_attn._private_functions import (
     FlashAttnFunc,
@@ -375,7 +376,7 @@ def flash_attn_with_kvcache(
             rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip
         return (out, softmax_lse) if return_softmax_lse else out
-    if not is_compiling():
+    if not is_compiling() and (return_softmax_lse is False or return_softmax_lse is True):
         attend = _direct.direct_kvcache_forward if return_softmax_lse else _direct.direct_kvcache_attention
         results = attend(
             q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
@@ -391,4 +392,5 @@ def flash_attn_with_kvcache(
     return (out, softmax_lse) if return_softmax_lse else out
 
 
+register_once("formulas for FLOPs", register_flops)
 register_once("all", forget_own_kernels)

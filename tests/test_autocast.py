@@ -1,4 +1,4 @@
-"""Autocast casts what it casts for torch's scaled_dot_product_attention, on every device, in eager and compiled code."""
+"""Autocast casts what it casts for torch's scaled_dot_product_attention: on every device, eager and compiled."""
 
 import pytest
 import torch
