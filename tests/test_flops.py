@@ -88,7 +88,7 @@ def test_every_op_has_a_formula():
 
 
 def test_inductor_counts_too():
-    from torch._inductor.utils import count_flops_fx
+    from torch._inductor.fx_utils import count_flops_fx
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
