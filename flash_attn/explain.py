@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -172,7 +172,7 @@ def _check_memory(function, tensors):
             )
 
 
-def explain(function, *args, **kwargs):
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns the plan of the call ``function(*args, **kwargs)``. The call is checked and planned but not run.
 
         print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))

@@ -20,6 +20,10 @@ calls has a file of its own:
     _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn._arguments import as_int as _as_int
@@ -84,6 +88,9 @@ __all__ = [
     "round_multiple",
 ]
 
+Window = Union[Sequence[int], Tensor]  # (left, right)
+Length = Union[int, Tensor]  # a tensor has one element
+
 USE_TRITON_ROCM = False
 flash_attn_gpu = _direct = flash_attn_2_cuda
 
@@ -92,10 +99,24 @@ flash_attn_gpu = _direct = flash_attn_2_cuda
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """Exact attention ``softmax(softmax_scale * q @ k.T + mask) @ v`` without storing the scores.
 
     The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
@@ -164,10 +185,23 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(
-    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_func`` with keys and values in one tensor: same results, and the gradient of kv comes in one piece.
 
     Args:
@@ -189,10 +223,22 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -213,11 +259,29 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    block_table=None,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Optional[Tensor] = None,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
 
     Sequence n owns rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` and sees only its own keys. Two sequences of
@@ -270,10 +334,27 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_varlen_func`` with keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -296,10 +377,24 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_varlen_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -323,11 +418,28 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-    *, sinks=None,
-):  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    cache_seqlens: Union[int, Tensor, None] = None,
+    cache_batch_idx: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Optional[Tensor] = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Optional[Tensor] = None,
+) -> Any:
     """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
     If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary

@@ -29,10 +29,10 @@
     FA_ARG("float dropout_p", dropout_p), ARGS_MASK, FA_ARG("Tensor? alibi_slopes", alibi_slopes), \
         FA_ARG("bool deterministic", deterministic), FA_ARG("Tensor? rng_state=None", rng_state)
 
-#define ARGS_PLAIN_OPTIONS                                                                                 \
+#define ARGS_PLAIN_OPTIONS                                                                                       \
     FA_ARG("float dropout_p", dropout_p), ARGS_DEFAULT_SCALE_MASK, FA_ARG("Tensor? alibi_slopes", alibi_slopes), \
         FA_ARG("bool deterministic", deterministic), FA_ARG("bool return_softmax", return_softmax)
-#define ARGS_PLAIN         FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v), ARGS_PLAIN_OPTIONS
+#define ARGS_PLAIN FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v), ARGS_PLAIN_OPTIONS
 #define ARGS_PLAIN_VARLEN                                                                                     \
     FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v), ARGS_CU_SEQLENS, ARGS_PLAIN_OPTIONS, \
         FA_ARG("Tensor? block_table", block_table)
