@@ -353,7 +353,7 @@ static bool wants_dropout(const fa_call *call) {
     return call->pass == FA_FWD && !call->has_dropout && (call->dropout_p != 0 || call->return_softmax);
 }
 
-/* Does autocast give a forward's tensors another dtype? Only Python casts. Functions of flash-attn 3 ignore autocast. */
+/* Does autocast give a forward's tensors another dtype? Only Python casts. The ops of flash-attn 3 ignore autocast. */
 static bool is_cast(const fa_signature *signature, const fa_call *call) {
     const int32_t device_type = call->q.device_type;
     if (signature->pass == FA_BWD || call->layout == FA_OP_3) return false;
