@@ -209,33 +209,32 @@ class _Transformed(_Attention):
 
 
 class _Attended(_Node):
-    """The autograd node of a finished forward. It has only necessary arguments, because each argument costs time.
-
-    As in ``_Attention``, k and v are None if q is packed.
-    """
+    """The autograd node of a finished forward. It has only necessary arguments, because each argument costs time."""
 
     @staticmethod
     def forward(ctx, q, k, v, done):
-        (out, softmax_lse, *others), alibi_slopes, lengths, mask, deterministic, paged = done
-        if others:
-            return _Attended.longer_forward(ctx, (q, k, v), done)
+        (out, softmax_lse), alibi_slopes, lengths, mask, deterministic, paged = done
         save(ctx, (q, k, v), out, softmax_lse, None, alibi_slopes, lengths, 0.0, mask, deterministic)
         ctx.paged = paged
         return out
 
+
+class _AttendedWithAll(_Node):
+    """``_Attended`` with dropout, all results, and packed tensors: k and v may be None, as in ``_Attention``."""
+
     @staticmethod
-    def longer_forward(ctx, tensors, done):
-        """The results have S_dmask, rng_state, dropout_p and return_softmax, too."""
-        (out, softmax_lse, s_dmask, rng_state, dropout_p, return_softmax), alibi_slopes, lengths, *rest = done
-        mask, deterministic, ctx.paged = rest
-        tensors = [x for x in tensors if x is not None]
+    def forward(ctx, q, k, v, done):
+        results, dropout_p, return_softmax, alibi_slopes, lengths, mask, deterministic, ctx.paged = done
+        out, softmax_lse, _, rng_state = results
+        tensors = [x for x in (q, k, v) if x is not None]
         save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic)
         ctx.set_materialize_grads(False)
-        return (out, softmax_lse, s_dmask) if return_softmax else out
+        return results[:3] if return_softmax else out
 
 
-# This is ``_Attended.apply`` for plain tensors in eager mode. It skips the layer that looks for functorch.
+# These are ``apply`` for plain tensors in eager mode, without the layer that looks for functorch.
 record = super(torch.autograd.Function, _Attended).apply
+_record_all = super(torch.autograd.Function, _AttendedWithAll).apply
 
 
 def _any_requires_grad(tensors):
@@ -271,9 +270,9 @@ def attend(
         return (out, softmax_lse, s_dmask) if return_softmax else out
     results = _forward(tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, block_table)
     if torch.is_grad_enabled() and _any_requires_grad(tensors):
-        results = *results, dropout_p, return_softmax
-        done = results, alibi_slopes, lengths, mask, deterministic, block_table is not None
-        return record(*(*tensors, None, None)[:3], done)
+        is_paged = block_table is not None
+        done = results, dropout_p, return_softmax, alibi_slopes, lengths, mask, deterministic, is_paged
+        return _record_all(*(*tensors, None, None)[:3], done)
     return results[:3] if return_softmax else results[0]
 
 

@@ -73,7 +73,9 @@ def _as_plan(found):
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses", "models"))
 _TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
-_NODES = re.compile("_(Attended|Attention|Transformed|Extended|FlexAttention)Backward|GeneratedBackwardFor_flash_attn")
+_NODES = re.compile(
+    "_(Attended|AttendedWithAll|Attention|Transformed|Extended|FlexAttention)Backward|GeneratedBackwardFor_flash_attn"
+)
 
 
 def _saves_for_attention():

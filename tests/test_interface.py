@@ -63,7 +63,10 @@ SIGNATURES = {
 def test_signatures(name):
     function = getattr(interface, name)
     assert inspect.isfunction(function)
-    assert str(inspect.signature(function)) == f"({SIGNATURES[name]})"
+    signature = inspect.signature(function)
+    empty = inspect.Parameter.empty
+    bare = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    assert str(signature.replace(parameters=bare, return_annotation=empty)) == f"({SIGNATURES[name]})"
     assert function.__doc__
     if not name.startswith("_"):
         assert getattr(flash_attn, name) is function and name in flash_attn.__all__
