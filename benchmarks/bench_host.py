@@ -66,7 +66,9 @@ def calls_on(device, needs_grad):
     if needs_grad:
         return calls
     return {
-        "direct_attention": lambda: flash_attn_2_cuda.direct_attention(q, k, v, None, False, (-1, -1), 0.0, None),
+        "direct_attention": lambda: flash_attn_2_cuda.direct_attention(
+            q, k, v, 0.0, None, False, (-1, -1), 0.0, None, False, False
+        ),
         **calls,
         "_flash_attn_forward": lambda: _flash_attn_forward(q, k, v, *raw),
         "flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(one_query, k, v, cache_seqlens=used),

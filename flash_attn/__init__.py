@@ -12,8 +12,8 @@ def _require_torch(oldest=(2, 10)):
     need = f"flash_attn {__version__} needs PyTorch {'.'.join(map(str, oldest))} or newer"
     try:
         import torch
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{need}, and PyTorch is not installed") from error
+    except ModuleNotFoundError:
+        raise ImportError(f"{need}, and PyTorch is not installed") from None
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < oldest:
         raise ImportError(f"{need}, and PyTorch {torch.__version__} is installed")
 

@@ -1,5 +1,7 @@
 """``merge_attention``: attention over parts of the keys becomes attention over all of them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from flash_attn._ops import check_layout, check_storage, check_tensor, forget_own_kernels, register_once
@@ -71,7 +73,7 @@ def _check(outs, lses):
                 )
 
 
-def merge_attention(outs, lses):
+def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the same queries over parts of the keys becomes attention over all keys.
 
         lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) out_i

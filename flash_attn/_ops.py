@@ -22,13 +22,14 @@ from torch.autograd import forward_ad
 
 try:
     import flash_attn_2_cuda
-except ModuleNotFoundError as error:
+except ModuleNotFoundError:
     raise ImportError(
         "flash_attn needs its compiled module flash_attn_2_cuda, which is not installed: run `pip install .` or "
         "`pip install -e .` in the source tree"
-    ) from error
+    ) from None
 
 __all__ = [
+    "NO_SECOND_DERIVATIVE",
     "check_layout",
     "check_storage",
     "check_tensor",
@@ -39,6 +40,7 @@ __all__ = [
     "refuse_tangents",
     "refuse_transforms",
     "register_once",
+    "rng_of",
     "round_multiple",
     "warn_of_gradients",
     "without_second_derivative",
@@ -114,11 +116,14 @@ def check_storage(name, x):
         )
 
 
+NO_JVP = "flash_attn has no jvp: there is no forward-mode derivative of attention"
+
+
 def refuse_tangents(arguments):
     """Our kernels would drop the tangents of forward-mode derivatives without a word."""
     for x in arguments:
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("flash_attn has no jvp: there is no forward-mode derivative of attention")
+            raise NotImplementedError(NO_JVP)
 
 
 def refuse_transforms(function, *tensors):
@@ -135,6 +140,9 @@ def refuse_transforms(function, *tensors):
         )
     if forward_ad._current_level >= 0:
         refuse_tangents(tensors)
+
+
+NO_SECOND_DERIVATIVE = "flash_attn has no second derivatives: its gradients cannot be differentiated again"
 
 
 def without_second_derivative(grads, *inputs):
@@ -159,7 +167,7 @@ class _LastDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("flash_attn has no second derivatives: its gradients cannot be differentiated again")
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 _has_warned = False
@@ -281,11 +289,11 @@ def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
     return q.new_empty((b, h, len_q), dtype=torch.float32)
 
 
-def _rng_of(x):
-    """Returns functions that read and set the state of the generator for dropout on the tensor's device."""
-    if not x.is_cuda:
+def rng_of(device):
+    """Returns functions that read and set the state of the generator for dropout on the device."""
+    if device.type != "cuda":
         return torch.get_rng_state, torch.set_rng_state
-    return (lambda: torch.cuda.get_rng_state(x.device)), (lambda state: torch.cuda.set_rng_state(state, x.device))
+    return (lambda: torch.cuda.get_rng_state(device)), (lambda state: torch.cuda.set_rng_state(state, device))
 
 
 class _Drawn(threading.local):
@@ -311,7 +319,7 @@ def _drawing_as_vmap_says(name):
             return op.redispatch(keyset & rest, *args)
         from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-        get_rng_state, set_rng_state = _rng_of(args[0])
+        get_rng_state, set_rng_state = rng_of(args[0].device)
         interpreter = retrieve_current_functorch_interpreter()
         level, randomness = interpreter.level(), interpreter.randomness()
         if _drawn.levels and _drawn.levels[-1][0] == level:

@@ -1,7 +1,8 @@
 """Compiles GPU kernels before their first use, and says where they are kept."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 
@@ -10,7 +11,7 @@ from flash_attn._ops import flash_attn_2_cuda
 from flash_attn._variants import choose, numbers_of
 
 
-def kernel_root():
+def kernel_root() -> Path:
     """Returns the folder that keeps compiled GPU kernels, as a ``pathlib.Path``.
 
     It is ``FLASH_ATTN_CACHE_DIR``, or ``flash_attn`` in the user's cache folder. The first compiled kernel makes it.
@@ -35,7 +36,11 @@ def kept_kernels():
     return sorted((file.name.split("-")[0], file.stat().st_size) for file in files)
 
 
-def prebuild(archs=("sm_90a",), all_features=False, progress=None):
+def prebuild(
+    archs: Union[str, Sequence[str]] = ("sm_90a",),
+    all_features: bool = False,
+    progress: Optional[Callable[[int, int, str, bool], object]] = None,
+) -> list[str]:
     """Compiles the kernels that the disk cache lacks.
 
     Args:
@@ -114,7 +119,13 @@ def _run_backward(results):
             torch.autograd.grad(some, leaves, gradients, retain_graph=True, allow_unused=True)
 
 
-def prebuild_call(function, *args, archs=("sm_90a",), compiles=True, **kwargs):
+def prebuild_call(
+    function: Callable[..., Any],
+    *args: Any,
+    archs: Union[str, Sequence[str]] = ("sm_90a",),
+    compiles: bool = True,
+    **kwargs: Any,
+) -> list[Kernel]:
     """Compiles the kernels of the call ``function(*args, **kwargs)`` into the disk cache. No GPU is needed.
 
         query = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -1,7 +1,10 @@
 """Explains which kernel an attention call would run, and why. The call is planned but not run."""
 
+import os
+import re
+import sys
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -65,52 +68,140 @@ def _as_plan(found):
     return Plan(direction, **{name: value for name, value in found.items() if name not in ("pass", "text")})
 
 
-def _collect(function, args, kwargs, device):
-    """Returns the plans of the call, forward first. The ops allocate their results and then stop.
+# ---- the calls of a function ---------------------------------------------------------------------------------------
 
-    On a GPU a pass that no kernel can run ends the list with its refusal. On the CPU every pass has a kernel, and an
-    error is an error of the call.
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses", "models"))
+_TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
+_NODES = re.compile(
+    "_(Attended|AttendedWithAll|Attention|Transformed|Extended|FlexAttention)Backward|GeneratedBackwardFor_flash_attn"
+)
+
+
+def _saves_for_attention():
+    """Does an attention function of this package call what saves a tensor at the moment?"""
+    frame = sys._getframe(2)
+    while frame is not None and any(name in frame.f_code.co_filename for name in _TORCH_CALLS_FROM):
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_code.co_filename
+    return name.startswith(_PACKAGE) and not name.startswith(_NOT_ATTENTION)
+
+
+class _Forwards:
+    """The plans of forwards, and which of them have a node of the graph. A node saves tensors after its forward."""
+
+    def __init__(self):
+        self.plans, self.with_node = [], []
+
+    def take(self):
+        self.plans += [_as_plan(found) for found in flash_attn_2_cuda.take_plans()]
+
+    def pack(self, x):
+        if _saves_for_attention():
+            self.take()
+            if self.plans and (not self.with_node or self.with_node[-1] is not self.plans[-1]):
+                self.with_node.append(self.plans[-1])
+        return x
+
+
+def _tensors_of(x):
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from _tensors_of(part)
+
+
+def _nodes_of(results):
+    """The nodes of attention below the results, in the order of their forwards."""
+    found, seen, nodes = [], set(), [x.grad_fn for x in _tensors_of(results)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _NODES.match(node.name()):
+            found.append(node)
+        nodes += [following for following, _ in node.next_functions]
+    return sorted(found, key=lambda node: node._sequence_nr())
+
+
+def _plan_backward(node):
+    """Runs the backward of one node in this thread. Other nodes of the graph are not touched."""
+    out = node._input_metadata[0]
+    node.apply(torch.empty(out.shape, dtype=out.dtype, device=out.device))
+    return next((_as_plan(found) for found in flash_attn_2_cuda.take_plans()[::-1]), None)
+
+
+def _collect(function, args, kwargs, device):
+    """Returns the plans of the calls. The ops allocate their results and then stop.
+
+    On a GPU a pass that no kernel can run has a refusal. On the CPU every pass has a kernel, and an error is an error
+    of the call.
     """
-    direction = "forward"
+    forwards, backward_of = _Forwards(), None
     flash_attn_2_cuda.plan_only(True)
     try:
-        results = function(*args, **kwargs)
-        out = results[0] if isinstance(results, (tuple, list)) else results
-        if out.requires_grad:
-            # The node of out runs the backward op in this thread. Earlier nodes of the graph are not touched.
-            direction = "backward"
-            out.grad_fn.apply(torch.empty_like(out))
-        return [_as_plan(found) for found in flash_attn_2_cuda.take_plans()]
+        with torch.autograd.graph.saved_tensors_hooks(forwards.pack, lambda x: x):
+            results = function(*args, **kwargs)
+        forwards.take()
+        for plan, node in zip(forwards.with_node[::-1], _nodes_of(results)[::-1]):
+            backward_of = plan
+            plan.backward = _plan_backward(node)
+        return forwards.plans
     except RuntimeError as error:
         if device is None:
             raise
-        refused = Plan(direction, device, refusal=str(error))
-        return [*(_as_plan(found) for found in flash_attn_2_cuda.take_plans()), refused]
+        forwards.take()
+        if backward_of is None:
+            return [*forwards.plans, Plan("forward", device, refusal=str(error))]
+        backward_of.backward = Plan("backward", device, refusal=str(error))
+        return forwards.plans
     finally:
         flash_attn_2_cuda.plan_only(False)
 
 
-def explain(function, *args, **kwargs):
+def _check_memory(function, tensors):
+    """A plan is of a device, and tensors without memory lie on none."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for x in tensors:
+        kind = "a fake tensor" if isinstance(x, FakeTensor) else "on device meta" if x.is_meta else None
+        if kind is not None:
+            raise TypeError(
+                f"explain plans calls of tensors with memory; a tensor of shape {tuple(x.shape)} is {kind} "
+                "(flash_attn.prebuild_call takes such tensors)"
+            )
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns the plan of the call ``function(*args, **kwargs)``. The call is checked and planned but not run.
 
         print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))
+        print(*flash_attn.explain(model, x), sep="\n")
 
     Args:
-        function: one of the attention functions of this package.
-        args, kwargs: the arguments of the function, on the device in question. Nothing is written, not even a KV
-            cache, and no random number is drawn.
+        function: an attention function of this package, or anything that calls one: a module, a lambda, a model. What
+            else it does is done, with attention's results that mean nothing.
+        args, kwargs: the arguments of the function, on the device in question. Attention writes nothing, not even a KV
+            cache, and draws no random number.
     Returns:
-        ``Plan`` of the forward. If an input requires grad, ``backward`` holds the plan of the backward. If a GPU cannot
-        run a pass, the Plan has no kernel, and ``refusal`` gives the reason.
+        ``Plan`` of the forward, or a list of them if the function calls attention several times. If an input requires
+        grad, ``backward`` holds the plan of the backward. If a GPU cannot run a pass, the Plan has no kernel, and
+        ``refusal`` gives the reason.
     Raises:
-        TypeError: the call plans no attention.
+        TypeError: the call plans no attention, or a tensor is on device "meta" or fake.
         On the CPU, the errors of the call itself.
     """
-    devices = (str(x.device) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_cuda)
-    plans = _collect(function, args, kwargs, next(devices, None))
+    tensors = list(_tensors_of((args, kwargs)))
+    if isinstance(function, torch.nn.Module):
+        tensors += [*function.parameters(), *function.buffers()]
+    device = next((str(x.device) for x in tensors if x.is_cuda), None)
+    if device is None:
+        _check_memory(function, tensors)
+    plans = _collect(function, args, kwargs, device)
     if not plans:
-        raise TypeError(f"explain: {getattr(function, '__name__', function)!r} plans no attention")
-    # A call with attn_bias or the like has a plan before its own, of the op that checks the arguments.
-    plan = [x for x in plans if x.direction == "forward"][-1]
-    plan.backward = next((x for x in plans if x.direction == "backward"), None)
-    return plan
+        raise TypeError(
+            f"explain: {getattr(function, '__name__', None) or type(function).__name__!r} plans no attention"
+        )
+    return plans[0] if len(plans) == 1 else plans

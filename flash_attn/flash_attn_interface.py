@@ -1,42 +1,82 @@
 """The attention functions of flash-attn 2, with the same names, order of arguments and results.
 
-    public function                     autograd class                  op of namespace flash_attn
-    flash_attn_func                     FlashAttnFunc                   _flash_attn_forward, _flash_attn_backward
-    flash_attn_kvpacked_func            FlashAttnKVPackedFunc           the same
-    flash_attn_qkvpacked_func           FlashAttnQKVPackedFunc          the same
-    flash_attn_varlen_func              FlashAttnVarlenFunc             _flash_attn_varlen_forward, .._backward
-    flash_attn_varlen_kvpacked_func     FlashAttnVarlenKVPackedFunc     the same
-    flash_attn_varlen_qkvpacked_func    FlashAttnVarlenQKVPackedFunc    the same
-    flash_attn_with_kvcache             none                            fwd_kvcache
+    public function                     op of namespace flash_attn
+    flash_attn_func                     _flash_attn_forward, _flash_attn_backward
+    flash_attn_kvpacked_func            the same
+    flash_attn_qkvpacked_func           the same
+    flash_attn_varlen_func              _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    flash_attn_varlen_kvpacked_func     the same
+    flash_attn_varlen_qkvpacked_func    the same
+    flash_attn_with_kvcache             fwd_kvcache
 
-In eager mode the extension's direct functions replace the ops (csrc/torch/direct.c), unless something watches the ops.
-The direct functions do the same without torch's dispatcher, which takes longer than all the rest of a small call. A
-direct function that cannot serve a call returns None and has done nothing. Then the op is called.
+A plain eager call goes from here straight to a direct function of the extension (_dispatch.py). Each idea around the
+calls has a file of its own:
 
-A packed tensor holds q, k and v as views of one memory. Dimension -3 counts the parts, in dense and in varlen tensors.
-So one function computes every forward (``_attend``), and one function every backward (``_gradients``). The backward op
-writes into the same views of one packed gradient. The classes only name the packed arguments. The ops check their
-arguments (csrc/torch/args.c). This file does only the work that must happen before an op is called.
+    _arguments.py          what callers pass becomes what the ops take
+    _calls.py              nested tensors, autocast, errors in the caller's names: what comes before one forward
+    _attention.py          one forward, one backward, and their place in autograd
+    _vmap.py               torch.vmap in one call
+    _cache.py              decoding
+    _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
-import torch
-from torch.autograd import forward_ad
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
-from flash_attn._ops import (
-    check_layout,
-    check_tensor,
-    empty_like,
-    flash_attn_2_cuda,
-    forget_own_kernels,
-    is_freed,
-    refuse_tangents,
-    register_once,
-    round_multiple,
-    warn_of_gradients,
-    without_second_derivative,
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flash_attn._arguments import as_int as _as_int
+from flash_attn._arguments import as_scale as _as_scale
+from flash_attn._arguments import as_window as _as_window
+from flash_attn._arguments import distinct as _distinct
+from flash_attn._arguments import maybe_contiguous
+from flash_attn._attention import backward as _backward
+from flash_attn._attention import record as _record
+from flash_attn._calls import attend as _attend
+from flash_attn._calls import attend_extended as _attend_extended
+from flash_attn._calls import attend_with_cache as _attend_with_cache
+from flash_attn._flops import register as register_flops
+from flash_attn._ops import flash_attn_2_cuda, forget_own_kernels, register_once, round_multiple, warn_of_gradients
+from flash_attn._private_functions import (
+    FlashAttnFunc,
+    FlashAttnKVPackedFunc,
+    FlashAttnQKVPackedFunc,
+    FlashAttnVarlenFunc,
+    FlashAttnVarlenKVPackedFunc,
+    FlashAttnVarlenQKVPackedFunc,
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+    _get_block_size_n,
+    _wrapped_flash_attn_backward,
+    _wrapped_flash_attn_forward,
+    _wrapped_flash_attn_varlen_backward,
+    _wrapped_flash_attn_varlen_forward,
 )
 
 __all__ = [
+    "FlashAttnFunc",
+    "FlashAttnKVPackedFunc",
+    "FlashAttnQKVPackedFunc",
+    "FlashAttnVarlenFunc",
+    "FlashAttnVarlenKVPackedFunc",
+    "FlashAttnVarlenQKVPackedFunc",
+    "_as_int",
+    "_as_scale",
+    "_as_window",
+    "_backward",
+    "_distinct",
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_get_block_size_n",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -44,347 +84,39 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "maybe_contiguous",
     "round_multiple",
 ]
 
+Window = Union[Sequence[int], Tensor]  # (left, right)
+Length = Union[int, Tensor]  # a tensor has one element
+
 USE_TRITON_ROCM = False
-flash_attn_gpu = flash_attn_2_cuda
-
-_wrapped_flash_attn_forward = torch.ops.flash_attn._flash_attn_forward
-_wrapped_flash_attn_varlen_forward = torch.ops.flash_attn._flash_attn_varlen_forward
-_wrapped_flash_attn_backward = torch.ops.flash_attn._flash_attn_backward
-_wrapped_flash_attn_varlen_backward = torch.ops.flash_attn._flash_attn_varlen_backward
-_fwd_kvcache = torch.ops.flash_attn.fwd_kvcache.default
-
-
-_direct = flash_attn_2_cuda
-
-
-# ---- arguments ---------------------------------------------------------------------------------------------------
-
-
-def maybe_contiguous(x):
-    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
-
-    A tensor of a freed storage is returned, too. The op names it.
-    """
-    if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1 and not is_freed(x):
-        return x.contiguous()
-    return x
-
-
-def _get_block_size_n(device, head_dim, is_dropout, is_causal):
-    """Keys that share one row maximum in ``S_dmask``: all of them, on every device."""
-    return 1 << 30
-
-
-def _as_int(x, name):
-    """Returns a Python integer. A tensor of one element gives its value, and a CUDA tensor waits for the device."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    if x.numel() != 1:
-        raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
-    return x.item()
-
-
-def _is_pair(x):
-    """Does ``x`` already consist of two Python integers?"""
-    return type(x) in (tuple, list) and len(x) == 2 and type(x[0]) is type(x[1]) is int
-
-
-def _as_window(window_size):
-    """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
-    if _is_pair(window_size):
-        return window_size
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), two integers; it is {window_size!r}") from None
-    return _as_int(left, "window_size"), _as_int(right, "window_size")
-
-
-def _as_scale(softmax_scale, q):
-    """Returns the given scale, or 1 / sqrt(d). The op reports errors of q."""
-    if softmax_scale is not None:
-        return softmax_scale
-    return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
-
-
-def _unfold(mask):
-    """Flattens ``(softmax_scale, causal, (left, right), softcap)`` for the ops."""
-    softmax_scale, causal, (left, right), softcap = mask
-    return softmax_scale, causal, left, right, softcap
-
-
-def _split(tensors):
-    """Returns q, k, v as views of (q, k, v), (q, kv) or (qkv,). Nothing is copied. A packed None gives Nones."""
-    if len(tensors) == 3:
-        return tensors
-    *given, packed = tensors
-    parts = 3 - len(given)
-    return (*given, *(None if packed is None else packed.select(-3, i) for i in range(parts)))
-
-
-def _pack(tensors, num):
-    """Does the inverse of ``_split`` and returns q, k, v as num tensors."""
-    if num == 3:
-        return tensors
-    given, parts = tensors[: num - 1], tensors[num - 1 :]
-    return [*given, None if parts[0] is None else torch.stack(parts, -3)]
-
-
-def _check_given(tensors, varlen):
-    """Checks that the tensors can be split into q, k and v. The op checks everything else."""
-    if not all(map(torch.is_tensor, tensors)):
-        names = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}[len(tensors)]
-        for name, x in zip(names, tensors):
-            check_tensor(name, x)
-    if len(tensors) == 3:
-        return
-    rows = ("total",) if varlen else ("batch_size", "seqlen")
-    if len(tensors) == 1:
-        check_layout("qkv", tensors[0], *rows, 3, "num_heads", "head_size")
-    else:
-        check_layout("kv", tensors[1], *rows, 2, "num_heads_k", "head_size")
-
-
-def _distinct(*arguments):
-    """Returns the arguments. While compiling, a repeated tensor is replaced by a view of itself.
-
-    torch.compile refuses an autograd.Function if two arguments are the same tensor, like cu_seqlens of self attention.
-    """
-    if not torch.compiler.is_compiling():
-        return arguments
-    distinct = []
-    for x in arguments:
-        repeated = isinstance(x, torch.Tensor) and any(x is y for y in distinct)
-        distinct.append(x.view_as(x) if repeated else x)
-    return distinct
-
-
-def _call(op, *arguments):
-    """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
-    if torch.compiler.is_compiling():
-        return op(*arguments)
-    if forward_ad._current_level >= 0:
-        refuse_tangents(arguments)
-    try:
-        return op(*arguments)
-    except RuntimeError as error:
-        exception = _direct.mended_exception(error)
-        if exception is error:
-            raise
-        raise exception from None
-
-
-# ---- one forward and one backward ----------------------------------------------------------------------------------
-
-
-def _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table):
-    """Returns ``(out, softmax_lse)`` of a direct function, or None."""
-    if dropout_p or torch.compiler.is_compiling():
-        return None
-    if lengths:
-        return _direct.direct_varlen_forward(*_split(tensors), *lengths, *mask, alibi_slopes, block_table)
-    return _direct.direct_forward(*_split(tensors), *mask, alibi_slopes)
-
-
-def _attend(
-    ctx, tensors, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-    deterministic, return_softmax, is_grad_enabled, block_table=None,
-):  # fmt: skip
-    """Computes the forward of every class below.
-
-    ``tensors`` is (q, k, v), (q, kv) or (qkv,). ``lengths`` is () or (cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k).
-    """
-    mask = softmax_scale, causal, window_size, softcap
-    is_split = len(tensors) == 3  # packed tensors are split after _check_given
-    direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table) if is_split else None
-    if direct is None:
-        _check_given(tensors, len(lengths) > 0)
-        tensors = [maybe_contiguous(x) for x in tensors]
-        if lengths:
-            lengths = (*lengths[:2], _as_int(lengths[2], "max_seqlen"), _as_int(lengths[3], "max_seqlen"))
-        mask = _as_scale(softmax_scale, tensors[0]), causal, _as_window(window_size), softcap
-        direct = _attend_directly(tensors, lengths, dropout_p, mask, alibi_slopes, block_table)
-    if direct is None:
-        forward = _wrapped_flash_attn_varlen_forward if lengths else _wrapped_flash_attn_forward
-        paged = () if block_table is None else (block_table,)
-        out, softmax_lse, s_dmask, rng_state = _call(
-            forward,
-            *_split(tensors),
-            *lengths,
-            dropout_p,
-            *_unfold(mask),
-            alibi_slopes,
-            return_softmax and dropout_p > 0,
-            *paged,
-        )
-    else:
-        out, softmax_lse = direct
-        s_dmask, rng_state = out.new_empty((0,)) if return_softmax else None, None
-    if is_grad_enabled and ctx is not None and True in ctx.needs_input_grad:
-        _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic)
-        ctx.paged = block_table is not None
-    return (out, softmax_lse, s_dmask) if return_softmax else out
-
-
-def _save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic):
-    """Saves the tensors and options for ``_gradients``. Their memory is linear in the lengths. No scores are saved.
-
-    A checkpoint repeats the forward. The repetition may be watched although the first forward was not, and must save
-    the same tensors.
-    """
-    rng_state = rng_state if dropout_p else None
-    ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, *lengths[:2])
-    ctx.options = lengths[2:], dropout_p, mask, deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _backward(varlen, *arguments):
-    """Runs the backward op on these arguments, without torch's dispatcher if possible."""
-    softmax_d = None
-    if not torch.compiler.is_compiling():
-        direct = _direct.direct_flash_attn_varlen_backward if varlen else _direct.direct_flash_attn_backward
-        softmax_d = direct(*arguments)
-    if softmax_d is None:
-        op = _wrapped_flash_attn_varlen_backward if varlen else _wrapped_flash_attn_backward
-        softmax_d = _call(op, *arguments)
-    return softmax_d
-
-
-@torch.no_grad()
-def _first_gradients(ctx, saved, dout):
-    """Returns the gradients of the given tensors, packed like the tensors. A tensor without gradient gets None.
-
-    NOTE: compiled code writes dq, dk and dv to separate tensors and packs them afterwards. Inductor with dynamic shapes
-    loses the offset of a view that an op writes into (pytorch/pytorch#198068).
-    """
-    max_seqlens, dropout_p, mask, deterministic = ctx.options
-    num_lengths = len(max_seqlens)
-    lengths = (*saved[len(saved) - num_lengths :], *max_seqlens)
-    *tensors, out, softmax_lse, rng_state, alibi_slopes = saved[: len(saved) - num_lengths]
-    mask = _as_scale(mask[0], tensors[0]), *mask[1:]
-    wanted = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad)]
-    compiling = torch.compiler.is_compiling()
-    grads = [None if x is None else empty_like(x) for x in (_split(wanted) if compiling else wanted)]
-    packed = num_lengths > 0  # NOTE: torch 2.11 does not compile bool() of a tuple of tensors
-    zero_tensors = (tensors[0].is_cpu,) if packed else ()  # gradients of rows that belong to no sequence
-    _backward(
-        packed, maybe_contiguous(dout), *_split(tensors), out, softmax_lse, *_split(grads), *lengths, dropout_p,
-        *_unfold(mask), alibi_slopes, deterministic, rng_state, *zero_tensors,
-    )  # fmt: skip
-    return _pack(grads, len(tensors)) if compiling else grads
-
-
-def _gradients(ctx, dout):
-    saved = ctx.saved_tensors  # read once, because a checkpoint computes them
-    return without_second_derivative(_first_gradients(ctx, saved, dout), dout, *saved)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def backward(ctx, dout, *_):
-        """Only ``out`` carries a gradient. The gradients of softmax_lse and S_dmask are dropped."""
-        if ctx.paged:
-            raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
-        grads = _gradients(ctx, dout)
-        return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
-
-
-# In every ``apply`` these arguments follow the tensors and lengths: dropout_p, softmax_scale, causal, window_size,
-# softcap, alibi_slopes, deterministic, return_softmax, (FlashAttnVarlenFunc: block_table,) is_grad_enabled.
-
-
-class FlashAttnFunc(_Attention):
-    @staticmethod
-    def forward(ctx, q, k, v, *options):
-        return _attend(ctx, (q, k, v), (), *options)
-
-
-class FlashAttnKVPackedFunc(_Attention):
-    @staticmethod
-    def forward(ctx, q, kv, *options):
-        return _attend(ctx, (q, kv), (), *options)
-
-
-class FlashAttnQKVPackedFunc(_Attention):
-    @staticmethod
-    def forward(ctx, qkv, *options):
-        return _attend(ctx, (qkv,), (), *options)
-
-
-class FlashAttnVarlenFunc(_Attention):
-    @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options):
-        *options, block_table, is_grad_enabled = options
-        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return _attend(ctx, (q, k, v), lengths, *options, is_grad_enabled, block_table)
-
-
-class FlashAttnVarlenKVPackedFunc(_Attention):
-    @staticmethod
-    def forward(ctx, q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options):
-        return _attend(ctx, (q, kv), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), *options)
-
-
-class FlashAttnVarlenQKVPackedFunc(_Attention):
-    @staticmethod
-    def forward(ctx, qkv, cu_seqlens, max_seqlen, *options):
-        return _attend(ctx, (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), *options)
-
-
-class _Attended(_Attention):
-    """The autograd node of a finished forward. It has only necessary arguments, because each argument costs time."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, done):
-        (out, softmax_lse), alibi_slopes, lengths, mask, deterministic, paged = done
-        _save(ctx, (q, k, v), out, softmax_lse, None, alibi_slopes, lengths, 0.0, mask, deterministic)
-        ctx.paged = paged
-        return out
-
-
-# This is ``_Attended.apply`` for plain tensors in eager mode. It skips the layer that looks for functorch.
-_record = super(torch.autograd.Function, _Attended).apply
-
-
-def _any_requires_grad(arguments):
-    for x in arguments:  # a generator in any() takes three times as long
-        if isinstance(x, torch.Tensor) and x.requires_grad:
-            return True
-    return False
-
-
-def _apply(function, *arguments):
-    """Returns ``function.apply(*arguments)``. In eager mode without gradients, the forward runs without autograd.
-
-    The last argument is is_grad_enabled. The tensors that may need a gradient come first.
-    """
-    if (
-        (arguments[-1] and _any_requires_grad(arguments[:3]))
-        or torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-    ):
-        return function.apply(*arguments)
-    return function.forward(None, *arguments)
-
-
-def _attend_extended(*arguments):
-    """Computes a call with options that upstream does not have."""
-    from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
-
-    return attend(*arguments)
+flash_attn_gpu = _direct = flash_attn_2_cuda
 
 
 # ---- public functions ----------------------------------------------------------------------------------------------
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """Exact attention ``softmax(softmax_scale * q @ k.T + mask) @ v`` without storing the scores.
 
     The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
@@ -431,30 +163,45 @@ def flash_attn_func(
     Gradients for q, k, v, attn_bias and sinks, through out, and through the lse of return_lse.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
-    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+    if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
-            q, k, v, (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            (q, k, v), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
-        out = _direct.direct_attention(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    if not is_compiling():
+        out = _direct.direct_attention(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs,
+        )  # fmt: skip
         if type(out) is tuple:
             mask = softmax_scale, causal, window_size, softcap
             return _record(q, k, v, (out, alibi_slopes, (), mask, deterministic, False))
         if out is not None:
             return out
-    return _apply(
-        FlashAttnFunc,
-        *_distinct(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, torch.is_grad_enabled(),
+    return _attend(
+        (q, k, v), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
     )  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
-    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_func`` with keys and values in one tensor: same results, and the gradient of kv comes in one piece.
 
     Args:
@@ -464,24 +211,34 @@ def flash_attn_kvpacked_func(
     Returns, Raises, Source: see ``flash_attn_func``.
     Gradients for q and kv.
     """
-    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
-        _check_given((q, kv), False)
+    if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
-            q, *kv.unbind(-3), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            (q, kv), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    return _apply(
-        FlashAttnKVPackedFunc,
-        q, kv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, torch.is_grad_enabled(),
+    return _attend(
+        (q, kv), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
     )  # fmt: skip
 
 
 def flash_attn_qkvpacked_func(
-    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -490,25 +247,41 @@ def flash_attn_qkvpacked_func(
     Returns, Raises, Source: see ``flash_attn_func``; out is ``[b, len, h, d]``.
     Gradients for qkv.
     """
-    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
-        _check_given((qkv,), False)
+    if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
-            *qkv.unbind(-3), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            (qkv,), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
             deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    return _apply(
-        FlashAttnQKVPackedFunc,
-        qkv, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, torch.is_grad_enabled(),
+    return _attend(
+        (qkv,), (), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
     )  # fmt: skip
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    block_table=None,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Optional[Tensor] = None,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
 
     Sequence n owns rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` and sees only its own keys. Two sequences of
@@ -537,16 +310,16 @@ def flash_attn_varlen_func(
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
     """
-    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
+    if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
-            q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p,
-            softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+            (q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale,
+            causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table, attn_bias,
+            attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    if not (dropout_p or return_attn_probs or torch.compiler.is_compiling()):
+    if not is_compiling():
         out = _direct.direct_varlen_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-            softcap, alibi_slopes, block_table,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
         )  # fmt: skip
         if type(out) is tuple:
             mask = softmax_scale, causal, window_size, softcap
@@ -554,18 +327,34 @@ def flash_attn_varlen_func(
             return _record(q, k, v, (out, alibi_slopes, lengths, mask, deterministic, block_table is not None))
         if out is not None:
             return out
-    return _apply(
-        FlashAttnVarlenFunc,
-        *_distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table, torch.is_grad_enabled(),
+    return _attend(
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, block_table,
     )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
-    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_varlen_func`` with keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -575,25 +364,37 @@ def flash_attn_varlen_kvpacked_func(
     Returns, Raises, Source: see ``flash_attn_varlen_func``.
     Gradients for q and kv.
     """
-    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
-        _check_given((q, kv), True)
+    if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
-            q, *kv.unbind(-3), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p,
-            softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+            (q, kv), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale,
+            causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, None, attn_bias,
+            attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    return _apply(
-        FlashAttnVarlenKVPackedFunc,
-        *_distinct(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, torch.is_grad_enabled(),
+    return _attend(
+        (q, kv), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    *, attn_bias=None, attn_mask=None, sinks=None, return_lse=False, return_max_logits=False,
-):  # fmt: skip
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Length,
+    dropout_p: float = 0.0,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Optional[Tensor] = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    sinks: Optional[Tensor] = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+) -> Any:
     """``flash_attn_varlen_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -604,33 +405,41 @@ def flash_attn_varlen_qkvpacked_func(
     Returns, Raises, Source: see ``flash_attn_varlen_func``; out is ``[total, h, d]``.
     Gradients for qkv.
     """
-    if not attn_bias is attn_mask is sinks is None or return_lse or return_max_logits:
-        _check_given((qkv,), True)
+    if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
-            *qkv.unbind(-3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), dropout_p,
-            softmax_scale, causal, window_size, softcap, alibi_slopes,
-            deterministic, return_attn_probs, None, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+            (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), dropout_p, softmax_scale,
+            causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, None, attn_bias,
+            attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    return _apply(
-        FlashAttnVarlenQKVPackedFunc,
-        qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, torch.is_grad_enabled(),
+    return _attend(
+        (qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
-def _check_cache(name, cache):
-    """Checks a cache. A cache is written in place, so it is never copied to suit the op."""
-    check_tensor(name, cache)
-    if cache.dim() > 0 and cache.stride(-1) != 1 and cache.shape[-1] > 1:
-        raise AssertionError(f"{name} must have contiguous last dimension; it has stride {cache.stride(-1)}")
-
-
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-    *, sinks=None,
-):  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    cache_seqlens: Union[int, Tensor, None] = None,
+    cache_batch_idx: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Optional[Tensor] = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Optional[Tensor] = None,
+) -> Any:
     """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
     If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary
@@ -679,7 +488,7 @@ def flash_attn_with_kvcache(
             rotary_interleaved, alibi_slopes, num_splits, True,
         )  # fmt: skip
         return (out, softmax_lse) if return_softmax_lse else out
-    if not torch.compiler.is_compiling():
+    if not is_compiling() and (return_softmax_lse is False or return_softmax_lse is True):
         attend = _direct.direct_kvcache_forward if return_softmax_lse else _direct.direct_kvcache_attention
         results = attend(
             q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
@@ -688,144 +497,12 @@ def flash_attn_with_kvcache(
         if results is not None:
             return results
     warn_of_gradients(q, k_cache, v_cache, k, v)
-    check_tensor("q", q)
-    _check_cache("k_cache", k_cache)
-    _check_cache("v_cache", v_cache)
-    q = maybe_contiguous(q)
-    if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
-        raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
-    if isinstance(cache_seqlens, (int, torch.SymInt)):
-        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
-    elif cache_seqlens is not None:
-        check_tensor("cache_seqlens", cache_seqlens)
-    new_and_indices = (k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table)
-    out = empty_like(q)
-    softmax_lse = _call(
-        _fwd_kvcache, q, k_cache, v_cache, *[x if x is None else maybe_contiguous(x) for x in new_and_indices],
-        alibi_slopes, out, softmax_scale, causal, *_as_window(window_size), softcap, rotary_interleaved, num_splits,
+    out, softmax_lse = _attend_with_cache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
     )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
 
 
-# ---- private functions that clients call ---------------------------------------------------------------------------
-
-
-def _flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-    return_softmax,
-):  # fmt: skip
-    """Runs the forward op on tensors of any strides and returns ``(out, softmax_lse, S_dmask, rng_state)``.
-
-    The arguments are those of ``flash_attn_func``. softmax_scale must be a number. return_softmax returns S_dmask and
-    needs dropout. rng_state, int64 ``[2]``, makes the backward draw the same dropout mask. It is zero without dropout.
-    """
-    if not torch.compiler.is_compiling():
-        results = _direct.direct_flash_attn_forward(
-            q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-            return_softmax,
-        )  # fmt: skip
-        if results is not None:
-            return results
-    return _call(
-        _wrapped_flash_attn_forward, *(maybe_contiguous(x) for x in (q, k, v)), dropout_p, softmax_scale, causal,
-        window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
-    )  # fmt: skip
-
-
-def _flash_attn_varlen_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
-    leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
-):  # fmt: skip
-    """Runs the varlen forward op on tensors of any strides and returns ``(out, softmax_lse, S_dmask, rng_state)``.
-
-    The arguments are those of ``flash_attn_varlen_func`` and ``_flash_attn_forward``, and:
-        leftpad_k: int32 ``[b]``: leading keys of each sequence to skip.
-        seqused_k: int32 ``[b]``: keys of each sequence to use; masks are aligned to these keys.
-        zero_tensors: fill rows that belong to no sequence, out with 0 and softmax_lse with -inf.
-        num_splits: 0: the plan decides; 1: results do not depend on the batch; more: refused with block_table.
-    """
-    if not torch.compiler.is_compiling():
-        results = _direct.direct_flash_attn_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-            window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k,
-            seqused_k, zero_tensors, num_splits,
-        )  # fmt: skip
-        if results is not None:
-            return results
-    return _call(
-        _wrapped_flash_attn_varlen_forward, *(maybe_contiguous(x) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-        alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors, num_splits,
-    )  # fmt: skip
-
-
-def _flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-):  # fmt: skip
-    """Runs the backward op, writes dq, dk, dv in place, and returns ``softmax_d``, the row sums of ``dout * out``.
-
-    dq, dk, dv: views of the shapes and dtype of q, k, v with a contiguous last dimension. A None is not computed.
-    softmax_d: fp32 ``[b, h, len_q rounded up to 128]``. rng_state comes from the forward, like all other arguments.
-    """
-    return _backward(
-        False, *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, dropout_p, softmax_scale,
-        causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
-    )  # fmt: skip
-
-
-def _flash_attn_varlen_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
-    zero_tensors=False,
-):  # fmt: skip
-    """Runs the varlen backward op, writes dq, dk, dv in place, returns ``softmax_d``, the row sums of ``dout * out``.
-
-    The arguments are those of ``_flash_attn_backward``. softmax_d is fp32 ``[h, total_q + 128 b]``. Rows that belong to
-    no sequence are not written, unless zero_tensors fills the gradients with 0 first.
-    """
-    return _backward(
-        True, *(maybe_contiguous(x) for x in (dout, q, k, v, out)), softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-        alibi_slopes, deterministic, rng_state, zero_tensors,
-    )  # fmt: skip
-
-
-# ---- autograd of the ops themselves --------------------------------------------------------------------------------
-# A direct call of an op has gradients too.
-
-
-def _fold(mask):
-    """Does the inverse of ``_unfold``."""
-    softmax_scale, causal, left, right, softcap = mask
-    return softmax_scale, causal, (left, right), softcap
-
-
-def _save_dense(ctx, inputs, output):
-    q, k, v, dropout_p, *mask, alibi_slopes, _ = inputs
-    out, softmax_lse, _, rng_state = output
-    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, (), dropout_p, _fold(mask), False)
-
-
-def _save_varlen(ctx, inputs, output):
-    q, k, v, lengths, dropout_p, mask = *inputs[:3], inputs[3:7], inputs[7], inputs[8:13]
-    alibi_slopes, _, block_table, leftpad_k, seqused_k, *_ = inputs[13:]
-    if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
-        raise RuntimeError("_flash_attn_varlen_forward has no gradients with block_table, leftpad_k or seqused_k")
-    out, softmax_lse, _, rng_state = output
-    _save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, _fold(mask), False)
-
-
-def _differentiate(op, save):
-    num_arguments = len(op.default._schema.arguments)
-
-    def backward(ctx, dout, *_):
-        return (*_gradients(ctx, dout), *[None] * (num_arguments - 3))
-
-    torch.library.register_autograd(op.default, backward, setup_context=save)
-
-
-register_once("formula of the dense op", _differentiate, _wrapped_flash_attn_forward, _save_dense)
-register_once("formula of the packed op", _differentiate, _wrapped_flash_attn_varlen_forward, _save_varlen)
+register_once("formulas for FLOPs", register_flops)
 register_once("all", forget_own_kernels)

@@ -8,8 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
-from flash_attn import flash_attn_interface as interface
+from flash_attn import _attention, flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 TRACED = "aot_eager_decomp_partition"
@@ -134,13 +133,13 @@ def test_checkpoint_repeats_the_forward(device, dropout_p, reentrant):
 
 def test_the_switch_of_torch_asks_for_a_fixed_order(device, monkeypatch):
     """On the CPU the order is always fixed, so the test only sees that torch's switch is read."""
-    asked, backward = [], interface._backward
+    asked, backward = [], _attention.backward
 
     def watched(varlen, *arguments):
         asked.append(arguments[16])
         return backward(varlen, *arguments)
 
-    monkeypatch.setattr(interface, "_backward", watched)
+    monkeypatch.setattr(_attention, "backward", watched)
     tensors = leaves(device, 1, 1500, 4, 64)
     want = gradients(flash_attn_func(*tensors, **OPTIONS), tensors)
     try:

@@ -251,16 +251,6 @@ def test_max_seqlen_as_a_tensor():
         assert_same(run(compiled, tensors, cu, torch.tensor(longest)), run(varlen, tensors, cu, longest))
 
 
-def test_autocast_inside_a_graph():
-    def function(q, k, v):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return dense(q, k, v)
-
-    tensors, _ = inputs(dense, 6)
-    want = run(dense, tensors)
-    assert_same(run(torch.compile(function, backend=TRACED, fullgraph=True), tensors), want)
-
-
 def test_no_grad_inside_a_graph():
     compiled = torch.compile(torch.no_grad()(qkvpacked), backend=TRACED, fullgraph=True)
     (qkv,), _ = inputs(qkvpacked, 6)

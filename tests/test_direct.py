@@ -16,6 +16,7 @@ from flash_attn import flash_attn_func
 OPS = torch.ops.flash_attn
 MASK = (0.3, True, (4, -1), 0.0)  # as the direct functions take the mask
 FLAT = (0.3, True, 4, -1, 0.0)  # as the ops take the mask
+PLAIN = (0.0, None, False, (-1, -1), 0.0, None, False, False)  # no option
 INT = torch.int32
 
 
@@ -31,8 +32,11 @@ NEW = None, None, USED, *[None] * 6  # no keys to append, and no rotary, indices
 SLOPES = torch.rand(4)
 
 
-def dense(q=Q, k=K, v=V, mask=MASK, slopes=SLOPES):
-    return direct.direct_attention(q, k, v, *mask, slopes)
+FLAGS = False, False  # deterministic, return_attn_probs
+
+
+def dense(q=Q, k=K, v=V, mask=MASK, slopes=SLOPES, dropout_p=0.0, flags=FLAGS):
+    return direct.direct_attention(q, k, v, dropout_p, *mask, slopes, *flags)
 
 
 def same(got, want):
@@ -49,7 +53,7 @@ def same(got, want):
 def test_dense():
     want = OPS._flash_attn_forward(Q, K, V, 0.0, *FLAT, SLOPES, False)
     same(dense(), want[0])
-    same(direct.direct_forward(Q, K, V, *MASK, SLOPES), want[:2])
+    same(direct.direct_forward(Q, K, V, 0.0, *MASK, SLOPES, *FLAGS), want[:2])
     same(direct.direct_flash_attn_forward(Q, K, V, 0.0, *FLAT, SLOPES, False), want)
     heads_first = Q.transpose(1, 2).contiguous().transpose(1, 2)
     same(dense(heads_first), OPS._flash_attn_forward(heads_first, K, V, 0.0, *FLAT, SLOPES, False)[0])
@@ -65,8 +69,8 @@ def test_dropout_draws_the_same_seed():
 def test_varlen():
     options = SLOPES, False, None, None, None, True, 0
     want = OPS._flash_attn_varlen_forward(*ROWS, *LENGTHS, 0.0, *FLAT, *options)
-    same(direct.direct_varlen_attention(*ROWS, *LENGTHS, *MASK, SLOPES, None), want[0])
-    same(direct.direct_varlen_forward(*ROWS, *LENGTHS, *MASK, SLOPES, None), want[:2])
+    same(direct.direct_varlen_attention(*ROWS, *LENGTHS, 0.0, *MASK, SLOPES, *FLAGS, None), want[0])
+    same(direct.direct_varlen_forward(*ROWS, *LENGTHS, 0.0, *MASK, SLOPES, *FLAGS, None), want[:2])
     same(direct.direct_flash_attn_varlen_forward(*ROWS, *LENGTHS, 0.0, *FLAT, *options), want)
 
 
@@ -80,7 +84,7 @@ def test_kvcache():
 
 
 def test_backward():
-    out, lse = direct.direct_forward(Q, K, V, *MASK, SLOPES)
+    out, lse = direct.direct_forward(Q, K, V, 0.0, *MASK, SLOPES, *FLAGS)
     saved = randn(2, 5, 4, 16) + 1, Q, K, V, out, lse
     grads, want = ([torch.empty_like(x) for x in (Q, K, V)] for _ in range(2))
     rest = 0.0, *FLAT, SLOPES, False, None
@@ -89,7 +93,7 @@ def test_backward():
 
 
 def test_varlen_backward():
-    out, lse = direct.direct_varlen_forward(*ROWS, *LENGTHS, *MASK, SLOPES, None)
+    out, lse = direct.direct_varlen_forward(*ROWS, *LENGTHS, 0.0, *MASK, SLOPES, *FLAGS, None)
     saved = randn(10, 4, 16), *ROWS, out, lse
     grads, want = ([torch.empty_like(x) for x in ROWS] for _ in range(2))
     rest = *LENGTHS, 0.0, *FLAT, SLOPES, True, None, True
@@ -109,11 +113,16 @@ def test_empty_tensors():
 def test_tensors_that_want_gradients():
     for i in range(3):
         tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate((Q, K, V))]
-        same(dense(*tensors), direct.direct_forward(Q, K, V, *MASK, SLOPES))  # lse is needed for the backward, too
+        same(
+            dense(*tensors), direct.direct_forward(Q, K, V, 0.0, *MASK, SLOPES, *FLAGS)
+        )  # lse is needed for the backward, too
         assert direct.direct_flash_attn_forward(*tensors, 0.0, *FLAT, None, False) is None
         with torch.no_grad():
             same(dense(*tensors), dense())
-        same(direct.direct_forward(*tensors, *MASK, SLOPES), direct.direct_forward(Q, K, V, *MASK, SLOPES))
+        same(
+            direct.direct_forward(*tensors, 0.0, *MASK, SLOPES, *FLAGS),
+            direct.direct_forward(Q, K, V, 0.0, *MASK, SLOPES, *FLAGS),
+        )
 
 
 # ---- refused calls -------------------------------------------------------------------------------------------------
@@ -159,10 +168,15 @@ ONE_COLUMN = randn(2, 5, 4, 1)
         lambda: dense(mask=(0.3, True, torch.tensor([4, -1]), 0.0)),
         lambda: dense(mask=(0.3, True, (4, -1))),
         lambda: dense(mask=(*MASK, 1)),
+        lambda: dense(dropout_p=0.1),
+        lambda: dense(dropout_p=None),
+        lambda: dense(flags=(False, True)),  # the op returns the other results
+        lambda: dense(flags=(0, False)),
+        lambda: dense(flags=(False, None)),
         lambda: direct.direct_attention(),
-        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], torch.tensor(6), 9, *MASK, None, None),
-        lambda: direct.direct_varlen_attention(*ROWS, LENGTHS[0].long(), *LENGTHS[1:], *MASK, None, None),
-        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], 1, 9, *MASK, None, None),  # max_seqlen_q 1
+        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], torch.tensor(6), 9, 0.0, *MASK, None, *FLAGS, None),
+        lambda: direct.direct_varlen_attention(*ROWS, LENGTHS[0].long(), *LENGTHS[1:], 0.0, *MASK, None, *FLAGS, None),
+        lambda: direct.direct_varlen_attention(*ROWS, *LENGTHS[:2], 1, 9, 0.0, *MASK, None, *FLAGS, None),  # low
         lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 8, *NEW[3:], *MASK, True, 0),  # 7 keys in all
         lambda: direct.direct_kvcache_attention(Q, K, V, None, None, 2**32, *NEW[3:], *MASK, True, 0),
         lambda: direct.direct_kvcache_attention(Q, K, V, None, None, -1, *NEW[3:], *MASK, True, 0),
@@ -227,7 +241,8 @@ from flash_attn import flash_attn_func
 
 warnings.simplefilter("ignore")  # torch warns that a kernel is overridden
 x = torch.ones(1, 4, 2, 8)
-dense = lambda: flash_attn_2_cuda.direct_attention(x, x, x, None, False, (-1, -1), 0.0, None)
+dense = lambda: flash_attn_2_cuda.direct_attention(
+    x, x, x, 0.0, None, False, (-1, -1), 0.0, None, False, False)
 
 def nothing(q, k, v, *_):
     return torch.zeros_like(q), q.new_zeros(2, 4, 5), q.new_zeros(0), torch.zeros(2, dtype=torch.int64)
@@ -299,11 +314,11 @@ def test_results_are_freed():
     q = torch.zeros(1, 4096, 4, 64)  # 4 MiB
     k = q[:, :1]
     for _ in range(3):
-        direct.direct_forward(q, k, k, None, False, (-1, -1), 0.0, None)
+        direct.direct_forward(q, k, k, *PLAIN)
     before = resident_bytes()
     for _ in range(100):
-        direct.direct_forward(q, k, k, None, False, (-1, -1), 0.0, None)
-        direct.direct_attention(q, k, k, None, False, (-1, -1), 0.0, None)
+        direct.direct_forward(q, k, k, *PLAIN)
+        direct.direct_attention(q, k, k, *PLAIN)
     assert resident_bytes() - before < 100 << 20
 
 

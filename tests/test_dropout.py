@@ -177,7 +177,7 @@ def test_vmap_asks_the_generator_of_the_tensors_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": asked.append(str(device)))
     device = "cuda:0" if torch.cuda.device_count() == 1 else "cuda:1"  # a fake tensor needs its device
     with FakeTensorMode():
-        get_rng_state, set_rng_state = _ops._rng_of(torch.empty(3, device=device))
+        get_rng_state, set_rng_state = _ops.rng_of(torch.empty(3, device=device).device)
     set_rng_state(get_rng_state())
     assert asked == [device] * 2
 

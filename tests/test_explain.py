@@ -1,5 +1,8 @@
 """explain() plans a given call, describes the plan in words, and changes nothing."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import flash_attn_2_cuda
@@ -17,6 +20,7 @@ from flash_attn import (
 from flash_attn.explain import Plan
 from flash_attn.flash_attn_interface import _flash_attn_forward
 from flash_attn.flex_attention import flex_attention
+from flash_attn.modules.mha import MHA
 
 
 def randn(*shape):
@@ -137,3 +141,73 @@ def test_a_device_that_cannot_run_the_call():
     plan = explain(refuse, q)
     assert plan.device == "cuda:0" and plan.kernel == "" and plan.backward is None
     assert str(plan) == "forward on cuda:0: flash_attn has no kernels for this device"
+
+
+# ---- anything that calls attention ---------------------------------------------------------------------------------
+
+
+def test_lambdas_and_modules():
+    x = randn(1, 9, 64).requires_grad_()
+    mha = MHA(64, 4, causal=True, use_flash_attn=True)
+    for function in (mha, lambda x: mha(x).relu().sum(), torch.nn.Sequential(mha, torch.nn.Linear(64, 1))):
+        plan = explain(function, x)
+        assert isinstance(plan, Plan) and "fwd" in plan.kernel and "bwd" in plan.backward.kernel
+    assert x.grad is None and all(p.grad is None for p in mha.parameters())
+    with torch.no_grad():
+        assert explain(mha, x).backward is None
+
+
+def test_several_attentions():
+    q, other = randn(1, 9, 2, 16).requires_grad_(), randn(1, 9, 2, 32)
+    cache = randn(1, 8, 2, 16)
+
+    def function(q):
+        first = flash_attn_func(q, q, q) + 1
+        second = flash_attn_func(other, other, other)  # needs no gradient
+        third = flash_attn_func(first, first, first, 0.1, attn_bias=None, causal=True)
+        fourth = flash_attn_with_kvcache(q.detach()[:, :1], cache, cache)
+        fifth = flash_attn_func(third, third, third, attn_bias=torch.zeros(9, 9))
+        return {"sums": [fifth.sum(), second.sum(), fourth.sum()]}
+
+    plans = explain(function, q)
+    assert len(plans) == 5
+    assert [plan.backward is not None for plan in plans] == [True, False, True, False, True]
+    assert "_d32_" in plans[1].kernel and plans[4].kernel.endswith("_flex") == plans[4].backward.kernel.endswith(
+        "_flex"
+    )
+    many = explain(lambda q: [flash_attn_func(q, q, q) for _ in range(40)], q)
+    assert len(many) == 40 and all("bwd" in plan.backward.kernel for plan in many)
+
+
+def test_tensors_without_memory():
+    q = torch.empty(1, 5, 2, 16, device="meta")
+    with pytest.raises(TypeError, match=r"a tensor of shape \(1, 5, 2, 16\) is on device meta .*prebuild_call"):
+        explain(flash_attn_func, q, q, q)
+    with FakeTensorMode():
+        q = torch.empty(1, 5, 2, 16)
+    with pytest.raises(TypeError, match=r"a tensor of shape \(1, 5, 2, 16\) is a fake tensor"):
+        explain(flash_attn_func, q, q, q)
+    module = torch.nn.Linear(3, 3, device="meta")
+    with pytest.raises(TypeError, match="is on device meta"):
+        explain(module, torch.ones(3))
+
+
+def run_with_log(value, code):
+    code = "import torch; from flash_attn import explain, flash_attn_func as f; q = torch.ones(1, 5, 2, 16);" + code
+    environment = {**os.environ, "FLASH_ATTN_LOG": value}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_it_does_not_log_itself():
+    done = run_with_log("plan", "print(explain(f, q, q, q))")
+    assert done.returncode == 0 and "forward on cpu" in done.stdout and "flash_attn:" not in done.stderr
+    assert run_with_log("plan", "f(q, q, q)").stderr.count("flash_attn:") == 1
+
+
+def test_a_wrong_log_says_so():
+    done = run_with_log("plans", "")
+    assert done.stderr.strip().splitlines()[-1] == (
+        "ImportError: FLASH_ATTN_LOG is 'plans'; allowed are plan, and 0 or nothing"
+    )
+    for value in ("", "0"):
+        assert run_with_log(value, "f(q, q, q)").stderr == ""

@@ -22,7 +22,13 @@ const char *dtype_words(int32_t dtype) {
     if (dtype == fa_torch.i32) return "int32";
     if (dtype == fa_torch.i64) return "int64";
     if (dtype == fa_torch.u8) return "uint8";
-    return "another dtype";
+    /* torch's numbers of the dtypes that no kernel takes. Saved models contain these numbers, so they cannot change. */
+    static const char *const others[] = {
+        [1] = "int8",    [2] = "int16",        [8] = "complex32",        [9] = "complex64",        [10] = "complex128",
+        [11] = "bool",   [23] = "float8_e5m2", [25] = "float8_e5m2fnuz", [26] = "float8_e4m3fnuz", [27] = "uint16",
+        [28] = "uint32", [29] = "uint64",      [44] = "float8_e8m0fnu",  [45] = "float4_e2m1fn_x2"};
+    const bool is_known = dtype >= 0 && dtype < (int32_t)(sizeof others / sizeof *others) && others[dtype];
+    return is_known ? others[dtype] : "a dtype without kernels";
 }
 
 const char *device_words(int32_t device_type, int32_t device_idx, words *w) {

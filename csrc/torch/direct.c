@@ -1,7 +1,8 @@
 /* Python calls the ops here without torch's dispatcher, which takes longer than all the rest of a small call.
  *
  * A direct call is right only if its effects equal those of the op. The tensors must be plain tensors. No tracer, mode,
- * functorch transform, forward-mode AD, profiler or observer may watch the op, and no foreign kernel may replace it.
+ * functorch transform, forward-mode AD, profiler or observer may watch the op, no foreign kernel may replace it, and
+ * autocast must leave the tensors as they are.
  * In all other cases, and if an argument is wrong, a function here returns None and has done nothing. Then the caller
  * calls the op. The caller also looks for torch.compile, which must not trace into this file.
  *
@@ -21,6 +22,7 @@
 
 static const fa_dl_exchange *exchange;
 static PyObject *watchers[3], *num_function_modes, *function_mode_at, *default_device;
+static PyObject *autocast_is_enabled;
 static PyObject *forward_ad, *forward_ad_globals, *level_name, *requires_grad_name;
 static PyObject *python_kernels;     /* torch.library's set of "namespace/op/dispatch key" */
 static Py_ssize_t offset_of_tensor;  /* place of the C shim's tensor handle inside a torch.Tensor's object */
@@ -73,6 +75,7 @@ static bool find_all(void) {
            (watchers[2] = find("torch._C", "_is_tracing")) &&
            (num_function_modes = find("torch._C", "_len_torch_function_stack")) &&
            (function_mode_at = find("torch._C", "_get_function_stack_at")) &&
+           (autocast_is_enabled = find("torch", "is_autocast_enabled")) &&
            (default_device = find("torch.utils._device", "DeviceContext")) && (dtype_f16 = find("torch", "float16")) &&
            (dtype_bf16 = find("torch", "bfloat16")) && (dtype_f32 = find("torch", "float32")) &&
            (forward_ad = PyImport_ImportModule("torch.autograd.forward_ad")) &&
@@ -345,6 +348,21 @@ static PyObject *kernel_key(fa_direct_function *f, bool on_gpu) {
     return *key;
 }
 
+/* Does a forward without the results of dropout get dropout? The op serves the call. */
+static bool wants_dropout(const fa_call *call) {
+    return call->pass == FA_FWD && !call->has_dropout && (call->dropout_p != 0 || call->return_softmax);
+}
+
+/* Does autocast give a forward's tensors another dtype? Only Python casts. The ops of flash-attn 3 ignore autocast. */
+static bool is_cast(const fa_signature *signature, const fa_call *call) {
+    const int32_t device_type = call->q.device_type;
+    if (signature->pass == FA_BWD || call->layout == FA_OP_3) return false;
+    if (fa_torch.is_autocast_enabled && fa_torch.autocast_dtype)
+        return fa_torch.is_autocast_enabled((int8_t)device_type) &&
+               fa_torch.autocast_dtype((int8_t)device_type) != call->q.dtype;
+    return is_true(PyObject_CallFunction(autocast_is_enabled, "s", device_type == fa_torch.cuda ? "cuda" : "cpu"));
+}
+
 PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
     if (!f->signature) f->signature = fa_find_op(f->op);
     const fa_signature *signature = f->signature;
@@ -360,7 +378,7 @@ PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
     call.num_results = 0; /* only the results that are read */
     if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
     PyObject *key = kernel_key(f, call.q.device_type == fa_torch.cuda);
-    if (!key || is_overridden(key)) goto refuse;
+    if (!key || is_overridden(key) || wants_dropout(&call) || is_cast(signature, &call)) goto refuse;
     if (f->gradients != FA_GRADIENTS_IGNORED && wants_gradients(&call)) {
         if (f->gradients == FA_GRADIENTS_OF_THE_OP || PyErr_Occurred()) goto refuse;
         call.only_out = false;

@@ -6,18 +6,17 @@
 #define DENSE_GRADS  "_flash_attn_backward"
 #define PACKED_GRADS "_flash_attn_varlen_backward"
 
-#define NO_DROPOUT "q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes"
-#define VARLEN                                                                                              \
-    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, " \
-    "softcap, alibi_slopes, block_table"
-#define KVCACHE   "the arguments of fwd_kvcache but out"
-#define WITH_LSE  "out, with gradients to record (out, softmax_lse)"
-#define OF_THE_OP "the op's arguments"
+#define OPTIONS "dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs"
+#define DENSE_ARGUMENTS "q, k, v, " OPTIONS
+#define VARLEN          "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, " OPTIONS ", block_table"
+#define KVCACHE         "the arguments of fwd_kvcache but out"
+#define WITH_LSE        "out, with gradients to record (out, softmax_lse)"
+#define OF_THE_OP       "the op's arguments"
 
 #define FUNCTIONS(X)                                                                                               \
-    X(attention, NO_DROPOUT, WITH_LSE, "_forward", DENSE, true, FA_GRADIENTS_NEED_LSE)                             \
+    X(attention, DENSE_ARGUMENTS, WITH_LSE, "_forward", DENSE, true, FA_GRADIENTS_NEED_LSE)                        \
     X(varlen_attention, VARLEN, WITH_LSE, "_varlen_forward", PACKED, true, FA_GRADIENTS_NEED_LSE)                  \
-    X(forward, NO_DROPOUT, "(out, softmax_lse)", "_forward", DENSE, false, FA_GRADIENTS_IGNORED)                   \
+    X(forward, DENSE_ARGUMENTS, "(out, softmax_lse)", "_forward", DENSE, false, FA_GRADIENTS_IGNORED)              \
     X(varlen_forward, VARLEN, "(out, softmax_lse)", "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)        \
     X(kvcache_attention, KVCACHE, "out", "fwd_kvcache", "fwd_kvcache", true, FA_GRADIENTS_OF_THE_OP)               \
     X(kvcache_forward, KVCACHE, "(out, softmax_lse)", "fwd_kvcache", "fwd_kvcache", false, FA_GRADIENTS_OF_THE_OP) \

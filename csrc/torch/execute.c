@@ -91,7 +91,7 @@ static fa_status make_plan(const fa_problem *problem, fa_plan *plan, fa_error *e
     machine.threads = (int)threads;
     fa_status status = problem->device == FA_CUDA ? ask_gpu(problem, &machine, err) : FA_OK;
     if (status == FA_OK) status = fa_plan_make(problem, &machine, plan, err);
-    if (status == FA_OK) fa_note_plan(plan);
+    if (status == FA_OK && problem->h > 0) fa_note_plan(plan); /* without heads the call only checks arguments */
     return status;
 }
 

@@ -14,18 +14,22 @@
 #include "torch_abi.h"
 
 /* Reads the environment variables that are read once. */
-static void read_environment(void) {
+static bool read_environment(void) {
     const char *log = getenv("FLASH_ATTN_LOG"), *check = getenv("FLASH_ATTN_CHECK");
+    if (log && *log && strcmp(log, "plan") != 0 && strcmp(log, "0") != 0) {
+        PyErr_Format(PyExc_ImportError, "FLASH_ATTN_LOG is '%s'; allowed are plan, and 0 or nothing", log);
+        return false;
+    }
     fa_logs_plans = log && strcmp(log, "plan") == 0;
     fa_checks_values_on_gpu = check && *check && strcmp(check, "0") != 0;
     fa_environment_read();
+    return true;
 }
 
 int fa_module_exec(PyObject *module, PyMethodDef *const *functions, fa_status (*load)(fa_error *err)) {
     static bool is_registered; /* an earlier import of this process has registered the ops */
     fa_error err = {""};
-    if (!fa_python_load() || !fa_machine_load()) return -1;
-    read_environment();
+    if (!fa_python_load() || !fa_machine_load() || !read_environment()) return -1;
     if (!is_registered &&
         (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK || (load && load(&err) != FA_OK))) {
         PyErr_SetString(PyExc_ImportError, err.text);

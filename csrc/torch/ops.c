@@ -149,7 +149,7 @@ static void read_schema(const fa_op *op, fa_signature *signature) {
         s->is_mutable = strchr(a[n].schema, '!') != NULL;
         s->place = a[n].place;
         snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
-        if (strcmp(s->name, "dropout_p") == 0) signature->nothing.has_dropout = true;
+        if (op->results && strcmp(s->name, "dropout_p") == 0) signature->nothing.has_dropout = true;
         if (s->kind == FA_SLOT_TENSOR) ((fa_tensor *)place)->name = s->name;
         if (s->kind == FA_SLOT_INT && s->is_optional) memcpy(place, &not_given, sizeof not_given);
     }

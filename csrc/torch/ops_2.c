@@ -29,8 +29,10 @@
     FA_ARG("float dropout_p", dropout_p), ARGS_MASK, FA_ARG("Tensor? alibi_slopes", alibi_slopes), \
         FA_ARG("bool deterministic", deterministic), FA_ARG("Tensor? rng_state=None", rng_state)
 
-#define ARGS_PLAIN_OPTIONS ARGS_DEFAULT_SCALE_MASK, FA_ARG("Tensor? alibi_slopes", alibi_slopes)
-#define ARGS_PLAIN         FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v), ARGS_PLAIN_OPTIONS
+#define ARGS_PLAIN_OPTIONS                                                                                       \
+    FA_ARG("float dropout_p", dropout_p), ARGS_DEFAULT_SCALE_MASK, FA_ARG("Tensor? alibi_slopes", alibi_slopes), \
+        FA_ARG("bool deterministic", deterministic), FA_ARG("bool return_softmax", return_softmax)
+#define ARGS_PLAIN FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v), ARGS_PLAIN_OPTIONS
 #define ARGS_PLAIN_VARLEN                                                                                     \
     FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v), ARGS_CU_SEQLENS, ARGS_PLAIN_OPTIONS, \
         FA_ARG("Tensor? block_table", block_table)
@@ -76,9 +78,9 @@ static const fa_op ops[] = {
      FA_FWD,
      fa_execute,
      {FA_ARG("Tensor q", q), FA_ARG("Tensor(a!) k_cache", k), FA_ARG("Tensor(b!) v_cache", v),
-      FA_ARG("Tensor? k", k_new), FA_ARG("Tensor? v", v_new), FA_ARG("Tensor? seqlens_k", seqused_k),
+      FA_ARG("Tensor? k", k_new), FA_ARG("Tensor? v", v_new), FA_ARG("Tensor? cache_seqlens", seqused_k),
       FA_ARG("Tensor? rotary_cos", rotary_cos), FA_ARG("Tensor? rotary_sin", rotary_sin),
-      FA_ARG("Tensor? cache_batch_idx", cache_batch_idx), FA_ARG("Tensor? leftpad_k", leftpad_k),
+      FA_ARG("Tensor? cache_batch_idx", cache_batch_idx), FA_ARG("Tensor? cache_leftpad", leftpad_k),
       FA_ARG("Tensor? block_table", block_table), FA_ARG("Tensor? alibi_slopes", alibi_slopes),
       FA_ARG("Tensor(c!) out", out), ARGS_DEFAULT_SCALE_MASK, FA_ARG("bool rotary_interleaved", rotary_interleaved),
       FA_ARG("SymInt num_splits", num_splits)}},
@@ -89,7 +91,7 @@ static const fa_op ops[] = {
      fa_execute_combine,
      {FA_ARG("Tensor out_partial", out_partial), FA_ARG("Tensor lse_partial", lse_partial),
       FA_ARG("ScalarType? out_dtype=None", dtype)}},
-    /* These two forwards have no dropout and no arguments for dropout. Only direct.c calls them. */
+    /* These two forwards take the options of the public functions. Only direct.c calls them, without dropout. */
     {"_forward", NULL, FA_OP_DENSE, FA_FWD, fa_execute, {ARGS_PLAIN}},
     {"_varlen_forward", NULL, FA_OP_VARLEN, FA_FWD, fa_execute, {ARGS_PLAIN_VARLEN}},
 };

@@ -2,29 +2,45 @@
 #include "plans.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "plan/print.h"
 #include "system/lock.h"
 
-#define MAX_PLANS 8
 enum { PLAN_TEXT_BYTES = 4096 }; /* room for the words of every kernel that can be ruled out */
 static THREAD_LOCAL struct {
     bool only;
-    int num;
-    fa_plan plans[MAX_PLANS]; /* the first plans since take_plans */
+    int num, room;
+    fa_plan *plans; /* since take_plans */
 } collected;
 
 bool fa_logs_plans;
 
 bool fa_plan_only(void) { return collected.only; }
 
+/* A plan for which there is no memory is left out. */
+static bool has_room(void) {
+    if (collected.num < collected.room) return true;
+    const int room = collected.room ? 2 * collected.room : 8;
+    fa_plan *plans = realloc(collected.plans, (size_t)room * sizeof *plans);
+    if (!plans) return false;
+    collected.plans = plans, collected.room = room;
+    return true;
+}
+
 void fa_note_plan(const fa_plan *plan) {
-    if (fa_logs_plans) {
+    if (fa_logs_plans && !collected.only) {
         char text[PLAN_TEXT_BYTES];
         fa_plan_print(plan, text, sizeof text);
         fprintf(stderr, "flash_attn: %s\n", text);
     }
-    if (collected.only && collected.num < MAX_PLANS) collected.plans[collected.num++] = *plan;
+    if (collected.only && has_room()) collected.plans[collected.num++] = *plan;
+}
+
+static void forget_plans(void) {
+    free(collected.plans);
+    collected.plans = NULL;
+    collected.num = collected.room = 0;
 }
 
 static PyObject *plan_only(PyObject *self, PyObject *on) {
@@ -32,7 +48,7 @@ static PyObject *plan_only(PyObject *self, PyObject *on) {
     int truth = PyObject_IsTrue(on);
     if (truth < 0) return NULL;
     collected.only = truth != 0;
-    collected.num = 0;
+    forget_plans();
     Py_RETURN_NONE;
 }
 
@@ -69,7 +85,7 @@ static PyObject *take_plans(PyObject *self, PyObject *unused) {
         if (!dict || PyList_Append(list, dict) < 0) Py_CLEAR(list);
         Py_XDECREF(dict);
     }
-    collected.num = 0;
+    forget_plans();
     return list;
 }
 

@@ -11,7 +11,8 @@ extern bool fa_logs_plans;
 /* Does this thread only collect plans? Then no kernel may run, and no seed may be drawn. */
 bool fa_plan_only(void);
 
-/* Keeps a plan for take_plans() if this thread collects plans. Prints the plan if fa_logs_plans is set. */
+/* Keeps a plan for take_plans() if this thread collects plans. Otherwise prints the plan if fa_logs_plans is
+ * set. */
 void fa_note_plan(const fa_plan *plan);
 
 /* The table holds plan_only and take_plans. */

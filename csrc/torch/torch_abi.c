@@ -13,6 +13,8 @@
 #define OPERATOR_DELETE      "??3@YAXPEAX@Z"
 #define THPVARIABLE_WRAP     "?THPVariable_Wrap@@YAPEAU_object@@AEBVTensorBase@at@@@Z"
 #define HAS_CALLBACKS        "?hasCallbacks@at@@YA_NXZ"
+#define HAS_AUTOCAST         "?is_autocast_enabled@autocast@at@@YA_NW4DeviceType@c10@@@Z"
+#define AUTOCAST_DTYPE       "?get_autocast_dtype@autocast@at@@YA?AW4ScalarType@c10@@W4DeviceType@4@@Z"
 #else
 #define TORCH_CUDA_LIBRARY "libtorch_cuda.so"
 #if defined(__APPLE__)
@@ -25,6 +27,8 @@
 #define OPERATOR_DELETE  "_ZdlPv"
 #define THPVARIABLE_WRAP "_Z16THPVariable_WrapRKN2at10TensorBaseE"
 #define HAS_CALLBACKS    "_ZN2at12hasCallbacksEv"
+#define HAS_AUTOCAST     "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE"
+#define AUTOCAST_DTYPE   "_ZN2at8autocast18get_autocast_dtypeEN3c1010DeviceTypeE"
 #endif
 
 fa_torch_abi fa_torch;
@@ -70,6 +74,10 @@ fa_status fa_torch_load(fa_error *err) {
 #undef FIND_STATE
     void *has_callbacks = fa_library_symbol(library, HAS_CALLBACKS);
     memcpy(&found.has_record_callbacks, &has_callbacks, sizeof has_callbacks);
+    void *has_autocast = fa_library_symbol(library, HAS_AUTOCAST),
+         *autocast_dtype = fa_library_symbol(library, AUTOCAST_DTYPE);
+    memcpy(&found.is_autocast_enabled, &has_autocast, sizeof has_autocast);
+    memcpy(&found.autocast_dtype, &autocast_dtype, sizeof autocast_dtype);
     found.knows_tensors = true;
 #define FIND_TENSOR_FUNCTION(member, result, parameter, name) \
     {                                                         \

@@ -108,6 +108,9 @@ typedef struct {
     bool tells_states; /* all functions of FA_TORCH_STATES were found */
     /* Does a profiler or an observer watch this thread's operators? NULL: this torch does not tell. */
     bool (*has_record_callbacks)(void);
+    /* Is autocast on for a device type, and to which dtype? C++'s types are enums of one byte. NULL: as above. */
+    bool (*is_autocast_enabled)(int8_t device_type);
+    int8_t (*autocast_dtype)(int8_t device_type);
 #define FA_TORCH_TENSOR_FUNCTION(member, result, parameter, name) result (*member)(parameter);
     FA_TORCH_TENSOR_FUNCTIONS(FA_TORCH_TENSOR_FUNCTION)
 #undef FA_TORCH_TENSOR_FUNCTION

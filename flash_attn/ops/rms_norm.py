@@ -1,7 +1,5 @@
 """RMS norm under the names of the fused kernels; see ``ops.dropout_add_norm``."""
 
-from functools import partial
-
 import torch
 import torch.nn as nn
 
@@ -22,9 +20,38 @@ __all__ = [
     "rms_norm",
 ]
 
-dropout_add_rms_norm = partial(dropout_add_norm, is_rms_norm=True)
-dropout_add_rms_norm_subset = partial(dropout_add_norm_subset, is_rms_norm=True)
-dropout_add_rms_norm_parallel_residual = partial(dropout_add_norm_parallel_residual, is_rms_norm=True)
+
+def dropout_add_rms_norm(
+    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
+    residual_in_fp32=False, return_dropout_mask=False,
+):  # fmt: skip
+    """``dropout_add_norm`` with rms norm."""
+    return dropout_add_norm(
+        x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, prenorm, residual_in_fp32,
+        return_dropout_mask, is_rms_norm=True,
+    )  # fmt: skip
+
+
+def dropout_add_rms_norm_subset(
+    x0, residual, weight, bias, dropout_p, epsilon, layerscale=None, x0_subset=None, out_subset=None,
+    rowscale_const=1.0, out_numrows=0, prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
+):  # fmt: skip
+    """``dropout_add_norm_subset`` with rms norm."""
+    return dropout_add_norm_subset(
+        x0, residual, weight, bias, dropout_p, epsilon, layerscale, x0_subset, out_subset, rowscale_const, out_numrows,
+        prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True,
+    )  # fmt: skip
+
+
+def dropout_add_rms_norm_parallel_residual(
+    x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm=False, residual_in_fp32=False,
+    return_dropout_mask=False,
+):  # fmt: skip
+    """``dropout_add_norm_parallel_residual`` with rms norm."""
+    return dropout_add_norm_parallel_residual(
+        x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm, residual_in_fp32,
+        return_dropout_mask, is_rms_norm=True,
+    )  # fmt: skip
 
 
 def rms_norm(x, weight, epsilon):

@@ -106,7 +106,7 @@ def test_metadata_is_that_of_upstream(wheel):
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     metadata = zipfile.ZipFile(wheel).read(name).decode().splitlines()
     assert "Version: 2.8.3" in metadata
-    assert "Requires-Python: >=3.9" in metadata
+    assert "Requires-Python: >=3.10" in metadata
     assert sorted(line for line in metadata if line.startswith("Requires-Dist")) == [
         "Requires-Dist: einops",
         "Requires-Dist: torch",

@@ -1,0 +1,108 @@
+"""What callers pass becomes what the ops take: tensors, lengths, masks and scales."""
+
+import torch
+from torch.compiler import is_compiling
+
+from flash_attn._ops import check_layout, check_tensor, is_freed
+
+
+def maybe_contiguous(x):
+    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
+
+    A tensor of a freed storage is returned, too. The op names it.
+    """
+    if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1 and not is_freed(x):
+        return x.contiguous()
+    return x
+
+
+def as_int(x, name):
+    """Returns a Python integer. A tensor of one element gives its value, and a CUDA tensor waits for the device."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.numel() != 1:
+        raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
+    return x.item()
+
+
+def _is_pair(x):
+    """Does ``x`` already consist of two Python integers?"""
+    return type(x) in (tuple, list) and len(x) == 2 and type(x[0]) is type(x[1]) is int
+
+
+def as_window(window_size):
+    """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
+    if _is_pair(window_size):
+        return window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be (left, right), two integers; it is {window_size!r}") from None
+    return as_int(left, "window_size"), as_int(right, "window_size")
+
+
+def as_scale(softmax_scale, q):
+    """Returns the given scale, or 1 / sqrt(d). The op reports errors of q."""
+    if softmax_scale is not None:
+        return softmax_scale
+    return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+
+
+def unfold(mask):
+    """Flattens ``(softmax_scale, causal, (left, right), softcap)`` for the ops."""
+    softmax_scale, causal, (left, right), softcap = mask
+    return softmax_scale, causal, left, right, softcap
+
+
+def fold(mask):
+    """Does the inverse of ``unfold``."""
+    softmax_scale, causal, left, right, softcap = mask
+    return softmax_scale, causal, (left, right), softcap
+
+
+def split(tensors):
+    """Returns q, k, v as views of (q, k, v), (q, kv) or (qkv,). Nothing is copied. A packed None gives Nones."""
+    if len(tensors) == 3:
+        return tensors
+    *given, packed = tensors
+    parts = 3 - len(given)
+    return (*given, *(None if packed is None else packed.select(-3, i) for i in range(parts)))
+
+
+def pack(tensors, num):
+    """Does the inverse of ``split`` and returns q, k, v as num tensors."""
+    if num == 3:
+        return tensors
+    given, parts = tensors[: num - 1], tensors[num - 1 :]
+    return [*given, None if parts[0] is None else torch.stack(parts, -3)]
+
+
+NAMES = {1: ("qkv",), 2: ("q", "kv"), 3: ("q", "k", "v")}
+
+
+def check_given(tensors, varlen):
+    """Checks that the tensors can be split into q, k and v. The op checks everything else."""
+    if not all(map(torch.is_tensor, tensors)):
+        for name, x in zip(NAMES[len(tensors)], tensors):
+            check_tensor(name, x)
+    if len(tensors) == 3:
+        return
+    rows = ("total",) if varlen else ("batch_size", "seqlen")
+    if len(tensors) == 1:
+        check_layout("qkv", tensors[0], *rows, 3, "num_heads", "head_size")
+    else:
+        check_layout("kv", tensors[1], *rows, 2, "num_heads_k", "head_size")
+
+
+def distinct(*arguments):
+    """Returns the arguments. While compiling, a repeated tensor is replaced by a view of itself.
+
+    torch.compile refuses an autograd.Function if two arguments are the same tensor, like cu_seqlens of self attention.
+    """
+    if not is_compiling():
+        return arguments
+    found = []
+    for x in arguments:
+        repeated = isinstance(x, torch.Tensor) and any(x is y for y in found)
+        found.append(x.view_as(x) if repeated else x)
+    return found

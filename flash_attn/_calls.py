@@ -1,0 +1,124 @@
+"""What comes before the one forward: nested tensors, autocast, and errors in the names of the caller.
+
+A public function comes here if the short way of a plain eager call did not serve it.
+"""
+
+import torch
+from torch.compiler import is_compiling
+
+from flash_attn import _attention, _cache
+from flash_attn._arguments import NAMES, check_given, split
+from flash_attn._autocast import follow_autocast
+from flash_attn._kinds import check_kinds, in_names_of_the_caller
+from flash_attn._nested import has_nested, take_apart
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+_LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+_OPTIONS = (
+    "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+    "return_attn_probs", "block_table", "attn_bias", "attn_mask", "sinks", "return_lse", "return_max_logits",
+)  # fmt: skip
+
+
+def _named(tensors, lengths, options):
+    """The arguments of a call by the names that the caller knows. Nested q, k and v are checked elsewhere."""
+    found = {} if not lengths and has_nested(tensors) else dict(zip(NAMES[len(tensors)], tensors))
+    length_names = ("cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen") if len(tensors) == 1 else _LENGTHS
+    return {**found, **dict(zip(length_names, lengths)), **dict(zip(_OPTIONS, options))}
+
+
+_RENAMED = {
+    1: {
+        "q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens",
+        "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen",
+    },
+    2: {"k": "kv", "v": "kv"},
+}  # fmt: skip
+
+
+def _raise(error, tensors, lengths, options):
+    """Raises what is wrong, in the names of the caller."""
+    check_kinds(_named(tensors, lengths, options))
+    names = _RENAMED.get(len(tensors))
+    raise error if names is None else in_names_of_the_caller(error, names)
+
+
+_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+# ---- calls ---------------------------------------------------------------------------------------------------------
+
+
+def _first(results):
+    return results[0] if isinstance(results, tuple) else results
+
+
+def _with_first(results, first):
+    return (first, *results[1:]) if isinstance(results, tuple) else first
+
+
+def _prepared(function, tensors, lengths, options):
+    """Returns ``function(tensors, lengths, *options)`` of plain tensors in the dtype that autocast asks for."""
+    if lengths or not has_nested(tensors):
+        if is_compiling() or _is_any_autocast_enabled():
+            tensors = follow_autocast(tensors)
+        return function(tensors, lengths, *options)
+    values, lengths, together = take_apart(tensors)
+    results = _prepared(function, values, lengths, options)
+    return _with_first(results, together(_first(results)))
+
+
+def _call(function, tensors, lengths, options, flags):
+    if is_compiling():
+        return _prepared(function, tensors, lengths, options)
+    try:
+        for flag in flags:  # torch's parser takes any number for a flag, and no op reads some of them
+            if flag is not True and flag is not False:
+                check_kinds(_named(tensors, lengths, options))
+        return _prepared(function, tensors, lengths, options)
+    except Exception as error:
+        failure = error
+    _raise(failure, tensors, lengths, options)
+
+
+def attend(tensors, lengths, *options):
+    """Computes a public function. ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or has four values."""
+    return _call(_attention.attend, tensors, lengths, options, (options[2], *options[6:8]))
+
+
+def _extended(tensors, lengths, *options):
+    from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
+
+    check_given(tensors, len(lengths) > 0)
+    return attend(*split(tensors), lengths, *options)
+
+
+def attend_extended(tensors, lengths, *options):
+    """Computes a call with options that upstream does not have."""
+    return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))
+
+
+_CACHE_NAMES = (
+    "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
+    "cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved",
+    "alibi_slopes", "num_splits", "return_softmax_lse",
+)  # fmt: skip
+
+
+def attend_with_cache(*arguments):
+    """Returns ``(out, softmax_lse)`` of ``flash_attn_with_kvcache``. The arguments are those of ``_CACHE_NAMES``."""
+    if is_compiling():
+        return _cache.attend_with_cache(*arguments[:-1])
+
+    def named():
+        return dict(zip(_CACHE_NAMES, arguments)), ("k", "v")
+
+    try:
+        for flag in (arguments[12], arguments[15], arguments[18]):
+            if flag is not True and flag is not False:
+                check_kinds(*named())
+        return _cache.attend_with_cache(*arguments[:-1])
+    except Exception as error:
+        failure = error
+    check_kinds(*named())
+    raise failure

@@ -1,0 +1,57 @@
+"""One way from Python into the extension: the direct function, or else the op.
+
+A direct function (csrc/torch/direct.c) does the same as its op without torch's dispatcher, which takes longer than all
+the rest of a small call. A direct function that cannot serve a call returns None and has done nothing. So it is when
+something watches the ops, or an argument is wrong. Then the op is called, which also reports errors.
+"""
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flash_attn._arguments import maybe_contiguous
+from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
+
+def call_op(op, *arguments):
+    """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
+    if is_compiling():
+        return op(*arguments)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(arguments)
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        exception = flash_attn_2_cuda.mended_exception(error)
+        if exception is error:
+            raise
+        raise exception from None
+
+
+def directly(function, *arguments):
+    """Returns the results of a direct function, or None. A tracer of torch.compile must not see these functions."""
+    return None if is_compiling() else function(*arguments)
+
+
+def call(function, op, num_inputs, *arguments):
+    """Returns the results of a direct function, or else of its op, which takes the same arguments.
+
+    The op gets contiguous copies of the first num_inputs tensors if their last dimensions are not contiguous.
+    """
+    results = directly(function, *arguments)
+    if results is None:
+        results = call_op(op, *map(maybe_contiguous, arguments[:num_inputs]), *arguments[num_inputs:])
+    return results
+
+
+# Does a transform of torch.func, such as grad or vmap, run at the moment?
+transforms_are_active = torch._C._are_functorch_transforms_active
+
+
+def check_not_traced():
+    """Raises while Dynamo traces a function of torch.func.
+
+    NOTE: with torch 2.13 the gradients of a compiled ``torch.func.grad`` are wrong if an op writes into its results,
+    and nothing says so.
+    """
+    if is_compiling():
+        raise NotImplementedError("flash_attn cannot be compiled inside grad, vmap and the like of torch.func")

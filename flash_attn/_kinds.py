@@ -1,0 +1,120 @@
+"""What kind of value each argument of the attention functions takes, in one sentence for who gave another kind.
+
+The ops check everything about right kinds: shapes, dtypes and values. They name an argument of a wrong kind as torch's
+parser does. So after a failure this file looks at the arguments, in the caller's names. A call that succeeds pays
+nothing.
+"""
+
+import numbers
+import re
+
+import torch
+
+
+def came(x):
+    """What came instead, in words."""
+    if isinstance(x, torch.Tensor):
+        return f"it is a tensor of shape {tuple(x.shape)} and dtype {str(x.dtype).removeprefix('torch.')}"
+    text = repr(x) if isinstance(x, (str, bytes, numbers.Number, tuple, list)) else ""
+    return f"it is {text}, of type {_type(x)}" if 0 < len(text) <= 60 else f"it is of type {_type(x)}"
+
+
+def _type(x):
+    return type(x).__name__
+
+
+def _is_scalar(x, kinds, dtypes):
+    if isinstance(x, torch.Tensor):
+        return x.numel() == 1 and dtypes(x.dtype)
+    return isinstance(x, kinds)
+
+
+def _is_integer_dtype(dtype):
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _is_int(x):
+    return _is_scalar(x, (numbers.Integral, torch.SymInt), _is_integer_dtype) and not isinstance(x, bool)
+
+
+def _is_length(x):
+    """The number of elements of a tensor was checked before."""
+    return _is_integer_dtype(x.dtype) if isinstance(x, torch.Tensor) else _is_int(x)
+
+
+def _is_float(x):
+    return _is_scalar(x, (numbers.Real, torch.SymFloat, torch.SymInt), lambda dtype: not dtype.is_complex)
+
+
+def _is_flag(x):
+    if _is_scalar(x, (bool, torch.SymBool), lambda dtype: True) or x is None or type(x).__name__ in ("bool_", "bool"):
+        return True
+    return isinstance(x, numbers.Integral) and x in (0, 1)
+
+
+def _is_window(x):
+    if isinstance(x, torch.Tensor):
+        return x.dim() == 1 and x.numel() == 2 and _is_integer_dtype(x.dtype)
+    return isinstance(x, (tuple, list)) and len(x) == 2 and all(map(_is_int, x))
+
+
+def _is_tensor(x):
+    return isinstance(x, torch.Tensor)
+
+
+# kind: (test, what is allowed, in words)
+_TENSOR = _is_tensor, "a tensor"
+_KINDS = {
+    "dropout_p": (_is_float, "a number from 0 to less than 1"),
+    "softmax_scale": (lambda x: x is None or _is_float(x), "a number or None"),
+    "softcap": (_is_float, "a number, 0 for none"),
+    "causal": (_is_flag, "True or False"),
+    "deterministic": (_is_flag, "True or False"),
+    "return_attn_probs": (_is_flag, "True or False"),
+    "return_lse": (_is_flag, "True or False"),
+    "return_max_logits": (_is_flag, "True or False"),
+    "return_softmax_lse": (_is_flag, "True or False"),
+    "rotary_interleaved": (_is_flag, "True or False"),
+    "window_size": (_is_window, "(left, right), two integers"),
+    "num_splits": (_is_int, "an integer"),
+    "max_seqlen": (_is_length, "an integer, or a tensor of one"),
+    "max_seqlen_q": (_is_length, "an integer, or a tensor of one"),
+    "max_seqlen_k": (_is_length, "an integer, or a tensor of one"),
+    "cache_seqlens": (lambda x: x is None or _is_tensor(x) or _is_int(x), "a tensor, an integer or None"),
+}
+_REQUIRED = {"q", "k", "v", "kv", "qkv", "k_cache", "v_cache", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"}
+
+
+def check_kinds(arguments, optional=()):
+    """Raises TypeError for the first argument of a wrong kind. ``arguments`` maps names to values."""
+    for name, x in arguments.items():
+        is_required = name in _REQUIRED and name not in optional
+        if name in _KINDS:
+            is_right, allowed = _KINDS[name]
+        elif is_required:
+            is_right, allowed = _TENSOR
+        else:
+            is_right, allowed = (lambda x: x is None or _is_tensor(x)), "a tensor or None"
+        if not is_right(x):
+            of_tensor = allowed.startswith("a tensor") and not isinstance(x, torch.Tensor)
+            text = f"{name} must be {allowed}; {f'it is of type {_type(x)}' if of_tensor else came(x)}"
+            raise ValueError(text) if name == "window_size" else TypeError(text)  # ValueError: as it always was
+        if isinstance(x, torch.Tensor):
+            check_layout_of_memory(name, x)
+
+
+def check_layout_of_memory(name, x):
+    """Raises for tensors without plain memory. Jagged q, k and v have been taken apart before."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a plain tensor; it is nested (flash_attn_func and its packed forms take jagged q, k and v)"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; it has layout {x.layout}")
+
+
+def in_names_of_the_caller(error, names):
+    """Returns the error, with the op's names of arguments replaced. ``names`` maps them to the caller's names."""
+    text = str(error)
+    renamed = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
+    return error if renamed == text else type(error)(renamed)
