@@ -1,7 +1,5 @@
 """RMS norm under the names of the fused kernels; see ``ops.dropout_add_norm``."""
 
-from functools import partial
-
 import torch
 import torch.nn as nn
 
@@ -11,9 +9,17 @@ from flash_attn.ops.dropout_add_norm import (
     dropout_add_norm_parallel_residual,
     dropout_add_norm_subset,
 )
+from flash_attn.ops.layer_norm import (
+    DropoutAddLayerNormFn,
+    DropoutAddLayerNormParallelResidualFn,
+    DropoutAddLayerNormSubsetFn,
+)
 from flash_attn.ops.triton.layer_norm import rms_norm_fn
 
 __all__ = [
+    "DropoutAddLayerNormFn",
+    "DropoutAddLayerNormParallelResidualFn",
+    "DropoutAddLayerNormSubsetFn",
     "DropoutAddRMSNorm",
     "RMSNorm",
     "dropout_add_rms_norm",
@@ -22,9 +28,103 @@ __all__ = [
     "rms_norm",
 ]
 
-dropout_add_rms_norm = partial(dropout_add_norm, is_rms_norm=True)
-dropout_add_rms_norm_subset = partial(dropout_add_norm_subset, is_rms_norm=True)
-dropout_add_rms_norm_parallel_residual = partial(dropout_add_norm_parallel_residual, is_rms_norm=True)
+
+def dropout_add_rms_norm(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """Dropout, residual add and RMS norm: ``dropout_add_norm``."""
+    return dropout_add_norm(
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        rowscale,
+        layerscale,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
+
+
+def dropout_add_rms_norm_subset(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    layerscale=None,
+    x0_subset=None,
+    out_subset=None,
+    rowscale_const=1.0,
+    out_numrows=0,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """The same for some rows only: ``dropout_add_norm_subset``."""
+    return dropout_add_norm_subset(
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        layerscale,
+        x0_subset,
+        out_subset,
+        rowscale_const,
+        out_numrows,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
+
+
+def dropout_add_rms_norm_parallel_residual(
+    x0,
+    x1,
+    residual,
+    weight0,
+    bias0,
+    weight1,
+    bias1,
+    dropout_p,
+    epsilon,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``."""
+    return dropout_add_norm_parallel_residual(
+        x0,
+        x1,
+        residual,
+        weight0,
+        bias0,
+        weight1,
+        bias1,
+        dropout_p,
+        epsilon,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
 
 
 def rms_norm(x, weight, epsilon):
