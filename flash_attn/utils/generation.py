@@ -4,21 +4,25 @@ A model called ``model(input_ids, position_ids=..., inference_params=..., num_la
 ``logits`` ``[b, 1, V]``. ``InferenceParams`` carries the caches of the layers and their number of tokens.
 """
 
+import time
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
 __all__ = [
     "DecoderOutput",
+    "DecodingCGCache",
     "GenerationMixin",
     "InferenceParams",
     "allocate_inference_cache",
+    "capture_graph",
     "decode",
     "modify_logit_for_repetition_penalty",
     "modify_logits_for_top_k_filtering",
     "modify_logits_for_top_p_filtering",
     "sample",
+    "update_graph_cache",
 ]
 
 
@@ -44,7 +48,7 @@ class DecoderOutput(NamedTuple):
     """The result of ``decode``."""
 
     sequences: torch.Tensor  # [b, length], prompt included
-    scores: Optional[tuple]  # a tensor [b, V] for each new token, or None
+    scores: Optional[tuple]  # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
 
 
 def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16):
@@ -100,36 +104,51 @@ def decode(
     top_k=1,
     top_p=0.0,
     temperature=1.0,
-    repetition_penalty=1.0,
     eos_token_id=None,
     teacher_outputs=None,
     vocab_size=None,
-    output_scores=False,
+    tensor_parallel=1,
+    cg=False,
+    enable_timing=False,
+    *,
+    repetition_penalty=1.0,
 ):
     """Extend ``input_ids`` ``[b, s]`` to ``max_length`` tokens, or until every sequence has drawn ``eos_token_id``.
 
     Args:
         teacher_outputs: ``[b, max_length]`` tokens to feed instead of the drawn ones, to compare scores.
         vocab_size: logits beyond it (padding of the vocabulary) are cut off.
-        output_scores: also return the logits of each step.
+        tensor_parallel: ranks that share the model's heads. They wait for each other around the timing.
+        cg: take the steps from a CUDA graph, see ``update_graph_cache``. The model keeps it for the next call.
+        enable_timing: print the time of prompt and decoding.
+        repetition_penalty: as of ``modify_logit_for_repetition_penalty``.
     Returns:
-        DecoderOutput.
+        DecoderOutput. Its scores are the logits of each step.
     """
     batch, length = input_ids.shape
-    params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+    if cg:
+        cache = getattr(model, "_decoding_cache", None)
+        cache = update_graph_cache(model, cache, batch, length, max_length, tensor_parallel=tensor_parallel)
+        model._decoding_cache, params = cache, cache.inference_params
+        params.reset(max_length, batch)
+    else:
+        params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+    started = _now(input_ids.device, tensor_parallel) if enable_timing else 0.0
     sequences, scores, step = input_ids, [], input_ids
     finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     while length < max_length:
         position_ids = None
         if params.seqlen_offset > 0:
             position_ids = torch.full((batch, 1), params.seqlen_offset, dtype=torch.long, device=input_ids.device)
-        outputs = model(step, position_ids=position_ids, inference_params=params, num_last_tokens=1)
-        logits = outputs.logits[:, -1, :vocab_size]
+        if cg and params.seqlen_offset > 0:
+            logits = cache.run(step, position_ids, params.seqlen_offset)
+        else:
+            logits = model(step, position_ids=position_ids, inference_params=params, num_last_tokens=1).logits
+        logits = logits[:, -1, :vocab_size]
         params.seqlen_offset += step.shape[1]
         if repetition_penalty != 1.0:
             logits = modify_logit_for_repetition_penalty(logits.clone(), sequences, repetition_penalty)
-        if output_scores:
-            scores.append(logits.clone())
+        scores.append(logits)
         if teacher_outputs is None or teacher_outputs.shape[1] <= length:
             tokens = sample(logits, top_k, top_p, temperature)
         else:
@@ -141,7 +160,157 @@ def decode(
             finished |= tokens == eos_token_id
             if finished.all():
                 break
-    return DecoderOutput(sequences, tuple(scores) if output_scores else None)
+    if enable_timing:
+        milliseconds = 1000 * (_now(input_ids.device, tensor_parallel) - started)
+        print(f"Prompt processing + decoding time: {milliseconds:.0f}ms")
+    return DecoderOutput(sequences, tuple(scores))
+
+
+@dataclass
+class DecodingCGCache:
+    """The graphs of a model's decoding steps, and the caches that the graphs read and write."""
+
+    max_batch_size: int = 0
+    max_seqlen: int = 0
+    device: Optional[torch.device] = None
+    dtype: Optional[torch.dtype] = None
+    callables: dict = field(default_factory=dict)  # (batch, tokens of a step) -> function, see capture_graph
+    mempool: Optional[tuple] = None
+    inference_params: Optional[InferenceParams] = None
+    run: Optional[Callable] = None  # (input_ids, position_ids, tokens in the caches) -> logits
+
+
+@torch.inference_mode()
+def update_graph_cache(
+    model,
+    cache,
+    batch_size,
+    seqlen_og,
+    max_seqlen,
+    decoding_seqlens=(1,),
+    tensor_parallel=1,
+    dtype=None,
+    n_warmups=2,
+):
+    """A ``DecodingCGCache`` with a graph for each step of ``decoding_seqlens`` tokens.
+
+    Args:
+        cache: a former result, whose graphs are kept if its memory is large enough and of the same kind, or None.
+        seqlen_og: tokens of the prompt.
+        max_seqlen: tokens that the caches must hold.
+        tensor_parallel: ranks that share the heads of a model without ``allocate_inference_cache``.
+        dtype: of the caches, by default the dtype of the first parameter.
+    Returns:
+        The cache. Its ``run`` does a step. On the CPU there are no graphs, and ``run`` calls the model.
+    """
+    cache = DecodingCGCache() if cache is None else cache
+    parameter = next(iter(model.parameters()))
+    device, dtype = parameter.device, dtype or parameter.dtype
+    enough = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
+    if not enough or (device, dtype) != (cache.device, cache.dtype):
+        cache.callables, cache.mempool, cache.inference_params = {}, None, None  # free the memory before asking again
+        cache.device, cache.dtype, cache.max_batch_size, cache.max_seqlen = device, dtype, batch_size, max_seqlen
+        if hasattr(model, "allocate_inference_cache"):
+            caches = model.allocate_inference_cache(batch_size, max_seqlen, dtype)
+        else:
+            caches = _caches_of_config(model.config, batch_size, max_seqlen, tensor_parallel, device, dtype)
+        cache.inference_params = InferenceParams(
+            max_seqlen=max_seqlen,
+            max_batch_size=batch_size,
+            seqlen_offset=seqlen_og,
+            key_value_memory_dict=caches,
+            lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
+        )
+        cache.mempool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    for tokens in decoding_seqlens:
+        if (batch_size, tokens) not in cache.callables:
+            cache.callables[batch_size, tokens] = capture_graph(
+                model, cache.inference_params, batch_size, cache.max_seqlen, tokens, cache.mempool, n_warmups
+            )
+
+    def run(input_ids, position_ids, seqlen):
+        return cache.callables[tuple(input_ids.shape[:2])](input_ids, position_ids, seqlen)
+
+    cache.run = run
+    cache.inference_params.seqlen_offset = 0
+    return cache
+
+
+def capture_graph(model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2):
+    """Record a step of ``decoding_seqlen`` tokens as a CUDA graph, in memory of ``mempool``.
+
+    Returns:
+        A function of (input_ids ``[b, decoding_seqlen]``, position_ids likewise, tokens in the caches), which returns
+        logits ``[b, decoding_seqlen, V]``. On the CPU the function calls the model.
+    """
+    device = next(iter(model.parameters())).device
+    input_ids = torch.zeros(batch_size, decoding_seqlen, dtype=torch.long, device=device)
+    position_ids = torch.zeros_like(input_ids)
+    lengths = inference_params.lengths_per_sample
+
+    def step(input_ids, position_ids):
+        return model(
+            input_ids,
+            position_ids=position_ids,
+            inference_params=inference_params,
+            num_last_tokens=decoding_seqlen,
+        ).logits
+
+    def run_model(new_input_ids, new_position_ids, seqlen):
+        before, inference_params.seqlen_offset = inference_params.seqlen_offset, seqlen
+        lengths.fill_(seqlen)
+        logits = step(new_input_ids, new_position_ids)
+        inference_params.seqlen_offset = before
+        return logits
+
+    if device.type != "cuda":
+        return run_model
+
+    # The graph holds the longest step. What depends on the true lengths reads ``lengths``.
+    before, inference_params.seqlen_offset = inference_params.seqlen_offset, max_seqlen - decoding_seqlen
+    lengths.fill_(inference_params.seqlen_offset)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(n_warmups):
+            step(input_ids, position_ids)
+        stream.synchronize()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=mempool):
+        logits = step(input_ids, position_ids)
+    inference_params.seqlen_offset = before
+    # NOTE: the graph reads rotary tables where they lay. A longer sequence replaces the tables, so they are kept here.
+    tables = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+
+    def replay(new_input_ids, new_position_ids, seqlen):
+        lengths.fill_(seqlen)
+        input_ids.copy_(new_input_ids)
+        position_ids.copy_(new_position_ids)
+        graph.replay()
+        return logits.clone()
+
+    replay.tables = tables
+    return replay
+
+
+def _caches_of_config(config, batch_size, max_seqlen, tensor_parallel, device, dtype):
+    """Caches for a model that has a transformers config and no ``allocate_inference_cache``."""
+    heads = config.num_attention_heads
+    headdim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = config.num_hidden_layers
+    return allocate_inference_cache(batch_size, max_seqlen, heads // tensor_parallel, headdim, layers, device, dtype)
+
+
+def _now(device, tensor_parallel):
+    """Seconds on a clock, after all ranks have finished their work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if tensor_parallel > 1:
+        torch.distributed.barrier()
+    return time.perf_counter()
 
 
 class GenerationMixin:
@@ -169,7 +338,8 @@ class GenerationMixin:
             top_k=top_k,
             top_p=top_p,
             temperature=temperature,
-            output_scores=output_scores,
             **kwargs,
         )
+        if not output_scores:
+            output = output._replace(scores=None)
         return output if return_dict_in_generate else output.sequences
