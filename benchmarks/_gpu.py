@@ -26,7 +26,7 @@ import time
 from statistics import median
 
 import torch
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
 from tables import print_tables
 
 TOKENS, HIDDEN = 16384, 2048
@@ -247,6 +247,7 @@ def main(options, stem, kernels_of, per_score):
     kernels_of(d, h, causal, length): {name: (b, length, function that returns a call without arguments)}.
     per_score: operations for each score and column of a head.
     """
+    need_gpu()
     base, rng = {**machine(), "command": command()}, random.Random(options.seed)
     suffix = "_packed" if options.packed else ""
     paths = {

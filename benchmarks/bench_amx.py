@@ -35,15 +35,9 @@ import torch.nn.functional as F
 from _results import RESULTS, add_out, save
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn._measure import cpu_name
 
 FIELDS = "date processor torch isa threads dtype pass d causal len heads unit ours sdpa ratio peak".split()
-
-
-def processor():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
 
 
 def best_isa(dtype, limit):
@@ -196,7 +190,7 @@ def main():
     def add_row(threads, dtype, name, d, causal, length, heads, unit, own, sdpa, ratio):
         row = [
             datetime.date.today().isoformat(),
-            processor(),
+            cpu_name(),
             torch.__version__,
             best_isa(dtype, args.isa),
             threads,

@@ -28,7 +28,6 @@ import itertools
 import mmap
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ from typing import Callable, Optional
 import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
-from _results import RESULTS, add_out, read, save
+from _results import RESULTS, add_out, pictures, read, save
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
@@ -314,7 +313,6 @@ def measure(case, probes, threads, seconds):
                 "ours": round(ours, 1), "against": name, "theirs": round(amount / min(times[name]) / 1e9, 2),
                 "ratio": round(median(b / a for a, b in zip(times["ours"], times[name])), 2),
                 "roof": round(roof, 1), "share": round(share, 3), "rounds": len(times["ours"]),
-                "command": " ".join(["python benchmarks/bench_cpu.py", *sys.argv[1:]]),
             }  # fmt: skip
     engine.set_cpu_isa(None)
 
@@ -510,7 +508,7 @@ def main():
                 flush=True,
             )
     if rows:
-        draw(save(rows, options.out / "cpu.csv", list(rows[0]), KEY), options.out / "cpu.png")
+        draw(save(rows, options.out / "cpu.csv", list(rows[0]), KEY), pictures(options.out) / "cpu.png")
 
 
 if __name__ == "__main__":

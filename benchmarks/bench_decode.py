@@ -27,7 +27,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from _gpu import compiled_flex, shuffled
-from _results import add_out, command, read, save
+from _results import add_out, command, need_gpu, pictures, read, save
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -210,6 +210,7 @@ def main():
     parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=["ours", *PEERS])
     add_out(parser)
     options = parser.parse_args()
+    need_gpu()
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
@@ -264,7 +265,7 @@ def main():
             line.append(f"{name} {speed:.3f} ({us:.1f} us)")
         print(f"b{b} x {cache} {h}/{h_kv} d{d}, copy {copy:.3f}: " + ", ".join(line), flush=True)
         save(rows, path, COLUMNS, KEY)
-    plot(read(path), path.with_suffix(".svg"))
+    plot(read(path), pictures(options.out) / f"decode_{device}.svg")
     print_tables(options.out, device)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hopper"))
 
@@ -117,6 +117,7 @@ def copy_rate(num_bytes, repeats):
 
 
 def speed(options):
+    need_gpu()
     device = torch.cuda.get_device_name().replace(" ", "_")
     copy = copy_rate(320 << 20, options.repeats)
     print(f"copy: {copy:.0f} GB/s")

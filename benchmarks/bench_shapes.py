@@ -19,7 +19,7 @@ import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
 from _gpu import in_turns, machine, peak_memory, ready
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -145,6 +145,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a shape together")
     add_out(parser)
     options = parser.parse_args()
+    need_gpu()
     path = options.out / f"shapes_{machine()['device']}.csv"
     with torch.no_grad():
         for row in run(options):
