@@ -18,8 +18,7 @@ With one thread the clock is the thread's processor time, which other programs o
 threads it is the wall clock, and PyTorch's spinning workers get a few ms to go to sleep before the next call. Inputs
 are random.
 
-Writes cpu.csv and cpu.png to the folder --out. A row replaces the older row of the same case. --tables writes the
-tables of README.md and csrc/cpu/README.md from benchmarks/results/cpu.csv.
+Writes cpu.csv and cpu.png to the folder --out. A row replaces the older row of the same case.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from typing import Callable, Optional
 import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
-from _results import RESULTS, add_out, pictures, read, save
+from _results import add_out, pictures, save
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
@@ -369,112 +368,6 @@ def bar_name(row):
     return f"{name}: {row['against'].removeprefix('SDPA ')}" if row["case"].startswith("decode") else name
 
 
-# ---- the tables of the documents -------------------------------------------------------------------------------------
-
-NAMES = {"fp32": "fp32, AVX-512", "bf16": "bf16, AVX512-BF16", "fp16": "fp16, AVX-512"}
-LINES = {  # csrc/cpu/README.md: names of rows, and their cases
-    "32 heads on 8, d 128, length 1024, causal": {"case": "gqa"},
-    "window of 256, d 64, length 1024, beside a mask": {"case": "window 256"},
-    "dropout 0.1, d 64, length 1024": {"case": "dropout 0.1"},
-    "ALiBi, d 64, length 1024, beside a bias": {"case": "alibi"},
-    "256 sequences of 32 to 128 tokens, 64 on average, 12 heads, d 64, beside padding and a mask": {
-        "case": "256 sequences of 32 to 128"
-    },
-    "AVX2, d 64, length 2048 (share of the AVX2 peak)": {"case": "avx2", "d": 64, "causal": 0},
-}
-LINES.update({f"batch of {16384 // n} x {n} tokens, 12 heads, d 64": {"case": "batch", "len": n} for n in BATCHES})
-OURS = ("dropout 0.1", "alibi", "softcap 30", "logits spread by 200", "denormal values")
-
-
-def times(ratio):
-    return f"{float(ratio):.1f}" if float(ratio) < 20 else f"{float(ratio):.0f}"
-
-
-def share(row):
-    return f"{float(row['share']):.0%}"
-
-
-def the_row(rows, against, threads=1, **wanted):
-    """The row of that name, or None if such a case is not measured."""
-    wanted = {name: str(value) for name, value in {"threads": threads, **wanted}.items()}
-    fits = [r for r in rows if r["against"].startswith(against) and all(r[k] == v for k, v in wanted.items())]
-    assert len(fits) < 2, f"{len(fits)} rows are {wanted}"
-    return fits[0] if fits else None
-
-
-def squares(rows, names, form, **wanted):
-    """One row for each dtype. Columns are forward and backward at d 64 and 128; a cell has the full and the causal
-    square."""
-    for dtype, name in names.items():
-        cells = []
-        for pas, d in itertools.product(("fwd", "bwd"), (64, 128)):
-            case = {"case": "plain", "dtype": dtype, "pass": pas, "d": d, **wanted}
-            full, causal = (the_row(rows, "SDPA", causal=causal, **case) for causal in (0, 1))
-            cells.append(form(full, causal) if full and causal else "-")
-        yield [name, *cells]
-
-
-def option_rows(rows, lines, against, form):
-    for name, wanted in lines.items():
-        cells = []
-        for dtype, pas in itertools.product(("fp32", "bf16"), ("fwd", "bwd")):
-            row = the_row(rows, against, **{"dtype": dtype, "pass": pas, **wanted})
-            cells.append(form(row) if row else "")
-        yield [name, *cells]
-
-
-def decodes(rows):
-    for pages in ("decode", "decode, huge pages"):
-        for dtype, n in itertools.product(DTYPES, (8192, 16384)):
-            case = {"case": pages, "dtype": dtype, "len": n}
-            gqa, ours = the_row(rows, "SDPA enable_gqa", **case), the_row(rows, "SDPA heads as rows", **case)
-            if ours:
-                name = f"{dtype}, {n}{', pages of 2 MiB' if pages != 'decode' else ''}"
-                yield [name, ours["roof"], ours["ours"], share(ours), times(ours["ratio"]), times(gqa["ratio"])]
-
-
-def tables(rows):
-    """(document, header, rows) of each table that comes from cpu.csv."""
-    directions = ["forward, d = 64", "forward, d = 128", "backward, d = 64", "backward, d = 128"]
-    passes = ["fp32 forward", "fp32 backward", "bf16 forward", "bf16 backward"]
-
-    def ratios(full, causal):
-        return f"{times(full['ratio'])} ({times(causal['ratio'])})"
-
-    def shares(full, causal):
-        return f"{share(full)} ({share(causal)}), {ratios(full, causal)}"
-
-    def rates(full, causal):
-        return f"{float(full['ours']):.0f} ({float(causal['ours']):.0f}), {shares(full, causal)}"
-
-    here = ROOT / "csrc" / "cpu" / "README.md"
-    yield ROOT / "README.md", ["", *directions], squares(rows, {x: x for x in DTYPES}, ratios, len=2048)
-    yield here, ["GFLOPS, share of peak, ratio", *directions], squares(rows, NAMES, rates, len=2048)
-    two = {name: NAMES[name] for name in ("fp32", "bf16")}
-    yield here, ["two threads, length 8192", *directions], squares(rows, two, shares, len=8192, threads=2)
-    beside = option_rows(rows, LINES, "SDPA", lambda row: f"{times(row['ratio'])}, {share(row)}")
-    yield here, ["Ratio to SDPA, share of peak", *passes], beside
-    plain = option_rows(rows, {x: {"case": x} for x in OURS}, "ours", lambda row: f"{float(row['ratio']):.2f}")
-    yield here, ["Speed beside our own plain call", *passes], plain
-    columns = ["read probe GB/s", "ours GB/s", "share", "times as fast as g heads as rows", "as `enable_gqa`"]
-    yield here, ["dtype, keys", *columns], decodes(rows)
-
-
-def write_tables(rows):
-    """Makes each table of the documents from the rows. Tables are found by their headers."""
-    for path, header, body in tables(rows):
-        lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
-        lines[0] = lines[0].replace("|  |", "| |")
-        lines.insert(1, "|" + "---|" * len(header))
-        old = path.read_text(encoding="utf-8").splitlines()
-        assert old.count(lines[0]) == 1, f"{path} has no table {lines[0]}"
-        first = last = old.index(lines[0])
-        while last < len(old) and old[last].startswith("|"):
-            last += 1
-        path.write_text("\n".join([*old[:first], *lines, *old[last:], ""]), encoding="utf-8")
-        print(path.relative_to(ROOT), *lines, "", sep="\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose line in --list matches")
@@ -483,12 +376,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.4, help="of each pass of each case, but 3 rounds at least")
     add_out(parser)
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--tables", action="store_true", help="write the tables of the documents and stop")
     options = parser.parse_args()
 
-    if options.tables:
-        write_tables(read(RESULTS / "cpu.csv"))
-        return
     torch.manual_seed(0)
     chosen = [(threads, case) for threads in options.threads for case in cases(threads)]
     chosen = [(threads, case) for threads, case in chosen if re.search(options.only, str(case))]

@@ -16,6 +16,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 
+import _cpu_tables
+from _cpu_tables import grid
 from _results import RESULTS, merge, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +39,6 @@ def rows_of(source, name):
     if not path.exists():
         raise Missing(path.name)
     return read(path)
-
-
-def grid(header, body):
-    """A table's lines, of cells."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
-    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]]
 
 
 def title(kernel, rows):
@@ -344,6 +340,7 @@ TABLES = {
     "decode": decode,
     "other shapes": shapes,
     "exactness": exactness,
+    **_cpu_tables.TABLES,
     "files": files,
 }
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -351,12 +348,16 @@ BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.
 
 def made(name, folder=RESULTS, device=DEVICE):
     """The text of a table; raises Missing."""
-    return "\n".join(TABLES[name]((folder, device))) + "\n"
+    try:
+        return "\n".join(TABLES[name]((folder, device))) + "\n"
+    except FileNotFoundError as error:
+        raise Missing(Path(error.filename or str(error)).name) from error
 
 
 def documents():
     """Documents with tables. The list of files comes last, because the other documents name the files."""
-    return [ROOT / "README.md", *sorted((ROOT / "csrc" / "cuda").rglob("*.md")), RESULTS / "README.md"]
+    own = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "csrc").rglob("*.md"))
+    return [*own, ROOT / "hopper" / "README.md", RESULTS / "README.md"]
 
 
 def write_documents(folder):
