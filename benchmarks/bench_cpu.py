@@ -4,8 +4,8 @@
     python benchmarks/bench_cpu.py --only "plain fp32" --threads 1
     python benchmarks/bench_cpu.py --list
 
-cases() is the table of cases. In each round of a case a probe of the machine, our call, and the calls for comparison
-run one after the other. ``ratio`` is the speed of our call divided by the other speed, as the median over the rounds of
+tests/cases.py has the cases. In each round of a case a probe of the machine, our call, and the calls for comparison run
+one after the other. ``ratio`` is the speed of our call divided by the other speed, as the median over the rounds of
 adjacent calls. Rates are those of the best round. ``share`` is our rate divided by the probe's rate (for a decode the
 median, too).
 
@@ -23,7 +23,6 @@ Writes cpu.csv and cpu.png to the folder --out. A row replaces the older row of 
 
 import argparse
 import ctypes
-import itertools
 import mmap
 import re
 import subprocess
@@ -39,12 +38,13 @@ import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
 from _results import add_out, pictures, save
+from cases import BENCH_CPU
+from cases import Case as Sizes
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-BATCHES = (16, 32, 64, 128, 256)  # lengths of short sequences
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # ---- the cases -------------------------------------------------------------------------------------------------------
@@ -55,16 +55,18 @@ class Case:
     """A row of the table. ``build`` makes its tensors and calls shortly before the measurement."""
 
     kind: str
-    build: Callable
-    dtype: str
-    d: int
-    len: int
+    sizes: Sizes
     h: int
-    h_kv: Optional[int] = None
-    b: int = 1
-    causal: bool = False
+    build: Callable
     isa: Optional[str] = None  # the strongest instruction set for our call; None: the machine's
     passes: tuple = ("fwd", "bwd")
+
+    def __getattr__(self, name):
+        return getattr(self.sizes, name)
+
+    @property
+    def len(self):
+        return self.sizes.len_kv
 
     def __str__(self):
         return f"{self.kind} {self.dtype} d{self.d} len{self.len}{' causal' if self.causal else ''}"
@@ -86,31 +88,27 @@ class Calls:
     agree: Optional[Callable] = None
 
 
-def cases(threads):
-    for dtype, n, d, causal in itertools.product(DTYPES, (512, 2048, 8192), (64, 128), (False, True)):
-        h = max(threads, {512: 8, 2048: 2, 8192: 1}[n])  # PyTorch's backward has at most one thread for each head
-        slow = dtype == "fp16" and n == 8192  # PyTorch's backward takes ten seconds
-        yield Case("plain", dense(), dtype, d, n, h, causal=causal, passes=("fwd",) if slow else ("fwd", "bwd"))
-    for dtype, d, causal in itertools.product(DTYPES, (64, 128), (False, True)):
-        if dtype != "fp16":
-            yield Case("avx2", dense(), dtype, d, 2048, 2, causal=causal, isa="avx2")
-    for dtype in ("fp32", "bf16"):
-        yield Case("gqa", dense(), dtype, 128, 1024, 32, h_kv=8, causal=True)
-        yield Case("window 256", dense(window=256), dtype, 64, 1024, 8, causal=True)
-        yield Case("dropout 0.1", dense(dropout_p=0.1), dtype, 64, 1024, 8)
-        yield Case("alibi", dense(alibi=True), dtype, 64, 1024, 8)
-        yield Case("softcap 30", dense(softcap=30.0), dtype, 64, 1024, 8)
-        yield Case("logits spread by 200", unusual(spread=200), dtype, 64, 1024, 8)
-        yield Case("denormal values", unusual(values=1e-39), dtype, 64, 1024, 8)
-        yield Case("256 sequences of 32 to 128", packed, dtype, 64, 128, 12, b=256)
-    for dtype, n in itertools.product(("fp32", "bf16"), BATCHES):
-        yield Case("batch", dense(), dtype, 64, n, 12, b=16384 // n, passes=("fwd",))
-    if threads > 1:  # PyTorch's spinning workers would occupy the cores that the memory probe needs
-        return
-    for dtype, n in itertools.product(DTYPES, (8192, 16384)):
-        yield Case("decode", decode(), dtype, 128, n, 32, h_kv=8, passes=("fwd",))
-    for dtype in ("fp32", "bf16"):
-        yield Case("decode, huge pages", decode(in_huge_pages), dtype, 128, 16384, 32, h_kv=8, passes=("fwd",))
+def chosen_cases(threads):
+    """The cases of tests/cases.py, with what is special about their kind."""
+    special = {
+        "avx2": {"isa": "avx2"},
+        "logits spread by 200": {"build": unusual(spread=200)},
+        "denormal values": {"build": unusual(values=1e-39)},
+        "256 sequences of 32 to 128": {"build": packed},
+        "batch": {"passes": ("fwd",)},
+        "decode": {"build": decode(), "passes": ("fwd",)},
+        "decode, huge pages": {"build": decode(in_huge_pages), "passes": ("fwd",)},
+    }
+    for kind, sizes in BENCH_CPU.items():
+        if kind.startswith("decode") and threads > 1:
+            continue  # PyTorch's spinning workers would occupy the cores that the memory probe needs
+        for size in sizes:
+            case = Case(kind, size, **{"h": size.h, "build": dense, **special.get(kind, {})})
+            if kind == "plain":
+                case.h = max(threads, size.h)  # PyTorch's backward has at most one thread for each head
+                if size.dtype == "fp16" and size.len_q == 8192:
+                    case.passes = ("fwd",)  # PyTorch's backward takes ten seconds
+            yield case
 
 
 def random(case, *shapes):
@@ -122,38 +120,33 @@ def sdpa(q, k, v, **options):
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-def dense(window=None, alibi=False, **options):
+def dense(case):
     """flash_attn_func. Options are compared with our own plain call and with the nearest option of PyTorch."""
-
-    def build(case):
-        b, n, h, d, h_kv = case.b, case.len, case.h, case.d, case.h_kv or case.h
-        q, k, v = leaves = random(case, (b, n, h, d), (b, n, h_kv, d), (b, n, h_kv, d))
-        row, key = torch.arange(n)[:, None], torch.arange(n)
-        pairs, kwargs, name, theirs = n * n / (2 if case.causal else 1), {}, "SDPA", {"is_causal": case.causal}
-        if h_kv < h:
-            name, theirs = "SDPA enable_gqa", {"is_causal": case.causal, "enable_gqa": True}
-        if window:
-            kwargs, name = {"window_size": (window - 1, 0)}, "SDPA mask"
-            theirs = {"attn_mask": (row - window < key) & (key <= row)}
-            pairs = theirs["attn_mask"].sum().item()
-        if alibi:
-            slopes = 2 ** (-8 * (1 + torch.arange(h)) / h)
-            kwargs, name = {"alibi_slopes": slopes}, "SDPA bias"
-            theirs = {"attn_mask": (-slopes[:, None, None] * (row - key).abs()).to(q.dtype)}
-        if "dropout_p" in options:
-            name, theirs = "SDPA dropout", dict(options)
-        ours = lambda **kwargs: flash_attn_func(q, k, v, causal=case.causal, **kwargs)  # noqa: E731
-        kwargs.update(options)
-        others = {} if "softcap" in options else {name: lambda: sdpa(q, k, v, **theirs)}
-        if alibi or options:
-            others["ours, plain"] = ours
-        comparable = name in others and "dropout_p" not in options
-        kernel = (flash_attn_func, (q, k, v), {"causal": case.causal, **kwargs})
-        return Calls(
-            lambda: ours(**kwargs), others, leaves, b * h * pairs, kernel, (lambda x: x) if comparable else None
-        )
-
-    return build
+    b, n, h, d, h_kv = case.b, case.len, case.h, case.d, case.h_kv or case.h
+    q, k, v = leaves = random(case, (b, n, h, d), (b, n, h_kv, d), (b, n, h_kv, d))
+    row, key = torch.arange(n)[:, None], torch.arange(n)
+    pairs, kwargs, name, theirs = n * n / (2 if case.causal else 1), {}, "SDPA", {"is_causal": case.causal}
+    if h_kv < h:
+        name, theirs = "SDPA enable_gqa", {"is_causal": case.causal, "enable_gqa": True}
+    if case.window != (-1, -1):
+        kwargs, name = {"window_size": case.window}, "SDPA mask"
+        theirs = {"attn_mask": (row - case.window[0] <= key) & (key <= row)}
+        pairs = theirs["attn_mask"].sum().item()
+    if case.alibi:
+        slopes = 2 ** (-8 * (1 + torch.arange(h)) / h)
+        kwargs, name = {"alibi_slopes": slopes}, "SDPA bias"
+        theirs = {"attn_mask": (-slopes[:, None, None] * (row - key).abs()).to(q.dtype)}
+    if case.dropout:
+        kwargs, name, theirs = {"dropout_p": case.dropout}, "SDPA dropout", {"dropout_p": case.dropout}
+    if case.softcap:
+        kwargs = {"softcap": case.softcap}
+    ours = lambda **kwargs: flash_attn_func(q, k, v, causal=case.causal, **kwargs)  # noqa: E731
+    others = {} if case.softcap else {name: lambda: sdpa(q, k, v, **theirs)}
+    if case.alibi or case.dropout or case.softcap:
+        others["ours, plain"] = ours
+    comparable = name in others and not case.dropout
+    kernel = (flash_attn_func, (q, k, v), {"causal": case.causal, **kwargs})
+    return Calls(lambda: ours(**kwargs), others, leaves, b * h * pairs, kernel, (lambda x: x) if comparable else None)
 
 
 def unusual(spread=None, values=1.0):
@@ -379,7 +372,7 @@ def main():
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    chosen = [(threads, case) for threads in options.threads for case in cases(threads)]
+    chosen = [(threads, case) for threads in options.threads for case in chosen_cases(threads)]
     chosen = [(threads, case) for threads, case in chosen if re.search(options.only, str(case))]
     if options.list or not chosen:
         print(*dict.fromkeys(str(case) for _, case in chosen), sep="\n")
