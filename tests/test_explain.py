@@ -5,6 +5,7 @@ import threading
 import flash_attn_2_cuda
 import pytest
 import torch
+from harness import randn
 from torch._subclasses import FakeTensorMode
 
 from flash_attn import (
@@ -17,10 +18,6 @@ from flash_attn import (
 from flash_attn.explain import Plan
 from flash_attn.flash_attn_interface import _flash_attn_forward
 from flash_attn.flex_attention import flex_attention
-
-
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def test_forward_only(isa):
