@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from harness import need
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.modules.block import Block
@@ -33,6 +33,9 @@ from flash_attn.utils.testing import (
     generate_random_padding_mask,
 )
 from flash_attn.utils.torch import custom_bwd, custom_fwd
+
+need("safetensors")
+from safetensors.torch import save_file  # noqa: E402
 
 # ---- generation ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 
 import pytest
-from toolbox import ROOT, lacking, run, tool
+from toolbox import ROOT, git_files, run, tool
 
 # No build may touch a C++ compiler, nvcc, or an editable install of this tree.
 CLEAN = {"CXX": "/bin/false", "CUDA_HOME": "/nonexistent", "PYTHONPATH": ""}
@@ -42,9 +42,7 @@ def pip(*arguments, **options):
 
 @functools.cache
 def tracked_files():
-    if not (ROOT / ".git").exists():
-        lacking("not a git checkout: nothing says which files belong to the project")
-    return set(run(tool("git"), "ls-files", cwd=ROOT).splitlines()) - {".gitignore"}
+    return set(git_files()) - {".gitignore"}
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,14 @@
 import re
 
 import pytest
-from toolbox import CSRC, ROOT, relative, run, tool
+from toolbox import CSRC, ROOT, git_files, relative, run, tool
 
 TEXT = {".c", ".h", ".cu", ".cuh", ".def", ".cpp", ".py", ".md", ".txt", ".toml", ".in"}
 FORMATTED = {".c", ".h", ".cu", ".cuh", ".cpp"}
 
 
 def project_files(suffixes):
-    names = run(tool("git"), "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    names = git_files("--cached", "--others", "--exclude-standard")
     return sorted(ROOT / name for name in names if (ROOT / name).suffix in suffixes and (ROOT / name).exists())
 
 
