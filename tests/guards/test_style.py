@@ -45,6 +45,17 @@ def test_no_line_has(pattern):
     assert found == []
 
 
+def test_tests_share_code_through_other_modules():
+    """A helper that two tests need is in a harness or a toolbox, so that a change of a test cannot break another."""
+    found = [
+        f"{relative(path)}: {line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\s*(from|import) test_", line)
+    ]
+    assert found == []
+
+
 def test_lines_are_short():
     """clang-format breaks code, not comments. ruff watches Python. Rows of Markdown tables may be longer."""
     found = [
