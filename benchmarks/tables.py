@@ -412,6 +412,33 @@ def draw(folder):
             plt.close(figure)
 
 
+def draw_speed(folder):
+    """README's picture: TFLOPS back to back at length 16k, of all kernels and head dimensions."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "flash-attn"
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True)
+    kernels = {"ours": "#d1495b", "cuDNN": "#8d99ae", "FA2": "#c8ced9"}
+    for axis, (stem, word) in zip(axes, (("fwd", "forward"), ("bwd", "backward"))):
+        rows = rows_of((folder, DEVICE), f"{stem}_sustained_<device>.csv")
+        found = tflops(rows)
+        places = [(d, causal) for d in (64, 128, 256) for causal in (False, True)]
+        for i, (kernel, colour) in enumerate(kernels.items()):
+            heights = [found[kernel, d, "16384", causal] for d, causal in places]
+            at = [x + 0.27 * (i - 1) for x in range(len(places))]
+            bars = axis.bar(at, heights, 0.25, color=colour, label=title(kernel, rows))
+            axis.bar_label(bars, fmt="%.0f", fontsize=6)
+        axis.set_xticks(range(len(places)), [f"d {d}{chr(10)}causal" if causal else f"d {d}" for d, causal in places])
+        axis.set(title=word)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("TFLOPS, H100, bf16, length 16k")
+    axes[1].legend(frameon=False, fontsize=8, ncol=3, loc="upper right")
+    axes[0].set_ylim(0, 850)
+    figure.tight_layout()
+    figure.savefig(folder / f"speed_{DEVICE}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 MEASURED = (
     "date commit python torch flash_attn cudnn rule ms tflops mhz watts mib us tb_s copy command out dq dk dv sdpa_us"
 ).split()
@@ -444,6 +471,7 @@ def main():
         write_documents(options.folder)
     if options.pictures:
         draw(options.folder)
+        draw_speed(options.folder)
     if not options.write and not options.pictures and not options.take:
         print_tables(options.folder)
 
