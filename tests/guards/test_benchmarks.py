@@ -9,6 +9,7 @@ from pathlib import Path
 import _gpu
 import _results
 import pytest
+import tables
 import torch
 from toolbox import ROOT, relative
 
@@ -39,6 +40,22 @@ def test_a_row_replaces_only_its_own(tmp_path):
     assert _results.save([], path, key, key) == rows and path.read_bytes() == before
     less = _results.save([{"device": "C", "d": 1, "length": 1}], path, key, key)
     assert less[1]["watts"] == "700" and less[3]["watts"] == "", "columns that a command does not know are kept"
+
+
+def test_take_replaces_rows_from_before_rows_had_their_facts(monkeypatch, tmp_path):
+    """A new row of a GPU, with the commit and the host's processor, takes the place of the old row without them."""
+    results, new = tmp_path / "results", tmp_path / "new"
+    old = [{"date": "1", "device": "H", "kernel": "ours", "d": d, "ms": ms} for d, ms in ((64, 2), (128, 3))]
+    _results.merge(old, results / "x.csv", list(old[0]), ["device", "d"])
+    fresh = {"date": "2", "commit": "abc", "cpu": "Xeon", "device": "H", "kernel": "ours", "d": 64, "ms": 1}
+    _results.merge([fresh], new / "x.csv", list(fresh), ["device", "d"])
+    monkeypatch.setattr(tables, "RESULTS", results)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    tables.take(new)
+    assert [(row["d"], row["ms"], row["commit"]) for row in _results.read(results / "x.csv")] == [
+        ("64", "1", "abc"),
+        ("128", "3", ""),
+    ]
 
 
 def test_a_row_tells_where_it_was_measured(monkeypatch):
