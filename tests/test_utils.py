@@ -1,5 +1,6 @@
 """Helpers around models: generation, weights from a directory, timing, test data."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -17,10 +18,12 @@ from flash_attn.utils.generation import (
     InferenceParams,
     allocate_inference_cache,
     decode,
+    decode_speculative,
     modify_logit_for_repetition_penalty,
     modify_logits_for_top_k_filtering,
     modify_logits_for_top_p_filtering,
     sample,
+    sample_speculative,
     update_graph_cache,
 )
 from flash_attn.utils.library import triton_op
@@ -126,6 +129,39 @@ def test_graphs_decode_what_the_model_decodes(rotary_emb_dim, device, capsys):
         model(prompt[:, :4], inference_params=steps.inference_params)
         found = steps.run(prompt[:, 4:], torch.arange(4, 7, device=device).expand(2, 3), 4)
         torch.testing.assert_close(found, model(prompt, num_last_tokens=3).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cg", [False, True])
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_speculative_decoding_is_decoding(lookahead, cg, device, capsys):
+    """The model drafts for itself, or another model drafts badly. Greedy text is that of the model alone."""
+    torch.manual_seed(0)
+    model, other, prompt = TinyGPT(16).to(device), TinyGPT().to(device), torch.randint(0, 19, (1, 3), device=device)
+    expected = decode(prompt, model, 15)
+    calls = []
+    for draft in (copy.deepcopy(model), other):
+        found = decode_speculative(prompt, model, draft, 15, lookahead, cg=cg, enable_timing=True)
+        assert found.sequences.equal(expected.sequences)
+        torch.testing.assert_close(found.scores, torch.stack(expected.scores, 1), rtol=1e-4, atol=1e-5)
+        calls.append(int(capsys.readouterr().out.rsplit(" ", 1)[1]))
+    assert calls[0] == 12 // (lookahead + 1) and calls[0] <= calls[1] <= 12
+    with pytest.raises(AssertionError, match="2 sequences, 1 is allowed"):
+        decode_speculative(prompt.expand(2, 3), model, other, 15)
+
+
+def test_speculative_samples_have_the_distribution_of_the_model():
+    torch.manual_seed(0)
+    p, q = torch.tensor([[0.5, 0.05, 0.15, 0.3], [0.1, 0.2, 0.3, 0.4]]), torch.tensor([[0.1, 0.4, 0.4, 0.1]])
+    n = 20000
+    drafts = torch.multinomial(q, n, replacement=True).T
+    tokens, count = sample_speculative(p.log().expand(n, 2, 4), q.log().expand(n, 1, 4), drafts, top_k=0)
+    assert set(count.tolist()) == {1, 2}
+    torch.testing.assert_close(tokens[:, 0].bincount(minlength=4) / n, p[0], rtol=0, atol=0.02)
+    second = tokens[count == 2, 1]
+    torch.testing.assert_close(second.bincount(minlength=4) / len(second), p[1], rtol=0, atol=0.02)
+    same = sample_speculative(p.log().expand(n, 2, 4), p[:1].log().expand(n, 1, 4), drafts, top_k=0)[1]
+    assert same.eq(2).all()
 
 
 def test_caches_of_a_model_with_a_config():

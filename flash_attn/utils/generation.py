@@ -18,10 +18,12 @@ __all__ = [
     "allocate_inference_cache",
     "capture_graph",
     "decode",
+    "decode_speculative",
     "modify_logit_for_repetition_penalty",
     "modify_logits_for_top_k_filtering",
     "modify_logits_for_top_p_filtering",
     "sample",
+    "sample_speculative",
     "update_graph_cache",
 ]
 
@@ -126,26 +128,12 @@ def decode(
         DecoderOutput. Its scores are the logits of each step.
     """
     batch, length = input_ids.shape
-    if cg:
-        cache = getattr(model, "_decoding_cache", None)
-        cache = update_graph_cache(model, cache, batch, length, max_length, tensor_parallel=tensor_parallel)
-        model._decoding_cache, params = cache, cache.inference_params
-        params.reset(max_length, batch)
-    else:
-        params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+    _, logits_of = _stepper(model, batch, length, max_length, cg, (1,), tensor_parallel)
     started = _now(input_ids.device, tensor_parallel) if enable_timing else 0.0
     sequences, scores, step = input_ids, [], input_ids
     finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     while length < max_length:
-        position_ids = None
-        if params.seqlen_offset > 0:
-            position_ids = torch.full((batch, 1), params.seqlen_offset, dtype=torch.long, device=input_ids.device)
-        if cg and params.seqlen_offset > 0:
-            logits = cache.run(step, position_ids, params.seqlen_offset)
-        else:
-            logits = model(step, position_ids=position_ids, inference_params=params, num_last_tokens=1).logits
-        logits = logits[:, -1, :vocab_size]
-        params.seqlen_offset += step.shape[1]
+        logits = logits_of(step)[:, -1, :vocab_size]
         if repetition_penalty != 1.0:
             logits = modify_logit_for_repetition_penalty(logits.clone(), sequences, repetition_penalty)
         scores.append(logits)
@@ -164,6 +152,128 @@ def decode(
         milliseconds = 1000 * (_now(input_ids.device, tensor_parallel) - started)
         print(f"Prompt processing + decoding time: {milliseconds:.0f}ms")
     return DecoderOutput(sequences, tuple(scores))
+
+
+def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0):
+    """Accept or replace drafted tokens, so that tokens are distributed as those of the model (arXiv 2211.17192).
+
+    Args:
+        logits: ``[b, s + 1, V]`` of the model. logits_draft: ``[b, s, V]`` of the draft. tokens_draft: ``[b, s]``.
+        top_k, top_p, temperature: as of ``sample``; the draft was drawn with them, too.
+    Returns:
+        (tokens ``[b, s + 1]``, their number ``[b]``, 1 to s + 1): the accepted tokens, and one drawn behind them.
+    """
+    batch, drafted = tokens_draft.shape
+    assert logits.shape == (batch, drafted + 1, logits_draft.shape[-1]), (
+        f"logits is {tuple(logits.shape)}, logits_draft {tuple(logits_draft.shape)}, tokens_draft {batch, drafted}"
+    )
+    p, p_draft = (_probabilities(x, top_k, top_p, temperature) for x in (logits, logits_draft))
+    index = tokens_draft.long().unsqueeze(-1)
+    chance, chance_draft = p[:, :-1].gather(-1, index).squeeze(-1), p_draft.gather(-1, index).squeeze(-1)
+    accepted = torch.rand_like(chance) * chance_draft <= chance
+    count = accepted.int().cumprod(1).sum(1)
+    # Behind the accepted tokens: what the draft lacks of the model's distribution, or the model's own at the end.
+    lacking = torch.cat([(p[:, :-1] - p_draft).clamp(min=0), p[:, -1:]], dim=1)
+    rows = torch.arange(batch, device=logits.device)
+    drawn = torch.multinomial(lacking[rows, count], num_samples=1).squeeze(-1)
+    tokens = torch.cat([tokens_draft, torch.zeros_like(tokens_draft[:, :1])], dim=1)
+    tokens[rows, count] = drawn.to(tokens.dtype)
+    return tokens, count + 1
+
+
+@torch.inference_mode()
+def decode_speculative(
+    input_ids,
+    model,
+    model_draft,
+    max_length,
+    speculative_lookahead=3,
+    top_k=1,
+    top_p=0.0,
+    temperature=1.0,
+    eos_token_id=None,
+    vocab_size=None,
+    tensor_parallel=1,
+    cg=False,
+    enable_timing=False,
+    debug=False,
+):
+    """``decode`` of one sequence, whose tokens a smaller model drafts, ``speculative_lookahead`` at a time.
+
+    Args:
+        input_ids: ``[1, s]``. eos_token_id: must be None. debug: print the tokens of each step.
+        The others are those of ``decode``.
+    Returns:
+        DecoderOutput. Its scores are one tensor ``[1, new tokens, V]``, the model's logits.
+    """
+    assert input_ids.shape[0] == 1, f"input_ids has {input_ids.shape[0]} sequences, 1 is allowed"
+    assert eos_token_id is None, "decode_speculative does not take an eos_token_id"
+    length, sampling = input_ids.shape[1], (top_k, top_p, temperature)
+    params, logits_of = _stepper(model, 1, length, max_length, cg, range(1, speculative_lookahead + 2), tensor_parallel)
+    params_draft, draft_logits_of = _stepper(model_draft, 1, length, max_length, cg, (1, 2), tensor_parallel)
+    started = _now(input_ids.device, tensor_parallel) if enable_timing else 0.0
+    sequences, scores, calls = input_ids, [], 0
+    while sequences.shape[1] < max_length:
+        length, drafted, drafts = sequences.shape[1], sequences, []
+        for _ in range(min(speculative_lookahead, max_length - length - 1)):
+            drafts.append(draft_logits_of(drafted[:, params_draft.seqlen_offset :])[..., :vocab_size])
+            drafted = torch.cat([drafted, sample(drafts[-1][:, -1], *sampling)[:, None]], dim=1)
+        logits = logits_of(drafted[:, params.seqlen_offset :], len(drafts) + 1)[..., :vocab_size]
+        calls += 1
+        if drafts:
+            tokens, count = sample_speculative(logits, torch.cat(drafts, 1), drafted[:, length:], *sampling)
+            tokens = tokens[:, : int(count)]
+        else:
+            tokens = sample(logits[:, -1], *sampling)[:, None]
+        if debug:
+            print(tokens)
+        scores.append(logits[:, : tokens.shape[1]])
+        sequences = torch.cat([sequences, tokens], dim=1)
+        # The caches keep what both agree on. The last token has not been in a model yet.
+        params.seqlen_offset = sequences.shape[1] - 1
+        params_draft.seqlen_offset = min(params_draft.seqlen_offset, sequences.shape[1] - 1)
+    if enable_timing:
+        milliseconds = 1000 * (_now(input_ids.device, tensor_parallel) - started)
+        print(f"Prompt processing + decoding time: {milliseconds:.0f}ms")
+        print(f"Number of calls to main model: {calls}")
+    return DecoderOutput(sequences, torch.cat(scores, dim=1) if scores else ())
+
+
+def _probabilities(logits, top_k, top_p, temperature):
+    """The distribution that ``sample`` draws from, ``[b, s, V]``."""
+    flat = (logits / temperature).flatten(0, 1)
+    if top_k > 0:
+        modify_logits_for_top_k_filtering(flat, min(top_k, flat.shape[-1]))
+    modify_logits_for_top_p_filtering(flat, top_p)
+    return flat.softmax(-1).view_as(logits)
+
+
+def _stepper(model, batch, length, max_length, cg, decoding_seqlens, tensor_parallel):
+    """(inference_params, function): the function of tokens ``[b, n]`` behind the cached ones returns their logits."""
+    cache = None
+    if cg:
+        cache = update_graph_cache(
+            model, getattr(model, "_decoding_cache", None), batch, length, max_length, decoding_seqlens, tensor_parallel
+        )
+        model._decoding_cache = cache
+        cache.inference_params.reset(max_length, batch)
+    params = cache.inference_params if cg else InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+
+    def logits_of(tokens, num_last_tokens=1):
+        first, last = params.seqlen_offset, params.seqlen_offset + tokens.shape[1]
+        position_ids = None
+        if first > 0:
+            position_ids = torch.arange(first, last, device=tokens.device).expand_as(tokens)
+        if cg and first > 0:
+            logits = cache.run(tokens, position_ids, first)
+        else:
+            logits = model(
+                tokens, position_ids=position_ids, inference_params=params, num_last_tokens=num_last_tokens
+            ).logits
+        params.seqlen_offset = last
+        return logits[:, -num_last_tokens:]
+
+    return params, logits_of
 
 
 @dataclass
