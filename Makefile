@@ -10,6 +10,9 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/*/*
 
 .PHONY: demo test bench package clean
 
+# TORCH_INDEX names the package index of torch, such as https://download.pytorch.org/whl/cpu.
+TORCH_INDEX ?=
+
 demo: $(VENV)/package
 	$(PY) -m flash_attn
 	$(PY) benchmarks/minilm.py
@@ -33,7 +36,8 @@ $(VENV)/python:
 	touch $@
 
 $(VENV)/torch: requirements/torch.txt requirements/demo.txt | $(VENV)/python
-	$(PIP) install -c requirements/demo.txt -r requirements/torch.txt
+	$(PY) requirements/announce.py $(TORCH_INDEX)
+	$(PIP) install $(TORCH_INDEX:%=--index-url %) -c requirements/demo.txt -r requirements/torch.txt
 	touch $@
 
 $(VENV)/demo: requirements/demo.txt $(VENV)/torch

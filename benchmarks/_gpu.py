@@ -26,10 +26,11 @@ import time
 from statistics import median
 
 import torch
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
+from cases import BENCH_GPU
 from tables import print_tables
 
-TOKENS, HIDDEN = 16384, 2048
+TOKENS, HIDDEN = BENCH_GPU[0].b * BENCH_GPU[0].len_q, BENCH_GPU[0].h * BENCH_GPU[0].d
 LENGTHS = torch.randint(64, 4097, (24,), generator=torch.Generator().manual_seed(0))
 EQUAL = 21, 2688  # sequences, length
 COLUMNS = ["date", "device", "torch", "cudnn", "rule", "kernel", "d", "b", "h", "length", "causal", "run"]
@@ -42,7 +43,9 @@ def device_name():
     return torch.cuda.get_device_name().replace(" ", "_")
 
 
-def add_options(parser, kernels, default, dims=(64, 128, 256), lengths=(1024, 4096, 16384), seconds=0.4):
+def add_options(parser, kernels, default, dims=None, seconds=0.4):
+    dims = dims or list(dict.fromkeys(case.d for case in BENCH_GPU))
+    lengths = list(dict.fromkeys(case.len_q for case in BENCH_GPU))
     parser.add_argument("--dims", type=int, nargs="+", default=dims)
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--kernels", nargs="+", default=default, choices=kernels, help="unless packed")
@@ -247,6 +250,7 @@ def main(options, stem, kernels_of, per_score):
     kernels_of(d, h, causal, length): {name: (b, length, function that returns a call without arguments)}.
     per_score: operations for each score and column of a head.
     """
+    need_gpu()
     base, rng = {**machine(), "command": command()}, random.Random(options.seed)
     suffix = "_packed" if options.packed else ""
     paths = {

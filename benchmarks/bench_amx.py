@@ -1,7 +1,6 @@
 """Times attention on this machine's processor against PyTorch's ``scaled_dot_product_attention``, in alternating calls.
 
     python benchmarks/bench_amx.py [--threads 1 16] [--rounds 3]     under a minute; writes amx.csv to the folder --out
-    python benchmarks/bench_amx.py --table      benchmarks/results/amx.csv as the table of csrc/cpu/README.md
 
 bf16 runs on AMX if the processor has AMX, and ``--isa`` lowers the choice. fp32 is there for comparison. A row is a
 case. GFLOPS (4 b h len_q len_kv d forward, 10 backward, halved when causal) count the best call of either side.
@@ -18,7 +17,6 @@ heads of a group as rows, or enable_gqa (decode-gqa). The peak is the rate at wh
 """
 
 import argparse
-import csv
 import ctypes
 import datetime
 import itertools
@@ -29,21 +27,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import _cpu_tables
 import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
-from _results import RESULTS, add_out, save
+from _results import add_out, save
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn._measure import cpu_name
 
 FIELDS = "date processor torch isa threads dtype pass d causal len heads unit ours sdpa ratio peak".split()
-
-
-def processor():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown"
 
 
 def best_isa(dtype, limit):
@@ -152,29 +145,6 @@ def measure_decode(args, dtype, length=16384, heads=32, heads_kv=8, d=128):
         yield name, d, 0, length, heads, "GB/s", gigabytes / own, gigabytes / sdpa, ratio
 
 
-def print_table(path):
-    """A row of the table, causal in brackets: GFLOPS or GB/s, ratio to SDPA, share of the probe."""
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    cells = {}
-    for row in rows:
-        share = f"{100 * float(row['ours']) / float(row['peak']):.0f}%" if float(row["peak"]) else "-"
-        figures = f"{float(row['ours']):.0f}", row["ratio"], share
-        key = row["dtype"], row["pass"], row["d"], row["unit"]
-        cells.setdefault(key, {})[row["threads"], row["causal"]] = figures
-    threads = sorted({row["threads"] for row in rows}, key=int)
-    print("| |" + "".join(f" {t} thread{'s' * (t != '1')} | ratio | share |" for t in threads))
-    print("|---|" + "---|---|---|" * len(threads))
-    for (dtype, name, d, unit), cell in cells.items():
-        line = f"| {dtype} {name} d {d}, {unit} |"
-        for t in threads:
-            full, causal = cell.get((t, "0"), ("-",) * 3), cell.get((t, "1"))
-            line += (
-                "".join(f" {x} ({y}) |" for x, y in zip(full, causal)) if causal else "".join(f" {x} |" for x in full)
-            )
-        print(line)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
@@ -185,10 +155,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--isa", help="no better instruction set than this one")
     add_out(parser)
-    parser.add_argument("--table", action="store_true", help="print the table of benchmarks/results; measure nothing")
     args = parser.parse_args()
-    if args.table:
-        return print_table(RESULTS / "amx.csv")
     engine.set_cpu_isa(args.isa)
     peaks = {threads: probe(threads, args.dims) for threads in args.threads}
     path = args.out / "amx.csv"
@@ -196,7 +163,7 @@ def main():
     def add_row(threads, dtype, name, d, causal, length, heads, unit, own, sdpa, ratio):
         row = [
             datetime.date.today().isoformat(),
-            processor(),
+            cpu_name(),
             torch.__version__,
             best_isa(dtype, args.isa),
             threads,
@@ -215,7 +182,7 @@ def main():
                 add_row(threads, dtype, *measure(args, threads, dtype, d, backward, causal))
             for row in measure_decode(args, getattr(torch, dtype)):
                 add_row(threads, dtype, *row)
-    print_table(path)
+    print(*_cpu_tables.amx((args.out, None)), sep="\n")
 
 
 if __name__ == "__main__":

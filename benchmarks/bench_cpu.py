@@ -4,8 +4,8 @@
     python benchmarks/bench_cpu.py --only "plain fp32" --threads 1
     python benchmarks/bench_cpu.py --list
 
-cases() is the table of cases. In each round of a case a probe of the machine, our call, and the calls for comparison
-run one after the other. ``ratio`` is the speed of our call divided by the other speed, as the median over the rounds of
+tests/cases.py has the cases. In each round of a case a probe of the machine, our call, and the calls for comparison run
+one after the other. ``ratio`` is the speed of our call divided by the other speed, as the median over the rounds of
 adjacent calls. Rates are those of the best round. ``share`` is our rate divided by the probe's rate (for a decode the
 median, too).
 
@@ -18,17 +18,14 @@ With one thread the clock is the thread's processor time, which other programs o
 threads it is the wall clock, and PyTorch's spinning workers get a few ms to go to sleep before the next call. Inputs
 are random.
 
-Writes cpu.csv and cpu.png to the folder --out. A row replaces the older row of the same case. --tables writes the
-tables of README.md and csrc/cpu/README.md from benchmarks/results/cpu.csv.
+Writes cpu.csv and cpu.png to the folder --out. A row replaces the older row of the same case.
 """
 
 import argparse
 import ctypes
-import itertools
 import mmap
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +37,14 @@ from typing import Callable, Optional
 import flash_attn_2_cuda as engine
 import torch
 import torch.nn.functional as F
-from _results import RESULTS, add_out, read, save
+from _results import add_out, pictures, save
+from cases import BENCH_CPU
+from cases import Case as Sizes
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-BATCHES = (16, 32, 64, 128, 256)  # lengths of short sequences
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # ---- the cases -------------------------------------------------------------------------------------------------------
@@ -57,16 +55,18 @@ class Case:
     """A row of the table. ``build`` makes its tensors and calls shortly before the measurement."""
 
     kind: str
-    build: Callable
-    dtype: str
-    d: int
-    len: int
+    sizes: Sizes
     h: int
-    h_kv: Optional[int] = None
-    b: int = 1
-    causal: bool = False
+    build: Callable
     isa: Optional[str] = None  # the strongest instruction set for our call; None: the machine's
     passes: tuple = ("fwd", "bwd")
+
+    def __getattr__(self, name):
+        return getattr(self.sizes, name)
+
+    @property
+    def len(self):
+        return self.sizes.len_kv
 
     def __str__(self):
         return f"{self.kind} {self.dtype} d{self.d} len{self.len}{' causal' if self.causal else ''}"
@@ -88,31 +88,27 @@ class Calls:
     agree: Optional[Callable] = None
 
 
-def cases(threads):
-    for dtype, n, d, causal in itertools.product(DTYPES, (512, 2048, 8192), (64, 128), (False, True)):
-        h = max(threads, {512: 8, 2048: 2, 8192: 1}[n])  # PyTorch's backward has at most one thread for each head
-        slow = dtype == "fp16" and n == 8192  # PyTorch's backward takes ten seconds
-        yield Case("plain", dense(), dtype, d, n, h, causal=causal, passes=("fwd",) if slow else ("fwd", "bwd"))
-    for dtype, d, causal in itertools.product(DTYPES, (64, 128), (False, True)):
-        if dtype != "fp16":
-            yield Case("avx2", dense(), dtype, d, 2048, 2, causal=causal, isa="avx2")
-    for dtype in ("fp32", "bf16"):
-        yield Case("gqa", dense(), dtype, 128, 1024, 32, h_kv=8, causal=True)
-        yield Case("window 256", dense(window=256), dtype, 64, 1024, 8, causal=True)
-        yield Case("dropout 0.1", dense(dropout_p=0.1), dtype, 64, 1024, 8)
-        yield Case("alibi", dense(alibi=True), dtype, 64, 1024, 8)
-        yield Case("softcap 30", dense(softcap=30.0), dtype, 64, 1024, 8)
-        yield Case("logits spread by 200", unusual(spread=200), dtype, 64, 1024, 8)
-        yield Case("denormal values", unusual(values=1e-39), dtype, 64, 1024, 8)
-        yield Case("256 sequences of 32 to 128", packed, dtype, 64, 128, 12, b=256)
-    for dtype, n in itertools.product(("fp32", "bf16"), BATCHES):
-        yield Case("batch", dense(), dtype, 64, n, 12, b=16384 // n, passes=("fwd",))
-    if threads > 1:  # PyTorch's spinning workers would occupy the cores that the memory probe needs
-        return
-    for dtype, n in itertools.product(DTYPES, (8192, 16384)):
-        yield Case("decode", decode(), dtype, 128, n, 32, h_kv=8, passes=("fwd",))
-    for dtype in ("fp32", "bf16"):
-        yield Case("decode, huge pages", decode(in_huge_pages), dtype, 128, 16384, 32, h_kv=8, passes=("fwd",))
+def chosen_cases(threads):
+    """The cases of tests/cases.py, with what is special about their kind."""
+    special = {
+        "avx2": {"isa": "avx2"},
+        "logits spread by 200": {"build": unusual(spread=200)},
+        "denormal values": {"build": unusual(values=1e-39)},
+        "256 sequences of 32 to 128": {"build": packed},
+        "batch": {"passes": ("fwd",)},
+        "decode": {"build": decode(), "passes": ("fwd",)},
+        "decode, huge pages": {"build": decode(in_huge_pages), "passes": ("fwd",)},
+    }
+    for kind, sizes in BENCH_CPU.items():
+        if kind.startswith("decode") and threads > 1:
+            continue  # PyTorch's spinning workers would occupy the cores that the memory probe needs
+        for size in sizes:
+            case = Case(kind, size, **{"h": size.h, "build": dense, **special.get(kind, {})})
+            if kind == "plain":
+                case.h = max(threads, size.h)  # PyTorch's backward has at most one thread for each head
+                if size.dtype == "fp16" and size.len_q == 8192:
+                    case.passes = ("fwd",)  # PyTorch's backward takes ten seconds
+            yield case
 
 
 def random(case, *shapes):
@@ -124,38 +120,33 @@ def sdpa(q, k, v, **options):
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-def dense(window=None, alibi=False, **options):
+def dense(case):
     """flash_attn_func. Options are compared with our own plain call and with the nearest option of PyTorch."""
-
-    def build(case):
-        b, n, h, d, h_kv = case.b, case.len, case.h, case.d, case.h_kv or case.h
-        q, k, v = leaves = random(case, (b, n, h, d), (b, n, h_kv, d), (b, n, h_kv, d))
-        row, key = torch.arange(n)[:, None], torch.arange(n)
-        pairs, kwargs, name, theirs = n * n / (2 if case.causal else 1), {}, "SDPA", {"is_causal": case.causal}
-        if h_kv < h:
-            name, theirs = "SDPA enable_gqa", {"is_causal": case.causal, "enable_gqa": True}
-        if window:
-            kwargs, name = {"window_size": (window - 1, 0)}, "SDPA mask"
-            theirs = {"attn_mask": (row - window < key) & (key <= row)}
-            pairs = theirs["attn_mask"].sum().item()
-        if alibi:
-            slopes = 2 ** (-8 * (1 + torch.arange(h)) / h)
-            kwargs, name = {"alibi_slopes": slopes}, "SDPA bias"
-            theirs = {"attn_mask": (-slopes[:, None, None] * (row - key).abs()).to(q.dtype)}
-        if "dropout_p" in options:
-            name, theirs = "SDPA dropout", dict(options)
-        ours = lambda **kwargs: flash_attn_func(q, k, v, causal=case.causal, **kwargs)  # noqa: E731
-        kwargs.update(options)
-        others = {} if "softcap" in options else {name: lambda: sdpa(q, k, v, **theirs)}
-        if alibi or options:
-            others["ours, plain"] = ours
-        comparable = name in others and "dropout_p" not in options
-        kernel = (flash_attn_func, (q, k, v), {"causal": case.causal, **kwargs})
-        return Calls(
-            lambda: ours(**kwargs), others, leaves, b * h * pairs, kernel, (lambda x: x) if comparable else None
-        )
-
-    return build
+    b, n, h, d, h_kv = case.b, case.len, case.h, case.d, case.h_kv or case.h
+    q, k, v = leaves = random(case, (b, n, h, d), (b, n, h_kv, d), (b, n, h_kv, d))
+    row, key = torch.arange(n)[:, None], torch.arange(n)
+    pairs, kwargs, name, theirs = n * n / (2 if case.causal else 1), {}, "SDPA", {"is_causal": case.causal}
+    if h_kv < h:
+        name, theirs = "SDPA enable_gqa", {"is_causal": case.causal, "enable_gqa": True}
+    if case.window != (-1, -1):
+        kwargs, name = {"window_size": case.window}, "SDPA mask"
+        theirs = {"attn_mask": (row - case.window[0] <= key) & (key <= row)}
+        pairs = theirs["attn_mask"].sum().item()
+    if case.alibi:
+        slopes = 2 ** (-8 * (1 + torch.arange(h)) / h)
+        kwargs, name = {"alibi_slopes": slopes}, "SDPA bias"
+        theirs = {"attn_mask": (-slopes[:, None, None] * (row - key).abs()).to(q.dtype)}
+    if case.dropout:
+        kwargs, name, theirs = {"dropout_p": case.dropout}, "SDPA dropout", {"dropout_p": case.dropout}
+    if case.softcap:
+        kwargs = {"softcap": case.softcap}
+    ours = lambda **kwargs: flash_attn_func(q, k, v, causal=case.causal, **kwargs)  # noqa: E731
+    others = {} if case.softcap else {name: lambda: sdpa(q, k, v, **theirs)}
+    if case.alibi or case.dropout or case.softcap:
+        others["ours, plain"] = ours
+    comparable = name in others and not case.dropout
+    kernel = (flash_attn_func, (q, k, v), {"causal": case.causal, **kwargs})
+    return Calls(lambda: ours(**kwargs), others, leaves, b * h * pairs, kernel, (lambda x: x) if comparable else None)
 
 
 def unusual(spread=None, values=1.0):
@@ -314,7 +305,6 @@ def measure(case, probes, threads, seconds):
                 "ours": round(ours, 1), "against": name, "theirs": round(amount / min(times[name]) / 1e9, 2),
                 "ratio": round(median(b / a for a, b in zip(times["ours"], times[name])), 2),
                 "roof": round(roof, 1), "share": round(share, 3), "rounds": len(times["ours"]),
-                "command": " ".join(["python benchmarks/bench_cpu.py", *sys.argv[1:]]),
             }  # fmt: skip
     engine.set_cpu_isa(None)
 
@@ -371,112 +361,6 @@ def bar_name(row):
     return f"{name}: {row['against'].removeprefix('SDPA ')}" if row["case"].startswith("decode") else name
 
 
-# ---- the tables of the documents -------------------------------------------------------------------------------------
-
-NAMES = {"fp32": "fp32, AVX-512", "bf16": "bf16, AVX512-BF16", "fp16": "fp16, AVX-512"}
-LINES = {  # csrc/cpu/README.md: names of rows, and their cases
-    "32 heads on 8, d 128, length 1024, causal": {"case": "gqa"},
-    "window of 256, d 64, length 1024, beside a mask": {"case": "window 256"},
-    "dropout 0.1, d 64, length 1024": {"case": "dropout 0.1"},
-    "ALiBi, d 64, length 1024, beside a bias": {"case": "alibi"},
-    "256 sequences of 32 to 128 tokens, 64 on average, 12 heads, d 64, beside padding and a mask": {
-        "case": "256 sequences of 32 to 128"
-    },
-    "AVX2, d 64, length 2048 (share of the AVX2 peak)": {"case": "avx2", "d": 64, "causal": 0},
-}
-LINES.update({f"batch of {16384 // n} x {n} tokens, 12 heads, d 64": {"case": "batch", "len": n} for n in BATCHES})
-OURS = ("dropout 0.1", "alibi", "softcap 30", "logits spread by 200", "denormal values")
-
-
-def times(ratio):
-    return f"{float(ratio):.1f}" if float(ratio) < 20 else f"{float(ratio):.0f}"
-
-
-def share(row):
-    return f"{float(row['share']):.0%}"
-
-
-def the_row(rows, against, threads=1, **wanted):
-    """The row of that name, or None if such a case is not measured."""
-    wanted = {name: str(value) for name, value in {"threads": threads, **wanted}.items()}
-    fits = [r for r in rows if r["against"].startswith(against) and all(r[k] == v for k, v in wanted.items())]
-    assert len(fits) < 2, f"{len(fits)} rows are {wanted}"
-    return fits[0] if fits else None
-
-
-def squares(rows, names, form, **wanted):
-    """One row for each dtype. Columns are forward and backward at d 64 and 128; a cell has the full and the causal
-    square."""
-    for dtype, name in names.items():
-        cells = []
-        for pas, d in itertools.product(("fwd", "bwd"), (64, 128)):
-            case = {"case": "plain", "dtype": dtype, "pass": pas, "d": d, **wanted}
-            full, causal = (the_row(rows, "SDPA", causal=causal, **case) for causal in (0, 1))
-            cells.append(form(full, causal) if full and causal else "-")
-        yield [name, *cells]
-
-
-def option_rows(rows, lines, against, form):
-    for name, wanted in lines.items():
-        cells = []
-        for dtype, pas in itertools.product(("fp32", "bf16"), ("fwd", "bwd")):
-            row = the_row(rows, against, **{"dtype": dtype, "pass": pas, **wanted})
-            cells.append(form(row) if row else "")
-        yield [name, *cells]
-
-
-def decodes(rows):
-    for pages in ("decode", "decode, huge pages"):
-        for dtype, n in itertools.product(DTYPES, (8192, 16384)):
-            case = {"case": pages, "dtype": dtype, "len": n}
-            gqa, ours = the_row(rows, "SDPA enable_gqa", **case), the_row(rows, "SDPA heads as rows", **case)
-            if ours:
-                name = f"{dtype}, {n}{', pages of 2 MiB' if pages != 'decode' else ''}"
-                yield [name, ours["roof"], ours["ours"], share(ours), times(ours["ratio"]), times(gqa["ratio"])]
-
-
-def tables(rows):
-    """(document, header, rows) of each table that comes from cpu.csv."""
-    directions = ["forward, d = 64", "forward, d = 128", "backward, d = 64", "backward, d = 128"]
-    passes = ["fp32 forward", "fp32 backward", "bf16 forward", "bf16 backward"]
-
-    def ratios(full, causal):
-        return f"{times(full['ratio'])} ({times(causal['ratio'])})"
-
-    def shares(full, causal):
-        return f"{share(full)} ({share(causal)}), {ratios(full, causal)}"
-
-    def rates(full, causal):
-        return f"{float(full['ours']):.0f} ({float(causal['ours']):.0f}), {shares(full, causal)}"
-
-    here = ROOT / "csrc" / "cpu" / "README.md"
-    yield ROOT / "README.md", ["", *directions], squares(rows, {x: x for x in DTYPES}, ratios, len=2048)
-    yield here, ["GFLOPS, share of peak, ratio", *directions], squares(rows, NAMES, rates, len=2048)
-    two = {name: NAMES[name] for name in ("fp32", "bf16")}
-    yield here, ["two threads, length 8192", *directions], squares(rows, two, shares, len=8192, threads=2)
-    beside = option_rows(rows, LINES, "SDPA", lambda row: f"{times(row['ratio'])}, {share(row)}")
-    yield here, ["Ratio to SDPA, share of peak", *passes], beside
-    plain = option_rows(rows, {x: {"case": x} for x in OURS}, "ours", lambda row: f"{float(row['ratio']):.2f}")
-    yield here, ["Speed beside our own plain call", *passes], plain
-    columns = ["read probe GB/s", "ours GB/s", "share", "times as fast as g heads as rows", "as `enable_gqa`"]
-    yield here, ["dtype, keys", *columns], decodes(rows)
-
-
-def write_tables(rows):
-    """Makes each table of the documents from the rows. Tables are found by their headers."""
-    for path, header, body in tables(rows):
-        lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
-        lines[0] = lines[0].replace("|  |", "| |")
-        lines.insert(1, "|" + "---|" * len(header))
-        old = path.read_text(encoding="utf-8").splitlines()
-        assert old.count(lines[0]) == 1, f"{path} has no table {lines[0]}"
-        first = last = old.index(lines[0])
-        while last < len(old) and old[last].startswith("|"):
-            last += 1
-        path.write_text("\n".join([*old[:first], *lines, *old[last:], ""]), encoding="utf-8")
-        print(path.relative_to(ROOT), *lines, "", sep="\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose line in --list matches")
@@ -485,14 +369,10 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.4, help="of each pass of each case, but 3 rounds at least")
     add_out(parser)
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--tables", action="store_true", help="write the tables of the documents and stop")
     options = parser.parse_args()
 
-    if options.tables:
-        write_tables(read(RESULTS / "cpu.csv"))
-        return
     torch.manual_seed(0)
-    chosen = [(threads, case) for threads in options.threads for case in cases(threads)]
+    chosen = [(threads, case) for threads in options.threads for case in chosen_cases(threads)]
     chosen = [(threads, case) for threads, case in chosen if re.search(options.only, str(case))]
     if options.list or not chosen:
         print(*dict.fromkeys(str(case) for _, case in chosen), sep="\n")
@@ -510,7 +390,7 @@ def main():
                 flush=True,
             )
     if rows:
-        draw(save(rows, options.out / "cpu.csv", list(rows[0]), KEY), options.out / "cpu.png")
+        draw(save(rows, options.out / "cpu.csv", list(rows[0]), KEY), pictures(options.out) / "cpu.png")
 
 
 if __name__ == "__main__":

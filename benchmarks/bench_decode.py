@@ -27,7 +27,8 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from _gpu import compiled_flex, shuffled
-from _results import add_out, command, read, save
+from _results import add_out, command, need_gpu, pictures, read, save
+from cases import BENCH_DECODE
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -38,24 +39,7 @@ COLUMNS = [
     "command",
 ]  # fmt: skip
 KEY = ("device", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits")
-DENSE, APPENDS, PAGES = "dense", "appends", (1, 16, 64, 256)
-# b, cache, h, h_kv, d, layouts
-CASES = [
-    (64, 8192, 32, 8, 128, (DENSE, APPENDS, *PAGES)),
-    (1, 131072, 32, 8, 128, (DENSE, 16)),
-    (4, 16384, 64, 8, 128, (DENSE, 16)),
-    (64, 8192, 16, 1, 128, (DENSE, 16)),
-    (16, 2048, 32, 32, 128, (DENSE, 16)),
-    (8, 1024, 32, 8, 128, (DENSE, "warm", APPENDS, 16)),
-    (1, 1024, 32, 8, 128, (DENSE, APPENDS)),
-    (64, 8192, 32, 8, 64, (DENSE, 16)),
-    (64, 4096, 16, 8, 96, (DENSE,)),
-    (32, 4096, 16, 8, 192, (DENSE,)),
-    (32, 4096, 16, 8, 256, (DENSE, 16)),
-    (1, 8192, 8, 1, 128, (DENSE, APPENDS, 16)),
-    (4, 8192, 8, 1, 128, (DENSE, 16)),
-    (1, 16384, 32, 8, 128, (DENSE, 16)),
-]
+DENSE, APPENDS = "dense", "appends"
 HOST_CASE = (1, 64, 8, 2, 64)
 PEERS = {"cudnn": "SDPA cuDNN", "fa2": "SDPA FA2", "flex": "FlexAttention"}
 SOME_BYTES = 1 << 30
@@ -206,10 +190,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of the cases")
+    parser.add_argument("--cases", type=int, nargs="+", default=range(len(BENCH_DECODE)), help="numbers of the cases")
     parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=["ours", *PEERS])
     add_out(parser)
     options = parser.parse_args()
+    need_gpu()
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
@@ -232,8 +217,8 @@ def main():
         for kernel, layout, us in hosts:
             note(kernel, f"host, {layout if isinstance(layout, str) else f'pages of {layout}'}", HOST_CASE, 0, us)
     for number in options.cases:
-        *case, layouts = CASES[number]
-        b, cache, h, h_kv, d = case
+        sizes, layouts = BENCH_DECODE[number]
+        b, cache, h, h_kv, d = case = sizes.b, sizes.len_kv, sizes.h, sizes.h_kv, sizes.d
         cache_bytes = 4 * b * cache * h_kv * d
         copy = copy_speed()
         jobs = [("ours", layout, num_splits) for layout in layouts for num_splits in options.splits]
@@ -264,7 +249,7 @@ def main():
             line.append(f"{name} {speed:.3f} ({us:.1f} us)")
         print(f"b{b} x {cache} {h}/{h_kv} d{d}, copy {copy:.3f}: " + ", ".join(line), flush=True)
         save(rows, path, COLUMNS, KEY)
-    plot(read(path), path.with_suffix(".svg"))
+    plot(read(path), pictures(options.out) / f"decode_{device}.svg")
     print_tables(options.out, device)
 
 

@@ -21,7 +21,7 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 from _gpu import machine
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -101,6 +101,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     add_out(parser)
     options = parser.parse_args()
+    need_gpu()
 
     base, rng = {**machine(), "command": command()}, random.Random(options.seed)
     path = options.out / f"exactness_{base['device']}.csv"

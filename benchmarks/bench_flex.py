@@ -20,12 +20,11 @@ import datetime
 import math
 import random
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
 from torch.nn.attention import flex_attention as theirs
 
 from flash_attn._measure import cpu_name
@@ -224,19 +223,6 @@ def measure(case, n, d, options, base, rng):
         yield row
 
 
-def processor():
-    """The processor's name, family and model, as Linux tells them."""
-    try:
-        lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines() if ":" in line]
-    except OSError:
-        return cpu_name()
-    found = {key.strip(): value.strip() for key, value in lines}
-    if not {"cpu family", "model"} <= set(found):
-        return cpu_name()
-    name = cpu_name().replace("(R)", "").replace("(TM)", "")
-    return f"{name}, family {found['cpu family']} model {found['model']}"
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -250,11 +236,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
     add_out(parser)
     options = parser.parse_args()
+    if options.device == "cuda":
+        need_gpu()
     options.dtype = options.dtype or ("fp32" if options.device == "cpu" else "bf16")
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     on_cpu = options.device == "cpu"
-    device = processor() if on_cpu else torch.cuda.get_device_name().replace(" ", "_")
+    device = cpu_name() if on_cpu else torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
     base.update(threads=torch.get_num_threads() if options.device == "cpu" else "", command=command())
     path = options.out / ("flex_cpu.csv" if on_cpu else f"flex_{device.replace('/', '_')}.csv")

@@ -32,7 +32,7 @@ from statistics import median
 import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
-from _results import add_out, save
+from _results import add_out, need_gpu, save
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._measure import machine
@@ -201,6 +201,8 @@ def main():
     parser.add_argument("--batch", type=int, default=200)
     add_out(parser)
     options = parser.parse_args()
+    if "cuda" in options.device:
+        need_gpu()
 
     torch.set_num_threads(1)
     rows = []

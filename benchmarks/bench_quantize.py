@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
+from cases import BENCH_QUANTIZE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hopper"))
 
@@ -85,16 +86,6 @@ def accuracy(options):
 
 # ---- speed -------------------------------------------------------------------------------------------------------
 
-# b, length, h, h_kv, d
-PROBLEMS = [
-    (2, 8192, 16, 16, 128),
-    (2, 8192, 32, 8, 128),
-    (16, 1024, 16, 16, 128),
-    (2, 8192, 32, 32, 64),
-    (2, 8192, 8, 8, 256),
-    (2, 8192, 12, 12, 192),
-]
-
 
 def microseconds(function, repeats):
     """The median time of a launch. A fill of 256 MB before each launch empties the L2."""
@@ -117,11 +108,13 @@ def copy_rate(num_bytes, repeats):
 
 
 def speed(options):
+    need_gpu()
     device = torch.cuda.get_device_name().replace(" ", "_")
     copy = copy_rate(320 << 20, options.repeats)
     print(f"copy: {copy:.0f} GB/s")
     rows = []
-    for b, length, h, h_kv, d in PROBLEMS:
+    for case in BENCH_QUANTIZE:
+        b, length, h, h_kv, d = case.b, case.len_q, case.h, case.h_kv, case.d
         tensors = [torch.randn(b, length, heads, d, device="cuda").bfloat16() for heads in (h, h_kv, h_kv)]
         num_bytes = 3 * sum(x.numel() for x in tensors)
         for per, hadamard in (("head", False), ("head", True), ("tensor", False)):

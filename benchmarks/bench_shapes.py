@@ -19,38 +19,13 @@ import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
 from _gpu import in_turns, machine, peak_memory, ready
-from _results import add_out, command, save
+from _results import add_out, command, need_gpu, save
+from cases import BENCH_SHAPES
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func
 
-# name, sizes, causal, dtype
-SHAPES = [
-    ("len 17", (64, 17, 17, 16, 16, 64), False, "bf16"),
-    ("len 128", (64, 128, 128, 16, 16, 64), True, "bf16"),
-    ("len 512", (32, 512, 512, 16, 16, 128), True, "bf16"),
-    ("len 1000", (16, 1000, 1000, 16, 16, 128), False, "bf16"),
-    ("len 1000, causal", (16, 1000, 1000, 16, 16, 128), True, "bf16"),
-    ("len 4095, causal", (4, 4095, 4095, 16, 16, 128), True, "bf16"),
-    ("1000 queries, 3000 keys", (8, 1000, 3000, 16, 16, 128), False, "bf16"),
-    ("4096 queries, 77 keys", (8, 4096, 77, 16, 16, 64), False, "bf16"),
-    ("one sequence, 2 heads", (1, 4096, 4096, 2, 2, 128), True, "bf16"),
-    ("32 heads to 8", (4, 4096, 4096, 32, 8, 128), True, "bf16"),
-    ("32 heads to 1", (4, 4096, 4096, 32, 1, 128), True, "bf16"),
-    ("d = 32", (4, 4096, 4096, 32, 32, 32), False, "bf16"),
-    ("d = 40", (4, 4096, 4096, 32, 32, 40), False, "bf16"),
-    ("d = 72", (4, 4096, 4096, 16, 16, 72), False, "bf16"),
-    ("d = 80", (4, 4096, 4096, 16, 16, 80), False, "bf16"),
-    ("d = 96", (4, 4096, 4096, 16, 16, 96), False, "bf16"),
-    ("d = 160", (4, 4096, 4096, 8, 8, 160), False, "bf16"),
-    ("d = 192", (4, 4096, 4096, 8, 8, 192), False, "bf16"),
-    ("d = 192, causal", (4, 4096, 4096, 8, 8, 192), True, "bf16"),
-    ("d = 128, fp16", (4, 4096, 4096, 16, 16, 128), True, "fp16"),
-    ("d = 36: generic", (4, 2048, 2048, 16, 16, 36), False, "bf16"),
-    ("d = 64, fp32: generic", (4, 2048, 2048, 16, 16, 64), False, "fp32"),
-    ("d = 128, fp32: generic", (4, 2048, 2048, 16, 16, 128), True, "fp32"),
-]
 WITH_GENERIC = {"len 1000", "len 1000, causal", "d = 40", "d = 192", "d = 128, fp16"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BACKENDS = {
@@ -118,7 +93,8 @@ def scores(len_q, len_kv, causal):
 
 def run(options):
     flush, rng = torch.empty(256 << 20, dtype=torch.int8, device="cuda"), random.Random(0)
-    for name, shape, causal, dtype in SHAPES:
+    for name, case in BENCH_SHAPES.items():
+        shape, causal, dtype = (case.b, case.len_q, case.len_kv, case.h, case.h_kv, case.d), case.causal, case.dtype
         if options.only and not any(word in name.replace(" ", "") for word in options.only):
             continue
         calls = ready(kernels_of(name, shape, causal, dtype))
@@ -145,6 +121,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a shape together")
     add_out(parser)
     options = parser.parse_args()
+    need_gpu()
     path = options.out / f"shapes_{machine()['device']}.csv"
     with torch.no_grad():
         for row in run(options):

@@ -16,9 +16,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 
-from _results import RESULTS, read, save
+import _cpu_tables
+from _cpu_tables import grid
+from _results import RESULTS, merge, read
 
 ROOT = Path(__file__).resolve().parents[1]
+MEASUREMENTS = ROOT / "csrc" / "cuda" / "measurements"
 DEVICE = "NVIDIA_H100_80GB_HBM3"
 LENGTHS = 1024, 4096, 16384
 DTYPES = "bf16", "fp16"
@@ -36,12 +39,6 @@ def rows_of(source, name):
     if not path.exists():
         raise Missing(path.name)
     return read(path)
-
-
-def grid(header, body):
-    """A table's lines, of cells."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
-    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]]
 
 
 def title(kernel, rows):
@@ -193,7 +190,7 @@ def power(source):
 
 def peers(source):
     """Every cell divided by cuDNN's TFLOPS at 16k with the same head_dim and mask, in the same run."""
-    theirs = rows_of(source, "peers_<device>.csv")
+    theirs = rows_of((MEASUREMENTS, source[1]), "peers_<device>.csv")
     body, drift = [], []
     for word, name in (("forward", "fwd_<device>.csv"), ("backward", "bwd_<device>.csv")):
         ours = tflops(rows_of(source, name))
@@ -280,20 +277,16 @@ def exactness(source):
     return grid(header, body) + caption(name, rows)
 
 
-# Files whose rows have no command.
-COMMANDS = {
-    "amx.csv": "python benchmarks/bench_amx.py",
-    "decode_NVIDIA*.csv": "python benchmarks/bench_decode.py",
-    "host.csv": "python benchmarks/bench_host.py",
-    "peers_*.csv": "not kept",
-    "train_gpt_cuda.csv": "python benchmarks/train_gpt.py",
-}
-DATES = {"peers_*.csv": "2026-11-22", "train_gpt_cuda.csv": "2026-11-22"}
-MACHINES = {"peers_*.csv": "another H100", "train_gpt_cuda.csv": "H100 80GB HBM3"}
+# The origin of rows from before rows told their origin.
+ORIGINS = {
+    "train_gpt_cuda.csv": {
+        "date": "2026-11-22", "device": "H100 80GB HBM3", "command": "python benchmarks/train_gpt.py"
+    },
+}  # fmt: skip
 
 
-def of_file(name, table, otherwise=""):
-    return next((text for pattern, text in table.items() if fnmatch(name, pattern)), otherwise)
+def rows_with_origin(path):
+    return [{**row, **ORIGINS.get(path.name, {})} for row in read(path)]
 
 
 def anchor(heading):
@@ -317,25 +310,19 @@ def files(source):
     mentions = list(named())
     body = []
     for path in sorted(folder.glob("*.csv")):
-        rows = read(path)
-        if path.stem.startswith("train_gpt"):
-            rows = rows[:1]
+        rows = rows_with_origin(path)
         machines = {row.get(key) or "" for row in rows for key in ("device", "machine", "cpu", "processor")}
         machines = {x.removeprefix("NVIDIA").replace("_", " ").strip() for x in machines} - {"", "cpu", "cuda"}
-        dates = {row["date"] for row in rows if "date" in row} or {of_file(path.name, DATES)}
-        commands = sorted({row["command"] for row in rows if row.get("command")})
-        default = "an experiment; the document says which"
-        if len(commands) > 3 or not commands or commands[0].startswith("experiment"):
-            kept = "several, in the rows" if commands else of_file(path.name, COMMANDS, default)
-            commands = [kept]
+        dates = {row["date"] for row in rows}
+        commands = sorted({row["command"] for row in rows})
+        commands = ["several, in the rows"] if len(commands) > 3 else [f"`{text}`" for text in commands]
         links = dict.fromkeys(
             f"[{document.relative_to(ROOT)}](../../{document.relative_to(ROOT)}#{anchor(heading)})"
             for name, document, heading in mentions
             if fnmatch(path.name, name)
         )
-        commands = [f"`{text}`" if text.startswith(("python", "ncu")) else text for text in commands]
-        where = ", ".join(sorted(machines)) or of_file(path.name, MACHINES)
-        body.append([f"`{path.name}`", ", ".join(links), where, ", ".join(sorted(dates)), "; ".join(commands)])
+        cells = links, sorted(machines), sorted(dates)
+        body.append([f"`{path.name}`", *map(", ".join, cells), "; ".join(commands)])
     return grid(["file", "named in", "machine", "date", "command"], body)
 
 
@@ -353,6 +340,7 @@ TABLES = {
     "decode": decode,
     "other shapes": shapes,
     "exactness": exactness,
+    **_cpu_tables.TABLES,
     "files": files,
 }
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.S)
@@ -360,12 +348,16 @@ BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.
 
 def made(name, folder=RESULTS, device=DEVICE):
     """The text of a table; raises Missing."""
-    return "\n".join(TABLES[name]((folder, device))) + "\n"
+    try:
+        return "\n".join(TABLES[name]((folder, device))) + "\n"
+    except FileNotFoundError as error:
+        raise Missing(Path(error.filename or str(error)).name) from error
 
 
 def documents():
     """Documents with tables. The list of files comes last, because the other documents name the files."""
-    return [ROOT / "README.md", *sorted((ROOT / "csrc" / "cuda").rglob("*.md")), RESULTS / "README.md"]
+    own = ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "csrc").rglob("*.md"))
+    return [*own, ROOT / "hopper" / "README.md", RESULTS / "README.md"]
 
 
 def write_documents(folder):
@@ -420,20 +412,49 @@ def draw(folder):
             plt.close(figure)
 
 
+def draw_speed(folder):
+    """README's picture: TFLOPS back to back at length 16k, of all kernels and head dimensions."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "flash-attn"
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True)
+    kernels = {"ours": "#d1495b", "cuDNN": "#8d99ae", "FA2": "#c8ced9"}
+    for axis, (stem, word) in zip(axes, (("fwd", "forward"), ("bwd", "backward"))):
+        rows = rows_of((folder, DEVICE), f"{stem}_sustained_<device>.csv")
+        found = tflops(rows)
+        places = [(d, causal) for d in (64, 128, 256) for causal in (False, True)]
+        for i, (kernel, colour) in enumerate(kernels.items()):
+            heights = [found[kernel, d, "16384", causal] for d, causal in places]
+            at = [x + 0.27 * (i - 1) for x in range(len(places))]
+            bars = axis.bar(at, heights, 0.25, color=colour, label=title(kernel, rows))
+            axis.bar_label(bars, fmt="%.0f", fontsize=6)
+        axis.set_xticks(range(len(places)), [f"d {d}{chr(10)}causal" if causal else f"d {d}" for d, causal in places])
+        axis.set(title=word)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("TFLOPS, H100, bf16, length 16k")
+    axes[1].legend(frameon=False, fontsize=8, ncol=3, loc="upper right")
+    axes[0].set_ylim(0, 850)
+    figure.tight_layout()
+    figure.savefig(folder / f"speed_{DEVICE}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 MEASURED = (
-    "date python torch flash_attn cudnn rule ms tflops mhz watts mib us tb_s copy command out dq dk dv sdpa_us".split()
-)
+    "date commit python torch flash_attn cudnn rule ms tflops mhz watts mib us tb_s copy command out dq dk dv sdpa_us"
+).split()
 
 
 def take(folder):
     """Rows replace rows of the same problem, kernel and machine. All other rows stay."""
     for path in sorted(folder.glob("*.csv")):
-        rows = read(path)
-        columns = list(rows[0])
-        known = RESULTS / path.name
-        if known.exists():
-            columns += [name for name in read(known)[0] if name not in columns]
-        save(rows, known, columns, [name for name in columns if name not in MEASURED])
+        rows, known = read(path), RESULTS / path.name
+        old = read(known) if known.exists() else []
+        if not rows:
+            continue
+        # A column that one of the files lacks cannot tell its rows apart.
+        shared = set(rows[0]) & set(old[0]) if old else set(rows[0])
+        hidden = {"cpu"} if shared & {"device", "machine", "processor"} else set()  # the processor of a GPU's host
+        merge(rows, known, list(rows[0]), [name for name in rows[0] if name in shared - hidden - set(MEASURED)])
         print(f"{len(rows)} rows into {known.relative_to(ROOT)}")
 
 
@@ -450,6 +471,7 @@ def main():
         write_documents(options.folder)
     if options.pictures:
         draw(options.folder)
+        draw_speed(options.folder)
     if not options.write and not options.pictures and not options.take:
         print_tables(options.folder)
 

@@ -19,7 +19,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from _results import add_out, save
+from _results import add_out, need_gpu, save
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -157,6 +157,8 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     add_out(parser)
     options = parser.parse_args()
+    if options.device == "cuda":
+        need_gpu()
 
     curves = []
     for seed in range(options.seeds):

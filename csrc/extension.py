@@ -5,9 +5,11 @@ and its module. Each extension is plain C on CPython's limited API and finds lib
 """
 
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
@@ -67,10 +69,66 @@ def extension(name, csrc, generation):
     )
 
 
+class Objects:
+    """Object files that stay for the next build in place. A file is compiled again if its source, a header that it
+    includes, or the command has changed. The compiler lists the headers (-MD)."""
+
+    def __init__(self, compiler, force):
+        self.compiler, self.force = compiler, force
+        found = subprocess.run([*compiler.compiler_so[:1], "--version"], capture_output=True, text=True)
+        self.compiler_name = found.stdout
+
+    def compile(self, sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
+                extra_postargs=None, depends=None):  # fmt: skip
+        """``compile`` of setuptools' compiler."""
+        (source,) = sources
+        (target,) = self.compiler.object_filenames(sources, output_dir=output_dir)
+        target = Path(target)
+        listed, said = target.with_suffix(".d"), target.with_suffix(".command")
+        command = repr((self.compiler_name, self.compiler.compiler_so, self.compiler.include_dirs, macros, include_dirs,
+                        debug, extra_preargs, extra_postargs))  # fmt: skip
+        same = said.exists() and said.read_text() == command and not self.force
+        if not (same and is_newer(target, prerequisites(listed))):
+            said.unlink(missing_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            flags = [*(extra_postargs or []), "-MD", "-MF", str(listed)]
+            self.build(sources, output_dir, macros, include_dirs, debug, extra_preargs, flags, depends)
+            said.write_text(command)
+        return [str(target)]
+
+    def install(self):
+        """Takes the place of the compiler's own method."""
+        self.build, self.compiler.compile = self.compiler.compile, self.compile
+
+
+def prerequisites(listed):
+    """The files in a makefile of one rule, or None without the makefile."""
+    if not listed.exists():
+        return None
+    words = listed.read_text().replace("\\\n", " ").split(":", 1)[1].replace("\\ ", "\0").split()
+    return [Path(word.replace("\0", " ")) for word in words]
+
+
+def is_newer(target, files):
+    """Is the target there, and newer than all files? Not if a file is missing or if the list is None."""
+    if files is None or not target.exists():
+        return False
+    made = target.stat().st_mtime_ns
+    return all(file.exists() and file.stat().st_mtime_ns < made for file in files)
+
+
 class BuildExt(build_ext):
-    """Chooses the compiler's dialect and compiles MAX_JOBS files at a time."""
+    """Chooses the compiler's dialect and compiles MAX_JOBS files at a time. In place, only what has changed."""
+
+    def run(self):
+        self.keeps_objects = self.inplace or getattr(self, "editable_mode", False)
+        super().run()  # clears inplace while it compiles
 
     def build_extensions(self):
+        if self.keeps_objects and self.compiler.compiler_type == "unix":
+            # pip's own folder for temporary files would be gone with the next install.
+            self.build_temp = os.path.join("build", f"objects-{sys.implementation.cache_tag}")
+            Objects(self.compiler, self.force).install()
         flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else GNU_FLAGS
         for extension in self.extensions:
             extension.extra_compile_args = flags

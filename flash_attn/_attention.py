@@ -30,8 +30,8 @@ from flash_attn._arguments import (
     split,
     unfold,
 )
-from flash_attn._dispatch import NO_JVP, call, call_op, check_not_traced, directly, transforms_are_active
-from flash_attn._ops import NO_SECOND_DERIVATIVE, empty_like, flash_attn_2_cuda, register_once
+from flash_attn._dispatch import call, call_op, check_not_traced, directly, transforms_are_active
+from flash_attn._ops import NO_JVP, NO_SECOND_DERIVATIVE, empty_like, flash_attn_2_cuda, register_once
 
 _dense, _packed = torch.ops.flash_attn._flash_attn_forward, torch.ops.flash_attn._flash_attn_varlen_forward
 

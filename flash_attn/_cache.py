@@ -5,8 +5,8 @@ import torch
 from flash_attn import _vmap
 from flash_attn._arguments import as_window, maybe_contiguous
 from flash_attn._autocast import follow_cache
-from flash_attn._dispatch import NO_JVP, call_op, check_not_traced, transforms_are_active
-from flash_attn._ops import check_tensor, empty_like
+from flash_attn._dispatch import call_op, check_not_traced, transforms_are_active
+from flash_attn._ops import NO_JVP, check_tensor, empty_like
 
 _fwd_kvcache = torch.ops.flash_attn.fwd_kvcache.default
 

@@ -12,12 +12,18 @@ from ._version import __version__
 
 
 def cpu_name():
-    """Returns the processor's name as the system tells it."""
+    """Returns the processor's name, family and model as the system tells them.
+
+    A virtual machine's name can say too little: "AMD EPYC" is Zen 3, Zen 4 or Zen 5.
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+            found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+        name = found["model name"].replace("(R)", "").replace("(TM)", "")
+    except (OSError, KeyError):
         return platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {found[key]}" for key in ("cpu family", "model") if key in found]
+    return ", ".join([name, " ".join(numbers)] if numbers else [name])
 
 
 def machine():
@@ -27,6 +33,7 @@ def machine():
         "cpu": cpu_name(),
         "isa": flash_attn_2_cuda.cpu_isas()[-1],
         "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "flash_attn": __version__,
     }
@@ -47,6 +54,11 @@ def alternate(functions, rounds):
             function()
             times.append(time.perf_counter() - start)
     return seconds
+
+
+def quotient(baseline, ours):
+    """Returns the quotient of two printed times. A reader who divides them gets the same."""
+    return float(baseline) / float(ours)
 
 
 def speedup(baseline, ours):

@@ -174,11 +174,102 @@ def in_turns(cases, dtypes=DTYPES):
     return [replace(case, dtype=dtypes[i % len(dtypes)]) for i, case in enumerate(cases)]
 
 
-# The benchmarks time these cases, and the tests can run each of them. (b, h, len, d) follow common models.
-BENCH = [
-    Case(n, n, b=1, h=8, d=d, dtype=dtype, causal=causal, layout="plain")
-    for dtype in DTYPES
-    for d in (64, 128)
-    for n in (512, 2048)
-    for causal in BOTH
+# ---- what the benchmarks time ----------------------------------------------------------------------------------------
+
+TWO = ("fp32", "bf16")
+SHORT = Case(1024, 1024, b=1, h=8, d=64, layout="plain")
+
+# bench_cpu.py, by the name of the rows. A plain case has as many heads as threads at least.
+BENCH_CPU = {
+    "plain": [
+        Case(n, n, b=1, h=h, d=d, dtype=dtype, causal=causal, layout="plain")
+        for dtype, (n, h), d, causal in product(
+            ("fp32", "bf16", "fp16"), ((512, 8), (2048, 2), (8192, 1)), (64, 128), BOTH
+        )
+    ],
+    "avx2": each(Case(2048, 2048, b=1, layout="plain"), dtype=TWO, d=(64, 128), causal=BOTH),
+    "gqa": each(Case(1024, 1024, b=1, h=32, h_kv=8, d=128, causal=True, layout="plain"), dtype=TWO),
+    "window 256": each(SHORT, dtype=TWO, causal=(True,), window=((255, 0),)),
+    "dropout 0.1": each(SHORT, dtype=TWO, dropout=(0.1,)),
+    "alibi": each(SHORT, dtype=TWO, alibi=("h",)),
+    "softcap 30": each(SHORT, dtype=TWO, softcap=(30.0,)),
+    "logits spread by 200": each(SHORT, dtype=TWO),
+    "denormal values": each(SHORT, dtype=TWO),
+    "256 sequences of 32 to 128": each(Case(128, 128, b=256, h=12, d=64), dtype=TWO),
+    "batch": [
+        Case(n, n, b=16384 // n, h=12, d=64, dtype=dtype, layout="plain")
+        for dtype, n in product(TWO, (16, 32, 64, 128, 256))
+    ],
+    "decode": each(Case(1, b=1, h=32, h_kv=8, d=128), dtype=("fp32", "bf16", "fp16"), len_kv=(8192, 16384)),
+    "decode, huge pages": each(Case(1, 16384, b=1, h=32, h_kv=8, d=128), dtype=TWO),
+}
+
+# bench_fwd.py and bench_bwd.py: a hidden size of 2048 and 16384 tokens.
+BENCH_GPU = [
+    Case(n, n, b=16384 // n, h=2048 // d, d=d, dtype="bf16", causal=causal, layout="plain")
+    for d, causal, n in product((64, 128, 256), BOTH, (1024, 4096, 16384))
+]
+
+# bench_decode.py: one new query for each sequence, and the layouts of its cache. A number is the size of a page.
+BENCH_DECODE = [
+    (Case(1, n, b=b, h=h, h_kv=h_kv, d=d, dtype="bf16"), layouts)
+    for b, n, h, h_kv, d, layouts in (
+        (64, 8192, 32, 8, 128, ("dense", "appends", 1, 16, 64, 256)),
+        (1, 131072, 32, 8, 128, ("dense", 16)),
+        (4, 16384, 64, 8, 128, ("dense", 16)),
+        (64, 8192, 16, 1, 128, ("dense", 16)),
+        (16, 2048, 32, 32, 128, ("dense", 16)),
+        (8, 1024, 32, 8, 128, ("dense", "warm", "appends", 16)),
+        (1, 1024, 32, 8, 128, ("dense", "appends")),
+        (64, 8192, 32, 8, 64, ("dense", 16)),
+        (64, 4096, 16, 8, 96, ("dense",)),
+        (32, 4096, 16, 8, 192, ("dense",)),
+        (32, 4096, 16, 8, 256, ("dense", 16)),
+        (1, 8192, 8, 1, 128, ("dense", "appends", 16)),
+        (4, 8192, 8, 1, 128, ("dense", 16)),
+        (1, 16384, 32, 8, 128, ("dense", 16)),
+    )
+]
+
+# bench_shapes.py, by the name of the rows: shapes that are in no other table.
+BENCH_SHAPES = {
+    name: Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, causal=causal, dtype=dtype)
+    for name, (b, len_q, len_kv, h, h_kv, d), causal, dtype in (
+        ("len 17", (64, 17, 17, 16, 16, 64), False, "bf16"),
+        ("len 128", (64, 128, 128, 16, 16, 64), True, "bf16"),
+        ("len 512", (32, 512, 512, 16, 16, 128), True, "bf16"),
+        ("len 1000", (16, 1000, 1000, 16, 16, 128), False, "bf16"),
+        ("len 1000, causal", (16, 1000, 1000, 16, 16, 128), True, "bf16"),
+        ("len 4095, causal", (4, 4095, 4095, 16, 16, 128), True, "bf16"),
+        ("1000 queries, 3000 keys", (8, 1000, 3000, 16, 16, 128), False, "bf16"),
+        ("4096 queries, 77 keys", (8, 4096, 77, 16, 16, 64), False, "bf16"),
+        ("one sequence, 2 heads", (1, 4096, 4096, 2, 2, 128), True, "bf16"),
+        ("32 heads to 8", (4, 4096, 4096, 32, 8, 128), True, "bf16"),
+        ("32 heads to 1", (4, 4096, 4096, 32, 1, 128), True, "bf16"),
+        ("d = 32", (4, 4096, 4096, 32, 32, 32), False, "bf16"),
+        ("d = 40", (4, 4096, 4096, 32, 32, 40), False, "bf16"),
+        ("d = 72", (4, 4096, 4096, 16, 16, 72), False, "bf16"),
+        ("d = 80", (4, 4096, 4096, 16, 16, 80), False, "bf16"),
+        ("d = 96", (4, 4096, 4096, 16, 16, 96), False, "bf16"),
+        ("d = 160", (4, 4096, 4096, 8, 8, 160), False, "bf16"),
+        ("d = 192", (4, 4096, 4096, 8, 8, 192), False, "bf16"),
+        ("d = 192, causal", (4, 4096, 4096, 8, 8, 192), True, "bf16"),
+        ("d = 128, fp16", (4, 4096, 4096, 16, 16, 128), True, "fp16"),
+        ("d = 36: generic", (4, 2048, 2048, 16, 16, 36), False, "bf16"),
+        ("d = 64, fp32: generic", (4, 2048, 2048, 16, 16, 64), False, "fp32"),
+        ("d = 128, fp32: generic", (4, 2048, 2048, 16, 16, 128), True, "fp32"),
+    )
+}
+
+# bench_quantize.py
+BENCH_QUANTIZE = [
+    Case(n, n, b=b, h=h, h_kv=h_kv, d=d, dtype="bf16")
+    for b, n, h, h_kv, d in (
+        (2, 8192, 16, 16, 128),
+        (2, 8192, 32, 8, 128),
+        (16, 1024, 16, 16, 128),
+        (2, 8192, 32, 32, 64),
+        (2, 8192, 8, 8, 256),
+        (2, 8192, 12, 12, 192),
+    )
 ]

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 import flash_attn_2_cuda
 import torch
 from compare import DTYPES, ROUNDING
-from harness import ISAS, NAN
+from harness import ISAS, NAN, offsets
 from oracle import by_pairs, dropout_keep
 
 GUARD = 7.0
@@ -215,10 +215,6 @@ def int32(x, device):
     return torch.tensor(x, dtype=torch.int32, device=device) if x else torch.empty(0, dtype=torch.int32, device=device)
 
 
-def offsets(lengths, device):
-    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device, torch.int32)
-
-
 def pages_of(p, rows, r):
     """A table [sequences or cache entries, columns] and the number of pages. Entries that no sequence needs are -1."""
     need = [-(-n // p.page) for n in rows]
@@ -315,7 +311,7 @@ class Call:
         slopes, table, cos, sin = (
             t if t is None else t.to(device) for t in (self.slopes, self.table, self.cos, self.sin)
         )
-        cu_q, cu_k = offsets(p.len_q, device), offsets(p.len_kv, device)
+        cu_q, cu_k = (offsets(lengths).to(device) for lengths in (p.len_q, p.len_kv))
         max_q, max_k = max(p.len_q, default=0), max(p.len_kv, default=0)
         used = int32(p.used, device) if p.form in ("cache", "parts") else None
         leftpad = int32(p.leftpad, device) if p.leftpad else None

@@ -5,9 +5,11 @@ and rows of a packed tensor that belong to no sequence. A single stray read turn
 """
 
 import functools
+import os
 from types import SimpleNamespace
 
 import flash_attn_2_cuda
+import pytest
 import torch
 from cases import Case
 from compare import DTYPES, check, check_lse, largest, size_of_values
@@ -91,8 +93,20 @@ def lay(x, layout):
 # ---- the problem ---------------------------------------------------------------------------------------------------
 
 
+def need(module):
+    """Skips the tests of a file that need a package. CI installs every package, so there its lack is an error."""
+    if not os.environ.get("CI"):
+        pytest.importorskip(module, reason=f"{module} is not installed: make test installs it")
+
+
 def offsets(lengths):
+    """cu_seqlens."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def randn(*shape, device="cpu", dtype=None):
+    """N(0, 1) of this shape, the same in every call and on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,6 +1,7 @@
 """Autograd around attention in a training step, on every device. Whatever the graph around a call, the call's gradients
 are those of the call alone, bit for bit."""
 
+import harness
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
@@ -28,8 +29,7 @@ def fresh():
 
 
 def randn(device, *shape):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    return harness.randn(*shape, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def leaves(device, *shape, count=3):

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from harness import offsets, randn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -30,14 +31,6 @@ BACKENDS = [TRACED, pytest.param("inductor", marks=needs_cxx)]
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
-
-
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def offsets(*lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def run(function, tensors, *args):
@@ -76,7 +69,7 @@ DENSE = {
     "no_batch": (randn(0, 5, 4, 16), *randn(2, 0, 6, 2, 16)),
 }
 MASK = (False, 2, 1, 0.0, None)
-CU_Q, CU_K = offsets(5, 0, 4), offsets(2, 4, 3)
+CU_Q, CU_K = offsets([5, 0, 4]), offsets([2, 4, 3])
 LENGTHS = (CU_Q, CU_K, 5, 4)
 PACKED = (randn(9, 4, 16), *randn(2, 9, 2, 16))
 
@@ -194,7 +187,7 @@ def inputs(function, n):
         tensors = [randn(*rows, 4, 16), randn(*rows, 2, 4, 16)]
     else:
         tensors = [randn(*rows, 4, 16) for _ in range(3)]
-    return tensors, ((offsets(n // 3, n - n // 3), n) if "varlen" in function.__name__ else ())
+    return tensors, ((offsets([n // 3, n - n // 3]), n) if "varlen" in function.__name__ else ())
 
 
 FUNCTIONS = [dense, dense_self, kvpacked, qkvpacked, varlen, varlen_kvpacked, varlen_qkvpacked]

@@ -1,35 +1,20 @@
 """The generic kernels on a GPU: every case of the CPU kernels, the same oracle, the same tolerances."""
 
-from types import SimpleNamespace
-
 import flash_attn_2_cuda
+import harness_kvcache
 import pytest
-import test_kvcache
 import torch
 from cases import BOTH, DENSE, PACKED, SQUARE, TILES, TINY, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
-from compare import DTYPES, check, check_lse, largest, size_of_values
-from harness import check_gradients, expected, join, problem, rows_of, slices, truth
+from harness import join
+from harness_cuda import no_gpu, run, skip_without_memory, verify
 from oracle import dropout_keep
-from test_cuda_fwd import on_gpu, skip_without_memory
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flash_attn_interface import (
-    _flash_attn_backward,
     _flash_attn_forward,
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
 )
 
-
-def why_not():
-    if not torch.cuda.is_available():
-        return "no GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "the CUDA kernels need compute capability 8.0"
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is here")
 
 
 @pytest.fixture(autouse=True)
@@ -37,51 +22,6 @@ def generic_kernels():
     flash_attn_2_cuda.set_cuda_kernels("any")
     yield
     flash_attn_2_cuda.set_cuda_kernels(None)
-
-
-def run(case, backward, deterministic=False):
-    """out, lse and gradients, sequence by sequence; .whole holds the tensors. Also dropout's (seed, offset)."""
-    p = problem(case)
-    q, k, v, dout = (on_gpu(x) for x in (p.q, p.k, p.v, p.dout))
-    slopes = None if p.slopes is None else p.slopes.cuda()
-    scale = case.d**-0.5 if case.scale is None else case.scale
-    options = (case.causal, case.window[0], 0 if case.causal else case.window[1], case.softcap, slopes)
-    if case.packed:
-        cu = (p.cu_q.cuda(), p.cu_k.cuda(), p.max_q, p.max_k)
-        out, lse, _, rng = _flash_attn_varlen_forward(q, k, v, *cu, case.dropout, scale, *options)
-    else:
-        out, lse, _, rng = _flash_attn_forward(q, k, v, case.dropout, scale, *options, False)
-    got = SimpleNamespace(whole=[out, lse])
-    got.out = rows_of(case, out.cpu(), 0)
-    packed_lse = [x.transpose(0, 1) for x in slices(case, lse.cpu().transpose(0, 1), case.len_q)] if case.packed else []
-    got.lse = packed_lse if case.packed else list(lse.cpu())
-    if backward:
-        grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-        saved, rest = (dout, q, k, v, out, lse, *grads), (case.dropout, scale, *options, deterministic)
-        if case.packed:
-            _flash_attn_varlen_backward(*saved, *cu, *rest, rng_state=rng)
-        else:
-            _flash_attn_backward(*saved, *rest, rng_state=rng)
-        got.whole += grads
-        for name, grad, which in zip(("dq", "dk", "dv"), grads, (0, 1, 1)):
-            setattr(got, name, rows_of(case, grad.cpu(), which))
-    return got, [int(x) for x in rng.tolist()]
-
-
-def verify(case, backward=False, deterministic=False, **tolerance):
-    got, rng = run(case, backward, deterministic)
-    dtype = DTYPES[case.dtype]
-    if case.dropout:
-        ref, plain, plain_fp32 = (
-            truth(case, problem(case), x, backward, *rng) for x in (torch.float64, dtype, torch.float32)
-        )
-    else:
-        ref, plain, plain_fp32 = expected(case, backward)
-    check_lse(*(join(x.lse) for x in (got, ref, plain_fp32)), dtype)
-    scale = max(largest(*ref.out), size_of_values(*rows_of(case, problem(case).v, 1)))
-    check("out", *(join(x.out) for x in (got, ref, plain)), scale=scale)
-    if backward:
-        check_gradients(case, got, ref, plain, **tolerance)
 
 
 # ---- the cases of the CPU kernels ------------------------------------------------------------------------------------
@@ -125,9 +65,9 @@ def test_many_tiles(case):
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
-@pytest.mark.parametrize("case", test_kvcache.CASES, ids=repr)
+@pytest.mark.parametrize("case", harness_kvcache.CASES, ids=repr)
 def test_cache(case, dtype):
-    test_kvcache.run(test_kvcache.replace(case, dtype=dtype), "cuda")
+    harness_kvcache.run(harness_kvcache.replace(case, dtype=dtype), "cuda")
 
 
 # ---- what a GPU adds -------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from cases import BOTH, DENSE, PACKED, TINY, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
 from compare import DTYPES
 from harness import check_gradients, expected, offsets, problem, rows_of, truth
+from harness_cuda import HALF, no_hopper, on_gpu
 from poison import REPEATS, check_repeats
-from test_cuda_fwd import HALF, on_gpu, why_not
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import (
@@ -20,7 +20,7 @@ from flash_attn.flash_attn_interface import (
     _flash_attn_varlen_forward,
 )
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
 
 def suits(case):

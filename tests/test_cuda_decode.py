@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
+from harness_cuda import check_extremes, found_plainly, no_hopper, poisoned_repeats, with_extremes
+from harness_kvcache import CASES, Cache
+from harness_kvcache import run as run_on
 from oracle import attention
 from poison import REPEATS
-from test_cuda_fwd import check_extremes, found_plainly, poisoned_repeats, why_not, with_extremes
-from test_kvcache import CASES, Cache
-from test_kvcache import run as run_on
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
 HALF = ("bf16", "fp16")
 KERNEL = "attn_decode_sm90"

@@ -12,11 +12,11 @@ from dataclasses import replace
 import fuzz
 import pytest
 from cases import BOTH, Case
+from harness_cuda import no_gpu, verify
+from harness_fuzz import EXAMPLES, SETTINGS, problems
 from hypothesis import given, note, settings
-from test_cuda_any import verify, why_not
-from test_fuzz import EXAMPLES, SETTINGS, problems
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is here")
 
 
 def replay(case, deterministic):

@@ -7,36 +7,24 @@ import torch
 from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
 from compare import DTYPES, check, check_lse, largest, size_of_values
 from harness import expected, join, problem, rows_of, slices
+from harness_cuda import (
+    HALF,
+    LOW,
+    check_extremes,
+    found_plainly,
+    no_hopper,
+    on_gpu,
+    poisoned_repeats,
+    skip_without_memory,
+    with_extremes,
+)
 from oracle import attention, dropout_keep
 from poison import REPEATS
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward
 
-
-def why_not():
-    if not torch.cuda.is_available():
-        return "no GPU"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "the CUDA kernels need compute capability 9.0"
-    return ""
-
-
-def skip_without_memory(gib):
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    if free < gib:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, {free:.0f} are: run it alone, without other workers")
-
-
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
-
-HALF = ("bf16", "fp16")
-
-
-def on_gpu(x):
-    """x with its strides, and with the NaN around x."""
-    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
 
 def suits(case):
@@ -157,56 +145,6 @@ def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
     check("out", out.masked_fill(hit, 0), ref.masked_fill(hit, 0), plain.masked_fill(hit, 0), scale=largest(ref))
 
 
-LOW = 64.0  # q and k of -LOW and LOW give scores of -LOW^2 times the scale, below the range of exp
-
-
-def with_extremes(len_q, len_kv, d, dtype):
-    """q, k, v [len, 10, d], where each head has other extreme values. Scores of -inf lie in whole tiles at either end,
-    in every second tile, at random places, everywhere, or everywhere but at one key. Other heads have scores of +inf,
-    NaN, huge scores, huge values, or infinite rows of q."""
-    gen = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(n, 10, d, generator=gen) for n in (len_q, len_kv, len_kv))
-    q[..., 0], k[..., 0] = 1, 0
-    q[:, :6, 1], k[:, :6, 1] = LOW, -LOW
-    j = torch.arange(len_kv)
-    minus_inf = torch.zeros(len_kv, 10, dtype=torch.bool)
-    minus_inf[:, 0] = j >= len_kv - 2 * len_kv // 3
-    minus_inf[:, 1] = j < len_kv // 2
-    minus_inf[:, 2] = j // 64 % 2 == 1
-    minus_inf[:, 3] = torch.rand(len_kv, generator=gen) < 0.7
-    minus_inf[:, 4] = True
-    minus_inf[:, 5] = j != len_kv // 3
-    k[..., 0].masked_fill_(minus_inf, -math.inf)
-    k[len_kv // 2, 6, 0] = math.inf
-    k[len_kv // 4, 6, 2] = math.nan
-    k[:, 7] *= 1e15 if dtype == "bf16" else 1e3
-    v[:, 8] = v[:, 8].sign() * 0.98 * torch.finfo(DTYPES[dtype]).max
-    v[:, 8, ::2] = v[:, 8, ::2].abs()
-    k[:, 9, 0] = -1
-    q[::3, 9, 0] = math.inf
-    return [x.to(DTYPES[dtype]) for x in (q, k, v)]
-
-
-def check_extremes(name, out, lse, v, ref, ref_lse, plain, plain_lse):
-    """Checks one sequence. NaN must stand in the same places in out and lse. plain: the same in float32."""
-    out, lse = out.cpu(), lse.cpu()
-    bad_rows = ref.isnan().any(dim=-1, keepdim=True).expand_as(out)
-    bad = bad_rows[..., 0].transpose(0, 1)  # torch.logsumexp is +inf if a score is +inf
-    for head in range(out.shape[1]):
-        wrong = (lse[head].isnan() != bad[head]).nonzero().flatten().tolist()
-        assert not wrong, f"{name}, head {head}: {len(wrong)} rows of lse should (not) be NaN: {wrong[:20]}"
-        wrong = (out[:, head].isnan() != bad_rows[:, head]).any(dim=-1).nonzero().flatten().tolist()
-        assert not wrong, f"{name}, head {head}: {len(wrong)} rows of out should (not) be NaN: {wrong[:20]}"
-        parts = [x[:, head].masked_fill(bad_rows[:, head], 0) for x in (out, ref, plain.to(out.dtype))]
-        check(f"{name}, head {head}: out", *parts, scale=max(largest(parts[1]), size_of_values(v[:, head])))
-        check_lse(*(x[head].masked_fill(bad[head], 0) for x in (lse, ref_lse, plain_lse)), out.dtype)
-
-
-def found_plainly(q, k, v, **options):
-    ref, plain = (attention(*(x.to(dtype) for x in (q, k, v)), **options) for dtype in (torch.float64, torch.float32))
-    return *ref, *plain
-
-
 SEEN = [{}, {"causal": True}, {"window": (90, 20)}, {"softcap": 30.0}]
 
 
@@ -268,23 +206,6 @@ def test_scores_that_overflow_in_units_of_log2_only(sign, d):
     mean = v.float().mean(1, keepdim=True)
     assert (out[:, 1::2].float() - mean).abs().max() < 1e-2
     assert (lse[..., 1::2] - math.log(300)).abs().max() < 1e-5
-
-
-def poisoned_repeats(call, times):
-    """Calls again and again, with NaN in the memory of the results. All elements must be written, with the same
-    bits."""
-    want = [x.clone() for x in call()]
-    assert not any(x.isnan().any() for x in want)
-    met, found = 0, call()
-    for _ in range(times):
-        places = {x.data_ptr() for x in found}
-        for x in found:
-            x.fill_(math.nan)
-        del found, x
-        found = call()
-        met += places == {x.data_ptr() for x in found}
-        assert all(torch.equal(x, y) for x, y in zip(found, want))
-    assert met > times // 2, "the allocator gave other memory than what was poisoned"
 
 
 MOSTLY_IDLE = [

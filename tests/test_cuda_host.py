@@ -9,18 +9,18 @@ import threading
 from functools import partial
 
 import flash_attn_2_cuda
+import harness
 import pytest
 import torch
-from test_cuda_fwd import why_not
+from harness_cuda import no_hopper
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
 
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to("cuda", torch.bfloat16)
+randn = partial(harness.randn, device="cuda", dtype=torch.bfloat16)
 
 
 def run(program, **environment):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import flash_attn_2_cuda
 import pytest
-from test_cuda_fwd import why_not
+from harness_cuda import no_hopper
 
 import flash_attn
 
@@ -24,7 +24,7 @@ CUDA = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 TOOL = shutil.which("compute-sanitizer")
 
 pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here"),
+    pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here"),
     pytest.mark.skipif(TOOL is None, reason="compute-sanitizer, of the CUDA toolkit, is not on the PATH"),
 ]
 

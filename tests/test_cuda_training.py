@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import BOTH
-from test_cuda_any import why_not
-from test_cuda_fwd import skip_without_memory
+from harness_cuda import no_gpu, skip_without_memory
 from torch import nn
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
 from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is here")
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -11,9 +11,12 @@ import math
 import pytest
 import torch
 from compare import check
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from harness import need
 
 from flash_attn import flash_attn_with_kvcache
+
+need("transformers")
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 H, H_KV, D, LAYERS, VOCAB, CAPACITY, STEPS = 8, 2, 64, 3, 199, 512, 40
 PROMPTS = (130, 5, 64)

@@ -7,6 +7,7 @@ import threading
 import flash_attn_2_cuda as direct
 import pytest
 import torch
+from harness import randn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +19,6 @@ MASK = (0.3, True, (4, -1), 0.0)  # as the direct functions take the mask
 FLAT = (0.3, True, 4, -1, 0.0)  # as the ops take the mask
 PLAIN = (0.0, None, False, (-1, -1), 0.0, None, False, False)  # no option
 INT = torch.int32
-
-
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 Q, K, V = randn(2, 5, 4, 16), randn(2, 7, 2, 16), randn(2, 7, 2, 16)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from cases import BOTH
 from compare import DTYPES
+from harness_cuda import no_hopper
 from oracle import visible
-from test_cuda_fwd import why_not
 
 from flash_attn import flash_attn_func
 
 ALLOWED = 1.03
 LENGTH, HEADS = 2048, 4
 HALF = ("bf16", "fp16")
-on_hopper = pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+on_hopper = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
 
 def inputs(dtype, d, factor, length=LENGTH, device="cpu"):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from cases import BOTH
 from compare import DTYPES
-from test_cuda_fwd import why_not
+from harness_cuda import no_hopper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func
@@ -45,7 +45,7 @@ def errors(device, dtype, length, d, factor, causal, peer):
     }
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "a GPU is here")
+@pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize("factor", (1, 4))
 @pytest.mark.parametrize("d", (64, 128, 256))

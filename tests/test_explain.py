@@ -8,6 +8,7 @@ import threading
 import flash_attn_2_cuda
 import pytest
 import torch
+from harness import randn
 from torch._subclasses import FakeTensorMode
 
 from flash_attn import (
@@ -21,10 +22,6 @@ from flash_attn.explain import Plan
 from flash_attn.flash_attn_interface import _flash_attn_forward
 from flash_attn.flex_attention import flex_attention
 from flash_attn.modules.mha import MHA
-
-
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def test_forward_only(isa):

@@ -8,6 +8,7 @@ import inspect
 import flash_attn_2_cuda
 import pytest
 import torch
+from harness import offsets, randn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -117,14 +118,6 @@ def test_other_names():
 # ---- the same call in another form ---------------------------------------------------------------------------------
 
 
-def randn(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def offsets(*lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
 def run(function, tensors, *args, dout=None, **options):
     """Results and gradients, with the same dropout mask and the same dout for the same shapes."""
     tensors = [x.detach().requires_grad_() for x in tensors]
@@ -143,7 +136,7 @@ def assert_same(got, want):
 
 
 LONGEST = 7
-CU_Q, CU_K = offsets(5, 0, 7), offsets(5, 4, 3)
+CU_Q, CU_K = offsets([5, 0, 7]), offsets([5, 4, 3])
 EVERYTHING = {
     "dropout_p": 0.3, "softmax_scale": 0.3, "causal": True, "window_size": (3, -1), "softcap": 5.0,
     "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]), "deterministic": True, "return_attn_probs": True,
@@ -369,7 +362,7 @@ def test_watched_calls_are_the_same_calls_by_the_name_of_the_op(i):
     [
         flash_attn_qkvpacked_func,
         lambda qkv: flash_attn_func(*qkv.unbind(2), alibi_slopes=torch.tensor([0.1, 0.2])),
-        lambda qkv: flash_attn_varlen_func(*qkv.flatten(0, 1).unbind(1), offsets(5), offsets(5), 5, 5)[None],
+        lambda qkv: flash_attn_varlen_func(*qkv.flatten(0, 1).unbind(1), offsets([5]), offsets([5]), 5, 5)[None],
     ],
     ids=["packed", "slopes", "varlen"],
 )
@@ -527,7 +520,7 @@ def test_ops_that_write_into_given_results_have_no_gradients():
     mask, ops = (0.25, False, -1, -1, 0.0), torch.ops.flash_attn
     results = [
         *ops.fwd(q, q, q, out, 0.0, *mask, None, False),
-        *ops.varlen_fwd(q[0], q[0], q[0], out[0], offsets(5), offsets(5), 5, 5, 0.0, *mask),
+        *ops.varlen_fwd(q[0], q[0], q[0], out[0], offsets([5]), offsets([5]), 5, 5, 0.0, *mask),
         ops.fwd_kvcache(q, q, q, *[None] * 9, out, *mask, True, 0),
     ]
     assert not any(x.requires_grad for x in (out, *results))
@@ -552,7 +545,7 @@ def test_the_ops_themselves_are_differentiable(varlen):
 
 def test_the_varlen_op_refuses_gradients_it_does_not_have():
     q = randn(5, 2, 16).requires_grad_()
-    cu = offsets(5)
+    cu = offsets([5])
     with pytest.raises(RuntimeError, match="no gradients with block_table, leftpad_k or seqused_k"):
         interface._flash_attn_varlen_forward(
             q, q, q, cu, cu, 5, 5, 0.0, 0.25, False, seqused_k=torch.tensor([3], dtype=torch.int32)

@@ -32,11 +32,15 @@ from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, Pa
 from flash_attn.ops.fused_dense import (
     ColumnParallelLinear,
     FusedDense,
+    FusedDenseFunc,
+    FusedMLPFunc,
     RowParallelLinear,
     fused_dense_func,
     fused_mlp_func,
 )
 from flash_attn.ops.triton.layer_norm import RMSNorm
+from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
+from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
 from flash_attn.utils.distributed import (
     all_gather,
     all_reduce,
@@ -324,6 +328,46 @@ def test_fused_dense():
     y, residual = dense(x)
     assert residual is x and y.equal(F.linear(x, dense.weight, dense.bias))
     assert fused_dense_func(x, dense.weight, dense.bias).equal(y)
+    assert FusedDenseFunc.apply(x, dense.weight, dense.bias).equal(y)
+    mlp = FusedMLP(12, 20, 5, activation="relu")
+    assert FusedMLPFunc.apply(x, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias, "relu").equal(mlp(x))
+
+
+@pytest.mark.parametrize("checkpoint_lvl", [0, 1, 2])
+def test_squared_relu_between_two_layers(checkpoint_lvl):
+    mlp, x = FusedDenseSqreluDense(12, 20, 5, checkpoint_lvl=checkpoint_lvl), torch.randn(2, 3, 12, requires_grad=True)
+    y, expected = mlp(x), mlp.fc2(F.relu(mlp.fc1(x)) ** 2)
+    close(y, expected)
+    inputs, dout = [x, *mlp.parameters()], torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, inputs, dout), torch.autograd.grad(expected, inputs, dout)):
+        close(a, b)
+    with pytest.raises(AssertionError, match="checkpoint_lvl is 3"):
+        FusedDenseSqreluDense(12, checkpoint_lvl=3)
+
+
+@pytest.mark.parametrize("name, exact", [
+    ("id", lambda x: x),
+    ("gelu", F.gelu),
+    ("gelu_approx", partial(F.gelu, approximate="tanh")),
+    ("squared_relu", lambda x: F.relu(x) ** 2),
+])  # fmt: skip
+def test_linear_and_activation(name, exact):
+    x, weight, bias, next_weight = torch.randn(2, 3, 12), torch.randn(5, 12), torch.randn(5), torch.randn(7, 5)
+    z = F.linear(x, weight, bias).requires_grad_()
+    y, act_input = triton_linear_act(x, weight, bias, name, save_act_input=True)
+    close(y, exact(z))
+    close(act_input, z)
+    assert triton_linear_act(x, weight, bias, name).equal(y)
+    g = torch.randn(2, 3, 7)
+    expected = torch.autograd.grad(F.linear(exact(z), next_weight), z, g)[0]
+    close(triton_dgrad_act(g, next_weight, name, act_input), expected)
+    with pytest.raises(AssertionError, match="activation is 'tanh', allowed are id, gelu"):
+        triton_linear_act(x, weight, activation="tanh")
+    with pytest.raises(AssertionError, match="weight is torch.float64, x is torch.float32"):
+        triton_linear_act(x, weight.double())
+    if name != "id":
+        with pytest.raises(AssertionError, match="needs act_input"):
+            triton_dgrad_act(g, next_weight, name)
 
 
 @pytest.mark.parametrize("norm_cls", [nn.LayerNorm, RMSNorm])

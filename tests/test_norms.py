@@ -1,7 +1,5 @@
 """Norms with fused operations, against the formula in float64."""
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,8 @@ import torch.nn.functional as F
 from flash_attn.ops import layer_norm as layer_norm_ops
 from flash_attn.ops import rms_norm as rms_norm_ops
 from flash_attn.ops.triton.layer_norm import (
+    LayerNormFn,
+    LayerNormLinearFn,
     RMSNorm,
     layer_norm_fn,
     layer_norm_linear_fn,
@@ -213,6 +213,31 @@ def test_subset(is_rms):
 
 
 @pytest.mark.parametrize("is_rms", BOTH)
+def test_subset_of_sequences(is_rms):
+    """Stochastic depth: sequences 0 and 2 of x0 are there, sequences 1 and 2 of y are wanted."""
+    x0, residual = torch.randn(2, 5, N, requires_grad=True), torch.randn(3, 5, N, requires_grad=True)
+    weight, bias = torch.randn(N), torch.randn(N)
+    rows = torch.arange(1, 11, dtype=torch.int32).view(2, 5)
+    x0_subset, out_subset = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, 5, dtype=torch.int32)
+    x0_subset[[0, 2]], out_subset[1:] = rows, rows
+    y, r, mask = names(is_rms)[1](
+        x0, residual, weight, bias, 0.5, 1e-5, None, x0_subset, out_subset, 2.0, 10, True, return_dropout_mask=True
+    )
+    assert (y.shape, r.shape, mask.shape) == ((2, 5, N), (3, 5, N), (2, 5, N))
+    exact = residual.detach().double()
+    exact[[0, 2]] += 2.0 * 2.0 * (x0 * mask).detach().double()
+    close(r.detach(), exact)
+    close(y.detach(), formula(exact, weight.double(), bias.double(), 1e-5, is_rms)[1:])
+    y.sum().backward()
+    assert x0.grad[0].eq(0).all() and x0.grad[1].eq(0).equal(~mask[1].bool())
+    assert residual.grad[0].eq(0).all() and residual.grad[1:].ne(0).all()
+    nothing = names(is_rms)[1](x0, residual, weight, bias, 0.0, 1e-5, None, x0_subset, torch.zeros_like(out_subset))
+    assert nothing.shape == (0, 5, N)
+    with pytest.raises(AssertionError, match="out_numrows is 7, .* multiples of 5"):
+        names(is_rms)[1](x0, residual, weight, bias, 0.0, 1e-5, None, x0_subset, out_subset, 2.0, 7)
+
+
+@pytest.mark.parametrize("is_rms", BOTH)
 def test_parallel_residual(is_rms):
     parallel = names(is_rms)[2]
     x0, x1, residual = (torch.randn(3, N) for _ in range(3))
@@ -247,19 +272,34 @@ def test_plain_forms():
     close(rms_norm_ops.rms_norm(x, weight, 1e-5), formula(x.double(), weight.double(), None, 1e-5, True))
 
 
-def test_signatures():
-    """Clients call these by position."""
+def test_function_classes():
+    """``apply`` takes the arguments in another order than the functions. Every argument differs from its neighbours."""
+    x0, x1, residual, weights = torch.randn(2, N), torch.randn(2, N), torch.randn(2, N), torch.randn(4, N)
+    rows, columns, (w, b, w1, b1) = torch.rand(2), torch.rand(N), weights
+    both = torch.tensor([1, 2])
     for is_rms in BOTH:
-        positional = [
-            [p.name for p in inspect.signature(f).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-            for f in names(is_rms)
-        ]
-        tail = ["prenorm", "residual_in_fp32", "return_dropout_mask"]
-        head = ["x0", "residual", "weight", "bias", "dropout_p", "epsilon"]
-        assert positional[0] == [*head, "rowscale", "layerscale", *tail]
-        assert positional[1] == [
-            *head, "layerscale", "x0_subset", "out_subset", "rowscale_const", "out_numrows", *tail
-        ]  # fmt: skip
-        assert positional[2] == [
-            "x0", "x1", "residual", "weight0", "bias0", "weight1", "bias1", "dropout_p", "epsilon", *tail
-        ]  # fmt: skip
+        add, subset, parallel = names(is_rms)
+        for ours, expected in (
+            (
+                rms_norm_ops.DropoutAddLayerNormFn.apply(
+                    x0, residual, w, b, rows, columns, 0.0, 1e-3, True, True, is_rms, True
+                ),
+                add(x0, residual, w, b, 0.0, 1e-3, rows, columns, True, True, True),
+            ),
+            (
+                layer_norm_ops.DropoutAddLayerNormSubsetFn.apply(
+                    x0, residual, w, b, columns, both, both.flip(0), 0.0, 1e-3, 3.0, 2, True, True, is_rms
+                ),
+                subset(x0, residual, w, b, 0.0, 1e-3, columns, both, both.flip(0), 3.0, 2, True, True),
+            ),
+            (
+                layer_norm_ops.DropoutAddLayerNormParallelResidualFn.apply(
+                    x0, x1, residual, w, b, w1, b1, 0.0, 1e-3, True, True, is_rms
+                ),
+                parallel(x0, x1, residual, w, b, w1, b1, 0.0, 1e-3, True, True),
+            ),
+        ):
+            assert len(ours) == len(expected) > 1 and all(a.equal(e) for a, e in zip(ours, expected))
+    assert LayerNormFn.apply(x0, w, b, residual).equal(layer_norm_fn(x0, w, b, residual))
+    linear = torch.randn(3, N), torch.randn(3)
+    assert LayerNormLinearFn.apply(x0, w, b, *linear).equal(layer_norm_linear_fn(x0, w, b, *linear))

@@ -1,79 +1,97 @@
-"""Names, order and defaults of the arguments around attention. Clients call by position and inspect signatures."""
+"""Names, order and defaults of upstream's public arguments. Clients call by position and inspect signatures."""
 
 import importlib
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
-NORM = (
-    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, "
-    "prenorm=False, residual_in_fp32=False, zero_centered_weight=False, "
-)
-LOSS = "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
-FLASH = "causal=False, softmax_scale=None, attention_dropout=0.0, "
-SIGNATURES = {
-    "bert_padding": {
-        "unpad_input": "hidden_states, attention_mask, unused_mask=None",
-        "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
-        "pad_input": "hidden_states, indices, batch, seqlen",
-        "index_first_axis": "input, indices",
-        "index_put_first_axis": "values, indices, first_axis_dim",
-        "index_first_axis_residual": "input, indices",
-    },
-    "ops.triton.rotary": {
-        "apply_rotary": "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, "
-        "inplace=False, conjugate=False",
-    },
-    "layers.rotary": {
-        "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
-        "max_seqlen=None",
-        "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
-        "rotate_half": "x, interleaved=False",
-        "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
-        "num_heads_q=None",
-        "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
-        "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
-        "RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
-    },
-    "ops.triton.cross_entropy": {
-        "cross_entropy_loss": f"logits, labels, precomputed_lse=None, {LOSS}ignore_index=-100, "
-        "inplace_backward=False, process_group=None",
-    },
-    "losses.cross_entropy": {
-        "CrossEntropyLoss": f"ignore_index=-100, reduction='mean', {LOSS}inplace_backward=False, process_group=None, "
-        "return_z_loss=False",
-        "CrossEntropyLoss.forward": "self, input, target, precomputed_lse=None",
-    },
-    "ops.triton.layer_norm": {
-        "layer_norm_fn": f"{NORM}is_rms_norm=False, return_dropout_mask=False, out_dtype=None, out=None, "
-        "residual_out=None",
-        "rms_norm_fn": f"{NORM}return_dropout_mask=False, out_dtype=None, out=None, residual_out=None",
-        "RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None",
-        "RMSNorm.forward": "self, x, residual=None, prenorm=False, residual_in_fp32=False",
-    },
-    "ops.rms_norm": {
-        "rms_norm": "x, weight, epsilon",
-        "RMSNorm": "hidden_size, eps=1e-05, device=None, dtype=None",
-    },
-    "modules.mha": {
-        "FlashSelfAttention": f"{FLASH}window_size=(-1, -1), alibi_slopes=None, deterministic=False",
-        "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
-        "FlashCrossAttention": f"{FLASH}alibi_slopes=None, window_size=(-1, -1), deterministic=False",
-        "FlashCrossAttention.forward": "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, "
-        "cu_seqlens_k=None, max_seqlen_k=None",
-        "MHA": "embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True, out_proj_bias=True, "
-        "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
-        "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
-        "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, "
-        "checkpointing=False, device=None, dtype=None",
-    },
-}
-CASES = [(module, name) for module, names in SIGNATURES.items() for name in names]
+DIFFERENCES = (Path(__file__).parents[1] / "docs/differences.md").read_text()
 
 
-@pytest.mark.parametrize("module, name", CASES, ids=map(".".join, CASES))
-def test_signature(module, name):
-    found = importlib.import_module(f"flash_attn.{module}")
+def upstream():
+    """[(module, name, arguments)]"""
+    module, found = None, []
+    for line in Path(__file__).with_name("signatures.txt").read_text().splitlines():
+        if line.startswith("["):
+            module = line.strip("[]")
+        elif line and not line.startswith("#"):
+            name, _, arguments = line.partition("(")
+            found.append((module, name, arguments[:-1]))
+    return found
+
+
+UPSTREAM = upstream()
+
+
+def ours(module, name):
+    """The function, class or method of that name, or None."""
+    try:
+        found = importlib.import_module(f"flash_attn.{module}")
+    except ModuleNotFoundError:
+        return None
     for part in name.split("."):
-        found = getattr(found, part)
-    assert str(inspect.signature(found)) == f"({SIGNATURES[module][name]})"
+        found = getattr(found, part, None)
+    return found
+
+
+def arguments(function, skip=0):
+    """The arguments as a line of signatures.txt has them: no annotations, and short names of types and functions."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    parts, marks = [], {p.kind for p in parameters}
+    for i, p in enumerate(parameters):
+        after = parameters[i - 1].kind if i else None
+        if after is p.POSITIONAL_ONLY and p.kind is not p.POSITIONAL_ONLY:
+            parts.append("/")
+        if p.kind is p.KEYWORD_ONLY and p.VAR_POSITIONAL not in marks and after is not p.KEYWORD_ONLY:
+            parts.append("*")
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        parts.append(f"{star}{p.name}" + ("" if p.default is p.empty else f"={short(p.default)}"))
+    return ", ".join(parts)
+
+
+def short(default):
+    if callable(default):
+        return getattr(default, "__name__", repr(default))
+    return repr(default).removeprefix("torch.")
+
+
+def extends(given, expected):
+    """More arguments by keyword, or ``*options`` for the last ones. Both take every call that upstream takes."""
+    head, _, tail = given.partition(", *options")
+    return given.startswith(f"{expected}, *, ") or (head != given and tail == "" and expected.startswith(f"{head}, "))
+
+
+def is_autograd(found):
+    """An autograd function whose ``apply`` is torch's own, which takes anything. ``forward`` has the arguments."""
+    return "forward" in vars(found) and "apply" not in vars(found)
+
+
+@pytest.mark.parametrize("module, name, expected", UPSTREAM, ids=[f"{m}.{n}" for m, n, _ in UPSTREAM])
+def test_signature(module, name, expected):
+    found = ours(module, name)
+    if found is None:
+        row = rf"^\| `{re.escape(module)}` \|.*`{re.escape(name.split('.')[0])}`"
+        missing = f"flash_attn.{module}.{name} is neither here nor in docs/differences.md"
+        assert re.search(row, DIFFERENCES, re.MULTILINE), missing
+        return
+    if name.endswith(".apply") and is_autograd(ours(module, name.removesuffix(".apply"))):
+        found = ours(module, name.removesuffix(".apply")).forward
+        given = arguments(found, skip=1)
+    else:
+        given = arguments(found)
+    assert given == expected or extends(given, expected), f"{given}\n{expected}"
+
+
+def test_every_public_module_has_signatures():
+    modules = {module for module, _, _ in UPSTREAM}
+    package = Path(__file__).parents[1] / "flash_attn"
+    for folder in ("layers", "losses", "modules", "ops", "utils"):
+        for path in (package / folder).rglob("[!_]*.py"):
+            module = ".".join(path.relative_to(package).with_suffix("").parts)
+            assert module in modules | OURS, module
+
+
+# Modules that upstream does not have, or whose functions are torch's own under another name.
+OURS = {"modules.attention", "ops.dropout_add_norm", "utils.torch"}

@@ -10,11 +10,14 @@ import importlib.metadata
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
-from transformers import modeling_flash_attention_utils as flash_utils
-from transformers.utils import import_utils
+from harness import need
 
 import flash_attn
+
+need("transformers")
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel  # noqa: E402
+from transformers import modeling_flash_attention_utils as flash_utils  # noqa: E402
+from transformers.utils import import_utils  # noqa: E402
 
 SMALL = {
     "vocab_size": 97,

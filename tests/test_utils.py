@@ -1,11 +1,12 @@
 """Helpers around models: generation, weights from a directory, timing, test data."""
 
+import copy
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from harness import need
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.modules.block import Block
@@ -16,19 +17,28 @@ from flash_attn.utils.generation import (
     GenerationMixin,
     InferenceParams,
     allocate_inference_cache,
+    decode,
+    decode_speculative,
     modify_logit_for_repetition_penalty,
     modify_logits_for_top_k_filtering,
     modify_logits_for_top_p_filtering,
     sample,
+    sample_speculative,
+    update_graph_cache,
 )
+from flash_attn.utils.library import triton_op
 from flash_attn.utils.pretrained import state_dict_from_pretrained
 from flash_attn.utils.testing import (
     attention_ref,
+    construct_chunk_mask,
     construct_local_mask,
     generate_qkv,
     generate_random_padding_mask,
 )
 from flash_attn.utils.torch import custom_bwd, custom_fwd
+
+need("safetensors")
+from safetensors.torch import save_file  # noqa: E402
 
 # ---- generation ----------------------------------------------------------------------------------------------------
 
@@ -36,13 +46,22 @@ from flash_attn.utils.torch import custom_bwd, custom_fwd
 class TinyGPT(GenerationMixin, torch.nn.Module):
     """Two blocks with caches."""
 
-    def __init__(self):
+    def __init__(self, rotary_emb_dim=0):
         super().__init__()
         self.embeddings = GPT2Embeddings(32, 19, 24)
         self.layers = torch.nn.ModuleList(
-            Block(32, lambda dim, i=i: MHA(dim, 2, causal=True, layer_idx=i, use_flash_attn=True)) for i in range(2)
+            Block(
+                32,
+                lambda dim, i=i: MHA(
+                    dim, 2, causal=True, layer_idx=i, use_flash_attn=True, rotary_emb_dim=rotary_emb_dim
+                ),
+            )
+            for i in range(2)
         )
         self.head = torch.nn.Linear(32, 19, bias=False)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(self.layers)}
 
     def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0):
         x, residual = self.embeddings(input_ids, position_ids), None
@@ -69,6 +88,92 @@ def test_generation_is_the_whole_sequence_each_time():
     torch.testing.assert_close(forced.scores[-1], last, rtol=1e-4, atol=1e-5)
     assert len(model.generate(prompt[:1], 9, eos_token_id=int(sequence[0, 4]))[0]) <= 5
     assert model.generate(prompt, 9, vocab_size=5)[:, 3:].max() < 5
+
+
+def test_decode_by_position():
+    """The seventh argument is the token that ends a sequence."""
+    torch.manual_seed(0)
+    model, prompt = TinyGPT(), torch.randint(0, 19, (1, 3))
+    sequences, scores = decode(prompt, model, 9)
+    end = int(sequences[0, 4])
+    ended = decode(prompt, model, 9, 1, 0.0, 1.0, end)
+    assert ended.sequences.equal(sequences[:, : 3 + sequences[0, 3:].tolist().index(end) + 1])
+    assert len(scores) == 6 and scores[0].shape == (1, 19)
+    assert decode(prompt, model, 9, 1, 0.0, 1.0, None, None, 5).scores[0].shape == (1, 5)
+    assert decode(torch.arange(3)[None], model, 9, repetition_penalty=1e9).sequences[0].unique().numel() == 9
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rotary_emb_dim", [0, 8, 16])
+def test_graphs_decode_what_the_model_decodes(rotary_emb_dim, device, capsys):
+    torch.manual_seed(0)
+    model = TinyGPT(rotary_emb_dim).to(device)
+    for batch, length in ((2, 9), (1, 7), (2, 20), (2, 9)):  # a graph of its own, the same memory, more memory, again
+        prompt = torch.randint(0, 19, (batch, 3), device=device)
+        expected = decode(prompt, model, length)
+        found = decode(prompt, model, length, cg=True, enable_timing=True)
+        assert found.sequences.equal(expected.sequences)
+        for a, b in zip(found.scores, expected.scores):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.startswith("Prompt processing + decoding time: ") for line in lines)
+    cache = model._decoding_cache
+    assert (cache.max_batch_size, cache.max_seqlen) == (2, 20) and set(cache.callables) == {(2, 1)}
+    steps = update_graph_cache(model, None, 2, 3, 12, decoding_seqlens=(1, 3))
+    prompt = torch.randint(0, 19, (2, 7), device=device)
+    with torch.inference_mode():
+        steps.inference_params.reset(12, 2)
+        model(prompt[:, :4], inference_params=steps.inference_params)
+        found = steps.run(prompt[:, 4:], torch.arange(4, 7, device=device).expand(2, 3), 4)
+        torch.testing.assert_close(found, model(prompt, num_last_tokens=3).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cg", [False, True])
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_speculative_decoding_is_decoding(lookahead, cg, device, capsys):
+    """The model drafts for itself, or another model drafts badly. Greedy text is that of the model alone."""
+    torch.manual_seed(0)
+    model, other, prompt = TinyGPT(16).to(device), TinyGPT().to(device), torch.randint(0, 19, (1, 3), device=device)
+    expected = decode(prompt, model, 15)
+    calls = []
+    for draft in (copy.deepcopy(model), other):
+        found = decode_speculative(prompt, model, draft, 15, lookahead, cg=cg, enable_timing=True)
+        assert found.sequences.equal(expected.sequences)
+        torch.testing.assert_close(found.scores, torch.stack(expected.scores, 1), rtol=1e-4, atol=1e-5)
+        calls.append(int(capsys.readouterr().out.rsplit(" ", 1)[1]))
+    assert calls[0] == 12 // (lookahead + 1) and calls[0] <= calls[1] <= 12
+    with pytest.raises(AssertionError, match="2 sequences, 1 is allowed"):
+        decode_speculative(prompt.expand(2, 3), model, other, 15)
+
+
+def test_speculative_samples_have_the_distribution_of_the_model():
+    torch.manual_seed(0)
+    p, q = torch.tensor([[0.5, 0.05, 0.15, 0.3], [0.1, 0.2, 0.3, 0.4]]), torch.tensor([[0.1, 0.4, 0.4, 0.1]])
+    n = 20000
+    drafts = torch.multinomial(q, n, replacement=True).T
+    tokens, count = sample_speculative(p.log().expand(n, 2, 4), q.log().expand(n, 1, 4), drafts, top_k=0)
+    assert set(count.tolist()) == {1, 2}
+    torch.testing.assert_close(tokens[:, 0].bincount(minlength=4) / n, p[0], rtol=0, atol=0.02)
+    second = tokens[count == 2, 1]
+    torch.testing.assert_close(second.bincount(minlength=4) / len(second), p[1], rtol=0, atol=0.02)
+    same = sample_speculative(p.log().expand(n, 2, 4), p[:1].log().expand(n, 1, 4), drafts, top_k=0)[1]
+    assert same.eq(2).all()
+
+
+def test_caches_of_a_model_with_a_config():
+    """Without ``allocate_inference_cache`` the sizes come from the model's config, and ranks share the heads."""
+    model = torch.nn.Linear(3, 3)
+    model.config = SimpleNamespace(num_attention_heads=8, hidden_size=64, num_hidden_layers=2)
+    cache = update_graph_cache(model, None, 2, 3, 12, decoding_seqlens=(), tensor_parallel=4, dtype=torch.bfloat16)
+    caches = cache.inference_params.key_value_memory_dict
+    assert sorted(caches) == [0, 1] and caches[0].shape == (2, 12, 2, 2, 8) and caches[0].dtype == torch.bfloat16
+    assert update_graph_cache(model, cache, 1, 3, 9, (), 4, torch.bfloat16).inference_params.key_value_memory_dict is (
+        caches
+    )
 
 
 def test_filters():
@@ -174,7 +279,9 @@ def test_reference_and_packing_agree_with_the_kernels(window, causal):
     assert p.shape == (3, 4, 9, 13)
 
     packed = generate_qkv(q, k, v, mask_q, mask_k)
-    out = packed[10](flash_attn_varlen_func(*packed[:7], **options))
+    q_packed, k_packed, v_packed, qv_packed, cu_q, cu_k, used_q, used_k, max_q, max_k, *_, pad, _, _ = packed
+    assert len(packed) == 17 and qv_packed is None and used_q.equal(mask_q.sum(1)) and used_k.equal(mask_k.sum(1))
+    out = pad(flash_attn_varlen_func(q_packed, k_packed, v_packed, cu_q, cu_k, max_q, max_k, **options))
     expected = attention_ref(q, k, v, mask_q, mask_k, **options)[0]
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
@@ -182,7 +289,47 @@ def test_reference_and_packing_agree_with_the_kernels(window, causal):
     assert kvpacked[1].unbind(1)[1].equal(packed[2]) and len(kvpacked) == 11
     qkvpacked = generate_qkv(k, k, v, mask_k, mask_k, qkvpacked=True)
     assert qkvpacked[0].unbind(1)[2].equal(packed[2]) and len(qkvpacked) == 6
-    assert generate_qkv(q, k, v)[3].tolist() == [0, 9, 18, 27]
+    whole = generate_qkv(q, k, v, qv=torch.randn(3, 9, 4, 8))
+    assert whole[4].tolist() == [0, 9, 18, 27] and whole[3].shape == (27, 4, 8) and whole[6] is whole[7] is None
+
+
+def test_packing_keeps_places_of_unused_tokens():
+    q, k, v = (torch.randn(2, 5, 1, 8) for _ in range(3))
+    used, unused = torch.arange(5) < torch.tensor([[2], [4]]), torch.tensor([[0, 0, 0, 1, 0], [0] * 5]).bool()
+    packed = generate_qkv(q, k, v, used, used, query_unused_mask=unused, key_unused_mask=unused)
+    assert packed[4].tolist() == packed[5].tolist() == [0, 3, 7] and packed[6].tolist() == [2, 4]
+    with pytest.raises(AssertionError, match="key_unused_mask and packed forms"):
+        generate_qkv(q, k, v, used, used, kvpacked=True, key_unused_mask=unused)
+    with pytest.raises(AssertionError, match="query_unused_mask needs query_padding_mask"):
+        generate_qkv(q, k, v, query_unused_mask=unused)
+
+
+def test_reference_with_the_newer_options():
+    torch.manual_seed(0)
+    q, k, v, sinks = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16), torch.randn(2, 7, 2, 16), torch.randn(4)
+    expected = flash_attn_func(q, k, v, causal=True, sinks=sinks)
+    torch.testing.assert_close(attention_ref(q, k, v, causal=True, learnable_sink=sinks)[0], expected)
+    q_descale, k_descale, v_descale = torch.rand(3, 2, 2)
+    scaled = (q * q_descale.repeat_interleave(2, 1)[:, None, :, None], *(
+        x * s[:, None, :, None] for x, s in ((k, k_descale), (v, v_descale))
+    ))  # fmt: skip
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    torch.testing.assert_close(attention_ref(q, k, v, **descales)[0], attention_ref(*scaled)[0])
+    qv = torch.randn(2, 5, 4, 16)  # q and qv side by side meet k and v side by side
+    wide = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    torch.testing.assert_close(attention_ref(q, k, v, qv=qv)[0], attention_ref(*wide, v)[0])
+    rounded = attention_ref(q, k, v, intermediate_dtype=torch.bfloat16)
+    p = rounded[1].bfloat16().float()
+    torch.testing.assert_close(rounded[0], torch.einsum("bhts,bshd->bthd", p, v.repeat_interleave(2, 2)))
+    chunked = attention_ref(q, k, v, attention_chunk=3, causal=True)[1][0, 0].ne(0).int()
+    assert chunked.tolist() == [
+        [1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]
+    assert construct_chunk_mask(3, 1, 2).tolist() == [[True], [True], [False]]
 
 
 def test_local_mask():
@@ -191,7 +338,24 @@ def test_local_mask():
     padded = construct_local_mask(2, 5, (1, 0), key_leftpad=torch.tensor([0, 3]))
     assert padded.int().tolist()[1] == [[[1, 1, 1, 0, 1], [1, 1, 1, 0, 0]]]
     kept = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
-    assert construct_local_mask(2, 5, (1, 0), None, kept, key_leftpad=torch.tensor([0, 3])).equal(padded)
+    masked = construct_local_mask(2, 5, (1, 0), key_padding_mask=kept, key_leftpad=torch.tensor([0, 3]))
+    assert masked.equal(padded)
+    assert not construct_local_mask(2, 5).any() and not construct_local_mask(2, 5, (-1, -1)).any()
+    sink = construct_local_mask(2, 5, (1, 0), 1)
+    assert sink.int().tolist() == [[0, 1, 0, 0, 1], [0, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("decomposes", [True, False])
+def test_triton_op(decomposes):
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    options = {} if decomposes else {"allow_decomposition": False, "schema": "(Tensor y) -> Tensor"}
+    op = triton_op(f"flash_attn_test::double_{decomposes}", mutates_args=(), **options)(double)
+    assert op(torch.ones(2)).tolist() == [2, 2]
+    assert op(torch.ones(2, device="meta")).shape == (2,)
+    schema = getattr(torch.ops.flash_attn_test, f"double_{decomposes}").default._schema
+    assert schema.arguments[0].name == ("x" if decomposes else "y")
 
 
 def test_amp_decorators_take_no_device():

@@ -80,20 +80,27 @@ def dropout_add_norm_subset(
     """``dropout_add_norm`` if x0 holds only some rows and only some results are needed (stochastic depth).
 
     Args:
-        x0_subset: ``[...]`` integers. For each row of the residual, 1 + the row of x0 ``[k, n]``, or 0 for no row.
-        out_subset: ``[...]`` integers. For each row, 1 + the row of y ``[out_numrows, n]``, or 0 for no result.
+        x0: ``[k, ..., n]``. All results have these dimensions behind the first one.
+        residual: ``[m, ..., n]`` or None.
+        x0_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of x0, or 0 for no row.
+        out_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of y, or 0 for no result.
         rowscale_const: factor of x0.
+        out_numrows: rows of y, if ``out_subset`` is given.
     """
+    inner = x0.shape[1:]
+    assert out_subset is None or out_numrows % max(inner[:-1].numel(), 1) == 0, (
+        f"out_numrows is {out_numrows}, but x0 {tuple(x0.shape)} allows multiples of {inner[:-1].numel()} only"
+    )
     x, mask = dropout_and_mask(_scale_columns(x0, layerscale) * rowscale_const, dropout_p)
     if x0_subset is not None:
-        rows = x.flatten(0, -2)[x0_subset.long() - 1]  # a missing row reads the last row, and is cleared
-        x = torch.where(x0_subset.unsqueeze(-1) > 0, rows, 0.0)
+        x = _rows(x, x0_subset).reshape(-1, *inner)
     y, r = layer_norm_fn(
         x, weight, bias, residual, eps=epsilon, prenorm=True, is_rms_norm=is_rms_norm, out_dtype=x0.dtype
     )
     if out_subset is not None:
-        wanted = out_subset > 0
-        y = y.new_zeros(out_numrows, y.shape[-1]).index_copy(0, out_subset[wanted].long() - 1, y[wanted])
+        # Row 0 takes all rows without a result, and is cut off.
+        y = y.new_zeros(1 + out_numrows, y.shape[-1]).index_copy(0, out_subset.flatten().long(), y.flatten(0, -2))
+        y = y[1:].reshape(-1, *inner)
     return _results(
         (y,), r.to(_residual_dtype(x0, residual, residual_in_fp32)), (mask,), x0, prenorm, return_dropout_mask
     )
@@ -168,6 +175,12 @@ class DropoutAddNorm(nn.Module):
             residual_in_fp32=self.residual_in_fp32,
             is_rms_norm=self.is_rms_norm,
         )
+
+
+def _rows(x, subset):
+    """The rows of ``[..., n]`` that ``subset`` names, counted from 1. A row is zero where ``subset`` is 0."""
+    rows = torch.cat([x.new_zeros(1, x.shape[-1]), x.flatten(0, -2)])
+    return rows[subset.flatten().long()]
 
 
 def _scale_columns(x0, layerscale):

@@ -19,7 +19,9 @@ from flash_attn.utils.distributed import all_gather, all_reduce, copy_to_ranks, 
 __all__ = [
     "ColumnParallelLinear",
     "FusedDense",
+    "FusedDenseFunc",
     "FusedMLP",
+    "FusedMLPFunc",
     "ParallelFusedMLP",
     "RowParallelLinear",
     "fused_dense_func",
@@ -74,6 +76,48 @@ def fused_mlp_func(
 
     y = checkpoint(mlp, x, use_reentrant=False) if checkpoint_lvl and torch.is_grad_enabled() else mlp(x)
     return (y, x) if return_residual else y
+
+
+class FusedDenseFunc:
+    """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients."""
+
+    @staticmethod
+    def apply(x, weight, bias, return_residual=False, process_group=None, sequence_parallel=True):
+        return fused_dense_func(x, weight, bias, return_residual, process_group, sequence_parallel)
+
+
+class FusedMLPFunc:
+    """``apply`` is ``fused_mlp_func`` with each bias behind its weight."""
+
+    @staticmethod
+    def apply(
+        x,
+        weight1,
+        bias1,
+        weight2,
+        bias2,
+        activation="gelu_approx",
+        save_pre_act=True,
+        return_residual=False,
+        checkpoint_lvl=0,
+        heuristic=0,
+        process_group=None,
+        sequence_parallel=True,
+    ):
+        return fused_mlp_func(
+            x,
+            weight1,
+            weight2,
+            bias1,
+            bias2,
+            activation,
+            save_pre_act,
+            return_residual,
+            checkpoint_lvl,
+            heuristic,
+            process_group,
+            sequence_parallel,
+        )
 
 
 class FusedDense(nn.Linear):

@@ -9,9 +9,17 @@ from flash_attn.ops.dropout_add_norm import (
     dropout_add_norm_parallel_residual,
     dropout_add_norm_subset,
 )
+from flash_attn.ops.layer_norm import (
+    DropoutAddLayerNormFn,
+    DropoutAddLayerNormParallelResidualFn,
+    DropoutAddLayerNormSubsetFn,
+)
 from flash_attn.ops.triton.layer_norm import rms_norm_fn
 
 __all__ = [
+    "DropoutAddLayerNormFn",
+    "DropoutAddLayerNormParallelResidualFn",
+    "DropoutAddLayerNormSubsetFn",
     "DropoutAddRMSNorm",
     "RMSNorm",
     "dropout_add_rms_norm",
@@ -22,36 +30,101 @@ __all__ = [
 
 
 def dropout_add_rms_norm(
-    x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False,
-    residual_in_fp32=False, return_dropout_mask=False,
-):  # fmt: skip
-    """``dropout_add_norm`` with rms norm."""
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """Dropout, residual add and RMS norm: ``dropout_add_norm``."""
     return dropout_add_norm(
-        x0, residual, weight, bias, dropout_p, epsilon, rowscale, layerscale, prenorm, residual_in_fp32,
-        return_dropout_mask, is_rms_norm=True,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        rowscale,
+        layerscale,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
 
 
 def dropout_add_rms_norm_subset(
-    x0, residual, weight, bias, dropout_p, epsilon, layerscale=None, x0_subset=None, out_subset=None,
-    rowscale_const=1.0, out_numrows=0, prenorm=False, residual_in_fp32=False, return_dropout_mask=False,
-):  # fmt: skip
-    """``dropout_add_norm_subset`` with rms norm."""
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    layerscale=None,
+    x0_subset=None,
+    out_subset=None,
+    rowscale_const=1.0,
+    out_numrows=0,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """The same for some rows only: ``dropout_add_norm_subset``."""
     return dropout_add_norm_subset(
-        x0, residual, weight, bias, dropout_p, epsilon, layerscale, x0_subset, out_subset, rowscale_const, out_numrows,
-        prenorm, residual_in_fp32, return_dropout_mask, is_rms_norm=True,
-    )  # fmt: skip
+        x0,
+        residual,
+        weight,
+        bias,
+        dropout_p,
+        epsilon,
+        layerscale,
+        x0_subset,
+        out_subset,
+        rowscale_const,
+        out_numrows,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
 
 
 def dropout_add_rms_norm_parallel_residual(
-    x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm=False, residual_in_fp32=False,
+    x0,
+    x1,
+    residual,
+    weight0,
+    bias0,
+    weight1,
+    bias1,
+    dropout_p,
+    epsilon,
+    prenorm=False,
+    residual_in_fp32=False,
     return_dropout_mask=False,
-):  # fmt: skip
-    """``dropout_add_norm_parallel_residual`` with rms norm."""
+):
+    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``."""
     return dropout_add_norm_parallel_residual(
-        x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm, residual_in_fp32,
-        return_dropout_mask, is_rms_norm=True,
-    )  # fmt: skip
+        x0,
+        x1,
+        residual,
+        weight0,
+        bias0,
+        weight1,
+        bias1,
+        dropout_p,
+        epsilon,
+        prenorm,
+        residual_in_fp32,
+        return_dropout_mask,
+        is_rms_norm=True,
+    )
 
 
 def rms_norm(x, weight, epsilon):

@@ -4,21 +4,27 @@ A model called ``model(input_ids, position_ids=..., inference_params=..., num_la
 ``logits`` ``[b, 1, V]``. ``InferenceParams`` carries the caches of the layers and their number of tokens.
 """
 
+import time
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
 __all__ = [
     "DecoderOutput",
+    "DecodingCGCache",
     "GenerationMixin",
     "InferenceParams",
     "allocate_inference_cache",
+    "capture_graph",
     "decode",
+    "decode_speculative",
     "modify_logit_for_repetition_penalty",
     "modify_logits_for_top_k_filtering",
     "modify_logits_for_top_p_filtering",
     "sample",
+    "sample_speculative",
+    "update_graph_cache",
 ]
 
 
@@ -44,7 +50,7 @@ class DecoderOutput(NamedTuple):
     """The result of ``decode``."""
 
     sequences: torch.Tensor  # [b, length], prompt included
-    scores: Optional[tuple]  # a tensor [b, V] for each new token, or None
+    scores: Optional[tuple]  # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
 
 
 def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16):
@@ -100,36 +106,37 @@ def decode(
     top_k=1,
     top_p=0.0,
     temperature=1.0,
-    repetition_penalty=1.0,
     eos_token_id=None,
     teacher_outputs=None,
     vocab_size=None,
-    output_scores=False,
+    tensor_parallel=1,
+    cg=False,
+    enable_timing=False,
+    *,
+    repetition_penalty=1.0,
 ):
     """Extend ``input_ids`` ``[b, s]`` to ``max_length`` tokens, or until every sequence has drawn ``eos_token_id``.
 
     Args:
         teacher_outputs: ``[b, max_length]`` tokens to feed instead of the drawn ones, to compare scores.
         vocab_size: logits beyond it (padding of the vocabulary) are cut off.
-        output_scores: also return the logits of each step.
+        tensor_parallel: ranks that share the model's heads. They wait for each other around the timing.
+        cg: take the steps from a CUDA graph, see ``update_graph_cache``. The model keeps it for the next call.
+        enable_timing: print the time of prompt and decoding.
+        repetition_penalty: as of ``modify_logit_for_repetition_penalty``.
     Returns:
-        DecoderOutput.
+        DecoderOutput. Its scores are the logits of each step.
     """
     batch, length = input_ids.shape
-    params = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+    _, logits_of = _stepper(model, batch, length, max_length, cg, (1,), tensor_parallel)
+    started = _now(input_ids.device, tensor_parallel) if enable_timing else 0.0
     sequences, scores, step = input_ids, [], input_ids
     finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     while length < max_length:
-        position_ids = None
-        if params.seqlen_offset > 0:
-            position_ids = torch.full((batch, 1), params.seqlen_offset, dtype=torch.long, device=input_ids.device)
-        outputs = model(step, position_ids=position_ids, inference_params=params, num_last_tokens=1)
-        logits = outputs.logits[:, -1, :vocab_size]
-        params.seqlen_offset += step.shape[1]
+        logits = logits_of(step)[:, -1, :vocab_size]
         if repetition_penalty != 1.0:
             logits = modify_logit_for_repetition_penalty(logits.clone(), sequences, repetition_penalty)
-        if output_scores:
-            scores.append(logits.clone())
+        scores.append(logits)
         if teacher_outputs is None or teacher_outputs.shape[1] <= length:
             tokens = sample(logits, top_k, top_p, temperature)
         else:
@@ -141,7 +148,279 @@ def decode(
             finished |= tokens == eos_token_id
             if finished.all():
                 break
-    return DecoderOutput(sequences, tuple(scores) if output_scores else None)
+    if enable_timing:
+        milliseconds = 1000 * (_now(input_ids.device, tensor_parallel) - started)
+        print(f"Prompt processing + decoding time: {milliseconds:.0f}ms")
+    return DecoderOutput(sequences, tuple(scores))
+
+
+def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0):
+    """Accept or replace drafted tokens, so that tokens are distributed as those of the model (arXiv 2211.17192).
+
+    Args:
+        logits: ``[b, s + 1, V]`` of the model. logits_draft: ``[b, s, V]`` of the draft. tokens_draft: ``[b, s]``.
+        top_k, top_p, temperature: as of ``sample``; the draft was drawn with them, too.
+    Returns:
+        (tokens ``[b, s + 1]``, their number ``[b]``, 1 to s + 1): the accepted tokens, and one drawn behind them.
+    """
+    batch, drafted = tokens_draft.shape
+    assert logits.shape == (batch, drafted + 1, logits_draft.shape[-1]), (
+        f"logits is {tuple(logits.shape)}, logits_draft {tuple(logits_draft.shape)}, tokens_draft {batch, drafted}"
+    )
+    p, p_draft = (_probabilities(x, top_k, top_p, temperature) for x in (logits, logits_draft))
+    index = tokens_draft.long().unsqueeze(-1)
+    chance, chance_draft = p[:, :-1].gather(-1, index).squeeze(-1), p_draft.gather(-1, index).squeeze(-1)
+    accepted = torch.rand_like(chance) * chance_draft <= chance
+    count = accepted.int().cumprod(1).sum(1)
+    # Behind the accepted tokens: what the draft lacks of the model's distribution, or the model's own at the end.
+    lacking = torch.cat([(p[:, :-1] - p_draft).clamp(min=0), p[:, -1:]], dim=1)
+    rows = torch.arange(batch, device=logits.device)
+    drawn = torch.multinomial(lacking[rows, count], num_samples=1).squeeze(-1)
+    tokens = torch.cat([tokens_draft, torch.zeros_like(tokens_draft[:, :1])], dim=1)
+    tokens[rows, count] = drawn.to(tokens.dtype)
+    return tokens, count + 1
+
+
+@torch.inference_mode()
+def decode_speculative(
+    input_ids,
+    model,
+    model_draft,
+    max_length,
+    speculative_lookahead=3,
+    top_k=1,
+    top_p=0.0,
+    temperature=1.0,
+    eos_token_id=None,
+    vocab_size=None,
+    tensor_parallel=1,
+    cg=False,
+    enable_timing=False,
+    debug=False,
+):
+    """``decode`` of one sequence, whose tokens a smaller model drafts, ``speculative_lookahead`` at a time.
+
+    Args:
+        input_ids: ``[1, s]``. eos_token_id: must be None. debug: print the tokens of each step.
+        The others are those of ``decode``.
+    Returns:
+        DecoderOutput. Its scores are one tensor ``[1, new tokens, V]``, the model's logits.
+    """
+    assert input_ids.shape[0] == 1, f"input_ids has {input_ids.shape[0]} sequences, 1 is allowed"
+    assert eos_token_id is None, "decode_speculative does not take an eos_token_id"
+    length, sampling = input_ids.shape[1], (top_k, top_p, temperature)
+    params, logits_of = _stepper(model, 1, length, max_length, cg, range(1, speculative_lookahead + 2), tensor_parallel)
+    params_draft, draft_logits_of = _stepper(model_draft, 1, length, max_length, cg, (1, 2), tensor_parallel)
+    started = _now(input_ids.device, tensor_parallel) if enable_timing else 0.0
+    sequences, scores, calls = input_ids, [], 0
+    while sequences.shape[1] < max_length:
+        length, drafted, drafts = sequences.shape[1], sequences, []
+        for _ in range(min(speculative_lookahead, max_length - length - 1)):
+            drafts.append(draft_logits_of(drafted[:, params_draft.seqlen_offset :])[..., :vocab_size])
+            drafted = torch.cat([drafted, sample(drafts[-1][:, -1], *sampling)[:, None]], dim=1)
+        logits = logits_of(drafted[:, params.seqlen_offset :], len(drafts) + 1)[..., :vocab_size]
+        calls += 1
+        if drafts:
+            tokens, count = sample_speculative(logits, torch.cat(drafts, 1), drafted[:, length:], *sampling)
+            tokens = tokens[:, : int(count)]
+        else:
+            tokens = sample(logits[:, -1], *sampling)[:, None]
+        if debug:
+            print(tokens)
+        scores.append(logits[:, : tokens.shape[1]])
+        sequences = torch.cat([sequences, tokens], dim=1)
+        # The caches keep what both agree on. The last token has not been in a model yet.
+        params.seqlen_offset = sequences.shape[1] - 1
+        params_draft.seqlen_offset = min(params_draft.seqlen_offset, sequences.shape[1] - 1)
+    if enable_timing:
+        milliseconds = 1000 * (_now(input_ids.device, tensor_parallel) - started)
+        print(f"Prompt processing + decoding time: {milliseconds:.0f}ms")
+        print(f"Number of calls to main model: {calls}")
+    return DecoderOutput(sequences, torch.cat(scores, dim=1) if scores else ())
+
+
+def _probabilities(logits, top_k, top_p, temperature):
+    """The distribution that ``sample`` draws from, ``[b, s, V]``."""
+    flat = (logits / temperature).flatten(0, 1)
+    if top_k > 0:
+        modify_logits_for_top_k_filtering(flat, min(top_k, flat.shape[-1]))
+    modify_logits_for_top_p_filtering(flat, top_p)
+    return flat.softmax(-1).view_as(logits)
+
+
+def _stepper(model, batch, length, max_length, cg, decoding_seqlens, tensor_parallel):
+    """(inference_params, function): the function of tokens ``[b, n]`` behind the cached ones returns their logits."""
+    cache = None
+    if cg:
+        cache = update_graph_cache(
+            model, getattr(model, "_decoding_cache", None), batch, length, max_length, decoding_seqlens, tensor_parallel
+        )
+        model._decoding_cache = cache
+        cache.inference_params.reset(max_length, batch)
+    params = cache.inference_params if cg else InferenceParams(max_seqlen=max_length, max_batch_size=batch)
+
+    def logits_of(tokens, num_last_tokens=1):
+        first, last = params.seqlen_offset, params.seqlen_offset + tokens.shape[1]
+        position_ids = None
+        if first > 0:
+            position_ids = torch.arange(first, last, device=tokens.device).expand_as(tokens)
+        if cg and first > 0:
+            logits = cache.run(tokens, position_ids, first)
+        else:
+            logits = model(
+                tokens, position_ids=position_ids, inference_params=params, num_last_tokens=num_last_tokens
+            ).logits
+        params.seqlen_offset = last
+        return logits[:, -num_last_tokens:]
+
+    return params, logits_of
+
+
+@dataclass
+class DecodingCGCache:
+    """The graphs of a model's decoding steps, and the caches that the graphs read and write."""
+
+    max_batch_size: int = 0
+    max_seqlen: int = 0
+    device: Optional[torch.device] = None
+    dtype: Optional[torch.dtype] = None
+    callables: dict = field(default_factory=dict)  # (batch, tokens of a step) -> function, see capture_graph
+    mempool: Optional[tuple] = None
+    inference_params: Optional[InferenceParams] = None
+    run: Optional[Callable] = None  # (input_ids, position_ids, tokens in the caches) -> logits
+
+
+@torch.inference_mode()
+def update_graph_cache(
+    model,
+    cache,
+    batch_size,
+    seqlen_og,
+    max_seqlen,
+    decoding_seqlens=(1,),
+    tensor_parallel=1,
+    dtype=None,
+    n_warmups=2,
+):
+    """A ``DecodingCGCache`` with a graph for each step of ``decoding_seqlens`` tokens.
+
+    Args:
+        cache: a former result, whose graphs are kept if its memory is large enough and of the same kind, or None.
+        seqlen_og: tokens of the prompt.
+        max_seqlen: tokens that the caches must hold.
+        tensor_parallel: ranks that share the heads of a model without ``allocate_inference_cache``.
+        dtype: of the caches, by default the dtype of the first parameter.
+    Returns:
+        The cache. Its ``run`` does a step. On the CPU there are no graphs, and ``run`` calls the model.
+    """
+    cache = DecodingCGCache() if cache is None else cache
+    parameter = next(iter(model.parameters()))
+    device, dtype = parameter.device, dtype or parameter.dtype
+    enough = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
+    if not enough or (device, dtype) != (cache.device, cache.dtype):
+        cache.callables, cache.mempool, cache.inference_params = {}, None, None  # free the memory before asking again
+        cache.device, cache.dtype, cache.max_batch_size, cache.max_seqlen = device, dtype, batch_size, max_seqlen
+        if hasattr(model, "allocate_inference_cache"):
+            caches = model.allocate_inference_cache(batch_size, max_seqlen, dtype)
+        else:
+            caches = _caches_of_config(model.config, batch_size, max_seqlen, tensor_parallel, device, dtype)
+        cache.inference_params = InferenceParams(
+            max_seqlen=max_seqlen,
+            max_batch_size=batch_size,
+            seqlen_offset=seqlen_og,
+            key_value_memory_dict=caches,
+            lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
+        )
+        cache.mempool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    for tokens in decoding_seqlens:
+        if (batch_size, tokens) not in cache.callables:
+            cache.callables[batch_size, tokens] = capture_graph(
+                model, cache.inference_params, batch_size, cache.max_seqlen, tokens, cache.mempool, n_warmups
+            )
+
+    def run(input_ids, position_ids, seqlen):
+        return cache.callables[tuple(input_ids.shape[:2])](input_ids, position_ids, seqlen)
+
+    cache.run = run
+    cache.inference_params.seqlen_offset = 0
+    return cache
+
+
+def capture_graph(model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2):
+    """Record a step of ``decoding_seqlen`` tokens as a CUDA graph, in memory of ``mempool``.
+
+    Returns:
+        A function of (input_ids ``[b, decoding_seqlen]``, position_ids likewise, tokens in the caches), which returns
+        logits ``[b, decoding_seqlen, V]``. On the CPU the function calls the model.
+    """
+    device = next(iter(model.parameters())).device
+    input_ids = torch.zeros(batch_size, decoding_seqlen, dtype=torch.long, device=device)
+    position_ids = torch.zeros_like(input_ids)
+    lengths = inference_params.lengths_per_sample
+
+    def step(input_ids, position_ids):
+        return model(
+            input_ids,
+            position_ids=position_ids,
+            inference_params=inference_params,
+            num_last_tokens=decoding_seqlen,
+        ).logits
+
+    def run_model(new_input_ids, new_position_ids, seqlen):
+        before, inference_params.seqlen_offset = inference_params.seqlen_offset, seqlen
+        lengths.fill_(seqlen)
+        logits = step(new_input_ids, new_position_ids)
+        inference_params.seqlen_offset = before
+        return logits
+
+    if device.type != "cuda":
+        return run_model
+
+    # The graph holds the longest step. What depends on the true lengths reads ``lengths``.
+    before, inference_params.seqlen_offset = inference_params.seqlen_offset, max_seqlen - decoding_seqlen
+    lengths.fill_(inference_params.seqlen_offset)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(n_warmups):
+            step(input_ids, position_ids)
+        stream.synchronize()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=mempool):
+        logits = step(input_ids, position_ids)
+    inference_params.seqlen_offset = before
+    # NOTE: the graph reads rotary tables where they lay. A longer sequence replaces the tables, so they are kept here.
+    tables = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+
+    def replay(new_input_ids, new_position_ids, seqlen):
+        lengths.fill_(seqlen)
+        input_ids.copy_(new_input_ids)
+        position_ids.copy_(new_position_ids)
+        graph.replay()
+        return logits.clone()
+
+    replay.tables = tables
+    return replay
+
+
+def _caches_of_config(config, batch_size, max_seqlen, tensor_parallel, device, dtype):
+    """Caches for a model that has a transformers config and no ``allocate_inference_cache``."""
+    heads = config.num_attention_heads
+    headdim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = config.num_hidden_layers
+    return allocate_inference_cache(batch_size, max_seqlen, heads // tensor_parallel, headdim, layers, device, dtype)
+
+
+def _now(device, tensor_parallel):
+    """Seconds on a clock, after all ranks have finished their work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if tensor_parallel > 1:
+        torch.distributed.barrier()
+    return time.perf_counter()
 
 
 class GenerationMixin:
@@ -169,7 +448,8 @@ class GenerationMixin:
             top_k=top_k,
             top_p=top_p,
             temperature=temperature,
-            output_scores=output_scores,
             **kwargs,
         )
+        if not output_scores:
+            output = output._replace(scores=None)
         return output if return_dict_in_generate else output.sequences

@@ -1,5 +1,26 @@
-"""``triton_op`` of torch.library under the name that clients import."""
+"""``triton_op`` of torch.library with the two arguments that clients expect."""
 
-from torch.library import triton_op
+from torch.library import custom_op
+from torch.library import triton_op as torch_triton_op
 
 __all__ = ["triton_op"]
+
+
+def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True):
+    """Makes an operator of a function that launches Triton kernels. Without ``fn``, returns a decorator.
+
+    Args:
+        name: "namespace::operator". mutates_args: names of the arguments that ``fn`` writes.
+        schema: the operator's schema, by default from the annotations of ``fn``. torch.library's own ``triton_op``
+            does not use it. So an operator with a schema is made as with ``allow_decomposition=False``.
+        allow_decomposition: False hides the kernels from the compiler, as ``torch.library.custom_op`` does.
+    """
+
+    def make(fn):
+        if allow_decomposition and schema is None:
+            return torch_triton_op(name, fn, mutates_args=mutates_args)
+        operator = custom_op(name, fn, mutates_args=mutates_args, schema=schema)
+        operator.register_fake(fn)
+        return operator
+
+    return make if fn is None else make(fn)

@@ -6,7 +6,13 @@ import torch
 
 from flash_attn.bert_padding import pad_input, unpad_input
 
-__all__ = ["attention_ref", "construct_local_mask", "generate_qkv", "generate_random_padding_mask"]
+__all__ = [
+    "attention_ref",
+    "construct_chunk_mask",
+    "construct_local_mask",
+    "generate_qkv",
+    "generate_random_padding_mask",
+]
 
 
 def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", zero_lengths=False):
@@ -23,53 +29,96 @@ def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", 
     return torch.arange(max_seqlen, device=device) < lengths
 
 
-def generate_qkv(q, k, v, query_padding_mask=None, key_padding_mask=None, kvpacked=False, qkvpacked=False):
+def generate_qkv(
+    q,
+    k,
+    v,
+    query_padding_mask=None,
+    key_padding_mask=None,
+    qv=None,
+    kvpacked=False,
+    qkvpacked=False,
+    query_unused_mask=None,
+    key_unused_mask=None,
+):
     """Packed and padded forms of one input, with functions that pad results again.
 
     Args:
-        q: ``[b, s_q, h, d]``. k, v: ``[b, s_k, h_kv, d]``. Masks ``[b, s]`` or None.
+        q: ``[b, s_q, h, d]``. k: ``[b, s_k, h_kv, d]``. v: ``[b, s_k, h_kv, d_v]``. qv: ``[b, s_q, h, d_v]`` or None.
+        query_padding_mask, key_padding_mask: ``[b, s]`` or None, true for the tokens in use.
+        query_unused_mask, key_unused_mask: ``[b, s]`` or None, true for tokens that have a place but are not in use.
+            They need the padding mask, and exclude the packed forms.
     Returns:
-        default: q, k, v packed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q, k, v padded,
-            output_pad_fn, dq_pad_fn, dk_pad_fn.
-        kvpacked: q and kv packed, the four lengths, q and kv padded, output_pad_fn, dq_pad_fn, dkv_pad_fn.
+        default: q, k, v, qv packed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            q, k, v, qv padded, output_pad_fn, dq_pad_fn, dk_pad_fn. A seqused is None without its padding mask.
+        kvpacked: q and kv packed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q and kv padded,
+            output_pad_fn, dq_pad_fn, dkv_pad_fn.
         qkvpacked: qkv packed, cu_seqlens, max_seqlen, qkv padded, output_pad_fn, dqkv_pad_fn.
     """
     assert not (kvpacked and qkvpacked), "kvpacked and qkvpacked exclude each other"
-    q_packed, cu_q, max_q, pad_q = _pack(q, query_padding_mask)
-    k_packed, cu_k, max_k, pad_k = _pack(k, key_padding_mask)
-    v_packed = _pack(v, key_padding_mask)[0]
+    for name, unused, mask in (
+        ("query", query_unused_mask, query_padding_mask),
+        ("key", key_unused_mask, key_padding_mask),
+    ):
+        assert unused is None or not (kvpacked or qkvpacked), f"{name}_unused_mask and packed forms exclude each other"
+        assert unused is None or mask is not None, f"{name}_unused_mask needs {name}_padding_mask"
+    q_packed, cu_q, max_q, used_q, pad_q = _pack(q, query_padding_mask, query_unused_mask)
+    k_packed, cu_k, max_k, used_k, pad_k = _pack(k, key_padding_mask, key_unused_mask)
+    v_packed = _pack(v, key_padding_mask, key_unused_mask)[0]
     if qkvpacked:
         assert cu_q.equal(cu_k), "qkvpacked needs equal masks of queries and keys"
         packed, padded = torch.stack([q_packed, k_packed, v_packed], 1), torch.stack([q, k, v], 2)
         return _leaf(packed), cu_q, max_q, _leaf(padded), pad_q, pad_q
-    lengths = cu_q, cu_k, max_q, max_k
     if kvpacked:
         packed, padded = torch.stack([k_packed, v_packed], 1), torch.stack([k, v], 2)
-        return _leaf(q_packed), _leaf(packed), *lengths, _leaf(q), _leaf(padded), pad_q, pad_q, pad_k
-    packed, padded = (q_packed, k_packed, v_packed), (q, k, v)
-    return *map(_leaf, packed), *lengths, *map(_leaf, padded), pad_q, pad_q, pad_k
+        return _leaf(q_packed), _leaf(packed), cu_q, cu_k, max_q, max_k, _leaf(q), _leaf(padded), pad_q, pad_q, pad_k
+    qv_packed = None if qv is None else _pack(qv, query_padding_mask, query_unused_mask)[0].detach()
+    lengths = cu_q, cu_k, used_q, used_k, max_q, max_k
+    packed, padded = map(_leaf, (q_packed, k_packed, v_packed)), map(_leaf, (q, k, v))
+    return *packed, qv_packed, *lengths, *padded, None if qv is None else qv.detach(), pad_q, pad_q, pad_k
 
 
 def construct_local_mask(
-    seqlen_q, seqlen_k, window_size=(-1, -1), query_padding_mask=None, key_padding_mask=None, device=None,
+    seqlen_q,
+    seqlen_k,
+    window_size=(None, None),
+    sink_token_length=0,
+    query_padding_mask=None,
+    key_padding_mask=None,
     key_leftpad=None,
-):  # fmt: skip
+    device=None,
+):
     """True if key j is outside the window of query i: not i + D - L <= j <= i + D + R, D = keys - queries.
 
     The shape is ``[s_q, s_k]``. With masks or ``key_leftpad`` ``[b]`` the shape is ``[b, 1, s_q, s_k]``, and lengths
     are counted per sequence.
+
+    Args:
+        window_size: ``(L, R)``; None or a negative number is unlimited.
+        sink_token_length: so many first keys are visible whatever L says.
     """
-    left, right = window_size
-    row, key = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
-    len_q = seqlen_q if query_padding_mask is None else query_padding_mask.sum(-1)[:, None, None, None]
-    len_k = seqlen_k if key_padding_mask is None else key_padding_mask.sum(-1)[:, None, None, None]
-    if key_leftpad is not None:
-        pad = key_leftpad[:, None, None, None]
-        key = torch.where(key >= pad, key - pad, 2**32)
-        len_k = len_k - pad if key_padding_mask is None else len_k  # the mask excludes left padding
-    diagonal = row + len_k - len_q
-    outside = key > diagonal + right if right >= 0 else key >= len_k
-    return outside | (key < diagonal - left) if left >= 0 else outside
+    left, right = (None if side is None or side < 0 else int(side) for side in window_size)
+    diagonal, key, len_k = _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
+    outside = (key >= len_k).expand_as(key - diagonal) if right is None else key > diagonal + right
+    return outside if left is None else outside | (key < diagonal - left) & (key >= sink_token_length)
+
+
+def construct_chunk_mask(
+    seqlen_q,
+    seqlen_k,
+    attention_chunk,
+    query_padding_mask=None,
+    key_padding_mask=None,
+    key_leftpad=None,
+    device=None,
+):
+    """True if key j is outside the chunk of query i: not c <= j < c + attention_chunk, c = i + D rounded down.
+
+    D and the shapes are those of ``construct_local_mask``.
+    """
+    diagonal, key, _ = _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
+    first = diagonal.div(attention_chunk, rounding_mode="floor") * attention_chunk
+    return (key < first) | (key >= first + attention_chunk)
 
 
 def attention_ref(
@@ -78,57 +127,105 @@ def attention_ref(
     v,
     query_padding_mask=None,
     key_padding_mask=None,
+    key_leftpad=None,
     attn_bias=None,
     dropout_p=0.0,
     dropout_mask=None,
     causal=False,
-    window_size=(-1, -1),
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(None, None),
+    attention_chunk=0,
+    sink_token_length=0,
+    learnable_sink=None,
     softcap=0.0,
     upcast=True,
     reorder_ops=False,
-    key_leftpad=None,
+    intermediate_dtype=None,
 ):
     """Attention that stores its scores.
 
     Args:
-        q: ``[b, s_q, h, d]``. k, v: ``[b, s_k, h_kv, d]``. Padding masks ``[b, s]``; attn_bias ``[b, h, s_q, s_k]``.
+        q: ``[b, s_q, h, d]``. k: ``[b, s_k, h_kv, d]``. v: ``[b, s_k, h_kv, d_v]``. Padding masks ``[b, s]``.
+        key_leftpad: ``[b]``, so many first keys are hidden. attn_bias: ``[b, h, s_q, s_k]``, is added to the scores.
         dropout_mask: ``[b, h, s_q, s_k]``, true where kept; kept entries are scaled by 1 / (1 - dropout_p).
+        qv: ``[b, s_q, h, d_v]``, adds ``qv @ v.T`` to ``q @ k.T``.
+        q_descale, k_descale, v_descale: ``[b, h_kv]``, factors of q and qv, of k and of v.
+        window_size, sink_token_length: as of ``construct_local_mask``. attention_chunk: 0 is off.
+        learnable_sink: ``[h]``, the score of one more key without a value.
         upcast: compute in fp32. reorder_ops: scale k instead of q, which rounds differently and as correctly.
+        intermediate_dtype: the probabilities are rounded to it before they meet v.
     Returns:
-        (output ``[b, s_q, h, d]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q.
+        (output ``[b, s_q, h, d_v]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q.
     """
-    window_size = (window_size[0], 0) if causal else window_size
-    dtype = q.dtype
+    dtype, device, groups = q.dtype, q.device, q.shape[2] // k.shape[2]
     if upcast:
-        q, k, v = q.float(), k.float(), v.float()
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    scale = 1 / math.sqrt(q.shape[-1])
+        q, k, v, qv = (x if x is None else x.float() for x in (q, k, v, qv))
+    q, qv = (_descaled(x, q_descale, groups) for x in (q, qv))
+    k, v = (_descaled(x, scale).repeat_interleave(groups, 2) for x, scale in ((k, k_descale), (v, v_descale)))
+    scale = 1 / math.sqrt(q.shape[-1] if qv is None else q.shape[-1] + v.shape[-1])
     scores = torch.einsum("bthd,bshd->bhts", *((q, k * scale) if reorder_ops else (q * scale, k)))
+    if qv is not None:
+        scores = scores + torch.einsum("bthd,bshd->bhts", qv * scale, v)
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     if attn_bias is not None:
         scores = scores + attn_bias
-    masks = query_padding_mask, key_padding_mask
-    hidden = construct_local_mask(q.shape[1], k.shape[1], window_size, *masks, q.device, key_leftpad)
+    sizes, masks = (q.shape[1], k.shape[1]), (query_padding_mask, key_padding_mask, key_leftpad, device)
+    window_size = (window_size[0], 0) if causal else window_size
+    hidden = construct_local_mask(*sizes, window_size, sink_token_length, *masks)
+    if attention_chunk > 0:
+        hidden = hidden | construct_chunk_mask(*sizes, attention_chunk, *masks)
     if key_padding_mask is not None:
         hidden = hidden | ~key_padding_mask[:, None, None]
-    p = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).to(v.dtype)
+    p = _softmax(scores.masked_fill(hidden, float("-inf")), learnable_sink).to(v.dtype)
     p = p.masked_fill(hidden.all(-1, keepdim=True), 0.0)  # a query that sees nothing attends to nothing
     if query_padding_mask is not None:
         p = p.masked_fill(~query_padding_mask[:, None, :, None], 0.0)
     kept = p if dropout_mask is None else p.masked_fill(~dropout_mask, 0.0)
+    if intermediate_dtype is not None:
+        kept = kept.to(intermediate_dtype).to(kept.dtype)
     output = torch.einsum("bhts,bshd->bthd", kept, v * (1.0 / (1 - dropout_p)))
     return output.to(dtype), p.to(dtype)
 
 
-def _pack(x, mask):
-    """Returns (tokens ``[t, h, d]``, cu_seqlens, max_seqlen, function that pads tokens again)."""
+def _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device):
+    """(key on the diagonal of each query, index of each key behind its left padding, number of keys)."""
+    row, key = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
+    len_q = seqlen_q if query_padding_mask is None else query_padding_mask.sum(-1)[:, None, None, None]
+    len_k = seqlen_k if key_padding_mask is None else key_padding_mask.sum(-1)[:, None, None, None]
+    if key_leftpad is not None:
+        pad = key_leftpad[:, None, None, None]
+        key = torch.where(key >= pad, key - pad, 2**32)
+        len_k = len_k - pad if key_padding_mask is None else len_k  # the mask excludes left padding
+    return row + len_k - len_q, key, len_k
+
+
+def _descaled(x, scale, groups=1):
+    """x ``[b, s, h, d]`` times scale ``[b, h / groups]``, in the dtype of x; either may be None."""
+    if x is None or scale is None:
+        return x
+    return (x.float() * scale.repeat_interleave(groups, 1)[:, None, :, None]).to(x.dtype)
+
+
+def _softmax(scores, sink):
+    """Softmax over the last dimension of ``[b, h, s_q, s_k]``; sink ``[h]`` is the score of one more column."""
+    if sink is None:
+        return torch.softmax(scores, dim=-1)
+    column = sink.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores.float(), column], -1), dim=-1)[..., :-1]
+
+
+def _pack(x, mask, unused=None):
+    """Returns (tokens ``[t, h, d]``, cu_seqlens, max_seqlen, seqused, function that pads tokens again)."""
     batch, seqlen = x.shape[:2]
     if mask is not None:
-        tokens, indices, cu_seqlens, max_seqlen, _ = unpad_input(x, mask)
-        return tokens, cu_seqlens, max_seqlen, lambda y: pad_input(y, indices, batch, seqlen)
+        tokens, indices, cu_seqlens, max_seqlen, used = unpad_input(x, mask, unused)
+        return tokens, cu_seqlens, max_seqlen, used, lambda y: pad_input(y, indices, batch, seqlen)
     cu_seqlens = seqlen * torch.arange(batch + 1, dtype=torch.int32, device=x.device)
-    return x.flatten(0, 1), cu_seqlens, seqlen, lambda y: y.unflatten(0, (batch, seqlen))
+    return x.flatten(0, 1), cu_seqlens, seqlen, None, lambda y: y.unflatten(0, (batch, seqlen))
 
 
 def _leaf(x):

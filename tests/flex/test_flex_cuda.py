@@ -9,23 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import CATALOGUE
+from harness_flex import DEVICE, block_mask_on_gpu
 from oracle_attention import INF, TOLERANCES, attention, close, gradients, moved
 from oracle_decode import LENGTH, MASKS, alibi, causal, draw, in_pages, int32, tensors, want_of, window
 from score_catalogue import SCORES
-from torch.nn.attention.flex_attention import BlockMask
 
 from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-DEVICE = "cuda"
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-
-
-def block_mask_on_gpu(block_mask, mask_mod):
-    lists = {name: getattr(block_mask, name).to(DEVICE) for name in LISTS}
-    lists.update(q_num_blocks=None, q_indices=None, full_q_num_blocks=None, full_q_indices=None)
-    sizes = {"seq_lengths": block_mask.seq_lengths, "BLOCK_SIZE": block_mask.BLOCK_SIZE}
-    return BlockMask(mask_mod=mask_mod, **sizes, **lists)
 
 
 def compare(tensors, score_mod=None, leaves=(), mask_mod=None, block=None):

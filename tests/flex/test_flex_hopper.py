@@ -9,15 +9,13 @@ import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
-from oracle_attention import INF, TOLERANCES, attention, close, moved
+from harness_flex import DIMS, block_mask_on_gpu, on_hopper, prepared, random_blocks, shape_of, tensors_of
+from oracle_attention import INF, TOLERANCES, attention, close
 from score_catalogue import SCORES
-from test_flex_cuda import block_mask_on_gpu
 
-from flash_attn.flex_attention import create_block_mask, create_mask, flex_attention
+from flash_attn.flex_attention import create_block_mask, flex_attention
 
-on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not on_hopper, reason="there is no Hopper GPU")
-DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (64, 256), (192, 128), (192, 192), (256, 256), (24, 8)]
 
 
 @pytest.fixture(autouse=True)
@@ -25,20 +23,6 @@ def only_hoppers_kernel(request):
     flash_attn_2_cuda.set_cuda_kernels(None if "make" in request.fixturenames else "attn_fwd_sm90")
     yield
     flash_attn_2_cuda.set_cuda_kernels(None)
-
-
-def prepared(tensors, score_mod, mask_mod=None, block=None, mask=None, seen=None, **kwargs):
-    """The mask of the specification, and the arguments of flex_attention. block: the size of blocks; None: a bare
-    mask_mod. ``seen`` as in moved()."""
-    shape, seen = (*tensors[0].shape[:3], tensors[1].shape[2]), {} if seen is None else seen
-    if mask_mod is not None:
-        mask = create_mask(mask_mod, *shape, device="cpu")
-        kwargs["mask_mod"] = moved(mask_mod, "cuda", seen)
-    if block is not None:
-        made = create_block_mask(mask_mod, *shape, device="cpu", BLOCK_SIZE=block)
-        kwargs = {"block_mask": block_mask_on_gpu(made, kwargs["mask_mod"])}
-    mod = None if score_mod is None else moved(score_mod, "cuda", seen)
-    return mask, {"score_mod": mod, "enable_gqa": True, "return_lse": True, **kwargs}
 
 
 def compare(tensors, score_mod=None, *args, **kwargs):
@@ -50,20 +34,6 @@ def compare(tensors, score_mod=None, *args, **kwargs):
     for has, wants in zip(got, want[:2], strict=True):
         close(has.cpu(), wants, max(TOLERANCES[tensors[0].dtype], 1e-4))
     return got[0]
-
-
-def tensors_of(rng, shape, dims=None, dtype=None):
-    b, h, len_q, len_kv = shape
-    h_kv, (d, d_v) = h // 2 if h % 2 == 0 else h, dims or rng.choice(DIMS)
-    dtype = dtype or rng.choice([torch.bfloat16, torch.float16])
-    generator = torch.Generator().manual_seed(rng.randint(0, 1000))
-    sizes = [(b, h, len_q, d), (b, h_kv, len_kv, d), (b, h_kv, len_kv, d_v)]
-    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-
-
-def shape_of(rng):
-    lengths = (rng.choice([1, 64, 127, 128, 129, rng.randint(1, 700)]) for _ in range(2))
-    return rng.randint(1, 2), rng.randint(1, 4), *lengths
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,24 +53,6 @@ def test_every_score_mod_on_hopper(make, seed):
     score_mod, _ = make(rng, shape)
     mask_mod = rng.choice([None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 != 0])
     compare(tensors_of(rng, shape), score_mod, mask_mod, rng.choice([None, 128]) if mask_mod else None)
-
-
-def random_blocks(rng, generator, mod, masks, lengths, block):
-    """A block mask with lists in any order, garbage behind the counts and rows without blocks, and its dense mask."""
-    made = create_block_mask(mod, *masks, *lengths, device="cpu", BLOCK_SIZE=block)
-    block_mask, columns = block_mask_on_gpu(made, mod), -(-lengths[1] // block[1])
-    kinds = torch.randint(0, 4, (*masks, -(-lengths[0] // block[0]), columns), generator=generator) % 3
-    kinds[:, -1, 2] = 0
-    for kind, prefix in ((1, ""), (2, "full_")):
-        is_listed = kinds == kind
-        order = torch.argsort(is_listed + 0.1 * torch.rand(kinds.shape, generator=generator), -1, descending=True)
-        num = is_listed.sum(-1, dtype=torch.int32)
-        order[torch.arange(columns) >= num[..., None]] = rng.choice([-(2**31), 2**31 - 1, 3])
-        getattr(block_mask, prefix + "kv_num_blocks").copy_(num)
-        getattr(block_mask, prefix + "kv_indices").copy_(order)
-    blocks = kinds.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)[:, :, : lengths[0], : lengths[1]]
-    mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, *masks, *lengths, device="cpu"))
-    return block_mask, mask
 
 
 @pytest.mark.parametrize("dims", DIMS)

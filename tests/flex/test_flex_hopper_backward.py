@@ -9,9 +9,9 @@ import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
+from harness_flex import on_hopper, prepared, random_blocks, shape_of, tensors_of
 from oracle_attention import INF, TOLERANCES, attention, close, gradients
 from score_catalogue import SCORES
-from test_flex_hopper import on_hopper, prepared, random_blocks, shape_of, tensors_of
 
 from flash_attn.flex_attention import flex_attention
 

@@ -6,115 +6,12 @@ import struct
 import flash_attn_2_cuda
 import pytest
 import torch
+from harness_flex import FUNCTIONS, INTEGERS, expression, tables
 from oracle_flex import evaluated, expected
 
 from flash_attn.flex import program, tracer
 
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 SHAPE = (2, 3, 5, 131)
-
-
-def tables(seed):
-    """A table of extreme and small values for each integer dtype, bool, fp32 and fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for dtype in INTEGERS:
-        limits = torch.iinfo(dtype)
-        table = torch.randint(max(-9, limits.min), 9, (64,), generator=generator).to(dtype)
-        table[:4] = torch.tensor([limits.min, limits.max, limits.max - 1, 0], dtype=dtype)
-        made[dtype] = table
-    made[torch.bool] = torch.rand(64, generator=generator) < 0.5
-    for dtype in (torch.float32, torch.float64):
-        made[dtype] = torch.randn(64, generator=generator, dtype=dtype) * 8
-        made[dtype][:5] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype)
-    return made
-
-
-def expression(rng, depth, leaves, wants):
-    """Returns a function of the leaves. `wants` is "int", "bool" or "real"."""
-
-    def sub(kind):
-        return expression(rng, depth - 1, leaves, kind)
-
-    if depth == 0:
-        name = rng.choice(leaves[wants])
-        return lambda env: env[name]
-    if wants == "bool":
-        op = rng.choice(["lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "not", "logical", "where", "any"])
-        if op in ("and", "or", "xor", "where"):
-            a, b, c = sub("bool"), sub("bool"), sub("bool")
-            return {
-                "and": lambda env: a(env) & b(env),
-                "or": lambda env: a(env) | b(env),
-                "xor": lambda env: a(env) ^ b(env),
-                "where": lambda env: torch.where(c(env), a(env), b(env)),
-            }[op]
-        if op == "not":
-            a = sub("bool")
-            return lambda env: ~a(env)
-        if op == "logical":
-            a, b = sub("int"), sub(rng.choice(["int", "real"]))
-            name = rng.choice(["logical_and", "logical_or", "logical_xor"])
-            return lambda env: getattr(torch, name)(a(env), b(env))
-        if op == "any":
-            a, name = sub("real"), rng.choice(["isnan", "isinf", "isneginf", "isposinf", "isfinite"])
-            return lambda env: getattr(torch, name)(a(env))
-        kind = rng.choice(["int", "real"])
-        a, b = sub(kind), sub(kind)
-        return lambda env: getattr(torch, op)(a(env), b(env))
-    a, b, c = sub(wants), sub(wants), sub("bool")
-    low, high = sorted(rng.sample(range(-20, 20), 2))
-    shift, bits = rng.choice([-1, 0, 1, 5, 31, 63, 64, 100]), rng.choice([1, 7, -8, 255])
-
-    def divisor(env):
-        """torch itself stops at a division by 0, and of the least int64 by -1."""
-        x = b(env)
-        return torch.where((x == 0) | (x == -1), 3, x)
-
-    both = {
-        "add": lambda env: a(env) + b(env),
-        "sub": lambda env: a(env) - b(env),
-        "mul": lambda env: a(env) * b(env),
-        "minimum": lambda env: torch.minimum(a(env), b(env)),
-        "maximum": lambda env: torch.maximum(a(env), b(env)),
-        "where": lambda env: torch.where(c(env), a(env), b(env)),
-        "clamp": lambda env: a(env).clamp(low, high),
-        "neg": lambda env: -a(env),
-        "abs": lambda env: a(env).abs(),
-        "sign": lambda env: a(env).sign(),
-        "square": lambda env: a(env).square(),
-        "masked_fill": lambda env: a(env).masked_fill(c(env), 1),
-    }
-    ints = {
-        "floor_divide": lambda env: a(env) // divisor(env),
-        "remainder": lambda env: a(env) % divisor(env),
-        "trunc": lambda env: torch.div(a(env), divisor(env), rounding_mode="trunc"),
-        "fmod": lambda env: torch.fmod(a(env), divisor(env)),
-        "and": lambda env: a(env) & bits,
-        "or": lambda env: a(env) | b(env),
-        "xor": lambda env: a(env) ^ b(env),
-        "not": lambda env: ~a(env),
-        "left": lambda env: a(env) << shift,
-        "right": lambda env: a(env) >> shift,
-        "shift": lambda env: a(env) >> b(env),
-        "pow": lambda env: a(env) ** 3,
-        "to": lambda env: a(env).to(torch.int64),
-        "int": lambda env: c(env).int(),
-    }
-    reals = {
-        "div": lambda env: a(env) / b(env),
-        "floor_divide": lambda env: a(env) // b(env),
-        "remainder": lambda env: a(env) % b(env),
-        "fmod": lambda env: torch.fmod(a(env), b(env)),
-        "floor": lambda env: a(env).floor(),
-        "ceil": lambda env: a(env).ceil(),
-        "round": lambda env: a(env).round(),
-        "trunc": lambda env: a(env).trunc(),
-        "relu": lambda env: torch.relu(a(env)),
-        "bool": lambda env: c(env).float(),
-    }
-    choices = both | (ints if wants == "int" else reals)
-    return choices[rng.choice(sorted(choices))]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -137,8 +34,6 @@ def test_an_expression_has_torchs_values(seed):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-# torch rounds no function exactly, not even sqrt: it may call a vector library.
-FUNCTIONS = "sqrt exp exp2 log log2 log10 log1p expm1 tanh sin cos tan erf sigmoid rsqrt reciprocal".split()
 FUNCTIONS += ["nn.functional." + name for name in "gelu silu softplus relu".split()]
 
 

@@ -11,9 +11,9 @@ import oracle_derivative
 import pytest
 import torch
 from catalogue import CATALOGUE
+from harness_flex import FUNCTIONS, INTEGERS, expression, tables
 from oracle_flex import evaluated, grids
 from score_catalogue import SCORES
-from test_programs import FUNCTIONS, INTEGERS, expression, tables
 
 from flash_attn.flex import tracer
 from flash_attn.flex.derivative import derivative_of

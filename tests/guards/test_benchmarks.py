@@ -1,10 +1,16 @@
 """Benchmarks do not erase results. The tests check the folder, the replaced rows, and the use of NVML's samples."""
 
 import argparse
+import re
+import runpy
+import sys
+from pathlib import Path
 
 import _gpu
 import _results
 import pytest
+import tables
+import torch
 from toolbox import ROOT, relative
 
 SCRIPTS = [
@@ -29,6 +35,59 @@ def test_a_row_replaces_only_its_own(tmp_path):
         ("A", "2", "9", "700"),
         ("B", "2", "3", ""),
     ]
+    assert all(row[name] for row in rows for name in ("date", "cpu", "python", "torch", "flash_attn", "command"))
+    before = path.read_bytes()
+    assert _results.save([], path, key, key) == rows and path.read_bytes() == before
+    less = _results.save([{"device": "C", "d": 1, "length": 1}], path, key, key)
+    assert less[1]["watts"] == "700" and less[3]["watts"] == "", "columns that a command does not know are kept"
+
+
+def test_take_replaces_rows_from_before_rows_had_their_facts(monkeypatch, tmp_path):
+    """A new row of a GPU, with the commit and the host's processor, takes the place of the old row without them."""
+    results, new = tmp_path / "results", tmp_path / "new"
+    old = [{"date": "1", "device": "H", "kernel": "ours", "d": d, "ms": ms} for d, ms in ((64, 2), (128, 3))]
+    _results.merge(old, results / "x.csv", list(old[0]), ["device", "d"])
+    fresh = {"date": "2", "commit": "abc", "cpu": "Xeon", "device": "H", "kernel": "ours", "d": 64, "ms": 1}
+    _results.merge([fresh], new / "x.csv", list(fresh), ["device", "d"])
+    monkeypatch.setattr(tables, "RESULTS", results)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    tables.take(new)
+    assert [(row["d"], row["ms"], row["commit"]) for row in _results.read(results / "x.csv")] == [
+        ("64", "1", "abc"),
+        ("128", "3", ""),
+    ]
+
+
+def test_a_row_tells_where_it_was_measured(monkeypatch):
+    facts = _results.facts()
+    assert set(_results.FACTS) == set(facts)
+    assert "family" in facts["cpu"] or not Path("/proc/cpuinfo").exists()
+    monkeypatch.setattr(_results, "ROOT", Path("/"))
+    monkeypatch.setenv("FLASH_ATTN_COMMIT", "0123abc")
+    assert _results.commit.__wrapped__() == "0123abc"
+
+
+ON_A_GPU = [
+    script
+    for script in SCRIPTS
+    if "need_gpu()" in script.read_text(encoding="utf-8") or "from _gpu import" in script.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("script", ON_A_GPU, ids=relative)
+def test_without_a_gpu_nothing_is_written(script, monkeypatch, tmp_path):
+    """The program says one sentence. It neither measures nor touches files."""
+    device = ["--device", "cuda"] if '"--device"' in script.read_text(encoding="utf-8") else []
+    monkeypatch.setattr(sys, "argv", [str(script), *device, "--out", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+    except ImportError as error:
+        pytest.skip(str(error))
+    sentence = rf"{script.name} measures a CUDA GPU, torch \S+ finds none, and nothing was written\."
+    assert re.fullmatch(sentence, ended.value.code)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=relative)
@@ -39,9 +98,14 @@ def test_only_out_is_written(script):
         assert '"w"' not in line and '"a"' not in line and ".to_csv" not in line, f"{line}: rows go through save()"
 
 
-def test_out_is_not_committed_unless_asked():
+def test_out_is_not_committed_unless_asked(monkeypatch):
     parser = argparse.ArgumentParser()
     _results.add_out(parser)
+    assert parser.parse_args(["--save"]).out == _results.RESULTS
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", str(_results.RESULTS)])
+    monkeypatch.setattr(sys, "argv", ["x.py", "--d", "64", "--save", "--out", "folder", "--e"])
+    assert _results.command() == "python benchmarks/x.py --d 64 --e"
     out = parser.parse_args([]).out
     assert f"/{relative(out)}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 

@@ -9,6 +9,7 @@ import tables
 from toolbox import CSRC, ROOT, relative, run
 
 RESULTS = ROOT / "benchmarks" / "results"
+EXPERIMENTS = sorted(CSRC.glob("*/measurements"))
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(CSRC.rglob("*.md"))]
 DOCUMENTS += [RESULTS / "README.md", ROOT / "hopper" / "README.md"]
 
@@ -36,16 +37,25 @@ def test_links_lead_somewhere(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_results_that_are_named_exist(document):
-    names = set(re.findall(r"`(?:benchmarks/results/)?([\w*]+\.(?:csv|svg))`", document.read_text(encoding="utf-8")))
-    assert sorted(name for name in names if not list(RESULTS.glob(name))) == []
+    names = re.findall(r"`([\w*/]*?)([\w*]+\.(?:csv|svg))`", document.read_text(encoding="utf-8"))
+    folders = RESULTS, document.parent, *EXPERIMENTS
+    assert sorted(name for _, name in names if not any(list(folder.glob(name)) for folder in folders)) == []
 
 
 def test_every_result_is_named():
     """Rows that no table and no sentence needs are not kept. The list of files in the results' own README does not
     count."""
     names = {name for name, _, _ in tables.named()}
-    files = [path.name for path in RESULTS.iterdir() if path.name != "README.md"]
+    files = [path.name for folder in (RESULTS, *EXPERIMENTS) for path in folder.iterdir() if path.suffix != ".md"]
     assert sorted(file for file in files if not any(fnmatch(file, name) for name in names)) == []
+
+
+def test_every_row_of_a_benchmark_tells_its_command_and_machine():
+    """Rows of experiments, which no command makes again, lie beside their documents."""
+    for path in RESULTS.glob("*.csv"):
+        for row in tables.rows_with_origin(path):
+            machine = any(row.get(name) for name in ("device", "cpu", "machine", "processor"))
+            assert machine and row["date"] and row["command"].startswith("python benchmarks/"), f"{path.name}: {row}"
 
 
 @pytest.mark.parametrize(

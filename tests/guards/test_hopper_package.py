@@ -6,7 +6,7 @@ import tarfile
 import zipfile
 
 import pytest
-from test_package import CLEAN, install, pip, source, tracked_files  # noqa: F401  fixtures
+from packages import CLEAN, pip, tracked_files
 from toolbox import run, tool
 
 WORKS = """
@@ -41,7 +41,7 @@ ALONE = {
 
 
 @pytest.fixture(scope="module")
-def wheel(source, tmp_path_factory):  # noqa: F811
+def wheel(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "-w", folder, source / "hopper")  # isolated: finds setuptools but no torch
     (path,) = folder.glob("*.whl")
@@ -49,7 +49,7 @@ def wheel(source, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def sdist(source, tmp_path_factory):  # noqa: F811
+def sdist(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
     command = [sys.executable, "-m", "build", "--sdist", "--outdir", folder, source / "hopper"]
     run(*command, env={**os.environ, **CLEAN})
@@ -69,7 +69,7 @@ def test_wheel_is_small_and_serves_every_python(wheel):
     assert top == {"flash_attn_3", "flash_attn_interface.py", "flash_attn_config.py", "flash_attn_3-3.0.0.dist-info"}
 
 
-def test_wheel_works_alone(wheel, install, tmp_path):  # noqa: F811
+def test_wheel_works_alone(wheel, install, tmp_path):
     python = install(wheel)
     assert run(python, "-I", "-c", WORKS.format(**ALONE), cwd=tmp_path) == "works\n"
     # A kernel's text is found beside the module. There is no GPU, so NVRTC or the compilation may be missing.
@@ -145,6 +145,6 @@ def test_sdist_is_complete_by_itself(sdist):
     assert not any(name.endswith((".o", ".so")) for name in names)
 
 
-def test_sdist_works(sdist, install, tmp_path):  # noqa: F811
+def test_sdist_works(sdist, install, tmp_path):
     python = install(sdist, "--no-build-isolation")
     assert run(python, "-I", "-c", WORKS.format(**ALONE), cwd=tmp_path) == "works\n"

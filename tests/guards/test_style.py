@@ -3,14 +3,14 @@
 import re
 
 import pytest
-from toolbox import CSRC, ROOT, relative, run, tool
+from toolbox import CSRC, ROOT, git_files, relative, run, tool
 
 TEXT = {".c", ".h", ".cu", ".cuh", ".def", ".cpp", ".py", ".md", ".txt", ".toml", ".in"}
 FORMATTED = {".c", ".h", ".cu", ".cuh", ".cpp"}
 
 
 def project_files(suffixes):
-    names = run(tool("git"), "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    names = git_files("--cached", "--others", "--exclude-standard")
     return sorted(ROOT / name for name in names if (ROOT / name).suffix in suffixes and (ROOT / name).exists())
 
 
@@ -41,6 +41,17 @@ def test_no_line_has(pattern):
         if path.name != "test_style.py"
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(pattern, line)
+    ]
+    assert found == []
+
+
+def test_tests_share_code_through_other_modules():
+    """A helper that two tests need is in a harness or a toolbox, so that a change of a test cannot break another."""
+    found = [
+        f"{relative(path)}: {line}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\s*(from|import) test_", line)
     ]
     assert found == []
 

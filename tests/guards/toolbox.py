@@ -45,6 +45,13 @@ def lacking(reason):
     pytest.skip(reason)
 
 
+def git_files(*options):
+    """The files of the project, as git lists them. Outside of git nothing says which files belong to the project."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is not a git checkout")
+    return run(tool("git"), "ls-files", *options, cwd=ROOT).splitlines()
+
+
 def run(*command, **options):
     """Runs a command and returns its output. A failure shows the command line and the output."""
     words = [str(word) for word in command]

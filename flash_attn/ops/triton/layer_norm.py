@@ -13,6 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 __all__ = [
+    "LayerNormFn",
+    "LayerNormLinearFn",
     "RMSNorm",
     "layer_norm_fn",
     "layer_norm_linear_fn",
@@ -161,6 +163,18 @@ def layer_norm_linear_fn(
     )
     y = F.linear(y, linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
     return (y, r) if prenorm else y
+
+
+class LayerNormFn:
+    """``apply`` is ``layer_norm_fn``. PyTorch's operators record the gradients."""
+
+    apply = staticmethod(layer_norm_fn)
+
+
+class LayerNormLinearFn:
+    """``apply`` is ``layer_norm_linear_fn``."""
+
+    apply = staticmethod(layer_norm_linear_fn)
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,50 @@
+"""Two linear layers with the squared relu between them, under the names of the fused kernels."""
+
+import torch.nn as nn
+
+from flash_attn.ops.fused_dense import fused_mlp_func
+
+__all__ = ["FusedDenseSqreluDense", "FusedDenseSqreluDenseFunc", "fused_dense_sqrelu_dense_function"]
+
+
+def fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl=0):
+    """``relu(x @ weight1.T + bias1)^2 @ weight2.T + bias2``.
+
+    Args:
+        x: ``[..., in]``. weight1: ``[hidden, in]``. weight2: ``[out, hidden]``.
+        checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
+    """
+    return fused_mlp_func(x, weight1, weight2, bias1, bias2, activation="sqrelu", checkpoint_lvl=checkpoint_lvl)
+
+
+class FusedDenseSqreluDenseFunc:
+    """``apply`` is ``fused_dense_sqrelu_dense_function``. PyTorch's operators record the gradients."""
+
+    apply = staticmethod(fused_dense_sqrelu_dense_function)
+
+
+class FusedDenseSqreluDense(nn.Module):
+    """``fused_dense_sqrelu_dense_function`` with its parameters, ``fc1`` and ``fc2``."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        bias1=True,
+        bias2=True,
+        checkpoint_lvl=0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        assert checkpoint_lvl in (0, 1, 2), f"checkpoint_lvl is {checkpoint_lvl}, allowed are 0, 1 and 2"
+        hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
+        self.checkpoint_lvl = checkpoint_lvl
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x):
+        return fused_dense_sqrelu_dense_function(
+            x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.checkpoint_lvl
+        )
