@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from flash_attn._arguments import maybe_contiguous
 from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
 
+
 def call_op(op, *arguments):
     """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
     if is_compiling():
