@@ -10,7 +10,7 @@
  * The rotation of a row: columns get signs, then each block of n columns is multiplied by a Hadamard matrix / sqrt(n).
  * The blocks are the powers of two whose sum is d, the largest first. A block takes log2(n) steps. Step i = 0, 1, ..
  * replaces each pair (a, b) of columns that differ in bit i of their index by (a + b, a - b). The last step multiplies
- * by 1 / sqrt(n). */
+ * by 1 / sqrt(n), and a result of -0 becomes 0. */
 #ifndef FA_QUANTIZATION_H
 #define FA_QUANTIZATION_H
 

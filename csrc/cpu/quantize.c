@@ -87,7 +87,7 @@ static void rotate_block(float *x, int64_t n) {
             x[i + step] = a - b;
         }
     const float norm = ldexpf(log2_n % 2 ? 0x1.6a09e6p-1f : 1, -(log2_n / 2));
-    for (int64_t i = 0; i < n; i++) x[i] *= norm;
+    for (int64_t i = 0; i < n; i++) x[i] = x[i] * norm + 0.0f; /* -0 becomes 0 */
 }
 
 static void rotate(float *x, int64_t d) {

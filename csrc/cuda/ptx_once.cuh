@@ -5,7 +5,15 @@
 
 #include "e4m3.cuh"
 
-/* 8 aligned bytes. [st] */
+/* 4, 8 and 16 aligned bytes. [st] */
+DEVICE void st_global(void *dst, u32 x, u64 l2_policy) {
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(dst), "r"(x), "l"(l2_policy) : "memory");
+}
+DEVICE void st_global(void *dst, uint4 x, u64 l2_policy) {
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(dst), "r"(x.x), "r"(x.y), "r"(x.z),
+                 "r"(x.w), "l"(l2_policy)
+                 : "memory");
+}
 DEVICE void st_global(void *dst, uint2 x, u64 l2_policy) {
     asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(dst), "r"(x.x), "r"(x.y), "l"(l2_policy)
                  : "memory");
@@ -21,10 +29,11 @@ DEVICE void st_relaxed(u32 *word, u32 x) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(x) : "memory");
 }
 
-/* Other CTAs count at the same time. The function returns the number before. [atom] */
-DEVICE u32 atom_add(u32 *counter, u32 x) {
+/* Other CTAs count at the same time. The function returns the number before. For atom.add ptxas makes code that waits
+ * for the result at once. [atom] */
+DEVICE u32 atom_inc(u32 *counter) {
     u32 before;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(x) : "memory");
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], -1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 }
 

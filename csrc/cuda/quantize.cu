@@ -2,40 +2,50 @@
  *
  *   x [b, row, h, d]  ->  out [b, row, h, d] e4m3, descale [b, h_kv]
  *
- * HBM gives each element once. A group has one descale: a sequence and key head of a tensor, or a whole tensor. A group
- * consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA draws a ticket for each piece:
+ * HBM gives each element once. A group has one descale: a sequence and key head of a tensor, or a whole tensor. A
+ * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA draws a ticket for each
+ * piece:
  *
- *   load LOADS pieces ahead (cp.async)  ->  measure, and publish the piece's maximum  ->  keep the piece in its slot
- *   ->  the group is complete: write the kept piece from its slot
+ *   load LOADS - 1 pieces ahead (cp.async)  ->  measure, and publish the piece's maximum  ->  keep the piece in its
+ *   slot  ->  the group is complete: write the kept pieces from their slots
+ *
+ * The scheduler warp draws tickets, finds the next piece and polls the oldest kept group, while the other warps load
+ * and measure. One barrier a piece joins them. All warps keep the same state of the slots.
  *
  * A published maximum is one word that begins as 0. So the word says as well that the piece is measured, and a CTA
  * needs no fence. Each CTA computes the maximum of a complete group itself.
  *
- * A large group does not fit into the slots of all CTAs. So a CTA drops a measured piece if its slots are taken by a
- * group that cannot be complete yet. It lists the dropped pieces, and loads them again when the group is complete. The
+ * A large group does not fit into the slots of all CTAs. So a CTA drops a measured piece if KEPT slots are taken by
+ * the group and the group goes on. It lists the dropped pieces, and loads them again when the group is complete. The
  * last dropped piece comes first, because the L2 may still hold it.
  *
- * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits for a
- * group only when its own next unmeasured piece lies behind the group. Then all pieces of the group are drawn. Of the
- * waiting CTAs and the CTAs that measure, one with the earliest group never waits.
+ * A rotated piece is rotated twice, for its maximum and for its e4m3.
+ *
+ * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits
+ * for a group only when its own next unmeasured piece lies behind the group. Then all pieces of the group are drawn.
+ * Of the waiting CTAs and the CTAs that measure, one with the earliest group never waits. A slot is always free for
+ * a CTA's own next piece of the oldest group, or for its next dropped piece: new pieces wait until no dropped piece
+ * is left.
  *
  * Specification: ../cpu/quantize.c. */
 #include "ptx_once.cuh"
 #include "quantize_params.h"
 
-#if !defined(CHUNKS) || !defined(CTAS) || !defined(F32)
-#error "a row of tiles.def: CHUNKS, CTAS; dtype: F32, or another: 0 or 1"
+#if !defined(ROTATES) || !defined(SLOT_KB) || !defined(CTAS) || !defined(F32)
+#error "a row of tiles.def: ROTATES, SLOT_KB, CTAS; dtype: F32, or another: 0 or 1"
 #endif
 
 #ifndef KERNEL
 #define KERNEL quantize
 #endif
 
-constexpr int THREADS = FA_QUANTIZE_THREADS, WARPS = THREADS / 32;
-constexpr int LOADS = 2, SLOTS = FA_QUANTIZE_SLOTS; /* the other slot keeps a piece */
-constexpr int UNIT = 16 / element::BYTES;           /* elements of 16 bytes */
-constexpr int CHUNK_UNITS = 8 / UNIT;               /* a chunk is 8 columns */
-static_assert(SLOTS == LOADS + 1, "a CTA keeps one piece");
+constexpr int THREADS = FA_QUANTIZE_THREADS, WARPS = FA_QUANTIZE_WARPS; /* without the scheduler warp */
+constexpr int SLOTS = FA_QUANTIZE_SLOTS, LOADS = FA_QUANTIZE_LOADS, KEPT = SLOTS - LOADS;
+constexpr int SLOT_BYTES = SLOT_KB << 10;
+constexpr int UNIT = 16 / element::BYTES; /* elements of 16 bytes */
+constexpr int CHUNK_UNITS = 8 / UNIT;     /* a chunk is 8 columns */
+constexpr int BATCH = 8;                  /* units that a lane reads from shared memory at once */
+static_assert(KEPT >= 1, "a CTA keeps pieces while it loads others");
 
 /* ---- pieces ------------------------------------------------------------------------------------------------------ */
 
@@ -50,12 +60,13 @@ struct piece {
 };
 
 struct shared {
-    char slots[SLOTS][FA_QUANTIZE_SLOT_BYTES];
+    char slots[SLOTS][SLOT_BYTES];
     uint4 signs[32]; /* of a chunk, as a mask of 16-bit elements */
-    u32 words[2][2][WARPS];
-    piece pieces[SLOTS];
+    u32 words[2][WARPS + 1];
+    piece next[4];
+    piece pieces[WARPS + 1][SLOTS];
 };
-static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES, "the launch gives this much");
+static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB), "the launch gives this much");
 
 /* Returns the number of pieces of one key head before a sequence of a packed tensor. */
 DEVICE int pieces_before(const fa_quantize_params &p, const fa_quantize_tensor &t, int sequence) {
@@ -135,6 +146,7 @@ DEVICE u32 find_bad_tensors(const fa_quantize_params &p) {
 /* ---- slots ------------------------------------------------------------------------------------------------------- */
 
 DEVICE int lane() { return (int)threadIdx.x % 32; }
+DEVICE int warp() { return (int)threadIdx.x / 32; }
 
 /* Each warp has its part of the rows of a slot. The warp loads its rows and reads them, so warps need no barrier. */
 struct part {
@@ -142,33 +154,37 @@ struct part {
     int first, num; /* rows */
 };
 DEVICE part part_of(const fa_quantize_tensor &t, const piece &at, char *slot) {
-    const int warp = (int)threadIdx.x / 32, rows = (1 << t.log2_rows) / WARPS, first = warp * rows;
-    return {slot + warp * (FA_QUANTIZE_SLOT_BYTES / WARPS), first, max(0, min(rows, at.num - first))};
+    const int rows = t.rows_of_warp, first = warp() * rows;
+    return {slot + warp() * (SLOT_BYTES / WARPS), first, max(0, min(rows, at.num - first))};
 }
 
 /* Returns x / divisor. `inverse` is 2^32 / divisor, rounded up; x * divisor is below 2^32. */
 DEVICE int divide(int x, u32 inverse) { return inverse ? (int)__umulhi((u32)x, inverse) : x; }
 
-/* The steps between a tensor's rows. */
-struct row_place {
-    int position, head;
+/* Where the rows of a piece are in a tensor whose positions and heads are these steps apart. */
+struct row_steps {
+    long long of_position;
+    long long of_head;
+    int g, first_head;
+    u32 inverse_g;
 };
-DEVICE row_place place_of(const fa_quantize_tensor &t, const piece &at, int row) {
-    const int i = at.first_head + row; /* below g + FA_QUANTIZE_MOST_ROWS */
-    const int position = t.g < FA_QUANTIZE_MOST_ROWS ? divide(i, t.inverse_g) : i >= t.g;
-    return {position, i - position * t.g};
+DEVICE row_steps steps_of(const fa_quantize_tensor &t, const piece &at, long long of_position, long long of_head) {
+    return {of_position, of_head, t.g, at.first_head, t.inverse_g};
 }
-DEVICE const element *x_of(const fa_quantize_tensor &t, const piece &at, int row) {
-    const row_place place = place_of(t, at, row);
-    return at.x + place.position * t.stride_row + place.head * t.stride_h;
-}
-DEVICE unsigned char *out_of(const fa_quantize_params &p, const fa_quantize_tensor &t, const piece &at, int row) {
-    const row_place place = place_of(t, at, row);
-    return at.out + (long long)place.position * (p.h_kv * t.g * t.d) + place.head * t.d;
+DEVICE long long steps_to(const row_steps &steps, int row) {
+    if (steps.g == 1) return row * steps.of_position;
+    const int i = steps.first_head + row; /* below g + FA_QUANTIZE_MOST_ROWS */
+    const int position = steps.g < FA_QUANTIZE_MOST_ROWS ? divide(i, steps.inverse_g) : i >= steps.g;
+    return position * steps.of_position + (i - position * steps.g) * steps.of_head;
 }
 
-/* Lanes that read different rows, or 2, 4 or 8 chunks apart, read different banks. */
-DEVICE uint4 &unit_of(const part &mine, int unit) { return ((uint4 *)mine.memory)[unit ^ (unit >> 3 & 7)]; }
+/* The units of a row are permuted within lines of 8 units. Then these lanes read different banks: lanes that read a
+ * unit of 8 consecutive rows; of a line; half a line apart, in 2 rows with 4 lanes each, or in one row. */
+DEVICE int place_of(int pitch, int row, int unit) {
+    const int line = unit >> 3;
+    return row * pitch + (unit ^ (row & 7) ^ (line >> 1 & 1) ^ (line << 1 & 2));
+}
+DEVICE uint4 &unit_at(const part &mine, int place) { return ((uint4 *)mine.memory)[place]; }
 
 /* 16 bytes of a row that is not aligned, or has columns left over. Beyond the last column there are zeros. */
 DEVICE uint4 load_elements(const element *row, int column, int d) {
@@ -184,228 +200,216 @@ DEVICE uint4 load_elements(const element *row, int column, int d) {
     return {words[0], words[1], words[2], words[3]};
 }
 
-/* Starts to load a piece. */
-DEVICE void load(const fa_quantize_params &p, const piece &at, char *slot, u64 l2_policy) {
-    const fa_quantize_tensor &t = p.tensors[at.tensor];
-    const part mine = part_of(t, at, slot);
-    const int num = at.is_owned ? mine.num * t.units : 0;
-    if (t.is_aligned) {
-#pragma unroll 4
-        for (int i = lane(); i < num; i += 32) {
-            const int row = divide(i, t.inverse_units), column = UNIT * (i - row * t.units);
-            cp_async_16(smem_address(&unit_of(mine, i)), x_of(t, at, mine.first + row) + column, true, l2_policy);
-        }
-    } else {
-        for (int i = lane(); i < num; i += 32) {
-            const int row = divide(i, t.inverse_units), column = UNIT * (i - row * t.units);
-            unit_of(mine, i) = load_elements(x_of(t, at, mine.first + row), column, t.d);
-        }
-    }
+template <int N> struct constant {
+    static constexpr int VALUE = N;
+};
+
+/* Calls body with the number of a row's lines as a constant, if the lines are full and few, or with 0. */
+template <class Body> DEVICE void with_lines(const fa_quantize_tensor &t, Body body) {
+    if (element::BYTES == 2 && t.lines == 1)
+        body(constant<1>());
+    else if (element::BYTES == 2 && t.lines == 2)
+        body(constant<2>());
+    else if (element::BYTES == 2 && t.lines == 4)
+        body(constant<4>());
+    else
+        body(constant<0>());
 }
 
-/* Loads a chunk of a row of a slot, as 32-bit words. */
-struct chunk {
-    u32 words[4 * CHUNK_UNITS];
-};
-DEVICE chunk load_chunk(const part &mine, int idx) {
-    chunk x;
-#pragma unroll
-    for (int u = 0; u < CHUNK_UNITS; u++) {
-        const uint4 four = unit_of(mine, CHUNK_UNITS * idx + u);
-        x.words[4 * u] = four.x, x.words[4 * u + 1] = four.y, x.words[4 * u + 2] = four.z, x.words[4 * u + 3] = four.w;
+/* Starts to load a piece. Eight lanes load a row. Columns behind the last one become 0, and rows of no sequence. */
+DEVICE void load(const fa_quantize_params &p, const piece at, char *slot, u64 l2_policy) {
+    const fa_quantize_tensor &t = p.tensors[at.tensor];
+    const part mine = part_of(t, at, slot);
+    const row_steps steps = steps_of(t, at, t.stride_row, t.stride_h);
+    const element *const first = at.x;
+    const int pitch = t.pitch, units = at.is_owned ? t.units : 0;
+    if (!t.is_aligned) {
+        for (int row = lane() / 8; row < mine.num; row += 4)
+            for (int unit = lane() % 8; unit < pitch; unit += 8)
+                unit_at(mine, place_of(pitch, row, unit)) =
+                    load_elements(first + steps_to(steps, mine.first + row), UNIT * unit, at.is_owned ? t.d : 0);
+        return;
     }
-    return x;
+    with_lines(t, [&](auto lines) {
+        constexpr int LINES = decltype(lines)::VALUE, ROWS = LINES ? 4 / LINES : 1;
+        const int num = LINES ? LINES : pitch / 8;
+#pragma unroll ROWS
+        for (int row = lane() / 8; row < mine.num; row += 4) {
+            const element *x = first + steps_to(steps, mine.first + row);
+#pragma unroll LINES ? LINES : 1
+            for (int i = 0; i < num; i++) {
+                const int unit = lane() % 8 + 8 * i, place = place_of(LINES ? 8 * LINES : pitch, row, unit);
+                cp_async_16(smem_address(&unit_at(mine, place)), x + UNIT * unit, LINES ? at.is_owned : unit < units,
+                            l2_policy);
+            }
+        }
+    });
 }
-DEVICE void cvt_f32(const chunk &x, float (&y)[8]) {
+
+DEVICE void cvt_f32(const uint4 &unit, float *y) {
+    const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
+    for (int i = 0; i < 4; i++) {
         if constexpr (element::BYTES == 4)
-            y[i] = __int_as_float((int)x.words[i]), y[i + 1] = __int_as_float((int)x.words[i + 1]);
+            y[i] = __int_as_float((int)words[i]);
         else
-            unpack_x2<element>(x.words[i / 2], y[i], y[i + 1]);
+            unpack_x2<element>(words[i], y[2 * i], y[2 * i + 1]);
     }
 }
 
 /* ---- rotation ---------------------------------------------------------------------------------------------------- */
 
-/* Four lanes hold a row of n = d / 8 chunks. Each lane has n / 4 chunks, and n % 4 lanes have one chunk more. A block
- * of the rotation takes m chunks of each lane. At first these chunks are consecutive, so the steps between them stay in
- * the lane. For a step between two lanes, the lanes exchange half of their chunks. Then this step stays in the lane,
- * too, and the warp needs half of the shuffles. */
-constexpr int SLOT_ROWS = 8, NUM_CHUNKS = CHUNKS > 0 ? CHUNKS : 1;
+/* A block of N columns of a row is with one lane, or with N / 32 lanes that have 32 columns each. The steps are
+ * those of ../quantization.h. The last step is left to the caller, because a maximum needs only a half of the last
+ * step.
+ *
+ * Register i of lane q has column 32 q + i at first. The steps within 32 columns stay in the lane. The last of them
+ * is between registers i and i + 16. For the next step, the lane keeps the sums or the differences and exchanges the
+ * others with another lane. Then this step is between registers i and i + 16, too. At the end lane q has columns 16
+ * q + i and N / 2 + 16 q + i.
+ *
+ * Exchanged registers have a sign that depends on the lane alone: of sums K + R and of differences K - R. So each
+ * step takes one instruction. */
+template <int N> struct block {
+    static constexpr int LANES = N > 32 ? N / 32 : 1, COLUMNS = N > 32 ? 32 : N, HALF = COLUMNS / 2;
+    static constexpr int ROWS = 32 / LANES;      /* of a warp, at once */
+    static constexpr int UNITS = COLUMNS / UNIT; /* of a lane */
+    float y[COLUMNS];
+};
 
-/* Returns m of a lane's chunk c. */
-DEVICE int block_of(int c, int num_chunks) {
-    const int full = num_chunks / 4;
-    return c < full ? 1 << (31 - __clz(c ^ full)) : 1;
-}
-
-/* Returns the place in the row of a lane's chunk c, before and after the rotation. */
-DEVICE int chunk_before(int c, int num_chunks) {
-    const int m = block_of(c, num_chunks), i = c & (m - 1);
-    return 4 * (c - i) + lane() % 4 * m + i;
-}
-DEVICE int chunk_after(int c, int num_chunks) {
-    const int m = block_of(c, num_chunks), i = c & (m - 1);
-    return 4 * (c - i) + lane() % 4 + (m == 8 ? 4 * (i / 4) + 8 * (i % 4) : 4 * i);
-}
-
-DEVICE void butterfly(float &a, float &b) {
-    const float sum = a + b, difference = a - b;
-    a = sum, b = difference;
-}
-DEVICE void butterflies(float (&a)[8], float (&b)[8]) {
+/* The signs of sums and of differences. */
+template <int N> DEVICE float2 signs_of_lane() {
+    bool is_negative = false,
+         is_upper = false; /* of sums; has the lane the upper columns in its registers below HALF? */
 #pragma unroll
-    for (int i = 0; i < 8; i++) butterfly(a[i], b[i]);
-}
-
-/* The whole warp: butterflies of two chunks of this lane with the same two of another lane. Then the lower lane has the
- * results of a, and the upper lane has those of b. */
-DEVICE void butterflies_of_lanes(float (&a)[8], float (&b)[8], int step) {
-    const bool is_upper = lane() & step;
-    const float sign = is_upper ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float other = __shfl_xor_sync(0xffffffff, is_upper ? a[i] : b[i], step), mine = is_upper ? b[i] : a[i];
-        a[i] = mine + other;
-        b[i] = fmaf(mine, sign, -sign * other); /* both products are exact */
+    for (int step = 1; step < block<N>::LANES; step *= 2) {
+        const bool keeps_differences = lane() & step;
+        is_negative ^= keeps_differences && is_upper;
+        is_upper = keeps_differences;
     }
+    return {is_negative ? -1.f : 1.f, is_negative != is_upper ? -1.f : 1.f};
 }
 
-/* The whole warp: butterflies of a chunk with that of another lane, if `takes_part`. */
-DEVICE void butterflies_of_lanes(float (&a)[8], int step, bool takes_part) {
-    const float sign = lane() & step ? -1.f : 1.f;
+/* The whole warp: all steps but the last. */
+template <int N> DEVICE void rotate(block<N> &of) {
+    constexpr int HALF = block<N>::HALF;
+    float *y = of.y;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const float other = __shfl_xor_sync(0xffffffff, a[i], step);
-        if (takes_part) a[i] = fmaf(a[i], sign, other); /* the product is exact */
+    for (int step = 1; step < HALF; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 2 * HALF; i++)
+            if (!(i & step)) {
+                const float a = y[i], b = y[i + step];
+                y[i] = a + b, y[i + step] = a - b;
+            }
+#pragma unroll
+    for (int step = 1; step < block<N>::LANES; step *= 2) {
+        const float sign = lane() & step ? -1.f : 1.f;
+#pragma unroll
+        for (int i = 0; i < HALF; i++) {
+            const float a = y[i], b = y[i + HALF];
+            y[i] = fmaf(b, sign, a); /* the products are exact */
+            y[i + HALF] = __shfl_xor_sync(0xffffffff, fmaf(b, -sign, a), step);
+        }
     }
 }
 
 /* 1 / sqrt(n) for a power of two. */
-DEVICE float norm_of(int n) {
-    const int log2_n = 31 - __clz(n);
-    return __int_as_float((127 - log2_n / 2) << 23) * (log2_n % 2 ? 0.70710678f : 1.f);
-}
+DEVICE constexpr float norm_of(int n) { return n == 1 ? 1.f : n == 2 ? 0.70710678f : norm_of(n / 4) / 2; }
 
-/* The whole warp calls this function. */
-DEVICE void rotate(float (&y)[NUM_CHUNKS][8], int num_chunks) {
-    const int full = num_chunks / 4, left = num_chunks % 4;
-#pragma unroll
-    for (int c = 0; c < NUM_CHUNKS; c++)
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (!(i & step)) butterfly(y[c][i], y[c][i + step]);
-#pragma unroll
-    for (int step = 1; step < NUM_CHUNKS; step *= 2)
-#pragma unroll
-        for (int c = 0; c + step < NUM_CHUNKS; c++)
-            if (!(c & step) && block_of(c, num_chunks) > step) butterflies(y[c], y[c + step]);
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-        for (int c = 0; c < NUM_CHUNKS; c++) {
-            const int m = block_of(c, num_chunks);
-            if (m == 1) {
-                if (c < full || (c == full && step == 1 && left >= 2))
-                    butterflies_of_lanes(y[c], step, c < full || lane() % 4 < 2);
-            } else if (step == 1 || m == 2) {
-                if (c % 2 == 0 && c + 1 < NUM_CHUNKS) butterflies_of_lanes(y[c], y[c + 1], step);
-            } else if (c % 4 < 2 && c + 2 < NUM_CHUNKS) {
-                butterflies_of_lanes(y[c], y[c + 2], step);
-            }
-        }
-#pragma unroll
-    for (int c = 0; c < NUM_CHUNKS; c++) {
-        const int columns = c < full ? 32 * block_of(c, num_chunks) : left >= 2 && lane() % 4 < 2 ? 16 : 8;
-        const float norm = norm_of(columns);
-#pragma unroll
-        for (int i = 0; i < 8; i++) y[c][i] *= norm;
-    }
-}
-
-/* Calls body(y, row, is_row) for the rows of a slot. A lane's row counts from the warp's first row. Beyond the rows and
- * the columns, y is 0. The whole warp calls this function. */
-template <class Body>
-DEVICE void for_rotated_rows(const fa_quantize_tensor &t, const part &mine, const shared &smem, Body body) {
-    const int num_chunks = t.units / CHUNK_UNITS;
+/* Calls body(of, row, place) for a block of the rows of a slot. The block begins with a column. A lane's row counts
+ * from the warp's first row. Its first unit is in a place of the slot, the others are in place ^ i. Lanes without a
+ * row of their own have the last row again. The whole warp calls this function. */
+template <int N, class Body>
+DEVICE void for_rows_of_block(const fa_quantize_tensor &t, const part &mine, const shared &smem, int column,
+                              Body body) {
+    typedef block<N> B;
+    const int first = column + B::COLUMNS * (lane() % B::LANES), unit = first / UNIT;
 #pragma unroll 1
-    for (int row = lane() / 4; row - lane() / 4 < mine.num; row += SLOT_ROWS) {
-        float y[NUM_CHUNKS][8];
+    for (int from = 0; from < mine.num; from += B::ROWS) {
+        B of;
+        const int row = min(from + lane() / B::LANES, mine.num - 1), place = place_of(t.pitch, row, unit);
 #pragma unroll
-        for (int c = 0; c < NUM_CHUNKS; c++) {
-            const int idx = chunk_before(c, num_chunks);
-            chunk x = {};
-            if (row < mine.num && idx < num_chunks) {
-                const uint4 signs = smem.signs[idx];
-                const u32 masks[4] = {signs.x, signs.y, signs.z, signs.w};
-                x = load_chunk(mine, row * num_chunks + idx);
+        for (int chunk = 0; chunk < B::COLUMNS / 8; chunk++) {
+            const uint4 signs = smem.signs[place_of(32, 0, first / 8 + chunk)];
+            const u32 masks[4] = {signs.x, signs.y, signs.z, signs.w};
 #pragma unroll
-                for (int w = 0; w < 4 * CHUNK_UNITS; w++)
-                    if constexpr (element::BYTES == 4)
-                        x.words[w] ^= w % 2 ? masks[w / 2] & 0x80000000 : masks[w / 2] << 16;
-                    else
-                        x.words[w] ^= masks[w];
+            for (int i = 0; i < CHUNK_UNITS; i++) {
+                uint4 x = unit_at(mine, place ^ (chunk * CHUNK_UNITS + i));
+                if constexpr (element::BYTES == 4)
+                    x.x ^= masks[2 * i] << 16, x.y ^= masks[2 * i] & 0x80000000, x.z ^= masks[2 * i + 1] << 16,
+                        x.w ^= masks[2 * i + 1] & 0x80000000;
+                else
+                    x.x ^= masks[0], x.y ^= masks[1], x.z ^= masks[2], x.w ^= masks[3];
+                cvt_f32(x, of.y + 8 * chunk + UNIT * i);
             }
-            cvt_f32(x, y[c]);
         }
-        rotate(y, num_chunks);
-        body(y, row, row < mine.num);
+        rotate(of);
+        body(of, row, from + lane() / B::LANES < mine.num, place);
     }
+}
+
+/* Calls body<N>(column) for the blocks of d columns. */
+template <int N = 256, class Body> DEVICE void for_blocks(int d, Body body) {
+    if (d & N) body(constant<N>(), d & -2 * N);
+    if constexpr (N > 8) for_blocks<N / 2>(d, body);
 }
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
 
-/* Does the lane's part of a row hold an infinity? Called for few rows. */
-DEVICE bool holds_infinity(const part &mine, int row, int num_chunks) {
-    bool holds = false;
-    for (int idx = lane() % 4; idx < num_chunks; idx += 4) {
-        float x[8];
-        cvt_f32(load_chunk(mine, row * num_chunks + idx), x);
-        for (int i = 0; i < 8; i++) holds = holds || (__float_as_uint(x[i]) & 0x7fffffff) == 0x7f800000;
-    }
-    return holds;
-}
+DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffff) == 0x7f800000; }
 
 /* Returns the maximum of the warp's rows, as the bits of a float. NaN does not count. */
-DEVICE u32 measure(const fa_quantize_params &p, const piece &at, const shared &smem, char *slot) {
+DEVICE u32 measure(const fa_quantize_params &p, const piece at, const shared &smem, char *slot) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
     float most = 0;
-    if (!at.is_owned) return 0;
-    if (CHUNKS > 0 && t.rotates) {
-        for_rotated_rows(t, mine, smem, [&](const float (&y)[NUM_CHUNKS][8], int row, bool is_row) {
-            bool is_finite = true;
+    if (ROTATES && t.rotates) {
+        for_blocks(t.d, [&](auto n, int column) {
+            constexpr int N = decltype(n)::VALUE;
+            typedef block<N> B;
+            float of_block = 0;
+            for_rows_of_block<N>(t, mine, smem, column, [&](const B &of, int, bool, int place) {
+            /* The larger one of |a + b| and |a - b| is |a| + |b|. */
 #pragma unroll
-            for (int c = 0; c < NUM_CHUNKS; c++) {
-#pragma unroll
-                for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(y[c][i]));
-                is_finite = is_finite && fabsf(y[c][0]) <= 3.402823466e38f;
-            }
-            /* A rotated infinity makes every column of its block infinite or NaN. */
-            if (!is_finite && is_row && holds_infinity(mine, row, t.units / CHUNK_UNITS))
-                most = __int_as_float(0x7f800000);
+                for (int i = 0; i < B::HALF; i++) of_block = fmaxf(of_block, fabsf(of.y[i]) + fabsf(of.y[i + B::HALF]));
+                /* An infinity makes every column of its block infinite or NaN. */
+                if (!(fabsf(of.y[0]) + fabsf(of.y[B::HALF]) <= 3.402823466e38f))
+                    for (int i = 0; i < B::UNITS; i++) {
+                        float x[UNIT];
+                        cvt_f32(unit_at(mine, place ^ i), x);
+                        for (int e = 0; e < UNIT; e++)
+                            if (is_infinite(x[e])) of_block = __int_as_float(0x7f800000);
+                    }
+            });
+            most = fmaxf(most, of_block * norm_of(N));
         });
-    } else if constexpr (element::BYTES == 4) {
-#pragma unroll 4
-        for (int i = lane(); i < mine.num * t.units; i += 32) {
-            const uint4 x = unit_of(mine, i);
-            most = fmaxf(fmaxf(most, fabsf(__int_as_float((int)x.x))), fabsf(__int_as_float((int)x.y)));
-            most = fmaxf(fmaxf(most, fabsf(__int_as_float((int)x.z))), fabsf(__int_as_float((int)x.w)));
-        }
     } else {
+        const int num = mine.num * t.pitch;
         u32 pairs[2] = {0, 0};
-#pragma unroll 4
-        for (int i = lane(); i < mine.num * t.units; i += 32) {
-            const uint4 x = unit_of(mine, i);
-            pairs[0] = max_x2<element>(max_x2<element>(pairs[0], x.x & 0x7fff7fff), x.y & 0x7fff7fff);
-            pairs[1] = max_x2<element>(max_x2<element>(pairs[1], x.z & 0x7fff7fff), x.w & 0x7fff7fff);
+#pragma unroll 1
+        for (int from = lane(); from < num; from += 32 * BATCH) {
+            uint4 x[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) x[i] = unit_at(mine, min(from + 32 * i, num - 1));
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                if constexpr (element::BYTES == 4) {
+                    float y[4];
+                    cvt_f32(x[i], y);
+                    most = fmaxf(fmaxf(most, fabsf(y[0])), fabsf(y[1]));
+                    most = fmaxf(fmaxf(most, fabsf(y[2])), fabsf(y[3]));
+                } else {
+                    pairs[0] = max_x2<element>(max_x2<element>(pairs[0], x[i].x & 0x7fff7fff), x[i].y & 0x7fff7fff);
+                    pairs[1] = max_x2<element>(max_x2<element>(pairs[1], x[i].z & 0x7fff7fff), x[i].w & 0x7fff7fff);
+                }
+            }
         }
-        float low, high;
-        unpack_x2<element>(max_x2<element>(pairs[0], pairs[1]), low, high);
-        most = fmaxf(low, high);
+        if constexpr (element::BYTES == 2) {
+            float low, high;
+            unpack_x2<element>(max_x2<element>(pairs[0], pairs[1]), low, high);
+            most = fmaxf(low, high);
+        }
     }
     const u32 bits = __float_as_uint(most);
     return __reduce_max_sync(0xffffffff, bits < 0x00800000 ? 0 : bits); /* below 2^-126: 0 */
@@ -413,89 +417,165 @@ DEVICE u32 measure(const fa_quantize_params &p, const piece &at, const shared &s
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
-/* Writes 8 columns, or those that there are. */
-DEVICE void write_chunk(unsigned char *row, int column, int d, const float (&y)[8], float factor, u64 l2_policy) {
-    u32 pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = cvt_e4m3x2(y[2 * i] * factor, y[2 * i + 1] * factor);
-    if (d % 8 == 0) {
-        st_global(row + column, make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16), l2_policy);
+DEVICE u32 cvt_e4m3x4(const float *y) { return cvt_e4m3x2(y[0], y[1]) | cvt_e4m3x2(y[2], y[3]) << 16; }
+
+/* Writes NUM columns at an address that is a multiple of 8 or, for 4 columns, of 4. */
+template <int NUM> DEVICE void write_columns(unsigned char *out, const float *y, bool is_aligned_16, u64 l2_policy) {
+    if constexpr (NUM == 4) {
+        st_global(out, cvt_e4m3x4(y), l2_policy);
+    } else if constexpr (NUM == 8) {
+        st_global(out, make_uint2(cvt_e4m3x4(y), cvt_e4m3x4(y + 4)), l2_policy);
+    } else if (is_aligned_16) {
+        st_global(out, make_uint4(cvt_e4m3x4(y), cvt_e4m3x4(y + 4), cvt_e4m3x4(y + 8), cvt_e4m3x4(y + 12)), l2_policy);
     } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (column + i < d) row[column + i] = (unsigned char)(pairs[i / 2] >> 8 * (i % 2));
+        write_columns<8>(out, y, false, l2_policy), write_columns<8>(out + 8, y + 8, false, l2_policy);
     }
 }
 
+DEVICE float descale_of(u32 most) {
+    return most == 0 ? 1 : fmaxf(__fdiv_rn(__int_as_float((int)most), 448.f), 1.17549435e-38f);
+}
+
+DEVICE void write_rotated(const fa_quantize_tensor &t, const piece at, const part &mine, const shared &smem,
+                          int of_position, float factor, u64 l2_policy) {
+    for_blocks(t.d, [&](auto n, int column) {
+        constexpr int N = decltype(n)::VALUE;
+        typedef block<N> B;
+        constexpr int HALF = B::HALF;
+        const float2 signs = signs_of_lane<N>();
+        const float of_sums = signs.x * norm_of(N), of_differences = signs.y * norm_of(N);
+        unsigned char *const out = at.out + column + HALF * (lane() % B::LANES);
+        const row_steps steps = steps_of(t, at, of_position, t.d);
+        for_rows_of_block<N>(t, mine, smem, column, [&](const B &of, int row, bool is_row, int) {
+            float sums[HALF], differences[HALF];
+#pragma unroll
+            for (int i = 0; i < HALF; i++) {
+                const float a = of.y[i], b = of.y[i + HALF];
+                sums[i] = fmaf(a + b, of_sums, 0.f) * factor; /* + 0: a zero has no sign */
+                differences[i] = fmaf(a - b, of_differences, 0.f) * factor;
+            }
+            if (!is_row) return;
+            unsigned char *to = out + steps_to(steps, mine.first + row);
+            write_columns<HALF>(to, sums, t.d % 16 == 0, l2_policy);
+            write_columns<HALF>(to + N / 2, differences, t.d % 16 == 0, l2_policy);
+        });
+    });
+}
+
+/* Writes rows of full lines of 16-bit elements. Four units of a lane are on their way at once. */
+template <int LINES>
+DEVICE void write_lines(const row_steps &steps, unsigned char *out, const part &mine, float factor, u64 l2_policy) {
+    constexpr int ROWS = 4 / LINES;
+    for (int from = lane() / 8; from < mine.num; from += 4 * ROWS) {
+        uint4 x[ROWS][LINES];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int line = 0; line < LINES; line++)
+                x[i][line] = unit_at(mine, place_of(8 * LINES, min(from + 4 * i, mine.num - 1), 8 * line + lane() % 8));
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int row = from + 4 * i;
+            if (row >= mine.num) break;
+            unsigned char *const to = out + steps_to(steps, mine.first + row) + 8 * (lane() % 8);
+#pragma unroll
+            for (int line = 0; line < LINES; line++) {
+                float y[8];
+                cvt_f32(x[i][line], y);
+#pragma unroll
+                for (int e = 0; e < 8; e++) y[e] *= factor;
+                write_columns<8>(to + 64 * line, y, false, l2_policy);
+            }
+        }
+    }
+}
+
+/* Writes rows of any elements and width. */
+DEVICE void write_chunks(const row_steps &steps, unsigned char *out, const part &mine, int pitch, int d, float factor,
+                         u64 l2_policy) {
+    for (int row = lane() / 8; row < mine.num; row += 4)
+        for (int column = 8 * (lane() % 8); column < d; column += 64) {
+            unsigned char *const to = out + steps_to(steps, mine.first + row) + column;
+            float y[8];
+#pragma unroll
+            for (int i = 0; i < CHUNK_UNITS; i++)
+                cvt_f32(unit_at(mine, place_of(pitch, row, column / UNIT + i)), y + UNIT * i);
+#pragma unroll
+            for (int i = 0; i < 8; i++) y[i] *= factor;
+            if (d % 8 == 0)
+                write_columns<8>(to, y, false, l2_policy);
+            else
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    if (column + i < d) to[i] = (unsigned char)cvt_e4m3x2(y[i], 0);
+        }
+}
+
 /* most: the group's maximum, as the bits of a float. */
-DEVICE void write(const fa_quantize_params &p, const piece &at, const shared &smem, char *slot, u32 most) {
+DEVICE void write(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, u32 most) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
     const u64 l2_policy = l2_evict_first();
-    const int num_chunks = t.units / CHUNK_UNITS;
-    const float descale = most == 0 ? 1 : fmaxf(__fdiv_rn(__int_as_float((int)most), 448.f), 1.17549435e-38f);
-    const float factor = __fdiv_rn(1.f, descale);
+    const float descale = descale_of(most), factor = __fdiv_rn(1.f, descale);
+    const int of_position = p.h_kv * t.g * t.d;
     if (threadIdx.x == 0 && at.descale) *at.descale = descale;
-    if (CHUNKS > 0 && t.rotates && at.is_owned) {
-        for_rotated_rows(t, mine, smem, [&](const float (&y)[NUM_CHUNKS][8], int row, bool is_row) {
-            unsigned char *out = out_of(p, t, at, mine.first + row);
-#pragma unroll
-            for (int c = 0; c < NUM_CHUNKS; c++) {
-                const int idx = chunk_after(c, num_chunks);
-                if (is_row && idx < num_chunks) write_chunk(out, 8 * idx, t.d, y[c], factor, l2_policy);
-            }
-        });
+    if (ROTATES && t.rotates) {
+        write_rotated(t, at, mine, smem, of_position, factor, l2_policy);
         return;
     }
-#pragma unroll 2
-    for (int i = lane(); i < mine.num * num_chunks; i += 32) {
-        const int row = divide(i, t.inverse_chunks), column = 8 * (i - row * num_chunks);
-        float y[8] = {};
-        if (at.is_owned) cvt_f32(load_chunk(mine, i), y);
-        write_chunk(out_of(p, t, at, mine.first + row), column, t.d, y, factor, l2_policy);
-    }
+    const row_steps steps = steps_of(t, at, of_position, t.d);
+    with_lines(t, [&](auto lines) {
+        constexpr int LINES = decltype(lines)::VALUE;
+        if constexpr (LINES > 0)
+            write_lines<LINES>(steps, at.out, mine, factor, l2_policy);
+        else
+            write_chunks(steps, at.out, mine, t.pitch, t.d, factor, l2_policy);
+    });
 }
 
 /* ---- groups ------------------------------------------------------------------------------------------------------ */
 
 constexpr u32 INCOMPLETE = 0xffffffff; /* larger than every maximum */
 
-/* The whole warp: returns the largest published maximum of its part of a group, plus 1, or INCOMPLETE. Without a group
- * the function returns 0. */
-DEVICE u32 poll(const fa_quantize_params &p, const piece &at) {
-    u32 most = 0;
-    for (u32 i = at.begin + threadIdx.x; i < at.end; i += THREADS) {
-        const u32 word = ld_relaxed(p.maxima + i);
-        most = max(most, word ? word : INCOMPLETE);
-    }
-    return __reduce_max_sync(0xffffffff, most);
-}
+/* What the scheduler warp has seen of a group: the maximum of the pieces before a ticket. */
+struct seen {
+    u32 end; /* of the group */
+    u32 ticket, most;
+};
 
-/* The maxima over the warps of two numbers. parity alternates, so one barrier is enough. */
-DEVICE uint2 max_of_warps(shared &smem, int &parity, u32 a, u32 b) {
-    if (lane() == 0) smem.words[parity][0][threadIdx.x / 32] = a, smem.words[parity][1][threadIdx.x / 32] = b;
-    __syncthreads();
-    uint2 most = {0, 0};
+/* The whole warp: looks at further pieces of a group. Returns the group's maximum, or INCOMPLETE. A piece of no group
+ * has end = 0, and its maximum is 0. */
+DEVICE u32 poll(const fa_quantize_params &p, const piece at, seen &group) {
+    constexpr int WORDS = 16; /* of a lane at once */
+    if (group.end != at.end) group = {at.end, at.begin, 0};
+    while (group.ticket < at.end) {
+        u32 words[WORDS], most = group.most;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++)
-        most.x = max(most.x, smem.words[parity][0][w]), most.y = max(most.y, smem.words[parity][1][w]);
-    parity ^= 1;
-    return most;
-}
-
-/* Waits until a group is complete, and returns its maximum, plus 1. */
-DEVICE u32 wait(const fa_quantize_params &p, const piece &at, shared &smem, int &parity) {
-    while (true) {
-        const u32 word = max_of_warps(smem, parity, poll(p, at), 0).x;
-        if (word != INCOMPLETE) return word;
-        __nanosleep(100);
+        for (int i = 0; i < WORDS; i++)
+            words[i] = ld_relaxed(p.maxima + min(group.ticket + 32 * i + lane(), at.end - 1));
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) most = max(most, words[i] - 1);
+        most = __reduce_max_sync(0xffffffff, most);
+        if (most == INCOMPLETE) return INCOMPLETE;
+        group.most = most, group.ticket += 32 * WORDS;
     }
+    return group.most;
 }
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
-/* Returns a slot other than these two. -1 is no slot. */
-DEVICE int free_slot(int a, int b) { return a != 0 && b != 0 ? 0 : a != 1 && b != 1 ? 1 : 2; }
+/* A queue of slots. */
+struct queue {
+    u32 slots; /* four bits for each; the oldest is lowest */
+    int num;
+};
+static_assert(SLOTS <= 8, "a queue has room for all slots");
+DEVICE void push(queue &q, int slot) { q.slots |= (u32)slot << 4 * q.num++; }
+DEVICE int pop(queue &q) {
+    const int slot = q.slots & 15;
+    q.slots >>= 4, q.num--;
+    return slot;
+}
 
 /* The masks of a chunk's signs. */
 DEVICE uint4 signs_of(u32 bits) {
@@ -505,86 +585,127 @@ DEVICE uint4 signs_of(u32 bits) {
     return {masks[0], masks[1], masks[2], masks[3]};
 }
 
+/* The thread's loads of all but the youngest `pending` pieces have come. */
+DEVICE void wait_for_loads(int pending) {
+    static_assert(LOADS <= 3, "a case for each number");
+    if (pending == 0)
+        cp_async_wait_group<0>();
+    else if (pending == 1)
+        cp_async_wait_group<1>();
+    else
+        cp_async_wait_group<2>();
+    __syncwarp();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ fa_quantize_params p) {
     extern __shared__ __align__(16) char memory[];
     shared &smem = *(shared *)memory;
     const u32 bad = find_bad_tensors(p), num = (u32)p.num_pieces;
-    if (threadIdx.x < 32) smem.signs[threadIdx.x] = signs_of((u32)(p.signs[threadIdx.x / 8] >> threadIdx.x % 8 * 8));
-    u32 next = threadIdx.x == 0 ? atom_add(p.ticket, 1) : 0;
-    int loading[LOADS] = {-1, -1}, kept = -1, parity = 0; /* slots; -1: none */
-    bool has_tickets = true;
-    int num_dropped = 0;  /* pieces, of the kept piece's group */
-    u32 last_dropped = 0; /* of thread 0; links[ticket] is the one before */
+    if (threadIdx.x < 32)
+        smem.signs[place_of(32, 0, threadIdx.x)] = signs_of((u32)(p.signs[threadIdx.x / 8] >> threadIdx.x % 8 * 8));
+    piece *const mine = smem.pieces[warp()]; /* of the slots; the warp's own copy */
+    queue loading = {}, kept = {};
+    u32 free = (1 << SLOTS) - 1, again = 0;       /* slots; those with dropped pieces */
+    u32 unread = 0;                               /* the next piece's ticket */
+    u32 dropped_word = INCOMPLETE;                /* the maximum of the dropped pieces' group */
+    int num_dropped = 0, num_lost = 0;            /* dropped pieces: not yet written; not yet found */
+    int next_new = 0, next_again = 2, parity = 0; /* places of smem.next */
+    bool has_new = false, has_again = false;      /* are there pieces in these places? */
+    /* Of the scheduler warp: the ticket after the next piece's; links[ticket] is the dropped piece before. */
+    const bool schedules = warp() == WARPS;
+    u32 drawn = schedules && lane() == 0 ? atom_inc(p.ticket) : 0, last_dropped = 0;
+    seen group = {INCOMPLETE, 0, 0};
     while (true) {
-        /* Load a piece ahead. */
-        if (has_tickets) {
-            const int slot = free_slot(loading[0], kept);
-            __syncthreads(); /* nobody reads the slot */
-            if (threadIdx.x == 0) {
-                if (next < num) smem.pieces[slot] = find_piece(p, next, bad);
-                smem.pieces[slot].ticket = next;
-                next = atom_add(p.ticket, 1); /* needed only for the next piece */
-            }
-            __syncthreads();
-            has_tickets = smem.pieces[slot].ticket < num;
-            if (has_tickets) {
-                load(p, smem.pieces[slot], smem.slots[slot], l2_evict_normal());
-                if (loading[0] < 0)
-                    loading[0] = slot;
-                else
-                    loading[1] = slot;
-            }
-        }
-        cp_async_commit_group();
-        if (loading[0] < 0 && kept < 0) break;
-        if (has_tickets && loading[1] < 0) continue;
-
-        /* Measure the oldest piece. Meanwhile look whether the kept piece's group is complete. */
-        const int slot = loading[0];
-        u32 word = INCOMPLETE;
-        loading[0] = loading[1], loading[1] = -1;
-        if (slot >= 0) {
-            const piece &at = smem.pieces[slot];
-            if (kept >= 0 && smem.pieces[kept].end <= at.ticket) word = poll(p, smem.pieces[kept]);
-            cp_async_wait_group<LOADS - 1>();
+        /* Load the next piece. Dropped pieces of a complete group go first. */
+        const bool is_again = dropped_word != INCOMPLETE;
+        const bool loads = free && loading.num < LOADS && (is_again ? has_again : has_new && unread < num);
+        if (loads) {
+            const int slot = __ffs(free) - 1;
+            const piece &from = smem.next[is_again ? next_again : next_new];
+            static_assert(sizeof(piece) % 4 == 0 && sizeof(piece) <= 128, "a word for each lane");
+            __syncwarp(); /* no lane reads the slot or its piece */
+            if (lane() < sizeof(piece) / 4) ((u32 *)&mine[slot])[lane()] = ((const u32 *)&from)[lane()];
             __syncwarp();
-            const uint2 most = max_of_warps(smem, parity, measure(p, at, smem, smem.slots[slot]), word);
-            if (threadIdx.x == 0) st_relaxed(p.maxima + at.ticket, most.x + 1);
-            word = most.y;
+            if (!schedules) {
+                load(p, mine[slot], smem.slots[slot], is_again ? l2_evict_first() : l2_evict_normal());
+                cp_async_commit_group();
+            }
+            push(loading, slot);
+            free &= ~(1u << slot);
+            again = is_again ? again | 1u << slot : again & ~(1u << slot);
+        }
+        /* The scheduler warp finds the piece after it. */
+        const bool finds_new = !is_again && (loads || !has_new);
+        const bool finds_again = is_again && num_lost > 0 && (loads || !has_again);
+        next_new ^= finds_new, next_again ^= finds_again;
+        if (schedules && lane() == 0 && (finds_new || finds_again)) {
+            const u32 ticket = finds_new ? drawn : last_dropped;
+            piece &to = smem.next[finds_new ? next_new : next_again];
+            if (ticket < num) to = find_piece(p, ticket, bad);
+            to.ticket = ticket;
+            if (finds_again)
+                last_dropped = p.links[ticket];
+            else if (ticket < num)
+                drawn = atom_inc(p.ticket); /* needed only for the piece after the next */
+        }
+        num_lost -= finds_again;
+        has_new |= finds_new, has_again = finds_again || (has_again && !(is_again && loads));
+
+        /* Measure the oldest piece. Meanwhile look whether the oldest kept piece's group is complete. */
+        const bool can_load = free && (is_again ? has_again : finds_new || unread < num);
+        const int slot = loading.num == LOADS || (loading.num > 0 && !can_load) ? pop(loading) : -1;
+        const bool measures = slot >= 0 && !(again >> slot & 1);
+        u32 word = measures ? 0 : INCOMPLETE; /* for the scheduler warp, and the maximum of other warps */
+        if (schedules) {
+            word = kept.num > 0 ? poll(p, mine[kept.slots & 15], group) : INCOMPLETE;
+        } else if (slot >= 0) {
+            wait_for_loads(loading.num);
+            if (measures) word = measure(p, mine[slot], smem, smem.slots[slot]);
+        }
+        if (lane() == 0) smem.words[parity][warp()] = word;
+        __syncthreads();
+        if (measures && threadIdx.x == 0) {
+            u32 most = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) most = max(most, smem.words[parity][w]);
+            st_relaxed(p.maxima + mine[slot].ticket, most + 1);
+        }
+        const u32 front_most = smem.words[parity][WARPS];
+        parity ^= 1; /* so one barrier is enough */
+        if (finds_new) unread = smem.next[next_new].ticket;
+
+        /* Write the pieces of the oldest group that are kept, if the group is complete, and a dropped piece. */
+        const bool is_complete = front_most != INCOMPLETE;
+        if (is_complete && num_dropped > 0 && dropped_word == INCOMPLETE) dropped_word = front_most;
+        const u32 end = is_complete ? mine[kept.slots & 15].end : 0;
+        bool writes_dropped = slot >= 0 && !measures;
+        while (true) {
+            const bool is_kept = is_complete && kept.num > 0 && mine[kept.slots & 15].end == end;
+            if (!is_kept && !writes_dropped) break;
+            const int from = is_kept ? pop(kept) : slot;
+            if (!schedules) write(p, mine[from], smem, smem.slots[from], is_kept ? front_most : dropped_word);
+            free |= 1u << from;
+            if (is_kept) continue;
+            writes_dropped = false;
+            if (--num_dropped == 0) dropped_word = INCOMPLETE;
         }
 
-        /* Write the kept piece, and the dropped pieces. The last dropped piece comes first. */
-        const u32 unmeasured = loading[0] < 0 ? num : smem.pieces[loading[0]].ticket;
-        if (kept >= 0 && word == INCOMPLETE && smem.pieces[kept].end <= unmeasured)
-            word = wait(p, smem.pieces[kept], smem, parity);
-        if (kept >= 0 && word != INCOMPLETE) {
-            while (true) {
-                write(p, smem.pieces[kept], smem, smem.slots[kept], max(word, 1u) - 1);
-                if (num_dropped == 0) break;
-                __syncthreads(); /* nobody reads the slot */
-                if (threadIdx.x == 0) {
-                    smem.pieces[kept] = find_piece(p, last_dropped, bad);
-                    last_dropped = p.links[last_dropped];
+        /* Keep the measured piece, or drop it: its group goes on, and other pieces of the group have the slots. */
+        if (measures) {
+            const bool is_complete_soon = kept.num < KEPT || mine[kept.slots & 15].end <= unread;
+            if (is_complete_soon || dropped_word != INCOMPLETE) {
+                push(kept, slot);
+            } else {
+                if (schedules && lane() == 0) {
+                    const u32 ticket = mine[slot].ticket;
+                    p.links[ticket] = last_dropped, last_dropped = ticket;
                 }
-                __syncthreads();
-                load(p, smem.pieces[kept], smem.slots[kept], l2_evict_first());
-                cp_async_wait_all();
-                __syncwarp();
-                num_dropped--;
+                free |= 1u << slot;
+                num_dropped++, num_lost++;
             }
-            kept = -1;
-        }
-
-        /* Keep the measured piece, or drop it: the kept piece's group goes on. */
-        if (slot < 0) continue;
-        if (kept < 0) {
-            kept = slot;
-        } else {
-            if (threadIdx.x == 0) {
-                const u32 ticket = smem.pieces[slot].ticket;
-                p.links[ticket] = last_dropped, last_dropped = ticket;
-            }
-            num_dropped++;
+        } else if (slot < 0 && !loads && !finds_new && !finds_again && !is_complete) {
+            if (kept.num == 0 && loading.num == 0 && num_dropped == 0) break;
+            __nanosleep(100);
         }
     }
 }

@@ -3,14 +3,15 @@
 #ifndef FA_QUANTIZE_PARAMS_H
 #define FA_QUANTIZE_PARAMS_H
 
-/* Of a CTA. An SM's shared memory has room for four CTAs on Hopper, three on an A100, and two where it has 100 KB. */
+/* Of a CTA. Four warps measure and write, one warp schedules. A row takes a multiple of 128 bytes of a slot. */
 enum {
-    FA_QUANTIZE_THREADS = 128,
+    FA_QUANTIZE_WARPS = 4,
+    FA_QUANTIZE_THREADS = 32 * (4 + 1),
     FA_QUANTIZE_SLOTS = 3,
-    FA_QUANTIZE_SLOT_BYTES = 16 << 10,
-    FA_QUANTIZE_MOST_ROWS = (16 << 10) / 16, /* of a slot */
-    FA_QUANTIZE_SHARED_BYTES = 3 * (16 << 10) + 1024
+    FA_QUANTIZE_LOADS = 2,
+    FA_QUANTIZE_MOST_ROWS = (32 << 10) / 128 /* of a slot */
 };
+#define FA_QUANTIZE_SHARED_BYTES(slot_kb) (FA_QUANTIZE_SLOTS * ((slot_kb) << 10) + 2048)
 
 /* One of q, k and v. A row of a sequence and key head is one of its g heads at one position. A piece has 2^log2_rows
  * rows. */
@@ -22,12 +23,13 @@ typedef struct {
     const int *cu_seqlens;                    /* [b + 1]; NULL: dense */
     int rows;                                 /* dense: of a sequence; packed: of the tensor */
     int g, d, rotates;
-    int is_aligned; /* every row of x consists of aligned pieces of 8 elements */
-    int log2_rows;
-    int units; /* of 16 bytes that a row takes in shared memory: whole chunks of 8 columns */
-    unsigned inverse_g, inverse_units, inverse_chunks; /* 2^32 / number, rounded up; 0 for the number 1 */
-    int pieces_of_head;                                /* of a sequence and key head, in a dense tensor */
-    int num_pieces;                                    /* some pieces of packed tensors are empty */
+    int is_aligned;              /* every row of x consists of aligned pieces of 8 elements */
+    int log2_rows, rows_of_warp; /* of a piece, and of a warp's part of it */
+    int units, pitch;   /* of 16 bytes: in the columns of a row, whole chunks of 8; from row to row in shared memory */
+    int lines;          /* of 8 units in a row, if the row fills them; otherwise 0 */
+    unsigned inverse_g; /* 2^32 / g, rounded up; 0 for the number 1 */
+    int pieces_of_head; /* of a sequence and key head, in a dense tensor */
+    int num_pieces;     /* some pieces of packed tensors are empty */
 } fa_quantize_tensor;
 
 typedef struct {

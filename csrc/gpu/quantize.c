@@ -9,13 +9,14 @@ static unsigned inverse_of(int64_t number) {
     return number == 1 ? 0 : (unsigned)((((uint64_t)1 << 32) + (uint64_t)number - 1) / (uint64_t)number);
 }
 
-static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized *t) {
-    const int64_t bytes = (int64_t)fa_dtype_bytes(q->dtype), chunks = (t->d + 7) / 8, units = chunks * bytes / 2;
+static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized *t, int slot_kb) {
+    const int64_t bytes = (int64_t)fa_dtype_bytes(q->dtype), units = (t->d + 7) / 8 * bytes / 2,
+                  pitch = (units + 7) / 8 * 8;
     const int64_t strides =
         (q->b > 1 ? t->x.stride_b : 0) | (t->rows > 1 ? t->x.stride_row : 0) | (t->g * q->h_kv > 1 ? t->x.stride_h : 0);
     const uint64_t low_bits = (uint64_t)(uintptr_t)t->x.data | (uint64_t)(strides * bytes);
     int log2_rows = 0;
-    while (16 * units << (log2_rows + 1) <= FA_QUANTIZE_SLOT_BYTES) log2_rows++;
+    while (16 * pitch << (log2_rows + 1) <= slot_kb << 10) log2_rows++;
     const int64_t rows = t->rows * t->g, whole = rows >> log2_rows;
     const int64_t dense = rows <= 1 ? 1 : ((rows - 1) >> log2_rows) + 1;
     return (fa_quantize_tensor){.x = t->x.data,
@@ -31,37 +32,45 @@ static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized
                                 .rotates = t->rotates,
                                 .is_aligned = low_bits % 16 == 0 && t->d % 8 == 0,
                                 .log2_rows = log2_rows,
+                                .rows_of_warp = (1 << log2_rows) / FA_QUANTIZE_WARPS,
                                 .units = (int)units,
+                                .pitch = (int)pitch,
+                                .lines = t->d * bytes == 16 * pitch ? (int)(pitch / 8) : 0,
                                 .inverse_g = inverse_of(t->g),
-                                .inverse_units = inverse_of(units),
-                                .inverse_chunks = inverse_of(chunks),
                                 .pieces_of_head = (int)dense,
                                 .num_pieces = (int)(q->h_kv * (t->cu_seqlens ? whole + q->b + 1 : q->b * dense))};
 }
 
-/* Returns the row of tiles.def that has room for every tensor that is rotated. */
-static int choose_row(const fa_quantization *q) {
+enum { SMALLEST_SLOT_KB = 16 };
+
+/* Returns the row of tiles.def for a call. Large slots are for the GPUs of data centers since Hopper, whose SMs have
+ * 227 KB of shared memory. */
+static int choose_row(const fa_quantization *q, int capability) {
+    const bool is_large = capability / 10 == 9 || capability / 10 == 10;
+    bool rotates = false;
+    for (int i = 0; i < 3; i++) rotates = rotates || q->tensors[i].rotates;
     int row = 0;
-    for (int i = 0; i < 3; i++)
-        while (q->tensors[i].rotates && 32 * fa_quantize_row(row)->chunks < q->tensors[i].d) row++;
+    while (fa_quantize_row(row)->rotates != rotates || (!is_large && fa_quantize_row(row)->slot_kb > SMALLEST_SLOT_KB))
+        row++;
     return row;
 }
 
 /* The workspace: the ticket, the maxima, the links. */
-static fa_quantize_params params_of(const fa_quantization *q, void *workspace) {
+static fa_quantize_params params_of(const fa_quantization *q, int slot_kb, void *workspace) {
     fa_quantize_params p = {.b = (int)q->b,
                             .h_kv = (int)q->h_kv,
                             .is_per_tensor = q->is_per_tensor,
                             .ticket = (unsigned *)workspace,
                             .signs = FA_ROTATION_SIGNS};
-    for (int i = 0; i < 3; i++) p.tensors[i] = tensor_of(q, &q->tensors[i]), p.num_pieces += p.tensors[i].num_pieces;
+    for (int i = 0; i < 3; i++)
+        p.tensors[i] = tensor_of(q, &q->tensors[i], slot_kb), p.num_pieces += p.tensors[i].num_pieces;
     p.maxima = p.ticket + 1, p.links = p.maxima + p.num_pieces;
     return p;
 }
 
 size_t fa_cuda_quantize_workspace(const fa_quantization *q) {
     int64_t num = 0;
-    for (int i = 0; i < 3; i++) num += tensor_of(q, &q->tensors[i]).num_pieces;
+    for (int i = 0; i < 3; i++) num += tensor_of(q, &q->tensors[i], SMALLEST_SLOT_KB).num_pieces;
     return sizeof(unsigned) * (size_t)(1 + 2 * num);
 }
 
@@ -69,9 +78,9 @@ fa_status fa_cuda_quantize(const fa_quantization *q, void *workspace, fa_error *
     fa_cuda_place place;
     fa_status status = fa_cuda_enter(q->device_idx, &place, err);
     if (status != FA_OK) return status;
-    const int row = choose_row(q);
+    const int row = choose_row(q, place.gpu->capability);
     const int64_t most_ctas = (int64_t)place.gpu->num_sms * fa_quantize_row(row)->ctas;
-    const fa_quantize_params p = params_of(q, workspace);
+    const fa_quantize_params p = params_of(q, fa_quantize_row(row)->slot_kb, workspace);
     const fa_cuda_call call = {.gpu = place.gpu, .driver = place.driver, .stream = place.stream};
     const fa_variant variant = {FA_QUANTIZE, row, fa_dtype_feature(q->dtype), place.gpu->capability, 0, NULL};
     const int64_t ctas = p.num_pieces < most_ctas ? p.num_pieces : most_ctas;

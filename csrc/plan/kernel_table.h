@@ -121,7 +121,7 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row);
 
 /* The columns of quantize. */
 typedef struct {
-    int chunks, ctas;
+    int rotates, slot_kb, ctas;
 } fa_quantize_columns;
 const fa_quantize_columns *fa_quantize_row(int row);
 

@@ -263,13 +263,13 @@ template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)
 /* ptx_once.cuh. */
 #define FA_PTX_ONCE_CUH
 #include "cuda/e4m3.cuh"
-static inline void st_global(void *dst, uint2 x, u64) {
-    if ((size_t)dst % 8) abort();
+template <class T> static inline void st_global(void *dst, T x, u64) {
+    if ((size_t)dst % sizeof x) abort();
     memcpy(dst, &x, sizeof x);
 }
 static inline u32 ld_relaxed(const u32 *word) { return *word; }
 static inline void st_relaxed(u32 *word, u32 x) { *word = x, num_naps = 0; }
-static inline u32 atom_add(u32 *counter, u32 x) { return (*counter += x) - x; }
+static inline u32 atom_inc(u32 *counter) { return (*counter)++; }
 template <class T> static inline u32 max_x2(u32 a, u32 b) {
     float x[2], y[2];
     unpack_x2<T>(a, x[0], x[1]), unpack_x2<T>(b, y[0], y[1]);

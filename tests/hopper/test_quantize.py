@@ -41,7 +41,8 @@ def rotate(x):
                 a, b = pairs[..., 0, :], pairs[..., 1, :]
                 block = torch.stack([a + b, a - b], -2).flatten(-3)
                 step *= 2
-            x[..., at : at + n] = block * torch.tensor(n, dtype=torch.float32).double().rsqrt().float()
+            norm = torch.tensor(n, dtype=torch.float32).double().rsqrt().float()
+            x[..., at : at + n] = block * norm + 0  # -0 becomes 0
             at += n
     return x
 
