@@ -126,6 +126,15 @@ struct consumer : consumer_base {
         round_p(S);
     }
 
+#if FLEX
+    /* Finds the pairs of a key tile that do not see each other. May there be any? */
+    DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
+        const int j = key_tile_of(entry);
+        return FLEX_HIDDEN ? hidden.load(p, tile_of(THIS_TILE), kind_of(entry), j, row_block)
+                           : hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+    }
+#endif
+
     /* ---- a step ---- */
 
     /* One step. The first step of a work tile has no P V. It stores O of the tile before instead. */
@@ -152,10 +161,7 @@ struct consumer : consumer_base {
         const int entry = entry_of(place), j = key_tile_of(entry);
         hidden_pairs hidden;
         bool hides = false;
-        if (FLEX_HIDDEN)
-            hides = hidden.load(p, tile_of(THIS_TILE), kind_of(entry), j, row_block);
-        else if (!FLEX_SCORE)
-            hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+        if (!FLEX_SCORE) hides = find_hidden(hidden, entry);
 #else
         const int j = place;
 #endif
@@ -179,7 +185,7 @@ struct consumer : consumer_base {
 #if FLEX
         if (FLEX_SCORE) {
             score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
-            if (!FLEX_HIDDEN) hides = hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+            hides = find_hidden(hidden, entry);
         }
         if (hides) hidden.hide(S);
 #endif
@@ -240,9 +246,7 @@ struct consumer : consumer_base {
 #if FLEX
         hidden_pairs hidden;
         if (FLEX_SCORE) score_by_mod(S, p, q_head, first_key + column, diagonal);
-        const bool hides = FLEX_HIDDEN ? hidden.load(p, t, kind_of(entry), j, row_block)
-                                       : hidden.find(p, q_head, kind_of(entry), first_key + column, diagonal);
-        if (hides) hidden.hide(S);
+        if (find_hidden(hidden, entry)) hidden.hide(S);
 #else
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
 #endif

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const
             unsigned *to = p.hidden + (tile * p.other_tiles + other) * words * threads + 128 * block + threadIdx.x;
             for (int w = 0; w < words; w++) {
                 unsigned word = 0;
-#pragma unroll 4
+#pragma unroll 16 /* so many loads of captures are under way together */
                 for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
                     const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
                     const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;

@@ -169,15 +169,12 @@ def captures(kind, heads, length):
         "differences": (lambda s, b, h, i, j: s + table[h, i - j + length], [table]),
         "differences in half": (lambda s, b, h, i, j: s + half[j - i + length] * cap, [half, cap]),
         "buckets": (lambda s, b, h, i, j: s + table[h, torch.clamp(i - j, -reach, reach) + reach], [table]),
-        "differences and softcap": (
-            lambda s, b, h, i, j: cap * torch.tanh(s / cap) + table[h, i - j + length], [cap, table],
-        ),
         "pairs": (lambda s, b, h, i, j: s + pairs[h, (i * 3 + j) % 9], [pairs]),
     }[kind]  # fmt: skip
 
 
 KINDS = ["alibi", "softcap", "scale of heads", "queries", "scale of queries", "keys", "differences"]
-KINDS += ["differences in half", "buckets", "differences and softcap", "pairs"]
+KINDS += ["differences in half", "buckets", "pairs"]
 causal = lambda b, h, i, j: i >= j  # noqa: E731
 
 
