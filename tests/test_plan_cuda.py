@@ -489,10 +489,10 @@ def test_generic_kernels_take_what_flash_attn_3_adds(plan, numbers, kernel):
         ({"empty": "-inf"}, "attn_fwd_sm90_bf16_d128_q128kv128"),
         ({"empty": "-inf", "len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"chunk": 7, "len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
-        ({"d": 192, "d_v": 128}, "attn_fwd_sm90_bf16_d192v128_q128kv112"),
-        ({"d": 192, "d_v": 64}, "attn_fwd_sm90_bf16_d192v128_q128kv112"),
+        ({"d": 192, "d_v": 128}, "attn_fwd_sm90_bf16_d192v128_q128kv96"),
+        ({"d": 192, "d_v": 64}, "attn_fwd_sm90_bf16_d192v128_q128kv96"),
         ({"d": 192, "d_v": 64, "packed": 1}, "attn_fwd_any_bf16_d192_q64kv64_of3"),  # no box of columns 64 to 127
-        ({"d": 192, "d_v": 72, "packed": 1}, "attn_fwd_sm90_bf16_d192v128_q128kv112_varlen"),
+        ({"d": 192, "d_v": 72, "packed": 1}, "attn_fwd_sm90_bf16_d192v128_q128kv96_varlen"),
         ({"d": 64, "d_v": 128}, "attn_fwd_sm90_bf16_d64v128_q128kv128"),
         ({"d": 64, "d_v": 200, "packed": 1}, "attn_fwd_sm90_bf16_d64v256_q128kv64_varlen"),
         ({"d": 64, "d_v": 160}, "attn_fwd_sm90_bf16_d64v256_q128kv64"),

@@ -267,6 +267,8 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
     fa_variant_name(variant, name);
     fa_status status = fa_variant_options(variant, &options, err);
     if (status == FA_OK) status = add_option(&options, err, "-DKERNEL=%s", name);
+    /* NVRTC before 13.1 takes a lambda with a parameter of type `auto` for a function of the host otherwise. */
+    if (status == FA_OK) status = add_option(&options, err, "--device-as-default-execution-space");
     nvrtcResult result = 0;
     if (status == FA_OK) result = nvrtc->nvrtcCompileProgram(program, options.num, (const char *const *)options.list);
     fa_options_free(&options);
