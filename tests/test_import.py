@@ -56,7 +56,9 @@ def test_import_is_quick_and_light():
         print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
     """).split(maxsplit=1)
     assert float(seconds) < 0.5
-    assert {name.partition(".")[0] for name in modules.split()} <= {"flash_attn", "flash_attn_2_cuda", "pkgutil"}
+    light = {"torch.utils.flop_counter", "torch.utils.module_tracker"}  # the first takes our formulas
+    others = {name.partition(".")[0] for name in modules.split() if name not in light}
+    assert others <= {"flash_attn", "flash_attn_2_cuda", "pkgutil"}
 
 
 FORGET = "for name in [x for x in sys.modules if x.startswith('flash_attn')]: del sys.modules[name]"

@@ -10,8 +10,12 @@ from cases import PACKED, Case, each, in_dtypes
 from harness import offsets, ours, problem, verify
 from harness_varlen import Parts, paged, run
 
-from flash_attn import flash_attn_interface as interface
-from flash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from flash_attn import (
+    _attention,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 
 NAN = math.nan
@@ -93,7 +97,7 @@ def test_rows_outside_every_sequence(isa):
 
 def test_gradients_outside_every_sequence_are_zero(isa, monkeypatch):
     """These gradients go on to the weights before the attention, so they must not be old values of the memory."""
-    monkeypatch.setattr(interface, "empty_like", lambda x: torch.full_like(x, NAN))
+    monkeypatch.setattr(_attention, "empty_like", lambda x: torch.full_like(x, NAN))
     cu_q, cu_k = offsets((5, 0, 9)), offsets((7, 3, 0))
     qkv = torch.randn(20, 3, 2, 16, requires_grad=True)
     q, k, v = (torch.randn(n, 2, 16, requires_grad=True) for n in (20, 15, 15))

@@ -1,12 +1,12 @@
-/* Which pairs of the tiles of a walk (flex_walks.cu) do not see each other. Hopper's kernels read a bit for each of their
- * registers, instead of computing the mask_mod in every head.
+/* Finds the pairs of the tiles of a walk (flex_walks.cu) that do not see each other. Hopper's kernels read a bit for
+ * each of their registers, instead of computing the mask_mod in every head.
  *
  *   hidden [masks, own_tiles, other_tiles, words, 2 own_tile]: bit i % 32 of word i / 32 belongs to register i of a
  *   thread of the kernel. 128 threads have 64 rows of the own side, as wgmma leaves its sums: rows l / 4 and l / 4 + 8
  *   of a warp's 16, and columns 2 (l % 4) + {0, 1} of each 8 of the other side.
  *
- * Only the words of tiles that are not full, or that reach beyond an end, are written. No other words are read. Keys that
- * do not exist are hidden. So are queries if the own side is that of the keys.
+ * Only the words of tiles that are not full, or that reach beyond an end, are written. No other words are read. Keys
+ * that do not exist are hidden. So are queries if the own side is that of the keys.
  *
  * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. */
 #include "flex.cuh"

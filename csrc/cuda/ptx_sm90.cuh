@@ -341,8 +341,8 @@ WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 /* Whole warpgroup. Elements of 8 bits: both matrices are K-major, always. [wgmma.mma_async]
  *
  * ss   D = A B + (accumulate ? D : 0). A [64, 32] and B [N, 32] are in shared memory.
- * rs   D = A B + (accumulate ? D : 0). A [64, 32] is in registers, B [N, 32] in shared memory. Register 0 of A holds row l / 4, columns
- *      4 (l % 4) + {0, 1, 2, 3}. Register 1 has row + 8, register 2 columns + 16, register 3 both. */
+ * rs   The same, but A [64, 32] is in registers. Register 0 of A holds row l / 4, columns 4 (l % 4) + {0, 1, 2, 3}.
+ *      Register 1 has row + 8, register 2 columns + 16, register 3 both. */
 #define WGMMA_E4M3(N, REGS, R0, R1, R2, R3, R4, R5, R6)                                                               \
     template <> struct wgmma<N, e4m3> {                                                                               \
         template <u32 A_HIGH, u32 B_HIGH> static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {     \

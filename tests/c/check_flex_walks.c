@@ -1,7 +1,7 @@
-/* Compares the kernels flex_blocks, flex_walks, flex_order, flex_ranks and flex_hidden with csrc/flex/block_map.c and with plain
- * loops over all pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists, map, walks,
- * order and ranks lie in guarded memory. Blocks and tiles have any sizes, lists have any order and strides, and some of
- * their places are no blocks.
+/* Compares the kernels flex_blocks, flex_walks, flex_order, flex_ranks and flex_hidden with csrc/flex/block_map.c and
+ * with plain loops over all pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists,
+ * map, walks, order, ranks and bits lie in guarded memory. Blocks and tiles have any sizes, lists have any order and
+ * strides, and some of their places are no blocks.
  *
  *   check_flex_walks              all cases
  *   check_flex_walks --seed N     one case */

@@ -105,7 +105,7 @@ def test_sinks_without_gradients(needs_grad):
             torch.testing.assert_close(compiled(q, k, v, sinks=sinks), flash_attn_func(q, k, v, sinks=sinks))
 
 
-def test_autocast_leaves_dtypes():
+def test_autocast_as_in_other_calls():
     q, bias = leaf(1, 9, 4, 8), leaf(9, 9)
 
     def function(q, bias):
@@ -113,7 +113,7 @@ def test_autocast_leaves_dtypes():
             return flash_attn_func(q, q, q, attn_bias=bias)
 
     out = torch.compile(function, backend="aot_eager", fullgraph=True)(q, bias)
-    assert out.dtype == torch.float32 and torch.equal(out, function(q, bias))
+    assert out.dtype == torch.bfloat16 and torch.equal(out, function(q, bias))
 
 
 class Model(torch.nn.Module):
