@@ -19,7 +19,7 @@ from flash_attn import (
     flash_attn_with_kvcache,
 )
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore:`torch.jit.script` is deprecated")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:`torch.jit.script")
 INT = torch.int32
 N = 3  # entries of a mapped dimension
 CU_Q, CU_K = torch.tensor([0, 4, 4, 9], dtype=INT), torch.tensor([0, 5, 7, 11], dtype=INT)  # and a last row, or two
