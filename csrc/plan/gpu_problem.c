@@ -103,7 +103,7 @@ static bool reads(const fa_flex_bound *bound, fa_flex_op op) {
 size_t fa_hidden_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t most = (int64_t)128 << 20;
     const fa_flex *flex = p->flex;
-    if (fa_block_map_bytes(p) == 0) return 0;
+    if (fa_block_map_bytes(p) == 0 || flex->q_offset) return 0; /* an offset belongs to a batch, and not to a mask */
     if ((reads(flex->mask, FA_FLEX_b) && flex->mask_b < p->b) || (reads(flex->mask, FA_FLEX_h) && flex->mask_h < p->h))
         return 0;
     const int64_t own_tile = p->pass == FA_BWD ? plan->block_kv : plan->block_q;
