@@ -117,8 +117,8 @@ static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_
     const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), SHARES, 1,
                               .threads = FA_FLEX_WALKS_THREADS};
     hidden_parameters a;
-    if (sizeof a.head + fa_flex_values_bytes(NULL, mods.mask, NULL) >
-        sizeof a) /* the planner has refused such a call */
+    /* The planner has refused calls with more. */
+    if (sizeof a.head + fa_flex_values_bytes(NULL, mods.mask, NULL) > sizeof a)
         return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: the mask_mod captures too many tensors and numbers");
     a.head = *walks;
     fa_flex_fill_values(NULL, call->problem->flex->mask, NULL, NULL, a.words + sizeof a.head / sizeof(uint64_t));
