@@ -3,10 +3,12 @@ kernels."""
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import flash_attn_2_cuda
 import pytest
+from object_cache import INSTALLED_FLAGS, SETUP_FLAGS, cached
 from toolbox import CSRC, ROOT, lacking, run, tool
 
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer"
@@ -17,12 +19,19 @@ BUILDS = {
 }
 
 
+def make_options(compiler, flags):
+    """Variables of tests/c/Makefile. Without sanitizers the engine's objects are those that other tests compile, too."""
+    engine = INSTALLED_FLAGS if compiler == "gcc" else ["-fPIC", *SETUP_FLAGS]
+    engine = [] if SANITIZERS in flags else engine
+    return f"CC={shlex.join(cached(tool(compiler)))}", f"CFLAGS={flags}", f"ENGINE_FLAGS={shlex.join(engine)}"
+
+
 @pytest.mark.parametrize(("compiler", "flags"), BUILDS.values(), ids=BUILDS)
 def test_kernels_meet_the_reference(compiler, flags, tmp_path):
     if not list(Path("/usr/include").glob("**/cmocka.h")):
         lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
     command = [tool("make"), "-j", str(os.cpu_count()), "--output-sync", "-C", ROOT / "tests" / "c"]
-    printed = run(*command, f"CC={tool(compiler)}", f"CFLAGS={flags}", f"BUILD={tmp_path}", "check")
+    printed = run(*command, *make_options(compiler, flags), f"BUILD={tmp_path}", "check")
     assert "[  PASSED  ]" in printed, printed
     assert "[  SKIPPED ]" not in printed, printed
 
@@ -31,7 +40,7 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
     """The texts of the GPU kernels are compiled for the CPU (tests/c/cuda_emulation.h)."""
     if not list(Path("/usr/include").glob("**/cmocka.h")):
         lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
-    command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", f"CC={tool('gcc')}"]
+    command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", *make_options("gcc", "-O2")]
     printed = run(*command, f"CXX={tool('g++')}", f"BUILD={tmp_path}", "check_cuda")
     assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
 
