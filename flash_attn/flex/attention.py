@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
 
+from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import is_freed, refuse_transforms, without_second_derivative
 from . import calls
@@ -409,6 +410,7 @@ def flex_attention(
     if block_mask is not None and _check_block_mask(block_mask, query, len_kv, sequences):
         sequences = sequences._replace(blocks_have_offset=True)
     if torch.compiler.is_dynamo_compiling():
+        check_not_traced()
         return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences)
     refuse_transforms("flex_attention", query, key, value)
     query, key, value = in_autocast(query, key, value)
