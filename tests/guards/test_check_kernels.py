@@ -20,7 +20,7 @@ BUILDS = {
 
 
 def make_options(compiler, flags):
-    """Variables of tests/c/Makefile. Without sanitizers the engine's objects are those that other tests compile, too."""
+    """Variables of tests/c/Makefile. Without sanitizers the engine's objects are those of other tests."""
     engine = INSTALLED_FLAGS if compiler == "gcc" else ["-fPIC", *SETUP_FLAGS]
     engine = [] if SANITIZERS in flags else engine
     return f"CC={shlex.join(cached(tool(compiler)))}", f"CFLAGS={flags}", f"ENGINE_FLAGS={shlex.join(engine)}"
@@ -45,6 +45,11 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
     assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
 
 
+def compile_emulation(object_file):
+    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-I", CSRC]
+    run(*cached(tool("gcc")), *flags, "-c", ROOT / "tests" / "c" / "emulate_cuda.c", "-o", object_file)
+
+
 def scheduled_kernels():
     """Hopper's rows with each mask, packed, and some rows that are not packed: {name: arguments of
     cuda_kernel_source}."""
@@ -60,7 +65,7 @@ def test_tiles_are_found_once_and_boxes_of_tma_begin_inside_their_maps(name, tmp
     _, options = flash_attn_2_cuda.cuda_kernel_source(*scheduled_kernels()[name])
     constants = [option for option in options if option.startswith("-D")] + ["-DBACKWARD"] * name.startswith("attn_bwd")
     c = ROOT / "tests" / "c"
-    run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
+    compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC]
     run(
         *compiler, *constants, c / "check_boxes.cpp", tmp_path / "engine.o", "-rdynamic", "-o", tmp_path / "check_boxes"
@@ -101,7 +106,7 @@ def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tm
     constants = [option for option in options if option.startswith("-D") and not option.startswith("-DFLEX=")]
     c = ROOT / "tests" / "c"
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
+    compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", tmp_path]
     for factor in (0, 1):
         mods = ["-DFLEX=1", f"-DFLEX_FACTOR={factor}", c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
