@@ -18,7 +18,7 @@ for word; do # the words but -c and -o become "$@"
     ,-o) next=object && continue ;;
     ,-I | ,-D | ,-U | ,-MF | ,-include | ,-isystem) next=skip ;;
     ,-Wall | ,-Wextra) warns=$warns$word ;;
-    ,-I* | ,-D* | ,-U* | ,-MD | ,-Werror | ,-pthread) ;; # the preprocessor sees them, or the object does not depend on them
+    ,-I* | ,-D* | ,-U* | ,-MD | ,-Werror | ,-pthread) ;; # for the preprocessor, or without effect on the object
     ,-E | ,-S | ,-w | ,-M* | ,-x | ,-l* | ,-L* | ,-shared) other=yes ;;
     ,-O*) level=$word ;;
     ,-g*) debug=$word ;;
