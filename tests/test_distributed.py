@@ -1,0 +1,486 @@
+"""Distributed tensors: results and gradients on two ranks are those of one, for every placement of the tensors.
+
+All checks of a test run in one group of processes, because a process takes seconds to start. On two GPUs:
+
+    FLASH_ATTN_TEST_NCCL=1 python -m pytest tests/test_distributed.py
+"""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.experimental import local_map
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    merge_attention,
+)
+from flash_attn.flash_attn_interface import FlashAttnFunc
+from flash_attn.flex_attention import flex_attention
+from flash_attn.modules.mha import MHA
+
+NCCL = os.environ.get("FLASH_ATTN_TEST_NCCL") == "1"
+DEVICE, BACKEND = ("cuda", "nccl") if NCCL else ("cpu", "gloo")
+DTYPE = torch.bfloat16 if NCCL else torch.float32
+TOLERANCE = 3e-2 if NCCL else 2e-5
+
+R, P = Replicate(), Partial()
+PLACES = R, Shard(0), Shard(1), Shard(2)
+
+
+def randn(*shape, dtype=DTYPE):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def placed(x, mesh, placements):
+    """The same tensor distributed. An addend of Partial is a rank's share."""
+    if P in placements:
+        share = x / mesh.size() if x.is_floating_point() else x
+        return DTensor.from_local(share.clone(), mesh, placements, run_check=False)
+    return distribute_tensor(x, mesh, placements)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def close(ours, expected, what):
+    ours, expected = whole(ours).detach().float(), expected.detach().float()
+    assert ours.shape == expected.shape, (what, ours.shape, expected.shape)
+    same = torch.where(ours == expected, 0, ours - expected).abs()  # infinities are equal
+    limit = TOLERANCE * max(1.0, expected[expected.isfinite()].abs().max().item() if expected.numel() else 0.0)
+    assert (same <= limit).all(), f"{what}: off by {same.max()}"
+
+
+def leaf(x):
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def results_and_gradients(function, tensors, spread):
+    """The results of a function, and the gradients of its tensors. ``spread`` distributes a gradient of a result."""
+    found = function(**tensors)
+    found = found if isinstance(found, tuple) else (found,)
+    torch.manual_seed(1)
+    outs = [x for x in found if x.requires_grad]
+    douts = [spread(randn(*x.shape, dtype=x.dtype)) for x in outs]
+    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+    grads = torch.autograd.grad(outs, list(wanted.values()), douts, allow_unused=True)
+    return found, dict(zip(wanted, grads))
+
+
+def check(what, mesh, function, tensors, placements, expected_out=None):
+    """Compares ``function`` of distributed tensors with that of plain ones. A tensor without placements stays plain."""
+    function_of = getattr(function, "plain", function)
+    expected, expected_grads = results_and_gradients(
+        function_of, {name: leaf(x) for name, x in tensors.items()}, lambda x: x
+    )
+    given = {
+        name: leaf(placed(x, mesh, placements[name]) if name in placements else x) for name, x in tensors.items()
+    }
+    found, grads = results_and_gradients(function, given, lambda x: placed(x, mesh, [R] * mesh.ndim))
+    assert len(found) == len(expected)
+    for i, (ours, plain) in enumerate(zip(found, expected)):
+        close(ours, plain, f"{what}, result {i}")
+        assert ours.stride() == plain.stride(), what
+    for name, grad in grads.items():
+        if expected_grads[name] is None:
+            assert grad is None, (what, name)
+        else:
+            close(grad, expected_grads[name], f"{what}, gradient of {name}")
+    if expected_out is not None:
+        assert found[0].placements == tuple(expected_out), (what, found[0].placements)
+
+
+def qkv_of(b, len_q, len_k, h, g, d=16):
+    torch.manual_seed(0)
+    return {"q": randn(b, len_q, h, d), "k": randn(b, len_k, g, d), "v": randn(b, len_k, g, d)}
+
+
+def everywhere(names, places):
+    return {name: list(places) for name in names}
+
+
+# ---- dense ---------------------------------------------------------------------------------------------------------
+
+
+def dense(mesh):
+    """Heads of k may be too few for the mesh, or not divide evenly. Lengths and head dimensions are redistributed."""
+    attend = partial(flash_attn_func, causal=True, window_size=(5, 0))
+    for h, g in ((4, 4), (4, 2), (4, 1), (3, 3), (6, 3), (1, 1)):
+        tensors = qkv_of(3, 5, 7, h, g)
+        for of_q in (R, Shard(0), Shard(1), Shard(2)) if h == 4 else (Shard(2),):
+            for of_k in (R, of_q):
+                check(f"{h} heads, {g} of k, {of_q} {of_k}", mesh, attend, tensors, {
+                    "q": [of_q], "k": [of_k], "v": [of_k],
+                }, [of_q] if of_q in (Shard(0), Shard(2)) else None)  # fmt: skip
+    tensors = qkv_of(2, 5, 5, 4, 2)
+    for places in ((Shard(3), R, R), (P, R, P), (Shard(2), P, P), (R, Shard(2), R), (R, R, R)):
+        check(f"{places}", mesh, attend, tensors, {name: [place] for name, place in zip("qkv", places)})
+    check("class", mesh, lambda q, k, v: FlashAttnFunc.apply(
+        q, k, v, 0.0, None, True, (-1, -1), 0.0, None, False, False, True
+    ), tensors, everywhere("qkv", [Shard(2)]), [Shard(2)])  # fmt: skip
+
+
+def of_heads(mesh):
+    """ALiBi slopes follow the heads, whether they are distributed or the same on each rank."""
+    tensors = qkv_of(2, 5, 7, 4, 2)
+    for shape in ((4,), (2, 4)):
+        slopes = torch.rand(*shape).to(DEVICE)
+        for places in (None, [R], [Shard(len(shape) - 1)]):
+            for of_qkv in (Shard(0), Shard(2)):
+
+                def attend(q, k, v):
+                    given = slopes if places is None or not isinstance(q, DTensor) else placed(slopes, mesh, places)
+                    return flash_attn_func(q, k, v, alibi_slopes=given, softcap=3.0, return_attn_probs=True)[:2]
+
+                check(f"slopes {shape} {places}", mesh, attend, tensors, everywhere("qkv", [of_qkv]), [of_qkv])
+
+
+def packed_in_one(mesh):
+    torch.manual_seed(0)
+    qkv, q, kv = randn(2, 6, 3, 4, 16), randn(2, 5, 4, 16), randn(2, 6, 2, 2, 16)
+    for place in (R, Shard(0), Shard(1), Shard(2), Shard(3)):
+        check(f"qkv {place}", mesh, partial(flash_attn_qkvpacked_func, causal=True), {"qkv": qkv}, {"qkv": [place]})
+    for place in (R, Shard(2), Shard(3)):  # Shard(2): keys on one rank, values on the other
+        check(f"kv {place}", mesh, flash_attn_kvpacked_func, {"q": q, "kv": kv}, {"q": [Shard(2)], "kv": [place]})
+
+
+def options(mesh):
+    """attn_bias, attn_mask, sinks and lse. A plain sink is a parameter that every rank has."""
+    tensors = qkv_of(2, 5, 7, 4, 2)
+    sinks = randn(4, dtype=torch.float32)
+    for place in (Shard(0), Shard(2)):
+        for of_sinks in ({}, {"sinks": [R]}, {"sinks": [Shard(0)]}):
+            check(f"sinks {place} {of_sinks}", mesh, partial(flash_attn_func, return_lse=True, causal=True), {
+                **tensors, "sinks": sinks,
+            }, {**everywhere("qkv", [place]), **of_sinks}, [place])  # fmt: skip
+        for shape in ((2, 4, 5, 7), (4, 5, 7), (2, 1, 5, 7), (1, 1, 1, 7)):
+            mask = torch.rand(2, 1, 5, 7).to(DEVICE) < 0.7
+
+            def attend(q, k, v, attn_bias):
+                given = distribute_tensor(mask, mesh, [R]) if isinstance(q, DTensor) else mask
+                return flash_attn_func(
+                    q, k, v, attn_bias=attn_bias, attn_mask=given, return_lse=True, return_max_logits=True
+                )
+
+            bias = randn(*shape, dtype=torch.float32)
+            given = {} if len(shape) == 3 else {"attn_bias": [R]}
+            check(f"bias {shape} {place}", mesh, attend, {**tensors, "attn_bias": bias}, {
+                **everywhere("qkv", [place]), **given,
+            }, [place])  # fmt: skip
+
+
+def merged(mesh):
+    torch.manual_seed(0)
+    tensors = {"a": randn(2, 5, 4, 16), "b": randn(2, 5, 4, 16)}
+    lses = {"c": randn(2, 4, 5, dtype=torch.float32), "d": randn(2, 4, 5, dtype=torch.float32)}
+    placements = {"a": [Shard(2)], "b": [Shard(0)], "c": [Shard(1)], "d": [R]}
+    check("merge", mesh, lambda a, b, c, d: merge_attention([a, b], [c, d]), {**tensors, **lses}, placements)
+
+
+# ---- packed sequences ----------------------------------------------------------------------------------------------
+
+
+def sequences(mesh):
+    torch.manual_seed(0)
+    sums = int32(0, 3, 3, 9)
+    lengths = sums, sums, 6, 6
+    for g in (4, 2, 1):
+        tensors = {"q": randn(9, 4, 16), "k": randn(9, g, 16), "v": randn(9, g, 16)}
+        for place in PLACES:
+            for sums_are_distributed in (False, True):
+                if sums_are_distributed and place != Shard(1):
+                    continue
+
+                def attend(q, k, v):
+                    given = lengths
+                    if sums_are_distributed and isinstance(q, DTensor):
+                        given = (*[distribute_tensor(sums, mesh, [R])] * 2, 6, 6)
+                    return flash_attn_varlen_func(q, k, v, *given, causal=True, return_attn_probs=True)[:2]
+
+                check(f"varlen {g} {place}", mesh, attend, tensors, everywhere("qkv", [place]))
+    sinks = randn(4, dtype=torch.float32)
+    check("varlen sinks", mesh, lambda q, k, v, sinks: flash_attn_varlen_func(
+        q, k, v, *lengths, sinks=sinks, return_lse=True
+    ), {**tensors, "sinks": sinks}, everywhere("qkv", [Shard(1)]), [Shard(1)])  # fmt: skip
+    kv, qkv = randn(9, 2, 4, 16), randn(9, 3, 4, 16)
+    check("varlen kv", mesh, lambda q, kv: flash_attn_varlen_kvpacked_func(q, kv, *lengths), {
+        "q": tensors["q"], "kv": kv,
+    }, {"q": [Shard(1)], "kv": [Shard(2)]}, [Shard(1)])  # fmt: skip
+    check("varlen qkv", mesh, lambda qkv: flash_attn_varlen_qkvpacked_func(qkv, sums, 6), {"qkv": qkv}, {
+        "qkv": [Shard(2)],
+    }, [Shard(1)])  # fmt: skip
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
+
+def step(mesh, what, h, g, places, expected_out=None, rows=2, **more):
+    """Appends to a cache. All ranks must have the cache that one process has."""
+    torch.manual_seed(0)
+    q, caches = randn(2, 2, h, 16), [randn(rows, 8, g, 16) for _ in range(2)]
+    new = [randn(2, 2, g, 16) for _ in range(2)]
+    plain_caches = [x.clone() for x in caches]
+    given = {"cache_seqlens": int32(3, 5), "causal": True, "return_softmax_lse": True, **more}
+    expected = flash_attn_with_kvcache(q, *plain_caches, *new, **given)
+    of_q, of_cache, of_new = places
+    ours = [placed(x, mesh, [of_cache]) for x in caches]
+    new = [placed(x, mesh, [of_new]) for x in new]
+    found = flash_attn_with_kvcache(placed(q, mesh, [of_q]), *ours, *new, **given)
+    for i, (x, plain) in enumerate(zip((*found, *ours), (*expected, *plain_caches))):
+        close(x, plain, f"{what}, {i}")
+    if expected_out is not None:
+        assert found[0].placements == (expected_out,), (what, found[0].placements)
+
+
+def decoding(mesh):
+    heads, batch = Shard(2), Shard(0)
+    cos = torch.rand(8, 4).to(DEVICE, DTYPE)
+    with torch.no_grad():
+        for h, g in ((4, 2), (4, 1), (3, 3)):
+            for place in (R, batch, heads):
+                cache = R if g == 1 and place == heads else place
+                step(mesh, f"{h} {g} {place}", h, g, (place, cache, cache), place)
+        step(mesh, "of cache", 4, 2, (R, heads, R), heads)
+        step(mesh, "replicated cache", 4, 2, (heads, R, heads), R)
+        step(mesh, "batch, replicated cache", 4, 1, (batch, R, batch), R)
+        step(mesh, "rotary", 4, 2, (heads, heads, heads), heads, rotary_cos=cos, rotary_sin=cos)
+        slopes, sinks = torch.rand(4).to(DEVICE), torch.randn(4).to(DEVICE)
+        step(mesh, "slopes", 4, 2, (heads, heads, heads), heads, alibi_slopes=slopes)
+        step(mesh, "sinks", 4, 2, (heads, heads, heads), heads, sinks=sinks)
+        step(mesh, "rows", 4, 2, (heads, heads, heads), heads, rows=3, cache_batch_idx=int32(2, 0))
+        step(mesh, "more rows", 4, 2, (heads, heads, heads), heads, rows=3)
+        pages = torch.tensor([[1], [2]], dtype=torch.int32, device=DEVICE)
+        if not NCCL:  # pages of a GPU are larger
+            step(mesh, "pages", 4, 2, (heads, heads, heads), heads, rows=3, block_table=pages)
+            step(mesh, "pages and batch", 4, 2, (batch, R, batch), R, rows=3, block_table=pages)
+        with pytest.raises(RuntimeError, match="k_cache is written, so it must have the placements"):
+            step(mesh, "rows of ranks", 4, 2, (batch, batch, batch), rows=2, cache_batch_idx=int32(1, 0))
+        with pytest.raises(RuntimeError, match="k_cache is written, so it must have the placements"):
+            step(mesh, "rooms of ranks", 4, 2, (heads, Shard(1), heads))
+    cache = placed(randn(2, 8, 2, 16), mesh, [heads]).requires_grad_()
+    with pytest.raises(RuntimeError, match="k_cache is written"):
+        flash_attn_with_kvcache(placed(randn(2, 1, 4, 16), mesh, [heads]), cache, cache, cache[:, :1], cache[:, :1])
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+
+def dropout(mesh):
+    """Forward and backward draw one mask: <dout, out> = <dv, v>, because out is linear in v. Parts draw different
+    masks, copies the same one, and the generators of all ranks stay in one state."""
+    torch.manual_seed(3)
+    get_state = torch.cuda.get_rng_state if NCCL else torch.get_rng_state
+    one = randn(2, 1, 1, 16).expand(2, 40, 4, 16).contiguous()
+    for place in (R, Shard(0), Shard(2)):
+        q, k, v = (placed(one, mesh, [place]).requires_grad_() for _ in range(3))
+        out = flash_attn_func(q, k, v, dropout_p=0.5)
+        dout = placed(one.sin(), mesh, [place])
+        (dv,) = torch.autograd.grad(out, v, dout)
+        sides = [(x.full_tensor().double() * y.full_tensor().double()).sum() for x, y in ((dout, out), (dv, v))]
+        assert torch.allclose(*sides, rtol=1e-2 if NCCL else 1e-5), (place, sides)
+        states = [torch.empty_like(get_state()) for _ in range(2)]
+        if not NCCL:
+            dist.all_gather(states, get_state())
+            assert torch.equal(*states), place
+        halves = out.full_tensor().chunk(2, 0 if place == Shard(0) else 2)
+        assert not torch.equal(*halves), place
+        if place == R:
+            locals_ = [torch.empty_like(out.to_local()) for _ in range(2)]
+            dist.all_gather(locals_, out.to_local().detach().contiguous())
+            assert torch.equal(*locals_)
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def errors(mesh):
+    q, k, v = (placed(x, mesh, [Shard(2)]) for x in qkv_of(2, 5, 7, 4, 2).values())
+    with pytest.raises(TypeError, match="k must be a DTensor, because q is one; it is a plain tensor"):
+        flash_attn_func(q, k.to_local(), v.to_local())
+    with pytest.raises(TypeError, match="q must be a DTensor, because sinks is one"):
+        flash_attn_func(q.to_local(), k.to_local(), v.to_local(), sinks=placed(randn(4), mesh, [R]))
+    with pytest.raises(RuntimeError, match="alibi_slopes must have 4 in dimension 0, like q; it has shape"):
+        flash_attn_func(q, k, v, alibi_slopes=torch.ones(2, device=DEVICE))
+    with pytest.raises(RuntimeError, match="k must have 2 in dimension 0"):
+        flash_attn_func(q, placed(randn(3, 7, 2, 16), mesh, [Shard(2)]), v)
+    with pytest.raises(RuntimeError, match="q must have 4 dimensions; it has 3"):
+        flash_attn_func(placed(randn(2, 5, 16), mesh, [R]), k, v)
+    with pytest.raises(RuntimeError, match="Number of heads in key/value must divide"):
+        flash_attn_func(placed(randn(2, 5, 3, 16), mesh, [Shard(2)]), k, v)
+    other = init_device_mesh(DEVICE, (1, 2))
+    with pytest.raises(RuntimeError, match="v must be distributed over the mesh of q"):
+        flash_attn_func(q, k, placed(randn(2, 7, 2, 16), other, [R, R]))
+    with pytest.raises(NotImplementedError, match="flex_attention takes no DTensors"):
+        flex_attention(q, q, q)
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+def compiled(mesh):
+    compiles = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    tensors = {**qkv_of(2, 5, 7, 4, 1), "sinks": randn(4, dtype=torch.float32)}
+    slopes = torch.rand(4).to(DEVICE)
+
+    def attend(q, k, v, sinks):
+        return flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, sinks=sinks, return_lse=True)
+
+    function = compiles(attend)
+    function.plain = attend
+    check("compiled", mesh, function, tensors, everywhere(tensors, [Shard(2)]) | {
+        "k": [R], "v": [Shard(0)], "sinks": [R],
+    }, [Shard(2)])  # fmt: skip
+    sums = int32(0, 3, 9)
+    tensors = {"q": randn(9, 3, 16), "k": randn(9, 3, 16), "v": randn(9, 3, 16)}  # parts of unequal size
+
+    def attend_packed(q, k, v):
+        return flash_attn_varlen_func(q, k, v, sums, sums, 6, 6)
+
+    function = compiles(attend_packed)
+    function.plain = attend_packed
+    check("compiled varlen", mesh, function, tensors, everywhere("qkv", [Shard(1)]), [Shard(1)])
+    with torch.no_grad():
+        cache = randn(2, 8, 2, 16)
+        q, ours, new = (placed(x, mesh, [Shard(2)]) for x in (randn(2, 1, 4, 16), cache, randn(2, 1, 2, 16)))
+        expected = flash_attn_with_kvcache(*map(whole, (q, cache, cache, new, new)), cache_seqlens=4)
+        found = compiles(flash_attn_with_kvcache)(q, ours, ours, new, new, cache_seqlens=4)
+        close(found, expected, "compiled step")
+        close(ours, cache, "cache of a compiled step")
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, h, g, d=16):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, n * d, bias=False) for n in (h, g, g))
+        self.out = nn.Linear(h * d, 32, bias=False)
+        self.d = d
+
+    def forward(self, x):
+        q, k, v = (linear(x).unflatten(-1, (-1, self.d)) for linear in (self.q, self.k, self.v))
+        return self.out(flash_attn_func(q, k, v, causal=True).flatten(-2))
+
+
+def of_same_numbers(make):
+    torch.manual_seed(5)
+    return make().to(DEVICE, DTYPE)
+
+
+def gradients_of(model, x):
+    model(x).float().square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def model(make, parallel, x, share):
+    """Compares the gradients of a model with those of its parallel twin, whose ranks get ``share`` of the batch."""
+    expected = gradients_of(of_same_numbers(make), x)
+    twin = parallel(of_same_numbers(make))
+    for name, grad in gradients_of(twin, share(x)).items():
+        close(grad, expected[name.removeprefix("module.")], name)
+
+
+def tensor_parallel(mesh):
+    """``use_local_output=False`` hands DTensors to attention, and True the heads of the rank."""
+    torch.manual_seed(0)
+    x = randn(2, 6, 32)
+    for g, is_local in ((4, True), (2, True), (2, False), (1, False)):
+        column = partial(ColwiseParallel, use_local_output=is_local)
+        plan = {"q": column(), "k": column(), "v": column(), "out": RowwiseParallel()}
+        if g == 1:  # every rank has the one head of the keys
+            keys = partial(ColwiseParallel, output_layouts=R, use_local_output=False)
+            plan.update(k=keys(), v=keys())
+        model(partial(Block, 4, g), lambda block: parallelize_module(block, mesh, plan), x, lambda x: x)
+    plan = {"Wqkv": ColwiseParallel(output_layouts=R, use_local_output=False), "out_proj": RowwiseParallel()}
+    make = partial(MHA, 32, 2, causal=True, use_flash_attn=True)
+    model(make, lambda mha: parallelize_module(mha, mesh, plan), x, lambda x: x)
+
+
+def data_parallel(mesh):
+    """Each rank has half of the batch. DDP and FSDP give the mean of the ranks' gradients."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    x = randn(4, 6, 32)
+
+    def share(x):
+        return x.chunk(2)[dist.get_rank()] * 2**0.5  # the loss is a square, and the mean of two ranks halves it
+
+    class Scaled(Block):  # the same numbers in attention, whatever the scale of the loss
+        def forward(self, x):
+            scale = 2**0.5 if len(x) == 2 else 1
+            return super().forward(x / scale) * scale
+
+    model(partial(Scaled, 4, 2), DistributedDataParallel, x, share)
+    model(partial(Scaled, 4, 2), lambda block: fully_shard(block, mesh=mesh), x, share)
+
+
+def mapped(mesh):
+    heads = (Shard(2),)
+    attend = local_map(partial(flash_attn_func, causal=True), [heads], (heads,) * 3, device_mesh=mesh)
+    attend_plain = partial(flash_attn_func, causal=True)
+
+    def either(q, k, v):
+        return (attend if isinstance(q, DTensor) else attend_plain)(q, k, v)
+
+    check("local_map", mesh, either, qkv_of(2, 5, 7, 4, 2), everywhere("qkv", heads), heads)
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+ATTENTION = dense, of_heads, packed_in_one, options, merged, sequences, decoding, dropout, errors
+MODELS = compiled, tensor_parallel, data_parallel, mapped
+
+
+def on_one_mesh(checks, rank, group):
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for function in checks:
+        function(mesh)
+
+
+def on_two_dimensions(rank, group):
+    """Batch and heads together, heads over both dimensions, and two heads of k over four ranks."""
+    mesh = init_device_mesh(DEVICE, (2, 2))
+    tensors = qkv_of(3, 5, 7, 12, 2)
+    for places in ([Shard(0), Shard(2)], [Shard(2), Shard(0)], [Shard(2), Shard(2)], [R, Shard(2)], [Shard(1), P]):
+        check(f"{places}", mesh, partial(flash_attn_func, causal=True), tensors, everywhere("qkv", places))
+    check("keys of two ranks", mesh, flash_attn_func, tensors, {
+        "q": [Shard(2), Shard(2)], "k": [Shard(2), R], "v": [R, Shard(2)],
+    }, [Shard(2), Shard(2)])  # fmt: skip
+
+
+needs_two_gpus = pytest.mark.skipif(NCCL and torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two_gpus
+def test_attention(tmp_path):
+    on_ranks(partial(on_one_mesh, ATTENTION), tmp_path, backend=BACKEND)
+
+
+@needs_two_gpus
+def test_models(tmp_path):
+    on_ranks(partial(on_one_mesh, MODELS), tmp_path, backend=BACKEND)
+
+
+@pytest.mark.skipif(NCCL and torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_two_dimensions(tmp_path):
+    on_ranks(on_two_dimensions, tmp_path, world_size=4, backend=BACKEND)
