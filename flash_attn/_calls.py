@@ -57,12 +57,19 @@ def _with_first(results, first):
     return (first, *results[1:]) if isinstance(results, tuple) else first
 
 
+def on_ranks(function, tensors, lengths, options):
+    """Returns ``function(tensors, lengths, *options)`` of plain or of distributed tensors."""
+    if not has_distributed((*tensors, *options)):
+        return function(tensors, lengths, *options)
+    from flash_attn import _distributed  # imports torch.distributed.tensor, which a plain call does not need
+
+    return _distributed.attend(function, _OPTIONS, tensors, lengths, options)
+
+
 def _prepared(function, tensors, lengths, options):
     """Returns ``function(tensors, lengths, *options)`` of plain tensors in the dtype that autocast asks for."""
     if has_distributed((*tensors, *options)):
-        from flash_attn import _distributed  # imports torch.distributed.tensor, which a plain call does not need
-
-        return _distributed.attend(function, _OPTIONS, tensors, lengths, options)
+        return on_ranks(function, tensors, lengths, options)
     if lengths or not has_nested(tensors):
         if is_compiling() or _is_any_autocast_enabled():
             tensors = follow_autocast(tensors)

@@ -1,4 +1,4 @@
-"""Distributed tensors, ``torch.distributed.tensor.DTensor``: each rank attends to its part of the batch or of the heads.
+"""Distributed tensors (``torch.distributed.tensor``): each rank attends to its part of the batch or of the heads.
 
 A row of attention reads all keys of its head, and nothing of other heads or of other batch entries. So a dimension of
 the mesh divides the batch, or the heads, or nothing. The placements of the caller's tensors say which of the three. If
@@ -35,17 +35,17 @@ def layout(**letters):
     return {name: tuple(letters[name]) for name in letters}  # Dynamo does not trace the letters of a string
 
 
-_DENSE = layout(
+DENSE = layout(
     q="b.h.", k="b.g.", v="b.g.", kv="b..g.", qkv="b..h.", alibi_slopes="bh", attn_bias="bh..", attn_mask="bh..",
     sinks="h",
 )  # fmt: skip
-_PACKED = layout(
+PACKED = layout(
     q=".h.", k=".g.", v=".g.", kv="..g.", qkv="..h.", alibi_slopes=".h", attn_bias=".h..", attn_mask=".h..", sinks="h"
 )
-_PAGED = {**_PACKED, **layout(k="..g.", v="..g.")}
-_INDICES = layout(cache_seqlens="b", cache_batch_idx="b", cache_leftpad="b", block_table="b.")
-_CACHED = {**_DENSE, **layout(k_cache="b.g.", v_cache="b.g."), **_INDICES}
-_POOLED = {**_CACHED, **layout(k_cache="..g.", v_cache="..g.")}  # pages, or rows that cache_batch_idx names
+PAGED = {**PACKED, **layout(k="..g.", v="..g.")}
+INDICES = layout(cache_seqlens="b", cache_batch_idx="b", cache_leftpad="b", block_table="b.")
+CACHED = {**DENSE, **layout(k_cache="b.g.", v_cache="b.g."), **INDICES}
+POOLED = {**CACHED, **layout(k_cache="..g.", v_cache="..g.")}  # pages, or rows that cache_batch_idx names
 
 _DENSE_RESULTS = layout(out="b.h.", lse="bh.", S_dmask="bh..", max_logits="h")
 _PACKED_RESULTS = layout(out=".h.", lse="h.", S_dmask=".h..", max_logits="h")
@@ -62,12 +62,15 @@ class _Division:
 
     def __init__(self, mesh, divides, sizes):
         self.mesh, self.divides, self.sizes = mesh, divides, sizes
-        self.ways = {what: 1 for what in "bh"}
+        self.ways = {"b": 1, "h": 1}
+        h, g = sizes.get("h", 0), sizes.get("g", 0)
+        fewest = h  # heads of the rank with the fewest; the kernels need a head of k
         for i, what in enumerate(divides):
             if what:
                 self.ways[what] *= mesh.size(i)
-        h, g = sizes.get("h", 0), sizes.get("g", 0)
-        self.splits_g = h == g or (h % self.ways["h"] == 0 and g % self.ways["h"] == 0)
+            if what == "h":
+                fewest -= -(-fewest // mesh.size(i)) * (mesh.size(i) - 1)
+        self.splits_g = (h == g and fewest > 0) or (h % self.ways["h"] == 0 and g % self.ways["h"] == 0)
 
     def letter_of(self, i):
         """The letters of a layout that mesh dimension i divides."""
@@ -259,21 +262,46 @@ def _drawing(division, device):
         set_rng_state(state)
 
 
-def run(function, layout, names, values, results, written=(), dropout_p=0.0, leading=_LEADING):
+def _output(name, x, division, letters):
+    """Returns the part of an output that this rank writes, and a function that moves it to where x lies."""
+    placements, grads = division.placements(letters, x.shape)
+    if Partial() in grads:
+        raise RuntimeError(
+            f"{name} would get an addend of a sum on each rank, because k has {division.sizes['g']} heads, which the mesh "
+            f"does not divide as it divides the {division.sizes['h']} heads of q: call flash_attn_func"
+        )
+    if tuple(x.placements) == placements:
+        return x.to_local(), lambda: None
+    part = x.redistribute(placements=placements).to_local()
+
+    def move():
+        found = DTensor.from_local(
+            part, division.mesh, placements, run_check=False, shape=x.shape, stride=_strides(part, x.shape)
+        )
+        x.to_local().copy_(found.redistribute(placements=x.placements).to_local())
+
+    return part, move
+
+
+def run(function, layout, names, values, results, written=(), dropout_p=0.0, leading=_LEADING, outputs=()):
     """Returns ``function(*values)``, whose values have these names, of distributed tensors.
 
-    ``results`` has the letters of each result. The function writes the arguments ``written``. The arguments ``leading``
-    must be distributed, and say what the mesh divides.
+    ``results`` has the letters of each result. The function reads and writes the arguments ``written``, and it writes the
+    arguments ``outputs``. The arguments ``leading`` must be distributed, and say what the mesh divides.
     """
     mesh, sizes = _check(names, values, layout, leading)
-    given = [(name, x) for name, x in zip(names, values) if name in leading]
+    given = [(name, x) for name, x in zip(names, values) if name in leading and name not in outputs]
     division = _divide(mesh, [(name, x) for name, x in given if x is not None], layout, sizes, written)
     first, num = division.heads_of_rank()
-    locals_ = []
+    locals_, moves = [], []
     for name, x in zip(names, values):
         if isinstance(x, torch.Tensor):
             letters = layout.get(name, (".",) * x.dim())
-            x = _local(name, x, division, letters, name in written)
+            if name in outputs:
+                x, move = _output(name, x, division, letters)
+                moves.append(move)
+            else:
+                x = _local(name, x, division, letters, name in written)
             if "g" in letters and not division.splits_g and "h" in division.divides:
                 x = _of_heads(x, letters.index("g"), first, num, sizes["h"] // sizes["g"])
         locals_.append(x)
@@ -282,6 +310,8 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
             found = function(*locals_)
     else:
         found = function(*locals_)
+    for move in moves:
+        move()
     if not isinstance(found, tuple):
         return _whole(found, results[0], division)
     return tuple([_whole(x, letters, division) for x, letters in zip(found, results)])
@@ -298,7 +328,7 @@ def attend(function, option_names, tensors, lengths, options):
     named = dict(zip(option_names, options))
     num, num_lengths = len(tensors), len(lengths)
     is_paged = named.get("block_table") is not None
-    layout = _DENSE if not lengths else _PAGED if is_paged else _PACKED
+    layout = DENSE if not lengths else PAGED if is_paged else PACKED
 
     def call(*values):
         return function(values[:num], values[num : num + num_lengths], *values[num + num_lengths :])
@@ -351,4 +381,4 @@ def attend_with_cache(names, values):
             )
     with torch.no_grad():
         results = _DENSE_RESULTS["out"], _DENSE_RESULTS["lse"]
-        return run(_step, _POOLED if is_pooled else _CACHED, names, values, results, written)
+        return run(_step, POOLED if is_pooled else CACHED, names, values, results, written)

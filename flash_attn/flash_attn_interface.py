@@ -20,6 +20,7 @@ calls has a file of its own:
     _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
+import sys as _sys
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -514,3 +515,5 @@ def flash_attn_with_kvcache(
 
 register_once("formulas for FLOPs", register_flops)
 register_once("all", forget_own_kernels)
+if "torch.distributed.tensor" in _sys.modules:
+    from flash_attn import _distributed_ops  # noqa: F401  the ops take DTensors

@@ -5,15 +5,30 @@ All checks of a test run in one group of processes, because a process takes seco
     FLASH_ATTN_TEST_NCCL=1 python -m pytest tests/test_distributed.py
 """
 
-import os
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness_distributed import (
+    BACKEND,
+    DEVICE,
+    DTYPE,
+    NCCL,
+    P,
+    R,
+    check,
+    close,
+    everywhere,
+    int32,
+    needs_two_gpus,
+    placed,
+    qkv_of,
+    randn,
+)
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -27,94 +42,9 @@ from flash_attn import (
     flash_attn_with_kvcache,
     merge_attention,
 )
-from flash_attn.flash_attn_interface import FlashAttnFunc
+from flash_attn.flash_attn_interface import FlashAttnFunc, _flash_attn_backward, _flash_attn_forward
 from flash_attn.flex_attention import flex_attention
 from flash_attn.modules.mha import MHA
-
-NCCL = os.environ.get("FLASH_ATTN_TEST_NCCL") == "1"
-DEVICE, BACKEND = ("cuda", "nccl") if NCCL else ("cpu", "gloo")
-DTYPE = torch.bfloat16 if NCCL else torch.float32
-TOLERANCE = 3e-2 if NCCL else 2e-5
-
-R, P = Replicate(), Partial()
-PLACES = R, Shard(0), Shard(1), Shard(2)
-
-
-def randn(*shape, dtype=DTYPE):
-    return torch.randn(*shape).to(DEVICE, dtype)
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
-def placed(x, mesh, placements):
-    """The same tensor distributed. An addend of Partial is a rank's share."""
-    if P in placements:
-        share = x / mesh.size() if x.is_floating_point() else x
-        return DTensor.from_local(share.clone(), mesh, placements, run_check=False)
-    return distribute_tensor(x, mesh, placements)
-
-
-def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def close(ours, expected, what):
-    ours, expected = whole(ours).detach().float(), expected.detach().float()
-    assert ours.shape == expected.shape, (what, ours.shape, expected.shape)
-    same = torch.where(ours == expected, 0, ours - expected).abs()  # infinities are equal
-    limit = TOLERANCE * max(1.0, expected[expected.isfinite()].abs().max().item() if expected.numel() else 0.0)
-    assert (same <= limit).all(), f"{what}: off by {same.max()}"
-
-
-def leaf(x):
-    return x.detach().clone().requires_grad_(x.is_floating_point())
-
-
-def results_and_gradients(function, tensors, spread):
-    """The results of a function, and the gradients of its tensors. ``spread`` distributes a gradient of a result."""
-    found = function(**tensors)
-    found = found if isinstance(found, tuple) else (found,)
-    torch.manual_seed(1)
-    outs = [x for x in found if x.requires_grad]
-    douts = [spread(randn(*x.shape, dtype=x.dtype)) for x in outs]
-    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
-    grads = torch.autograd.grad(outs, list(wanted.values()), douts, allow_unused=True)
-    return found, dict(zip(wanted, grads))
-
-
-def check(what, mesh, function, tensors, placements, expected_out=None):
-    """Compares ``function`` of distributed tensors with that of plain ones. A tensor without placements stays plain."""
-    function_of = getattr(function, "plain", function)
-    expected, expected_grads = results_and_gradients(
-        function_of, {name: leaf(x) for name, x in tensors.items()}, lambda x: x
-    )
-    given = {
-        name: leaf(placed(x, mesh, placements[name]) if name in placements else x) for name, x in tensors.items()
-    }
-    found, grads = results_and_gradients(function, given, lambda x: placed(x, mesh, [R] * mesh.ndim))
-    assert len(found) == len(expected)
-    for i, (ours, plain) in enumerate(zip(found, expected)):
-        close(ours, plain, f"{what}, result {i}")
-        assert ours.stride() == plain.stride(), what
-    for name, grad in grads.items():
-        if expected_grads[name] is None:
-            assert grad is None, (what, name)
-        else:
-            close(grad, expected_grads[name], f"{what}, gradient of {name}")
-    if expected_out is not None:
-        assert found[0].placements == tuple(expected_out), (what, found[0].placements)
-
-
-def qkv_of(b, len_q, len_k, h, g, d=16):
-    torch.manual_seed(0)
-    return {"q": randn(b, len_q, h, d), "k": randn(b, len_k, g, d), "v": randn(b, len_k, g, d)}
-
-
-def everywhere(names, places):
-    return {name: list(places) for name in names}
-
 
 # ---- dense ---------------------------------------------------------------------------------------------------------
 
@@ -140,16 +70,14 @@ def dense(mesh):
 def of_heads(mesh):
     """ALiBi slopes follow the heads, whether they are distributed or the same on each rank."""
     tensors = qkv_of(2, 5, 7, 4, 2)
+    attend = partial(flash_attn_func, softcap=3.0, return_attn_probs=True)
     for shape in ((4,), (2, 4)):
         slopes = torch.rand(*shape).to(DEVICE)
         for places in (None, [R], [Shard(len(shape) - 1)]):
-            for of_qkv in (Shard(0), Shard(2)):
-
-                def attend(q, k, v):
-                    given = slopes if places is None or not isinstance(q, DTensor) else placed(slopes, mesh, places)
-                    return flash_attn_func(q, k, v, alibi_slopes=given, softcap=3.0, return_attn_probs=True)[:2]
-
-                check(f"slopes {shape} {places}", mesh, attend, tensors, everywhere("qkv", [of_qkv]), [of_qkv])
+            for place in (Shard(0), Shard(2)):
+                placements = {**everywhere("qkv", [place]), **({"alibi_slopes": places} if places else {})}
+                given = {**tensors, "alibi_slopes": slopes}
+                check(f"slopes {shape} {places}", mesh, attend, given, placements, [place])
 
 
 def packed_in_one(mesh):
@@ -164,25 +92,18 @@ def packed_in_one(mesh):
 def options(mesh):
     """attn_bias, attn_mask, sinks and lse. A plain sink is a parameter that every rank has."""
     tensors = qkv_of(2, 5, 7, 4, 2)
-    sinks = randn(4, dtype=torch.float32)
+    sinks, mask = randn(4, dtype=torch.float32), torch.rand(2, 1, 5, 7).to(DEVICE) < 0.7
+    attend = partial(flash_attn_func, return_lse=True, return_max_logits=True)
     for place in (Shard(0), Shard(2)):
         for of_sinks in ({}, {"sinks": [R]}, {"sinks": [Shard(0)]}):
             check(f"sinks {place} {of_sinks}", mesh, partial(flash_attn_func, return_lse=True, causal=True), {
                 **tensors, "sinks": sinks,
             }, {**everywhere("qkv", [place]), **of_sinks}, [place])  # fmt: skip
         for shape in ((2, 4, 5, 7), (4, 5, 7), (2, 1, 5, 7), (1, 1, 1, 7)):
-            mask = torch.rand(2, 1, 5, 7).to(DEVICE) < 0.7
-
-            def attend(q, k, v, attn_bias):
-                given = distribute_tensor(mask, mesh, [R]) if isinstance(q, DTensor) else mask
-                return flash_attn_func(
-                    q, k, v, attn_bias=attn_bias, attn_mask=given, return_lse=True, return_max_logits=True
-                )
-
-            bias = randn(*shape, dtype=torch.float32)
-            given = {} if len(shape) == 3 else {"attn_bias": [R]}
-            check(f"bias {shape} {place}", mesh, attend, {**tensors, "attn_bias": bias}, {
-                **everywhere("qkv", [place]), **given,
+            more = {"attn_bias": randn(*shape, dtype=torch.float32), "attn_mask": mask}
+            placements = {} if len(shape) == 3 else {"attn_bias": [R], "attn_mask": [R]}
+            check(f"bias {shape} {place}", mesh, attend, {**tensors, **more}, {
+                **everywhere("qkv", [place]), **placements,
             }, [place])  # fmt: skip
 
 
@@ -201,20 +122,15 @@ def sequences(mesh):
     torch.manual_seed(0)
     sums = int32(0, 3, 3, 9)
     lengths = sums, sums, 6, 6
+    attend = partial(flash_attn_varlen_func, max_seqlen_q=6, max_seqlen_k=6, causal=True, return_attn_probs=True)
     for g in (4, 2, 1):
         tensors = {"q": randn(9, 4, 16), "k": randn(9, g, 16), "v": randn(9, g, 16)}
-        for place in PLACES:
-            for sums_are_distributed in (False, True):
-                if sums_are_distributed and place != Shard(1):
-                    continue
-
-                def attend(q, k, v):
-                    given = lengths
-                    if sums_are_distributed and isinstance(q, DTensor):
-                        given = (*[distribute_tensor(sums, mesh, [R])] * 2, 6, 6)
-                    return flash_attn_varlen_func(q, k, v, *given, causal=True, return_attn_probs=True)[:2]
-
-                check(f"varlen {g} {place}", mesh, attend, tensors, everywhere("qkv", [place]))
+        given = {**tensors, "cu_seqlens_q": sums, "cu_seqlens_k": sums}
+        for place in (R, Shard(0), Shard(1), Shard(2)):
+            placements = everywhere("qkv", [place])
+            if place == Shard(1):
+                placements.update(cu_seqlens_q=[R], cu_seqlens_k=[R])
+            check(f"varlen {g} {place}", mesh, attend, given, placements)
     sinks = randn(4, dtype=torch.float32)
     check("varlen sinks", mesh, lambda q, k, v, sinks: flash_attn_varlen_func(
         q, k, v, *lengths, sinks=sinks, return_lse=True
@@ -251,7 +167,7 @@ def step(mesh, what, h, g, places, expected_out=None, rows=2, **more):
 
 def decoding(mesh):
     heads, batch = Shard(2), Shard(0)
-    cos = torch.rand(8, 4).to(DEVICE, DTYPE)
+    cos = torch.rand(8, 8).to(DEVICE, DTYPE)
     with torch.no_grad():
         for h, g in ((4, 2), (4, 1), (3, 3)):
             for place in (R, batch, heads):
@@ -277,6 +193,45 @@ def decoding(mesh):
     cache = placed(randn(2, 8, 2, 16), mesh, [heads]).requires_grad_()
     with pytest.raises(RuntimeError, match="k_cache is written"):
         flash_attn_with_kvcache(placed(randn(2, 1, 4, 16), mesh, [heads]), cache, cache, cache[:, :1], cache[:, :1])
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------------
+
+
+def ops(mesh):
+    """Ops and private functions, with the gradients of the ops. A written gradient cannot be a part of a sum."""
+    options = 0.0, 0.25, True, -1, -1, 0.0, None
+
+    def attend(q, k, v):
+        return torch.ops.flash_attn._flash_attn_forward(q, k, v, *options, False)[:2]
+
+    def attend_packed(q, k, v):
+        sums = int32(0, 3, 9)
+        return torch.ops.flash_attn._flash_attn_varlen_forward(q, k, v, sums, sums, 6, 6, *options)[0]
+
+    for place in (R, Shard(0), Shard(2)):
+        check(f"op {place}", mesh, attend, qkv_of(2, 5, 7, 4, 2), everywhere("qkv", [place]), [place])
+    tensors = {"q": randn(9, 4, 16), "k": randn(9, 2, 16), "v": randn(9, 2, 16)}
+    for place in (R, Shard(0), Shard(1)):
+        check(f"packed op {place}", mesh, attend_packed, tensors, everywhere("qkv", [place]))
+    q, k, v = qkv_of(2, 5, 7, 4, 1).values()
+    given = [placed(x, mesh, [place]) for x, place in ((q, Shard(2)), (k, R), (v, R))]
+    for x, plain in zip(_flash_attn_forward(*given, *options, False)[:2], attend(q, k, v)):
+        close(x, plain, "private forward")
+    out, lse = attend(*(x.requires_grad_() for x in given))
+    with pytest.raises(RuntimeError, match="dk would get an addend of a sum on each rank, because k has 1 heads"):
+        out.sum().backward()
+    with torch.no_grad():
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        _flash_attn_backward(q, q, k, v, *attend(q, k, v), *grads, *options, False)
+        parts = [placed(x, mesh, [Shard(0)]) for x in (q, q, k, v, *attend(q, k, v))]
+        ours = [placed(torch.zeros_like(x), mesh, [Shard(0)]) for x in (q, k, v)]
+        _flash_attn_backward(*parts, *ours, *options, False)
+        for x, plain in zip(ours, grads):
+            close(x, plain, "private backward")
+        ours[1] = placed(torch.zeros_like(k), mesh, [R])
+        _flash_attn_backward(*parts, *ours, *options, False)
+        close(ours[1], grads[1], "private backward, gradient of k on every rank")
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
@@ -357,12 +312,13 @@ def compiled(mesh):
     function.plain = attend_packed
     check("compiled varlen", mesh, function, tensors, everywhere("qkv", [Shard(1)]), [Shard(1)])
     with torch.no_grad():
-        cache = randn(2, 8, 2, 16)
-        q, ours, new = (placed(x, mesh, [Shard(2)]) for x in (randn(2, 1, 4, 16), cache, randn(2, 1, 2, 16)))
-        expected = flash_attn_with_kvcache(*map(whole, (q, cache, cache, new, new)), cache_seqlens=4)
-        found = compiles(flash_attn_with_kvcache)(q, ours, ours, new, new, cache_seqlens=4)
-        close(found, expected, "compiled step")
-        close(ours, cache, "cache of a compiled step")
+        caches = [randn(2, 8, 2, 16) for _ in range(2)]
+        given = randn(2, 1, 4, 16), *caches, randn(2, 1, 2, 16), randn(2, 1, 2, 16)
+        q, *ours = (placed(x, mesh, [Shard(2)]) for x in given)
+        expected = flash_attn_with_kvcache(*given, cache_seqlens=4)
+        close(compiles(flash_attn_with_kvcache)(q, *ours, cache_seqlens=4), expected, "compiled step")
+        for x, plain in zip(ours, caches):
+            close(x, plain, "cache of a compiled step")
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -408,7 +364,9 @@ def tensor_parallel(mesh):
         if g == 1:  # every rank has the one head of the keys
             keys = partial(ColwiseParallel, output_layouts=R, use_local_output=False)
             plan.update(k=keys(), v=keys())
-        model(partial(Block, 4, g), lambda block: parallelize_module(block, mesh, plan), x, lambda x: x)
+        model(
+            partial(Block, 4, g), partial(parallelize_module, device_mesh=mesh, parallelize_plan=plan), x, lambda x: x
+        )
     plan = {"Wqkv": ColwiseParallel(output_layouts=R, use_local_output=False), "out_proj": RowwiseParallel()}
     make = partial(MHA, 32, 2, causal=True, use_flash_attn=True)
     model(make, lambda mha: parallelize_module(mha, mesh, plan), x, lambda x: x)
@@ -436,7 +394,7 @@ def data_parallel(mesh):
 
 def mapped(mesh):
     heads = (Shard(2),)
-    attend = local_map(partial(flash_attn_func, causal=True), [heads], (heads,) * 3, device_mesh=mesh)
+    attend = local_map(partial(flash_attn_func, causal=True), list(heads), (heads,) * 3, device_mesh=mesh)
     attend_plain = partial(flash_attn_func, causal=True)
 
     def either(q, k, v):
@@ -447,7 +405,7 @@ def mapped(mesh):
 
 # ---- groups --------------------------------------------------------------------------------------------------------
 
-ATTENTION = dense, of_heads, packed_in_one, options, merged, sequences, decoding, dropout, errors
+ATTENTION = dense, of_heads, packed_in_one, options, merged, sequences, decoding, ops, dropout, errors
 MODELS = compiled, tensor_parallel, data_parallel, mapped
 
 
@@ -466,9 +424,6 @@ def on_two_dimensions(rank, group):
     check("keys of two ranks", mesh, flash_attn_func, tensors, {
         "q": [Shard(2), Shard(2)], "k": [Shard(2), R], "v": [R, Shard(2)],
     }, [Shard(2), Shard(2)])  # fmt: skip
-
-
-needs_two_gpus = pytest.mark.skipif(NCCL and torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @needs_two_gpus

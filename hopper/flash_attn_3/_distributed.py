@@ -74,6 +74,7 @@ def combine(function, out_partial, lse_partial, out, out_dtype):
     """Returns ``flash_attn_combine`` of these arguments."""
     letters = layout(out_partial=".b.h.", lse_partial=".b.h", out="b.h.")
     names = "out_partial", "lse_partial", "out", "out_dtype"
-    written, leading = ("out",) if out is not None else (), names[:3]
     results = tuple("b.h."), tuple("b.h")
-    return run(function, letters, names, (out_partial, lse_partial, out, out_dtype), results, written, leading=leading)
+    values = out_partial, lse_partial, out, out_dtype
+    found, lse = run(function, letters, names, values, results, leading=names[:3], outputs=("out",))
+    return (found if out is None else out), lse
