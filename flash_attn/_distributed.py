@@ -267,8 +267,8 @@ def _output(name, x, division, letters):
     placements, grads = division.placements(letters, x.shape)
     if Partial() in grads:
         raise RuntimeError(
-            f"{name} would get an addend of a sum on each rank, because k has {division.sizes['g']} heads, which the mesh "
-            f"does not divide as it divides the {division.sizes['h']} heads of q: call flash_attn_func"
+            f"{name} would get an addend of a sum on each rank, because k has {division.sizes['g']} heads, which the "
+            f"mesh does not divide as it divides the {division.sizes['h']} heads of q: call flash_attn_func"
         )
     if tuple(x.placements) == placements:
         return x.to_local(), lambda: None
@@ -286,8 +286,8 @@ def _output(name, x, division, letters):
 def run(function, layout, names, values, results, written=(), dropout_p=0.0, leading=_LEADING, outputs=()):
     """Returns ``function(*values)``, whose values have these names, of distributed tensors.
 
-    ``results`` has the letters of each result. The function reads and writes the arguments ``written``, and it writes the
-    arguments ``outputs``. The arguments ``leading`` must be distributed, and say what the mesh divides.
+    ``results`` has the letters of each result. The function reads and writes the arguments ``written``, and it writes
+    the arguments ``outputs``. The arguments ``leading`` must be distributed, and say what the mesh divides.
     """
     mesh, sizes = _check(names, values, layout, leading)
     given = [(name, x) for name, x in zip(names, values) if name in leading and name not in outputs]

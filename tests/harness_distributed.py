@@ -26,10 +26,12 @@ def int32(*numbers):
 
 def placed(x, mesh, placements):
     """The same tensor distributed. An addend of Partial is a rank's share."""
-    if P in placements:
-        share = x / mesh.size() if x.is_floating_point() else x
-        return DTensor.from_local(share.clone(), mesh, placements, run_check=False)
-    return distribute_tensor(x, mesh, placements)
+    if P not in placements:
+        return distribute_tensor(x, mesh, placements)
+    part = distribute_tensor(x, mesh, [R if place == P else place for place in placements]).to_local()
+    for i, place in enumerate(placements):
+        part = part / mesh.size(i) if place == P else part
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def whole(x):
