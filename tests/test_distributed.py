@@ -5,7 +5,9 @@ All checks of a test run in one group of processes, because a process takes seco
     FLASH_ATTN_TEST_NCCL=1 python -m pytest tests/test_distributed.py
 """
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -403,15 +405,24 @@ def mapped(mesh):
     check("local_map", mesh, either, qkv_of(2, 5, 7, 4, 2), everywhere("qkv", heads), heads)
 
 
+def the_document(mesh):
+    """The example of docs/distributed.md runs."""
+    path = Path(__file__).parents[1] / "docs" / "distributed.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(example.replace('"cpu"', f'"{DEVICE}"'), names)
+    assert all(p.grad.full_tensor().isfinite().all() for p in names["model"].parameters())
+
+
 # ---- groups --------------------------------------------------------------------------------------------------------
 
-ATTENTION = dense, of_heads, packed_in_one, options, merged, sequences, decoding, ops, dropout, errors
-MODELS = compiled, tensor_parallel, data_parallel, mapped
+CHECKS = dense, of_heads, packed_in_one, options, merged, sequences, decoding, ops, dropout, errors
+CHECKS += compiled, tensor_parallel, data_parallel, mapped, the_document
 
 
-def on_one_mesh(checks, rank, group):
+def on_one_dimension(rank, group):
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    for function in checks:
+    for function in CHECKS:
         function(mesh)
 
 
@@ -427,13 +438,8 @@ def on_two_dimensions(rank, group):
 
 
 @needs_two_gpus
-def test_attention(tmp_path):
-    on_ranks(partial(on_one_mesh, ATTENTION), tmp_path, backend=BACKEND)
-
-
-@needs_two_gpus
-def test_models(tmp_path):
-    on_ranks(partial(on_one_mesh, MODELS), tmp_path, backend=BACKEND)
+def test_one_dimension(tmp_path):
+    on_ranks(on_one_dimension, tmp_path, backend=BACKEND)
 
 
 @pytest.mark.skipif(NCCL and torch.cuda.device_count() < 4, reason="needs four GPUs")

@@ -76,5 +76,9 @@ def combine(function, out_partial, lse_partial, out, out_dtype):
     names = "out_partial", "lse_partial", "out", "out_dtype"
     results = tuple("b.h."), tuple("b.h")
     values = out_partial, lse_partial, out, out_dtype
-    found, lse = run(function, letters, names, values, results, leading=names[:3], outputs=("out",))
+
+    def call(parts, lses, *rest):  # the rows of lses that came from other ranks need not lie side by side
+        return function(parts, lses.transpose(-1, -2).contiguous().transpose(-1, -2), *rest)
+
+    found, lse = run(call, letters, names, values, results, leading=names[:3], outputs=("out",))
     return (found if out is None else out), lse
