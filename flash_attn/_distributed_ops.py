@@ -50,9 +50,11 @@ def _rule(name, op):
         def call(*values):
             return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
 
+        # Autograd has been here. NOTE: torch 2.11 cannot redistribute here what requires grad.
+        values = tuple([x.detach() if isinstance(x, DTensor) else x for x in given.values()])
         with torch.no_grad():
             return run(
-                call, letters, tuple(given), tuple(given.values()), tuple(map(tuple, results)), written,
+                call, letters, tuple(given), values, tuple(map(tuple, results)), written,
                 given.get("dropout_p", 0.0) if "backward" not in name else 0.0, _LEADING, outputs,
             )  # fmt: skip
 

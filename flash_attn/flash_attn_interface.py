@@ -17,6 +17,7 @@ calls has a file of its own:
     _attention.py          one forward, one backward, and their place in autograd
     _vmap.py               torch.vmap in one call
     _cache.py              decoding
+    _distributed.py        DTensors; _distributed_ops.py: of the ops
     _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
