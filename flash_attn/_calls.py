@@ -69,7 +69,11 @@ def on_ranks(function, tensors, lengths, options):
 def _prepared(function, tensors, lengths, options):
     """Returns ``function(tensors, lengths, *options)`` of plain tensors in the dtype that autocast asks for."""
     if has_distributed((*tensors, *options)):
-        return on_ranks(function, tensors, lengths, options)
+
+        def on_rank(tensors, lengths, *options):
+            return _prepared(function, tensors, lengths, options)
+
+        return on_ranks(on_rank, tensors, lengths, options)
     if lengths or not has_nested(tensors):
         if is_compiling() or _is_any_autocast_enabled():
             tensors = follow_autocast(tensors)

@@ -303,7 +303,7 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
             else:
                 x = _local(name, x, division, letters, name in written)
             if "g" in letters and not division.splits_g and "h" in division.divides:
-                x = _of_heads(x, letters.index("g"), first, num, sizes["h"] // sizes["g"])
+                x = _of_heads(x, letters.index("g"), first, num, sizes["h"] // max(sizes["g"], 1))
         locals_.append(x)
     if dropout_p and any(division.divides) and not is_compiling():
         with _drawing(division, next(x.device for x in locals_ if isinstance(x, torch.Tensor))):

@@ -1,7 +1,8 @@
 """The ops of namespace ``flash_attn`` take distributed tensors, too: each rank calls the op on its part.
 
 The functions of this package call the ops on plain tensors (_distributed.py). This file serves direct calls of the ops
-and of the private functions, and the gradients of such calls.
+and of the private functions, and the gradients of such calls. It is imported with flash_attn if
+torch.distributed.tensor has been imported before, or else when the first DTensor comes to a private function.
 """
 
 import torch

@@ -6,6 +6,7 @@ All checks of a test run in one group of processes, because a process takes seco
 """
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from harness_distributed import (
 )
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -64,6 +65,11 @@ def dense(mesh):
     tensors = qkv_of(2, 5, 5, 4, 2)
     for places in ((Shard(3), R, R), (P, R, P), (Shard(2), P, P), (R, Shard(2), R), (R, R, R)):
         check(f"{places}", mesh, attend, tensors, {name: [place] for name, place in zip("qkv", places)})
+    with torch.autocast(DEVICE, torch.bfloat16):
+        floats = [x.float() for x in tensors.values()]
+        out = flash_attn_func(*(placed(x, mesh, [Shard(2)]) for x in floats))
+        assert out.dtype == torch.bfloat16
+        close(out, flash_attn_func(*floats), "autocast")
     check("class", mesh, lambda q, k, v: FlashAttnFunc.apply(
         q, k, v, 0.0, None, True, (-1, -1), 0.0, None, False, False, True
     ), tensors, everywhere("qkv", [Shard(2)]), [Shard(2)])  # fmt: skip
@@ -282,6 +288,13 @@ def errors(mesh):
         flash_attn_func(placed(randn(2, 5, 16), mesh, [R]), k, v)
     with pytest.raises(RuntimeError, match="Number of heads in key/value must divide"):
         flash_attn_func(placed(randn(2, 5, 3, 16), mesh, [Shard(2)]), k, v)
+    with pytest.raises(RuntimeError, match=f"alibi_slopes must be on {DEVICE}, where q is; it is on meta"):
+        flash_attn_func(q, k, v, alibi_slopes=torch.ones(4, device="meta"))
+    of_one_rank = DeviceMesh(DEVICE, [0])
+    x = DTensor.from_local(randn(2, 5, 2, 16), of_one_rank, [R], run_check=False)
+    lacks = pytest.raises(RuntimeError, match="q is distributed over a mesh that lacks this rank")
+    with lacks if dist.get_rank() else nullcontext():
+        flash_attn_func(x, x, x)
     other = init_device_mesh(DEVICE, (1, 2))
     with pytest.raises(RuntimeError, match="v must be distributed over the mesh of q"):
         flash_attn_func(q, k, placed(randn(2, 7, 2, 16), other, [R, R]))

@@ -1,7 +1,10 @@
 """Distributed tensors with the functions of FlashAttention-3, on two ranks: see tests/test_distributed.py."""
 
+import importlib
+import sys
 from functools import partial
 
+import pytest
 import torch
 from harness_distributed import (
     BACKEND,
@@ -87,6 +90,13 @@ def everything(rank, group):
     mesh = init_device_mesh(DEVICE, (2,))
     for function in (dense, sequences, scales, decoding):
         function(mesh)
+
+
+def test_without_flash_attn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn._distributed", None)
+    monkeypatch.delitem(sys.modules, "flash_attn_3._distributed", raising=False)
+    with pytest.raises(ImportError, match="flash_attn_3 takes DTensors with the help of the package flash_attn"):
+        importlib.import_module("flash_attn_3._distributed")
 
 
 @needs_two_gpus
