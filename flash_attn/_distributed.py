@@ -360,6 +360,15 @@ def merge(function, outs, lses):
     return run(call, places, names, (*outs, *lses), (letters["out"], letters["lse"]), leading=names)
 
 
+def check_written(named, written):
+    """Raises for a cache that requires grad, as the ops do for plain tensors."""
+    for name in written:
+        if torch.is_grad_enabled() and named[name].requires_grad and named[name].is_leaf:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation: " + f"{name} is written"
+            )
+
+
 def _step(*values):
     *values, sinks = values
     return flash_attn_with_kvcache(*values, True, sinks=sinks)
@@ -374,11 +383,7 @@ def attend_with_cache(names, values):
     rows, b = (x.shape[0] if x.dim() else 0 for x in (named["k_cache"], named["q"]))
     is_pooled = is_pooled or rows != b
     written = ("k_cache", "v_cache") if named["k"] is not None else ()
-    for name in written:
-        if torch.is_grad_enabled() and named[name].requires_grad and named[name].is_leaf:
-            raise RuntimeError(
-                "a leaf Variable that requires grad is being used in an in-place operation: " + f"{name} is written"
-            )
+    check_written(named, written)
     with torch.no_grad():
         results = _DENSE_RESULTS["out"], _DENSE_RESULTS["lse"]
         return run(_step, POOLED if is_pooled else CACHED, names, values, results, written)

@@ -9,7 +9,7 @@ import torch
 from flash_attn_3._kvcache import flash_attn_with_kvcache
 
 try:
-    from flash_attn._distributed import layout, run
+    from flash_attn._distributed import check_written, layout, run
 except ImportError as error:
     raise ImportError(
         "flash_attn_3 takes DTensors with the help of the package flash_attn beside it, which is not installed, or not "
@@ -62,6 +62,7 @@ def attend_with_cache(named):
     letters = {**letters, "k_cache": cache, "v_cache": cache}
     names, values = tuple(named), tuple(named.values())
     written = ("k_cache", "v_cache") if named["k"] is not None else ()
+    check_written(named, written)
 
     def call(*values):
         return flash_attn_with_kvcache(**dict(zip(names, values)), return_softmax_lse=True)

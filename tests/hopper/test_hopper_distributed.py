@@ -80,6 +80,10 @@ def decoding(mesh):
         for x, y in zip((*found, *ours[1:3]), (*expected, cache, plain)):
             close(x, y, f"step {place}")
         assert found[0].placements == (place,)
+    cache = placed(cache, mesh, [HEADS]).requires_grad_()
+    new = placed(new, mesh, [HEADS])
+    with pytest.raises(RuntimeError, match="k_cache is written"):
+        flash_attn_with_kvcache(placed(q, mesh, [HEADS]), cache, cache, new, new, cache_seqlens=3)
     parts = {"parts": torch.randn(3, 2, 5, 4, 16).to(DEVICE), "lse": torch.randn(3, 2, 4, 5).to(DEVICE)}
     check("combine", mesh, lambda parts, lse: flash_attn_combine(parts, lse.transpose(2, 3)), parts, {
         "parts": [Shard(3)], "lse": [Shard(1)],
