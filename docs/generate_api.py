@@ -81,7 +81,8 @@ def short(default):
 
 
 def annotation(of):
-    return inspect.formatannotation(of).replace("typing.", "")
+    text = inspect.formatannotation(of).replace("typing.", "").replace("collections.abc.", "")
+    return re.sub(r"ForwardRef\('([\w.]+)'[^)]*\)", r"\1", text).replace("NoneType", "None")
 
 
 def signature(name, item):
@@ -105,8 +106,10 @@ def signature(name, item):
             word += (" = " if typed else "=") + short(p.default)
         words.append(word)
         before = p
-    line = f"{name}({', '.join(words)})"
-    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+    result = inspect.signature(item).return_annotation
+    end = "" if inspect.isclass(item) or result is inspect.Signature.empty else f" -> {annotation(result)}"
+    line = f"{name}({', '.join(words)}){end}"
+    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){end}"
 
 
 def body(text):

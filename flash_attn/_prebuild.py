@@ -26,7 +26,7 @@ def kernel_root() -> Path:
     return Path(folder)
 
 
-def kept_kernels():
+def kept_kernels() -> list[tuple[str, int]]:
     """Returns [(name, bytes)] of the compiled kernels in kernel_root(), sorted by name.
 
     A kernel with the mods of a user has the hash of its mods at the end of its name. A kernel that several releases of

@@ -10,9 +10,12 @@ below do these moves. The backward of each move is the other move. A third funct
 tensor as a residual.
 """
 
+from typing import Any, Optional
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
+from torch import Tensor
 
 __all__ = [
     "IndexFirstAxis",
@@ -33,13 +36,13 @@ class IndexFirstAxis(torch.autograd.Function):
     """rows = input[indices]. The backward scatters into zeros, and a repeated index keeps one of its gradients."""
 
     @staticmethod
-    def forward(ctx, input, indices):
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.num_rows = input.shape[0]
         return input[indices.long()]
 
     @staticmethod
-    def backward(ctx, grad_rows):
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Optional[Tensor], ...]:
         (indices,) = ctx.saved_tensors
         return index_put_first_axis(grad_rows, indices, ctx.num_rows), None
 
@@ -48,14 +51,14 @@ class IndexPutFirstAxis(torch.autograd.Function):
     """out = zeros; out[indices] = values. The backward gathers."""
 
     @staticmethod
-    def forward(ctx, values, indices, first_axis_dim):
+    def forward(ctx: Any, values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
         ctx.save_for_backward(indices)
         out = values.new_zeros(first_axis_dim, *values.shape[1:])
         out[indices.long()] = values
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Optional[Tensor], ...]:
         (indices,) = ctx.saved_tensors
         return index_first_axis(grad_out, indices), None, None
 
@@ -64,32 +67,34 @@ class IndexFirstAxisResidual(torch.autograd.Function):
     """(input[indices], input). The backward adds the gradient of the rows to the gradient of the residual."""
 
     @staticmethod
-    def forward(ctx, input, indices):
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(indices)
         return input[indices.long()], input.detach()
 
     @staticmethod
-    def backward(ctx, grad_rows, grad_residual):
+    def backward(ctx: Any, grad_rows: Tensor, grad_residual: Tensor) -> tuple[Optional[Tensor], ...]:
         (indices,) = ctx.saved_tensors
         return grad_residual.index_add(0, indices.long(), grad_rows), None
 
 
-def index_first_axis(input, indices):
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows of the first axis: ``input`` [n, ...], ``indices`` [k] integers -> [k, ...]. Differentiable in ``input``."""
     return IndexFirstAxis.apply(input, indices)
 
 
-def index_put_first_axis(values, indices, first_axis_dim):
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Zeros [first_axis_dim, ...] with ``values`` [k, ...] at ``indices`` [k]. Differentiable in ``values``."""
     return IndexPutFirstAxis.apply(values, indices, first_axis_dim)
 
 
-def index_first_axis_residual(input, indices):
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Does ``index_first_axis`` and also returns ``input``, so a residual branch needs no second gradient buffer."""
     return IndexFirstAxisResidual.apply(input, indices)
 
 
-def unpad_input(hidden_states, attention_mask, unused_mask=None):
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Pack the tokens of a padded batch.
 
     Args:
@@ -109,7 +114,9 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     return tokens, indices, cu_seqlens, max_seqlen, used.sum(-1, dtype=torch.int32)
 
 
-def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pack a padded batch whose rows hold several short sequences one after the other.
 
     Args:
@@ -126,7 +133,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     return _pack(hidden_states, stored, lengths)
 
 
-def pad_input(hidden_states, indices, batch, seqlen):
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]`` with zeros elsewhere. Undoes ``unpad_input``."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 

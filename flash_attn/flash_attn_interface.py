@@ -20,8 +20,7 @@ calls has a file of its own:
     _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -55,6 +54,7 @@ from flash_attn._private_functions import (
     _wrapped_flash_attn_varlen_backward,
     _wrapped_flash_attn_varlen_forward,
 )
+from flash_attn._types import Length, Window
 
 __all__ = [
     "FlashAttnFunc",
@@ -88,9 +88,6 @@ __all__ = [
     "round_multiple",
 ]
 
-Window = Union[Sequence[int], Tensor]  # (left, right)
-Length = Union[int, Tensor]  # a tensor has one element
-
 USE_TRITON_ROCM = False
 flash_attn_gpu = _direct = flash_attn_2_cuda
 
@@ -116,7 +113,7 @@ def flash_attn_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """Exact attention ``softmax(softmax_scale * q @ k.T + mask) @ v`` without storing the scores.
 
     The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
@@ -201,7 +198,7 @@ def flash_attn_kvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_func`` with keys and values in one tensor: same results, and the gradient of kv comes in one piece.
 
     Args:
@@ -238,7 +235,7 @@ def flash_attn_qkvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -281,7 +278,7 @@ def flash_attn_varlen_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
 
     Sequence n owns rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` and sees only its own keys. Two sequences of
@@ -354,7 +351,7 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_varlen_func`` with keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -394,7 +391,7 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_varlen_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
     Args:
@@ -439,7 +436,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Optional[Tensor] = None,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
     If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary

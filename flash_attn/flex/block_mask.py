@@ -6,12 +6,15 @@ a masked element were seen.
 """
 
 import inspect
+from typing import Optional, Union
 
 import flash_attn_2_cuda
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .._imagined import is_imagined, stand_in
+from .._types import Device, MaskMod, ScoreMod
 from . import calls, ops
 from .tracer import program_of
 
@@ -20,7 +23,7 @@ NAMES += tuple("full_" + name for name in NAMES)
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-def noop_mask(batch, head, token_q, token_kv):
+def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
     """The mask that allows everything."""
     return batch.new_ones((), dtype=torch.bool, device=batch.device)
 
@@ -30,7 +33,7 @@ def _check_callable(mask_mods):
         raise RuntimeError(f"All inputs should be callable mask_mods: {mask_mods}")
 
 
-def and_masks(*mask_mods):
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that allows what all of the mask_mods allow."""
     _check_callable(mask_mods)
 
@@ -43,7 +46,7 @@ def and_masks(*mask_mods):
     return and_mask
 
 
-def or_masks(*mask_mods):
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that allows what any of the mask_mods allows."""
     _check_callable(mask_mods)
 
@@ -101,7 +104,9 @@ def _sizes(**sizes):
     return [1 if size is None else int(size) for size in sizes.values()]
 
 
-def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
+def create_mask(
+    mod_fn: Union[MaskMod, ScoreMod], B: Optional[int], H: Optional[int], Q_LEN: int, KV_LEN: int, device: Device = None
+) -> Tensor:
     """Evaluates a mod for every query and key.
 
     Args:
@@ -124,7 +129,16 @@ def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
 
 
-def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128, _compile=False):
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: Optional[int],
+    H: Optional[int],
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Device = None,
+    BLOCK_SIZE: Union[int, tuple[int, int]] = 128,
+    _compile: bool = False,
+) -> BlockMask:
     """Lists the full and the partial blocks of a mask. Memory grows with the number of blocks.
 
     Args:

@@ -1,7 +1,11 @@
 """Cross entropy as a module, reduced like ``torch.nn.CrossEntropyLoss``."""
 
-import torch.nn as nn
+from typing import Optional, Union
 
+import torch.nn as nn
+from torch import Tensor
+
+from flash_attn._types import Group
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
 __all__ = ["CrossEntropyLoss"]
@@ -19,15 +23,15 @@ class CrossEntropyLoss(nn.Module):
 
     def __init__(
         self,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        logit_scale=1.0,
-        lse_square_scale=0.0,
-        inplace_backward=False,
-        process_group=None,
-        return_z_loss=False,
-    ):
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        inplace_backward: bool = False,
+        process_group: Group = None,
+        return_z_loss: bool = False,
+    ) -> None:
         super().__init__()
         if reduction not in ("mean", "none", "sum"):
             raise NotImplementedError(f"reduction is {reduction!r}, allowed are 'mean', 'none' and 'sum'")
@@ -35,7 +39,9 @@ class CrossEntropyLoss(nn.Module):
         self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
         self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
 
-    def forward(self, input, target, precomputed_lse=None):
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Optional[Tensor] = None
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         """``input`` ``[n, V]``, ``target`` ``[n]`` -> a scalar, or ``[n]`` with reduction "none"."""
         losses, z_losses = cross_entropy_loss(
             input,

@@ -5,10 +5,13 @@ with a key padding mask. Dropout acts in training mode only.
 """
 
 import math
+from typing import Optional
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import Window
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -19,7 +22,7 @@ from flash_attn.flash_attn_interface import (
 __all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
 
 
-def get_alibi_slopes(nheads):
+def get_alibi_slopes(nheads: int) -> list[float]:
     """Slopes of ALiBi (arXiv 2108.12409) as a list: ``2^(-8 k / n)``, k = 1 .. n, for n a power of two.
 
     Otherwise the slopes of the next lower power come first. Every second slope of the next higher power follows.
@@ -54,16 +57,22 @@ class FlashSelfAttention(_FlashAttention):
 
     def __init__(
         self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        window_size=(-1, -1),
-        alibi_slopes=None,
-        deterministic=False,
-    ):
+        causal: bool = False,
+        softmax_scale: Optional[float] = None,
+        attention_dropout: float = 0.0,
+        window_size: Window = (-1, -1),
+        alibi_slopes: Optional[Tensor] = None,
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
-    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None):
+    def forward(
+        self,
+        qkv: Tensor,
+        causal: Optional[bool] = None,
+        cu_seqlens: Optional[Tensor] = None,
+        max_seqlen: Optional[int] = None,
+    ) -> Tensor:
         """``[b, s, 3, h, d]`` -> ``[b, s, h, d]``; with int32 cu_seqlens and int max_seqlen ``[t, 3, h, d]``."""
         if cu_seqlens is None:
             return flash_attn_qkvpacked_func(qkv, **self._options(causal))
@@ -76,16 +85,25 @@ class FlashCrossAttention(_FlashAttention):
 
     def __init__(
         self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        alibi_slopes=None,
-        window_size=(-1, -1),
-        deterministic=False,
-    ):
+        causal: bool = False,
+        softmax_scale: Optional[float] = None,
+        attention_dropout: float = 0.0,
+        alibi_slopes: Optional[Tensor] = None,
+        window_size: Window = (-1, -1),
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
-    def forward(self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None):
+    def forward(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: Optional[bool] = None,
+        cu_seqlens: Optional[Tensor] = None,
+        max_seqlen: Optional[int] = None,
+        cu_seqlens_k: Optional[Tensor] = None,
+        max_seqlen_k: Optional[int] = None,
+    ) -> Tensor:
         """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]`` -> ``[b, s_q, h, d]``; packed with both cu_seqlens."""
         if cu_seqlens is None:
             assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
@@ -99,11 +117,15 @@ class FlashCrossAttention(_FlashAttention):
 class CrossAttention(nn.Module):
     """softmax(scale q k^T + mask) v in plain PyTorch, softmax in fp32."""
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+    def __init__(
+        self, causal: bool = False, softmax_scale: Optional[float] = None, attention_dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
 
-    def forward(self, q, kv, causal=None, key_padding_mask=None):
+    def forward(
+        self, q: Tensor, kv: Tensor, causal: Optional[bool] = None, key_padding_mask: Optional[Tensor] = None
+    ) -> Tensor:
         """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]``, key_padding_mask ``[b, s_k]`` true where a key is kept.
 
         The causal mask is aligned to the bottom right corner. With a padding mask, this is the corner of the kept keys.
@@ -120,11 +142,13 @@ class CrossAttention(nn.Module):
 class SelfAttention(nn.Module):
     """``CrossAttention`` of packed qkv. The causal mask is the lower triangle."""
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+    def __init__(
+        self, causal: bool = False, softmax_scale: Optional[float] = None, attention_dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
 
-    def forward(self, qkv, causal=None, key_padding_mask=None):
+    def forward(self, qkv: Tensor, causal: Optional[bool] = None, key_padding_mask: Optional[Tensor] = None) -> Tensor:
         """``[b, s, 3, h, d]``, key_padding_mask ``[b, s]`` -> ``[b, s, h, d]``."""
         q, k, v = qkv.unbind(2)
         hidden = _hidden_by_padding(key_padding_mask)

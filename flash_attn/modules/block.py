@@ -8,10 +8,13 @@ In the prenorm and parallel forms, the next block does the last dropout and addi
 """
 
 from functools import partial
+from typing import Any, Optional, Union
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import MakesModule
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import Mlp
 
@@ -21,11 +24,11 @@ __all__ = ["Block", "ParallelBlock", "StochasticDepth"]
 class StochasticDepth(nn.Module):
     """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p)."""
 
-    def __init__(self, p):
+    def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.p
@@ -48,22 +51,22 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        dim,
-        mixer_cls=None,
-        mlp_cls=None,
-        norm_cls=nn.LayerNorm,
-        dropout_cls=nn.Dropout,
-        prenorm=True,
-        resid_dropout1=0.0,
-        resid_dropout2=0.0,
-        drop_path1=0.0,
-        drop_path2=0.0,
-        fused_dropout_add_ln=False,
-        return_residual=False,
-        residual_in_fp32=False,
-        sequence_parallel=False,
-        mark_shared_params=False,
-    ):
+        dim: int,
+        mixer_cls: Optional[MakesModule] = None,
+        mlp_cls: Optional[MakesModule] = None,
+        norm_cls: MakesModule = nn.LayerNorm,
+        dropout_cls: MakesModule = nn.Dropout,
+        prenorm: bool = True,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        drop_path1: float = 0.0,
+        drop_path2: float = 0.0,
+        fused_dropout_add_ln: bool = False,
+        return_residual: bool = False,
+        residual_in_fp32: bool = False,
+        sequence_parallel: bool = False,
+        mark_shared_params: bool = False,
+    ) -> None:
         super().__init__()
         assert prenorm or not residual_in_fp32, "residual_in_fp32 needs prenorm"
         self.prenorm, self.return_residual, self.residual_in_fp32 = prenorm, return_residual, residual_in_fp32
@@ -78,10 +81,18 @@ class Block(nn.Module):
             self.norm2 = norm_cls(dim)
         _mark_norms(self, sequence_parallel, mark_shared_params)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
+    ) -> Tensor:
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
-    def forward(self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Optional[Tensor] = None,
+        mixer_subset: Any = None,
+        mixer_kwargs: Optional[dict[str, Any]] = None,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         """``[b, s, n]`` (or ``[t, n]``), prenorm with the residual or None.
 
         Args:
@@ -125,19 +136,19 @@ class ParallelBlock(nn.Module):
 
     def __init__(
         self,
-        dim,
-        mixer_cls=None,
-        mlp_cls=None,
-        norm_cls=nn.LayerNorm,
-        dropout_cls=nn.Dropout,
-        resid_dropout1=0.0,
-        resid_dropout2=0.0,
-        tied_norm=False,
-        fused_dropout_add_ln=False,
-        residual_in_fp32=False,
-        sequence_parallel=False,
-        mark_shared_params=False,
-    ):
+        dim: int,
+        mixer_cls: Optional[MakesModule] = None,
+        mlp_cls: Optional[MakesModule] = None,
+        norm_cls: MakesModule = nn.LayerNorm,
+        dropout_cls: MakesModule = nn.Dropout,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        tied_norm: bool = False,
+        fused_dropout_add_ln: bool = False,
+        residual_in_fp32: bool = False,
+        sequence_parallel: bool = False,
+        mark_shared_params: bool = False,
+    ) -> None:
         super().__init__()
         self.tied_norm, self.residual_in_fp32 = tied_norm, residual_in_fp32
         self.mixer, self.mlp = _mixer_and_mlp(dim, mixer_cls, mlp_cls)
@@ -147,10 +158,18 @@ class ParallelBlock(nn.Module):
             self.norm2 = norm_cls(dim)
         _mark_norms(self, sequence_parallel, mark_shared_params)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
+    ) -> Tensor:
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
-    def forward(self, hidden_states1, hidden_states2=None, residual=None, mixer_kwargs=None):
+    def forward(
+        self,
+        hidden_states1: Tensor,
+        hidden_states2: Optional[Tensor] = None,
+        residual: Optional[Tensor] = None,
+        mixer_kwargs: Optional[dict[str, Any]] = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of the last block's mixer and MLP (None for the first) and the residual, ``[b, s, n]`` each."""
         x = self.dropout1(hidden_states1)
         if hidden_states2 is not None:

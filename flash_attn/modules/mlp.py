@@ -6,9 +6,14 @@
 The parallel forms split the hidden features over the ranks of a process group.
 """
 
+from typing import Optional, Union
+
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
+from flash_attn._types import Activation, Device, Group
 from flash_attn.ops.activations import swiglu
 from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
 
@@ -20,23 +25,23 @@ class Mlp(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.gelu,
-        bias1=True,
-        bias2=True,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.gelu,
+        bias1: bool = True,
+        bias2: bool = True,
+        return_residual: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
         self.return_residual, self.activation = return_residual, activation
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Union[Tensor, tuple[Tensor, Tensor]]:
         y = self.fc2(self.activation(self.fc1(x)))
         return (y, x) if self.return_residual else y
 
@@ -46,17 +51,17 @@ class ParallelMLP(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.gelu,
-        process_group=None,
-        sequence_parallel=True,
-        bias1=True,
-        bias2=True,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.gelu,
+        process_group: Group = None,
+        sequence_parallel: bool = True,
+        bias1: bool = True,
+        bias2: bool = True,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         assert process_group is not None, "ParallelMLP needs a process_group"
         hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
@@ -65,7 +70,7 @@ class ParallelMLP(nn.Module):
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **parallel)
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(x)))
 
 
@@ -74,24 +79,24 @@ class GatedMlp(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        return_residual: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         hidden_features = _gated_width(in_features, hidden_features, multiple_of)
         self.return_residual, self.activation = return_residual, activation
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features or in_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Union[Tensor, tuple[Tensor, Tensor]]:
         y = self.fc2(_gate(self.fc1(x), self.activation))
         return (y, x) if self.return_residual else y
 
@@ -101,18 +106,18 @@ class ParallelGatedMlp(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        process_group,
-        hidden_features=None,
-        out_features=None,
-        activation=F.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        process_group: Group,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        sequence_parallel: bool = True,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         hidden_features, out_features = (
             _gated_width(in_features, hidden_features, multiple_of),
@@ -126,7 +131,7 @@ class ParallelGatedMlp(nn.Module):
         )
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(_gate(self.fc1(x), self.activation))
 
 

@@ -5,29 +5,33 @@
 ``rowscale`` is a factor per row, ``layerscale`` one per column. ``ops.layer_norm`` and ``ops.rms_norm`` bind the norm.
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import Device
 from flash_attn.ops.triton.layer_norm import dropout_and_mask, layer_norm_fn
 
 __all__ = ["DropoutAddNorm", "dropout_add_norm", "dropout_add_norm_parallel_residual", "dropout_add_norm_subset"]
 
 
 def dropout_add_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor] = None,
+    layerscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
     *,
-    is_rms_norm,
-):
+    is_rms_norm: bool,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """Drop out, add and normalise.
 
     Args:
@@ -60,23 +64,23 @@ def dropout_add_norm(
 
 
 def dropout_add_norm_subset(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    layerscale=None,
-    x0_subset=None,
-    out_subset=None,
-    rowscale_const=1.0,
-    out_numrows=0,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor] = None,
+    x0_subset: Optional[Tensor] = None,
+    out_subset: Optional[Tensor] = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
     *,
-    is_rms_norm,
-):
+    is_rms_norm: bool,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``dropout_add_norm`` if x0 holds only some rows and only some results are needed (stochastic depth).
 
     Args:
@@ -107,21 +111,21 @@ def dropout_add_norm_subset(
 
 
 def dropout_add_norm_parallel_residual(
-    x0,
-    x1,
-    residual,
-    weight0,
-    bias0,
-    weight1,
-    bias1,
-    dropout_p,
-    epsilon,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
     *,
-    is_rms_norm,
-):
+    is_rms_norm: bool,
+) -> tuple[Optional[Tensor], ...]:
     """r = dropout(x0) + dropout(x1) + residual and two norms of it: (y0, y1), y1 None without weight1.
 
     With ``prenorm`` r follows, with ``return_dropout_mask`` the two masks. x1, weight1 and bias1 may be None.
@@ -150,7 +154,16 @@ class DropoutAddNorm(nn.Module):
 
     is_rms_norm = None
 
-    def __init__(self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        prenorm: bool = False,
+        p: float = 0.0,
+        eps: float = 1e-5,
+        residual_in_fp32: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
@@ -158,12 +171,12 @@ class DropoutAddNorm(nn.Module):
         self.register_parameter("bias", bias)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x0, residual=None):
+    def forward(self, x0: Tensor, residual: Optional[Tensor] = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return dropout_add_norm(
             x0,
             residual,

@@ -8,11 +8,15 @@ gathers the tokens first. A row parallel layer scatters its sums. The names say 
 work.
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._types import Device, Group
 from flash_attn.ops.activations import gelu_fwd, sqrelu_fwd
 from flash_attn.utils.distributed import all_gather, all_reduce, copy_to_ranks, get_dim_for_local_rank, reduce_scatter
 
@@ -31,7 +35,14 @@ __all__ = [
 ACTIVATIONS = {"gelu_approx": gelu_fwd, "relu": F.relu, "sqrelu": sqrelu_fwd}
 
 
-def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
+def fused_dense_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    return_residual: bool = False,
+    process_group: Group = None,
+    sequence_parallel: bool = True,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``x @ weight.T + bias``.
 
     Args:
@@ -45,19 +56,19 @@ def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=
 
 
 def fused_mlp_func(
-    x,
-    weight1,
-    weight2,
-    bias1=None,
-    bias2=None,
-    activation="gelu_approx",
-    save_pre_act=True,
-    return_residual=False,
-    checkpoint_lvl=0,
-    heuristic=0,
-    process_group=None,
-    sequence_parallel=True,
-):
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Optional[Tensor] = None,
+    bias2: Optional[Tensor] = None,
+    activation: str = "gelu_approx",
+    save_pre_act: bool = True,
+    return_residual: bool = False,
+    checkpoint_lvl: int = 0,
+    heuristic: Union[int, str] = 0,
+    process_group: Group = None,
+    sequence_parallel: bool = True,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``act(x @ weight1.T + bias1) @ weight2.T + bias2``; with a process group the second product is this rank's part.
 
     Args:
@@ -82,7 +93,14 @@ class FusedDenseFunc:
     """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients."""
 
     @staticmethod
-    def apply(x, weight, bias, return_residual=False, process_group=None, sequence_parallel=True):
+    def apply(
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        return_residual: bool = False,
+        process_group: Group = None,
+        sequence_parallel: bool = True,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return fused_dense_func(x, weight, bias, return_residual, process_group, sequence_parallel)
 
 
@@ -91,19 +109,19 @@ class FusedMLPFunc:
 
     @staticmethod
     def apply(
-        x,
-        weight1,
-        bias1,
-        weight2,
-        bias2,
-        activation="gelu_approx",
-        save_pre_act=True,
-        return_residual=False,
-        checkpoint_lvl=0,
-        heuristic=0,
-        process_group=None,
-        sequence_parallel=True,
-    ):
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Optional[Tensor],
+        weight2: Tensor,
+        bias2: Optional[Tensor],
+        activation: str = "gelu_approx",
+        save_pre_act: bool = True,
+        return_residual: bool = False,
+        checkpoint_lvl: int = 0,
+        heuristic: Union[int, str] = 0,
+        process_group: Group = None,
+        sequence_parallel: bool = True,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return fused_mlp_func(
             x,
             weight1,
@@ -123,11 +141,19 @@ class FusedMLPFunc:
 class FusedDense(nn.Linear):
     """``nn.Linear`` that can return its input beside its output."""
 
-    def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        return_residual: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: Group = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
@@ -136,20 +162,20 @@ class ColumnParallelLinear(nn.Linear):
 
     def __init__(
         self,
-        in_features,
-        out_features,
-        process_group,
-        bias=True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         out_features = _share(out_features, process_group, multiple_of)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(_to_columns(x, self.process_group, self.sequence_parallel), self.weight, self.bias)
 
 
@@ -158,21 +184,21 @@ class RowParallelLinear(nn.Linear):
 
     def __init__(
         self,
-        in_features,
-        out_features,
-        process_group,
-        bias=True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         bias = bias and torch.distributed.get_rank(process_group) == 0
         in_features = _share(in_features, process_group, multiple_of)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return _from_rows(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
 
@@ -181,18 +207,18 @@ class FusedMLP(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        bias1=True,
-        bias2=True,
-        activation="gelu_approx",
-        return_residual=False,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        activation: str = "gelu_approx",
+        return_residual: bool = False,
+        checkpoint_lvl: int = 0,
+        heuristic: Union[int, str] = "auto",
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
         hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
@@ -201,7 +227,7 @@ class FusedMLP(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: Group = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
         y = fused_mlp_func(
             x,
             self.fc1.weight,
@@ -222,19 +248,19 @@ class ParallelFusedMLP(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation="gelu_approx",
-        process_group=None,
-        bias1=True,
-        bias2=True,
-        sequence_parallel=True,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: str = "gelu_approx",
+        process_group: Group = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        sequence_parallel: bool = True,
+        checkpoint_lvl: int = 0,
+        heuristic: Union[int, str] = "auto",
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         assert process_group is not None, "ParallelFusedMLP needs a process_group"
         assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
@@ -245,7 +271,7 @@ class ParallelFusedMLP(nn.Module):
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **layout)
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **layout)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y = fused_mlp_func(
             x,
             self.fc1.weight,

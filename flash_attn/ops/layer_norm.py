@@ -1,5 +1,9 @@
 """Layer norm under the names of the fused kernels; see ``ops.dropout_add_norm``."""
 
+from typing import Optional, Union
+
+from torch import Tensor
+
 from flash_attn.ops.dropout_add_norm import (
     DropoutAddNorm,
     dropout_add_norm,
@@ -21,18 +25,18 @@ __all__ = [
 
 
 def dropout_add_layer_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor] = None,
+    layerscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """Dropout, residual add and layer norm: ``dropout_add_norm``."""
     return dropout_add_norm(
         x0,
@@ -51,21 +55,21 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_layer_norm_subset(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    layerscale=None,
-    x0_subset=None,
-    out_subset=None,
-    rowscale_const=1.0,
-    out_numrows=0,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor] = None,
+    x0_subset: Optional[Tensor] = None,
+    out_subset: Optional[Tensor] = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """The same for some rows only: ``dropout_add_norm_subset``."""
     return dropout_add_norm_subset(
         x0,
@@ -87,19 +91,19 @@ def dropout_add_layer_norm_subset(
 
 
 def dropout_add_layer_norm_parallel_residual(
-    x0,
-    x1,
-    residual,
-    weight0,
-    bias0,
-    weight1,
-    bias1,
-    dropout_p,
-    epsilon,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Optional[Tensor], ...]:
     """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``."""
     return dropout_add_norm_parallel_residual(
         x0,
@@ -118,7 +122,7 @@ def dropout_add_layer_norm_parallel_residual(
     )
 
 
-def layer_norm(x, weight, bias, epsilon):
+def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float) -> Tensor:
     """``[..., n]`` normalised over the last dimension."""
     return layer_norm_fn(x, weight, bias, eps=epsilon)
 
@@ -128,19 +132,19 @@ class DropoutAddLayerNormFn:
 
     @staticmethod
     def apply(
-        x0,
-        residual,
-        gamma,
-        beta,
-        rowscale,
-        colscale,
-        dropout_p,
-        epsilon,
-        residual_in_fp32=False,
-        prenorm=False,
-        is_rms_norm=False,
-        return_dmask=False,
-    ):
+        x0: Tensor,
+        residual: Optional[Tensor],
+        gamma: Tensor,
+        beta: Optional[Tensor],
+        rowscale: Optional[Tensor],
+        colscale: Optional[Tensor],
+        dropout_p: float,
+        epsilon: float,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> Union[Tensor, tuple[Tensor, ...]]:
         return dropout_add_norm(
             x0,
             residual,
@@ -162,22 +166,22 @@ class DropoutAddLayerNormSubsetFn:
 
     @staticmethod
     def apply(
-        x0,
-        residual,
-        gamma,
-        beta,
-        colscale,
-        x0_subset,
-        out_subset,
-        dropout_p,
-        epsilon,
-        rowscale_const,
-        out_numrows,
-        residual_in_fp32=False,
-        prenorm=False,
-        is_rms_norm=False,
-        return_dmask=False,
-    ):
+        x0: Tensor,
+        residual: Optional[Tensor],
+        gamma: Tensor,
+        beta: Optional[Tensor],
+        colscale: Optional[Tensor],
+        x0_subset: Optional[Tensor],
+        out_subset: Optional[Tensor],
+        dropout_p: float,
+        epsilon: float,
+        rowscale_const: float,
+        out_numrows: int,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> Union[Tensor, tuple[Tensor, ...]]:
         return dropout_add_norm_subset(
             x0,
             residual,
@@ -202,20 +206,20 @@ class DropoutAddLayerNormParallelResidualFn:
 
     @staticmethod
     def apply(
-        x0,
-        x1,
-        residual,
-        gamma0,
-        beta0,
-        gamma1,
-        beta1,
-        dropout_p,
-        epsilon,
-        residual_in_fp32=False,
-        prenorm=False,
-        is_rms_norm=False,
-        return_dmask=False,
-    ):
+        x0: Tensor,
+        x1: Optional[Tensor],
+        residual: Optional[Tensor],
+        gamma0: Tensor,
+        beta0: Optional[Tensor],
+        gamma1: Optional[Tensor],
+        beta1: Optional[Tensor],
+        dropout_p: float,
+        epsilon: float,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> tuple[Optional[Tensor], ...]:
         return dropout_add_norm_parallel_residual(
             x0,
             x1,

@@ -4,8 +4,11 @@ The timing functions print if ``verbose`` and return (timer, measurement). ``gra
 output, and is random by default.
 """
 
+from typing import Any, Callable, Optional
+
 import torch
 import torch.utils.benchmark as benchmark
+from torch import Tensor
 
 __all__ = [
     "benchmark_all",
@@ -17,8 +20,19 @@ __all__ = [
     "pytorch_profiler",
 ]
 
+Timed = tuple[benchmark.Timer, benchmark.Measurement]
 
-def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs):
+
+def benchmark_forward(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> Timed:
     """Times the forward pass."""
 
     def forward():
@@ -29,8 +43,16 @@ def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False,
 
 
 def benchmark_backward(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable[..., Any],
+    *inputs: Any,
+    grad: Optional[Tensor] = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> Timed:
     """Times the backward pass. Gradients of the inputs are dropped before each run."""
     y, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
 
@@ -42,8 +64,16 @@ def benchmark_backward(
 
 
 def benchmark_combined(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable[..., Any],
+    *inputs: Any,
+    grad: Optional[Tensor] = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> Timed:
     """Times forward and backward passes together."""
     _, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
 
@@ -56,16 +86,32 @@ def benchmark_combined(
 
 
 def benchmark_fwd_bwd(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable[..., Any],
+    *inputs: Any,
+    grad: Optional[Tensor] = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> tuple[Timed, Timed]:
     """Returns (timer, measurement) of the forward pass and of the backward pass."""
     options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
     return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
 
 
 def benchmark_all(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable[..., Any],
+    *inputs: Any,
+    grad: Optional[Tensor] = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> tuple[Timed, Timed, Timed]:
     """Returns (timer, measurement) of the forward pass, of the backward pass, and of both together."""
     options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
     return (
@@ -76,16 +122,16 @@ def benchmark_all(
 
 
 def pytorch_profiler(
-    fn,
-    *inputs,
-    trace_filename=None,
-    backward=False,
-    amp=False,
-    amp_dtype=torch.float16,
-    cpu=False,
-    verbose=True,
-    **kwinputs,
-):
+    fn: Callable[..., Any],
+    *inputs: Any,
+    trace_filename: Optional[str] = None,
+    backward: bool = False,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    cpu: bool = False,
+    verbose: bool = True,
+    **kwinputs: Any,
+) -> None:
     """Profiles one call after 30 calls of warm-up, prints the costliest operators, and may write a Chrome trace."""
     on_cuda = _device_type(inputs) == "cuda"
     grad = _output_and_grad(fn, inputs, kwinputs, None, amp, amp_dtype)[1] if backward else None
@@ -109,7 +155,9 @@ def pytorch_profiler(
         profile.export_chrome_trace(trace_filename)
 
 
-def benchmark_memory(fn, *inputs, desc="", verbose=True, **kwinputs):
+def benchmark_memory(
+    fn: Callable[..., Any], *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any
+) -> float:
     """Returns the peak CUDA memory of one call in GB (10^9 bytes)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

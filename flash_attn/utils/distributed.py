@@ -8,8 +8,14 @@
 ``*_raw`` are the plain collectives and return (output, handle). The handle is None unless ``async_op``.
 """
 
+from typing import Any, Optional
+
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from flash_attn._types import Group
 
 __all__ = [
     "AllGatherFunc",
@@ -27,7 +33,7 @@ __all__ = [
 ]
 
 
-def all_gather_raw(input_, process_group, async_op=False):
+def all_gather_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
     """Joins the ranks' ``[n, ...]`` in order to ``[w n, ...]``."""
     world_size = dist.get_world_size(process_group)
     output = input_.new_empty(world_size * input_.shape[0], *input_.shape[1:])
@@ -35,7 +41,7 @@ def all_gather_raw(input_, process_group, async_op=False):
     return output, gather(output, input_.contiguous(), group=process_group, async_op=async_op)
 
 
-def reduce_scatter_raw(input_, process_group, async_op=False):
+def reduce_scatter_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
     """Sums ``[w n, ...]`` over the ranks and returns this rank's ``[n, ...]``."""
     world_size = dist.get_world_size(process_group)
     assert input_.shape[0] % world_size == 0, f"{input_.shape[0]} rows do not divide over {world_size} ranks"
@@ -44,7 +50,7 @@ def reduce_scatter_raw(input_, process_group, async_op=False):
     return output, scatter(output, input_.contiguous(), group=process_group, async_op=async_op)
 
 
-def all_reduce_raw(input_, process_group, async_op=False):
+def all_reduce_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
     """Returns the sum over ranks, written over ``input_`` if ``input_`` is contiguous."""
     output = input_.contiguous()
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)
@@ -54,12 +60,12 @@ class AllGatherFunc(torch.autograd.Function):
     """Gather sequence parallel activations."""
 
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
         ctx.process_group = process_group
         return all_gather_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         return reduce_scatter_raw(grad, ctx.process_group)[0], None
 
 
@@ -67,12 +73,12 @@ class ReduceScatterFunc(torch.autograd.Function):
     """Sum partial results and keep this rank's rows."""
 
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
         ctx.process_group = process_group
         return reduce_scatter_raw(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         return all_gather_raw(grad, ctx.process_group)[0], None
 
 
@@ -80,11 +86,11 @@ class AllReduceFunc(torch.autograd.Function):
     """Sum partial results onto every rank."""
 
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
         return all_reduce_raw(input_.clone(), process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         return grad, None
 
 
@@ -92,22 +98,36 @@ class CopyToRanksFunc(torch.autograd.Function):
     """A replicated input of a split layer. The forward is the identity, and the backward sums the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx, input_, process_group):
+    def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
         ctx.process_group = process_group
         return input_.view_as(input_)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         return all_reduce_raw(grad.clone(), ctx.process_group)[0], None
 
 
-all_gather = AllGatherFunc.apply
-reduce_scatter = ReduceScatterFunc.apply
-all_reduce = AllReduceFunc.apply
-copy_to_ranks = CopyToRanksFunc.apply
+def all_gather(input_: Tensor, process_group: Group) -> Tensor:
+    """``all_gather_raw`` with a gradient, which is summed over the ranks and scattered."""
+    return AllGatherFunc.apply(input_, process_group)
 
 
-def sync_shared_params(model, process_group):
+def reduce_scatter(input_: Tensor, process_group: Group) -> Tensor:
+    """``reduce_scatter_raw`` with a gradient, which is gathered."""
+    return ReduceScatterFunc.apply(input_, process_group)
+
+
+def all_reduce(input_: Tensor, process_group: Group) -> Tensor:
+    """The sum over the ranks in new memory, with a gradient, which passes unchanged."""
+    return AllReduceFunc.apply(input_, process_group)
+
+
+def copy_to_ranks(input_: Tensor, process_group: Group) -> Tensor:
+    """The input, whose gradient is summed over the ranks."""
+    return CopyToRanksFunc.apply(input_, process_group)
+
+
+def sync_shared_params(model: nn.Module, process_group: Group) -> None:
     """Copy the parameters marked ``_shared_params`` from the group's first rank to the others."""
     first = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     for param in _marked(model, "_shared_params"):
@@ -115,7 +135,7 @@ def sync_shared_params(model, process_group):
             dist.broadcast(param, src=first, group=process_group)
 
 
-def allreduce_sequence_parallel_grad(model, process_group):
+def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Group) -> None:
     """Sum over ranks the gradients of parameters marked ``_sequence_parallel``, in one message per dtype."""
     grads = [param.grad for param in _marked(model, "_sequence_parallel") if param.grad is not None]
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
@@ -126,7 +146,7 @@ def allreduce_sequence_parallel_grad(model, process_group):
             grad.copy_(summed.view_as(grad))
 
 
-def get_dim_for_local_rank(dim, world_size, local_rank, multiple_of=1):
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
     """Returns a rank's share of ``dim`` in multiples of ``multiple_of``. The first ranks may get one multiple more."""
     units = dim // multiple_of
     return multiple_of * (units // world_size + (local_rank < units % world_size))

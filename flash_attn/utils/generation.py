@@ -5,10 +5,14 @@ A model called ``model(input_ids, position_ids=..., inference_params=..., num_la
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
+from torch import Tensor
+
+from flash_attn._types import Device
 
 __all__ = [
     "DecoderOutput",
@@ -27,6 +31,9 @@ __all__ = [
     "update_graph_cache",
 ]
 
+# Of a step: (input_ids, position_ids, tokens in the caches) -> logits.
+Step = Callable[[Tensor, Tensor, int], Tensor]
+
 
 @dataclass
 class InferenceParams:
@@ -36,10 +43,10 @@ class InferenceParams:
     max_batch_size: int
     seqlen_offset: int = 0  # tokens in the caches
     batch_size_offset: int = 0  # first row of the caches in use
-    key_value_memory_dict: dict = field(default_factory=dict)  # layer_idx -> [max_batch_size, max_seqlen, 2, h_kv, d]
-    lengths_per_sample: Optional[torch.Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
+    key_value_memory_dict: dict[int, Tensor] = field(default_factory=dict)  # [max_batch_size, max_seqlen, 2, h_kv, d]
+    lengths_per_sample: Optional[Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
 
-    def reset(self, max_seqlen, max_batch_size):
+    def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Start over with the same memory."""
         self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
         if self.lengths_per_sample is not None:
@@ -49,11 +56,20 @@ class InferenceParams:
 class DecoderOutput(NamedTuple):
     """The result of ``decode``."""
 
-    sequences: torch.Tensor  # [b, length], prompt included
-    scores: Optional[tuple]  # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
+    sequences: Tensor  # [b, length], prompt included
+    # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
+    scores: Union[tuple[Tensor, ...], Tensor, None]
 
 
-def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16):
+def allocate_inference_cache(
+    max_batch_size: int,
+    max_seqlen: int,
+    nheads: int,
+    headdim: int,
+    layers: Union[int, Iterable[int]],
+    device: Device,
+    dtype: torch.dtype = torch.float16,
+) -> dict[int, Tensor]:
     """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices."""
     sizes = max_batch_size, max_seqlen, 2, nheads, headdim
     return {
@@ -62,13 +78,13 @@ def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers
     }
 
 
-def modify_logits_for_top_k_filtering(logits, top_k):
+def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
     """Set all but the ``top_k`` largest of each row to -inf, in place."""
     smallest_kept = logits.topk(top_k).values[..., -1:]
     logits.masked_fill_(logits < smallest_kept, float("-inf"))
 
 
-def modify_logits_for_top_p_filtering(logits, top_p):
+def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
     """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place."""
     if top_p <= 0.0 or top_p >= 1.0:
         return
@@ -77,7 +93,9 @@ def modify_logits_for_top_p_filtering(logits, top_p):
     logits.masked_fill_(below.scatter(-1, order, below), float("-inf"))
 
 
-def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_penalty=1.0):
+def modify_logit_for_repetition_penalty(
+    logits: Tensor, prev_output_tokens: Tensor, repetition_penalty: float = 1.0
+) -> Tensor:
     """Divide the positive and multiply the negative logits of tokens seen before, in place (arXiv 1909.05858)."""
     if repetition_penalty == 1.0:
         return logits
@@ -86,7 +104,7 @@ def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_p
     return logits.scatter_(1, prev_output_tokens, seen)
 
 
-def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
+def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: float = 1.0) -> Tensor:
     """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax."""
     if top_k == 1:
         return logits.argmax(dim=-1)
@@ -100,21 +118,21 @@ def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
 
 @torch.inference_mode()
 def decode(
-    input_ids,
-    model,
-    max_length,
-    top_k=1,
-    top_p=0.0,
-    temperature=1.0,
-    eos_token_id=None,
-    teacher_outputs=None,
-    vocab_size=None,
-    tensor_parallel=1,
-    cg=False,
-    enable_timing=False,
+    input_ids: Tensor,
+    model: Any,
+    max_length: int,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+    eos_token_id: Optional[int] = None,
+    teacher_outputs: Optional[Tensor] = None,
+    vocab_size: Optional[int] = None,
+    tensor_parallel: int = 1,
+    cg: bool = False,
+    enable_timing: bool = False,
     *,
-    repetition_penalty=1.0,
-):
+    repetition_penalty: float = 1.0,
+) -> DecoderOutput:
     """Extend ``input_ids`` ``[b, s]`` to ``max_length`` tokens, or until every sequence has drawn ``eos_token_id``.
 
     Args:
@@ -154,7 +172,14 @@ def decode(
     return DecoderOutput(sequences, tuple(scores))
 
 
-def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0):
+def sample_speculative(
+    logits: Tensor,
+    logits_draft: Tensor,
+    tokens_draft: Tensor,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Accept or replace drafted tokens, so that tokens are distributed as those of the model (arXiv 2211.17192).
 
     Args:
@@ -183,21 +208,21 @@ def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, t
 
 @torch.inference_mode()
 def decode_speculative(
-    input_ids,
-    model,
-    model_draft,
-    max_length,
-    speculative_lookahead=3,
-    top_k=1,
-    top_p=0.0,
-    temperature=1.0,
-    eos_token_id=None,
-    vocab_size=None,
-    tensor_parallel=1,
-    cg=False,
-    enable_timing=False,
-    debug=False,
-):
+    input_ids: Tensor,
+    model: Any,
+    model_draft: Any,
+    max_length: int,
+    speculative_lookahead: int = 3,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+    eos_token_id: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    tensor_parallel: int = 1,
+    cg: bool = False,
+    enable_timing: bool = False,
+    debug: bool = False,
+) -> DecoderOutput:
     """``decode`` of one sequence, whose tokens a smaller model drafts, ``speculative_lookahead`` at a time.
 
     Args:
@@ -284,24 +309,24 @@ class DecodingCGCache:
     max_seqlen: int = 0
     device: Optional[torch.device] = None
     dtype: Optional[torch.dtype] = None
-    callables: dict = field(default_factory=dict)  # (batch, tokens of a step) -> function, see capture_graph
-    mempool: Optional[tuple] = None
+    callables: dict[tuple[int, int], Step] = field(default_factory=dict)  # by batch and tokens of a step
+    mempool: Optional[tuple[int, int]] = None
     inference_params: Optional[InferenceParams] = None
-    run: Optional[Callable] = None  # (input_ids, position_ids, tokens in the caches) -> logits
+    run: Optional[Step] = None
 
 
 @torch.inference_mode()
 def update_graph_cache(
-    model,
-    cache,
-    batch_size,
-    seqlen_og,
-    max_seqlen,
-    decoding_seqlens=(1,),
-    tensor_parallel=1,
-    dtype=None,
-    n_warmups=2,
-):
+    model: Any,
+    cache: Optional["DecodingCGCache"],
+    batch_size: int,
+    seqlen_og: int,
+    max_seqlen: int,
+    decoding_seqlens: Iterable[int] = (1,),
+    tensor_parallel: int = 1,
+    dtype: Optional[torch.dtype] = None,
+    n_warmups: int = 2,
+) -> DecodingCGCache:
     """A ``DecodingCGCache`` with a graph for each step of ``decoding_seqlens`` tokens.
 
     Args:
@@ -346,7 +371,15 @@ def update_graph_cache(
     return cache
 
 
-def capture_graph(model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2):
+def capture_graph(
+    model: Any,
+    inference_params: InferenceParams,
+    batch_size: int,
+    max_seqlen: int,
+    decoding_seqlen: int = 1,
+    mempool: Any = None,
+    n_warmups: int = 2,
+) -> Step:
     """Record a step of ``decoding_seqlen`` tokens as a CUDA graph, in memory of ``mempool``.
 
     Returns:
@@ -426,20 +459,22 @@ def _now(device, tensor_parallel):
 class GenerationMixin:
     """Adds ``generate`` to a model."""
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
+    ) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say how to allocate its caches")
 
     def generate(
         self,
-        input_ids,
-        max_length,
-        top_k=1,
-        top_p=0.0,
-        temperature=1.0,
-        return_dict_in_generate=False,
-        output_scores=False,
-        **kwargs,
-    ):
+        input_ids: Tensor,
+        max_length: int,
+        top_k: int = 1,
+        top_p: float = 0.0,
+        temperature: float = 1.0,
+        return_dict_in_generate: bool = False,
+        output_scores: bool = False,
+        **kwargs: Any,
+    ) -> Union[Tensor, DecoderOutput]:
         """Runs ``decode`` with this model. Returns the tokens, or DecoderOutput if ``return_dict_in_generate``."""
         output = decode(
             input_ids,

@@ -1,12 +1,23 @@
 """``triton_op`` of torch.library with the two arguments that clients expect."""
 
+from collections.abc import Iterable
+from typing import Any, Callable, Optional, Union
+
 from torch.library import custom_op
 from torch.library import triton_op as torch_triton_op
 
 __all__ = ["triton_op"]
 
 
-def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True):
+def triton_op(
+    name: str,
+    fn: Optional[Callable[..., Any]] = None,
+    /,
+    *,
+    mutates_args: Union[str, Iterable[str]],
+    schema: Optional[str] = None,
+    allow_decomposition: bool = True,
+) -> Any:
     """Makes an operator of a function that launches Triton kernels. Without ``fn``, returns a decorator.
 
     Args:

@@ -2,8 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Optional, Union
 
 import torch
+from torch import Tensor
+
+from flash_attn._types import Device
 
 __all__ = ["state_dict_from_pretrained"]
 
@@ -11,7 +15,9 @@ __all__ = ["state_dict_from_pretrained"]
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def state_dict_from_pretrained(model_name, device=None, dtype=None):
+def state_dict_from_pretrained(
+    model_name: Union[str, Path], device: Device = None, dtype: Optional[torch.dtype] = None
+) -> dict[str, Tensor]:
     """``{name: tensor}`` of a model.
 
     Args:

@@ -1,9 +1,13 @@
 """Attention by its definition, and padded batches for tests of attention."""
 
 import math
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
+from torch import Tensor
 
+from flash_attn._types import Device
 from flash_attn.bert_padding import pad_input, unpad_input
 
 __all__ = [
@@ -15,7 +19,9 @@ __all__ = [
 ]
 
 
-def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", zero_lengths=False):
+def generate_random_padding_mask(
+    max_seqlen: int, batch_size: int, device: Device, mode: str = "random", zero_lengths: bool = False
+) -> Tensor:
     """Mask ``[b, s]`` of the present tokens: "full", "random" lengths, or lengths in the longest "third" of the range.
 
     With ``zero_lengths`` every fifth sequence, the last one too, is empty.
@@ -30,17 +36,17 @@ def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", 
 
 
 def generate_qkv(
-    q,
-    k,
-    v,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    qv=None,
-    kvpacked=False,
-    qkvpacked=False,
-    query_unused_mask=None,
-    key_unused_mask=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    qv: Optional[Tensor] = None,
+    kvpacked: bool = False,
+    qkvpacked: bool = False,
+    query_unused_mask: Optional[Tensor] = None,
+    key_unused_mask: Optional[Tensor] = None,
+) -> tuple[Any, ...]:
     """Packed and padded forms of one input, with functions that pad results again.
 
     Args:
@@ -79,15 +85,15 @@ def generate_qkv(
 
 
 def construct_local_mask(
-    seqlen_q,
-    seqlen_k,
-    window_size=(None, None),
-    sink_token_length=0,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    device=None,
-):
+    seqlen_q: int,
+    seqlen_k: int,
+    window_size: Sequence[Optional[int]] = (None, None),
+    sink_token_length: int = 0,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    key_leftpad: Optional[Tensor] = None,
+    device: Device = None,
+) -> Tensor:
     """True if key j is outside the window of query i: not i + D - L <= j <= i + D + R, D = keys - queries.
 
     The shape is ``[s_q, s_k]``. With masks or ``key_leftpad`` ``[b]`` the shape is ``[b, 1, s_q, s_k]``, and lengths
@@ -104,14 +110,14 @@ def construct_local_mask(
 
 
 def construct_chunk_mask(
-    seqlen_q,
-    seqlen_k,
-    attention_chunk,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    device=None,
-):
+    seqlen_q: int,
+    seqlen_k: int,
+    attention_chunk: int,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    key_leftpad: Optional[Tensor] = None,
+    device: Device = None,
+) -> Tensor:
     """True if key j is outside the chunk of query i: not c <= j < c + attention_chunk, c = i + D rounded down.
 
     D and the shapes are those of ``construct_local_mask``.
@@ -122,29 +128,29 @@ def construct_chunk_mask(
 
 
 def attention_ref(
-    q,
-    k,
-    v,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    attn_bias=None,
-    dropout_p=0.0,
-    dropout_mask=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(None, None),
-    attention_chunk=0,
-    sink_token_length=0,
-    learnable_sink=None,
-    softcap=0.0,
-    upcast=True,
-    reorder_ops=False,
-    intermediate_dtype=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    key_leftpad: Optional[Tensor] = None,
+    attn_bias: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Optional[Tensor] = None,
+    causal: bool = False,
+    qv: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    window_size: Sequence[Optional[int]] = (None, None),
+    attention_chunk: int = 0,
+    sink_token_length: int = 0,
+    learnable_sink: Optional[Tensor] = None,
+    softcap: float = 0.0,
+    upcast: bool = True,
+    reorder_ops: bool = False,
+    intermediate_dtype: Optional[torch.dtype] = None,
+) -> tuple[Tensor, Tensor]:
     """Attention that stores its scores.
 
     Args:

@@ -1,19 +1,26 @@
 """What every function does with its arguments before an op is called, and the call of an op."""
 
+from collections.abc import Sequence
+from typing import Any, Union
+
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_3._ops import _C
 
+Window = Union[Sequence[int], Tensor]  # (left, right)
+Length = Union[int, Tensor]  # a tensor has one element
 
-def maybe_contiguous(x):
+
+def maybe_contiguous(x: Any) -> Any:
     """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy."""
     if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
         return x.contiguous()
     return x
 
 
-def round_multiple(x, m):
+def round_multiple(x: int, m: int) -> int:
     """Rounds ``x`` up to a multiple of ``m``."""
     return (x + m - 1) // m * m
 

@@ -1,6 +1,9 @@
 """``flash_attn_combine`` and its gradient."""
 
+from typing import Optional
+
 import torch
+from torch import Tensor
 
 from flash_attn_3._arguments import call_op
 from flash_attn_3._ops import ops, register_once
@@ -45,7 +48,9 @@ def _copy_to(out, combined):
     return out.copy_(combined)
 
 
-def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Optional[Tensor] = None, out_dtype: Optional[torch.dtype] = None
+) -> tuple[Tensor, Tensor]:
     """Combines partial results over different keys of the same queries into the result over all keys.
 
         lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) out_i

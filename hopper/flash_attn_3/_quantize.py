@@ -1,12 +1,23 @@
 """``quantize``."""
 
+from collections.abc import Sequence
+from typing import Literal, Union
+
 import torch
+from torch import Tensor
 
 from flash_attn_3._arguments import call_op, check_tensors, maybe_contiguous
 from flash_attn_3._ops import ops
 
 
-def quantize(q, k, v, cu_seqlens=None, per="head", hadamard=False):
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Union[Tensor, Sequence[Tensor], None] = None,
+    per: Literal["head", "tensor"] = "head",
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Makes float8_e4m3fn tensors of q, k and v, with the descales that the functions above take.
 
         descale = max |x| / 448 of a sequence and key head;  1 if all x are 0

@@ -16,7 +16,7 @@ CONFIG = {
 }
 
 
-def show():
+def show() -> None:
     """Prints the build flags."""
     for flag, value in CONFIG["build_flags"].items():
         print(f"{flag} = {value}")

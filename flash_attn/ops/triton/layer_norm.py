@@ -8,9 +8,14 @@ to the residual's dtype. Layer norm: (r - mean) / sqrt(var + eps). RMS norm: r /
 Source: arXiv 1607.06450, arXiv 1910.07467.
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn._types import Device
 
 __all__ = [
     "LayerNormFn",
@@ -25,25 +30,25 @@ __all__ = [
 
 
 def layer_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    is_rms_norm=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[Tensor] = None,
+    residual_out: Optional[Tensor] = None,
+) -> Union[Tensor, tuple[Optional[Tensor], ...]]:
     """Add, drop out and normalise.
 
     Args:
@@ -89,24 +94,24 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[Tensor] = None,
+    residual_out: Optional[Tensor] = None,
+) -> Union[Tensor, tuple[Optional[Tensor], ...]]:
     """``layer_norm_fn`` with the RMS norm."""
     return layer_norm_fn(
         x,
@@ -131,17 +136,17 @@ def rms_norm_fn(
 
 
 def layer_norm_linear_fn(
-    x,
-    norm_weight,
-    norm_bias,
-    linear_weight,
-    linear_bias,
-    residual=None,
-    eps=1e-6,
-    prenorm=False,
-    residual_in_fp32=False,
-    is_rms_norm=False,
-):
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Optional[Tensor],
+    linear_weight: Tensor,
+    linear_bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """Returns ``linear(norm(x + residual))``, and with ``prenorm`` the new residual.
 
     The arguments are those of ``layer_norm_fn``. Under autocast the normalised rows and the linear layer have
@@ -180,7 +185,15 @@ class LayerNormLinearFn:
 class RMSNorm(nn.Module):
     """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``."""
 
-    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
@@ -188,10 +201,12 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+    def forward(
+        self, x: Tensor, residual: Optional[Tensor] = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return rms_norm_fn(
             x,
             self.weight,
@@ -206,22 +221,22 @@ class RMSNorm(nn.Module):
 
 
 def layer_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Optional[Tensor] = None,
+    dropout_mask1: Optional[Tensor] = None,
+    upcast: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """The definition for tests, step by step in the dtype of x. With ``upcast``, in fp32 and rounded at the end.
 
     The arguments are those of ``layer_norm_fn``. Given masks replace random masks. Returns y, then y1 and the new
@@ -242,22 +257,22 @@ def layer_norm_ref(
 
 
 def rms_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Optional[Tensor] = None,
+    dropout_mask1: Optional[Tensor] = None,
+    upcast: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``layer_norm_ref`` with the RMS norm."""
     values = (x, weight, bias, residual, x1, weight1, bias1)
     return _norm_ref(
@@ -313,7 +328,7 @@ def _normalize(r, weight, bias, eps, zero_centered, is_rms_norm):
     return y if bias is None else y + bias
 
 
-def dropout_and_mask(x, p):
+def dropout_and_mask(x: Tensor, p: float) -> tuple[Tensor, Optional[Tensor]]:
     """Returns (x with dropout, mask of the kept values). The mask is None if p is 0."""
     if p == 0.0:
         return x, None

@@ -4,8 +4,11 @@ triton_linear_act   act(x @ weight.T + bias)
 triton_dgrad_act    (g @ weight) * act'(z),  z the activation's input
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flash_attn.ops.activations import gelu_bwd, gelu_fwd, sqrelu_bwd, sqrelu_fwd
 
@@ -25,7 +28,9 @@ ACTIVATIONS = {
 }
 
 
-def triton_linear_act(x, weight, bias=None, activation="id", save_act_input=False):
+def triton_linear_act(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, activation: str = "id", save_act_input: bool = False
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``act(x @ weight.T + bias)``.
 
     Args:
@@ -39,7 +44,9 @@ def triton_linear_act(x, weight, bias=None, activation="id", save_act_input=Fals
     return (act(z), z) if save_act_input else act(z)
 
 
-def triton_dgrad_act(grad_output, weight, activation="id", act_input=None):
+def triton_dgrad_act(
+    grad_output: Tensor, weight: Tensor, activation: str = "id", act_input: Optional[Tensor] = None
+) -> Tensor:
     """``(grad_output @ weight) * act'(act_input)``: the gradient behind an activation and the linear layer after it.
 
     Args:
