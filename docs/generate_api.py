@@ -118,7 +118,12 @@ def body(text):
     for line in lines:
         indented = line.startswith("    ")
         section = SECTION.match(line)
-        if inside == "code" and not (indented or line.startswith((">>>", "...")) or (line and not out[-1] == "```")):
+        if inside == "example" and line:  # its results keep their indentation
+            out.append(line)
+            continue
+        if inside == "example" or (
+            inside == "code" and not (indented or line.startswith("...") or (line and not out[-1] == "```"))
+        ):
             out += ["```"]
             inside = None
         if section:
@@ -130,8 +135,11 @@ def body(text):
                 out.append(f"- `{argument[1]}`: {argument[2]}")
             else:
                 out.append(("  " if out[-1].startswith(("- ", "  ")) else "") + line.strip())
-        elif (indented or line.startswith(">>>")) and inside != "code":
-            out += ["```" if indented else "```python", line[4:] if indented else line]
+        elif line.startswith(">>>"):
+            out += ["```python", line]
+            inside = "example"
+        elif indented and inside != "code":
+            out += ["```", line[4:]]
             inside = "code"
         elif inside == "code":
             out.append(line[4:] if indented else line)
@@ -140,7 +148,7 @@ def body(text):
                 out.append("")
             inside = None if line else inside
             out.append(line)
-    if inside == "code":
+    if inside in ("code", "example"):
         out.append("```")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
 

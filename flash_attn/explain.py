@@ -192,6 +192,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
     Raises:
         TypeError: the call plans no attention, or a tensor is on device "meta" or fake.
         On the CPU, the errors of the call itself.
+
+    >>> q = torch.randn(1, 128, 4, 64, requires_grad=True)
+    >>> plan = explain(flash_attn_func, q, q, q, causal=True)
+    >>> print(plan.direction, "on", plan.device, "and", plan.backward.direction)
+    forward on cpu and backward
     """
     tensors = list(_tensors_of((args, kwargs)))
     if isinstance(function, torch.nn.Module):

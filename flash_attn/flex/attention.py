@@ -354,6 +354,14 @@ def flex_attention(
         ValueError: the tensors or the block mask do not fit each other.
         NotImplementedError: a mod uses an operation that is not supported, E is above 256, Ev is above 512 (256 in a
             backward), or a gradient is wanted with kv_len or block_table.
+
+    >>> query, key, value = torch.randn(3, 2, 4, 256, 16)
+    >>> block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, "cpu")
+    >>> slopes = torch.randn(4, requires_grad=True)
+    >>> out = flex_attention(query, key, value, lambda s, b, h, i, j: s + slopes[h] * (j - i), block_mask)
+    >>> out.sum().backward()
+    >>> out.shape, slopes.grad.shape
+    (torch.Size([2, 4, 256, 16]), torch.Size([4]))
     """
     is_for_torch = kernel_options and _check_kernel_options(kernel_options)
     if not (

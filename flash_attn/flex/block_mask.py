@@ -24,7 +24,11 @@ LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
-    """The mask that allows everything."""
+    """The mask that allows everything.
+
+    >>> create_mask(noop_mask, 1, 1, 2, 3, "cpu").all()
+    tensor(True)
+    """
     return batch.new_ones((), dtype=torch.bool, device=batch.device)
 
 
@@ -34,7 +38,14 @@ def _check_callable(mask_mods):
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Returns a mask_mod that allows what all of the mask_mods allow."""
+    """Returns a mask_mod that allows what all of the mask_mods allow.
+
+    >>> causal, near = lambda b, h, i, j: i >= j, lambda b, h, i, j: i - j < 2
+    >>> create_mask(and_masks(causal, near), 1, 1, 3, 3, "cpu")[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
     _check_callable(mask_mods)
 
     def and_mask(b, h, q_idx, kv_idx):
@@ -47,7 +58,14 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Returns a mask_mod that allows what any of the mask_mods allows."""
+    """Returns a mask_mod that allows what any of the mask_mods allows.
+
+    >>> causal, prefix = lambda b, h, i, j: i >= j, lambda b, h, i, j: j < 2
+    >>> create_mask(or_masks(causal, prefix), 1, 1, 3, 3, "cpu")[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
     _check_callable(mask_mods)
 
     def or_mask(b, h, q_idx, kv_idx):
@@ -116,6 +134,10 @@ def create_mask(
         device: the CPU; None is the current accelerator, or the CPU.
     Returns:
         ``[B, H, Q_LEN, KV_LEN]``, bool.
+
+    >>> create_mask(lambda b, h, i, j: i >= j, 1, 1, 2, 4, "cpu")[0, 0].int()  # aligned to the top left corner
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0]], dtype=torch.int32)
     """
     device = _device_of(device, ["cpu"])
     shape = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
@@ -153,6 +175,12 @@ def create_block_mask(
     Raises:
         NotImplementedError: the device is no CPU and no GPU, or mask_mod uses an operation that is not supported.
         RuntimeError: mask_mod branches on its indices, or one of its tensors is on another device.
+
+    >>> mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 512, 512, "cpu")
+    >>> mask.kv_num_blocks  # partial blocks of each row of blocks
+    tensor([[[1, 1, 1, 1]]], dtype=torch.int32)
+    >>> mask.full_kv_num_blocks
+    tensor([[[0, 1, 2, 3]]], dtype=torch.int32)
     """
     from . import graph
 

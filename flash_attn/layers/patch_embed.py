@@ -14,7 +14,12 @@ __all__ = ["PatchEmbed"]
 
 
 class PatchEmbed(nn.Module):
-    """``[b, c, H, W]`` -> ``[b, H / p * W / p, embed_dim]``; without ``flatten``, ``[b, H / p, W / p, embed_dim]``."""
+    """``[b, c, H, W]`` -> ``[b, H / p * W / p, embed_dim]``; without ``flatten``, ``[b, H / p, W / p, embed_dim]``.
+
+    >>> embed = PatchEmbed(img_size=32, patch_size=8, in_chans=3, embed_dim=48)
+    >>> embed(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 16, 48])
+    """
 
     def __init__(
         self,

@@ -28,7 +28,13 @@ __all__ = [
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """Each pair (x0, x1) becomes (-x1, x0)."""
+    """Each pair (x0, x1) becomes (-x1, x0).
+
+    >>> rotate_half(torch.tensor([1, 2, 3, 4]))
+    tensor([-3, -4,  1,  2])
+    >>> rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True)
+    tensor([-2,  1, -4,  3])
+    """
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     x0, x1 = x.chunk(2, dim=-1)
@@ -36,7 +42,13 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """The definition, for tests. x is ``[b, s, h, d]``, cos and sin are ``[s, r / 2]`` or ``[b, s, r / 2]``."""
+    """The definition, for tests. x is ``[b, s, h, d]``, cos and sin are ``[s, r / 2]`` or ``[b, s, r / 2]``.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
+    >>> y = apply_rotary_emb_torch(x, angles.cos(), angles.sin())
+    >>> torch.allclose(y.norm(dim=-1), x.norm(dim=-1))
+    True
+    """
     rotary_dim = 2 * cos.shape[-1]
     assert rotary_dim <= x.shape[-1], f"rotary dim {rotary_dim} exceeds head dim {x.shape[-1]}"
     cos, sin = (t.repeat_interleave(2, -1) if interleaved else t.repeat(*[1] * (t.dim() - 1), 2) for t in (cos, sin))
@@ -51,7 +63,13 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """Rotates one tensor, dense or packed."""
+    """Rotates one tensor, dense or packed.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
+    >>> y = ApplyRotaryEmb.apply(x, angles.cos(), angles.sin())
+    >>> torch.allclose(y, apply_rotary_emb_torch(x, angles.cos(), angles.sin()), atol=1e-6)
+    True
+    """
 
     @staticmethod
     def forward(
@@ -92,7 +110,13 @@ def _heads_of_q_and_k(qkv, num_heads_q):
 
 
 class ApplyRotaryEmbQKV_(torch.autograd.Function):
-    """Rotates q and k of a packed qkv in place. k may have a table of its own (XPos)."""
+    """Rotates q and k of a packed qkv in place. k may have a table of its own (XPos).
+
+    >>> qkv, angles = torch.randn(2, 5, 3, 4, 16), torch.randn(5, 8)
+    >>> out = ApplyRotaryEmbQKV_.apply(qkv, angles.cos(), angles.sin())
+    >>> out.data_ptr() == qkv.data_ptr()
+    True
+    """
 
     @staticmethod
     def forward(
@@ -128,7 +152,13 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
 
 
 class ApplyRotaryEmbKV_(torch.autograd.Function):
-    """Rotates k of a packed kv in place."""
+    """Rotates k of a packed kv in place.
+
+    >>> kv, angles = torch.randn(2, 5, 2, 4, 16), torch.randn(5, 8)
+    >>> out = ApplyRotaryEmbKV_.apply(kv, angles.cos(), angles.sin())
+    >>> out.data_ptr() == kv.data_ptr()
+    True
+    """
 
     @staticmethod
     def forward(
@@ -174,6 +204,12 @@ def apply_rotary_emb(
     Raises:
         AssertionError: a shape or dtype that does not fit.
     Gradients for x.
+
+    >>> angles = torch.outer(torch.arange(32), 0.5 ** torch.arange(8))  # 32 positions, 16 rotated dimensions
+    >>> x = torch.randn(2, 5, 4, 64)
+    >>> y = apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([0, 27]))
+    >>> y.shape, torch.equal(y[..., 16:], x[..., 16:])
+    (torch.Size([2, 5, 4, 64]), True)
     """
     return ApplyRotaryEmb.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
@@ -195,6 +231,11 @@ def apply_rotary_emb_qkv_(
 
     If ``cos_k`` and ``sin_k`` are given, k uses them. The other arguments are those of ``apply_rotary_emb``. Returns
     qkv.
+
+    >>> qkv, angles = torch.randn(2, 5, 3, 4, 16), torch.randn(5, 8)
+    >>> q = apply_rotary_emb(qkv[:, :, 0], angles.cos(), angles.sin())
+    >>> torch.equal(apply_rotary_emb_qkv_(qkv, angles.cos(), angles.sin())[:, :, 0], q)
+    True
     """
     return ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
 
@@ -202,7 +243,13 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offset = 0
 ) -> Tensor:
-    """Rotate k of ``[b, s, 2, h, d]`` in place and return kv. The arguments are those of ``apply_rotary_emb``."""
+    """Rotate k of ``[b, s, 2, h, d]`` in place and return kv. The arguments are those of ``apply_rotary_emb``.
+
+    >>> kv, angles = torch.randn(2, 5, 2, 4, 16), torch.randn(5, 8)
+    >>> v = kv[:, :, 1].clone()
+    >>> torch.equal(apply_rotary_emb_kv_(kv, angles.cos(), angles.sin())[:, :, 1], v)
+    True
+    """
     return ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
 
 
@@ -218,6 +265,10 @@ class RotaryEmbedding(torch.nn.Module):
         base: pair i turns by ``base ** (-2 i / dim)`` per position.
         interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
         scale_base: strength of XPos, None for plain rotary.
+
+    >>> rotary = RotaryEmbedding(16)
+    >>> rotary(torch.randn(2, 5, 3, 4, 64), seqlen_offset=7).shape
+    torch.Size([2, 5, 3, 4, 64])
     """
 
     def __init__(

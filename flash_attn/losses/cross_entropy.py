@@ -19,6 +19,11 @@ class CrossEntropyLoss(nn.Module):
         return_z_loss: return (loss, z_loss); the z-loss is part of the loss and carries no gradient.
     Raises:
         NotImplementedError: the reduction is not one of these.
+
+    >>> logits, labels = torch.randn(4, 10, requires_grad=True), torch.tensor([3, -100, 0, 9])
+    >>> loss = CrossEntropyLoss(label_smoothing=0.1)(logits, labels)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1))
+    True
     """
 
     def __init__(

@@ -26,6 +26,9 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     """Slopes of ALiBi (arXiv 2108.12409) as a list: ``2^(-8 k / n)``, k = 1 .. n, for n a power of two.
 
     Otherwise the slopes of the next lower power come first. Every second slope of the next higher power follows.
+
+    >>> get_alibi_slopes(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
     """
     power = 2 ** int(math.log2(nheads))
     slopes = [2.0 ** (-8.0 * k / power) for k in range(1, power + 1)]
@@ -53,7 +56,16 @@ class _FlashAttention(nn.Module):
 
 
 class FlashSelfAttention(_FlashAttention):
-    """Attention of packed qkv."""
+    """Attention of packed qkv.
+
+        causal     x . .      window     x . .
+                   x x .      (1, 0)     x x .
+                   x x x                 . x x
+
+    >>> attention = FlashSelfAttention(causal=True, window_size=(128, 0))
+    >>> attention(torch.randn(2, 5, 3, 4, 16)).shape
+    torch.Size([2, 5, 4, 16])
+    """
 
     def __init__(
         self,
@@ -81,7 +93,19 @@ class FlashSelfAttention(_FlashAttention):
 
 
 class FlashCrossAttention(_FlashAttention):
-    """Attention of q over packed kv. The order of alibi_slopes and window_size differs from FlashSelfAttention's."""
+    """Attention of q over packed kv. The order of alibi_slopes and window_size differs from FlashSelfAttention's.
+
+    Masks are aligned to the bottom right corner. Causal with fewer queries than keys, and with more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
+
+    >>> attention = FlashCrossAttention(causal=True)
+    >>> attention(torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 2, 16)).shape
+    torch.Size([2, 3, 4, 16])
+    """
 
     def __init__(
         self,
@@ -115,7 +139,22 @@ class FlashCrossAttention(_FlashAttention):
 
 
 class CrossAttention(nn.Module):
-    """softmax(scale q k^T + mask) v in plain PyTorch, softmax in fp32."""
+    """softmax(scale q k^T + mask) v in plain PyTorch, softmax in fp32.
+
+    The causal mask is aligned to the bottom right corner. Fewer queries than keys, and more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
+
+    A query that sees no key gets the mean of all values.
+
+    >>> q, kv = torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 2, 16)
+    >>> out = CrossAttention(causal=True)(q, kv)
+    >>> torch.allclose(out, FlashCrossAttention(causal=True)(q, kv), atol=1e-5)
+    True
+    """
 
     def __init__(
         self, causal: bool = False, softmax_scale: Optional[float] = None, attention_dropout: float = 0.0
@@ -140,7 +179,17 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """``CrossAttention`` of packed qkv. The causal mask is the lower triangle."""
+    """``CrossAttention`` of packed qkv. The causal mask is the lower triangle.
+
+        x . .
+        x x .
+        x x x
+
+    >>> attention = SelfAttention(causal=True)
+    >>> kept = torch.tensor([[True, True, False], [True, True, True]])
+    >>> attention(torch.randn(2, 3, 3, 4, 16), key_padding_mask=kept).shape
+    torch.Size([2, 3, 4, 16])
+    """
 
     def __init__(
         self, causal: bool = False, softmax_scale: Optional[float] = None, attention_dropout: float = 0.0

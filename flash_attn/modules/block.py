@@ -22,7 +22,12 @@ __all__ = ["Block", "ParallelBlock", "StochasticDepth"]
 
 
 class StochasticDepth(nn.Module):
-    """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p)."""
+    """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p).
+
+    >>> dropped = StochasticDepth(0.5)(torch.ones(4, 2))
+    >>> bool(((dropped == 0) | (dropped == 2)).all())
+    True
+    """
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -47,6 +52,11 @@ class Block(nn.Module):
         return_residual: mixer and MLP return (output, input). This works for postnorm only.
         residual_in_fp32: keep the residual in fp32; prenorm only.
         sequence_parallel, mark_shared_params: mark the norms' parameters for ``utils.distributed``.
+
+    >>> first, second = Block(128), Block(128)
+    >>> x, residual = second(*first(torch.randn(2, 5, 128)))
+    >>> x.shape, residual.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]))
     """
 
     def __init__(
@@ -132,7 +142,13 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Mixer and MLP side by side on the same residual. ``tied_norm``: one norm for both. See ``Block``."""
+    """Mixer and MLP side by side on the same residual. ``tied_norm``: one norm for both. See ``Block``.
+
+    >>> first, second = ParallelBlock(128), ParallelBlock(128)
+    >>> x1, x2, residual = second(*first(torch.randn(2, 5, 128)))
+    >>> x1.shape, x2.shape, residual.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]), torch.Size([2, 5, 128]))
+    """
 
     def __init__(
         self,

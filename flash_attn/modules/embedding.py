@@ -25,7 +25,12 @@ __all__ = [
 
 
 class GPT2Embeddings(nn.Module):
-    """word + position. ``max_position_embeddings`` 0 omits positions. ``word_embed_proj_dim`` is a narrower width."""
+    """word + position. ``max_position_embeddings`` 0 omits positions. ``word_embed_proj_dim`` is a narrower width.
+
+    >>> embeddings = GPT2Embeddings(embed_dim=16, vocab_size=100, max_position_embeddings=32)
+    >>> embeddings(torch.tensor([[5, 1, 7]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self,
@@ -57,7 +62,12 @@ class GPT2Embeddings(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """word + position + token type. ``max_position_embeddings`` 0 and ``type_vocab_size`` 0 omit their part."""
+    """word + position + token type. ``max_position_embeddings`` 0 and ``type_vocab_size`` 0 omit their part.
+
+    >>> embeddings = BertEmbeddings(16, vocab_size=100, max_position_embeddings=32, type_vocab_size=2)
+    >>> embeddings(torch.tensor([[5, 1, 7]]), token_type_ids=torch.tensor([[0, 0, 1]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self,
@@ -92,7 +102,11 @@ class BertEmbeddings(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """This rank's part of the vocabulary. The caller sums the outputs over the ranks."""
+    """This rank's part of the vocabulary. The caller sums the outputs over the ranks.
+
+    >>> VocabParallelEmbedding(100, 16)(torch.tensor([[5, 1, 7]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self,
@@ -119,7 +133,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ColumnParallelEmbedding(nn.Embedding):
-    """This rank's columns of every embedding."""
+    """This rank's columns of every embedding.
+
+    >>> ColumnParallelEmbedding(100, 16)(torch.tensor([[5, 1, 7]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *args: Any, process_group: Group = None, **kwargs: Any
@@ -136,6 +154,12 @@ class ParallelGPT2Embeddings(nn.Module):
     """``GPT2Embeddings`` with vocabulary parallel words and column parallel positions.
 
     Every rank adds its columns of the positions to its words. The sum over ranks is the embedding.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> embeddings = ParallelGPT2Embeddings(16, 100, 32, torch.distributed.group.WORLD)
+    >>> embeddings(torch.tensor([[5, 1, 7]]), combine_batch_seqlen_dim=True).shape
+    torch.Size([3, 16])
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(

@@ -41,7 +41,12 @@ __all__ = [
 
 
 class LinearResidual(nn.Linear):
-    """``nn.Linear`` that returns (output, input)."""
+    """``nn.Linear`` that returns (output, input).
+
+    >>> y, x = LinearResidual(8, 16)(torch.randn(2, 8))
+    >>> y.shape, x.shape
+    (torch.Size([2, 16]), torch.Size([2, 8]))
+    """
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(input), input
@@ -171,6 +176,10 @@ class MHA(_Attention):
         use_flash_attn: use the attention functions of this package. ALiBi, windows and packed input need them.
         return_residual: return (output, x).
         checkpointing: compute the attention again in the backward.
+
+    >>> mha = MHA(64, num_heads=4, num_heads_kv=2, causal=True, rotary_emb_dim=16, use_flash_attn=True)
+    >>> mha(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
     """
 
     def __init__(
@@ -304,6 +313,12 @@ class ParallelMHA(_Attention):
 
     ``Wqkv`` is column parallel, and ``out_proj`` is row parallel. With ``sequence_parallel`` the tokens are split
     between layers. The arguments are those of ``MHA``. Each rank gets whole heads of k and v with their query heads.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mha = ParallelMHA(64, 4, torch.distributed.group.WORLD, causal=True, use_flash_attn=True)
+    >>> mha(torch.randn(10, 64), seqlen=5).shape
+    torch.Size([10, 64])
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(

@@ -21,7 +21,11 @@ __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp"
 
 
 class Mlp(nn.Module):
-    """Two linear layers; hidden_features is 4 x in_features by default. ``return_residual``: return (output, x)."""
+    """Two linear layers; hidden_features is 4 x in_features by default. ``return_residual``: return (output, x).
+
+    >>> Mlp(64)(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
 
     def __init__(
         self,
@@ -47,7 +51,13 @@ class Mlp(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """``Mlp`` over the ranks of a process group."""
+    """``Mlp`` over the ranks of a process group.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ParallelMLP(64, process_group=torch.distributed.group.WORLD)(torch.randn(10, 64)).shape
+    torch.Size([10, 64])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
@@ -75,7 +85,12 @@ class ParallelMLP(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """GLU (sigmoid), SwiGLU (silu) and similar. hidden_features is 8/3 x in_features by default, rounded up."""
+    """GLU (sigmoid), SwiGLU (silu) and similar. hidden_features is 8/3 x in_features by default, rounded up.
+
+    >>> mlp = GatedMlp(96, activation=torch.nn.functional.silu)
+    >>> mlp(torch.randn(2, 5, 96)).shape, mlp.fc2.in_features
+    (torch.Size([2, 5, 96]), 256)
+    """
 
     def __init__(
         self,
@@ -102,7 +117,13 @@ class GatedMlp(nn.Module):
 
 
 class ParallelGatedMlp(nn.Module):
-    """``GatedMlp`` over the ranks of a process group. Each rank's part of fc1 holds the rank's y and gate."""
+    """``GatedMlp`` over the ranks of a process group. Each rank's part of fc1 holds the rank's y and gate.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ParallelGatedMlp(64, torch.distributed.group.WORLD)(torch.randn(10, 64)).shape
+    torch.Size([10, 64])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,

@@ -43,6 +43,11 @@ def dropout_add_norm(
     Returns:
         y in the dtype of x0, or a tuple of y and the other requested results.
     Gradients for x0, residual, layerscale and the parameters.
+
+    >>> x0, weight = torch.randn(2, 5, 8), torch.ones(8)
+    >>> y, mask = dropout_add_norm(x0, None, weight, None, 0.5, 1e-5, return_dropout_mask=True, is_rms_norm=True)
+    >>> y.shape, mask.dtype
+    (torch.Size([2, 5, 8]), torch.uint8)
     """
     y, r, mask, _ = layer_norm_fn(
         _scale_columns(x0, layerscale),
@@ -90,6 +95,13 @@ def dropout_add_norm_subset(
         out_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of y, or 0 for no result.
         rowscale_const: factor of x0.
         out_numrows: rows of y, if ``out_subset`` is given.
+
+    >>> x0, weight, subset = torch.randn(3, 8), torch.ones(8), torch.tensor([1, 0, 2])
+    >>> y = dropout_add_norm_subset(
+    ...     x0, None, weight, None, 0.0, 1e-5, out_subset=subset, out_numrows=2, is_rms_norm=False
+    ... )
+    >>> y.shape
+    torch.Size([2, 8])
     """
     inner = x0.shape[1:]
     assert out_subset is None or out_numrows % max(inner[:-1].numel(), 1) == 0, (
@@ -129,6 +141,13 @@ def dropout_add_norm_parallel_residual(
     """r = dropout(x0) + dropout(x1) + residual and two norms of it: (y0, y1), y1 None without weight1.
 
     With ``prenorm`` r follows, with ``return_dropout_mask`` the two masks. x1, weight1 and bias1 may be None.
+
+    >>> x0, weight = torch.randn(5, 8), torch.ones(8)
+    >>> y0, y1, r = dropout_add_norm_parallel_residual(
+    ...     x0, x0, x0, weight, None, weight, None, 0.0, 1e-5, prenorm=True, is_rms_norm=True
+    ... )
+    >>> torch.equal(y0, y1), torch.allclose(r, 3 * x0)
+    (True, True)
     """
     y0, *y1, r, mask0, mask1 = layer_norm_fn(
         x0,
@@ -150,7 +169,13 @@ def dropout_add_norm_parallel_residual(
 
 
 class DropoutAddNorm(nn.Module):
-    """``dropout_add_norm`` with its parameters; the subclasses say which norm."""
+    """``dropout_add_norm`` with its parameters; the subclasses say which norm.
+
+    >>> class Norm(DropoutAddNorm):
+    ...     is_rms_norm = True
+    >>> Norm(8, p=0.1)(torch.randn(5, 8)).shape
+    torch.Size([5, 8])
+    """
 
     is_rms_norm = None
 

@@ -50,6 +50,11 @@ def fused_dense_func(
         weight: ``[out, in]``, this rank's outputs with a process group.
         return_residual: return (output, x), for a residual branch.
     Gradients for x, weight and bias, summed over the ranks for x.
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
+    >>> y, residual = fused_dense_func(x, weight, bias, return_residual=True)
+    >>> torch.allclose(y, x @ weight.T + bias, atol=1e-5), residual is x
+    (True, True)
     """
     y = F.linear(_to_columns(x, process_group, sequence_parallel), weight, bias)
     return (y, x) if return_residual else y
@@ -77,6 +82,10 @@ def fused_mlp_func(
         checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
         save_pre_act, heuristic: choices of fused kernels, without effect.
         return_residual: return (output, x).
+
+    >>> x, weight1, weight2 = torch.randn(5, 8), torch.randn(32, 8), torch.randn(8, 32)
+    >>> fused_mlp_func(x, weight1, weight2, activation="sqrelu", checkpoint_lvl=1).shape
+    torch.Size([5, 8])
     """
     assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
     assert checkpoint_lvl in (0, 1, 2), f"checkpoint_lvl is {checkpoint_lvl}, allowed are 0, 1 and 2"
@@ -90,7 +99,11 @@ def fused_mlp_func(
 
 
 class FusedDenseFunc:
-    """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients."""
+    """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients.
+
+    >>> FusedDenseFunc.apply(torch.randn(5, 8), torch.randn(16, 8), None).shape
+    torch.Size([5, 16])
+    """
 
     @staticmethod
     def apply(
@@ -105,7 +118,11 @@ class FusedDenseFunc:
 
 
 class FusedMLPFunc:
-    """``apply`` is ``fused_mlp_func`` with each bias behind its weight."""
+    """``apply`` is ``fused_mlp_func`` with each bias behind its weight.
+
+    >>> FusedMLPFunc.apply(torch.randn(5, 8), torch.randn(32, 8), None, torch.randn(8, 32), None).shape
+    torch.Size([5, 8])
+    """
 
     @staticmethod
     def apply(
@@ -139,7 +156,12 @@ class FusedMLPFunc:
 
 
 class FusedDense(nn.Linear):
-    """``nn.Linear`` that can return its input beside its output."""
+    """``nn.Linear`` that can return its input beside its output.
+
+    >>> y, x = FusedDense(8, 16, return_residual=True)(torch.randn(5, 8))
+    >>> y.shape, x.shape
+    (torch.Size([5, 16]), torch.Size([5, 8]))
+    """
 
     def __init__(
         self,
@@ -158,7 +180,13 @@ class FusedDense(nn.Linear):
 
 
 class ColumnParallelLinear(nn.Linear):
-    """This rank's outputs of a linear layer of ``out_features``, split in units of ``multiple_of``."""
+    """This rank's outputs of a linear layer of ``out_features``, split in units of ``multiple_of``.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ColumnParallelLinear(8, 16, torch.distributed.group.WORLD)(torch.randn(5, 8)).shape
+    torch.Size([5, 16])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
@@ -180,7 +208,13 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer over this rank's share of ``in_features``. The outputs are summed, and rank 0 adds the bias."""
+    """A linear layer over this rank's share of ``in_features``. The outputs are summed, and rank 0 adds the bias.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> RowParallelLinear(16, 8, torch.distributed.group.WORLD)(torch.randn(5, 16)).shape
+    torch.Size([5, 8])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
@@ -203,7 +237,11 @@ class RowParallelLinear(nn.Linear):
 
 
 class FusedMLP(nn.Module):
-    """``fused_mlp_func`` with its parameters, ``fc1`` and ``fc2``; hidden_features is 4 x in_features by default."""
+    """``fused_mlp_func`` with its parameters, ``fc1`` and ``fc2``; hidden_features is 4 x in_features by default.
+
+    >>> FusedMLP(8, activation="relu")(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5, 8])
+    """
 
     def __init__(
         self,
@@ -244,7 +282,13 @@ class FusedMLP(nn.Module):
 
 
 class ParallelFusedMLP(nn.Module):
-    """``FusedMLP`` with the hidden features split over the ranks: ``fc1`` column parallel, ``fc2`` row parallel."""
+    """``FusedMLP`` with the hidden features split over the ranks: ``fc1`` column parallel, ``fc2`` row parallel.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ParallelFusedMLP(8, process_group=torch.distributed.group.WORLD)(torch.randn(10, 8)).shape
+    torch.Size([10, 8])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,

@@ -37,7 +37,13 @@ def dropout_add_layer_norm(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """Dropout, residual add and layer norm: ``dropout_add_norm``."""
+    """Dropout, residual add and layer norm: ``dropout_add_norm``.
+
+    >>> x0, residual, weight, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), torch.zeros(8)
+    >>> y, r = dropout_add_layer_norm(x0, residual, weight, bias, 0.0, 1e-5, prenorm=True)
+    >>> torch.allclose(y, torch.nn.functional.layer_norm(x0 + residual, (8,)), atol=1e-6), torch.equal(r, x0 + residual)
+    (True, True)
+    """
     return dropout_add_norm(
         x0,
         residual,
@@ -70,7 +76,13 @@ def dropout_add_layer_norm_subset(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """The same for some rows only: ``dropout_add_norm_subset``."""
+    """The same for some rows only: ``dropout_add_norm_subset``.
+
+    >>> x0, residual, weight = torch.randn(2, 8), torch.randn(3, 8), torch.ones(8)
+    >>> subset = torch.tensor([1, 0, 2])  # the second row of the residual gets nothing
+    >>> dropout_add_layer_norm_subset(x0, residual, weight, None, 0.0, 1e-5, x0_subset=subset).shape
+    torch.Size([3, 8])
+    """
     return dropout_add_norm_subset(
         x0,
         residual,
@@ -104,7 +116,13 @@ def dropout_add_layer_norm_parallel_residual(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> tuple[Optional[Tensor], ...]:
-    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``."""
+    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``.
+
+    >>> x0, x1, weight = torch.randn(5, 8), torch.randn(5, 8), torch.ones(8)
+    >>> y0, y1 = dropout_add_layer_norm_parallel_residual(x0, x1, None, weight, None, 2 * weight, None, 0.0, 1e-5)
+    >>> torch.allclose(y1, 2 * y0)
+    True
+    """
     return dropout_add_norm_parallel_residual(
         x0,
         x1,
@@ -123,12 +141,22 @@ def dropout_add_layer_norm_parallel_residual(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float) -> Tensor:
-    """``[..., n]`` normalised over the last dimension."""
+    """``[..., n]`` normalised over the last dimension.
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.ones(8), torch.zeros(8)
+    >>> torch.allclose(layer_norm(x, weight, bias, 1e-5), torch.nn.functional.layer_norm(x, (8,)))
+    True
+    """
     return layer_norm_fn(x, weight, bias, eps=epsilon)
 
 
 class DropoutAddLayerNormFn:
-    """``apply`` is ``dropout_add_norm`` with the argument order of the fused kernels."""
+    """``apply`` is ``dropout_add_norm`` with the argument order of the fused kernels.
+
+    >>> x0, weight = torch.randn(5, 8), torch.ones(8)
+    >>> DropoutAddLayerNormFn.apply(x0, x0, weight, None, None, None, 0.1, 1e-5).shape
+    torch.Size([5, 8])
+    """
 
     @staticmethod
     def apply(
@@ -162,7 +190,12 @@ class DropoutAddLayerNormFn:
 
 
 class DropoutAddLayerNormSubsetFn:
-    """``apply`` is ``dropout_add_norm_subset`` with the argument order of the fused kernels."""
+    """``apply`` is ``dropout_add_norm_subset`` with the argument order of the fused kernels.
+
+    >>> x0, weight = torch.randn(5, 8), torch.ones(8)
+    >>> DropoutAddLayerNormSubsetFn.apply(x0, x0, weight, None, None, None, None, 0.1, 1e-5, 1.0, 0).shape
+    torch.Size([5, 8])
+    """
 
     @staticmethod
     def apply(
@@ -202,7 +235,13 @@ class DropoutAddLayerNormSubsetFn:
 
 
 class DropoutAddLayerNormParallelResidualFn:
-    """``apply`` is ``dropout_add_norm_parallel_residual`` with the argument order of the fused kernels."""
+    """``apply`` is ``dropout_add_norm_parallel_residual`` with the argument order of the fused kernels.
+
+    >>> x, weight = torch.randn(5, 8), torch.ones(8)
+    >>> y0, y1 = DropoutAddLayerNormParallelResidualFn.apply(x, None, x, weight, None, None, None, 0.1, 1e-5)
+    >>> y0.shape, y1
+    (torch.Size([5, 8]), None)
+    """
 
     @staticmethod
     def apply(
@@ -238,6 +277,12 @@ class DropoutAddLayerNormParallelResidualFn:
 
 
 class DropoutAddLayerNorm(DropoutAddNorm):
-    """Dropout, residual add and layer norm."""
+    """Dropout, residual add and layer norm.
+
+    >>> norm = DropoutAddLayerNorm(8, prenorm=True, p=0.1)
+    >>> y, r = norm(torch.randn(5, 8), torch.randn(5, 8))
+    >>> y.shape, r.shape
+    (torch.Size([5, 8]), torch.Size([5, 8]))
+    """
 
     is_rms_norm = False

@@ -46,7 +46,13 @@ def dropout_add_rms_norm(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """Dropout, residual add and RMS norm: ``dropout_add_norm``."""
+    """Dropout, residual add and RMS norm: ``dropout_add_norm``.
+
+    >>> x0, residual, weight = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8)
+    >>> y = dropout_add_rms_norm(x0, residual, weight, None, 0.0, 1e-5)
+    >>> torch.allclose(y, torch.nn.functional.rms_norm(x0 + residual, (8,), eps=1e-5), atol=1e-6)
+    True
+    """
     return dropout_add_norm(
         x0,
         residual,
@@ -79,7 +85,13 @@ def dropout_add_rms_norm_subset(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """The same for some rows only: ``dropout_add_norm_subset``."""
+    """The same for some rows only: ``dropout_add_norm_subset``.
+
+    >>> x0, residual, weight = torch.randn(2, 8), torch.randn(3, 8), torch.ones(8)
+    >>> subset = torch.tensor([1, 0, 2])  # the second row of the residual has no result
+    >>> dropout_add_rms_norm_subset(residual, None, weight, None, 0.0, 1e-5, out_subset=subset, out_numrows=2).shape
+    torch.Size([2, 8])
+    """
     return dropout_add_norm_subset(
         x0,
         residual,
@@ -113,7 +125,13 @@ def dropout_add_rms_norm_parallel_residual(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> tuple[Optional[Tensor], ...]:
-    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``."""
+    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``.
+
+    >>> x0, x1, weight = torch.randn(5, 8), torch.randn(5, 8), torch.ones(8)
+    >>> y0, y1 = dropout_add_rms_norm_parallel_residual(x0, x1, None, weight, None, 2 * weight, None, 0.0, 1e-5)
+    >>> torch.allclose(y1, 2 * y0)
+    True
+    """
     return dropout_add_norm_parallel_residual(
         x0,
         x1,
@@ -132,12 +150,20 @@ def dropout_add_rms_norm_parallel_residual(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``[..., n]`` divided by the root of its mean square over the last dimension, times weight."""
+    """``[..., n]`` divided by the root of its mean square over the last dimension, times weight.
+
+    >>> rms_norm(torch.tensor([3.0, 3.0, 3.0]), torch.ones(3), 0.0)
+    tensor([1., 1., 1.])
+    """
     return rms_norm_fn(x, weight, None, eps=epsilon)
 
 
 class RMSNorm(nn.Module):
-    """``rms_norm`` with its weight."""
+    """``rms_norm`` with its weight.
+
+    >>> RMSNorm(8)(torch.randn(5, 8)).shape
+    torch.Size([5, 8])
+    """
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, device: Device = None, dtype: Optional[torch.dtype] = None
@@ -156,6 +182,12 @@ class RMSNorm(nn.Module):
 
 
 class DropoutAddRMSNorm(DropoutAddNorm):
-    """Dropout, residual add and RMS norm."""
+    """Dropout, residual add and RMS norm.
+
+    >>> norm = DropoutAddRMSNorm(8, prenorm=True, residual_in_fp32=True)
+    >>> y, r = norm(torch.randn(5, 8, dtype=torch.bfloat16))
+    >>> y.dtype, r.dtype
+    (torch.bfloat16, torch.float32)
+    """
 
     is_rms_norm = True

@@ -33,7 +33,12 @@ def benchmark_forward(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> Timed:
-    """Times the forward pass."""
+    """Times the forward pass.
+
+    >>> timer, measured = benchmark_forward(torch.sin, torch.ones(8), repeats=3, verbose=False)
+    >>> measured.mean > 0
+    True
+    """
 
     def forward():
         with _autocast(inputs, amp, amp_dtype):
@@ -53,7 +58,13 @@ def benchmark_backward(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> Timed:
-    """Times the backward pass. Gradients of the inputs are dropped before each run."""
+    """Times the backward pass. Gradients of the inputs are dropped before each run.
+
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> timer, measured = benchmark_backward(torch.sin, x, repeats=3, verbose=False)
+    >>> measured.mean > 0
+    True
+    """
     y, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
 
     def backward():
@@ -74,7 +85,13 @@ def benchmark_combined(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> Timed:
-    """Times forward and backward passes together."""
+    """Times forward and backward passes together.
+
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> timer, measured = benchmark_combined(torch.sin, x, repeats=3, verbose=False)
+    >>> measured.mean > 0
+    True
+    """
     _, grad = _output_and_grad(fn, inputs, kwinputs, grad, amp, amp_dtype)
 
     def both():
@@ -96,7 +113,13 @@ def benchmark_fwd_bwd(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> tuple[Timed, Timed]:
-    """Returns (timer, measurement) of the forward pass and of the backward pass."""
+    """Returns (timer, measurement) of the forward pass and of the backward pass.
+
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> forward, backward = benchmark_fwd_bwd(torch.sin, x, repeats=3, verbose=False)
+    >>> forward[1].mean > 0 and backward[1].mean > 0
+    True
+    """
     options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
     return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
 
@@ -112,7 +135,12 @@ def benchmark_all(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> tuple[Timed, Timed, Timed]:
-    """Returns (timer, measurement) of the forward pass, of the backward pass, and of both together."""
+    """Returns (timer, measurement) of the forward pass, of the backward pass, and of both together.
+
+    >>> x = torch.ones(8, requires_grad=True)
+    >>> [measured.mean > 0 for timer, measured in benchmark_all(torch.sin, x, repeats=3, verbose=False)]
+    [True, True, True]
+    """
     options = {"repeats": repeats, "desc": desc, "verbose": verbose, "amp": amp, "amp_dtype": amp_dtype, **kwinputs}
     return (
         benchmark_forward(fn, *inputs, **options),
@@ -132,7 +160,10 @@ def pytorch_profiler(
     verbose: bool = True,
     **kwinputs: Any,
 ) -> None:
-    """Profiles one call after 30 calls of warm-up, prints the costliest operators, and may write a Chrome trace."""
+    """Profiles one call after 30 calls of warm-up, prints the costliest operators, and may write a Chrome trace.
+
+    >>> pytorch_profiler(torch.sin, torch.ones(8), cpu=True, verbose=False)
+    """
     on_cuda = _device_type(inputs) == "cuda"
     grad = _output_and_grad(fn, inputs, kwinputs, None, amp, amp_dtype)[1] if backward else None
 
@@ -158,7 +189,10 @@ def pytorch_profiler(
 def benchmark_memory(
     fn: Callable[..., Any], *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any
 ) -> float:
-    """Returns the peak CUDA memory of one call in GB (10^9 bytes)."""
+    """Returns the peak CUDA memory of one call in GB (10^9 bytes).
+
+    >>> gigabytes = benchmark_memory(torch.sin, torch.ones(8, device="cuda"), verbose=False)  # doctest: +SKIP
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

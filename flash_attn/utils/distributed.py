@@ -34,7 +34,14 @@ __all__ = [
 
 
 def all_gather_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Joins the ranks' ``[n, ...]`` in order to ``[w n, ...]``."""
+    """Joins the ranks' ``[n, ...]`` in order to ``[w n, ...]``.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> output, handle = all_gather_raw(torch.ones(2, 3), torch.distributed.group.WORLD)
+    >>> output.shape, handle
+    (torch.Size([2, 3]), None)
+    >>> torch.distributed.destroy_process_group()
+    """
     world_size = dist.get_world_size(process_group)
     output = input_.new_empty(world_size * input_.shape[0], *input_.shape[1:])
     gather = _first_of("all_gather_single", "all_gather_into_tensor")
@@ -42,7 +49,14 @@ def all_gather_raw(input_: Tensor, process_group: Group, async_op: bool = False)
 
 
 def reduce_scatter_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Sums ``[w n, ...]`` over the ranks and returns this rank's ``[n, ...]``."""
+    """Sums ``[w n, ...]`` over the ranks and returns this rank's ``[n, ...]``.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> output, handle = reduce_scatter_raw(torch.ones(2, 3), torch.distributed.group.WORLD)
+    >>> output.shape, handle
+    (torch.Size([2, 3]), None)
+    >>> torch.distributed.destroy_process_group()
+    """
     world_size = dist.get_world_size(process_group)
     assert input_.shape[0] % world_size == 0, f"{input_.shape[0]} rows do not divide over {world_size} ranks"
     output = input_.new_empty(input_.shape[0] // world_size, *input_.shape[1:])
@@ -51,13 +65,26 @@ def reduce_scatter_raw(input_: Tensor, process_group: Group, async_op: bool = Fa
 
 
 def all_reduce_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
-    """Returns the sum over ranks, written over ``input_`` if ``input_`` is contiguous."""
+    """Returns the sum over ranks, written over ``input_`` if ``input_`` is contiguous.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> output, handle = all_reduce_raw(torch.ones(2, 3), torch.distributed.group.WORLD)
+    >>> output.shape, handle
+    (torch.Size([2, 3]), None)
+    >>> torch.distributed.destroy_process_group()
+    """
     output = input_.contiguous()
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)
 
 
 class AllGatherFunc(torch.autograd.Function):
-    """Gather sequence parallel activations."""
+    """Gather sequence parallel activations.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> AllGatherFunc.apply(torch.ones(2, 3), torch.distributed.group.WORLD).shape
+    torch.Size([2, 3])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
@@ -70,7 +97,13 @@ class AllGatherFunc(torch.autograd.Function):
 
 
 class ReduceScatterFunc(torch.autograd.Function):
-    """Sum partial results and keep this rank's rows."""
+    """Sum partial results and keep this rank's rows.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ReduceScatterFunc.apply(torch.ones(2, 3), torch.distributed.group.WORLD).shape
+    torch.Size([2, 3])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
@@ -83,7 +116,13 @@ class ReduceScatterFunc(torch.autograd.Function):
 
 
 class AllReduceFunc(torch.autograd.Function):
-    """Sum partial results onto every rank."""
+    """Sum partial results onto every rank.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> AllReduceFunc.apply(torch.ones(2, 3), torch.distributed.group.WORLD).shape
+    torch.Size([2, 3])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: Group) -> Tensor:
@@ -108,17 +147,35 @@ class CopyToRanksFunc(torch.autograd.Function):
 
 
 def all_gather(input_: Tensor, process_group: Group) -> Tensor:
-    """``all_gather_raw`` with a gradient, which is summed over the ranks and scattered."""
+    """``all_gather_raw`` with a gradient, which is summed over the ranks and scattered.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> all_gather(torch.ones(2, 3), torch.distributed.group.WORLD).shape  # [2 w, 3] on w ranks
+    torch.Size([2, 3])
+    >>> torch.distributed.destroy_process_group()
+    """
     return AllGatherFunc.apply(input_, process_group)
 
 
 def reduce_scatter(input_: Tensor, process_group: Group) -> Tensor:
-    """``reduce_scatter_raw`` with a gradient, which is gathered."""
+    """``reduce_scatter_raw`` with a gradient, which is gathered.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> reduce_scatter(torch.ones(2, 3), torch.distributed.group.WORLD).shape  # [2 / w, 3] on w ranks
+    torch.Size([2, 3])
+    >>> torch.distributed.destroy_process_group()
+    """
     return ReduceScatterFunc.apply(input_, process_group)
 
 
 def all_reduce(input_: Tensor, process_group: Group) -> Tensor:
-    """The sum over the ranks in new memory, with a gradient, which passes unchanged."""
+    """The sum over the ranks in new memory, with a gradient, which passes unchanged.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> all_reduce(torch.ones(2, 3), torch.distributed.group.WORLD).sum()  # 6 w on w ranks
+    tensor(6.)
+    >>> torch.distributed.destroy_process_group()
+    """
     return AllReduceFunc.apply(input_, process_group)
 
 
@@ -128,7 +185,14 @@ def copy_to_ranks(input_: Tensor, process_group: Group) -> Tensor:
 
 
 def sync_shared_params(model: nn.Module, process_group: Group) -> None:
-    """Copy the parameters marked ``_shared_params`` from the group's first rank to the others."""
+    """Copy the parameters marked ``_shared_params`` from the group's first rank to the others.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.LayerNorm(8)
+    >>> model.weight._shared_params = True
+    >>> sync_shared_params(model, torch.distributed.group.WORLD)
+    >>> torch.distributed.destroy_process_group()
+    """
     first = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     for param in _marked(model, "_shared_params"):
         with torch.no_grad():
@@ -136,7 +200,14 @@ def sync_shared_params(model: nn.Module, process_group: Group) -> None:
 
 
 def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Group) -> None:
-    """Sum over ranks the gradients of parameters marked ``_sequence_parallel``, in one message per dtype."""
+    """Sum over ranks the gradients of parameters marked ``_sequence_parallel``, in one message per dtype.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.LayerNorm(8)
+    >>> model.weight._sequence_parallel, model.weight.grad = True, torch.ones(8)
+    >>> allreduce_sequence_parallel_grad(model, torch.distributed.group.WORLD)
+    >>> torch.distributed.destroy_process_group()
+    """
     grads = [param.grad for param in _marked(model, "_sequence_parallel") if param.grad is not None]
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         group = [grad for grad in grads if grad.dtype == dtype]
@@ -147,7 +218,11 @@ def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Group) -> 
 
 
 def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
-    """Returns a rank's share of ``dim`` in multiples of ``multiple_of``. The first ranks may get one multiple more."""
+    """Returns a rank's share of ``dim`` in multiples of ``multiple_of``. The first ranks may get one multiple more.
+
+    >>> [get_dim_for_local_rank(640, 4, rank, multiple_of=64) for rank in range(4)]
+    [192, 192, 128, 128]
+    """
     units = dim // multiple_of
     return multiple_of * (units // world_size + (local_rank < units % world_size))
 

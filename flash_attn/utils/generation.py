@@ -37,7 +37,13 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass
 class InferenceParams:
-    """State of one generation, passed to every layer."""
+    """State of one generation, passed to every layer.
+
+    >>> params = InferenceParams(max_seqlen=128, max_batch_size=2, seqlen_offset=7)
+    >>> params.reset(256, 2)
+    >>> params.max_seqlen, params.seqlen_offset
+    (256, 0)
+    """
 
     max_seqlen: int
     max_batch_size: int
@@ -54,7 +60,12 @@ class InferenceParams:
 
 
 class DecoderOutput(NamedTuple):
-    """The result of ``decode``."""
+    """The result of ``decode``.
+
+    >>> sequences, scores = DecoderOutput(torch.tensor([[1, 2, 3]]), None)
+    >>> sequences.shape
+    torch.Size([1, 3])
+    """
 
     sequences: Tensor  # [b, length], prompt included
     # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
@@ -70,7 +81,12 @@ def allocate_inference_cache(
     device: Device,
     dtype: torch.dtype = torch.float16,
 ) -> dict[int, Tensor]:
-    """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices."""
+    """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices.
+
+    >>> caches = allocate_inference_cache(2, 128, nheads=4, headdim=64, layers=3, device="cpu")
+    >>> list(caches), caches[0].shape
+    ([0, 1, 2], torch.Size([2, 128, 2, 4, 64]))
+    """
     sizes = max_batch_size, max_seqlen, 2, nheads, headdim
     return {
         i: torch.empty(sizes, device=device, dtype=dtype)
@@ -79,13 +95,25 @@ def allocate_inference_cache(
 
 
 def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
-    """Set all but the ``top_k`` largest of each row to -inf, in place."""
+    """Set all but the ``top_k`` largest of each row to -inf, in place.
+
+    >>> logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    >>> modify_logits_for_top_k_filtering(logits, 2)
+    >>> logits
+    tensor([[-inf, 4., -inf, 3.]])
+    """
     smallest_kept = logits.topk(top_k).values[..., -1:]
     logits.masked_fill_(logits < smallest_kept, float("-inf"))
 
 
 def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
-    """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place."""
+    """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place.
+
+    >>> logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
+    >>> modify_logits_for_top_p_filtering(logits, 0.8)
+    >>> logits.exp()
+    tensor([[0.0000, 0.6000, 0.3000]])
+    """
     if top_p <= 0.0 or top_p >= 1.0:
         return
     ascending, order = logits.sort(descending=False)
@@ -96,7 +124,12 @@ def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
 def modify_logit_for_repetition_penalty(
     logits: Tensor, prev_output_tokens: Tensor, repetition_penalty: float = 1.0
 ) -> Tensor:
-    """Divide the positive and multiply the negative logits of tokens seen before, in place (arXiv 1909.05858)."""
+    """Divide the positive and multiply the negative logits of tokens seen before, in place (arXiv 1909.05858).
+
+    >>> logits = torch.tensor([[2.0, -2.0, 1.0]])
+    >>> modify_logit_for_repetition_penalty(logits, torch.tensor([[0, 1]]), 2.0)
+    tensor([[ 1., -4.,  1.]])
+    """
     if repetition_penalty == 1.0:
         return logits
     seen = logits.gather(1, prev_output_tokens)
@@ -105,7 +138,13 @@ def modify_logit_for_repetition_penalty(
 
 
 def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: float = 1.0) -> Tensor:
-    """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax."""
+    """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax.
+
+    >>> sample(torch.tensor([[1.0, 4.0, 2.0]]))
+    tensor([1])
+    >>> int(sample(torch.tensor([[1.0, 4.0, 2.0]]), top_k=2, temperature=0.7)) in (1, 2)
+    True
+    """
     if top_k == 1:
         return logits.argmax(dim=-1)
     assert top_p <= 1.0, f"top_p is {top_p}, at most 1 is allowed"
@@ -144,6 +183,12 @@ def decode(
         repetition_penalty: as of ``modify_logit_for_repetition_penalty``.
     Returns:
         DecoderOutput. Its scores are the logits of each step.
+
+    >>> from types import SimpleNamespace
+    >>> def model(tokens, **_):  # the next token is the last one plus 1
+    ...     return SimpleNamespace(logits=torch.eye(5)[(tokens + 1) % 5])
+    >>> decode(torch.tensor([[0, 1]]), model, max_length=6).sequences
+    tensor([[0, 1, 2, 3, 4, 0]])
     """
     batch, length = input_ids.shape
     _, logits_of = _stepper(model, batch, length, max_length, cg, (1,), tensor_parallel)
@@ -187,6 +232,10 @@ def sample_speculative(
         top_k, top_p, temperature: as of ``sample``; the draft was drawn with them, too.
     Returns:
         (tokens ``[b, s + 1]``, their number ``[b]``, 1 to s + 1): the accepted tokens, and one drawn behind them.
+
+    >>> logits, drafted = torch.eye(5)[torch.tensor([[1, 2, 4]])], torch.tensor([[1, 3]])
+    >>> sample_speculative(logits, torch.eye(5)[drafted], drafted)[1] <= 3
+    tensor([True])
     """
     batch, drafted = tokens_draft.shape
     assert logits.shape == (batch, drafted + 1, logits_draft.shape[-1]), (
@@ -230,6 +279,12 @@ def decode_speculative(
         The others are those of ``decode``.
     Returns:
         DecoderOutput. Its scores are one tensor ``[1, new tokens, V]``, the model's logits.
+
+    >>> from types import SimpleNamespace
+    >>> def model(tokens, **_):  # the next token is the last one plus 1
+    ...     return SimpleNamespace(logits=torch.eye(5)[(tokens + 1) % 5])
+    >>> decode_speculative(torch.tensor([[0, 1]]), model, model, max_length=6).sequences
+    tensor([[0, 1, 2, 3, 4, 0]])
     """
     assert input_ids.shape[0] == 1, f"input_ids has {input_ids.shape[0]} sequences, 1 is allowed"
     assert eos_token_id is None, "decode_speculative does not take an eos_token_id"
@@ -303,7 +358,11 @@ def _stepper(model, batch, length, max_length, cg, decoding_seqlens, tensor_para
 
 @dataclass
 class DecodingCGCache:
-    """The graphs of a model's decoding steps, and the caches that the graphs read and write."""
+    """The graphs of a model's decoding steps, and the caches that the graphs read and write.
+
+    >>> DecodingCGCache().callables
+    {}
+    """
 
     max_batch_size: int = 0
     max_seqlen: int = 0
@@ -337,6 +396,16 @@ def update_graph_cache(
         dtype: of the caches, by default the dtype of the first parameter.
     Returns:
         The cache. Its ``run`` does a step. On the CPU there are no graphs, and ``run`` calls the model.
+
+    >>> from types import SimpleNamespace
+    >>> class Model(torch.nn.Embedding):
+    ...     config = SimpleNamespace(num_attention_heads=2, hidden_size=16, num_hidden_layers=1)
+    ...     def forward(self, tokens, **_):
+    ...         return SimpleNamespace(logits=super().forward(tokens))
+    >>> cache = update_graph_cache(Model(5, 5), None, batch_size=1, seqlen_og=2, max_seqlen=8)
+    >>> with torch.inference_mode():
+    ...     cache.run(torch.tensor([[3]]), torch.tensor([[2]]), 2).shape
+    torch.Size([1, 1, 5])
     """
     cache = DecodingCGCache() if cache is None else cache
     parameter = next(iter(model.parameters()))
@@ -385,6 +454,15 @@ def capture_graph(
     Returns:
         A function of (input_ids ``[b, decoding_seqlen]``, position_ids likewise, tokens in the caches), which returns
         logits ``[b, decoding_seqlen, V]``. On the CPU the function calls the model.
+
+    >>> from types import SimpleNamespace
+    >>> class Model(torch.nn.Embedding):
+    ...     def forward(self, tokens, **_):
+    ...         return SimpleNamespace(logits=super().forward(tokens))
+    >>> params = InferenceParams(8, 1, lengths_per_sample=torch.zeros(1, dtype=torch.int32))
+    >>> step = capture_graph(Model(5, 5), params, batch_size=1, max_seqlen=8)
+    >>> step(torch.tensor([[3]]), torch.tensor([[2]]), 2).shape
+    torch.Size([1, 1, 5])
     """
     device = next(iter(model.parameters())).device
     input_ids = torch.zeros(batch_size, decoding_seqlen, dtype=torch.long, device=device)
@@ -457,7 +535,15 @@ def _now(device, tensor_parallel):
 
 
 class GenerationMixin:
-    """Adds ``generate`` to a model."""
+    """Adds ``generate`` to a model.
+
+    >>> from types import SimpleNamespace
+    >>> class Model(GenerationMixin):
+    ...     def __call__(self, tokens, **_):  # the next token is the last one plus 1
+    ...         return SimpleNamespace(logits=torch.eye(5)[(tokens + 1) % 5])
+    >>> Model().generate(torch.tensor([[0, 1]]), max_length=6)
+    tensor([[0, 1, 2, 3, 4, 0]])
+    """
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any

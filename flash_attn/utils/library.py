@@ -25,6 +25,12 @@ def triton_op(
         schema: the operator's schema, by default from the annotations of ``fn``. torch.library's own ``triton_op``
             does not use it. So an operator with a schema is made as with ``allow_decomposition=False``.
         allow_decomposition: False hides the kernels from the compiler, as ``torch.library.custom_op`` does.
+
+    >>> def twice(x: torch.Tensor) -> torch.Tensor:
+    ...     return 2 * x
+    >>> operator = triton_op("flash_attn_example::twice", twice, mutates_args=(), allow_decomposition=False)
+    >>> operator(torch.ones(2))
+    tensor([2., 2.])
     """
 
     def make(fn):

@@ -26,6 +26,12 @@ def state_dict_from_pretrained(
         dtype: the floating tensors' dtype, by default the stored dtype.
     Raises:
         EnvironmentError: no weights are found.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"weight": torch.ones(2)}, f"{folder}/pytorch_model.bin")
+    ...     state_dict_from_pretrained(folder, dtype=torch.float16)
+    {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
     path = _find(model_name)
     paths = [path]

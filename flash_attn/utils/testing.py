@@ -25,6 +25,10 @@ def generate_random_padding_mask(
     """Mask ``[b, s]`` of the present tokens: "full", "random" lengths, or lengths in the longest "third" of the range.
 
     With ``zero_lengths`` every fifth sequence, the last one too, is empty.
+
+    >>> generate_random_padding_mask(4, 2, "cpu", mode="full")
+    tensor([[True, True, True, True],
+            [True, True, True, True]])
     """
     assert mode in ("full", "random", "third"), f"mode is {mode!r}"
     shortest = {"full": max_seqlen, "random": max(0 if zero_lengths else 1, max_seqlen - 20), "third": max_seqlen // 3}
@@ -60,6 +64,11 @@ def generate_qkv(
         kvpacked: q and kv packed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q and kv padded,
             output_pad_fn, dq_pad_fn, dkv_pad_fn.
         qkvpacked: qkv packed, cu_seqlens, max_seqlen, qkv padded, output_pad_fn, dqkv_pad_fn.
+
+    >>> q, k, v = torch.randn(3, 2, 4, 3, 8)
+    >>> qkv, cu_seqlens, longest, *_ = generate_qkv(q, k, v, qkvpacked=True)
+    >>> qkv.shape, cu_seqlens
+    (torch.Size([8, 3, 3, 8]), tensor([0, 4, 8], dtype=torch.int32))
     """
     assert not (kvpacked and qkvpacked), "kvpacked and qkvpacked exclude each other"
     for name, unused, mask in (
@@ -102,6 +111,15 @@ def construct_local_mask(
     Args:
         window_size: ``(L, R)``; None or a negative number is unlimited.
         sink_token_length: so many first keys are visible whatever L says.
+
+    >>> construct_local_mask(2, 4, window_size=(1, 0)).int()  # 1 is outside
+    tensor([[1, 0, 0, 1],
+            [1, 1, 0, 0]], dtype=torch.int32)
+    >>> construct_local_mask(4, 2, window_size=(None, 0)).int()
+    tensor([[1, 1],
+            [1, 1],
+            [0, 1],
+            [0, 0]], dtype=torch.int32)
     """
     left, right = (None if side is None or side < 0 else int(side) for side in window_size)
     diagonal, key, len_k = _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
@@ -121,6 +139,12 @@ def construct_chunk_mask(
     """True if key j is outside the chunk of query i: not c <= j < c + attention_chunk, c = i + D rounded down.
 
     D and the shapes are those of ``construct_local_mask``.
+
+    >>> construct_chunk_mask(4, 4, attention_chunk=2).int()  # 1 is outside
+    tensor([[0, 0, 1, 1],
+            [0, 0, 1, 1],
+            [1, 1, 0, 0],
+            [1, 1, 0, 0]], dtype=torch.int32)
     """
     diagonal, key, _ = _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
     first = diagonal.div(attention_chunk, rounding_mode="floor") * attention_chunk
@@ -153,6 +177,13 @@ def attention_ref(
 ) -> tuple[Tensor, Tensor]:
     """Attention that stores its scores.
 
+    The causal mask is aligned to the bottom right corner. Fewer queries than keys, and more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
+
     Args:
         q: ``[b, s_q, h, d]``. k: ``[b, s_k, h_kv, d]``. v: ``[b, s_k, h_kv, d_v]``. Padding masks ``[b, s]``.
         key_leftpad: ``[b]``, so many first keys are hidden. attn_bias: ``[b, h, s_q, s_k]``, is added to the scores.
@@ -165,6 +196,11 @@ def attention_ref(
         intermediate_dtype: the probabilities are rounded to it before they meet v.
     Returns:
         (output ``[b, s_q, h, d_v]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q.
+
+    >>> q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    >>> output, probabilities = attention_ref(q, k, v, causal=True)
+    >>> output.shape, probabilities.shape
+    (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 7]))
     """
     dtype, device, groups = q.dtype, q.device, q.shape[2] // k.shape[2]
     if upcast:

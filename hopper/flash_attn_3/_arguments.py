@@ -14,14 +14,22 @@ Length = Union[int, Tensor]  # a tensor has one element
 
 
 def maybe_contiguous(x: Any) -> Any:
-    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy."""
+    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
+
+    >>> maybe_contiguous(torch.ones(2, 3).t()).is_contiguous()
+    True
+    """
     if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
         return x.contiguous()
     return x
 
 
 def round_multiple(x: int, m: int) -> int:
-    """Rounds ``x`` up to a multiple of ``m``."""
+    """Rounds ``x`` up to a multiple of ``m``.
+
+    >>> round_multiple(130, 128)
+    256
+    """
     return (x + m - 1) // m * m
 
 

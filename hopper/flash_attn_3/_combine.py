@@ -68,6 +68,13 @@ def flash_attn_combine(
         RuntimeError: the message names the argument that does not fit, what came and what is allowed.
     Gradients for out_partial and lse_partial, through out and lse. Upstream drops them without a word. NOTE: the
     softmax_lse of ``flash_attn_func`` carries no gradient. So gradients through parts that it computed lack a term.
+
+    >>> q, k, v = torch.randn(3, 1, 6, 2, 8)
+    >>> parts = [flash_attn_func(q, k[:, x], v[:, x], return_attn_probs=True) for x in (slice(0, 4), slice(4, 6))]
+    >>> outs, lses = (torch.stack(x) for x in zip(*parts))
+    >>> out, lse = flash_attn_combine(outs, lses.transpose(-1, -2))
+    >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-6)
+    True
     """
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     records = torch.is_grad_enabled() and any(

@@ -69,12 +69,14 @@ def flash_attn_with_kvcache(
 
     If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary
     embedding, if there is one, rotates k before. Then q attends to rows ``cache_leftpad`` to
-    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. With len_q = 2,
-    cache_seqlens = 2, len_new = 2, causal:
+    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. Causal,
+    with len_q = 2, cache_seqlens = 2, len_new = 2, and with more queries than keys, cache_seqlens = 0:
 
-        cached  new
-         x x    x .
-         x x    x x
+        cached  new      new
+         x x    x .      . .
+         x x    x x      . .
+                         x .
+                         x x
 
     Args:
         q: ``[b, len_q, h, d]``, or ``[total_q, h, d]`` with cu_seqlens_q and max_seqlen_q. Its dtype is that of the
@@ -109,6 +111,13 @@ def flash_attn_with_kvcache(
         RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
     There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-3, arXiv 2407.08608; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
+
+    >>> k_cache, v_cache = torch.zeros(2, 1, 16, 2, 8)  # room for 16 tokens
+    >>> q, k, v = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    >>> lengths = torch.tensor([3], dtype=torch.int32)
+    >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+    >>> out.shape, torch.equal(k_cache[0, 3], k[0, 0])
+    (torch.Size([1, 1, 4, 8]), True)
     """
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
@@ -181,6 +190,10 @@ def get_scheduler_metadata(
         An int32 tensor of one dimension on the device of cache_seqlens.
     Raises:
         RuntimeError: the message names the argument that does not fit.
+
+    >>> lengths = torch.tensor([3, 9], dtype=torch.int32)
+    >>> get_scheduler_metadata(2, 1, 16, 4, 2, 64, lengths).dtype
+    torch.int32
     """
     check_tensors(cache_seqlens=cache_seqlens)
     left, right = as_window(window_size)

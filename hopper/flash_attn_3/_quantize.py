@@ -43,6 +43,14 @@ def quantize(
         RuntimeError: the message names the argument that does not fit, or the tensor that requires grad.
     There are no gradients. All arithmetic is fp32, and the CPU and the GPU give the same bits.
     Source: csrc/quantization.h.
+
+    >>> q, k, v = torch.randn(3, 1, 128, 2, 64)
+    >>> q8, k8, v8, *descales = quantize(q, k, v, hadamard=True)
+    >>> q8.dtype, descales[0].shape
+    (torch.float8_e4m3fn, torch.Size([1, 2]))
+    >>> out = flash_attn_func(q8, k8, v8, q_descale=descales[0], k_descale=descales[1], v_descale=descales[2])
+    >>> out.dtype, out.shape
+    (torch.bfloat16, torch.Size([1, 128, 2, 64]))
     """
     check_tensors(q=q, k=k, v=v)
     if per not in ("head", "tensor"):

@@ -17,6 +17,11 @@ CONFIG = {
 
 
 def show() -> None:
-    """Prints the build flags."""
+    """Prints the build flags.
+
+    >>> show()  # doctest: +ELLIPSIS
+    FLASHATTENTION_DISABLE_BACKWARD = False
+    ...
+    """
     for flag, value in CONFIG["build_flags"].items():
         print(f"{flag} = {value}")

@@ -59,10 +59,15 @@ def flash_attn_func(
     """Exact attention ``softmax(softmax_scale * (q @ k.T + qv @ v.T) + mask) @ v`` without storing the scores.
 
     The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
-    before it. len_q = 2, len_kv = 4:
+    before it. Fewer queries than keys, and more:
 
         causal     x x x .      window     . x x .
                    x x x x      (1, 0)     . . x x
+
+        causal     . .          window     . .
+                   . .          (1, 0)     . .
+                   x .                     x .
+                   x x                     x x
 
     Args:
         q: ``[b, len_q, h, d]`` in fp16, bf16, float8_e4m3fn, fp32 or (CPU) fp64; d is a multiple of 8 up to 256 (FP8:
@@ -94,6 +99,12 @@ def flash_attn_func(
         AssertionError: a backward with attention_chunk.
     Gradients for q, k, v, through out only; none for FP8, qv, attention_chunk, or d_v above 256.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.
+
+    >>> q, k, v = torch.zeros(1, 2, 1, 8), torch.zeros(1, 4, 1, 8), torch.eye(4, 8)[None, :, None]
+    >>> out = flash_attn_func(q, k, v, causal=True)  # the mean of the rows of v that a row sees
+    >>> out[0, :, 0, :4] > 0
+    tensor([[ True,  True,  True, False],
+            [ True,  True,  True,  True]])
     """
     options = (
         qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk, softcap, num_splits,
@@ -138,6 +149,15 @@ def flash_attn_varlen_func(
         . . x x .
         . . x x x
 
+    The mask of each sequence is aligned to its bottom right corner. Causal, cu_seqlens_q = [0, 2, 5], cu_seqlens_k =
+    [0, 4, 6]: the first sequence has fewer queries than keys, the second has more:
+
+        x x x . . .
+        x x x x . .
+        . . . . . .
+        . . . . x .
+        . . . . x x
+
     Args:
         q: ``[total_q, h, d]``, or ``[b, len_q, h, d]`` if cu_seqlens_q is None.
         k, v: ``[total_kv, h_kv, d]`` and ``[total_kv, h_kv, d_v]``, or dense tensors if cu_seqlens_k is None.
@@ -152,6 +172,12 @@ def flash_attn_varlen_func(
         As ``flash_attn_func``; on the CPU also for lengths that do not fit the tensors.
     Gradients as for ``flash_attn_func``. Rows that are not in use have gradients of 0.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.
+
+    >>> q, k, v = torch.randn(3, 5, 4, 8)  # 5 tokens of 4 heads
+    >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True)
+    >>> torch.allclose(out[2:], flash_attn_func(q[None, 2:], k[None, 2:], v[None, 2:], causal=True)[0], atol=1e-6)
+    True
     """
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     options = (
@@ -178,6 +204,12 @@ def flash_attn_qkvpacked_func(
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
 
+    There are as many queries as keys:
+
+        causal     x . .      window     x . .
+                   x x .      (1, 0)     x x .
+                   x x x                 . x x
+
     Args:
         qkv: ``[b, len, 3, h, d]``: queries, keys, values. With num_heads_q ``[b, len, num_heads_q + 2 h_kv, d]``: the
             heads of the queries, then of the keys, then of the values.
@@ -190,6 +222,10 @@ def flash_attn_qkvpacked_func(
         The others: see ``flash_attn_func``.
     Gradients for qkv.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.
+
+    >>> qkv = torch.randn(2, 5, 8, 16)  # 4 heads of queries, 2 of keys, 2 of values
+    >>> flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4).shape
+    torch.Size([2, 5, 4, 16])
     """
     check_tensors(qkv=qkv)
     if num_heads_q is None:

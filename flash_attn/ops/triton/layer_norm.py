@@ -66,6 +66,11 @@ def layer_norm_fn(
     Returns:
         y, then the requested ones of y1, the new residual and the two masks. A single value is not a tuple.
     Gradients for x, x1, residual and the parameters.
+
+    >>> x, residual, weight, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), torch.zeros(8)
+    >>> y, r = layer_norm_fn(x, weight, bias, residual, prenorm=True, eps=1e-5)
+    >>> torch.allclose(y, torch.nn.functional.layer_norm(x + residual, (8,)), atol=1e-6), torch.equal(r, x + residual)
+    (True, True)
     """
     assert x1 is None or rowscale is None, "rowscale is not supported together with x1"
     for name, other in (("residual", residual), ("x1", x1)):
@@ -112,7 +117,13 @@ def rms_norm_fn(
     out: Optional[Tensor] = None,
     residual_out: Optional[Tensor] = None,
 ) -> Union[Tensor, tuple[Optional[Tensor], ...]]:
-    """``layer_norm_fn`` with the RMS norm."""
+    """``layer_norm_fn`` with the RMS norm.
+
+    >>> x, weight = torch.randn(5, 8), torch.zeros(8)
+    >>> y = rms_norm_fn(x, weight, None, zero_centered_weight=True)
+    >>> torch.allclose(y, torch.nn.functional.rms_norm(x, (8,), eps=1e-6), atol=1e-6)
+    True
+    """
     return layer_norm_fn(
         x,
         weight,
@@ -151,6 +162,11 @@ def layer_norm_linear_fn(
 
     The arguments are those of ``layer_norm_fn``. Under autocast the normalised rows and the linear layer have
     autocast's dtype.
+
+    >>> x, weight, linear = torch.randn(5, 8), torch.ones(8), torch.randn(3, 8)
+    >>> y, r = layer_norm_linear_fn(x, weight, None, linear, None, residual=x, prenorm=True)
+    >>> y.shape, r.shape
+    (torch.Size([5, 3]), torch.Size([5, 8]))
     """
     device_type = x.device.type
     autocast = torch.is_autocast_enabled(device_type)
@@ -171,19 +187,33 @@ def layer_norm_linear_fn(
 
 
 class LayerNormFn:
-    """``apply`` is ``layer_norm_fn``. PyTorch's operators record the gradients."""
+    """``apply`` is ``layer_norm_fn``. PyTorch's operators record the gradients.
+
+    >>> x, weight = torch.randn(5, 8), torch.ones(8)
+    >>> torch.equal(LayerNormFn.apply(x, weight, None), layer_norm_fn(x, weight, None))
+    True
+    """
 
     apply = staticmethod(layer_norm_fn)
 
 
 class LayerNormLinearFn:
-    """``apply`` is ``layer_norm_linear_fn``."""
+    """``apply`` is ``layer_norm_linear_fn``.
+
+    >>> LayerNormLinearFn.apply(torch.randn(5, 8), torch.ones(8), None, torch.randn(3, 8), None).shape
+    torch.Size([5, 3])
+    """
 
     apply = staticmethod(layer_norm_linear_fn)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``."""
+    """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``.
+
+    >>> y, r = RMSNorm(8, dropout_p=0.1)(torch.randn(5, 8), residual=torch.randn(5, 8), prenorm=True)
+    >>> y.shape, r.shape
+    (torch.Size([5, 8]), torch.Size([5, 8]))
+    """
 
     def __init__(
         self,
@@ -241,6 +271,10 @@ def layer_norm_ref(
 
     The arguments are those of ``layer_norm_fn``. Given masks replace random masks. Returns y, then y1 and the new
     residual if requested.
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
+    >>> torch.allclose(layer_norm_ref(x, weight, bias), layer_norm_fn(x, weight, bias), atol=1e-5)
+    True
     """
     values = (x, weight, bias, residual, x1, weight1, bias1)
     return _norm_ref(
@@ -273,7 +307,12 @@ def rms_norm_ref(
     dropout_mask1: Optional[Tensor] = None,
     upcast: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """``layer_norm_ref`` with the RMS norm."""
+    """``layer_norm_ref`` with the RMS norm.
+
+    >>> x, weight = torch.randn(5, 8), torch.randn(8)
+    >>> torch.allclose(rms_norm_ref(x, weight, None), rms_norm_fn(x, weight, None), atol=1e-5)
+    True
+    """
     values = (x, weight, bias, residual, x1, weight1, bias1)
     return _norm_ref(
         _rms_norm_formula,

@@ -37,6 +37,11 @@ def triton_linear_act(
         x: ``[..., in]``. weight: ``[out, in]``. bias: ``[out]`` or None. All have one dtype.
         activation: "id", "gelu" (erf), "gelu_approx" (tanh) or "squared_relu".
         save_act_input: return (output, the activation's input).
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
+    >>> y, z = triton_linear_act(x, weight, bias, activation="squared_relu", save_act_input=True)
+    >>> torch.equal(y, z.relu().square())
+    True
     """
     act = _activation(activation)[0]
     _check_dtypes(x=x, weight=weight, bias=bias)
@@ -53,6 +58,10 @@ def triton_dgrad_act(
         grad_output: ``[..., out]``. weight: ``[out, in]``. Both have one dtype.
         activation: as of ``triton_linear_act``.
         act_input: ``[..., in]``; only "id" does without.
+
+    >>> grad_output, weight, z = torch.randn(5, 16), torch.randn(16, 8), torch.randn(5, 8)
+    >>> triton_dgrad_act(grad_output, weight, activation="gelu", act_input=z).shape
+    torch.Size([5, 8])
     """
     backward = _activation(activation)[1]
     _check_dtypes(grad_output=grad_output, weight=weight)

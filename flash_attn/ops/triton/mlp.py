@@ -25,18 +25,32 @@ def fused_dense_sqrelu_dense_function(
     Args:
         x: ``[..., in]``. weight1: ``[hidden, in]``. weight2: ``[out, hidden]``.
         checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
+
+    >>> x, weight1, weight2 = torch.randn(5, 8), torch.randn(32, 8), torch.randn(8, 32)
+    >>> y = fused_dense_sqrelu_dense_function(x, weight1, None, weight2, None)
+    >>> torch.allclose(y, (x @ weight1.T).relu().square() @ weight2.T, rtol=1e-4, atol=1e-3)
+    True
     """
     return fused_mlp_func(x, weight1, weight2, bias1, bias2, activation="sqrelu", checkpoint_lvl=checkpoint_lvl)
 
 
 class FusedDenseSqreluDenseFunc:
-    """``apply`` is ``fused_dense_sqrelu_dense_function``. PyTorch's operators record the gradients."""
+    """``apply`` is ``fused_dense_sqrelu_dense_function``. PyTorch's operators record the gradients.
+
+    >>> weight1, weight2 = torch.randn(32, 8), torch.randn(8, 32)
+    >>> FusedDenseSqreluDenseFunc.apply(torch.randn(5, 8), weight1, None, weight2, None).shape
+    torch.Size([5, 8])
+    """
 
     apply = staticmethod(fused_dense_sqrelu_dense_function)
 
 
 class FusedDenseSqreluDense(nn.Module):
-    """``fused_dense_sqrelu_dense_function`` with its parameters, ``fc1`` and ``fc2``."""
+    """``fused_dense_sqrelu_dense_function`` with its parameters, ``fc1`` and ``fc2``.
+
+    >>> FusedDenseSqreluDense(8, checkpoint_lvl=1)(torch.randn(5, 8)).shape
+    torch.Size([5, 8])
+    """
 
     def __init__(
         self,

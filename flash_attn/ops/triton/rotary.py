@@ -41,6 +41,11 @@ def apply_rotary(
     Raises:
         AssertionError: a shape or dtype that does not fit.
     Gradients for x, cos and sin, but not in place. ``layers.rotary.apply_rotary_emb`` has gradients in place.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
+    >>> y = apply_rotary(x, angles.cos(), angles.sin())
+    >>> torch.allclose(apply_rotary(y, angles.cos(), angles.sin(), conjugate=True), x, atol=1e-6)
+    True
     """
     assert cos.dim() == 2 and sin.shape == cos.shape, f"cos {cos.shape} and sin {sin.shape} must be [s_ro, r / 2]"
     rotary_dim = 2 * cos.shape[1]
