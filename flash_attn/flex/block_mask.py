@@ -6,6 +6,7 @@ a masked element were seen.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Optional, Union
 
 import flash_attn_2_cuda
@@ -158,7 +159,7 @@ def create_block_mask(
     Q_LEN: int,
     KV_LEN: int,
     device: Device = None,
-    BLOCK_SIZE: Union[int, tuple[int, int]] = 128,
+    BLOCK_SIZE: Union[int, Sequence[int]] = 128,
     _compile: bool = False,
 ) -> BlockMask:
     """Lists the full and the partial blocks of a mask. Memory grows with the number of blocks.

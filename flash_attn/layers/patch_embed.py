@@ -3,6 +3,7 @@
 The result equals a convolution whose stride is its kernel size. The weight reshapes to ``[embed_dim, c, p, p]``.
 """
 
+from collections.abc import Sequence
 from typing import Optional, Union
 
 import torch.nn as nn
@@ -23,8 +24,8 @@ class PatchEmbed(nn.Module):
 
     def __init__(
         self,
-        img_size: Union[int, tuple[int, int]] = 224,
-        patch_size: Union[int, tuple[int, int]] = 16,
+        img_size: Union[int, Sequence[int]] = 224,
+        patch_size: Union[int, Sequence[int]] = 16,
         in_chans: int = 3,
         embed_dim: int = 768,
         norm_layer: Optional[MakesModule] = None,

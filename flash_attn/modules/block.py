@@ -93,7 +93,7 @@ class Block(nn.Module):
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
-    ) -> Tensor:
+    ) -> Any:
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
@@ -176,7 +176,7 @@ class ParallelBlock(nn.Module):
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
-    ) -> Tensor:
+    ) -> Any:
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(

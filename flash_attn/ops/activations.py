@@ -152,7 +152,7 @@ class FastGeLUFunction(torch.autograd.Function):
         return gelu_fwd(input)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return gelu_bwd(grad, *ctx.saved_tensors)
 
 

@@ -49,7 +49,7 @@ class InferenceParams:
     max_batch_size: int
     seqlen_offset: int = 0  # tokens in the caches
     batch_size_offset: int = 0  # first row of the caches in use
-    key_value_memory_dict: dict[int, Tensor] = field(default_factory=dict)  # [max_batch_size, max_seqlen, 2, h_kv, d]
+    key_value_memory_dict: dict[int, Any] = field(default_factory=dict)  # [max_batch_size, max_seqlen, 2, h_kv, d]
     lengths_per_sample: Optional[Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
