@@ -146,6 +146,7 @@ RESULTS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
 @pytest.mark.parametrize("file, name, asked, result", RESULTS)
 def test_results_are_what_the_stub_promises(file, name, asked, result):
     module = importlib.import_module(Path(file).with_suffix("").as_posix().replace("/", "."))
