@@ -45,6 +45,10 @@ class Rule:
     def __init__(self, left, right, sequences=None):
         self.left, self.right, self.sequences, self.shift = left, right, sequences, 0
 
+    def is_same(self, other):
+        numbers = ((rule.left, rule.right, rule.shift) for rule in (self, other))
+        return next(numbers) == next(numbers) and self.sequences is other.sequences
+
     def and_also(self, other):
         """The rule that allows what both allow, or None."""
         if self.sequences is not None and other.sequences is not None:
@@ -132,15 +136,19 @@ def mask_for_flash(
             allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **others,
         )  # fmt: skip
     rule.shift = int(q_offset) - int(kv_offset)
+    made = getattr(attention_mask, "flash_attn_rule", None)
+    if made is not None and made.is_same(rule) and attention_mask.shape == (batch_size, kv_length):
+        return attention_mask  # generate() asked for it before
     padding = prepare_padding_mask(attention_mask, kv_length, int(kv_offset))
     if padding is not None:
-        padding = padding[:, int(kv_offset) : int(kv_offset) + kv_length]  # a tensor of our own, even if all is taken
+        padding = padding[:, int(kv_offset) : int(kv_offset) + kv_length]
     has_no_window = rule.sequences is None and not 0 <= rule.left < kv_length and rule.right <= 0
     may_skip = allow_is_causal_skip if rule.right == 0 else allow_is_bidirectional_skip
     if may_skip and has_no_window and (padding is None or bool(padding.all())):
         return None
     mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if padding is None else padding.bool()
-    mask = mask.expand(batch_size, kv_length).view(batch_size, kv_length)
+    # A tensor of its own with dense strides: a copy that a client makes would have no rule.
+    mask = mask.expand(batch_size, kv_length).contiguous().view(batch_size, kv_length)
     mask.flash_attn_rule = rule
     return mask
 
@@ -216,7 +224,7 @@ def attention(
         out = _with_pages(q, k, v, lengths, window, **options)
     elif isinstance(attention_mask, BlockMask):
         out = _under_blocks(query, key, value, attention_mask, position_bias, **options)
-    elif attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None and _hides_nothing(attention_mask):
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         out = _packed(q, k, v, lengths, window, **options)
     elif attention_mask is None or attention_mask.dim() == 2:
@@ -231,6 +239,13 @@ def attention(
             f"it has the shape {tuple(attention_mask.shape)}"
         )
     return out[..., :columns_of_values].contiguous(), None
+
+
+def _hides_nothing(mask):
+    """Whether a mask hides no padding. Then lengths of sequences say more than the mask."""
+    if mask is None:
+        return True
+    return hasattr(mask, "flash_attn_rule") and keys_of(mask).is_full
 
 
 def _keys_of_bias(bias, num_keys):
@@ -394,9 +409,10 @@ def register(names=None):
                 return attn_implementation
             if attn_implementation == NAME and self._supports_sdpa:
                 return BY_DENSE_MASKS
+            instead = NAME if self._supports_sdpa else "eager"
             raise ValueError(
-                f'{type(self).__name__} has no attention functions that attn_implementation="{attn_implementation}" '
-                'could replace: use "eager"'
+                f'transformers has no attn_implementation="{attn_implementation}" for {type(self).__name__}: '
+                f'use "{instead}"'
             )
 
         sentence = "PreTrainedModel takes these names without a look for a package or a GPU"
