@@ -12,6 +12,7 @@ import flash_attn_2_cuda
 import torch
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
+from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
 
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import is_freed, refuse_transforms, without_second_derivative
@@ -379,7 +380,7 @@ def flex_attention(
     if is_for_torch:
         if q_offset is not None or kv_len is not None or block_table is not None:
             raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
-        return upstream.flex_attention(
+        return torchs_flex_attention(
             query,
             key,
             value,
