@@ -201,6 +201,7 @@ def attention(
     max_length_q=None,
     max_length_k=None,
     block_table=None,
+    position_ids=None,
     **kwargs,
 ):
     """The attention function of NAME: query ``[b, h, len_q, d]``, out ``[b, len_q, h, d]`` and no weights."""
@@ -227,6 +228,8 @@ def attention(
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None and _hides_nothing(attention_mask):
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         out = _packed(q, k, v, lengths, window, **options)
+    elif is_causal and position_bias is None and _are_packed(attention_mask, position_ids, q, k):
+        out = _in_sequences(q, k, v, position_ids, window, **options, are_positions=True)
     elif attention_mask is None or attention_mask.dim() == 2:
         out = _under_rule(q, k, v, attention_mask, window, position_bias, options)
     elif attention_mask.dim() == 4:
@@ -246,6 +249,18 @@ def _hides_nothing(mask):
     if mask is None:
         return True
     return hasattr(mask, "flash_attn_rule") and keys_of(mask).is_full
+
+
+def _are_packed(mask, position_ids, q, k):
+    """Whether positions begin again in a batch of one row. Some models make their mask without a look at positions."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return False
+    if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
+        return False
+    rule = getattr(mask, "flash_attn_rule", None)
+    if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
+        return False
+    return remembered(position_ids, "are packed", lambda: bool((position_ids.diff() != 1).any()))
 
 
 def _keys_of_bias(bias, num_keys):
@@ -307,17 +322,17 @@ def _options_of(scale, softcap, dropout, sinks, window):
     return options if sinks is None else {**options, "sinks": sinks}
 
 
-def _in_sequences(q, k, v, sequences, window, scale, softcap, dropout, sinks):
-    """Packed sequences: ``sequences`` ``[b, len]`` has the number of the sequence of each token."""
+def _in_sequences(q, k, v, sequences, window, scale, softcap, dropout, sinks, are_positions=False):
+    """Packed sequences ``[b, len]``: the number of the sequence of each token, or its position in the sequence."""
 
     def lengths():
         begins = torch.ones_like(sequences, dtype=torch.bool)
-        begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+        begins[:, 1:] = sequences.diff() != (1 if are_positions else 0)
         begins = begins.flatten().nonzero().flatten()
         cu_seqlens = torch.cat([begins, begins.new_tensor([sequences.numel()])]).int()
         return cu_seqlens, int(cu_seqlens.diff().max())
 
-    cu_seqlens, longest = remembered(sequences, "sequences", lengths)
+    cu_seqlens, longest = remembered(sequences, ("sequences", are_positions), lengths)
     lengths = cu_seqlens, cu_seqlens, longest, longest
     return _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks)
 
