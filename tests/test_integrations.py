@@ -655,16 +655,13 @@ MASKS = {
 def test_masks_of_diffusers(backends, backend, kind, dtype):
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 7, 4, 16), torch.randn(2, 2, 11, 2, 16)
-    mask = whole = MASKS[kind] and torch.rand(MASKS[kind]) > 0.4
-    if mask is not None:
+    mask = whole = None
+    if MASKS[kind]:
+        mask = torch.rand(MASKS[kind]) > 0.4
         mask[..., 3] = True  # every row sees a key
-        whole = (
-            {"keys": mask[:, None, None], "batch, rows and keys": mask[:, None]}.get(kind, mask)
-            if mask.dim() < 4
-            else mask
-        )
-        if dtype == torch.float32:
-            mask, whole = (torch.where(x, x.float(), -3.0) for x in (mask, whole))
+        mask = mask if dtype == torch.bool else torch.where(mask, 0.5, -3.0)
+        shapes = {"keys": (2, 1, 1, 11), "keys, one dimension": (1, 11), "batch, rows and keys": (2, 1, 7, 11)}
+        whole = mask.view(shapes.get(kind, mask.shape))
     dispatch = functools.partial(backends.dispatch.dispatch_attention_fn, q, k, v, mask, scale=0.3)
     with backends.dispatch.attention_backend(backend):
         out = dispatch()
