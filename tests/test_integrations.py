@@ -52,6 +52,11 @@ HALVES = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
           (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))}  # fmt: skip
 BART = {"vocab_size": 97, "d_model": 64, "max_position_embeddings": 64, "dropout": 0, "decoder_start_token_id": 1}
 T5 = {"vocab_size": 97, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0}
+MLA = {
+    **SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
+}  # fmt: skip
 MODELS = {  # the configuration, its options, and the attention to compare with
     "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "sdpa"),
     "Mistral": ("MistralForCausalLM", "MistralConfig", WINDOWED, "sdpa"),
@@ -71,6 +76,7 @@ MODELS = {  # the configuration, its options, and the attention to compare with
     "T5": (
         "T5ForConditionalGeneration", "T5Config", {**T5, "pad_token_id": 0, "decoder_start_token_id": 0}, "sdpa"
     ),
+    "DeepSeek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", MLA, "sdpa"),
     "Llama4": (
         "Llama4ForCausalLM", "Llama4TextConfig",
         {**GROUPED, **EXPERTS, "head_dim": 16, "intermediate_size_mlp": 96, "attention_chunk_size": 6,
@@ -370,6 +376,41 @@ def test_a_bias_of_positions(registered, calls, attention):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     assert mine.generate(ids, **options).equal(theirs.generate(ids, **options))
+
+
+def test_values_of_another_width(registered):
+    """MLA: keys have 24 columns, and values 12."""
+    theirs, mine = models("DeepSeek")
+    ids, mask = tokens(side="left")
+    close(mine(ids, attention_mask=mask).logits[mask.bool()], theirs(ids, attention_mask=mask).logits[mask.bool()])
+
+
+def test_windows_of_pictures(registered, calls):
+    """A vision model tells the lengths of its windows to a name with "flash", and calls ``sdpa`` once for each."""
+    from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
+
+    found = []
+    for attention in ("flash_attn", "sdpa"):
+        config = configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+            depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=16, patch_size=4,
+            window_size=16, fullatt_block_indexes=[1],
+        )  # fmt: skip
+        config._attn_implementation = attention
+        torch.manual_seed(0)
+        model = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
+        found.append(model(torch.randn(112, 96), grid_thw=torch.tensor([[1, 8, 8], [1, 4, 12]]))[0])
+    close(*found)
+    assert calls == ["flash_attn_varlen_func"] * 2
+
+
+def test_masks_that_are_refused():
+    module, x = torch.nn.Module(), torch.randn(2, 2, 5, 16)
+    with pytest.raises(
+        ValueError, match=r"an attention_mask \(b, len_kv\) must be bool or integers; it is torch.float32"
+    ):
+        ours.attention(module, x, x, x, torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"attention_mask must have 2 or 4 dimensions.*\(2, 5, 5\)"):
+        ours.attention(module, x, x, x, torch.ones(2, 5, 5).bool())
 
 
 @torch.no_grad()

@@ -272,6 +272,9 @@ def _under_rule(q, k, v, mask, window, bias, options):
     len_q, len_kv = q.shape[1], k.shape[1]
     rule, shift = getattr(mask, "flash_attn_rule", None), len_kv - len_q
     if mask is not None:
+        if mask.is_floating_point():
+            raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
+        mask = mask if mask.dtype == torch.bool else mask != 0
         len_kv = min(len_kv, mask.shape[1])
         shift = len_kv - len_q
     if rule is not None:  # it knows what is causal; a module may know a window that its mask lacks
