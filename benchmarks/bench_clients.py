@@ -3,8 +3,10 @@
     python benchmarks/bench_clients.py                             all cells
     python benchmarks/bench_clients.py --only "Llama.*bfloat16"    cells whose line in --list matches
 
-The models are transformers' own, with the shapes below and random weights. All implementations use one object.
+The models are transformers' own, with the shapes below and random weights. All implementations use one object. A model
+is mostly matrix products of its weights, which are PyTorch's for all of them.
 
+    attention   the attention of one layer alone, without gradients, by transformers' function for sdpa and by ours
     infer       a forward pass without gradients. Padded batches count the tokens that are no padding
     train       a forward and a backward pass
     prompt      a forward pass over a prompt that fills the cache
@@ -12,8 +14,8 @@ The models are transformers' own, with the shapes below and random weights. All 
 
 Padded batches have lengths from an eighth of the longest to the longest, evenly spread. Each round runs all
 implementations in random order. A figure is the best of the rounds, and a ratio the median over the rounds. The output
-of each implementation is compared with that of eager before anything is timed. One thread is timed by its own clock,
-which stops while other programs run.
+of each implementation is compared with that of eager, or of sdpa, before anything is timed. One thread is timed by its
+own clock, which stops while other programs run.
 
 Writes clients.csv to the folder --out, beside the rows of other machines.
 """
@@ -32,6 +34,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import torch
 import transformers
 from _results import add_out, save
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from flash_attn._measure import machine
 from flash_attn.integrations.transformers import register
@@ -67,6 +70,10 @@ class Cell:
 
 def cells():
     for dtype in ("float32", "bfloat16"):
+        for name, batch, length in (("MiniLM", 16, 128), ("MiniLM", 4, 512), ("BERT", 2, 512), ("Llama", 4, 512)):
+            for padded in (False, True):
+                yield Cell(name, dtype, "attention", batch, length, padded)
+        yield Cell("Llama", dtype, "attention", 1, 2048, False)
         for name, batch, length in (("MiniLM", 16, 128), ("MiniLM", 4, 512), ("BERT", 8, 128), ("BERT", 2, 512)):
             for padded in (False, True):
                 yield Cell(name, dtype, "infer", batch, length, padded)
@@ -117,20 +124,46 @@ def run(model, cell, ids, mask, past=None):
         if cell.action != "generate":
             out = model(input_ids=ids, attention_mask=mask)[0].float()
             return out[:, -1:] if mask is None or cell.model == "Llama" else out[mask.bool()]
-        length = ids.shape[1]
         found = []
         for step in range(STEPS):
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             token = torch.full((cell.batch, 1), 5 + step)
             found.append(model(input_ids=token, attention_mask=mask, past_key_values=past, use_cache=True)[0].float())
-        past.crop(length)
+        past.crop(-STEPS)
         return torch.cat(found, 1)
 
 
-def measure(cell, seconds):
-    model = built(cell.model, cell.dtype)
+def attention_of(cell, way, mask):
+    """A call of the attention of a layer, with the mask that the implementation makes once for all layers."""
+    _, config, options = SHAPES[cell.model]
+    config = getattr(transformers, config)(**options)
+    config._attn_implementation = way
+    heads = config.num_attention_heads
+    torch.manual_seed(2)
+    columns, dtype = config.hidden_size // heads, getattr(torch, cell.dtype)
+    shapes = [(cell.batch, cell.length, h, columns) for h in (heads, *[options.get("num_key_value_heads", heads)] * 2)]
+    q, k, v = (torch.randn(shape, dtype=dtype).transpose(1, 2) for shape in shapes)
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = cell.model == "Llama", heads // k.shape[1]
+    make = create_causal_mask if module.is_causal else create_bidirectional_mask
+    inputs = torch.empty(cell.batch, cell.length, 0, dtype=dtype)
+    mask = make(config=config, inputs_embeds=inputs, attention_mask=mask, past_key_values=None)
+    attention = transformers.AttentionInterface()[way]
+
+    def call():
+        with torch.no_grad():
+            return attention(module, q, k, v, mask)[0][:, -1:].float()
+
+    return call
+
+
+def calls_of(cell):
+    """A call for each implementation, and the number of tokens."""
     ids, mask, num_tokens = batch_of(cell)
+    if cell.action == "attention":
+        return {way: attention_of(cell, way, mask) for way in WAYS[:2]}, num_tokens
+    model = built(cell.model, cell.dtype)
     calls, pasts = {}, {}
     for way in WAYS:
         if cell.action == "generate":
@@ -143,20 +176,25 @@ def measure(cell, seconds):
             return run(model, cell, ids, mask, pasts.get(way))
 
         calls[way] = call
+    return calls, cell.batch * STEPS if cell.action == "generate" else num_tokens
+
+
+def measure(cell, seconds):
+    calls, num_tokens = calls_of(cell)
+    ways = list(calls)
     found = {way: call() for way, call in calls.items()}
-    limit = 1e-4 if cell.dtype == "float32" else 0.1
-    for way in WAYS[:-1]:
-        error = (found[way] - found["eager"]).abs().max().item()
-        assert error <= limit * max(found["eager"].abs().max().item(), 1), f"{cell}: {way} differs by {error}"
-    num_tokens = cell.batch * STEPS if cell.action == "generate" else num_tokens
+    limit, exact = 1e-4 if cell.dtype == "float32" else 0.1, found[ways[-1]]
+    for way in ways[:-1]:
+        error = (found[way] - exact).abs().max().item()
+        assert error <= limit * max(exact.abs().max().item(), 1), f"{cell}: {way} differs by {error}"
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    times, until = {way: [] for way in WAYS}, time.perf_counter() + seconds
-    while time.perf_counter() < until or len(times["eager"]) < 3:
-        for way in random.sample(WAYS, len(WAYS)):
+    times, until = {way: [] for way in ways}, time.perf_counter() + seconds
+    while time.perf_counter() < until or len(times["sdpa"]) < 3:
+        for way in random.sample(ways, len(ways)):
             start = clock()
             calls[way]()
             times[way].append(clock() - start)
-    for way in WAYS[1:]:
+    for way in ways[1:]:
         yield {
             **machine(), "transformers": transformers.__version__, "model": cell.model, "dtype": cell.dtype,
             "pass": cell.action, "batch": cell.batch, "length": cell.length, "padded": int(cell.is_padded),
