@@ -479,6 +479,61 @@ def test_a_function_of_a_user_is_part_of_the_mask(registered):
     assert made[0].equal(made[1]) and made[1].shape == (2, 1, 9, 9)
 
 
+@pytest.mark.parametrize("make", [ours.mask_for_flash, ours.dense_mask, ours.mask_for_flex])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_prompt_at_the_start_of_a_longer_cache(make, offset):
+    """sdpa leaves this mask out, and cuts the keys instead."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(1, 2, 4, 16), torch.randn(2, 1, 2, 9, 16)
+    mask = make(
+        batch_size=1, q_length=4, kv_length=9, q_offset=offset, mask_function=masking_utils.causal_mask_function
+    )
+    module = torch.nn.Module()
+    module.is_causal = True
+    seen = torch.ones(4, 9, dtype=torch.bool).tril(offset)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
+    close(ours.attention(module, q, k, v, mask)[0], expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rules(seed):
+    """Any window, offset of the rows, and padding, beside a dense mask of the same rule."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    len_q, len_kv = number(1, 9), number(9, 14)
+    rule = ours.Rule(*[(-1, -1), (-1, 0), (3, 0), (2, 2), (4, 1), (0, 3)][seed % 6])
+    rule.shift = number(0, 14 - len_q) if number(0, 2) == 0 else len_kv - len_q
+    mask = torch.ones(3, len_kv, dtype=torch.bool)
+    kind = number(0, 3)
+    if kind:
+        places = torch.arange(len_kv)
+        mask[1] = [places >= 3, places < 7, (places != 4) & (places != 1)][kind - 1]
+    distance = torch.arange(len_kv) - torch.arange(len_q)[:, None] - rule.shift
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen = seen if rule.left < 0 else seen & (distance >= -rule.left)
+    seen = (seen if rule.right < 0 else seen & (distance <= rule.right)) & mask[:, None]
+    needs_grad = bool(number(0, 1))
+    q = torch.randn(3, 2, len_q, 16, generator=draw).requires_grad_(needs_grad)
+    k, v = (torch.randn(3, 2, len_kv, 16, generator=draw).requires_grad_(needs_grad) for _ in range(2))
+    padding = mask.clone()
+    padding.flash_attn_rule = rule
+    module = torch.nn.Module()
+    module.is_causal = bool(seed % 2)  # the rule knows better
+    out = ours.attention(module, q, k, v, padding)[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None]).nan_to_num(0).transpose(1, 2)
+    position = rule.shift + torch.arange(len_q)
+    is_token = (rule.left < 0 and rule.right < 0) | (position >= len_kv) | mask[:, position.clamp(max=len_kv - 1)]
+    close(out[is_token], expected[is_token], 1e-5)
+    if needs_grad:
+        dout = torch.randn(out.shape, generator=draw) * is_token[..., None, None]
+        grads, wanted = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected))
+        for grad, want in zip(grads, wanted):
+            close(grad, want.nan_to_num(0), 1e-4)
+
+
 def test_dropout(registered):
     _, mine = models("Llama", attention_dropout=0.3)
     ids, mask = tokens()

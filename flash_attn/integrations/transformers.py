@@ -123,14 +123,12 @@ def mask_for_flash(
     **others,
 ):
     """The mask function of NAME. Where ``sdpa`` has no mask, it returns None, too."""
-    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
     rule = None if use_vmap or torch.compiler.is_compiling() else rule_of(mask_function)
-    # Without a mask the last row is beside the last key. So rows at the start of a longer cache need a mask.
-    allow_is_causal_skip = allow_is_causal_skip and q_length in (1, kv_length)
     if rule is None:
-        return sdpa_mask(
+        return dense_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **others,
@@ -143,7 +141,8 @@ def mask_for_flash(
     if padding is not None:
         padding = padding[:, int(kv_offset) : int(kv_offset) + kv_length]
     has_no_window = rule.sequences is None and not 0 <= rule.left < kv_length and rule.right <= 0
-    may_skip = allow_is_causal_skip if rule.right == 0 else allow_is_bidirectional_skip
+    skips_causal = allow_is_causal_skip and q_length in (1, kv_length)  # without a mask the last row is at the last key
+    may_skip = skips_causal if rule.right == 0 else allow_is_bidirectional_skip
     if may_skip and has_no_window and (padding is None or bool(padding.all())):
         return None
     mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if padding is None else padding.bool()
@@ -151,6 +150,14 @@ def mask_for_flash(
     mask = mask.expand(batch_size, kv_length).contiguous().view(batch_size, kv_length)
     mask.flash_attn_rule = rule
     return mask
+
+
+def dense_mask(q_length, kv_length, allow_is_causal_skip=True, **others):
+    """The mask of ``sdpa``. It is left out only where it says the same at the first and at the last key."""
+    from transformers.masking_utils import sdpa_mask
+
+    skips = allow_is_causal_skip and q_length in (1, kv_length)
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skips, **others)
 
 
 def mask_for_flex(
@@ -415,7 +422,7 @@ def register(names=None):
             made.set(masks, name, mask_for_flex if name == "flex_attention" else mask_for_flash)
         if NAME in names:
             made.set(functions, BY_DENSE_MASKS, attention)
-            made.set(masks, BY_DENSE_MASKS, masking.sdpa_mask)
+            made.set(masks, BY_DENSE_MASKS, dense_mask)
         taken = {name for name in names if name != "flex_attention"}
         check = modeling.PreTrainedModel._check_and_adjust_attn_implementation
 
