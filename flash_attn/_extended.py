@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from flash_attn import _vmap
 from flash_attn import flash_attn_interface as interface
 from flash_attn._dispatch import check_not_traced, transforms_are_active
-from flash_attn._imagined import is_on_cpu
+from flash_attn._imagined import is_imagined, is_on_cpu
 from flash_attn._ops import (
     check_layout,
     check_storage,
@@ -28,6 +28,7 @@ from flash_attn._ops import (
     refuse_tangents,
     without_second_derivative,
 )
+from flash_attn._remembered import remembered
 from flash_attn._sinks import add_sinks, gradient_of_sinks
 from flash_attn._transforms import Rule, transformed
 from flash_attn.flex import attention as flex
@@ -231,12 +232,15 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sin
     return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 
-def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, is_exact, wants_max):
+def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, attn_mask, window, wants_max):
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
     if not is_on_cpu(q) and places.has_window and q.numel() and k.numel():
-        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, is_exact)
+        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
+    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined():
+        shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask
+        blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     return _Mods(call, is_packed, deterministic), tensors
 
@@ -310,7 +314,7 @@ def attend(
             )
         else:
             way, tensors = _way_of_mods(
-                q, k, softmax_scale, lengths, places, *functions, deterministic, attn_mask is None, return_max_logits
+                q, k, softmax_scale, lengths, places, *functions, deterministic, attn_mask, mask[1:4], return_max_logits
             )
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
 
 from .._arguments import has_distributed
 from .._dispatch import check_not_traced
@@ -398,7 +399,7 @@ def flex_attention(
     if is_for_torch:
         if q_offset is not None or kv_len is not None or block_table is not None:
             raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
-        return upstream.flex_attention(
+        return torchs_flex_attention(
             query,
             key,
             value,
