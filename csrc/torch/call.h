@@ -32,6 +32,12 @@ typedef struct {
     fa_tensor k_new, v_new, rotary_cos, rotary_sin, cache_batch_idx;
     fa_tensor dout, softmax_lse, dq, dk, dv, rng_state;
 
+    /* Of torch's own ops (sdpa.c). */
+    fa_tensor attn_bias; /* [b, h, len_q, len_kv], where 1 may stand for a size */
+    fa_tensor unread[3]; /* arguments that no kernel needs, and that may be undefined */
+    bool is_aten;        /* lse and rng_state have the form that torch's ops give them */
+    bool return_debug_mask;
+
     /* Of flash-attn 3. */
     fa_tensor qv, seqused_q, cu_seqlens_k_new, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata;
     fa_tensor out_partial, lse_partial;                /* of fwd_combine */
@@ -46,7 +52,7 @@ typedef struct {
     bool causal, return_softmax, deterministic, zero_tensors, rotary_interleaved;
     bool default_scale; /* no softmax_scale was given, and the op has a default */
     bool only_out;      /* the op returns out alone */
-    bool fresh_out;     /* out was made for this call */
+    bool fresh_out;     /* out was made for this call; in a backward the gradients were */
     bool has_dropout;   /* the op supports dropout, so a forward returns s_dmask and rng_state */
 } fa_call;
 

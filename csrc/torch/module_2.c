@@ -10,6 +10,7 @@
 #include "module.h"
 #include "plans.h"
 #include "positional.h"
+#include "sdpa.h"
 
 static int exec_module(PyObject *module) {
     static PyMethodDef *const functions[] = {
@@ -19,6 +20,7 @@ static int exec_module(PyObject *module) {
         fa_plan_functions,
         fa_machine_functions,
         fa_flex_functions,
+        fa_sdpa_functions,
         NULL,
     };
     return fa_module_exec(module, functions, fa_positional_load);
