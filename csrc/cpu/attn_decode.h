@@ -49,7 +49,7 @@ static void add_bias(decode_task *t) {
     }
     for (int64_t key = 0; key < t->num_keys; key += STEP) {
         const int64_t n = t->num_keys - key < STEP ? t->num_keys - key : STEP;
-        bias_tile(bias, &p->bias, t->s.b_idx, row, head, t->lanes, t->block + key, n);
+        bias_tile(bias, &p->bias, t->s.b_idx, row, head, t->lanes, t->s.kv_row + t->block + key, n);
         for (int64_t i = 0; i < n * t->lanes; i += LANES) {
             float *at = t->scores + key * t->lanes + i;
             vec_store(at, vec_add(vec_load(at), vec_load(bias + i)));

@@ -30,17 +30,23 @@ INLINE void bias_tile_of(float *dst, int64_t lanes, const char *const *rows, int
                          fa_dtype DTYPE) {
     bool shared = true;
     for (int64_t lane = 1; lane < lanes; lane++) shared &= rows[lane] == rows[0];
-    if (stride_key != 1 || shared) {
+    if (stride_key == 1 && shared) {
+        for (int64_t key = 0; key < num_keys; key += LANES) {
+            const int64_t count = num_keys - key < LANES ? num_keys - key : LANES;
+            float of_keys[LANES];
+            char padded[4 * LANES];
+            vec_store(of_keys, bias_in_log2(load_elems(readable(rows[0], key, num_keys, LANES, padded, DTYPE), DTYPE)));
+            for (int i = 0; i < count; i++, dst += lanes)
+                for (int64_t lane = 0; lane < lanes; lane += LANES) vec_store(dst + lane, vec_set(of_keys[i]));
+        }
+        return;
+    }
+    if (stride_key != 1) {
         for (int64_t key = 0; key < num_keys; key++, dst += lanes)
             for (int64_t lane = 0; lane < lanes; lane += LANES) {
                 float line[LANES];
-                if (shared && lane > 0) {
-                    memcpy(dst + lane, dst, sizeof line);
-                    continue;
-                }
                 for (int i = 0; i < LANES; i++)
-                    line[i] = shared && i > 0 ? line[0]
-                                              : bias_elem(rows[lane + i] + key * stride_key * DTYPE_BYTES(DTYPE), DTYPE);
+                    line[i] = bias_elem(rows[lane + i] + key * stride_key * DTYPE_BYTES(DTYPE), DTYPE);
                 vec_store(dst + lane, bias_in_log2(vec_load(line)));
             }
         return;
@@ -57,7 +63,7 @@ INLINE void bias_tile_of(float *dst, int64_t lanes, const char *const *rows, int
         }
 }
 
-/* Fills dst for keys [key, key + num_keys) of the sequence. Lanes hold row[lane] of head[lane]. */
+/* Fills dst for keys [key, key + num_keys) of the bias, which counts left padding. Lanes hold row[lane] of head[lane]. */
 OUTLINE void bias_tile(float *dst, const fa_scores *bias, int64_t b_idx, const int64_t *row, const int64_t *head,
                        int64_t lanes, int64_t key, int64_t num_keys) {
     const char *rows[2 * FA_PATCH_COLS * FA_PATCH_ROWS];

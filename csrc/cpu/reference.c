@@ -33,7 +33,8 @@
 
 static double bias_of(const head_view *a, int64_t i, int64_t j) {
     const fa_scores *bias = &a->p->bias;
-    const int64_t at = a->s.b_idx * bias->stride_b + a->head * bias->stride_h + i * bias->stride_row + j * bias->stride_key;
+    const int64_t at = a->s.b_idx * bias->stride_b + a->head * bias->stride_h + i * bias->stride_row +
+                       (a->s.kv_row + j) * bias->stride_key;
     return bias->dtype == FA_F64 ? ((const double *)bias->data)[at] : fa_load_element(bias->data, at, bias->dtype);
 }
 

@@ -266,6 +266,7 @@ static fa_status check_alibi(const fa_call *c, fa_problem *p, fa_error *err) {
 
 static fa_status check_bias(const fa_call *c, fa_problem *p, fa_error *err) {
     const fa_tensor *t = &c->attn_bias;
+    if (c->end_key) p->leftpad_k = c->first_key, p->seqused_k = c->end_key;
     if (!present(t)) return FA_OK;
     const int64_t size[4] = {p->b, p->h, p->len_q, p->len_kv};
     int64_t stride[4] = {0};

@@ -35,6 +35,7 @@ typedef struct {
     /* Of torch's own ops (sdpa.c). */
     fa_tensor attn_bias; /* [b, h, len_q, len_kv], where 1 may stand for a size */
     fa_tensor unread[3]; /* arguments that no kernel needs, and that may be undefined */
+    const int32_t *first_key, *end_key; /* [b] the keys that attn_bias leaves over, which came without it; or NULL */
     bool is_aten;        /* lse and rng_state have the form that torch's ops give them */
     bool return_debug_mask;
 

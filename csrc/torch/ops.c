@@ -158,7 +158,7 @@ static void read_schema(const fa_op *op, fa_signature *signature) {
         s->is_optional = strchr(a[n].schema, '?') != NULL;
         s->is_mutable = strchr(a[n].schema, '!') != NULL;
         s->may_be_undefined = strchr(a[n].schema, '~') != NULL;
-        s->is_unread = a[n].place >= offsetof(fa_call, unread) && a[n].place < offsetof(fa_call, is_aten);
+        s->is_unread = a[n].place >= offsetof(fa_call, unread) && a[n].place < offsetof(fa_call, first_key);
         s->place = a[n].place;
         snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
         if (op->results && strcmp(s->name, "dropout_p") == 0) signature->nothing.has_dropout = true;

@@ -12,9 +12,13 @@
  * dispatcher, so it cannot come back here. */
 #include "sdpa.h"
 
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
+#include "cpu/convert.h"
 #include "execute.h"
 #include "ops.h"
 #include "plans.h"
@@ -180,6 +184,83 @@ static void align_top_left(fa_call *c, int64_t *bias_size) {
     bias->size = bias_size;
 }
 
+/* ---- masks of keys ------------------------------------------------------------------------------------------------- */
+
+/* A mask that is the same for all heads and rows, and hides keys at the beginning and the end: padding. Then the call
+ * does without the hidden keys, and mostly without the mask. */
+typedef struct {
+    int32_t *first, *end; /* [b] */
+    int32_t room[128];
+} key_mask;
+
+enum { MOST_IN_ROOM = 64 };
+
+static void forget_keys(key_mask *m) {
+    if (m->first && m->first != m->room) free(m->first);
+}
+
+/* Numbers below this hide a key as -inf does, if another key of the row has a number above -1e30. */
+#define HIDES -1e37f
+
+static float bias_at(const fa_tensor *t, int64_t at) {
+    return fa_load_element(t->data, at, t->dtype == fa_torch.f32 ? FA_F32 : t->dtype == fa_torch.f16 ? FA_F16 : FA_BF16);
+}
+
+static bool has_equal_rows(const fa_tensor *t, int64_t at, int64_t rows, int64_t keys) {
+    const int64_t bytes = bytes_of_dtype(t->dtype), stride = t->stride[t->ndim - 2];
+    const char *first = (const char *)t->data + at * bytes;
+    for (int64_t i = 1; i < rows && stride != 0; i++)
+        if (memcmp(first, first + i * stride * bytes, (size_t)(keys * bytes)) != 0) return false;
+    return true;
+}
+
+/* Finds the keys [*first, *end) of one batch that are not hidden. Returns whether all their numbers are 0. */
+static bool find_seen_keys(const fa_tensor *t, int64_t at, int64_t keys, int32_t *first, int32_t *end) {
+    float most = -INFINITY;
+    bool all_zero = true;
+    for (int64_t j = 0; j < keys; j++) {
+        const float bias = bias_at(t, at + j);
+        if (bias > most || bias != bias) most = bias;
+    }
+    const float hides = most > -1e30f ? HIDES : -FLT_MAX; /* a NaN hides nothing */
+    int64_t j = 0, stop = keys;
+    while (j < stop && bias_at(t, at + j) < hides) j++;
+    while (j < stop && bias_at(t, at + stop - 1) < hides) stop--;
+    *first = (int32_t)j, *end = (int32_t)stop;
+    for (; j < stop; j++) all_zero &= bias_at(t, at + j) == 0;
+    return all_zero;
+}
+
+/* Leaves hidden keys out. FA_OK also if the mask is of another kind, and stays. */
+static fa_status read_key_mask(fa_call *c, key_mask *m, fa_error *err) {
+    const fa_tensor *t = &c->attn_bias;
+    const int64_t b = c->q.size[0], len_q = c->q.size[1], len_kv = c->k.size[1], n = t->ndim;
+    m->first = NULL;
+    if (!present(t) || c->causal || (n != 2 && n != 4) || is_empty(t) || len_kv >= INT32_MAX) return FA_OK;
+    if (t->dtype != fa_torch.f32 && t->dtype != fa_torch.f16 && t->dtype != fa_torch.bf16) return FA_OK;
+    const int64_t rows = t->size[n - 2], of_b = n == 4 && t->size[0] > 1 ? t->stride[0] : 0;
+    const bool is_shared = n == 2 || t->size[1] == 1 || t->stride[1] == 0;
+    if (!is_shared || t->size[n - 1] != len_kv || (len_kv > 1 && t->stride[n - 1] != 1) || (rows != 1 && rows != len_q))
+        return FA_OK;
+    if (n == 4 && t->size[0] != 1 && t->size[0] != b) return FA_OK;
+    const int64_t num = of_b == 0 ? 1 : b;
+    for (int64_t i = 0; i < num; i++)
+        if (!has_equal_rows(t, i * of_b, rows, len_kv)) return FA_OK;
+    m->first = b <= MOST_IN_ROOM ? m->room : malloc(2 * (size_t)b * sizeof *m->first);
+    if (!m->first) return fa_fail(err, FA_ENOMEM, "no memory for the lengths of %lld sequences", (long long)b);
+    m->end = m->first + b;
+    bool all_zero = true;
+    for (int64_t i = 0; i < b; i++) {
+        if (i < num)
+            all_zero &= find_seen_keys(t, i * of_b, len_kv, &m->first[i], &m->end[i]);
+        else
+            m->first[i] = m->first[0], m->end[i] = m->end[0];
+    }
+    c->first_key = m->first, c->end_key = m->end;
+    if (all_zero) c->attn_bias = (fa_tensor){.name = t->name};
+    return FA_OK;
+}
+
 static bool is_deterministic(void) {
     return !torchs.context || !torchs.is_deterministic || torchs.is_deterministic(torchs.context());
 }
@@ -192,11 +273,12 @@ static fa_status forward(const fa_call *given, bool out_is_like_q, fa_tensor *ou
     fa_call c = *given;
     exchanged q, k, v, o;
     int64_t bias_size[4];
+    key_mask seen = {.first = NULL};
     *out = (fa_tensor){.name = "out"};
     outputs->num = 0;
     REQUIRE(has_four_dims(given), "query, key and value must have 4 dimensions");
-    REQUIRE(!on_cpu || given->q.dtype != fa_torch.f64, "fp64 needs an lse in fp64");
-    REQUIRE(!on_cpu || given->dropout_p == 0, "dropout on the CPU draws other numbers");
+    REQUIRE(!on_cpu || given->q.dtype != fa_torch.f64, "fp64 needs an fp64 lse, and the kernels here make an fp32 lse");
+    REQUIRE(!on_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
     REQUIRE(!given->return_debug_mask, "return_debug_mask must be false");
     TRY(make_like(&given->q, out_is_like_q, out, err));
     c.out = *out;
@@ -206,7 +288,9 @@ static fa_status forward(const fa_call *given, bool out_is_like_q, fa_tensor *ou
     c.has_dropout = c.dropout_p > 0;
     exchange(&c.q, &q), exchange(&c.k, &k), exchange(&c.v, &v), exchange(&c.out, &o);
     if (on_cpu) align_top_left(&c, bias_size);
-    fa_status status = fa_execute(&c, outputs, err);
+    fa_status status = on_cpu ? read_key_mask(&c, &seen, err) : FA_OK;
+    if (status == FA_OK) status = fa_execute(&c, outputs, err);
+    forget_keys(&seen);
     if (status != FA_OK) drop(out);
     return status;
 }
@@ -294,15 +378,20 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
 
 /* ---- scaled_dot_product_attention, backward ----------------------------------------------------------------------- */
 
-/* The keys behind the last query's are not seen, and their gradients are zero. */
-static void clear_unseen_keys(const fa_tensor *t, int64_t first) {
-    const size_t bytes = (size_t)(t->size[3] * bytes_of_dtype(t->dtype));
-    for (int64_t b = 0; b < t->size[0]; b++)
+/* The call left out the keys that no query sees: those behind `end`, and those that a mask of keys hides. Their
+ * gradients are zero. */
+static void clear_unseen_keys(const fa_tensor *t, int64_t end, const key_mask *seen) {
+    const int64_t bytes = bytes_of_dtype(t->dtype);
+    for (int64_t b = 0; b < t->size[0]; b++) {
+        const int64_t first_seen = seen->first ? seen->first[b] : 0, end_seen = seen->first ? seen->end[b] : end;
         for (int64_t h = 0; h < t->size[1]; h++)
-            for (int64_t row = first; row < t->size[2]; row++)
-                memset((char *)t->data +
-                           (b * t->stride[0] + h * t->stride[1] + row * t->stride[2]) * bytes_of_dtype(t->dtype),
-                       0, bytes);
+            for (int64_t row = 0; row < t->size[2]; row++) {
+                if (row == first_seen) row = end_seen;
+                if (row >= t->size[2]) break;
+                memset((char *)t->data + (b * t->stride[0] + h * t->stride[1] + row * t->stride[2]) * bytes, 0,
+                       (size_t)(t->size[3] * bytes));
+            }
+    }
 }
 
 static fa_status backward(const fa_call *given, bool is_like_inputs, fa_tensor grads[3], fa_error *err) {
@@ -313,13 +402,14 @@ static fa_status backward(const fa_call *given, bool is_like_inputs, fa_tensor g
     exchanged rooms[8];
     fa_outputs outputs = {.num = 0};
     int64_t bias_size[4];
+    key_mask seen = {.first = NULL};
     tensor dout = NULL;
     fa_status status = FA_OK;
     for (int i = 0; i < 3; i++) grads[i] = (fa_tensor){.name = names[i]};
     REQUIRE(has_four_dims(given) && given->out.ndim == 4 && given->dout.ndim == 4,
             "query, key, value, out and its gradient must have 4 dimensions");
-    REQUIRE(!on_cpu || given->q.dtype != fa_torch.f64, "fp64 has an lse in fp64");
-    REQUIRE(!on_cpu || given->dropout_p == 0, "dropout on the CPU draws other numbers");
+    REQUIRE(!on_cpu || given->q.dtype != fa_torch.f64, "fp64 has an fp64 lse, and the kernels here read an fp32 lse");
+    REQUIRE(!on_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
     for (int i = 0; i < 3 && status == FA_OK; i++) status = make_like(inputs[i], is_like_inputs, &grads[i], err);
     if (status == FA_OK) status = close_gaps(&c.dout, &dout, err);
     if (status == FA_OK) {
@@ -331,9 +421,11 @@ static fa_status backward(const fa_call *given, bool is_like_inputs, fa_tensor g
         fa_tensor *const all[] = {&c.q, &c.k, &c.v, &c.out, &c.dout, &c.dq, &c.dk, &c.dv};
         for (int i = 0; i < 8; i++) exchange(all[i], &rooms[i]);
         if (on_cpu) align_top_left(&c, bias_size);
-        status = fa_execute(&c, &outputs, err);
-        if (on_cpu && status == FA_OK && !fa_plan_only() && c.k.size[1] < given->k.size[2])
-            for (int i = 1; i < 3; i++) clear_unseen_keys(&grads[i], c.k.size[1]);
+        if (on_cpu) status = read_key_mask(&c, &seen, err);
+        if (status == FA_OK) status = fa_execute(&c, &outputs, err);
+        if (on_cpu && status == FA_OK && !fa_plan_only())
+            for (int i = 1; i < 3; i++) clear_unseen_keys(&grads[i], c.k.size[1], &seen);
+        forget_keys(&seen);
     }
     fa_drop_outputs(&outputs);
     if (dout) fa_torch.aoti_torch_delete_tensor_object(dout);
