@@ -6,6 +6,7 @@ the name "flash_attn" when it is imported. While it is active, C functions repla
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from typing import Iterator
@@ -29,12 +30,14 @@ _OPS = (
 )
 
 
+@functools.cache
 def _num_arguments():
     """The number of arguments of each op; 0: this PyTorch has no such op."""
     ops = [getattr(torch.ops.aten, name, None) for name in _OPS]
     return tuple(0 if op is None else len(op.default._schema.arguments) for op in ops)
 
 
+@functools.cache
 def _promises():
     """What PyTorch's fakes say: are the CPU's out, its gradients, and CUDA's gradients strided like the inputs?"""
     aten, x = torch.ops.aten, torch.empty(2, 3, 5, 8, device="meta")

@@ -273,7 +273,7 @@ static fa_status check_bias(const fa_call *c, fa_problem *p, fa_error *err) {
     words came, want;
     const fa_tensor wanted = {.ndim = 4, .size = size};
     TRY(check_device(t, &c->q, err));
-    bool fits = t->ndim >= 2 && t->ndim <= 4;
+    bool fits = t->ndim == 2 || t->ndim == 4;
     for (int64_t i = 0; fits && i < t->ndim; i++) {
         const int64_t at = 4 - t->ndim + i;
         fits = t->size[i] == 1 || t->size[i] == size[at];
@@ -358,13 +358,12 @@ static fa_status check_saved(const fa_call *c, fa_problem *p, fa_error *err) {
         TRY(SHAPE(lse, "(num_heads, total_q)", p->h, p->total_q));
     else
         TRY(SHAPE(lse, "(batch_size, num_heads, seqlen_q)", p->b, p->h, p->len_q));
-    const bool is_aten_on_cpu = c->is_aten && p->device == FA_CPU;
-    REQUIRE(is_aten_on_cpu || last_dim_contiguous(lse), "softmax_lse must have contiguous last dimension; it has stride %" PRId64,
+    REQUIRE(c->is_for_cpu || last_dim_contiguous(lse), "softmax_lse must have contiguous last dimension; it has stride %" PRId64,
             lse->stride[lse->ndim - 1]);
     p->lse = (fa_row_stats){.data = (float *)lse->data,
                             .stride_b = packs_q(c) ? 0 : lse->stride[0],
                             .stride_h = lse->stride[lse->ndim - 2],
-                            .stride_row = is_aten_on_cpu ? lse->stride[lse->ndim - 1] : 0};
+                            .stride_row = c->is_for_cpu ? lse->stride[lse->ndim - 1] : 0};
     if (c->dropout_p == 0) return FA_OK;
     REQUIRE(present(rng), "rng_state must be given when dropout_p > 0: the one that the forward returned; it is None");
     TRY(check_device(rng, &c->q, err));
@@ -500,7 +499,7 @@ static fa_status check_gradients(const fa_call *c, fa_error *err) {
 fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     words w;
     *p = (fa_problem){.pass = c->pass, .empty_lse = c->layout == FA_OP_3 ? -INFINITY : INFINITY};
-    if (c->is_aten && c->q.device_type == fa_torch.cpu) p->empty_lse = 0; /* as torch's own kernel says */
+    if (c->is_for_cpu) p->empty_lse = 0;
     REQUIRE(c->q.device_type == fa_torch.cpu || c->q.device_type == fa_torch.cuda,
             "q must be on the CPU or on CUDA; it "
             "is on %s",

@@ -140,7 +140,7 @@ static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
     const int64_t size[3] = {p->b, p->h, p->len_q}, packed_size[2] = {p->h, p->total_q};
     void *data = NULL;
     fa_status status = FA_OK;
-    if (c->is_aten && !packed && p->device == FA_CPU) { /* torch's op on the CPU keeps the heads of a row together */
+    if (c->is_for_cpu) { /* the heads of a row lie together */
         p->lse = (fa_row_stats){.stride_b = p->len_q * p->h, .stride_h = 1, .stride_row = p->h};
         status = fa_make_output(outputs, &c->q, 3, size, (int64_t[]){p->lse.stride_b, 1, p->h}, fa_torch.f32, &data, err);
         p->lse.data = data;

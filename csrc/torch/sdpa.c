@@ -257,6 +257,7 @@ static fa_status read_key_mask(fa_call *c, key_mask *m, fa_error *err) {
             m->first[i] = m->first[0], m->end[i] = m->end[0];
     }
     c->first_key = m->first, c->end_key = m->end;
+    c->max_seqlen_k = len_kv;
     if (all_zero) c->attn_bias = (fa_tensor){.name = t->name};
     return FA_OK;
 }
@@ -268,8 +269,7 @@ static bool is_deterministic(void) {
 /* ---- scaled_dot_product_attention, forward ------------------------------------------------------------------------ */
 
 /* Makes out in torch's form and computes. outputs: lse, and with dropout what our forward returns of it. */
-static fa_status forward(const fa_call *given, bool out_is_like_q, fa_tensor *out, fa_outputs *outputs, fa_error *err) {
-    const bool on_cpu = given->q.device_type == fa_torch.cpu;
+static fa_status forward(const fa_call *given, bool is_for_cpu, fa_tensor *out, fa_outputs *outputs, fa_error *err) {
     fa_call c = *given;
     exchanged q, k, v, o;
     int64_t bias_size[4];
@@ -277,18 +277,19 @@ static fa_status forward(const fa_call *given, bool out_is_like_q, fa_tensor *ou
     *out = (fa_tensor){.name = "out"};
     outputs->num = 0;
     REQUIRE(has_four_dims(given), "query, key and value must have 4 dimensions");
-    REQUIRE(!on_cpu || given->q.dtype != fa_torch.f64, "fp64 needs an fp64 lse, and the kernels here make an fp32 lse");
-    REQUIRE(!on_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
+    REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64, "fp64 needs an fp64 lse, and the kernels here make an fp32 lse");
+    REQUIRE(!is_for_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
     REQUIRE(!given->return_debug_mask, "return_debug_mask must be false");
-    TRY(make_like(&given->q, out_is_like_q, out, err));
+    TRY(make_like(&given->q, !is_for_cpu || cpu_out_is_like_q, out, err));
     c.out = *out;
     c.fresh_out = c.is_aten = true;
+    c.is_for_cpu = is_for_cpu;
     c.window_left = c.window_right = -1;
     c.num_splits = 0;
     c.has_dropout = c.dropout_p > 0;
     exchange(&c.q, &q), exchange(&c.k, &k), exchange(&c.v, &v), exchange(&c.out, &o);
-    if (on_cpu) align_top_left(&c, bias_size);
-    fa_status status = on_cpu ? read_key_mask(&c, &seen, err) : FA_OK;
+    if (is_for_cpu) align_top_left(&c, bias_size);
+    fa_status status = is_for_cpu ? read_key_mask(&c, &seen, err) : FA_OK;
     if (status == FA_OK) status = fa_execute(&c, outputs, err);
     forget_keys(&seen);
     if (status != FA_OK) drop(out);
@@ -297,7 +298,7 @@ static fa_status forward(const fa_call *given, bool out_is_like_q, fa_tensor *ou
 
 static fa_status execute_cpu_forward(const fa_call *c, fa_outputs *outputs, fa_error *err) {
     fa_tensor out;
-    fa_status status = forward(c, cpu_out_is_like_q, &out, outputs, err);
+    fa_status status = forward(c, true, &out, outputs, err);
     if (status == FA_OK) {
         outputs->tensor[1] = outputs->tensor[0], outputs->tensor[0] = out.handle;
         outputs->num = 2;
@@ -345,7 +346,7 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
     enum { MAX_Q = 4, MAX_K = 5, NUM = 9 };
     fa_tensor out;
     fa_outputs made, rest = {.num = 0};
-    fa_status status = forward(c, true, &out, &made, err);
+    fa_status status = forward(c, false, &out, &made, err);
     if (status == FA_OK) {
         status = make_undefined(&rest, err);
         if (status == FA_OK) status = make_undefined(&rest, err);
@@ -359,7 +360,7 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
         outputs->num = NUM;
         return FA_OK;
     }
-    if (!is_for_torch(status) || !torchs.cuda_forward) return status;
+    if (!is_for_torch(status) || !torchs.cuda_forward || c->q.device_type != fa_torch.cuda) return status;
     double scale;
     int64_t max_q = 0, max_k = 0;
     tensor *t = outputs->tensor;
@@ -394,9 +395,8 @@ static void clear_unseen_keys(const fa_tensor *t, int64_t end, const key_mask *s
     }
 }
 
-static fa_status backward(const fa_call *given, bool is_like_inputs, fa_tensor grads[3], fa_error *err) {
+static fa_status backward(const fa_call *given, bool is_for_cpu, fa_tensor grads[3], fa_error *err) {
     static const char *const names[] = {"dq", "dk", "dv"};
-    const bool on_cpu = given->q.device_type == fa_torch.cpu;
     const fa_tensor *inputs[] = {&given->q, &given->k, &given->v};
     fa_call c = *given;
     exchanged rooms[8];
@@ -404,26 +404,28 @@ static fa_status backward(const fa_call *given, bool is_like_inputs, fa_tensor g
     int64_t bias_size[4];
     key_mask seen = {.first = NULL};
     tensor dout = NULL;
+    const bool keeps_strides = is_for_cpu ? cpu_grads_are_like_inputs : cuda_grads_are_like_inputs;
     fa_status status = FA_OK;
     for (int i = 0; i < 3; i++) grads[i] = (fa_tensor){.name = names[i]};
     REQUIRE(has_four_dims(given) && given->out.ndim == 4 && given->dout.ndim == 4,
             "query, key, value, out and its gradient must have 4 dimensions");
-    REQUIRE(!on_cpu || given->q.dtype != fa_torch.f64, "fp64 has an fp64 lse, and the kernels here read an fp32 lse");
-    REQUIRE(!on_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
-    for (int i = 0; i < 3 && status == FA_OK; i++) status = make_like(inputs[i], is_like_inputs, &grads[i], err);
+    REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64, "fp64 has an fp64 lse, and the kernels here read an fp32 lse");
+    REQUIRE(!is_for_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
+    for (int i = 0; i < 3 && status == FA_OK; i++) status = make_like(inputs[i], keeps_strides, &grads[i], err);
     if (status == FA_OK) status = close_gaps(&c.dout, &dout, err);
     if (status == FA_OK) {
         c.dq = grads[0], c.dk = grads[1], c.dv = grads[2];
         c.fresh_out = c.is_aten = true;
+        c.is_for_cpu = is_for_cpu;
         c.window_left = c.window_right = -1;
         c.rng_state.dtype = fa_torch.i64;
-        c.deterministic = !on_cpu && is_deterministic();
+        c.deterministic = !is_for_cpu && is_deterministic();
         fa_tensor *const all[] = {&c.q, &c.k, &c.v, &c.out, &c.dout, &c.dq, &c.dk, &c.dv};
         for (int i = 0; i < 8; i++) exchange(all[i], &rooms[i]);
-        if (on_cpu) align_top_left(&c, bias_size);
-        if (on_cpu) status = read_key_mask(&c, &seen, err);
+        if (is_for_cpu) align_top_left(&c, bias_size);
+        if (is_for_cpu) status = read_key_mask(&c, &seen, err);
         if (status == FA_OK) status = fa_execute(&c, &outputs, err);
-        if (on_cpu && status == FA_OK && !fa_plan_only())
+        if (is_for_cpu && status == FA_OK && !fa_plan_only())
             for (int i = 1; i < 3; i++) clear_unseen_keys(&grads[i], c.k.size[1], &seen);
         forget_keys(&seen);
     }
@@ -440,7 +442,7 @@ static void take_gradients(const fa_tensor grads[3], fa_outputs *outputs) {
 
 static fa_status execute_cpu_backward(const fa_call *c, fa_outputs *outputs, fa_error *err) {
     fa_tensor grads[3];
-    fa_status status = backward(c, cpu_grads_are_like_inputs, grads, err);
+    fa_status status = backward(c, true, grads, err);
     if (status == FA_OK) {
         take_gradients(grads, outputs);
         return FA_OK;
@@ -457,12 +459,12 @@ static fa_status execute_cpu_backward(const fa_call *c, fa_outputs *outputs, fa_
 
 static fa_status execute_cuda_backward(const fa_call *c, fa_outputs *outputs, fa_error *err) {
     fa_tensor grads[3];
-    fa_status status = backward(c, cuda_grads_are_like_inputs, grads, err);
+    fa_status status = backward(c, false, grads, err);
     if (status == FA_OK) {
         take_gradients(grads, outputs);
         return FA_OK;
     }
-    if (!is_for_torch(status) || !torchs.cuda_backward) return status;
+    if (!is_for_torch(status) || !torchs.cuda_backward || c->q.device_type != fa_torch.cuda) return status;
     double scale;
     tensor *t = outputs->tensor;
     fa_note_torch(c->pass, FA_CUDA, err->text);
@@ -542,8 +544,8 @@ static fa_status execute_flash_backward(const fa_call *given, fa_outputs *output
 
 /* ---- the ops ------------------------------------------------------------------------------------------------------- */
 
-#define QKV   FA_ARG("Tensor q", q), FA_ARG("Tensor k", k), FA_ARG("Tensor v", v)
-#define SAVED FA_ARG("Tensor dout", dout), QKV, FA_ARG("Tensor out", out), FA_ARG("Tensor softmax_lse", softmax_lse)
+#define QKV   FA_ARG("Tensor query", q), FA_ARG("Tensor key", k), FA_ARG("Tensor value", v)
+#define SAVED FA_ARG("Tensor grad_out", dout), QKV, FA_ARG("Tensor out", out), FA_ARG("Tensor logsumexp", softmax_lse)
 #define MASK  FA_ARG("float dropout_p", dropout_p), FA_ARG("bool is_causal", causal)
 #define SCALE FA_ARG("float? scale", softmax_scale)
 #define DEBUG FA_ARG("bool return_debug_mask", return_debug_mask)
@@ -556,7 +558,7 @@ static fa_status execute_flash_backward(const fa_call *given, fa_outputs *output
         WINDOW, FA_ARG("Tensor?~ seqused_k", seqused_k), FA_ARG("Tensor?~ alibi_slopes", alibi_slopes)
 #define PAGES FA_ARG("Tensor?~ block_table", block_table), FA_ARG("int? num_splits", num_splits)
 
-enum { FLASH_FORWARD = 4, FLASH_INPLACE, FLASH_BACKWARD, NUM_OPS };
+enum { NUM_OPS = 7 };
 
 /* Torch adds arguments at the end. A release that lacks the last ones fills fewer slots. */
 static fa_op ops[NUM_OPS] = {
@@ -596,8 +598,8 @@ static void restore(void) {
     }
 }
 
-/* Which ops have a kernel for CPU tensors, and which for CUDA tensors. */
-static bool serves(int op, bool on_gpu) { return op >= FLASH_FORWARD || (op >= 2) == on_gpu; }
+/* Torch has no kernels for CPU tensors of the ops that are CUDA's. Here they have one. */
+static bool serves(int op, bool on_gpu) { return op >= 2 || !on_gpu; }
 
 static bool override(const int num_arguments[NUM_OPS]) {
     static const char *const keys[2] = {"CPU", "CUDA"};
