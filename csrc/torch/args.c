@@ -273,6 +273,7 @@ static fa_status check_bias(const fa_call *c, fa_problem *p, fa_error *err) {
     words came, want;
     const fa_tensor wanted = {.ndim = 4, .size = size};
     TRY(check_device(t, &c->q, err));
+    REQUIRE(p->device == FA_CPU, "attn_mask needs tensors on the CPU");
     bool fits = t->ndim == 2 || t->ndim == 4;
     for (int64_t i = 0; fits && i < t->ndim; i++) {
         const int64_t at = 4 - t->ndim + i;

@@ -51,7 +51,7 @@ static struct {
     cuda_backward_fn *cuda_backward;
     void *(*context)(void); /* at::globalContext() */
     bool (*is_deterministic)(const void *context);
-    const char *(*what)(void); /* the words of the last exception in the shim */
+    const char *(*what)(void); /* the words of the last exception in the shim; NULL before 2.13, which prints them */
 } torchs;
 
 static void find_torchs_kernels(void) {
@@ -89,7 +89,8 @@ static fa_status torch_said(AOTITorchError code, int num, fa_outputs *outputs, f
     outputs->num = code == 0 ? num : 0;
     if (code == 0) return FA_OK;
     const char *what = torchs.what ? torchs.what() : NULL;
-    return fa_fail(err, FA_EINVAL, "%s", what && *what ? what : "PyTorch's own kernel refused the call");
+    if (what && *what) return fa_fail(err, FA_EINVAL, "%s", what);
+    return fa_fail(err, FA_EINVAL, "PyTorch's own kernel refused the call, and printed why");
 }
 
 /* ---- which kernel -------------------------------------------------------------------------------------------------- */
