@@ -196,7 +196,7 @@ def test_infinite_and_nan_values_behind_a_mask(active):
 
 
 def test_strides():
-    b, h, n, d = 2, 4, 30, 16
+    b, h, n, d = 2, 4, 20, 16
     packed = randn(b, n, 3, h, d)
     verify(*packed.permute(2, 0, 3, 1, 4))  # [b, n, h, d] in memory
     verify(*randn(3, b, h, 2 * n, d)[..., ::2, :])
@@ -259,6 +259,15 @@ def test_foreign_calls(name):
     assert all(torch.equal(x, y) for x, y in zip(ours, torch_s))
     for one in (plan, plan.backward):
         assert not one.kernel and one.refusal.startswith("PyTorch's own kernel runs: "), plan
+
+
+def test_short_calls_in_fp32(active, isa):
+    """MKL is faster there, unless there is AVX-512."""
+    q, k, v = inputs(2, 12, 12, 16, 16, 64, torch.float32)
+    plan = explain(SDPA, q.requires_grad_(), k, v)
+    assert ("PyTorch's own kernel is faster" in plan.refusal) == (isa in ("reference", "scalar", "avx2"))
+    assert plan.backward.kernel.startswith("attn_bwd")
+    assert torch.allclose(SDPA(q, k, v), exact(q, k, v)[0].float(), atol=1e-5)
 
 
 def test_explain_of_torchs_math(active):
