@@ -110,7 +110,8 @@ typedef struct {
     int64_t attention_chunk;   /* 0: off */
     const float *alibi_slopes; /* [h], or [b, h] with alibi_stride_b; NULL: none */
     int64_t alibi_stride_b;
-    fa_scores bias; /* CPU only, dense and without softcap and ALiBi; in fp64 of the dtype of q, else fp16, bf16 or fp32 */
+    fa_scores
+        bias; /* CPU only, dense and without softcap and ALiBi; in fp64 of the dtype of q, else fp16, bf16 or fp32 */
 
     /* Dropout of the probabilities. cpu/dropout.h maps Philox numbers to elements. */
     double dropout_p; /* 0: off */

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.nn import attention as torchs
@@ -160,9 +160,9 @@ def register(*, before_cudnn: bool = True) -> None:
 
     It is ``torch.nn.attention.activate_flash_attention_impl("flash_attn")``, and
     ``torch.nn.attention.restore_flash_attention_impl()`` undoes it. ``with flash_attn.sdpa():`` does both. On the CPU
-    all calls without dropout run here that PyTorch's fused kernel would take, with masks and biases. On a GPU those that
-    PyTorch's flash attention would take, and ``torch.nn.attention.varlen.varlen_attn``. Results, gradients, strides and
-    errors are PyTorch's. A call that does not fit goes to PyTorch's own kernel. ``flash_attn.explain`` says which
+    the calls run here that PyTorch's fused kernel would take, with masks and biases. On a GPU those run here that
+    PyTorch's flash attention would take, and ``torch.nn.attention.varlen.varlen_attn``. Results, gradients, strides
+    and errors are PyTorch's. A call that does not fit goes to PyTorch's own kernel. ``flash_attn.explain`` says which
     kernel a call takes, and why.
 
     Args:

@@ -46,7 +46,7 @@ SHAPES = [(2, 4, 4, 100, 100, 64), (1, 8, 2, 300, 300, 128), (1, 4, 4, 70, 513, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape, dtype, is_causal):
     q, k, v = inputs(*shape, dtype)
-    options = dict(is_causal=is_causal and shape[3] == shape[4], enable_gqa=shape[1] != shape[2])
+    options = {"is_causal": is_causal and shape[3] == shape[4], "enable_gqa": shape[1] != shape[2]}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         torch_s = all_results(q, k, v, **options)
     with flash_attn.sdpa():

@@ -333,8 +333,7 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
         }
         if (t->p->bias.data)
-            bias_tile(t->bias, &t->p->bias, t->s.b_idx, tile->row, tile->head, lanes,
-                      t->s.kv_row + t->block + begin,
+            bias_tile(t->bias, &t->p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
                       min_i64(end, t->s.len_kv - t->block) - begin);
         score_options options = {.scale = t->scale,
                                  .softcap = job->softcap,

@@ -56,14 +56,15 @@ INLINE void bias_tile_of(float *dst, int64_t lanes, const char *const *rows, int
             const int64_t count = num_keys - key < LANES ? num_keys - key : LANES;
             vec t[LANES];
             char padded[4 * LANES];
-            UNROLL for (int i = 0; i < LANES; i++)
-                t[i] = bias_in_log2(load_elems(readable(rows[lane + i], key, num_keys, LANES, padded, DTYPE), DTYPE));
+            UNROLL for (int i = 0; i < LANES; i++) t[i] =
+                bias_in_log2(load_elems(readable(rows[lane + i], key, num_keys, LANES, padded, DTYPE), DTYPE));
             vec_transpose(t);
             for (int i = 0; i < count; i++) vec_store(dst + (key + i) * lanes + lane, t[i]);
         }
 }
 
-/* Fills dst for keys [key, key + num_keys) of the bias, which counts left padding. Lanes hold row[lane] of head[lane]. */
+/* Fills dst for keys [key, key + num_keys) of the bias, which counts left padding. A lane holds row[lane] of
+ * head[lane]. */
 OUTLINE void bias_tile(float *dst, const fa_scores *bias, int64_t b_idx, const int64_t *row, const int64_t *head,
                        int64_t lanes, int64_t key, int64_t num_keys) {
     const char *rows[2 * FA_PATCH_COLS * FA_PATCH_ROWS];

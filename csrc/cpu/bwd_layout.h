@@ -43,8 +43,8 @@ typedef struct {
     int64_t tile_floats, v_tile_floats; /* floats from one tile to the next, in Q^T, Q, dQ^T, and in dO^T, dO */
     int block_q, block_kv, tiles;
     int ranges, shares; /* ranges of a sequence's keys; the ranges of a share form one task */
-    size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, bias, dk, dv, key_rows, pieces,
-        tile;
+    size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, bias, dk, dv, key_rows,
+        pieces, tile;
     size_t scratch_bytes;
     int64_t slab_tiles; /* tiles of one (range, key/value head) in a slab */
     size_t slabs_bytes;

@@ -117,8 +117,8 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
     const bool hides = masked || tile->lanes > tile->valid_lanes;
     if (p->bias.data) {
         const int64_t rest = t->s.len_kv - t->block - begin;
-        bias_tile(t->bias, &p->bias, t->s.b_idx, tile->row, tile->head, lanes,
-                  t->s.kv_row + t->block + begin, rest < num_keys ? rest : num_keys);
+        bias_tile(t->bias, &p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
+                  rest < num_keys ? rest : num_keys);
         if (rest < num_keys) memset(t->bias + rest * lanes, 0, (size_t)((num_keys - rest) * lanes) * sizeof(float));
     }
     const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* the bounds are not read */

@@ -70,8 +70,7 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES,
 
 /* NOTE: the loop reads a copy of the arguments, which no store can change. Otherwise the compiler reads all arguments
  * again for every key. These reads are half as many instructions as the arithmetic. */
-INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, bool MASKED, bool BIASED,
-                             bool DROPS) {
+INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, bool MASKED, bool BIASED, bool DROPS) {
     const gradient_args copy = *args, *const a = &copy;
     const int64_t row_stride = a->row_stride;
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
@@ -108,11 +107,11 @@ INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, 
 OUTLINE void gradient_step(const gradient_args *a) {
     const score_options *o = &a->options;
     switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2 | (o->bias != NULL) << 3) {
-#define CASE(n)                                              \
-    case n:                                                  \
-        if (a->bytes)                                        \
+#define CASE(n)                                                     \
+    case n:                                                         \
+        if (a->bytes)                                               \
             gradient_step_of(a, n & 1, n & 2, n & 4, n & 8, true);  \
-        else                                                 \
+        else                                                        \
             gradient_step_of(a, n & 1, n & 2, n & 4, n & 8, false); \
         break;
         CASE(8) CASE(12) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)

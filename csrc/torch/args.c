@@ -285,11 +285,9 @@ static fa_status check_bias(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(t->dtype == fa_torch.f32 || (t->dtype == c->q.dtype && t->dtype != fa_torch.f64),
             "attn_mask must have the dtype of query, or fp32; query is %s, attn_mask is %s", dtype_words(c->q.dtype),
             dtype_words(t->dtype));
-    p->bias = (fa_scores){t->data,
-                          t->dtype == fa_torch.f32   ? FA_F32
-                          : t->dtype == fa_torch.f16 ? FA_F16
-                                                     : FA_BF16,
-                          stride[0], stride[1], stride[2], stride[3]};
+    p->bias = (fa_scores){t->data,   t->dtype == fa_torch.f32 ? FA_F32 : t->dtype == fa_torch.f16 ? FA_F16 : FA_BF16,
+                          stride[0], stride[1],
+                          stride[2], stride[3]};
     return FA_OK;
 }
 
@@ -359,8 +357,8 @@ static fa_status check_saved(const fa_call *c, fa_problem *p, fa_error *err) {
         TRY(SHAPE(lse, "(num_heads, total_q)", p->h, p->total_q));
     else
         TRY(SHAPE(lse, "(batch_size, num_heads, seqlen_q)", p->b, p->h, p->len_q));
-    REQUIRE(c->is_for_cpu || last_dim_contiguous(lse), "softmax_lse must have contiguous last dimension; it has stride %" PRId64,
-            lse->stride[lse->ndim - 1]);
+    REQUIRE(c->is_for_cpu || last_dim_contiguous(lse),
+            "softmax_lse must have contiguous last dimension; it has stride %" PRId64, lse->stride[lse->ndim - 1]);
     p->lse = (fa_row_stats){.data = (float *)lse->data,
                             .stride_b = packs_q(c) ? 0 : lse->stride[0],
                             .stride_h = lse->stride[lse->ndim - 2],

@@ -33,10 +33,10 @@ typedef struct {
     fa_tensor dout, softmax_lse, dq, dk, dv, rng_state;
 
     /* Of torch's own ops (sdpa.c). */
-    fa_tensor attn_bias; /* [b, h, len_q, len_kv], where 1 may stand for a size */
-    fa_tensor unread[3]; /* arguments that no kernel needs, and that may be undefined */
+    fa_tensor attn_bias;                /* [b, h, len_q, len_kv], where 1 may stand for a size */
+    fa_tensor unread[3];                /* arguments that no kernel needs, and that may be undefined */
     const int32_t *first_key, *end_key; /* [b] the keys that attn_bias leaves over, which came without it; or NULL */
-    bool is_aten;   /* rng_state has the dtype of torch's ops */
+    bool is_aten;                       /* rng_state has the dtype of torch's ops */
     bool is_for_cpu; /* lse has the strides of torch's op for the CPU, and a row without keys the lse of this op, 0 */
     bool return_debug_mask;
 

@@ -35,8 +35,8 @@ static bool is_defined(AtenTensorHandle handle) {
 
 /* Says why a tensor has no address. None in place of a tensor arrives as a tensor that is not defined. */
 static fa_status why_unreadable(const fa_tensor *t, fa_error *err) {
-    return fa_fail(err, FA_EINVAL, is_defined(t->handle) ? "%s has no memory to read" : "%s must be a tensor; it is None",
-                   t->name);
+    return fa_fail(err, FA_EINVAL,
+                   is_defined(t->handle) ? "%s has no memory to read" : "%s must be a tensor; it is None", t->name);
 }
 
 /* The schema of flash_attn_3::fwd does not say that an append writes the caches. */

@@ -29,10 +29,10 @@ typedef struct {
 
 /* An argument of an op is a piece of schema text and the place of its value in fa_call. */
 typedef struct {
-    /* "Tensor(a!)? dq", "SymInt window_size_left=-1": type, name, default. In an op that torch defines, "Tensor~ out" may
-     * be undefined. */
+    /* "Tensor(a!)? dq", "SymInt window_size_left=-1": type, name, default. In an op that torch defines, "Tensor~ out"
+     * may be undefined. */
     const char *schema;
-    size_t place;       /* offset in fa_call */
+    size_t place; /* offset in fa_call */
 } fa_argument;
 
 #define FA_ARG(schema, member) {schema, offsetof(fa_call, member)}

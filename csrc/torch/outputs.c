@@ -142,7 +142,8 @@ static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
     fa_status status = FA_OK;
     if (c->is_for_cpu) { /* the heads of a row lie together */
         p->lse = (fa_row_stats){.stride_b = p->len_q * p->h, .stride_h = 1, .stride_row = p->h};
-        status = fa_make_output(outputs, &c->q, 3, size, (int64_t[]){p->lse.stride_b, 1, p->h}, fa_torch.f32, &data, err);
+        status =
+            fa_make_output(outputs, &c->q, 3, size, (int64_t[]){p->lse.stride_b, 1, p->h}, fa_torch.f32, &data, err);
         p->lse.data = data;
         return status;
     }
@@ -196,7 +197,8 @@ static fa_status fill_on_gpu(const fa_problem *p, void *rng_state, fa_error *err
 
 static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_outputs *outputs, fa_error *err) {
     void *data = NULL;
-    fa_status status = make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, c->is_aten ? fa_torch.u64 : fa_torch.i64, &data, err);
+    fa_status status =
+        make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, c->is_aten ? fa_torch.u64 : fa_torch.i64, &data, err);
     if (status != FA_OK) return status;
     if (p->device == FA_CUDA) {
         if (p->dropout_p > 0) p->rng_state = (const uint64_t *)data;

@@ -90,8 +90,8 @@ static PyObject *plan_as_dict(const note *n) {
                          "group_heads", gpu->group_heads, "is_dynamic", gpu->is_dynamic ? Py_True : Py_False, "cluster",
                          gpu->cluster, "lanes", gpu->decode.lanes, "groups", gpu->decode.groups, "has_low_launch",
                          gpu->decode.lanes > 0 && gpu->decode_low.row >= 0 ? Py_True : Py_False, "any_order",
-                         gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text", text,
-                         "refusal", *plan->kernel ? "" : n->reason);
+                         gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text", text, "refusal",
+                         *plan->kernel ? "" : n->reason);
 }
 
 static PyObject *take_plans(PyObject *self, PyObject *unused) {

@@ -4,12 +4,12 @@
  *                                   aten::_scaled_dot_product_flash_attention (CUDA)
  *   varlen_attn                  -> aten::_flash_attention_forward                        q [b, len_q, h, d] or packed
  *
- * and their backwards. Autograd, autocast, fakes and torch.compile stand before these kernels and stay torch's. An op is
- * a row of arguments as in ops_2.c. Its function makes the results with the strides that torch promises, and a call of
- * our own form: a tensor [b, h, len, d] is read as [b, len, h, d] with its strides exchanged.
+ * and their backwards. Autograd, autocast, fakes and torch.compile stand before these kernels and stay torch's. An op
+ * is a row of arguments as in ops_2.c. Its function makes the results with the strides that torch promises, and a call
+ * of our own form: a tensor [b, h, len, d] is read as [b, len, h, d] with its strides exchanged.
  *
- * A call that does not fit goes to torch's own kernel. The C shim has a function for this kernel, which does not ask the
- * dispatcher, so it cannot come back here. */
+ * A call that does not fit goes to torch's own kernel. The C shim has a function for this kernel, which does not ask
+ * the dispatcher, so it cannot come back here. */
 #include "sdpa.h"
 
 #include <float.h>
@@ -28,7 +28,7 @@
 /* What torch.empty_like and torch's own kernels promise about strides. fakes tell (flash_attn/_sdpa.py). */
 static bool cpu_out_is_like_q, cpu_grads_are_like_inputs, cuda_grads_are_like_inputs;
 
-/* ---- torch's own kernels ------------------------------------------------------------------------------------------ */
+/* ---- torch's own kernels ----------------------------------------------------------------------------------------- */
 
 typedef AtenTensorHandle tensor;
 typedef AOTITorchError cpu_forward_fn(tensor q, tensor k, tensor v, double dropout_p, int32_t is_causal, tensor *mask,
@@ -94,7 +94,7 @@ static fa_status torch_said(AOTITorchError code, int num, fa_outputs *outputs, f
     return fa_fail(err, FA_EINVAL, "PyTorch's own kernel refused the call, and printed why");
 }
 
-/* ---- which kernel -------------------------------------------------------------------------------------------------- */
+/* ---- which kernel ------------------------------------------------------------------------------------------------ */
 
 /* Short fp32 calls without AVX-512: one thread of a Zen 3 computes forwards of 16 to 32 queries and keys 0.75 to 1.06
  * times as fast as torch's kernel, which calls MKL. From 48 on, and in the backward, our kernels are as fast or faster.
@@ -195,7 +195,7 @@ static void align_top_left(fa_call *c, int64_t *bias_size) {
     bias->size = bias_size;
 }
 
-/* ---- masks of keys ------------------------------------------------------------------------------------------------- */
+/* ---- masks of keys ----------------------------------------------------------------------------------------------- */
 
 /* A mask that is the same for all heads and rows, and hides keys at the beginning and the end: padding. Then the call
  * does without the hidden keys, and mostly without the mask. */
@@ -214,7 +214,10 @@ static void forget_keys(key_mask *m) {
 #define HIDES -1e37f
 
 static float bias_at(const fa_tensor *t, int64_t at) {
-    return fa_load_element(t->data, at, t->dtype == fa_torch.f32 ? FA_F32 : t->dtype == fa_torch.f16 ? FA_F16 : FA_BF16);
+    return fa_load_element(t->data, at,
+                           t->dtype == fa_torch.f32   ? FA_F32
+                           : t->dtype == fa_torch.f16 ? FA_F16
+                                                      : FA_BF16);
 }
 
 static bool has_equal_rows(const fa_tensor *t, int64_t at, int64_t rows, int64_t keys) {
@@ -277,7 +280,7 @@ static bool is_deterministic(void) {
     return !torchs.context || !torchs.is_deterministic || torchs.is_deterministic(torchs.context());
 }
 
-/* ---- scaled_dot_product_attention, forward ------------------------------------------------------------------------ */
+/* ---- scaled_dot_product_attention, forward ----------------------------------------------------------------------- */
 
 /* Makes out in torch's form and computes. outputs: lse, and with dropout what our forward returns of it. */
 static fa_status forward(const fa_call *given, bool is_for_cpu, fa_tensor *out, fa_outputs *outputs, fa_error *err) {
@@ -288,7 +291,8 @@ static fa_status forward(const fa_call *given, bool is_for_cpu, fa_tensor *out, 
     *out = (fa_tensor){.name = "out"};
     outputs->num = 0;
     REQUIRE(has_four_dims(given), "query, key and value must have 4 dimensions");
-    REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64, "fp64 needs an fp64 lse, and the kernels here make an fp32 lse");
+    REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64,
+            "fp64 needs an fp64 lse, and the kernels here make an fp32 lse");
     REQUIRE(!is_for_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
     REQUIRE(!given->return_debug_mask, "return_debug_mask must be false");
     REQUIRE(!is_for_cpu || !is_faster_in_torch(given),
@@ -365,8 +369,8 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
         if (status == FA_OK) status = make_undefined(&rest, err);
         if (status == FA_OK) status = add_aux(c, &made, &rest, err);
         if (status != FA_OK) return status; /* the GPU's memory is full: what was made is lost with it */
-        const tensor results[NUM] = {out.handle, made.tensor[0], rest.tensor[0], rest.tensor[1], NULL, NULL,
-                                     rest.tensor[2], rest.tensor[3], rest.tensor[4]};
+        const tensor results[NUM] = {out.handle, made.tensor[0], rest.tensor[0], rest.tensor[1], NULL,
+                                     NULL,       rest.tensor[2], rest.tensor[3], rest.tensor[4]};
         memcpy(outputs->tensor, results, sizeof results);
         outputs->tensor[MAX_Q] = (tensor)(uintptr_t)c->q.size[2];
         outputs->tensor[MAX_K] = (tensor)(uintptr_t)c->k.size[2];
@@ -390,7 +394,7 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
     return FA_OK;
 }
 
-/* ---- scaled_dot_product_attention, backward ----------------------------------------------------------------------- */
+/* ---- scaled_dot_product_attention, backward ---------------------------------------------------------------------- */
 
 /* The call left out the keys that no query sees: those behind `end`, and those that a mask of keys hides. Their
  * gradients are zero. */
@@ -422,7 +426,8 @@ static fa_status backward(const fa_call *given, bool is_for_cpu, fa_tensor grads
     for (int i = 0; i < 3; i++) grads[i] = (fa_tensor){.name = names[i]};
     REQUIRE(has_four_dims(given) && given->out.ndim == 4 && given->dout.ndim == 4,
             "query, key, value, out and its gradient must have 4 dimensions");
-    REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64, "fp64 has an fp64 lse, and the kernels here read an fp32 lse");
+    REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64,
+            "fp64 has an fp64 lse, and the kernels here read an fp32 lse");
     REQUIRE(!is_for_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
     for (int i = 0; i < 3 && status == FA_OK; i++) status = make_like(inputs[i], keeps_strides, &grads[i], err);
     if (status == FA_OK) status = close_gaps(&c.dout, &dout, err);
@@ -538,8 +543,8 @@ static fa_status execute_flash_backward(const fa_call *given, fa_outputs *output
         void *data = NULL;
         REQUIRE(inputs[i]->ndim <= 4, "%s must have at most 4 dimensions", inputs[i]->name);
         fa_empty_like_strides(inputs[i], stride);
-        status = fa_make_output(&results, inputs[i], inputs[i]->ndim, inputs[i]->size, stride, inputs[i]->dtype, &data,
-                                err);
+        status =
+            fa_make_output(&results, inputs[i], inputs[i]->ndim, inputs[i]->size, stride, inputs[i]->dtype, &data, err);
         if (status != FA_OK) break;
         fa_tensor_read(results.tensor[i], grads[i]);
         grads[i]->data = data, grads[i]->name = names[i];
@@ -555,18 +560,17 @@ static fa_status execute_flash_backward(const fa_call *given, fa_outputs *output
     return status;
 }
 
-/* ---- the ops ------------------------------------------------------------------------------------------------------- */
+/* ---- the ops ----------------------------------------------------------------------------------------------------- */
 
-#define QKV   FA_ARG("Tensor query", q), FA_ARG("Tensor key", k), FA_ARG("Tensor value", v)
-#define SAVED FA_ARG("Tensor grad_out", dout), QKV, FA_ARG("Tensor out", out), FA_ARG("Tensor logsumexp", softmax_lse)
-#define MASK  FA_ARG("float dropout_p", dropout_p), FA_ARG("bool is_causal", causal)
-#define SCALE FA_ARG("float? scale", softmax_scale)
-#define DEBUG FA_ARG("bool return_debug_mask", return_debug_mask)
-#define BIAS  FA_ARG("Tensor?~ attn_mask", attn_bias)
-#define MAX   FA_ARG("SymInt max_q", max_seqlen_q), FA_ARG("SymInt max_k", max_seqlen_k)
-#define WINDOW \
-    FA_ARG("SymInt? window_size_left", window_left), FA_ARG("SymInt? window_size_right", window_right)
-#define FLASH                                                                                              \
+#define QKV    FA_ARG("Tensor query", q), FA_ARG("Tensor key", k), FA_ARG("Tensor value", v)
+#define SAVED  FA_ARG("Tensor grad_out", dout), QKV, FA_ARG("Tensor out", out), FA_ARG("Tensor logsumexp", softmax_lse)
+#define MASK   FA_ARG("float dropout_p", dropout_p), FA_ARG("bool is_causal", causal)
+#define SCALE  FA_ARG("float? scale", softmax_scale)
+#define DEBUG  FA_ARG("bool return_debug_mask", return_debug_mask)
+#define BIAS   FA_ARG("Tensor?~ attn_mask", attn_bias)
+#define MAX    FA_ARG("SymInt max_q", max_seqlen_q), FA_ARG("SymInt max_k", max_seqlen_k)
+#define WINDOW FA_ARG("SymInt? window_size_left", window_left), FA_ARG("SymInt? window_size_right", window_right)
+#define FLASH                                                                                                        \
     FA_ARG("Tensor?~ cum_seq_q", cu_seqlens_q), FA_ARG("Tensor?~ cum_seq_k", cu_seqlens_k), MAX, MASK, DEBUG, SCALE, \
         WINDOW, FA_ARG("Tensor?~ seqused_k", seqused_k), FA_ARG("Tensor?~ alibi_slopes", alibi_slopes)
 #define PAGES FA_ARG("Tensor?~ block_table", block_table), FA_ARG("int? num_splits", num_splits)
@@ -575,17 +579,38 @@ enum { NUM_OPS = 7 };
 
 /* Torch adds arguments at the end. A release that lacks the last ones fills fewer slots. */
 static fa_op ops[NUM_OPS] = {
-    {"_scaled_dot_product_flash_attention_for_cpu", "", FA_OP_DENSE, FA_FWD, execute_cpu_forward, {QKV, MASK, BIAS, SCALE}},
-    {"_scaled_dot_product_flash_attention_for_cpu_backward", "", FA_OP_DENSE, FA_BWD, execute_cpu_backward,
+    {"_scaled_dot_product_flash_attention_for_cpu",
+     "",
+     FA_OP_DENSE,
+     FA_FWD,
+     execute_cpu_forward,
+     {QKV, MASK, BIAS, SCALE}},
+    {"_scaled_dot_product_flash_attention_for_cpu_backward",
+     "",
+     FA_OP_DENSE,
+     FA_BWD,
+     execute_cpu_backward,
      {SAVED, MASK, BIAS, SCALE}},
     {"_scaled_dot_product_flash_attention", "", FA_OP_DENSE, FA_FWD, execute_cuda_forward, {QKV, MASK, DEBUG, SCALE}},
-    {"_scaled_dot_product_flash_attention_backward", "", FA_OP_DENSE, FA_BWD, execute_cuda_backward,
+    {"_scaled_dot_product_flash_attention_backward",
+     "",
+     FA_OP_DENSE,
+     FA_BWD,
+     execute_cuda_backward,
      {SAVED, FA_ARG("Tensor~ cum_seq_q", unread[0]), FA_ARG("Tensor~ cum_seq_k", unread[1]), MAX, MASK,
       FA_ARG("Tensor~ rng_state", rng_state), FA_ARG("Tensor~ unused", unread[2]), SCALE}},
     {"_flash_attention_forward", "", FA_OP_DENSE, FA_FWD, execute_flash_forward, {QKV, FLASH, PAGES}},
-    {"_flash_attention_forward_no_dropout_inplace", "", FA_OP_DENSE, FA_FWD, execute_flash_forward_inplace,
+    {"_flash_attention_forward_no_dropout_inplace",
+     "",
+     FA_OP_DENSE,
+     FA_FWD,
+     execute_flash_forward_inplace,
      {FA_ARG("Tensor(a!) out", out), QKV, FLASH, PAGES}},
-    {"_flash_attention_backward", "", FA_OP_DENSE, FA_BWD, execute_flash_backward,
+    {"_flash_attention_backward",
+     "",
+     FA_OP_DENSE,
+     FA_BWD,
+     execute_flash_backward,
      {SAVED, FA_ARG("Tensor~ cum_seq_q", cu_seqlens_q), FA_ARG("Tensor~ cum_seq_k", cu_seqlens_k), MAX, MASK,
       FA_ARG("Tensor~ rng_state", rng_state), FA_ARG("Tensor~ unused", unread[2]), SCALE, WINDOW}},
 };
@@ -663,7 +688,8 @@ static PyObject *sdpa_restore(PyObject *self, PyObject *unused) {
 
 PyMethodDef fa_sdpa_functions[] = {
     {"sdpa_override", sdpa_override, METH_VARARGS,
-     "sdpa_override(numbers of arguments of the ops, (out of the CPU is like q, its gradients are like the inputs, those "
+     "sdpa_override(numbers of arguments of the ops, (out of the CPU is like q, its gradients are like the inputs, "
+     "those "
      "of CUDA are)): replaces the kernels of torch's attention ops"},
     {"sdpa_restore", sdpa_restore, METH_NOARGS, "sdpa_restore(): gives torch's kernels back"},
     {NULL, NULL, 0, NULL},

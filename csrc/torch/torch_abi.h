@@ -121,7 +121,7 @@ typedef struct {
 #undef FA_TORCH_TENSOR_FUNCTION
     bool knows_tensors; /* all functions of FA_TORCH_TENSOR_FUNCTIONS were found */
     /* torch's numbers, which cannot change. */
-    int32_t cpu, cuda;                               /* device types */
+    int32_t cpu, cuda;                                    /* device types */
     int32_t f16, bf16, f32, f64, e4m3, i32, i64, u8, u64; /* dtypes */
 } fa_torch_abi;
 
