@@ -1,4 +1,4 @@
-"""Builds flash_attn_3: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.10 at once.
+"""Builds flash_attn_3: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.4 at once.
 
 The C files are those of ../csrc. An sdist carries a copy of them, so that it builds on its own. README.md lists the
 environment variables.
@@ -17,9 +17,10 @@ HERE = Path(__file__).resolve().parent
 os.chdir(HERE)  # setuptools wants sources relative to the project
 CSRC = "csrc" if Path("csrc").is_dir() else "../csrc"
 LICENSE = "LICENSE" if Path("LICENSE").exists() else "../LICENSE"
-sys.path.insert(0, CSRC)
+sys.path[:0] = [CSRC, f"{CSRC}/gpu"]
 
 import extension  # noqa: E402
+from ship_cubins import VARIANTS, ship, wanted_archs  # noqa: E402
 
 # A build folder of its own keeps object files inside this folder, wherever the C files lie.
 BUILD = "build/csrc/objects"
@@ -33,6 +34,15 @@ class Sdist(sdist):
         ignored = shutil.ignore_patterns("*.o", "*.so", "__pycache__")
         shutil.copytree(CSRC, Path(base_dir, "csrc"), ignore=ignored, dirs_exist_ok=True)
         shutil.copy(LICENSE, Path(base_dir, "LICENSE"))
+        shutil.copy(VARIANTS, Path(base_dir, "csrc", "gpu", "_variants.py"))
+
+
+class BuildExt(extension.BuildExt):
+    """Compiles the extension, and then the GPU kernels that a wheel shall carry."""
+
+    def build_extensions(self):
+        super().build_extensions()
+        ship(self.get_ext_fullpath("flash_attn_3._C"), wanted_archs(os.environ), extension.max_jobs())
 
 
 setup(
@@ -43,7 +53,7 @@ setup(
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     python_requires=">=3.9",
-    # Without bounds, so that pip never replaces the installed torch. If this torch is older than 2.10,
+    # Without bounds, so that pip never replaces the installed torch. If this torch is older than 2.4,
     # `import flash_attn_3` says so.
     install_requires=["torch"],
     packages=["flash_attn_3"] + (["flash_attn_3.cuda"] if glob(f"{CSRC}/cuda/*.cu") else []),
@@ -52,7 +62,7 @@ setup(
     package_dir={"flash_attn_3.cuda": f"{CSRC}/cuda"},
     package_data={"flash_attn_3.cuda": ["*.cu", "*.cuh", "*.h", "*.def"]},
     ext_modules=[extension.extension("flash_attn_3._C", CSRC, 3)],
-    cmdclass={"build_ext": extension.BuildExt, "sdist": Sdist},
+    cmdclass={"build_ext": BuildExt, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp39"}, "build_ext": {"build_temp": BUILD}},
     zip_safe=False,
 )
