@@ -11,11 +11,11 @@ one sequence and 4 heads of 64 columns in fp32. Every kernel gets the same q, k,
     backward    dq, dk, dv of a finished forward. MiB: the peak of forward and backward together, beyond the inputs.
 
 In every round each kernel runs once, in random order; a time is the median over the rounds that fill --seconds for each
-kernel, and at least three. The first call of a kernel is not timed. The second tells how many rounds fit, and a kernel whose
-call took more than --limit seconds is not measured at longer lengths: its cell says "too slow".
-A cell also says "out of memory", or "none" if the backend does not take the problem. On a CPU a program that asks for
-too much memory may be killed. So this program asks for no more than is free. A process keeps memory that it has freed,
-so on a CPU a fresh process measures each peak.
+kernel, and at least three. The first call of a kernel is not timed. The second tells how many rounds fit, and a kernel
+whose call took more than --limit seconds is not measured at longer lengths: its cell says "too slow". A cell also says
+"out of memory", or "none" if the backend does not take the problem. On a CPU a program that asks for too much memory
+may be killed. So this program asks for no more than is free. A process keeps memory that it has freed, so on a CPU a
+fresh process measures each peak.
 
 Errors are the norm of the difference divided by the norm of the exact result, for out and dq of 64 queries of every
 head, which fp64 computes by the formula.

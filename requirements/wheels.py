@@ -73,12 +73,16 @@ def check(wheel):
     if copied:
         sys.exit(f"{wheel.name} contains copies of libraries, which it must not need: {', '.join(copied)}")
     if wheel.stat().st_size > MOST_BYTES:
-        sys.exit(f"{wheel.name} has {wheel.stat().st_size / 1e6:.1f} MB, and at most {MOST_BYTES / 1e6:.0f} are allowed")
+        sys.exit(
+            f"{wheel.name} has {wheel.stat().st_size / 1e6:.1f} MB, and at most {MOST_BYTES / 1e6:.0f} are allowed"
+        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", default="80;86;89;90", help='GPUs whose kernels are compiled (default: "80;86;89;90")')
+    parser.add_argument(
+        "--archs", default="80;86;89;90", help='GPUs whose kernels are compiled (default: "80;86;89;90")'
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Compiles GPU kernels while building, so that a wheel carries them. setup.py and hopper/setup.py use this file.
 
 FLASH_ATTN_CUDA_ARCHS lists architectures in upstream's form, "80;90". The kernels that most calls need go to
-flash_attn/cubins or flash_attn_3/cubins. Each kernel is one file. The file's name contains the hash of source and options that the runtime
-looks for. So a file is never used after its source has changed. manifest.json lists the files.
+flash_attn/cubins or flash_attn_3/cubins. Each kernel is one file. The file's name contains the hash of source and
+options that the runtime looks for. So a file is never used after its source has changed. manifest.json lists the files.
 
 NVRTC compiles the kernels, as at run time. FLASH_ATTN_NVRTC, the system or the CUDA toolkit names the library. Without
 NVRTC or without the variable, a wheel is complete too. Its kernels are then compiled at first use.
@@ -19,7 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # An sdist of flash_attn_3 has no folder flash_attn. There the file lies here.
-VARIANTS = next(x for x in (ROOT / "flash_attn" / "_variants.py", Path(__file__).with_name("_variants.py")) if x.exists())
+VARIANTS = next(
+    x for x in (ROOT / "flash_attn" / "_variants.py", Path(__file__).with_name("_variants.py")) if x.exists()
+)
 
 
 def _load(name, path):

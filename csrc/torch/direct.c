@@ -22,8 +22,8 @@
 
 /* ---- objects and functions of torch, found at the first call ----------------------------------------------------- */
 
-static const fa_dl_exchange *exchange;     /* NULL: this torch has no such table, as before 2.10 */
-static PyObject *layout_name, *strided;    /* of tensors that are read without the table */
+static const fa_dl_exchange *exchange;  /* NULL: this torch has no such table, as before 2.10 */
+static PyObject *layout_name, *strided; /* of tensors that are read without the table */
 static PyObject *watchers[3], *num_function_modes, *function_mode_at, *default_device;
 static PyObject *autocast_is_enabled;
 static PyObject *forward_ad, *forward_ad_globals, *level_name, *requires_grad_name;
@@ -54,10 +54,9 @@ static bool find_all(void) {
     PyErr_Clear();
     exchange = find_exchange();
     PyErr_Clear();
-    return fa_find_tensors() && fa_torch.has_record_callbacks &&
-           (layout_name = PyUnicode_InternFromString("layout")) && (strided = find("torch", "strided")) &&
-           (python_kernels = find("torch.library", "_impls")) && PyAnySet_Check(python_kernels) &&
-           (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
+    return fa_find_tensors() && fa_torch.has_record_callbacks && (layout_name = PyUnicode_InternFromString("layout")) &&
+           (strided = find("torch", "strided")) && (python_kernels = find("torch.library", "_impls")) &&
+           PyAnySet_Check(python_kernels) && (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
            (watchers[1] = find("torch._C", "_are_functorch_transforms_active")) &&
            (watchers[2] = find("torch._C", "_is_tracing")) &&
            (num_function_modes = find("torch._C", "_len_torch_function_stack")) &&

@@ -66,18 +66,7 @@ static AOTITorchError parallel_for(int64_t begin, int64_t end, int64_t grain_siz
     return 0;
 }
 
-static fa_status find(void *library, const char *name, void *place, const char *instead_of, fa_error *err) {
-    void *address = fa_library_symbol(library, name);
-    if (!address)
-        return fa_fail(err, FA_EUNSUPPORTED,
-                       "flash_attn needs PyTorch 2.10 or newer on this platform: the PyTorch that is loaded lacks %s "
-                       "(there since 2.10), and %s, which could replace it",
-                       instead_of, name);
-    memcpy(place, &address, sizeof address);
-    return FA_OK;
-}
-
-static fa_status replace_threads(void *library, fa_torch_abi *found, fa_error *err) {
+static fa_status replace_threads(fa_error *err) {
     const struct {
         const char *name;
         void *place;
@@ -87,25 +76,31 @@ static fa_status replace_threads(void *library, fa_torch_abi *found, fa_error *e
         {"omp_in_parallel", &older.in_parallel},
     };
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
-        fa_status status = find(library, needed[i].name, needed[i].place, "torch_parallel_for", err);
-        if (status != FA_OK) return status;
+        void *address = fa_torch_symbol(needed[i].name);
+        if (!address)
+            return fa_fail(err, FA_EUNSUPPORTED,
+                           "flash_attn needs PyTorch 2.10 or newer on this platform: the PyTorch that is loaded lacks "
+                           "torch_parallel_for (there since 2.10), and %s, which could replace it",
+                           needed[i].name);
+        memcpy(needed[i].place, &address, sizeof address); /* ISO C has no cast from void * to a function */
     }
-    found->torch_parallel_for = parallel_for;
-    found->torch_get_num_threads = get_num_threads;
+    fa_torch.torch_parallel_for = parallel_for;
+    fa_torch.torch_get_num_threads = get_num_threads;
     return FA_OK;
 }
 
-fa_status fa_torch_replace(void *library, fa_torch_abi *found, fa_error *err) {
-    if (!found->torch_get_mutable_data_ptr) found->torch_get_mutable_data_ptr = found->aoti_torch_get_data_ptr;
-    if (!found->torch_get_const_data_ptr) found->torch_get_const_data_ptr = get_data_ptr;
-    if (!found->aoti_torch_new_tensor_handle) found->aoti_torch_new_tensor_handle = new_tensor_handle;
-    if (found->torch_parallel_for && found->torch_get_num_threads) return FA_OK;
-    return replace_threads(library, found, err);
+static void replace_wrap(void) {
+    void *library = fa_library_loaded("libtorch_python.so");
+    void *address = library ? fa_library_symbol(library, WRAP_A_VALUE) : NULL;
+    if (!address) return;
+    memcpy(&older.wrap_value, &address, sizeof address);
+    fa_torch.wrap = wrap_a_copy;
 }
 
-void fa_torch_replace_wrap(void *python, fa_torch_abi *found) {
-    void *address = python ? fa_library_symbol(python, WRAP_A_VALUE) : NULL;
-    if (found->wrap || !address) return;
-    memcpy(&older.wrap_value, &address, sizeof address);
-    found->wrap = wrap_a_copy;
+fa_status fa_torch_replace(fa_error *err) {
+    if (!fa_torch.torch_get_mutable_data_ptr) fa_torch.torch_get_mutable_data_ptr = fa_torch.aoti_torch_get_data_ptr;
+    if (!fa_torch.torch_get_const_data_ptr) fa_torch.torch_get_const_data_ptr = get_data_ptr;
+    if (!fa_torch.aoti_torch_new_tensor_handle) fa_torch.aoti_torch_new_tensor_handle = new_tensor_handle;
+    if (!fa_torch.wrap) replace_wrap();
+    return fa_torch.torch_parallel_for && fa_torch.torch_get_num_threads ? FA_OK : replace_threads(err);
 }

@@ -4,12 +4,9 @@
 
 #include "torch_abi.h"
 
-/* Fills the members of `found` that are still NULL and that calls need. `library` is libtorch. FA_EUNSUPPORTED means
- * that this platform's libtorch lacks the function, and what would replace it. */
-fa_status fa_torch_replace(void *library, fa_torch_abi *found, fa_error *err);
-
-/* Fills `wrap` if it is still NULL and `python`, which is libtorch_python or NULL, has an older function. */
-void fa_torch_replace_wrap(void *python, fa_torch_abi *found);
+/* Fills the members of fa_torch that fa_torch_load has not found and that calls need. FA_EUNSUPPORTED means that this
+ * platform's libtorch lacks a function, and what would replace it. */
+fa_status fa_torch_replace(fa_error *err);
 
 /* Does this torch register boxed C functions as ops (2.10)? Otherwise python_ops.c registers the ops. */
 static inline bool fa_torch_registers_ops(void) {

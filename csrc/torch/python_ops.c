@@ -99,9 +99,8 @@ bool fa_register_in_python(void) {
     /* The library lives as long as the process, because Python may call the ops at any time. */
     PyObject *module = fa_find_tensors() ? PyImport_ImportModule("torch.library") : NULL;
     PyObject *notes = module ? PyObject_GetAttrString(module, "_impls") : NULL;
-    PyObject *library = notes && PyAnySet_Check(notes)
-                            ? PyObject_CallMethod(module, "Library", "ss", fa_ops.name_space, "DEF")
-                            : NULL;
+    PyObject *library =
+        notes && PyAnySet_Check(notes) ? PyObject_CallMethod(module, "Library", "ss", fa_ops.name_space, "DEF") : NULL;
     bool is_done = library != NULL;
     for (int i = 0; i < fa_ops.num && is_done; i++)
         if (fa_ops.ops[i].results) is_done = register_op(library, notes, i);

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "older_torch.h"
 #include "system/library.h"
 
 #if defined(_WIN32)
@@ -70,8 +69,6 @@ fa_status fa_torch_load(fa_error *err) {
     }
     FA_TORCH_SYMBOLS(FIND)
 #undef FIND
-    fa_status status = fa_torch_replace(library, &found, err);
-    if (status != FA_OK) return status;
     if (!found.torch_delete_stable_ivalue) {
         void *address = fa_library_symbol(library, OPERATOR_DELETE); /* found among libtorch's dependencies */
         if (!address)
@@ -81,7 +78,6 @@ fa_status fa_torch_load(fa_error *err) {
     void *python = fa_library_loaded(TORCH_PYTHON_LIBRARY),
          *wrap = python ? fa_library_symbol(python, THPVARIABLE_WRAP) : NULL;
     memcpy(&found.wrap, &wrap, sizeof wrap);
-    fa_torch_replace_wrap(python, &found);
     found.tells_states = true;
 #define FIND_STATE(member, result, name)                  \
     {                                                     \
