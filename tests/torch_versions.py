@@ -1,7 +1,7 @@
 """What works with which PyTorch. Run by hand: it installs every PyTorch that is asked for, one after the other.
 
-    python -m pip wheel --no-deps -w /tmp/wheels . ./hopper      # or: make wheel
-    python tests/torch_versions.py --wheels /tmp/wheels --versions 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 \\
+    python -m pip wheel --no-deps -w dist . ./hopper      # or: make wheel
+    python tests/torch_versions.py --wheels dist --versions 2.4.1 2.5.1 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 \\
         --index-url https://download.pytorch.org/whl/cpu
     python tests/torch_versions.py --here                        # the checks alone, with the PyTorch that is installed
 

@@ -7,7 +7,7 @@
  * calls the op. The caller also looks for torch.compile, which must not trace into this file.
  *
  * Tensors are read through torch's table of C functions for DLPack, and before torch 2.10 through the C shim. Results
- * are torch's own tensors, made as for an op. If this torch lacks a function that is needed, every call returns None. */
+ * are torch's own tensors, made as for an op. If this torch lacks a function that is needed, a call returns None. */
 #include "direct.h"
 
 #include <string.h>

@@ -11,6 +11,7 @@
 #include "older_torch.h"
 #include "ops.h"
 #include "plans.h"
+#include "python_ops.h"
 #include "system/environment.h"
 #include "torch_abi.h"
 
@@ -32,7 +33,7 @@ int fa_module_exec(PyObject *module, PyMethodDef *const *functions, fa_status (*
     fa_error err = {""};
     if (!fa_python_load() || !fa_machine_load() || !read_environment()) return -1;
     if (!is_registered && (fa_torch_load(&err) != FA_OK || fa_torch_replace(&err) != FA_OK ||
-                           fa_register_ops(&err) != FA_OK || (load && load(&err) != FA_OK))) {
+                           fa_register_ops(fa_register_in_python, &err) != FA_OK || (load && load(&err) != FA_OK))) {
         PyErr_SetString(PyExc_ImportError, err.text);
         return -1;
     }

@@ -4,8 +4,6 @@
  * joined are the schema, and unpacking walks the same list. Every op takes the same steps:
  *
  *   unpack -> fa_execute (execute.c): check, plan, allocate, run -> pack */
-#include "python_ops.h" /* CPython wants to be the first */
-
 #include "ops.h"
 
 #include <stdio.h>
@@ -207,13 +205,13 @@ static bool register_boxed(void) {
     return !failed;
 }
 
-fa_status fa_register_ops(fa_error *err) {
+fa_status fa_register_ops(bool (*in_python)(void), fa_error *err) {
     for (int i = 0; i < fa_ops.num; i++) {
         read_schema(&fa_ops.ops[i], &fa_ops.signatures[i]);
         if (fa_ops.ops[i].results && i >= FA_MAX_OPS)
             return fa_fail(err, FA_EFAILED, "%s has more ops than FA_MAX_OPS", fa_ops.name_space);
     }
-    if (fa_torch_registers_ops() ? register_boxed() : fa_register_in_python()) return FA_OK;
+    if (fa_torch_registers_ops() ? register_boxed() : in_python()) return FA_OK;
     return fa_fail(err, FA_EUNSUPPORTED,
                    "%s could not register its ops with this PyTorch: is another package named %s loaded?",
                    fa_ops.name_space, fa_ops.name_space);

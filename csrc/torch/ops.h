@@ -69,7 +69,8 @@ void fa_open_caches(fa_call *call);
 #define FA_MAX_SCHEMA 2048
 void fa_write_schema(const fa_op *op, char *text, size_t room);
 
-/* Defines the ops of fa_ops and implements them for CPU and CUDA tensors. Called once per process. */
-fa_status fa_register_ops(fa_error *err);
+/* Defines the ops of fa_ops and implements them for CPU and CUDA tensors. Called once per process. If torch's C shim
+ * cannot register ops, in_python (python_ops.h) does. */
+fa_status fa_register_ops(bool (*in_python)(void), fa_error *err);
 
 #endif

@@ -1,7 +1,7 @@
 /* The ops for torch before 2.10. Its C shim has no, or another, function that registers boxed C functions. So
  * torch.library gets Python functions that are written in C, and the dispatcher gives them Python objects.
  *
- * Everything above the ops is the same as with a new torch: fakes, gradients, torch.compile. A call of an op costs more.
+ * Everything above the ops is the same as with a new torch: fakes, gradients, torch.compile. An op's call costs more.
  * Plain eager calls do not come here, because they take the direct door (direct.c). */
 #include "python_ops.h"
 
