@@ -18,6 +18,7 @@ from statistics import mean
 
 import _compare_tables
 import _cpu_tables
+import _mod_tables
 from _cpu_tables import grid
 from _results import RESULTS, merge, read
 
@@ -343,6 +344,7 @@ TABLES = {
     "exactness": exactness,
     **_cpu_tables.TABLES,
     **_compare_tables.TABLES,
+    **_mod_tables.TABLES,
     "files": files,
 }
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.S)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flash_attn._arguments import has_distributed
 from flash_attn._ops import check_layout, check_storage, check_tensor, forget_own_kernels, register_once
 
 _combine = torch.ops.flash_attn._combine.default
@@ -92,9 +93,19 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
     Gradients for all outs and lses, through out and lse. With ``return_lse=True`` they are those of attention over all
     keys.
     Source: section 3.1.2 of FlashAttention-2 (https://arxiv.org/abs/2307.08691) combines parts by these formulas.
+
+    >>> q, k, v = torch.randn(3, 1, 6, 2, 8)
+    >>> parts = [flash_attn_func(q, k[:, x], v[:, x], return_lse=True) for x in (slice(0, 4), slice(4, 6))]
+    >>> out, lse = merge_attention(*zip(*parts))
+    >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-6)
+    True
     """
     _check(outs, lses)
     is_packed = outs[0].dim() == 3
+    if has_distributed((*outs, *lses)):
+        from flash_attn import _distributed  # imports torch.distributed.tensor, which a plain call does not need
+
+        return _distributed.merge(merge_attention, outs, lses)
     parts, lse_parts = torch.stack([x.float() for x in outs]), torch.stack(list(lses))
     if is_packed:
         parts, lse_parts = parts[:, None], lse_parts[:, None]
