@@ -19,6 +19,14 @@ PAGES = {
     "attention": ("Attention", ["flash_attn"]),
     "flex_attention": ("Attention with your own masks and scores", ["flash_attn.flex_attention"]),
     "bert_padding": ("Packing and padding", ["flash_attn.bert_padding"]),
+    "integrations": (
+        "In other libraries",
+        [
+            "flash_attn.integrations.transformers",
+            "flash_attn.integrations.diffusers",
+            "flash_attn.integrations.flex",
+        ],
+    ),
     "layers": ("Layers", ["flash_attn.layers.rotary", "flash_attn.layers.patch_embed"]),
     "losses": ("Losses", ["flash_attn.losses.cross_entropy"]),
     "modules": (

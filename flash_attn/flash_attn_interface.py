@@ -16,6 +16,7 @@ calls has a file of its own:
     _calls.py              nested tensors, autocast, errors in the caller's names: what comes before one forward
     _attention.py          one forward, one backward, and their place in autograd
     _vmap.py               torch.vmap in one call
+    _transforms.py         torch.func over calls with options that upstream does not have
     _cache.py              decoding
     _distributed.py        DTensors; _distributed_ops.py: of the ops
     _private_functions.py  private functions and classes that clients of flash-attn 2 call

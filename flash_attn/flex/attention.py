@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
 
 from .._arguments import has_distributed
+from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
@@ -397,7 +399,7 @@ def flex_attention(
     if is_for_torch:
         if q_offset is not None or kv_len is not None or block_table is not None:
             raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
-        return upstream.flex_attention(
+        return torchs_flex_attention(
             query,
             key,
             value,
@@ -427,6 +429,7 @@ def flex_attention(
     if block_mask is not None and _check_block_mask(block_mask, query, len_kv, sequences):
         sequences = sequences._replace(blocks_have_offset=True)
     if torch.compiler.is_dynamo_compiling():
+        check_not_traced()
         return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences)
     refuse_transforms("flex_attention", query, key, value)
     query, key, value = in_autocast(query, key, value)
