@@ -8,7 +8,7 @@ from flash_attn._version import __version__
 __path__ = extend_path(__path__, __name__)
 
 
-def _require_torch(oldest=(2, 10)):
+def _require_torch(oldest=(2, 4)):
     need = f"flash_attn {__version__} needs PyTorch {'.'.join(map(str, oldest))} or newer"
     try:
         import torch

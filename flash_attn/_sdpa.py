@@ -117,11 +117,23 @@ class _Handle:
             self.priority.restore()
 
 
-torchs.register_flash_attention_impl(NAME, register_fn=_Handle)
+_HAS_LIST = hasattr(torchs, "register_flash_attention_impl")  # since torch 2.10
+if _HAS_LIST:
+    torchs.register_flash_attention_impl(NAME, register_fn=_Handle)
 
 
 def is_active() -> bool:
-    return torchs.current_flash_attention_impl() == NAME
+    return _HAS_LIST and torchs.current_flash_attention_impl() == NAME
+
+
+def _check(before_cudnn):
+    if not _HAS_LIST:
+        raise RuntimeError(
+            "flash_attn.register and flash_attn.sdpa need torch 2.10, the first release that keeps a list of attention "
+            f"implementations; this is torch {torch.__version__}"
+        )
+    if not isinstance(before_cudnn, bool):
+        raise TypeError(f"before_cudnn must be a bool; it is {before_cudnn!r}")
 
 
 def _activate(name, before_cudnn=True):
@@ -171,8 +183,7 @@ def register(*, before_cudnn: bool = True) -> None:
     torch.Size([1, 4, 6, 16])
     >>> torch.nn.attention.restore_flash_attention_impl()
     """
-    if not isinstance(before_cudnn, bool):
-        raise TypeError(f"before_cudnn must be a bool; it is {before_cudnn!r}")
+    _check(before_cudnn)
     with _lock:
         _activate(NAME, before_cudnn)
 
@@ -195,8 +206,7 @@ def sdpa(*, before_cudnn: bool = True) -> Iterator[None]:
     torch.Size([1, 4, 6, 16])
     """
     global _depth, _before
-    if not isinstance(before_cudnn, bool):
-        raise TypeError(f"before_cudnn must be a bool; it is {before_cudnn!r}")
+    _check(before_cudnn)
     with _lock:
         if _depth == 0:
             _before = torchs.current_flash_attention_impl()

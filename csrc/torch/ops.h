@@ -69,7 +69,18 @@ void fa_boxed_call(const fa_op *op, const fa_signature *signature, StableIValue 
 /* Begins a call without arguments. The caller then fills in the slots. */
 void fa_begin_call(const fa_signature *signature, fa_call *call);
 
-/* Defines the ops of fa_ops and implements them for CPU and CUDA tensors. Called once per process. */
-fa_status fa_register_ops(fa_error *err);
+/* Reads the tensor of a slot. The tensor must have memory. */
+fa_status fa_take_tensor(const fa_slot *slot, AtenTensorHandle handle, fa_tensor *t, fa_error *err);
+
+/* Ends the reading of arguments. The schema of flash_attn_3::fwd does not say that an append writes the caches. */
+void fa_open_caches(fa_call *call);
+
+/* Writes "name(arguments) -> results". */
+#define FA_MAX_SCHEMA 2048
+void fa_write_schema(const fa_op *op, char *text, size_t room);
+
+/* Defines the ops of fa_ops and implements them for CPU and CUDA tensors. Called once per process. If torch's C shim
+ * cannot register ops, in_python (python_ops.h) does. */
+fa_status fa_register_ops(bool (*in_python)(void), fa_error *err);
 
 #endif
