@@ -8,8 +8,10 @@
  * Only the words of tiles that are not full, or that reach beyond an end, are written. No other words are read. Keys
  * that do not exist are hidden. So are queries if the own side is that of the keys.
  *
- * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. */
+ * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. The lanes of a warp look at 32 of these
+ * tiles at a time, because most of them are full. */
 #include "flex.cuh"
+#include "ptx_launch.cuh"
 
 #ifndef KERNEL
 #define KERNEL flex_hidden
@@ -26,34 +28,45 @@ DEVICE bool has_words(const fa_cuda_flex_walks &p, int own, int other, int kind)
     return kind != FULL_BLOCK || reaches_end;
 }
 
-extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, blocks = p.own_tile / 64;
+/* Fills the words of one other tile. `to` is the thread's first word. */
+DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_own, int first_other, block_kind kind,
+                       unsigned *to) {
     const int registers = p.other_tile / 2, words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
+    const int last_q = (p.own_keys ? p.other_len : p.own_len) - 1;
+    for (int w = 0; w < words; w++) {
+        unsigned word = 0;
+#pragma unroll 16 /* so many loads of captures are under way together */
+        for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
+            const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
+            const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;
+            const bool exists = key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
+            if (!exists || !mod.sees(kind, min(q, last_q), key)) word |= 1u << i % 32;
+        }
+        to[w * threads] = word;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, blocks = p.own_tile / 64;
+    const int words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
     const long long num = (long long)p.flex.mask_b * p.flex.mask_h * p.own_tiles * blocks;
+    griddepcontrol_wait(); /* for flex_walks */
+    griddepcontrol_launch_dependents();
     for (long long at = blockIdx.x; at < num; at += gridDim.x) {
         const int block = (int)(at % blocks);
         const long long tile = at / blocks;
         const int own = (int)(tile % p.own_tiles), mask = (int)(tile / p.own_tiles);
         const mods mod(p.flex, p.values, mask / p.flex.mask_h, mask % p.flex.mask_h);
-        const int *walk = p.walks + tile * (1 + p.other_tiles);
+        const int *walk = p.walks + tile * (1 + p.other_tiles), steps = walk[0];
         const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
-        for (int n = blockIdx.y; n < walk[0]; n += gridDim.y) {
-            const int other = walk[1 + n] >> 2, kind = walk[1 + n] & 3;
-            if (!has_words(p, own, other, kind)) continue;
-            const int first_other = other * p.other_tile + 2 * (lane % 4);
-            unsigned *to = p.hidden + (tile * p.other_tiles + other) * words * threads + 128 * block + threadIdx.x;
-            for (int w = 0; w < words; w++) {
-                unsigned word = 0;
-#pragma unroll 16 /* so many loads of captures are under way together */
-                for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
-                    const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
-                    const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;
-                    const bool exists =
-                        key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
-                    const int last_q = (p.own_keys ? p.other_len : p.own_len) - 1;
-                    if (!exists || !mod.sees((block_kind)kind, min(q, last_q), key)) word |= 1u << i % 32;
-                }
-                to[w * threads] = word;
+        unsigned *to = p.hidden + tile * p.other_tiles * words * threads + 128 * block + threadIdx.x;
+        for (int first = blockIdx.y; first < steps; first += 32 * gridDim.y) {
+            const int n = first + lane * (int)gridDim.y, entry = n < steps ? walk[1 + n] : 0;
+            unsigned left = __ballot_sync(0xffffffffu, n < steps && has_words(p, own, entry >> 2, entry & 3));
+            for (; left; left &= left - 1) {
+                const int found = __shfl_sync(0xffffffffu, entry, __ffs(left) - 1), other = found >> 2;
+                fill_words(p, mod, first_own, other * p.other_tile + 2 * (lane % 4), (block_kind)(found & 3),
+                           to + (long long)other * words * threads);
             }
         }
     }
