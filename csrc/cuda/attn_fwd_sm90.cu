@@ -161,7 +161,8 @@ struct consumer : consumer_base {
         const int entry = entry_of(place), j = key_tile_of(entry);
         hidden_pairs hidden;
         bool hides = false;
-        if (!FLEX_SCORE) hides = find_hidden(hidden, entry);
+        constexpr bool FINDS_EARLY = FLEX_HIDDEN || !FLEX_SCORE; /* while S is on its way */
+        if (FINDS_EARLY) hides = find_hidden(hidden, entry);
 #else
         const int j = place;
 #endif
@@ -185,7 +186,7 @@ struct consumer : consumer_base {
 #if FLEX
         if (FLEX_SCORE) {
             score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
-            hides = find_hidden(hidden, entry);
+            if (!FINDS_EARLY) hides = find_hidden(hidden, entry);
         }
         if (hides) hidden.hide(S);
 #endif
