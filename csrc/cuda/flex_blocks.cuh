@@ -23,7 +23,9 @@ enum block_kind { EMPTY_BLOCK, PARTIAL_BLOCK, FULL_BLOCK, MIXED_BLOCKS };
 struct block_range {
     int first, last;
 };
-DEVICE block_range blocks_of(int first, int last, int block) { return {first / block, last / block}; }
+DEVICE block_range blocks_of(int first, int last, int block) {
+    return {(int)((unsigned)first / block), (int)((unsigned)last / block)}; /* an unsigned division is shorter */
+}
 struct block_pairs {
     block_range rows, keys;
 };

@@ -10,6 +10,7 @@
  *
  * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. The lanes of a warp look at 32 of these
  * tiles at a time, because most of them are full. */
+#define FLEX_MERGES_LOADS
 #include "flex.cuh"
 #include "ptx_launch.cuh"
 
@@ -28,22 +29,45 @@ DEVICE bool has_words(const fa_cuda_flex_walks &p, int own, int other, int kind)
     return kind != FULL_BLOCK || reaches_end;
 }
 
+/* Do the mask_mod and the map let query i see key j? NOTE: nothing is computed under a condition, because a load under
+ * a condition waits for the load before. */
+template <block_kind KIND> DEVICE bool sees(const mods &mod, int i, int j) {
+    if (KIND == FULL_BLOCK) return true;
+    const bool is_seen = mod.sees_in_block(PARTIAL_BLOCK, i, j);
+    if (KIND == PARTIAL_BLOCK) return is_seen;
+    const block_kind kind = mod.map.kind_at(i, j);
+    return kind == FULL_BLOCK || (kind == PARTIAL_BLOCK && is_seen);
+}
+
 /* Fills the words of one other tile. `to` is the thread's first word. */
-DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_own, int first_other, block_kind kind,
-                       unsigned *to) {
-    const int registers = p.other_tile / 2, words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
-    const int last_q = (p.own_keys ? p.other_len : p.own_len) - 1;
-    for (int w = 0; w < words; w++) {
+template <block_kind KIND, bool OWN_KEYS>
+DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_own, int first_other, unsigned *to) {
+    const int words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
+    const int len_q = OWN_KEYS ? p.other_len : p.own_len, len_kv = OWN_KEYS ? p.own_len : p.other_len;
+#pragma unroll 1
+    for (int w = 0; w < words; w++) { /* the last word may have bits beyond the registers */
         unsigned word = 0;
 #pragma unroll 16 /* so many loads of captures are under way together */
-        for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
-            const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
-            const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;
-            const bool exists = key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
-            if (!exists || !mod.sees(kind, min(q, last_q), key)) word |= 1u << i % 32;
+        for (int i = 0; i < 32; i++) {
+            const int x = first_own + i / 2 % 2 * 8, y = first_other + (8 * w + i / 4) * 8 + i % 2;
+            const int q = OWN_KEYS ? y : x, key = OWN_KEYS ? x : y;
+            const bool is_seen = sees<KIND>(mod, min(q, len_q - 1), min(key, len_kv - 1));
+            const bool exists = key < len_kv && (!OWN_KEYS || q < len_q);
+            word |= (unsigned)!(exists & is_seen) << i;
         }
         to[w * threads] = word;
     }
+}
+
+template <bool OWN_KEYS>
+DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_own, int first_other, block_kind kind,
+                       unsigned *to) {
+    if (kind == PARTIAL_BLOCK)
+        fill_words<PARTIAL_BLOCK, OWN_KEYS>(p, mod, first_own, first_other, to);
+    else if (kind == FULL_BLOCK)
+        fill_words<FULL_BLOCK, OWN_KEYS>(p, mod, first_own, first_other, to);
+    else
+        fill_words<MIXED_BLOCKS, OWN_KEYS>(p, mod, first_own, first_other, to);
 }
 
 extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
@@ -57,16 +81,20 @@ extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(cons
         const long long tile = at / blocks;
         const int own = (int)(tile % p.own_tiles), mask = (int)(tile / p.own_tiles);
         const mods mod(p.flex, p.values, mask / p.flex.mask_h, mask % p.flex.mask_h);
-        const int *walk = p.walks + tile * (1 + p.other_tiles), steps = walk[0];
+        const int *entries = p.walks + tile * (1 + p.other_tiles) + 1, steps = entries[-1];
         const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
         unsigned *to = p.hidden + tile * p.other_tiles * words * threads + 128 * block + threadIdx.x;
         for (int first = blockIdx.y; first < steps; first += 32 * gridDim.y) {
-            const int n = first + lane * (int)gridDim.y, entry = n < steps ? walk[1 + n] : 0;
+            const int n = first + lane * (int)gridDim.y, entry = entries[min(n, p.other_tiles - 1)];
             unsigned left = __ballot_sync(0xffffffffu, n < steps && has_words(p, own, entry >> 2, entry & 3));
             for (; left; left &= left - 1) {
                 const int found = __shfl_sync(0xffffffffu, entry, __ffs(left) - 1), other = found >> 2;
-                fill_words(p, mod, first_own, other * p.other_tile + 2 * (lane % 4), (block_kind)(found & 3),
-                           to + (long long)other * words * threads);
+                const int first_other = other * p.other_tile + 2 * (lane % 4);
+                unsigned *words_of_tile = to + (long long)other * words * threads;
+                if (p.own_keys)
+                    fill_words<true>(p, mod, first_own, first_other, (block_kind)(found & 3), words_of_tile);
+                else
+                    fill_words<false>(p, mod, first_own, first_other, (block_kind)(found & 3), words_of_tile);
             }
         }
     }

@@ -22,24 +22,43 @@ struct listed_row {
     }
 };
 
-/* Gives the blocks of a row of a list their kind. */
-DEVICE void mark(const fa_cuda_flex_blocks &p, const fa_cuda_block_list &list, const listed_row &listed,
-                 unsigned char *kinds, int kind) {
-    for (int i = (int)(threadIdx.x % 32); i < listed.num; i += 32) {
-        const int block = listed.blocks[i * list.blocks_stride[3]];
-        if (block >= 0 && block < p.columns) kinds[block] = (unsigned char)kind;
+/* Blocks first + lane, first + lane + 32, .. of a row of a list; -1 for what is no block. All loads are under way
+ * together. */
+constexpr int LISTED_AT_ONCE = 4;
+DEVICE void load_blocks(int (&blocks)[LISTED_AT_ONCE], const fa_cuda_flex_blocks &p, const fa_cuda_block_list &list,
+                        const listed_row &listed, int first) {
+#pragma unroll
+    for (int n = 0; n < LISTED_AT_ONCE; n++) {
+        const int i = first + 32 * n + (int)(threadIdx.x % 32);
+        blocks[n] = i < listed.num ? listed.blocks[i * list.blocks_stride[3]] : -1;
     }
+}
+DEVICE void mark(const fa_cuda_flex_blocks &p, const int (&blocks)[LISTED_AT_ONCE], unsigned char *kinds, int kind) {
+#pragma unroll
+    for (int n = 0; n < LISTED_AT_ONCE; n++)
+        if (blocks[n] >= 0 && blocks[n] < p.columns) kinds[blocks[n]] = (unsigned char)kind;
 }
 
 /* Makes row `row` of the map of head h of batch b. Whole warp. */
 DEVICE void make_row(const fa_cuda_flex_blocks &p, int b, int h, int row) {
     unsigned char *kinds = p.kinds + (((long long)b * p.mask_h + h) * p.rows + row) * p.columns;
     const listed_row partial(p, p.partial, b, h, row), full(p, p.full, b, h, row);
+    int of_partial[LISTED_AT_ONCE], of_full[LISTED_AT_ONCE];
+    load_blocks(of_partial, p, p.partial, partial, 0), load_blocks(of_full, p, p.full, full, 0);
+#pragma unroll 4
     for (int i = (int)(threadIdx.x % 32); i < p.columns; i += 32) kinds[i] = EMPTY_BLOCK;
     __syncwarp();
-    mark(p, p.partial, partial, kinds, p.kind_of_partial);
+#pragma unroll 1
+    for (int first = 0; first < partial.num; first += 32 * LISTED_AT_ONCE) {
+        if (first > 0) load_blocks(of_partial, p, p.partial, partial, first);
+        mark(p, of_partial, kinds, p.kind_of_partial);
+    }
     __syncwarp(); /* a block of both lists is full */
-    mark(p, p.full, full, kinds, FULL_BLOCK);
+#pragma unroll 1
+    for (int first = 0; first < full.num; first += 32 * LISTED_AT_ONCE) {
+        if (first > 0) load_blocks(of_full, p, p.full, full, first);
+        mark(p, of_full, kinds, FULL_BLOCK);
+    }
 }
 
 #endif

@@ -34,8 +34,13 @@ DEVICE int flex_limit(int i, int size) { return i < size ? i : size - 1; }
 DEVICE int flex_limit(long long i, int size) { return i < size ? (int)i : size - 1; }
 
 /* An element of a capture: through the read-only cache. NOTE: the load has no condition, so equal loads become one. A
- * condition made ALiBi load its slope 64 times in a step. */
+ * condition made ALiBi load its slope 64 times in a step. With FLEX_MERGES_LOADS the compiler sees what is loaded, and
+ * may merge more loads, but may also move a load behind a branch. */
+#ifdef FLEX_MERGES_LOADS
+template <class T> DEVICE T flex_load(long long address, long long place) { return ((const T *)address)[place]; }
+#else
 template <class T> DEVICE T flex_load(long long address, long long place) { return __ldg((const T *)address + place); }
+#endif
 
 /* The same where a capture may be without elements. It has the address 0. */
 template <class T> DEVICE T flex_load_if(long long address, long long place) {

@@ -38,22 +38,24 @@ struct share {
     }
 };
 
-/* The kinds of the pairs of own tiles and other tiles. A negative own tile stands for no tile. */
+/* The kinds of the pairs of own tiles and other tiles. A negative tile stands for no tile. NOTE: the loads have no
+ * condition, so they are under way together. */
 DEVICE void find_kinds(const params &p, const block_map &map, const int (&own)[AT_ONCE], const int (&other)[AT_ONCE],
                        block_kind (&kinds)[AT_ONCE]) {
     block_pairs pairs[AT_ONCE];
+    int first[AT_ONCE];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        const int i = max(own[n], 0) * p.own_tile, i_last = min(i + p.own_tile, p.own_len) - 1;
+        const int j = max(other[n], 0) * p.other_tile, j_last = min(j + p.other_tile, p.other_len) - 1;
+        pairs[n] = p.own_keys ? map.pairs_of(j, j_last, i, i_last) : map.pairs_of(i, i_last, j, j_last);
+        first[n] = map.first_kind(pairs[n]);
+    }
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         kinds[n] = EMPTY_BLOCK;
-        if (own[n] < 0) continue;
-        const int i = own[n] * p.own_tile, i_last = min(i + p.own_tile, p.own_len) - 1;
-        const int j = other[n] * p.other_tile, j_last = min(j + p.other_tile, p.other_len) - 1;
-        pairs[n] = p.own_keys ? map.pairs_of(j, j_last, i, i_last) : map.pairs_of(i, i_last, j, j_last);
-        kinds[n] = (block_kind)map.first_kind(pairs[n]);
+        if (own[n] >= 0 && other[n] >= 0) kinds[n] = map.kind_of(pairs[n], first[n]);
     }
-#pragma unroll
-    for (int n = 0; n < AT_ONCE; n++)
-        if (own[n] >= 0) kinds[n] = map.kind_of(pairs[n], kinds[n]);
 }
 
 DEVICE unsigned lanes_before() { return (1u << threadIdx.x % 32) - 1; }
@@ -61,11 +63,12 @@ DEVICE unsigned lanes_before() { return (1u << threadIdx.x % 32) - 1; }
 DEVICE void list_walk(const params &p, const block_map &map, int mask, int own) {
     const int lane = (int)(threadIdx.x % 32);
     int *walk = p.walks + ((long long)mask * p.own_tiles + own) * (1 + p.other_tiles), num = 0;
+#pragma unroll 1
     for (int last = p.other_tiles - 1; last >= 0; last -= 32 * AT_ONCE) {
         int owns[AT_ONCE], others[AT_ONCE];
         block_kind kinds[AT_ONCE];
 #pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) others[n] = last - 32 * n - lane, owns[n] = others[n] >= 0 ? own : -1;
+        for (int n = 0; n < AT_ONCE; n++) others[n] = last - 32 * n - lane, owns[n] = own;
         find_kinds(p, map, owns, others, kinds);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
@@ -85,9 +88,9 @@ DEVICE void find_place(const params &p, int mask, int own) {
     int before = 0;
 #pragma unroll 4
     for (int first = 0; first < p.own_tiles; first += 32) {
-        const int other = first + lane, other_num = other < p.own_tiles ? nums[other * pitch] : -1;
-        const bool is_sooner = p.own_keys ? other < own : other > own;
-        before += __popc(__ballot_sync(0xffffffffu, other_num > num || (other_num == num && is_sooner)));
+        const int other = first + lane, other_num = nums[min(other, p.own_tiles - 1) * pitch];
+        const bool is_sooner = other_num > num || (other_num == num && (p.own_keys ? other < own : other > own));
+        before += __popc(__ballot_sync(0xffffffffu, other < p.own_tiles && is_sooner));
     }
     if (lane == 0) p.order[(long long)mask * p.own_tiles + before] = own;
 }
@@ -97,13 +100,14 @@ DEVICE void rank_tiles(const params &p, const block_map &map, int mask, int othe
     const int *order = p.order ? p.order + (long long)mask * p.own_tiles : nullptr;
     unsigned *ranks = p.ranks + ((long long)mask * p.other_tiles + other) * (p.own_tiles + 1), num = 0;
     int last = 0; /* of the tiles so far, the one that adds last */
+#pragma unroll 1
     for (int first = 0; first < p.own_tiles; first += 32 * AT_ONCE) {
         int owns[AT_ONCE], others[AT_ONCE];
         block_kind kinds[AT_ONCE];
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            const int place = first + 32 * n + lane;
-            others[n] = other, owns[n] = place >= p.own_tiles ? -1 : order ? order[place] : place;
+            const int place = first + 32 * n + lane, own = min(place, p.own_tiles - 1);
+            others[n] = place < p.own_tiles ? other : -1, owns[n] = order ? order[own] : own;
         }
         find_kinds(p, map, owns, others, kinds);
 #pragma unroll
@@ -130,6 +134,7 @@ DEVICE void run_phase(const params &p, int phase) {
     for (int mask = s.first_mask; mask < p.flex.mask_b * p.flex.mask_h; mask += s.mask_step) {
         const int b = mask / p.flex.mask_h, h = mask % p.flex.mask_h;
         const block_map map(p.flex, b, h, PARTIAL_BLOCK);
+#pragma unroll 1
         for (int i = s.warp; i < num; i += s.warps) {
             if (phase == FA_FLEX_MAP_PHASE) make_row(p.blocks, b, h, i);
             if (phase == FA_FLEX_WALKS_PHASE) list_walk(p, map, mask, i);
