@@ -75,6 +75,7 @@ typedef struct {
     int *order;       /* [mask_b mask_h, own_tiles]; NULL: ascending */
     unsigned *ranks;  /* [mask_b mask_h, other_tiles, own_tiles + 1]; NULL: not wanted */
     unsigned *hidden; /* [mask_b mask_h, own_tiles, other_tiles, FA_HIDDEN_WORDS(other_tile), 2 own_tile] */
+    int *pairs;       /* [mask_b mask_h, 1 + own_tiles other_tiles]; NULL: not wanted */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */
     int first_phase, last_phase;

@@ -8,8 +8,7 @@
  * Only the words of tiles that are not full, or that reach beyond an end, are written. No other words are read. Keys
  * that do not exist are hidden. So are queries if the own side is that of the keys.
  *
- * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. The lanes of a warp look at 32 of these
- * tiles at a time, because most of them are full. */
+ * flex_walks.cu has listed these pairs of tiles. A CTA takes 64 rows of one. */
 #define FLEX_MERGES_LOADS
 #include "flex.cuh"
 #include "ptx_launch.cuh"
@@ -21,13 +20,6 @@
 struct hidden_params : fa_cuda_flex_walks {
     flex_values values;
 };
-
-/* Does a kernel read the words of this tile? */
-DEVICE bool has_words(const fa_cuda_flex_walks &p, int own, int other, int kind) {
-    const bool reaches_end =
-        (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
-    return kind != FULL_BLOCK || reaches_end;
-}
 
 /* Do the mask_mod and the map let query i see key j? NOTE: nothing is computed under a condition, because a load under
  * a condition waits for the load before. */
@@ -72,30 +64,24 @@ DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_o
 
 extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
     const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, blocks = p.own_tile / 64;
-    const int words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
-    const long long num = (long long)p.flex.mask_b * p.flex.mask_h * p.own_tiles * blocks;
+    const int words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile, most = p.own_tiles * p.other_tiles;
     griddepcontrol_wait(); /* for flex_walks */
     griddepcontrol_launch_dependents();
-    for (long long at = blockIdx.x; at < num; at += gridDim.x) {
-        const int block = (int)(at % blocks);
-        const long long tile = at / blocks;
-        const int own = (int)(tile % p.own_tiles), mask = (int)(tile / p.own_tiles);
+    for (int mask = blockIdx.y; mask < p.flex.mask_b * p.flex.mask_h; mask += gridDim.y) {
         const mods mod(p.flex, p.values, mask / p.flex.mask_h, mask % p.flex.mask_h);
-        const int *entries = p.walks + tile * (1 + p.other_tiles) + 1, steps = entries[-1];
-        const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
-        unsigned *to = p.hidden + tile * p.other_tiles * words * threads + 128 * block + threadIdx.x;
-        for (int first = blockIdx.y; first < steps; first += 32 * gridDim.y) {
-            const int n = first + lane * (int)gridDim.y, entry = entries[min(n, p.other_tiles - 1)];
-            unsigned left = __ballot_sync(0xffffffffu, n < steps && has_words(p, own, entry >> 2, entry & 3));
-            for (; left; left &= left - 1) {
-                const int found = __shfl_sync(0xffffffffu, entry, __ffs(left) - 1), other = found >> 2;
-                const int first_other = other * p.other_tile + 2 * (lane % 4);
-                unsigned *words_of_tile = to + (long long)other * words * threads;
-                if (p.own_keys)
-                    fill_words<true>(p, mod, first_own, first_other, (block_kind)(found & 3), words_of_tile);
-                else
-                    fill_words<false>(p, mod, first_own, first_other, (block_kind)(found & 3), words_of_tile);
-            }
+        const int *pairs = p.pairs + (long long)mask * (1 + most);
+        const int num = blocks * pairs[0];
+        for (int i = blockIdx.x; i < num; i += gridDim.x) {
+            const int block = i % blocks, pair = pairs[1 + i / blocks], tile = pair >> 2;
+            const int own = tile / p.other_tiles, other = tile % p.other_tiles;
+            const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
+            const int first_other = other * p.other_tile + 2 * (lane % 4);
+            unsigned *to =
+                p.hidden + ((long long)mask * most + tile) * words * threads + 128 * block + threadIdx.x;
+            if (p.own_keys)
+                fill_words<true>(p, mod, first_own, first_other, (block_kind)(pair & 3), to);
+            else
+                fill_words<false>(p, mod, first_own, first_other, (block_kind)(pair & 3), to);
         }
     }
 }

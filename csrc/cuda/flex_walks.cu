@@ -4,6 +4,8 @@
  *   map     kinds [masks, rows, columns] (flex_map.cuh)
  *   walks   walks [masks, own_tiles, 1 + other_tiles]: the number of other tiles that are not empty, and behind it 4
  *           times the tile plus its block_kind, for these tiles in descending order
+ *           pairs [masks, 1 + own_tiles other_tiles]: the number of pairs of tiles that have bits in flex_hidden.cu,
+ *           and behind it 4 times own * other_tiles + other plus the block_kind, in any order
  *   order   order [masks, own_tiles]: the own tiles by the length of their walks, the longest first. So a launch ends
  *           with short tiles. Of walks of one length the last query tile comes first, but the first key tile: key tiles
  *           walk from the last query tile to the first, and the key tile that begins first must not keep the others
@@ -58,6 +60,13 @@ DEVICE void find_kinds(const params &p, const block_map &map, const int (&own)[A
     }
 }
 
+/* Does a kernel read bits of this pair of tiles? */
+DEVICE bool has_bits(const params &p, int own, int other, block_kind kind) {
+    const bool reaches_end =
+        (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
+    return kind != EMPTY_BLOCK && (kind != FULL_BLOCK || reaches_end);
+}
+
 DEVICE unsigned lanes_before() { return (1u << threadIdx.x % 32) - 1; }
 
 DEVICE void list_walk(const params &p, const block_map &map, int mask, int own) {
@@ -75,6 +84,13 @@ DEVICE void list_walk(const params &p, const block_map &map, int mask, int own) 
             const unsigned all = __ballot_sync(0xffffffffu, kinds[n] != EMPTY_BLOCK);
             if (kinds[n] != EMPTY_BLOCK) walk[1 + num + __popc(all & lanes_before())] = 4 * others[n] + kinds[n];
             num += __popc(all);
+            if (!p.pairs) continue;
+            int *pairs = p.pairs + (long long)mask * (1 + p.own_tiles * p.other_tiles), place = 0;
+            const unsigned with_bits = __ballot_sync(0xffffffffu, has_bits(p, own, others[n], kinds[n]));
+            if (with_bits == 0) continue;
+            if (lane == 0) place = 1 + atomicAdd(pairs, __popc(with_bits));
+            place = __shfl_sync(0xffffffffu, place, 0) + __popc(with_bits & lanes_before());
+            if (with_bits >> lane & 1) pairs[place] = 4 * (own * p.other_tiles + others[n]) + kinds[n];
         }
     }
     if (lane == 0) walk[0] = num;
@@ -136,7 +152,10 @@ DEVICE void run_phase(const params &p, int phase) {
         const block_map map(p.flex, b, h, PARTIAL_BLOCK);
 #pragma unroll 1
         for (int i = s.warp; i < num; i += s.warps) {
-            if (phase == FA_FLEX_MAP_PHASE) make_row(p.blocks, b, h, i);
+            if (phase == FA_FLEX_MAP_PHASE) {
+                make_row(p.blocks, b, h, i);
+                if (i == 0 && p.pairs) p.pairs[(long long)mask * (1 + p.own_tiles * p.other_tiles)] = 0;
+            }
             if (phase == FA_FLEX_WALKS_PHASE) list_walk(p, map, mask, i);
             if (phase == FA_FLEX_ORDER_PHASE) find_place(p, mask, i);
             if (phase == FA_FLEX_RANKS_PHASE) rank_tiles(p, map, mask, i);

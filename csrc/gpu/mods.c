@@ -28,6 +28,7 @@ typedef struct {
     int *walks, *order;
     unsigned *ranks; /* of the backward */
     unsigned *hidden;
+    int *pairs; /* behind the hidden pairs */
     tiles_of_side own, other;
     int64_t masks;
 } block_walks;
@@ -45,7 +46,11 @@ static block_walks walks_of(const fa_cuda_call *call) {
     int *behind = w.walks + w.masks * w.own.num * (1 + w.other.num);
     if (owns_keys) w.ranks = (unsigned *)(behind + w.masks * w.own.num);
     if (!owns_keys || !fa_has_masks_in_groups(p)) w.order = behind; /* pieces of a key tile begin in their order */
-    if (plan->gpu.has_hidden) w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
+    if (plan->gpu.has_hidden) {
+        const int64_t pairs = w.masks * w.own.num * w.other.num;
+        w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
+        w.pairs = (int *)(w.hidden + pairs * FA_HIDDEN_WORDS(w.other.tile) * 2 * w.own.tile);
+    }
     return w;
 }
 
@@ -119,12 +124,13 @@ static_assert(sizeof(fa_cuda_flex_walks) % sizeof(uint64_t) == 0, "the values fo
 
 static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_walks *walks, int64_t masks,
                                    fa_error *err) {
-    enum { SHARES = 4, MOST_CTAS = 1 << 16 }; /* CTAs of 64 rows of a walk */
+    enum { CTAS = 1 << 11, MOST_Y = (1 << 16) - 1 }; /* two rounds of an H100 */
     const fa_mods all = fa_mods_of(call->problem, false);
     const fa_mods mods = {.mask = all.mask, .is_wide = all.is_wide};
     const fa_variant variant = {FA_FLEX_HIDDEN, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
-    const int64_t ctas = masks * walks->own_tiles * (walks->own_tile / FA_ROWS_OF_A_WARPGROUP);
-    const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), SHARES, 1,
+    const int64_t blocks = walks->own_tile / FA_ROWS_OF_A_WARPGROUP;
+    const int64_t most = blocks * walks->own_tiles * walks->other_tiles, wanted = masks < CTAS ? CTAS / masks : 1;
+    const fa_launch launch = {(unsigned)(most < wanted ? most : wanted), (unsigned)(masks < MOST_Y ? masks : MOST_Y), 1,
                               .threads = FA_FLEX_HIDDEN_THREADS, .waits_itself = true};
     hidden_parameters a;
     /* The planner has refused calls with more. */
@@ -171,6 +177,7 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
         .order = w.order,
         .ranks = w.ranks,
         .hidden = w.hidden,
+        .pairs = w.pairs,
         .own_len = (int)w.own.len,
         .own_tile = (int)w.own.tile,
         .own_tiles = (int)w.own.num,

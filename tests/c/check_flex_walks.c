@@ -37,7 +37,7 @@ static void run_kernel(fa_family_id family, const void *parameters, unsigned thr
                                 .features = fa_families[family].takes_mods ? FA_FLEX : 0,
                                 .mods = &none};
     const fa_launch shape = {cluster > 0 ? cluster * (1 + (unsigned)below(2)) : 1 + (unsigned)below(3),
-                             cluster > 0 ? 1 : 1 + (unsigned)below(2), 1, .threads = threads, .cluster = cluster};
+                             family == FA_FLEX_HIDDEN ? 1 + (unsigned)below(2) : 1, 1, .threads = threads, .cluster = cluster};
     fa_error err = {""};
     if (fa_cuda_launch(&call, variant, shape, parameters, &err)) fail_msg("%s", err.text);
 }
@@ -219,6 +219,9 @@ static void run_case(int seed) {
     if (!own_keys || below(2)) a.order = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
     const int64_t rank_pitch = (int64_t)a.other_tiles * (a.own_tiles + 1);
     if (own_keys) a.ranks = guarded_alloc((size_t)(masks * rank_pitch) * sizeof(unsigned), 4, true);
+    const bool has_hidden = a.own_tile % 64 == 0 && a.other_tile % 8 == 0;
+    const int64_t pairs = (int64_t)a.own_tiles * a.other_tiles;
+    if (has_hidden) a.pairs = guarded_alloc((size_t)(masks * (1 + pairs)) * sizeof(int), 4, true);
     const unsigned threads = (unsigned)PICK(32, 96, 512);
     if (below(2)) { /* clusters with all phases */
         a.last_phase = a.ranks ? FA_FLEX_RANKS_PHASE : FA_FLEX_ORDER_PHASE;
@@ -232,7 +235,6 @@ static void run_case(int seed) {
     }
     check_map(seed, &f, &p, &blocks);
     const int64_t pitch_hidden = (int64_t)a.other_tiles * FA_HIDDEN_WORDS(a.other_tile) * 2 * a.own_tile;
-    const bool has_hidden = a.own_tile % 64 == 0 && a.other_tile % 8 == 0;
     struct {
         fa_cuda_flex_walks walks;
         int64_t values;

@@ -119,6 +119,7 @@ static inline unsigned atomicMax(unsigned *place, unsigned x) {
     *place = x > before ? x : before;
     return before;
 }
+static inline int atomicAdd(int *place, int x) { return (*place += x) - x; }
 static inline float atomicAdd(float *place, float x) { return (*place += x) - x; }
 static inline double atomicAdd(double *place, double x) { return (*place += x) - x; }
 static inline int __ffs(unsigned bits) { return bits ? __builtin_ctz(bits) + 1 : 0; }
