@@ -76,8 +76,7 @@ extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(cons
             const int own = tile / p.other_tiles, other = tile % p.other_tiles;
             const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
             const int first_other = other * p.other_tile + 2 * (lane % 4);
-            unsigned *to =
-                p.hidden + ((long long)mask * most + tile) * words * threads + 128 * block + threadIdx.x;
+            unsigned *to = p.hidden + ((long long)mask * most + tile) * words * threads + 128 * block + threadIdx.x;
             if (p.own_keys)
                 fill_words<true>(p, mod, first_own, first_other, (block_kind)(pair & 3), to);
             else

@@ -131,9 +131,9 @@ DEVICE float flex_mul(float a, float b) { return __fmul_rn(a, b); }
 DEVICE double flex_mul(double a, double b) { return __dmul_rn(a, b); }
 DEVICE float flex_divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE double flex_divide(double a, double b) { return a / b; }
-/* A quotient whose last digit may be wrong. Many quotients have the same divisor, so its inverse is computed once. A
- * divisor whose inverse may be no normal float is moved by a power of two, and the quotient with it. There is no branch:
- * a thread would compute the quotients of its registers one after the other. */
+/* A quotient whose error is at most 2 units in the last place. Many quotients have the same divisor, so its inverse is
+ * computed once. A divisor whose inverse may be no normal float is moved by a power of two, and the quotient with it.
+ * NOTE: there is no branch. With branches a thread computes the quotients of its registers one after the other. */
 DEVICE float flex_ratio(float a, float b) {
     const float factor = fabsf(b) > 0x1p100f ? 0x1p-64f : fabsf(b) < 0x1p-100f ? 0x1p64f : 1.0f;
     return a * __fdividef(1.0f, b * factor) * factor;

@@ -141,8 +141,8 @@ static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_
     return fa_cuda_launch(call, variant, launch, &a, err);
 }
 
-/* Launches flex_walks.cu. A launch of all phases has a cluster for each mask, or a CTA for each of many masks. A cluster
- * has so few warps that a long problem has a launch for each phase. */
+/* Launches flex_walks.cu. A launch of all phases has a cluster for each mask, or a CTA for each of many masks. A
+ * cluster has so few warps that a long problem has a launch for each phase. */
 static fa_status find_walks(const fa_cuda_call *call, fa_cuda_flex_walks a, int64_t masks, fa_error *err) {
     enum { CTAS_OF_MASK = 8, MANY_MASKS = 32, MOST_MASKS = 1 << 13, MOST_PAIRS = 1 << 18 };
     const fa_variant variant = {.family = FA_FLEX_WALKS, .arch = call->gpu->capability};

@@ -41,7 +41,8 @@ static int64_t heads_within(int64_t heads, const order_of_tiles *o, int64_t byte
  * In a fixed order the key tiles of one head add to dQ one after the other. Tiles of other heads lie between these
  * tiles and keep them apart. The L2 must have room for all heads of the group. Otherwise the speed depends on whether
  * CTAs keep in step. With a causal or a block mask, tiles have different lengths. Every CTA must have a tile of the
- * group, or the last group ends late. Long tiles of one head that have the SMs to themselves reach the diagonal together. */
+ * group, or the last group ends late. Long tiles of one head that have the SMs to themselves reach the diagonal
+ * together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
     if (!o->is_uneven) return in_order ? heads_within(1024 / fa_columns(p), o, 50 << 20) : 1;
     const int64_t apart = (in_order ? 2048 / fa_columns(p) : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;

@@ -326,8 +326,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(flex_walks_rows),
                        .chooses = always_chooses},
     [FA_FLEX_HIDDEN] = {.name = "flex_hidden",
-                        .files = FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, "cuda_problem.h",
-                                       "integers.cuh"),
+                        .files =
+                            FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, "cuda_problem.h", "integers.cuh"),
                         .arch = 90,
                         .knows = FA_FLEX,
                         .rows = flex_hidden_rows,

@@ -37,7 +37,8 @@ static void run_kernel(fa_family_id family, const void *parameters, unsigned thr
                                 .features = fa_families[family].takes_mods ? FA_FLEX : 0,
                                 .mods = &none};
     const fa_launch shape = {cluster > 0 ? cluster * (1 + (unsigned)below(2)) : 1 + (unsigned)below(3),
-                             family == FA_FLEX_HIDDEN ? 1 + (unsigned)below(2) : 1, 1, .threads = threads, .cluster = cluster};
+                             family == FA_FLEX_HIDDEN ? 1 + (unsigned)below(2) : 1, 1, .threads = threads,
+                             .cluster = cluster};
     fa_error err = {""};
     if (fa_cuda_launch(&call, variant, shape, parameters, &err)) fail_msg("%s", err.text);
 }
