@@ -212,11 +212,11 @@ struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS] = {};
 
-    DEVICE bool load(const params &p, const tile &t, int entry) {
-        const int q_tile = query_tile_of(entry);
-        const bool reaches_end = (q_tile + 1) * BLOCK_Q > p.len_q || first_key(t) + KEYS > p.len_kv;
-        if (kind_of(entry) == FULL_BLOCK && !reaches_end) return false;
-        const u32 *from = t.hidden + (long long)q_tile * (HIDDEN_WORDS * HIDDEN_PITCH) + threadIdx.x - 128;
+    /* No entry of a list with bits is full if it reaches beyond an end (flex_walks.cu). */
+    DEVICE bool load(const tile &t, int entry) {
+        if (kind_of(entry) == FULL_BLOCK) return false;
+        const u32 *from =
+            t.hidden + (long long)query_tile_of(entry) * (HIDDEN_WORDS * HIDDEN_PITCH) + threadIdx.x - 128;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
         return true;

@@ -130,7 +130,7 @@ struct consumer : consumer_base {
     /* Finds the pairs of a key tile that do not see each other. May there be any? */
     DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
         const int j = key_tile_of(entry);
-        return FLEX_HIDDEN ? hidden.load(p, tile_of(THIS_TILE), kind_of(entry), j, row_block)
+        return FLEX_HIDDEN ? hidden.load(tile_of(THIS_TILE), kind_of(entry), j, row_block)
                            : hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
     }
 #endif

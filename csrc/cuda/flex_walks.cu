@@ -3,7 +3,8 @@
  *
  *   map     kinds [masks, rows, columns] (flex_map.cuh)
  *   walks   walks [masks, own_tiles, 1 + other_tiles]: the number of other tiles that are not empty, and behind it 4
- *           times the tile plus its block_kind, for these tiles in descending order
+ *           times the tile plus its block_kind, for these tiles in descending order. If flex_hidden.cu follows, a full
+ *           tile that reaches beyond an end counts as partial: kernels read its bits
  *           pairs [masks, 1 + own_tiles other_tiles]: the number of pairs of tiles that have bits in flex_hidden.cu,
  *           and behind it 4 times own * other_tiles + other plus the block_kind, in any order
  *   order   order [masks, own_tiles]: the own tiles by the length of their walks, the longest first. So a launch ends
@@ -81,12 +82,14 @@ DEVICE void list_walk(const params &p, const block_map &map, int mask, int own) 
         find_kinds(p, map, owns, others, kinds);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            const unsigned all = __ballot_sync(0xffffffffu, kinds[n] != EMPTY_BLOCK);
-            if (kinds[n] != EMPTY_BLOCK) walk[1 + num + __popc(all & lanes_before())] = 4 * others[n] + kinds[n];
+            const bool needs_bits = p.pairs && has_bits(p, own, others[n], kinds[n]);
+            const block_kind kind = needs_bits && kinds[n] == FULL_BLOCK ? PARTIAL_BLOCK : kinds[n];
+            const unsigned all = __ballot_sync(0xffffffffu, kind != EMPTY_BLOCK);
+            if (kind != EMPTY_BLOCK) walk[1 + num + __popc(all & lanes_before())] = 4 * others[n] + kind;
             num += __popc(all);
             if (!p.pairs) continue;
             int *pairs = p.pairs + (long long)mask * (1 + p.own_tiles * p.other_tiles), place = 0;
-            const unsigned with_bits = __ballot_sync(0xffffffffu, has_bits(p, own, others[n], kinds[n]));
+            const unsigned with_bits = __ballot_sync(0xffffffffu, needs_bits);
             if (with_bits == 0) continue;
             if (lane == 0) place = 1 + atomicAdd(pairs, __popc(with_bits));
             place = __shfl_sync(0xffffffffu, place, 0) + __popc(with_bits & lanes_before());
