@@ -16,6 +16,14 @@ def maybe_contiguous(x):
     return x
 
 
+def has_distributed(values):
+    """Is any of the values a DTensor? torch.distributed.tensor is not imported for this question."""
+    for x in values:
+        if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor and hasattr(x, "device_mesh"):
+            return True
+    return False
+
+
 def as_int(x, name):
     """Returns a Python integer. A tensor of one element gives its value, and a CUDA tensor waits for the device."""
     if not isinstance(x, torch.Tensor):

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn._arguments import maybe_contiguous
+from flash_attn._arguments import has_distributed, maybe_contiguous
 from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
 
 
@@ -39,6 +39,8 @@ def call(function, op, num_inputs, *arguments):
     The op gets contiguous copies of the first num_inputs tensors if their last dimensions are not contiguous.
     """
     results = directly(function, *arguments)
+    if results is None and has_distributed(arguments):
+        from flash_attn import _distributed_ops  # noqa: F401  the ops take DTensors from now on
     if results is None:
         results = call_op(op, *map(maybe_contiguous, arguments[:num_inputs]), *arguments[num_inputs:])
     return results

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flash_attn._arguments import has_distributed
 from flash_attn._ops import check_layout, check_storage, check_tensor, forget_own_kernels, register_once
 
 _combine = torch.ops.flash_attn._combine.default
@@ -95,6 +96,10 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
     """
     _check(outs, lses)
     is_packed = outs[0].dim() == 3
+    if has_distributed((*outs, *lses)):
+        from flash_attn import _distributed  # imports torch.distributed.tensor, which a plain call does not need
+
+        return _distributed.merge(merge_attention, outs, lses)
     parts, lse_parts = torch.stack([x.float() for x in outs]), torch.stack(list(lses))
     if is_packed:
         parts, lse_parts = parts[:, None], lse_parts[:, None]

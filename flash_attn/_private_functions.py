@@ -4,6 +4,7 @@ import torch
 
 from flash_attn import _attention
 from flash_attn._attention import backward
+from flash_attn._calls import on_ranks
 from flash_attn._dispatch import call
 from flash_attn._ops import flash_attn_2_cuda
 
@@ -27,9 +28,9 @@ def _get_block_size_n(device, head_dim, is_dropout, is_causal):
 def _apply(tensors, lengths, *options):
     *options, is_grad_enabled = options
     if is_grad_enabled:
-        return _attention.attend(tensors, lengths, *options)
+        return on_ranks(_attention.attend, tensors, lengths, options)
     with torch.no_grad():
-        return _attention.attend(tensors, lengths, *options)
+        return on_ranks(_attention.attend, tensors, lengths, options)
 
 
 class FlashAttnFunc:

@@ -17,9 +17,11 @@ calls has a file of its own:
     _attention.py          one forward, one backward, and their place in autograd
     _vmap.py               torch.vmap in one call
     _cache.py              decoding
+    _distributed.py        DTensors; _distributed_ops.py: of the ops
     _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
+import sys as _sys
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -30,6 +32,7 @@ from flash_attn._arguments import as_int as _as_int
 from flash_attn._arguments import as_scale as _as_scale
 from flash_attn._arguments import as_window as _as_window
 from flash_attn._arguments import distinct as _distinct
+from flash_attn._arguments import has_distributed as _has_distributed
 from flash_attn._arguments import maybe_contiguous
 from flash_attn._attention import backward as _backward
 from flash_attn._attention import record as _record
@@ -480,6 +483,13 @@ def flash_attn_with_kvcache(
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
     """
     if sinks is not None:
+        if _has_distributed((q, k_cache, v_cache, sinks)):
+            out, softmax_lse = _attend_with_cache(
+                q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+                block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+                return_softmax_lse, sinks=sinks,
+            )  # fmt: skip
+            return (out, softmax_lse) if return_softmax_lse else out
         from flash_attn._extended import with_sinks
 
         out, softmax_lse = with_sinks(
@@ -506,3 +516,5 @@ def flash_attn_with_kvcache(
 
 register_once("formulas for FLOPs", register_flops)
 register_once("all", forget_own_kernels)
+if "torch.distributed.tensor" in _sys.modules:
+    from flash_attn import _distributed_ops  # noqa: F401  the ops take DTensors

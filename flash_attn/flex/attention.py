@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
 
+from .._arguments import has_distributed
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import is_freed, refuse_transforms, without_second_derivative
 from . import calls
@@ -173,6 +174,11 @@ def sum_dtype(tensor):
 def _check_tensors(query, key, value, enable_gqa, block_mask, is_paged):
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotImplementedError("flex_attention does not support NestedTensor inputs: convert them to dense tensors")
+    if has_distributed((query, key, value)):
+        raise NotImplementedError(
+            "flex_attention takes no DTensors, because its functions would count the heads and batch entries of one "
+            "rank: call it on local tensors, as torch.distributed.tensor.experimental.local_map does"
+        )
     if query.dtype != key.dtype or query.dtype != value.dtype:
         raise ValueError(
             "Expected query, key, and value to have the same dtype, but got query.dtype: "

@@ -13,6 +13,14 @@ def maybe_contiguous(x):
     return x
 
 
+def has_distributed(values):
+    """Is any of the values a DTensor? torch.distributed.tensor is not imported for this question."""
+    for x in values:
+        if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor and hasattr(x, "device_mesh"):
+            return True
+    return False
+
+
 def round_multiple(x, m):
     """Rounds ``x`` up to a multiple of ``m``."""
     return (x + m - 1) // m * m

@@ -2,7 +2,7 @@
 
 import torch
 
-from flash_attn_3._arguments import call_op
+from flash_attn_3._arguments import call_op, has_distributed
 from flash_attn_3._ops import ops, register_once
 
 _combine_op = ops._combine.default
@@ -64,6 +64,10 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     Gradients for out_partial and lse_partial, through out and lse. Upstream drops them without a word. NOTE: the
     softmax_lse of ``flash_attn_func`` carries no gradient. So gradients through parts that it computed lack a term.
     """
+    if has_distributed((out_partial, lse_partial, out)):
+        from flash_attn_3 import _distributed
+
+        return _distributed.combine(flash_attn_combine, out_partial, lse_partial, out, out_dtype)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     records = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in (out_partial, lse_partial)

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from flash_attn_3._arguments import as_int, as_window, call_op, check_tensors, maybe_contiguous
+from flash_attn_3._arguments import as_int, as_window, call_op, check_tensors, has_distributed, maybe_contiguous
 from flash_attn_3._ops import _C, ops, output_dtype
 
 
@@ -97,6 +97,24 @@ def flash_attn_with_kvcache(
             return results
     _warn_of_gradients(q, k_cache, v_cache, k, v, qv)
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    named = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q, "rotary_seqlens": rotary_seqlens,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+    }  # fmt: skip
+    if has_distributed(named.values()):
+        from flash_attn_3 import _distributed
+
+        options = {
+            "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+            "attention_chunk": attention_chunk, "softcap": softcap, "rotary_interleaved": rotary_interleaved,
+            "scheduler_metadata": scheduler_metadata, "num_splits": num_splits, "pack_gqa": pack_gqa,
+            "sm_margin": sm_margin,
+        }  # fmt: skip
+        out, softmax_lse = _distributed.attend_with_cache({**named, **options})
+        return (out, softmax_lse) if return_softmax_lse else out
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     q = maybe_contiguous(q)
