@@ -166,7 +166,8 @@ DEVICE void run_phase(const params &p, int phase) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const __grid_constant__ params p) {
+/* NOTE: without the 1, ptxas keeps to 64 registers and spills. */
+extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS, 1) KERNEL(const __grid_constant__ params p) {
     griddepcontrol_wait(); /* for earlier work of the stream */
     griddepcontrol_launch_dependents();
     for (int phase = p.first_phase; phase <= p.last_phase; phase++) {
