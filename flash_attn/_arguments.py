@@ -1,12 +1,14 @@
 """What callers pass becomes what the ops take: tensors, lengths, masks and scales."""
 
+from typing import Any
+
 import torch
 from torch.compiler import is_compiling
 
 from flash_attn._ops import check_layout, check_tensor, is_freed
 
 
-def maybe_contiguous(x):
+def maybe_contiguous(x: Any) -> Any:
     """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
 
     A tensor of a freed storage is returned, too. The op names it.
