@@ -194,17 +194,18 @@ template <int NUM_CHUNKS> DEVICE void load_keys(element *dst, const fa_tensor_ma
                                   L2_EVICT_FIRST);
 }
 
-/* In a cluster each of the four warpgroups computes one chunk of dQ's columns. If there are only three chunks, the
- * fourth warpgroup computes the last chunk again, for nothing. */
-DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
-DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
+/* The CTAs of a cluster compute half of dQ's columns each: chunk 0 or 1, and half of the columns behind these, from
+ * dq_rest_column on. */
+constexpr int DQ_REST = HEAD_DIM / 2 - CHUNK;
+DEVICE int dq_rest_column() { return 2 * CHUNK + cluster_rank() * DQ_REST; }
 
 /* Loads the other CTA's part of K: the chunks that this CTA's dQ takes. */
 DEVICE void load_other_keys(element *dst, const params &p, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
 #pragma unroll
-    for (int wg = 0; wg < 2; wg++)
-        cp_async_bulk_tensor_load(dst + wg * KEYS * CHUNK, &p.k, full, dq_chunk_to_load(wg) * CHUNK, row, t.head_kv,
+    for (int i = 0; i < 2; i++)
+        cp_async_bulk_tensor_load(dst + i * KEYS * CHUNK, &p.k, full,
+                                  i ? dq_rest_column() / CHUNK * CHUNK : cluster_rank() * CHUNK, row, t.head_kv,
                                   t.kv_batch, L2_EVICT_FIRST);
 }
 

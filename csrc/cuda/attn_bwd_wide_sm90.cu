@@ -32,41 +32,78 @@
 
 #include "attn_bwd_scores.cuh"
 
-constexpr int THREADS = 384, PRODUCER_REGS = 24, CONSUMER_REGS = 240;
+/* Registers of a thread: of the warpgroups of P, of dS and of dQ. An SM has 512 for four, the producer's among them.
+ * K_STEPS_HELD and V_STEPS_HELD: steps of 16 columns of K and V that stay in registers, as far as there is room. */
+#define HOLDS (!SCORE && !DROPOUT)
+#ifndef P_WG_REGS
+#if HEAD_DIM > 192
+#define P_WG_REGS    200
+#define DS_WG_REGS   192
+#define DQ_WG_REGS   96
+#define K_STEPS_HELD 0
+#define V_STEPS_HELD 0
+#elif D_V == 128
+#define P_WG_REGS    184
+#define DS_WG_REGS   216
+#define DQ_WG_REGS   88
+#define K_STEPS_HELD (HOLDS ? 12 : 0)
+#define V_STEPS_HELD (HOLDS ? 8 : 0)
+#elif D_V == 160
+#define P_WG_REGS    192
+#define DS_WG_REGS   208
+#define DQ_WG_REGS   88
+#define K_STEPS_HELD (HOLDS ? 10 : 0)
+#define V_STEPS_HELD (HOLDS ? 10 : 0)
+#else
+#define P_WG_REGS    200
+#define DS_WG_REGS   200
+#define DQ_WG_REGS   88
+#define K_STEPS_HELD (HOLDS ? 10 : 0)
+#define V_STEPS_HELD (HOLDS ? 6 : 0)
+#endif
+#endif
+constexpr int THREADS = 512, PRODUCER_REGS = 24;
+static_assert(PRODUCER_REGS + P_WG_REGS + DS_WG_REGS + DQ_WG_REGS <= 512, "setmaxnreg would wait forever");
 static_assert(CTAS == 2 && KEYS == 64 && BLOCK_Q == 64, "one warpgroup's product, and dS small enough to exchange");
-static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's columns");
+static_assert(CHUNKS == 3 || CHUNKS == 4, "each CTA makes one chunk of dQ's columns and a part of what is left");
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
-constexpr int DS_BYTES = BLOCK_Q * KEYS * element::BYTES, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
-/* With two stages dO comes early enough for dP before dQ of the last step. dQ then runs while dS is computed. */
+constexpr int DS_BYTES = BLOCK_Q * KEYS * element::BYTES, V_COLUMNS = V_CHUNKS * CHUNK;
+constexpr int PAIR_DQ_COLUMNS = HEAD_DIM / 2, PAIR_DQ_REGS = PAIR_DQ_COLUMNS / 2;
+/* With two stages dO comes early enough for dP to be issued before dK of the last step is there. */
 constexpr bool DP_FIRST = DO_STAGES > 1;
+
+constexpr bool W_FIRST = HEAD_DIM <= 192;
 
 /* The operands lie as in attn_bwd_sm90.cu. */
 struct shared_memory {
-    alignas(1024) element k[KEYS * HEAD_DIM];
+    alignas(1024) element k[KEYS * COLUMNS];
     alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this CTA's dQ */
-    alignas(1024) element v[KEYS * D_V];
-    alignas(1024) element q[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) element dout[DO_STAGES][BLOCK_Q * D_V];
+    alignas(1024) element v[KEYS * V_COLUMNS];
+    alignas(1024) element q[2][BLOCK_Q * COLUMNS];
+    alignas(1024) element dout[DO_STAGES][BLOCK_Q * V_COLUMNS];
     alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
-    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], the weights of dS */
-    alignas(16) float lse[2][BLOCK_Q];              /* comes with q */
-    alignas(16) float d[DO_STAGES][BLOCK_Q];        /* comes with dout */
+    alignas(1024) float4 p[DO_STAGES][BLOCK_Q * KEYS / 4]; /* [stage][register / 4][thread], the weights of dS */
+    alignas(16) float lse[2][BLOCK_Q];                     /* comes with q */
+    alignas(16) float d[DO_STAGES][BLOCK_Q];               /* comes with dout */
     /* Arrivals at the barriers:
      *
      *   k_full, v_full, q_full, do_full   one, with TMA's bytes
-     *   k_empty, v_empty                  this CTA's warps that read K or V
-     *   q_empty, do_empty, ds_empty       the warps of both CTAs that read the stage
-     *   p_full                            the warps of warpgroup 0
-     *   ds_full                           the warps of warpgroup 1, with the bytes of the other CTA's dS
+     *   k_empty                           this CTA's warps that make dQ
+     *   v_empty, p_empty                  this CTA's warps that make dS
+     *   q_empty                           the warps of both CTAs that make dS
+     *   do_empty                          the warps of both CTAs that make P or dS
+     *   p_full                            this CTA's warps that make P
+     *   ds_full                           the warps that make dS, with the bytes of the other CTA's dS
+     *   ds_empty                          the warps of both CTAs that make dQ
      *   tile_full                         one, of the producer warp
-     *   tile_empty                        all eight consumer warps, open_turns and end_turns
+     *   tile_empty                        all twelve consumer warps, open_turns and end_turns
      *   turn_come                         two, open_turns and end_turns
-     *   dq_added                          all eight consumer warps */
+     *   dq_added                          this CTA's warps that make dQ */
     u64 k_full, k_empty, v_full, v_empty;
     u64 q_full[2], q_empty[2], do_full[DO_STAGES], do_empty[DO_STAGES];
-    u64 p_full, ds_full[2], ds_empty[2];
+    u64 p_full[DO_STAGES], p_empty[DO_STAGES], ds_full[2], ds_empty[2];
     u64 tile_full[2], tile_empty[2];
     u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
     u64 turn_come[2], dq_added[2];
@@ -84,71 +121,71 @@ DEVICE void arrive_in_both(u64 *barrier) {
 
 /* ---- dQ -------------------------------------------------------------------------------------------------------- */
 
-/* Issues dQ = dS K for one chunk of columns. */
+/* Issues dQ = dS K for this CTA's columns, from the keys of both CTAs. */
 DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc, u32 k_other_desc) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; k++) {
         const u32 k_step = matrix_descriptor_bytes(k * 16 % KEYS * ROW_BYTES);
-        wgmma<CHUNK, element>::ss<HIGH, HIGH, 1, 1>(dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
-                                                    (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
+        wgmma<PAIR_DQ_COLUMNS, element>::ss<HIGH, HIGH, 1, 1>(
+            dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
+            (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
     }
     wgmma_commit_group();
 }
 
-/* The last step, whose dQ is computed in the current step. */
-struct last_step {
-    int q_tile, head_in_group, stage;
-    u32 parity;
-};
-DEVICE last_step step_before(const ring &r, int q_tile, int head_in_group) {
-    return {q_tile, head_in_group, r.stage ^ 1, r.stage ? r.parity : r.parity ^ 1};
+/* Stores columns of this warp's 16 rows of dQ. Registers of x behind the first `columns` columns are not used. */
+template <int FIRST, int N>
+DEVICE void store_dq_columns(const float (&dq)[PAIR_DQ_REGS], const params &p, element::output *rows, int row, int end,
+                             int column, int columns) {
+    constexpr int PADDED = (N + 31) / 32 * 32;
+    float x[PADDED / 2];
+#pragma unroll
+    for (int i = 0; i < PADDED / 2; i++) x[i] = i < N / 2 ? dq[FIRST / 2 + i] : 0;
+    const float factors[2] = {p.scale, p.scale};
+    store_rows(x, factors, rows + column, p.dq.stride_row, row, end, min(columns, p.d - column));
 }
 
-/* Whole warpgroup. Waits for the dQ turn, then adds this warpgroup's chunk of a step's dQ. */
-DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, const last_step &last,
-                   int wg) {
+/* Whole warpgroup. Waits for the dQ turn, then adds this CTA's columns of a step's dQ. */
+DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, int i,
+                   int head_in_group, const ring &r) {
     if (!p.dq.data) return;
-    const int i = last.q_tile;
-    const long long slab = (long long)(t.slab_head + last.head_in_group) * p.num_slabs + t.slab + i;
-    float *sums = p.dq_sums + slab * (2 * DQ_FLOATS) + dq_chunk(wg) * (BLOCK_Q * CHUNK) + threadIdx.x % 128 * 4;
+    const long long slab = (long long)(t.slab_head + head_in_group) * p.num_slabs + t.slab + i;
+    float *sums = p.dq_sums + slab * SLAB_FLOATS + cluster_rank() * (SLAB_FLOATS / 2) + threadIdx.x % 128 * 4;
     const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
-    mbarrier_wait(&s.turn_come[last.stage], last.parity);
-    if (CHUNKS == 4 || dq_chunk(wg) < CHUNKS) {
-        if (is_last) {
-            if (!is_first) {
+    mbarrier_wait(&s.turn_come[r.stage], r.parity);
+    if (is_last) {
+        if (!is_first) {
 #pragma unroll
-                for (int x = 0; x < PAIR_DQ_REGS; x += 4) {
-                    const float4 sum = __ldcg((const float4 *)(sums + x * 128));
-                    dq[x] += sum.x, dq[x + 1] += sum.y, dq[x + 2] += sum.z, dq[x + 3] += sum.w;
-                }
+            for (int x = 0; x < PAIR_DQ_REGS; x += 4) {
+                const float4 sum = __ldcg((const float4 *)(sums + x * 128));
+                dq[x] += sum.x, dq[x + 1] += sum.y, dq[x + 2] += sum.z, dq[x + 3] += sum.w;
             }
-            /* A row that sees no key, or only scores of -inf, gets zeros. The row's dS is zero, but K may hold
-             * infinities. */
-            const float *lse = p.stats + slab * (2 * BLOCK_Q) + threadIdx.x % 128 / 32 * 16;
-            const bool is_blind[2] = {lse[stat_place(threadIdx.x % 32 / 4)] == INF,
-                                      lse[stat_place(threadIdx.x % 32 / 4 + 8)] == INF};
-#pragma unroll
-            for (int x = 0; x < PAIR_DQ_REGS; x++)
-                if (is_blind[x / 2 % 2]) dq[x] = 0;
-            const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
-            const float factors[2] = {p.scale, p.scale};
-            element::output *base = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b +
-                                    (t.first_head + last.head_in_group) * p.dq.stride_h +
-                                    (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
-            store_rows(dq, factors, base, p.dq.stride_row, row, t.len_q, p.d - column);
-        } else if (is_first) {
-#pragma unroll
-            for (int x = 0; x < PAIR_DQ_REGS; x += 4)
-                __stcg((float4 *)(sums + x * 128), make_float4(dq[x], dq[x + 1], dq[x + 2], dq[x + 3]));
-        } else {
-#pragma unroll
-            for (int x = 0; x < PAIR_DQ_REGS; x += 4)
-                red_add_x4(sums + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
         }
+        /* A row that sees no key, or only scores of -inf, gets zeros. The row's dS is zero, but K may hold
+         * infinities. */
+        const float *lse = p.stats + slab * (2 * BLOCK_Q) + threadIdx.x % 128 / 32 * 16;
+        const bool is_blind[2] = {lse[stat_place(threadIdx.x % 32 / 4)] == INF,
+                                  lse[stat_place(threadIdx.x % 32 / 4 + 8)] == INF};
+#pragma unroll
+        for (int x = 0; x < PAIR_DQ_REGS; x++)
+            if (is_blind[x / 2 % 2]) dq[x] = 0;
+        const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16;
+        element::output *rows = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b +
+                                (t.first_head + head_in_group) * p.dq.stride_h +
+                                (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row;
+        store_dq_columns<0, CHUNK>(dq, p, rows, row, t.len_q, cluster_rank() * CHUNK, CHUNK);
+        store_dq_columns<CHUNK, DQ_REST>(dq, p, rows, row, t.len_q, dq_rest_column(), DQ_REST);
+    } else if (is_first) {
+#pragma unroll
+        for (int x = 0; x < PAIR_DQ_REGS; x += 4)
+            __stcg((float4 *)(sums + x * 128), make_float4(dq[x], dq[x + 1], dq[x + 2], dq[x + 3]));
+    } else {
+#pragma unroll
+        for (int x = 0; x < PAIR_DQ_REGS; x += 4) red_add_x4(sums + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
     }
     __syncwarp();
-    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_added[last.stage]);
+    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_added[r.stage]);
 }
 
 /* Whole warp. One lane calls `work` for each step. `i` is the query tile of the step. */
@@ -175,7 +212,7 @@ DEVICE void open_turns(const params &p, shared_memory &s) {
     });
 }
 
-/* When both warpgroups have added, this warp lets the next step but one begin and passes the dQ turn on. The warp's
+/* When the warpgroup has added, this warp lets the next step but one begin and passes the dQ turn on. The warp's
  * fence also orders the earlier additions of other warps of the CTA, if these warps have arrived. This warp is at most
  * two steps behind. So no phase of dq_added can follow a phase that this warp has not seen. */
 DEVICE void end_turns(const params &p, shared_memory &s) {
@@ -191,9 +228,45 @@ DEVICE void end_turns(const params &p, shared_memory &s) {
 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
-constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * element::BYTES);
-constexpr u32 DO_STAGE = DO_STAGES > 1 ? matrix_descriptor_bytes(BLOCK_Q * D_V * element::BYTES) : 0;
+constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
+constexpr u32 DO_STAGE = DO_STAGES > 1 ? matrix_descriptor_bytes(BLOCK_Q * V_COLUMNS * element::BYTES) : 0;
 constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
+
+/* The first STEPS steps of 16 columns of K or V, as the first operand of a product in registers. */
+template <int STEPS> struct held {
+    u32 x[STEPS > 0 ? 4 * STEPS : 1];
+
+    /* Whole warp. Loads this warp's 16 keys of an operand of KEYS keys. */
+    DEVICE void load(const element *operand) {
+        const int lane = threadIdx.x % 32;
+        const u32 row = smem_address(operand) + (threadIdx.x % 128 / 32 * 16 + lane % 16) * ROW_BYTES;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            u32 four[4];
+            ldmatrix_x4(four, row + k / 4 * KEYS * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[4 * k + i] = four[i];
+        }
+        pin(x);
+    }
+};
+
+/* Issues S^T = K Q^T like issue_scores, with the first steps of K from registers. dP^T = V dO^T is issued alike. */
+template <int COLUMNS, bool ADDS, int STEPS>
+DEVICE void issue_scores_of_held(float (&s)[S_REGS], const held<STEPS> &kv, u32 kv_desc, u32 q_desc) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < COLUMNS / 16; k++) {
+        const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
+        const u32 q_step = q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
+        if (k < STEPS)
+            wgmma<BLOCK_Q, element>::rs_along<HIGH>(s, kv.x + 4 * (k < STEPS ? k : 0), q_step, ADDS || k > 0);
+        else
+            wgmma<BLOCK_Q, element>::ss<HIGH, HIGH>(
+                s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk), q_step, ADDS || k > 0);
+    }
+    wgmma_commit_group();
+}
 
 /* Stores dS of this warp's 16 keys. A row of shared memory is a key, 64 queries long. */
 DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
@@ -204,32 +277,18 @@ DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
                     dS[4 * g + 2], dS[4 * g + 3]);
 }
 
-/* The operands of a warpgroup's chunk of dQ: descriptors of dS in stage 0, this CTA's keys and the other CTA's keys. */
-struct dq_operands {
-    u32 ds, k, k_other;
-};
-DEVICE dq_operands dq_operands_of(const shared_memory &s, int wg) {
-    return {matrix_descriptor(smem_address(s.ds), 0),
-            matrix_descriptor(smem_address(s.k) + dq_chunk_to_load(wg) * KEYS * ROW_BYTES, 0),
-            matrix_descriptor(smem_address(s.k_other) + wg * KEYS * ROW_BYTES, 0)};
-}
-
-/* Waits for dS and issues dQ of the last step. A tile's first step has no step before. The first step multiplies
- * whatever lies in dS, and drops the result. */
-DEVICE void start_dq(float (&dq)[PAIR_DQ_REGS], shared_memory &s, const dq_operands &x, const last_step &last,
-                     bool is_there) {
-    if (is_there) mbarrier_wait(&s.ds_full[last.stage], last.parity);
-    issue_dq_of_pair(dq, x.ds + last.stage * DS_STAGE, x.k, x.k_other);
-}
-
-/* Computes dQ of a tile's last step. Afterwards no operand of the tile is read any more. */
-DEVICE void finish_dq(const params &p, shared_memory &s, const dq_operands &x, const tile &t, const last_step &last,
-                      int wg) {
-    float dQ[PAIR_DQ_REGS];
-    start_dq(dQ, s, x, last, true);
-    wgmma_wait_group<0>(dQ);
-    if (arrives_for_warp(threadIdx.x % 32)) arrive_in_both(&s.ds_empty[last.stage]), mbarrier_arrive(&s.k_empty);
-    add_dq(dQ, p, s, t, last, wg);
+/* Issues dV += P^T dO like issue_update. A product of 256 columns would take more registers than threads begin with. */
+template <int REGS> DEVICE void issue_update_in_parts(float (&kv)[REGS], const u32 (&p)[P_REGS], u32 q_desc) {
+    constexpr int PARTS = REGS > 96 ? 2 : 1, PART_REGS = REGS / PARTS;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK_Q / 16; k++)
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            wgmma<2 * PART_REGS, element>::rs<HIGH>(
+                *(float (*)[PART_REGS])(kv + part * PART_REGS), p + 4 * k,
+                q_desc + matrix_descriptor_bytes((k * 16 + part * (2 * PART_REGS / CHUNK) * BLOCK_Q) * ROW_BYTES));
+    wgmma_commit_group();
 }
 
 /* Warpgroup 0 computes P and dV. */
@@ -239,8 +298,8 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     const u32 k_desc = matrix_descriptor(smem_address(s.k), 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
-    const dq_operands operands = dq_operands_of(s, 0);
     float dV[DV_REGS];
+    held<K_STEPS_HELD> K;
     ring r; /* of steps */
     u32 kv_parity = 0;
 
@@ -254,53 +313,40 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
         for (int i = 0; i < DV_REGS; i++) dV[i] = 0;
 
         if (queries.begin < queries.end) {
-            int q_tile = queries.end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
+            int q_tile = queries.end - 1, head_in_group = 0;
             mbarrier_wait(&s.k_full, kv_parity);
+            K.load(s.k);
             pin(dV);
             wgmma_fence();
 #pragma unroll 1
             while (q_tile >= queries.begin) {
-                const bool is_first = last_q_tile < 0;
-                const last_step last = step_before(r, last_q_tile, last_head);
                 u32 P[P_REGS];
-                float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
+                float S[S_REGS], lse[STAT_REGS];
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
-                issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
-                /* wait dS: dQ of the last step */
-                start_dq(dQ, s, operands, last, !is_first);
-                /* S is there: P, to the other warpgroup too. The other warpgroup has read the last P, because its dS is
-                 * there. */
-                wgmma_wait_group<1>(S);
+                issue_scores_of_held<HEAD_DIM, false>(S, K, k_desc, q_desc_0 + r.stage * Q_STAGE);
+                /* S is there: P, to the other warpgroup too */
+                wgmma_wait_group<0>(S);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
+                mbarrier_wait(&s.p_empty[do_stage(r)], do_parity(r) ^ 1);
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
-                    s.p[i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
+                    s.p[do_stage(r)][i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
                 __syncwarp();
-                if (arrives) mbarrier_arrive(&s.p_full);
+                if (arrives) mbarrier_arrive(&s.p_full[do_stage(r)]);
                 /* wait dO: dV += P^T dO */
                 mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
                 pin(P);
-                issue_update(dV, P, do_desc_0 + r.stage * DO_STAGE);
-                /* dQ is there: release dS, add dQ */
-                wgmma_wait_group<1>(dQ);
-                if (!is_first) {
-                    if (arrives) arrive_in_both(&s.ds_empty[last.stage]);
-                    add_dq(dQ, p, s, t, last, 0);
-                }
+                issue_update_in_parts(dV, P, do_desc_0 + r.stage * DO_STAGE);
                 /* dV is there: release dO. A release in the next step, behind the wait for Q, is 5 to 8% slower from 4k
                  * on. */
                 wgmma_wait_group<0>(dV);
                 if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 r.next();
-                last_q_tile = q_tile, last_head = head_in_group;
                 if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
             }
-
-            finish_dq(p, s, operands, t, step_before(r, last_q_tile, last_head), 0);
-            pin(dV);
             kv_parity ^= 1;
         }
         store(dV, p.keep_scale, p.dv, t, first_key(t) + 16 * warp, p.d_v);
@@ -316,8 +362,8 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
     const u32 v_desc = matrix_descriptor(smem_address(s.v), 0);
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), 0);
-    const dq_operands operands = dq_operands_of(s, 1);
     float dK[KV_REGS];
+    held<V_STEPS_HELD> V;
     ring r; /* of steps */
     u32 kv_parity = 0;
 
@@ -325,60 +371,54 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
         const tile &t = s.tiles[tr.stage];
         if (uniform(t.kv_tile) < 0) break;
-        const int q_begin = uniform(t.queries.begin), q_end = uniform(t.queries.end);
+        const int num_steps = uniform((t.queries.end - t.queries.begin) * p.heads_per_tile);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
 
-        if (q_begin < q_end) {
-            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
-            mbarrier_wait(&s.k_full, kv_parity); /* dQ reads K; the other warpgroup's wait does not serve here */
+        if (num_steps > 0) {
             mbarrier_wait(&s.v_full, kv_parity);
+            V.load(s.v);
             pin(dK);
             wgmma_fence();
 #pragma unroll 1
-            while (q_tile >= q_begin) {
-                const bool is_first = last_q_tile < 0;
-                const last_step last = step_before(r, last_q_tile, last_head);
+            for (int step = 0; step < num_steps; step++) {
                 u32 dS[P_REGS];
-                float W[S_REGS], dP[S_REGS], dQ[PAIR_DQ_REGS];
-                const auto start_dp = [&] {
-                    mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                    start_dp_sum(dP, s.d[do_stage(r)], threadIdx.x % 32);
-                    issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                float W[S_REGS], dP[S_REGS];
+                const auto release_q = [&] {
+                    wgmma_wait_group<DP_FIRST>(dK);
+                    if (arrives && step > 0) arrive_in_both(&s.q_empty[r.stage ^ 1]);
                 };
-                const auto release_ds = [&] {
-                    wgmma_wait_group<1>(dQ);
-                    if (arrives && !is_first) arrive_in_both(&s.ds_empty[last.stage]);
-                };
-                /* wait dS: dQ of the last step. dK of the last step is there: release Q. wait dO: dP */
-                DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, !is_first);
-                wgmma_wait_group<1>(dK);
-                if (arrives && !is_first) arrive_in_both(&s.q_empty[last.stage]);
-                DP_FIRST ? start_dq(dQ, s, operands, last, !is_first) : start_dp();
-                /* dQ is there: release dS */
-                if (!DP_FIRST) release_ds();
+                /* dK of the last step is there: release Q. wait dO: dP */
+                if (!DP_FIRST) release_q();
+                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
+                start_dp_sum(dP, s.d[do_stage(r)], threadIdx.x % 32);
+                issue_scores_of_held<D_V, STARTS_WITH_D>(dP, V, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                if (DP_FIRST) release_q();
                 /* wait P; dP is there: release dO, compute dS */
-                mbarrier_wait(&s.p_full, r.stage);
+                mbarrier_wait(&s.p_full[do_stage(r)], do_parity(r));
+                const auto load_weights = [&] {
 #pragma unroll
-                for (int i = 0; i < S_REGS; i += 4) {
-                    const float4 x = s.p[i * 32 + threadIdx.x % 128];
-                    W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
-                }
-                wgmma_wait_group<DP_FIRST>(dP);
+                    for (int i = 0; i < S_REGS; i += 4) {
+                        const float4 x = s.p[do_stage(r)][i * 32 + threadIdx.x % 128];
+                        W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
+                    }
+                };
+                if (W_FIRST) load_weights();
+                wgmma_wait_group<0>(dP);
                 if (STARTS_WITH_D && arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
+                if (!W_FIRST) load_weights();
                 differentiate(dP, dS, s.d[do_stage(r)], p.keep_scale, [&](int i) { return W[i]; });
-                if (!STARTS_WITH_D) {
-                    pin(dS);
-                    __syncwarp(); /* all lanes have read D, which comes with dO */
-                    if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                }
+                pin(dS);
+                __syncwarp(); /* all lanes have read P, and D, which comes with dO */
+                if (arrives) mbarrier_arrive(&s.p_empty[do_stage(r)]);
+                if (!STARTS_WITH_D && arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));
-                /* dK += dS^T Q; dS to both warpgroups of both CTAs */
+                /* dK += dS^T Q; dS to both CTAs */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 pin(dS);
-                issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
+                issue_update_in_parts(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();
                 __syncwarp();
                 if (is_leader) {
@@ -387,23 +427,55 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 } else if (arrives) {
                     mbarrier_arrive(&s.ds_full[r.stage]);
                 }
-                /* add dQ. An addition in front of dS is 5 to 14% slower, because the other CTA and both next dQ wait
-                 * for dS. */
-                if (DP_FIRST) release_ds();
-                if (!is_first) add_dq(dQ, p, s, t, last, 1);
                 r.next();
-                last_q_tile = q_tile, last_head = head_in_group;
-                if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
             }
-
-            const last_step last = step_before(r, last_q_tile, last_head);
             wgmma_wait_group<0>(dK);
-            if (arrives) arrive_in_both(&s.q_empty[last.stage]), mbarrier_arrive(&s.v_empty);
-            finish_dq(p, s, operands, t, last, 1);
-            pin(dK);
+            if (arrives) arrive_in_both(&s.q_empty[r.stage ^ 1]), mbarrier_arrive(&s.v_empty);
             kv_parity ^= 1;
         }
         store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);
+        __syncwarp();
+        if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
+    }
+}
+
+/* Warpgroup 2 computes dQ and adds it to memory. */
+DEVICE void consume_dq(const params &p, shared_memory &s) {
+    const bool arrives = arrives_for_warp(threadIdx.x % 32);
+    const u32 ds_desc = matrix_descriptor(smem_address(s.ds), 0);
+    const u32 k_desc = matrix_descriptor(smem_address(s.k) + cluster_rank() * (KEYS * ROW_BYTES),
+                                         (dq_rest_column() / CHUNK - (int)cluster_rank()) * (KEYS * ROW_BYTES) +
+                                             dq_rest_column() % CHUNK * element::BYTES);
+    const u32 k_other_desc =
+        matrix_descriptor(smem_address(s.k_other), KEYS * ROW_BYTES + dq_rest_column() % CHUNK * element::BYTES);
+    ring r; /* of steps */
+    u32 kv_parity = 0;
+
+    for (ring tr;; tr.next()) {
+        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
+        const tile &t = s.tiles[tr.stage];
+        if (uniform(t.kv_tile) < 0) break;
+        const int q_begin = uniform(t.queries.begin), q_end = uniform(t.queries.end);
+        if (q_begin < q_end) {
+            int q_tile = q_end - 1, head_in_group = 0;
+            mbarrier_wait(&s.k_full, kv_parity); /* the other warpgroup's wait does not serve here */
+#pragma unroll 1
+            while (q_tile >= q_begin) {
+                float dQ[PAIR_DQ_REGS];
+                mbarrier_wait(&s.ds_full[r.stage], r.parity);
+                issue_dq_of_pair(dQ, ds_desc + r.stage * DS_STAGE, k_desc, k_other_desc);
+                wgmma_wait_group<0>(dQ);
+                const int i = q_tile, head = head_in_group;
+                if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
+                if (arrives) {
+                    arrive_in_both(&s.ds_empty[r.stage]);
+                    if (q_tile < q_begin) mbarrier_arrive(&s.k_empty); /* nothing of the tile is read any more */
+                }
+                add_dq(dQ, p, s, t, i, head, r);
+                r.next();
+            }
+            kv_parity ^= 1;
+        }
         __syncwarp();
         if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
     }
@@ -420,17 +492,18 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v), prefetch_tensormap(&p.dout);
-        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, of_warps(WARPS));
+        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, of_warps(4));
         mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, of_warps(4));
-        mbarrier_init(&s.p_full, of_warps(4));
         mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
-        for (int i = 0; i < DO_STAGES; i++)
-            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(CTAS * WARPS));
+        for (int i = 0; i < DO_STAGES; i++) {
+            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(CTAS * 8));
+            mbarrier_init(&s.p_full[i], of_warps(4)), mbarrier_init(&s.p_empty[i], of_warps(4));
+        }
         for (int i = 0; i < 2; i++) {
             mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], of_warps(CTAS * 4));
-            mbarrier_init(&s.ds_full[i], of_warps(4)), mbarrier_init(&s.ds_empty[i], of_warps(CTAS * WARPS));
-            mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], of_warps(WARPS));
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(WARPS + 2));
+            mbarrier_init(&s.ds_full[i], of_warps(4)), mbarrier_init(&s.ds_empty[i], of_warps(CTAS * 4));
+            mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], of_warps(4));
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(12 + 2));
         }
         mbarrier_init_fence();
     }
@@ -442,12 +515,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         if (warp == 0) produce(p, s);
         if (warp == 1) open_turns(p, s);
         if (warp == 2) end_turns(p, s);
+    } else if (wg == 1) {
+        setmaxnreg_inc<P_WG_REGS>();
+        consume_p(p, s);
+    } else if (wg == 2) {
+        setmaxnreg_inc<DS_WG_REGS>();
+        consume_ds(p, s);
     } else {
-        setmaxnreg_inc<CONSUMER_REGS>();
-        if (wg == 1)
-            consume_p(p, s);
-        else
-            consume_ds(p, s);
+        setmaxnreg_dec<DQ_WG_REGS>();
+        consume_dq(p, s);
     }
     /* A CTA must not end sooner, because the other CTA may still arrive or write here. */
     __syncwarp();

@@ -12,7 +12,7 @@
 #include "plan/bwd_workspace.h"
 #include "plan/gpu_problem.h"
 
-enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
+enum { MAIN_THREADS = 384, WIDE_THREADS = 512, HELPER_THREADS = 256 };
 
 /* Returns the number of CTAs that share a tile's keys. They form a thread block cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->gpu.family == FA_BWD_WIDE_SM90 ? 2 : 1; }
@@ -127,6 +127,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
                     HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)
-        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, &a, err);
+        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters),
+                        is_wide ? WIDE_THREADS : MAIN_THREADS, &a, err);
     return status;
 }

@@ -26,6 +26,7 @@
 #define V_64_64   ""
 #define V_96_96   ""
 #define V_128_128 ""
+#define V_160_160 ""
 #define V_192_192 ""
 #define V_256_256 ""
 #define V_64_256  "v256"
