@@ -21,6 +21,10 @@ typedef fa_attn_bwd_params params;
 constexpr int ROW_BYTES = CHUNK * element::BYTES;                    /* swizzled */
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
 constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* stages of dO that there is room for */
+#ifndef WIDE_Q_STAGES
+#define WIDE_Q_STAGES (HEAD_DIM > 192 ? 2 : D_V == 128 ? 3 : 2)
+#endif
+constexpr int Q_STAGES = CTAS > 1 ? WIDE_Q_STAGES : 2;
 
 #include "attn_bwd_mods.cuh"
 
@@ -52,19 +56,25 @@ constexpr bool CUTS_QUERIES = !WIDE && !CAUSAL && !LOCAL && !VARLEN && !FLEX, CU
 
 constexpr u32 SHARED_BASE = 1024;
 
-/* The position in a ring of two stages. Step 2 n + s uses stage s, and the parity is n mod 2. */
-struct ring {
+/* The position in a ring of stages. Step STAGES n + s uses stage s, and the parity is n mod 2. */
+template <int STAGES> struct ring_of {
     int stage = 0;
     u32 parity = 0;
     DEVICE void next() {
-        stage ^= 1;
+        stage = STAGES == 2 ? stage ^ 1 : stage + 1 == STAGES ? 0 : stage + 1;
         if (stage == 0) parity ^= 1;
     }
 };
+typedef ring_of<2> ring;
+typedef ring_of<Q_STAGES> q_ring;
+
+/* stage_of returns the stage of a step among one or two stages. parity_of returns the parity of its barriers. */
+template <int STAGES> DEVICE int stage_of(const ring &r) { return STAGES == 1 ? 0 : r.stage; }
+template <int STAGES> DEVICE u32 parity_of(const ring &r) { return STAGES == 1 ? r.stage : r.parity; }
 
 /* do_stage returns the stage of a step's dO. do_parity returns the parity of this stage's barriers. */
-DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
-DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
+template <class steps> DEVICE int do_stage(const steps &r) { return DO_STAGES == 1 ? 0 : r.stage; }
+template <class steps> DEVICE u32 do_parity(const steps &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
 /* The query tile and the query head of a step, or the place of the query tile in a list. A key tile walks from the last
  * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of
@@ -251,14 +261,70 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
  * order is 0.5 to 3% slower. There K comes before Q, and V comes between Q and dO. */
 constexpr bool KEYS_FIRST = CTAS > 1;
 
+/* One lane. Loads what the steps of a work tile need: K and Q, or V and dO, or all four. `r` counts the steps. */
+template <bool LOADS_Q, bool LOADS_DO, class shared_memory, class steps>
+DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, steps &r, u32 &kv_parity) {
+    constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
+    constexpr u32 K_BYTES = sizeof s.k, V_BYTES = sizeof s.v;
+    if (t.queries.begin >= t.queries.end) return;
+    const auto load_k = [&] {
+        mbarrier_wait(&s.k_empty, kv_parity ^ 1);
+        if constexpr (CTAS > 1) {
+            mbarrier_arrive_expect_tx(&s.k_full, K_BYTES + sizeof s.k_other);
+            load_other_keys(s.k_other, p, &s.k_full, t);
+        } else {
+            mbarrier_arrive_expect_tx(&s.k_full, K_BYTES);
+        }
+        load_keys<CHUNKS>(s.k, &p.k, &s.k_full, t);
+    };
+    const auto load_v = [&] {
+        mbarrier_wait(&s.v_empty, kv_parity ^ 1);
+        mbarrier_arrive_expect_tx(&s.v_full, V_BYTES);
+        load_keys<V_CHUNKS>(s.v, &p.v, &s.v_full, t);
+    };
+    if (KEYS_FIRST && LOADS_Q) load_k();
+    if (KEYS_FIRST && LOADS_DO) load_v();
+    const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
+#pragma unroll
+    for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* the tile before still needs the places of K, V */
+        cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
+        cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
+    }
+    bool is_first = true;
+#pragma unroll 1
+    for (int place = t.queries.end - 1, g = 0; place >= t.queries.begin; r.next()) {
+        const int entry = t.entry_at(place), i = query_tile_of(entry);
+        const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
+        const float *stats = p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
+        if (LOADS_Q) {
+            u64 *full = &s.q_full[r.stage];
+            mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+            s.words.set_entry(r.stage, entry);
+            mbarrier_arrive_expect_tx(full, Q_BYTES + (WIDE ? 2 : 1) * STAT_BYTES);
+            load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
+            cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
+            if (WIDE) cp_async_bulk_load(s.d[r.stage], stats + BLOCK_Q, STAT_BYTES, full);
+        }
+        if (LOADS_DO) {
+            u64 *full = &s.do_full[do_stage(r)];
+            mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
+            mbarrier_arrive_expect_tx(full, DO_BYTES + (WIDE ? 0 : 1) * STAT_BYTES);
+            load_queries<V_CHUNKS>(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
+            if (!WIDE) cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
+        }
+        if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
+        if (++g == p.heads_per_tile) g = 0, place--;
+    }
+    kv_parity ^= 1;
+}
+
 /* This function is the producer warp. Lane 0 does all work that one thread must do. */
-template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
+template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
-    constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
-    constexpr u32 K_BYTES = sizeof s.k, V_BYTES = sizeof s.v;
-    ring tr, r; /* of tiles, of steps */
+    ring tr;  /* of tiles */
+    q_ring r; /* of steps */
     u32 kv_parity = 0, idx_parity = 0;
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* stays in shared memory: this warp has few registers */
@@ -269,53 +335,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
         }
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
-            if (t.queries.begin < t.queries.end) {
-                const auto load_k = [&] {
-                    mbarrier_wait(&s.k_empty, kv_parity ^ 1);
-                    if constexpr (CTAS > 1) {
-                        mbarrier_arrive_expect_tx(&s.k_full, K_BYTES + sizeof s.k_other);
-                        load_other_keys(s.k_other, p, &s.k_full, t);
-                    } else {
-                        mbarrier_arrive_expect_tx(&s.k_full, K_BYTES);
-                    }
-                    load_keys<CHUNKS>(s.k, &p.k, &s.k_full, t);
-                };
-                const auto load_v = [&] {
-                    mbarrier_wait(&s.v_empty, kv_parity ^ 1);
-                    mbarrier_arrive_expect_tx(&s.v_full, V_BYTES);
-                    load_keys<V_CHUNKS>(s.v, &p.v, &s.v_full, t);
-                };
-                if (KEYS_FIRST) load_k();
-                const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
-#pragma unroll
-                for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* the tile before still needs the places of K, V */
-                    cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
-                    cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
-                }
-                bool is_first = true;
-#pragma unroll 1
-                for (int place = t.queries.end - 1, g = 0; place >= t.queries.begin; r.next()) {
-                    const int entry = t.entry_at(place), i = query_tile_of(entry);
-                    const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
-                    const float *stats =
-                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
-                    u64 *full = &s.q_full[r.stage];
-                    mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
-                    s.words.set_entry(r.stage, entry);
-                    mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                    load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
-                    cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
-                    if (KEYS_FIRST && is_first) load_v(), is_first = false;
-                    full = &s.do_full[do_stage(r)];
-                    mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
-                    mbarrier_arrive_expect_tx(full, DO_BYTES + STAT_BYTES);
-                    load_queries<V_CHUNKS>(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
-                    cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
-                    if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
-                    if (++g == p.heads_per_tile) g = 0, place--;
-                }
-                kv_parity ^= 1;
-            }
+            load_steps<true, LOADS_DO>(p, s, t, r, kv_parity);
         }
         /* Not sooner: a CTA must soon begin the tile that it takes. Otherwise other CTAs wait for the tile, or end
          * late. */

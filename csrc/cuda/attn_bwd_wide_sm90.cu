@@ -71,9 +71,11 @@ static_assert(CHUNKS == 3 || CHUNKS == 4, "each CTA makes one chunk of dQ's colu
 
 constexpr int DS_BYTES = BLOCK_Q * KEYS * element::BYTES, V_COLUMNS = V_CHUNKS * CHUNK;
 constexpr int PAIR_DQ_COLUMNS = HEAD_DIM / 2, PAIR_DQ_REGS = PAIR_DQ_COLUMNS / 2;
-/* With two stages dO comes early enough for dP to be issued before dK of the last step is there. */
-constexpr bool DP_FIRST = DO_STAGES > 1;
-
+#ifndef WIDE_P_STAGES
+#define WIDE_P_STAGES (HEAD_DIM > 192 ? 1 : 2)
+#define WIDE_DS_STAGES 2
+#endif
+constexpr int P_STAGES = WIDE_P_STAGES, DS_STAGES = WIDE_DS_STAGES;
 constexpr bool W_FIRST = HEAD_DIM <= 192;
 
 /* The operands lie as in attn_bwd_sm90.cu. */
@@ -81,12 +83,11 @@ struct shared_memory {
     alignas(1024) element k[KEYS * COLUMNS];
     alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this CTA's dQ */
     alignas(1024) element v[KEYS * V_COLUMNS];
-    alignas(1024) element q[2][BLOCK_Q * COLUMNS];
+    alignas(1024) element q[Q_STAGES][BLOCK_Q * COLUMNS];
     alignas(1024) element dout[DO_STAGES][BLOCK_Q * V_COLUMNS];
-    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
-    alignas(1024) float4 p[DO_STAGES][BLOCK_Q * KEYS / 4]; /* [stage][register / 4][thread], the weights of dS */
-    alignas(16) float lse[2][BLOCK_Q];                     /* comes with q */
-    alignas(16) float d[DO_STAGES][BLOCK_Q];               /* comes with dout */
+    alignas(1024) element ds[DS_STAGES][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
+    alignas(1024) float4 p[P_STAGES][BLOCK_Q * KEYS / 4]; /* [stage][register / 4][thread], the weights of dS */
+    alignas(16) float lse[Q_STAGES][BLOCK_Q], d[Q_STAGES][BLOCK_Q];      /* come with q */
     /* Arrivals at the barriers:
      *
      *   k_full, v_full, q_full, do_full   one, with TMA's bytes
@@ -98,12 +99,12 @@ struct shared_memory {
      *   ds_full                           the warps that make dS, with the bytes of the other CTA's dS
      *   ds_empty                          the warps of both CTAs that make dQ
      *   tile_full                         one, of the producer warp
-     *   tile_empty                        all twelve consumer warps, open_turns and end_turns
+     *   tile_empty                        all twelve consumer warps, produce_dout, open_turns and end_turns
      *   turn_come                         two, open_turns and end_turns
      *   dq_added                          this CTA's warps that make dQ */
     u64 k_full, k_empty, v_full, v_empty;
-    u64 q_full[2], q_empty[2], do_full[DO_STAGES], do_empty[DO_STAGES];
-    u64 p_full[DO_STAGES], p_empty[DO_STAGES], ds_full[2], ds_empty[2];
+    u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES];
+    u64 p_full[P_STAGES], p_empty[P_STAGES], ds_full[DS_STAGES], ds_empty[DS_STAGES];
     u64 tile_full[2], tile_empty[2];
     u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
     u64 turn_come[2], dq_added[2];
@@ -226,6 +227,14 @@ DEVICE void end_turns(const params &p, shared_memory &s) {
     });
 }
 
+/* The second producer warp loads V and dO. In one warp the loads of dO would wait until Q is released, and those of Q
+ * until dO is. */
+DEVICE void produce_dout(const params &p, shared_memory &s) {
+    ring r; /* of steps */
+    u32 kv_parity = 0;
+    lead_through_tiles(s, [&](const tile &t) { load_steps<false, true>(p, s, t, r, kv_parity); });
+}
+
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
 constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
@@ -301,6 +310,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     float dV[DV_REGS];
     held<K_STEPS_HELD> K;
     ring r; /* of steps */
+    q_ring qr;
     u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
@@ -323,19 +333,19 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 u32 P[P_REGS];
                 float S[S_REGS], lse[STAT_REGS];
                 /* wait Q: S = K Q^T */
-                mbarrier_wait(&s.q_full[r.stage], r.parity);
-                load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
-                issue_scores_of_held<HEAD_DIM, false>(S, K, k_desc, q_desc_0 + r.stage * Q_STAGE);
+                mbarrier_wait(&s.q_full[qr.stage], qr.parity);
+                load_stats(lse, s.lse[qr.stage], threadIdx.x % 32);
+                issue_scores_of_held<HEAD_DIM, false>(S, K, k_desc, q_desc_0 + qr.stage * Q_STAGE);
                 /* S is there: P, to the other warpgroup too */
                 wgmma_wait_group<0>(S);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
-                mbarrier_wait(&s.p_empty[do_stage(r)], do_parity(r) ^ 1);
+                mbarrier_wait(&s.p_empty[stage_of<P_STAGES>(r)], parity_of<P_STAGES>(r) ^ 1);
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
-                    s.p[do_stage(r)][i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
+                    s.p[stage_of<P_STAGES>(r)][i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
                 __syncwarp();
-                if (arrives) mbarrier_arrive(&s.p_full[do_stage(r)]);
+                if (arrives) mbarrier_arrive(&s.p_full[stage_of<P_STAGES>(r)]);
                 /* wait dO: dV += P^T dO */
                 mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
                 pin(P);
@@ -344,7 +354,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                  * on. */
                 wgmma_wait_group<0>(dV);
                 if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                r.next();
+                r.next(), qr.next();
                 if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
             }
             kv_parity ^= 1;
@@ -365,6 +375,8 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
     float dK[KV_REGS];
     held<V_STEPS_HELD> V;
     ring r; /* of steps */
+    q_ring qr;
+    int last_q_stage = 0;
     u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
@@ -384,53 +396,49 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
             for (int step = 0; step < num_steps; step++) {
                 u32 dS[P_REGS];
                 float W[S_REGS], dP[S_REGS];
-                const auto release_q = [&] {
-                    wgmma_wait_group<DP_FIRST>(dK);
-                    if (arrives && step > 0) arrive_in_both(&s.q_empty[r.stage ^ 1]);
-                };
-                /* dK of the last step is there: release Q. wait dO: dP */
-                if (!DP_FIRST) release_q();
+                /* dK of the last step is there: release Q. wait D, which comes with Q. wait dO: dP */
+                wgmma_wait_group<0>(dK);
+                if (arrives && step > 0) arrive_in_both(&s.q_empty[last_q_stage]);
+                mbarrier_wait(&s.q_full[qr.stage], qr.parity);
+                start_dp_sum(dP, s.d[qr.stage], threadIdx.x % 32);
                 mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                start_dp_sum(dP, s.d[do_stage(r)], threadIdx.x % 32);
                 issue_scores_of_held<D_V, STARTS_WITH_D>(dP, V, v_desc, do_desc_0 + r.stage * DO_STAGE);
-                if (DP_FIRST) release_q();
                 /* wait P; dP is there: release dO, compute dS */
-                mbarrier_wait(&s.p_full[do_stage(r)], do_parity(r));
+                mbarrier_wait(&s.p_full[stage_of<P_STAGES>(r)], parity_of<P_STAGES>(r));
                 const auto load_weights = [&] {
 #pragma unroll
                     for (int i = 0; i < S_REGS; i += 4) {
-                        const float4 x = s.p[do_stage(r)][i * 32 + threadIdx.x % 128];
+                        const float4 x = s.p[stage_of<P_STAGES>(r)][i * 32 + threadIdx.x % 128];
                         W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
                     }
                 };
                 if (W_FIRST) load_weights();
                 wgmma_wait_group<0>(dP);
-                if (STARTS_WITH_D && arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
+                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
                 if (!W_FIRST) load_weights();
-                differentiate(dP, dS, s.d[do_stage(r)], p.keep_scale, [&](int i) { return W[i]; });
+                differentiate(dP, dS, s.d[qr.stage], p.keep_scale, [&](int i) { return W[i]; });
                 pin(dS);
-                __syncwarp(); /* all lanes have read P, and D, which comes with dO */
-                if (arrives) mbarrier_arrive(&s.p_empty[do_stage(r)]);
-                if (!STARTS_WITH_D && arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
-                unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
+                __syncwarp(); /* all lanes have read P */
+                if (arrives) mbarrier_arrive(&s.p_empty[stage_of<P_STAGES>(r)]);
+                mbarrier_wait(&s.ds_empty[stage_of<DS_STAGES>(r)], parity_of<DS_STAGES>(r) ^ 1);
+                unsigned char *own = (unsigned char *)s.ds[stage_of<DS_STAGES>(r)][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));
                 /* dK += dS^T Q; dS to both CTAs */
-                mbarrier_wait(&s.q_full[r.stage], r.parity);
                 pin(dS);
-                issue_update_in_parts(dK, dS, q_desc_0 + r.stage * Q_STAGE);
+                issue_update_in_parts(dK, dS, q_desc_0 + qr.stage * Q_STAGE);
                 fence_proxy_async();
                 __syncwarp();
                 if (is_leader) {
-                    cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
-                    mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
+                    cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[stage_of<DS_STAGES>(r)], cluster_rank() ^ 1);
+                    mbarrier_arrive_expect_tx(&s.ds_full[stage_of<DS_STAGES>(r)], 16 * ROW_BYTES);
                 } else if (arrives) {
-                    mbarrier_arrive(&s.ds_full[r.stage]);
+                    mbarrier_arrive(&s.ds_full[stage_of<DS_STAGES>(r)]);
                 }
-                r.next();
+                last_q_stage = qr.stage;
+                r.next(), qr.next();
             }
             wgmma_wait_group<0>(dK);
-            if (arrives) arrive_in_both(&s.q_empty[r.stage ^ 1]), mbarrier_arrive(&s.v_empty);
+            if (arrives) arrive_in_both(&s.q_empty[last_q_stage]), mbarrier_arrive(&s.v_empty);
             kv_parity ^= 1;
         }
         store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);
@@ -462,13 +470,13 @@ DEVICE void consume_dq(const params &p, shared_memory &s) {
 #pragma unroll 1
             while (q_tile >= q_begin) {
                 float dQ[PAIR_DQ_REGS];
-                mbarrier_wait(&s.ds_full[r.stage], r.parity);
-                issue_dq_of_pair(dQ, ds_desc + r.stage * DS_STAGE, k_desc, k_other_desc);
+                mbarrier_wait(&s.ds_full[stage_of<DS_STAGES>(r)], parity_of<DS_STAGES>(r));
+                issue_dq_of_pair(dQ, ds_desc + stage_of<DS_STAGES>(r) * DS_STAGE, k_desc, k_other_desc);
                 wgmma_wait_group<0>(dQ);
                 const int i = q_tile, head = head_in_group;
                 if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
                 if (arrives) {
-                    arrive_in_both(&s.ds_empty[r.stage]);
+                    arrive_in_both(&s.ds_empty[stage_of<DS_STAGES>(r)]);
                     if (q_tile < q_begin) mbarrier_arrive(&s.k_empty); /* nothing of the tile is read any more */
                 }
                 add_dq(dQ, p, s, t, i, head, r);
@@ -495,15 +503,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, of_warps(4));
         mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, of_warps(4));
         mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
-        for (int i = 0; i < DO_STAGES; i++) {
-            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(CTAS * 8));
-            mbarrier_init(&s.p_full[i], of_warps(4)), mbarrier_init(&s.p_empty[i], of_warps(4));
-        }
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < Q_STAGES; i++)
             mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], of_warps(CTAS * 4));
+        for (int i = 0; i < DO_STAGES; i++)
+            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(CTAS * 8));
+        for (int i = 0; i < P_STAGES; i++)
+            mbarrier_init(&s.p_full[i], of_warps(4)), mbarrier_init(&s.p_empty[i], of_warps(4));
+        for (int i = 0; i < DS_STAGES; i++)
             mbarrier_init(&s.ds_full[i], of_warps(4)), mbarrier_init(&s.ds_empty[i], of_warps(CTAS * 4));
+        for (int i = 0; i < 2; i++) {
             mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], of_warps(4));
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(12 + 2));
+            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(12 + 3));
         }
         mbarrier_init_fence();
     }
@@ -512,9 +522,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (warp == 0) produce(p, s);
+        if (warp == 0) produce<false>(p, s);
         if (warp == 1) open_turns(p, s);
         if (warp == 2) end_turns(p, s);
+        if (warp == 3) produce_dout(p, s);
     } else if (wg == 1) {
         setmaxnreg_inc<P_WG_REGS>();
         consume_p(p, s);
