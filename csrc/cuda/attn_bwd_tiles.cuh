@@ -21,10 +21,6 @@ typedef fa_attn_bwd_params params;
 constexpr int ROW_BYTES = CHUNK * element::BYTES;                    /* swizzled */
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
 constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* stages of dO that there is room for */
-#ifndef WIDE_Q_STAGES
-#define WIDE_Q_STAGES (HEAD_DIM > 192 ? 2 : D_V == 128 ? 3 : 2)
-#endif
-constexpr int Q_STAGES = CTAS > 1 ? WIDE_Q_STAGES : 2;
 
 #include "attn_bwd_mods.cuh"
 
@@ -56,25 +52,19 @@ constexpr bool CUTS_QUERIES = !WIDE && !CAUSAL && !LOCAL && !VARLEN && !FLEX, CU
 
 constexpr u32 SHARED_BASE = 1024;
 
-/* The position in a ring of stages. Step STAGES n + s uses stage s, and the parity is n mod 2. */
-template <int STAGES> struct ring_of {
+/* The position in a ring of two stages. Step 2 n + s uses stage s, and the parity is n mod 2. */
+struct ring {
     int stage = 0;
     u32 parity = 0;
     DEVICE void next() {
-        stage = STAGES == 2 ? stage ^ 1 : stage + 1 == STAGES ? 0 : stage + 1;
+        stage ^= 1;
         if (stage == 0) parity ^= 1;
     }
 };
-typedef ring_of<2> ring;
-typedef ring_of<Q_STAGES> q_ring;
-
-/* stage_of returns the stage of a step among one or two stages. parity_of returns the parity of its barriers. */
-template <int STAGES> DEVICE int stage_of(const ring &r) { return STAGES == 1 ? 0 : r.stage; }
-template <int STAGES> DEVICE u32 parity_of(const ring &r) { return STAGES == 1 ? r.stage : r.parity; }
 
 /* do_stage returns the stage of a step's dO. do_parity returns the parity of this stage's barriers. */
-template <class steps> DEVICE int do_stage(const steps &r) { return DO_STAGES == 1 ? 0 : r.stage; }
-template <class steps> DEVICE u32 do_parity(const steps &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
+DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
+DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
 
 /* The query tile and the query head of a step, or the place of the query tile in a list. A key tile walks from the last
  * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of
@@ -262,8 +252,8 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
 constexpr bool KEYS_FIRST = CTAS > 1;
 
 /* One lane. Loads what the steps of a work tile need: K and Q, or V and dO, or all four. `r` counts the steps. */
-template <bool LOADS_Q, bool LOADS_DO, class shared_memory, class steps>
-DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, steps &r, u32 &kv_parity) {
+template <bool LOADS_Q, bool LOADS_DO, class shared_memory>
+DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r, u32 &kv_parity) {
     constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
     constexpr u32 K_BYTES = sizeof s.k, V_BYTES = sizeof s.v;
     if (t.queries.begin >= t.queries.end) return;
@@ -323,8 +313,7 @@ template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const p
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
-    ring tr;  /* of tiles */
-    q_ring r; /* of steps */
+    ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* stays in shared memory: this warp has few registers */

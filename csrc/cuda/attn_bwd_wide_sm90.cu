@@ -47,8 +47,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v), prefetch_tensormap(&p.dout);
         mbarrier_init(&s.k_full, 1), mbarrier_init(&s.v_full, 1);
         mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
-        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_full[i], 1);
         for (int i = 0; i < DO_STAGES; i++) mbarrier_init(&s.do_full[i], 1);
+        for (int i = 0; i < 2; i++) mbarrier_init(&s.q_full[i], 1);
         for (int i = 0; i < 2; i++) mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.turn_come[i], 2);
         init_barriers(s);
         mbarrier_init_fence();

@@ -4,57 +4,37 @@
 
 #include "attn_bwd_wide_parts.cuh"
 
-/* Registers of a thread: of the warpgroups of P, of dS and of dQ. An SM has 512 for four, the producer's among them.
- * K_STEPS_HELD and V_STEPS_HELD: steps of 16 columns of K and V that stay in registers, as far as there is room. */
-#define HOLDS (!SCORE && !DROPOUT)
-#ifndef P_WG_REGS
-#if D_V == 128
-#define P_WG_REGS    184
-#define DS_WG_REGS   216
-#define DQ_WG_REGS   88
-#define K_STEPS_HELD (HOLDS ? 12 : 0)
-#define V_STEPS_HELD (HOLDS ? 8 : 0)
-#elif D_V == 160
-#define P_WG_REGS    192
-#define DS_WG_REGS   208
-#define DQ_WG_REGS   88
-#define K_STEPS_HELD (HOLDS ? 10 : 0)
-#define V_STEPS_HELD (HOLDS ? 10 : 0)
-#else
-#define P_WG_REGS    200
-#define DS_WG_REGS   200
-#define DQ_WG_REGS   88
-#define K_STEPS_HELD (HOLDS ? 10 : 0)
-#define V_STEPS_HELD (HOLDS ? 6 : 0)
-#endif
-#endif
-constexpr int THREADS = 512, PRODUCER_REGS = 24;
+/* Registers of a thread in the warpgroups of P, dS and dQ. An SM has 512 for a thread of each warpgroup. */
+constexpr int THREADS = 512, PRODUCER_REGS = 24, DQ_WG_REGS = 88;
+constexpr int P_WG_REGS = D_V == 192 ? 200 : 192, DS_WG_REGS = 400 - P_WG_REGS;
 static_assert(PRODUCER_REGS + P_WG_REGS + DS_WG_REGS + DQ_WG_REGS <= 512, "setmaxnreg would wait forever");
+static_assert(CHUNKS == 3 && DO_STAGES == 2, "the rings have two stages");
+
+/* Steps of 16 columns of K and V that stay in registers, as many as there is room for. They save products the reading
+ * of their first operand from shared memory. */
+constexpr bool HOLDS = !SCORE && !DROPOUT;
+constexpr int K_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 12 : D_V == 160 ? 10 : 8;
+constexpr int V_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 8 : D_V == 160 ? 10 : 6;
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
 constexpr int PAIR_DQ_COLUMNS = HEAD_DIM / 2, PAIR_DQ_REGS = PAIR_DQ_COLUMNS / 2;
-#ifndef WIDE_P_STAGES
-#define WIDE_P_STAGES 2
-#define WIDE_DS_STAGES 2
-#endif
-constexpr int P_STAGES = WIDE_P_STAGES, DS_STAGES = WIDE_DS_STAGES;
 
 /* The operands lie as in attn_bwd_sm90.cu. */
 struct shared_memory {
     alignas(1024) element k[KEYS * COLUMNS];
     alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this CTA's dQ */
     alignas(1024) element v[KEYS * V_COLUMNS];
-    alignas(1024) element q[Q_STAGES][BLOCK_Q * COLUMNS];
-    alignas(1024) element dout[DO_STAGES][BLOCK_Q * V_COLUMNS];
-    alignas(1024) element ds[DS_STAGES][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
-    alignas(1024) float4 p[P_STAGES][BLOCK_Q * KEYS / 4]; /* [stage][register / 4][thread], the weights of dS */
-    alignas(16) float lse[Q_STAGES][BLOCK_Q], d[Q_STAGES][BLOCK_Q];      /* come with q */
+    alignas(1024) element q[2][BLOCK_Q * COLUMNS];
+    alignas(1024) element dout[2][BLOCK_Q * V_COLUMNS];
+    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
+    alignas(1024) float4 p[2][BLOCK_Q * KEYS / 4]; /* [stage][register / 4][thread], the weights of dS */
+    alignas(16) float lse[2][BLOCK_Q], d[2][BLOCK_Q];      /* come with q */
     /* Arrivals at the barriers:
      *
      *   k_full, v_full, q_full, do_full   one, with TMA's bytes
      *   k_empty                           this CTA's warps that make dQ
-     *   v_empty, p_empty                  this CTA's warps that make dS
+     *   v_empty                           this CTA's warps that make dS
      *   q_empty                           the warps of both CTAs that make dS
      *   do_empty                          the warps of both CTAs that make P or dS
      *   p_full                            this CTA's warps that make P
@@ -65,8 +45,8 @@ struct shared_memory {
      *   turn_come                         two, open_turns and end_turns
      *   dq_added                          this CTA's warps that make dQ */
     u64 k_full, k_empty, v_full, v_empty;
-    u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES];
-    u64 p_full[P_STAGES], p_empty[P_STAGES], ds_full[DS_STAGES], ds_empty[DS_STAGES];
+    u64 q_full[2], q_empty[2], do_full[2], do_empty[2];
+    u64 p_full[2], ds_full[2], ds_empty[2];
     u64 tile_full[2], tile_empty[2];
     u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
     u64 turn_come[2], dq_added[2];
@@ -92,7 +72,7 @@ DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc,
 }
 
 constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
-constexpr u32 DO_STAGE = DO_STAGES > 1 ? matrix_descriptor_bytes(BLOCK_Q * V_COLUMNS * element::BYTES) : 0;
+constexpr u32 DO_STAGE = matrix_descriptor_bytes(BLOCK_Q * V_COLUMNS * element::BYTES);
 constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
 
 /* The first STEPS steps of 16 columns of K or V, as the first operand of a product in registers. */
@@ -141,7 +121,6 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
     float dV[DV_REGS];
     held<K_STEPS_HELD> K;
     ring r; /* of steps */
-    q_ring qr;
     u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
@@ -164,28 +143,28 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 u32 P[P_REGS];
                 float S[S_REGS], lse[STAT_REGS];
                 /* wait Q: S = K Q^T */
-                mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-                load_stats(lse, s.lse[qr.stage], threadIdx.x % 32);
-                issue_scores_of_held<HEAD_DIM, false>(S, K, k_desc, q_desc_0 + qr.stage * Q_STAGE);
+                mbarrier_wait(&s.q_full[r.stage], r.parity);
+                load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
+                issue_scores_of_held<HEAD_DIM, false>(S, K, k_desc, q_desc_0 + r.stage * Q_STAGE);
                 /* S is there: P, to the other warpgroup too */
                 wgmma_wait_group<0>(S);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
-                mbarrier_wait(&s.p_empty[stage_of<P_STAGES>(r)], parity_of<P_STAGES>(r) ^ 1);
+                /* P has a place: Q came because dK of the last step but one was there, which was made of the last P. */
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
-                    s.p[stage_of<P_STAGES>(r)][i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
+                    s.p[r.stage][i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
                 __syncwarp();
-                if (arrives) mbarrier_arrive(&s.p_full[stage_of<P_STAGES>(r)]);
+                if (arrives) mbarrier_arrive(&s.p_full[r.stage]);
                 /* wait dO: dV += P^T dO */
-                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
+                mbarrier_wait(&s.do_full[r.stage], r.parity);
                 pin(P);
                 issue_update(dV, P, do_desc_0 + r.stage * DO_STAGE);
                 /* dV is there: release dO. A release in the next step, behind the wait for Q, is 5 to 8% slower from 4k
                  * on. */
                 wgmma_wait_group<0>(dV);
-                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                r.next(), qr.next();
+                if (arrives) arrive_in_both(&s.do_empty[r.stage]);
+                r.next();
                 if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
             }
             kv_parity ^= 1;
@@ -206,8 +185,6 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
     float dK[KV_REGS];
     held<V_STEPS_HELD> V;
     ring r; /* of steps */
-    q_ring qr;
-    int last_q_stage = 0;
     u32 kv_parity = 0;
 
     for (ring tr;; tr.next()) {
@@ -226,49 +203,42 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
                 u32 dS[P_REGS];
-                float W[S_REGS], dP[S_REGS], D[STAT_REGS];
-                /* wait Q, with which D comes; wait P. dK of the last step is still on its way. */
-                mbarrier_wait(&s.q_full[qr.stage], qr.parity);
-                if (STARTS_WITH_D) load_stats(D, s.d[qr.stage], threadIdx.x % 32);
-                mbarrier_wait(&s.p_full[stage_of<P_STAGES>(r)], parity_of<P_STAGES>(r));
+                float W[S_REGS], dP[S_REGS];
+                /* dK of the last step is there: release Q. wait Q, with which D comes. wait dO: dP */
+                wgmma_wait_group<0>(dK);
+                if (arrives && step > 0) arrive_in_both(&s.q_empty[r.stage ^ 1]);
+                mbarrier_wait(&s.q_full[r.stage], r.parity);
+                start_dp_sum(dP, s.d[r.stage], threadIdx.x % 32);
+                mbarrier_wait(&s.do_full[r.stage], r.parity);
+                issue_scores_of_held<D_V, STARTS_WITH_D>(dP, V, v_desc, do_desc_0 + r.stage * DO_STAGE);
+                /* wait P; dP is there: release dO, compute dS */
+                mbarrier_wait(&s.p_full[r.stage], r.parity);
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4) {
-                    const float4 x = s.p[stage_of<P_STAGES>(r)][i * 32 + threadIdx.x % 128];
+                    const float4 x = s.p[r.stage][i * 32 + threadIdx.x % 128];
                     W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
                 }
-                /* dK is there: release Q of the last step. wait dO: dP */
-                wgmma_wait_group<0>(dK);
-                if (arrives && step > 0) arrive_in_both(&s.q_empty[last_q_stage]);
-#pragma unroll
-                for (int i = 0; i < S_REGS && STARTS_WITH_D; i++) dP[i] = -D[stat_of(i)];
-                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                issue_scores_of_held<D_V, STARTS_WITH_D>(dP, V, v_desc, do_desc_0 + r.stage * DO_STAGE);
-                /* dP is there: release dO, compute dS */
                 wgmma_wait_group<0>(dP);
-                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                differentiate(dP, dS, s.d[qr.stage], p.keep_scale, [&](int i) { return W[i]; });
-                pin(dS);
-                __syncwarp(); /* all lanes have read P */
-                if (arrives) mbarrier_arrive(&s.p_empty[stage_of<P_STAGES>(r)]);
-                mbarrier_wait(&s.ds_empty[stage_of<DS_STAGES>(r)], parity_of<DS_STAGES>(r) ^ 1);
-                unsigned char *own = (unsigned char *)s.ds[stage_of<DS_STAGES>(r)][0] + warp * (16 * ROW_BYTES);
+                if (arrives) arrive_in_both(&s.do_empty[r.stage]);
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; });
+                mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
+                unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));
                 /* dK += dS^T Q; dS to both CTAs */
                 pin(dS);
-                issue_update(dK, dS, q_desc_0 + qr.stage * Q_STAGE);
+                issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();
                 __syncwarp();
                 if (is_leader) {
-                    cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[stage_of<DS_STAGES>(r)], cluster_rank() ^ 1);
-                    mbarrier_arrive_expect_tx(&s.ds_full[stage_of<DS_STAGES>(r)], 16 * ROW_BYTES);
+                    cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
+                    mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
                 } else if (arrives) {
-                    mbarrier_arrive(&s.ds_full[stage_of<DS_STAGES>(r)]);
+                    mbarrier_arrive(&s.ds_full[r.stage]);
                 }
-                last_q_stage = qr.stage;
-                r.next(), qr.next();
+                r.next();
             }
             wgmma_wait_group<0>(dK);
-            if (arrives) arrive_in_both(&s.q_empty[last_q_stage]), mbarrier_arrive(&s.v_empty);
+            if (arrives) arrive_in_both(&s.q_empty[r.stage ^ 1]), mbarrier_arrive(&s.v_empty);
             kv_parity ^= 1;
         }
         store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);
@@ -300,13 +270,13 @@ DEVICE void consume_dq(const params &p, shared_memory &s) {
 #pragma unroll 1
             while (q_tile >= q_begin) {
                 float dQ[PAIR_DQ_REGS];
-                mbarrier_wait(&s.ds_full[stage_of<DS_STAGES>(r)], parity_of<DS_STAGES>(r));
-                issue_dq_of_pair(dQ, ds_desc + stage_of<DS_STAGES>(r) * DS_STAGE, k_desc, k_other_desc);
+                mbarrier_wait(&s.ds_full[r.stage], r.parity);
+                issue_dq_of_pair(dQ, ds_desc + r.stage * DS_STAGE, k_desc, k_other_desc);
                 wgmma_wait_group<0>(dQ);
                 const int i = q_tile, head = head_in_group;
                 if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
                 if (arrives) {
-                    arrive_in_both(&s.ds_empty[stage_of<DS_STAGES>(r)]);
+                    arrive_in_both(&s.ds_empty[r.stage]);
                     if (q_tile < q_begin) mbarrier_arrive(&s.k_empty); /* nothing of the tile is read any more */
                 }
                 add_dq(dQ, p, s, t, i, head, r, cluster_rank() * (SLAB_FLOATS / 2), cluster_rank() * CHUNK,
@@ -323,14 +293,12 @@ DEVICE void consume_dq(const params &p, shared_memory &s) {
 /* One thread. Initialises the barriers whose counts depend on the warpgroups. */
 DEVICE void init_barriers(shared_memory &s) {
     mbarrier_init(&s.k_empty, of_warps(4)), mbarrier_init(&s.v_empty, of_warps(4));
-    for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&s.q_empty[i], of_warps(CTAS * 4));
-    for (int i = 0; i < DO_STAGES; i++) mbarrier_init(&s.do_empty[i], of_warps(CTAS * 8));
-    for (int i = 0; i < P_STAGES; i++)
-        mbarrier_init(&s.p_full[i], of_warps(4)), mbarrier_init(&s.p_empty[i], of_warps(4));
-    for (int i = 0; i < DS_STAGES; i++)
+    for (int i = 0; i < 2; i++) {
+        mbarrier_init(&s.q_empty[i], of_warps(CTAS * 4)), mbarrier_init(&s.do_empty[i], of_warps(CTAS * 8));
+        mbarrier_init(&s.p_full[i], of_warps(4));
         mbarrier_init(&s.ds_full[i], of_warps(4)), mbarrier_init(&s.ds_empty[i], of_warps(CTAS * 4));
-    for (int i = 0; i < 2; i++)
         mbarrier_init(&s.dq_added[i], of_warps(4)), mbarrier_init(&s.tile_empty[i], of_warps(12 + 3));
+    }
 }
 
 /* Warpgroup wg from 1 on. */
