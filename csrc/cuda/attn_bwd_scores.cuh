@@ -96,8 +96,7 @@ template <> struct weight_rest<fp16> {
  *
  *   dropout                dP is scaled first.
  *   64 columns in fp16     No registers are left for such a sum. */
-constexpr bool STARTS_WITH_D =
-    !DROPOUT && (WIDE || weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
+constexpr bool STARTS_WITH_D = !DROPOUT && (WIDE || weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
 
 DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
 #pragma unroll

@@ -248,10 +248,11 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
 }
 
 /* A tile's keys come after its first Q and dO, because Q and dO wait for less of the tile before. In a cluster this
- * order is 0.5 to 3% slower. There K comes before Q, and V comes between Q and dO. */
+ * order is 0.5 to 3% slower. There K comes before Q, and V comes before dO. */
 constexpr bool KEYS_FIRST = CTAS > 1;
 
-/* One lane. Loads what the steps of a work tile need: K and Q, or V and dO, or all four. `r` counts the steps. */
+/* One lane. Loads what the steps of a work tile need: K and Q, or V and dO, or all four. D comes with dO, or with Q if
+ * WIDE. `r` counts the steps. */
 template <bool LOADS_Q, bool LOADS_DO, class shared_memory>
 DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r, u32 &kv_parity) {
     constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
@@ -308,7 +309,8 @@ DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r
     kv_parity ^= 1;
 }
 
-/* This function is the producer warp. Lane 0 does all work that one thread must do. */
+/* This function is the producer warp. Lane 0 does all work that one thread must do. Without LOADS_DO another warp loads
+ * V and dO. */
 template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;

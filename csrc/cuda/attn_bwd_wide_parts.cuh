@@ -129,8 +129,8 @@ template <class shared_memory> DEVICE void end_turns(const params &p, shared_mem
     });
 }
 
-/* The second producer warp loads V and dO. In one warp the loads of dO would wait until Q is released, and those of Q
- * until dO is. */
+/* This function is the second producer warp, which loads V and dO. One warp for all would wait with dO until Q is
+ * released, and with Q until dO is released. */
 template <class shared_memory> DEVICE void produce_dout(const params &p, shared_memory &s) {
     ring r; /* of steps */
     u32 kv_parity = 0;

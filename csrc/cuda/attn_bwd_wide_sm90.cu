@@ -1,22 +1,26 @@
 /* Attention backward on Hopper for heads of more than 128 columns. The formulas and the frame come from
  * attn_bwd_sm90.cu.
  *
- * dK and dV of 64 keys take 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a CTA
- * share 64 keys and split the work. Warpgroup 0 computes P and owns dV. Warpgroup 1 computes dS and owns dK. With 64
- * keys the sums of dQ would take 4 bytes of additions in the L2 for 640 operations. At 3.3 TB/s these additions allow
- * 450 TFLOPS. So two CTAs, a thread block cluster, take neighbouring keys and the same queries. The CTAs exchange dS,
- * and each CTA computes half of dQ's columns from the keys of both:
+ * dK and dV of 64 keys take up to 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a
+ * CTA share 64 keys and split the work. With 64 keys the sums of dQ would take 4 bytes of additions in the L2 for 640
+ * operations. At 3.3 TB/s these additions allow 450 TFLOPS. So two CTAs, a thread block cluster, take neighbouring keys
+ * and the same queries. The CTAs exchange dS, and each CTA computes half of dQ's columns from the keys of both.
  *
- *   producer warp --q_full[s]--> both              warpgroup 1 of both CTAs: --q_empty[s]--> producer warps
- *                 --do_full----> both              both of both CTAs:        --do_empty---->
- *   warpgroup 0   S^T = K Q^T, P                   --p_full-->  warpgroup 1
+ * Up to 192 columns (attn_bwd_wide_three.cuh):
+ *
+ *   produce       --k_full, q_full[s]-->    warpgroups     of both CTAs --q_empty[s]-->   both produce
+ *   produce_dout  --v_full, do_full[s]-->   warpgroups     of both CTAs --do_empty[s]-->  both produce_dout
+ *   warpgroup 0   S^T = K Q^T, P            --p_full[s]-->   warpgroup 1
  *                 dV += P^T dO
- *   warpgroup 1   dP^T = V dO^T, dS, dK += dS^T Q  --ds_full[s]--> both of both CTAs  --ds_empty[s]-->
- *   both          dQ = dS K of the last step, added to memory from registers, when the dQ turn has come
- *   open_turns    --turn_come[s]--> both            both: --dq_added[s]--> end_turns
+ *   warpgroup 1   dP^T = V dO^T, dS         --ds_full[s]-->  warpgroup 2 of both CTAs  --ds_empty[s]--> warpgroup 1
+ *                 dK += dS^T Q
+ *   warpgroup 2   dQ = dS K, added to memory from registers, when the dQ turn has come
+ *   open_turns    --turn_come[s]--> warpgroup 2  --dq_added[s]--> end_turns
  *
- * Each CTA loads half of Q and dO, for both CTAs. Above 192 columns there is room for one stage of dO. The next dO
- * comes while dK, S and dQ run.
+ * Above 192 columns (attn_bwd_wide_two.cuh) the registers suffice for two warpgroups only. These share dQ of the last
+ * step. There is room for one stage of dO and of P.
+ *
+ * Each CTA loads half of Q and dO, for both CTAs.
  *
  * dQ is added up as in attn_bwd_sm90.cu. The first key tile that a query tile sees stores its share, and the key tiles
  * between add their shares. The last key tile adds the sum to its own share and writes dQ. */
@@ -35,6 +39,8 @@
 #else
 #include "attn_bwd_wide_three.cuh"
 #endif
+
+/* ---- entry ----------------------------------------------------------------------------------------------------- */
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     KERNEL(const __grid_constant__ params p) {

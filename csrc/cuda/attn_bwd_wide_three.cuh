@@ -6,15 +6,15 @@
 
 /* Registers of a thread in the warpgroups of P, dS and dQ. An SM has 512 for a thread of each warpgroup. */
 constexpr int THREADS = 512, PRODUCER_REGS = 24, DQ_WG_REGS = 88;
-constexpr int P_WG_REGS = D_V == 192 ? 200 : 192, DS_WG_REGS = 400 - P_WG_REGS;
+constexpr int P_WG_REGS = D_V == 192 ? 208 : 192, DS_WG_REGS = 400 - P_WG_REGS;
 static_assert(PRODUCER_REGS + P_WG_REGS + DS_WG_REGS + DQ_WG_REGS <= 512, "setmaxnreg would wait forever");
 static_assert(CHUNKS == 3 && DO_STAGES == 2, "the rings have two stages");
 
 /* Steps of 16 columns of K and V that stay in registers, as many as there is room for. They save products the reading
  * of their first operand from shared memory. */
 constexpr bool HOLDS = !SCORE && !DROPOUT;
-constexpr int K_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 12 : D_V == 160 ? 10 : 8;
-constexpr int V_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 8 : D_V == 160 ? 10 : 6;
+constexpr int K_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 12 : 10;
+constexpr int V_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 8 : D_V == 160 ? 10 : 5;
 
 /* ---- shared memory --------------------------------------------------------------------------------------------- */
 
@@ -27,9 +27,9 @@ struct shared_memory {
     alignas(1024) element v[KEYS * V_COLUMNS];
     alignas(1024) element q[2][BLOCK_Q * COLUMNS];
     alignas(1024) element dout[2][BLOCK_Q * V_COLUMNS];
-    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
-    alignas(1024) float4 p[2][BLOCK_Q * KEYS / 4]; /* [stage][register / 4][thread], the weights of dS */
-    alignas(16) float lse[2][BLOCK_Q], d[2][BLOCK_Q];      /* come with q */
+    alignas(1024) element ds[2][2][KEYS * BLOCK_Q];   /* [stage][this CTA's keys, the other CTA's]; a row is a key */
+    alignas(1024) float4 p[2][BLOCK_Q * KEYS / 4];    /* [stage][register / 4][thread], the weights of dS */
+    alignas(16) float lse[2][BLOCK_Q], d[2][BLOCK_Q]; /* come with q */
     /* Arrivals at the barriers:
      *
      *   k_full, v_full, q_full, do_full   one, with TMA's bytes
@@ -64,9 +64,8 @@ DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc,
 #pragma unroll
     for (int k = 0; k < BLOCK_KV / 16; k++) {
         const u32 k_step = matrix_descriptor_bytes(k * 16 % KEYS * ROW_BYTES);
-        wgmma<PAIR_DQ_COLUMNS, element>::ss<HIGH, HIGH, 1, 1>(
-            dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
-            (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
+        wgmma<PAIR_DQ_COLUMNS, element>::ss<HIGH, HIGH, 1, 1>(dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
+                                                              (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
     }
     wgmma_commit_group();
 }

@@ -19,8 +19,8 @@ struct shared_memory {
     alignas(1024) element v[KEYS * V_COLUMNS];
     alignas(1024) element q[2][BLOCK_Q * COLUMNS];
     alignas(1024) element dout[DO_STAGES][BLOCK_Q * V_COLUMNS];
-    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
-    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], the weights of dS */
+    alignas(1024) element ds[2][2][KEYS * BLOCK_Q];   /* [stage][this CTA's keys, the other CTA's]; a row is a key */
+    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];       /* [register / 4][thread], the weights of dS */
     alignas(16) float lse[2][BLOCK_Q], d[2][BLOCK_Q]; /* come with q */
     /* Arrivals at the barriers:
      *

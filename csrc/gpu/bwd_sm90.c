@@ -132,7 +132,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
                     HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)
-        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters),
-                        main_threads(tile, is_wide), &a, err);
+        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), main_threads(tile, is_wide),
+                        &a, err);
     return status;
 }
