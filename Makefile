@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip --disable-pip-version-check
+# Python compiles what is imported, which is a small part of the packages.
+INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile
 
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/*/*.def)
 
@@ -37,19 +38,19 @@ $(VENV)/python:
 
 $(VENV)/torch: requirements/torch.txt requirements/demo.txt | $(VENV)/python
 	$(PY) requirements/announce.py $(TORCH_INDEX)
-	$(PIP) install $(TORCH_INDEX:%=--index-url %) -c requirements/demo.txt -r requirements/torch.txt
+	$(INSTALL) $(TORCH_INDEX:%=--index-url %) -c requirements/demo.txt -r requirements/torch.txt
 	touch $@
 
 $(VENV)/demo: requirements/demo.txt $(VENV)/torch
-	$(PIP) install --no-deps -r requirements/demo.txt
+	$(INSTALL) --no-deps -r requirements/demo.txt
 	touch $@
 
 $(VENV)/test: requirements/test.txt $(VENV)/demo
-	$(PIP) install --no-deps -r requirements/test.txt
+	$(INSTALL) --no-deps -r requirements/test.txt
 	touch $@
 
 $(VENV)/package: $(SOURCES) $(VENV)/demo
-	$(PIP) install --no-deps --no-build-isolation -e .
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
 clean:

@@ -2,7 +2,8 @@
 
 The extension is plain C on CPython's limited API and finds libtorch's C functions when it is imported. So building
 needs only a C compiler and setuptools. Torch, C++ and CUDA are not needed. csrc/gpu/ship_cubins.py adds compiled GPU
-kernels on request. docs/install.md lists the environment variables.
+kernels on request. docs/install.md lists the environment variables. Everything that is no code stands in
+pyproject.toml.
 """
 
 import os
@@ -20,12 +21,6 @@ import extension  # noqa: E402
 from ship_cubins import ship, wanted_archs  # noqa: E402
 
 
-def version():
-    scope = {}
-    exec((ROOT / "flash_attn" / "_version.py").read_text(encoding="utf-8"), scope)
-    return scope["__version__"]
-
-
 class BuildExt(extension.BuildExt):
     """Compiles the extension, and then the GPU kernels that a wheel shall carry."""
 
@@ -38,21 +33,9 @@ class BuildExt(extension.BuildExt):
 gpu_kernels = ["flash_attn.cuda"] if glob("csrc/cuda/*.cu") else []
 
 setup(
-    name="flash_attn",
-    version=version(),
-    description="Exact attention for PyTorch, fast and with memory linear in the length, on CPUs and GPUs",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
-    long_description_content_type="text/markdown",
     license="BSD-3-Clause",
-    python_requires=">=3.10",
-    # Upstream has no bounds either. So pip never replaces the installed torch. If this torch is older than 2.10,
-    # `import flash_attn` says so.
-    install_requires=["torch", "einops"],
     packages=find_packages(include=["flash_attn", "flash_attn.*"]) + gpu_kernels,
     package_dir={"flash_attn.cuda": "csrc/cuda"},
-    package_data={"flash_attn": ["py.typed"], "flash_attn.cuda": ["*.cu", "*.cuh", "*.h", "*.def"]},
     ext_modules=[extension.extension("flash_attn_2_cuda", "csrc", 2)],
     cmdclass={"build_ext": BuildExt},
-    options={"bdist_wheel": {"py_limited_api": "cp39"}},
-    zip_safe=False,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 import _cpu_tables
+import _mod_tables
 from _cpu_tables import grid
 from _results import RESULTS, merge, read
 
@@ -341,6 +342,7 @@ TABLES = {
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,
+    **_mod_tables.TABLES,
     "files": files,
 }
 BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end of table -->)", re.S)

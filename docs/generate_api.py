@@ -19,6 +19,14 @@ PAGES = {
     "attention": ("Attention", ["flash_attn"]),
     "flex_attention": ("Attention with your own masks and scores", ["flash_attn.flex_attention"]),
     "bert_padding": ("Packing and padding", ["flash_attn.bert_padding"]),
+    "integrations": (
+        "In other libraries",
+        [
+            "flash_attn.integrations.transformers",
+            "flash_attn.integrations.diffusers",
+            "flash_attn.integrations.flex",
+        ],
+    ),
     "layers": ("Layers", ["flash_attn.layers.rotary", "flash_attn.layers.patch_embed"]),
     "losses": ("Losses", ["flash_attn.losses.cross_entropy"]),
     "modules": (
@@ -81,7 +89,8 @@ def short(default):
 
 
 def annotation(of):
-    return inspect.formatannotation(of).replace("typing.", "")
+    text = inspect.formatannotation(of).replace("typing.", "").replace("collections.abc.", "")
+    return re.sub(r"ForwardRef\('([\w.]+)'[^)]*\)", r"\1", text).replace("NoneType", "None")
 
 
 def signature(name, item):
@@ -105,8 +114,10 @@ def signature(name, item):
             word += (" = " if typed else "=") + short(p.default)
         words.append(word)
         before = p
-    line = f"{name}({', '.join(words)})"
-    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+    result = inspect.signature(item).return_annotation
+    end = "" if inspect.isclass(item) or result is inspect.Signature.empty else f" -> {annotation(result)}"
+    line = f"{name}({', '.join(words)}){end}"
+    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){end}"
 
 
 def body(text):
@@ -115,7 +126,12 @@ def body(text):
     for line in lines:
         indented = line.startswith("    ")
         section = SECTION.match(line)
-        if inside == "code" and not (indented or line.startswith((">>>", "...")) or (line and not out[-1] == "```")):
+        if inside == "example" and line:  # its results keep their indentation
+            out.append(line)
+            continue
+        if inside == "example" or (
+            inside == "code" and not (indented or line.startswith("...") or (line and not out[-1] == "```"))
+        ):
             out += ["```"]
             inside = None
         if section:
@@ -127,8 +143,11 @@ def body(text):
                 out.append(f"- `{argument[1]}`: {argument[2]}")
             else:
                 out.append(("  " if out[-1].startswith(("- ", "  ")) else "") + line.strip())
-        elif (indented or line.startswith(">>>")) and inside != "code":
-            out += ["```" if indented else "```python", line[4:] if indented else line]
+        elif line.startswith(">>>"):
+            out += ["```python", line]
+            inside = "example"
+        elif indented and inside != "code":
+            out += ["```", line[4:]]
             inside = "code"
         elif inside == "code":
             out.append(line[4:] if indented else line)
@@ -137,7 +156,7 @@ def body(text):
                 out.append("")
             inside = None if line else inside
             out.append(line)
-    if inside == "code":
+    if inside in ("code", "example"):
         out.append("```")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
 

@@ -1,12 +1,14 @@
 """What callers pass becomes what the ops take: tensors, lengths, masks and scales."""
 
+from typing import Any
+
 import torch
 from torch.compiler import is_compiling
 
 from flash_attn._ops import check_layout, check_tensor, is_freed
 
 
-def maybe_contiguous(x):
+def maybe_contiguous(x: Any) -> Any:
     """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
 
     A tensor of a freed storage is returned, too. The op names it.
@@ -14,6 +16,14 @@ def maybe_contiguous(x):
     if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1 and not is_freed(x):
         return x.contiguous()
     return x
+
+
+def has_distributed(values):
+    """Is any of the values a DTensor? torch.distributed.tensor is not imported for this question."""
+    for x in values:
+        if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor and hasattr(x, "device_mesh"):
+            return True
+    return False
 
 
 def as_int(x, name):

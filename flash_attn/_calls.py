@@ -7,7 +7,7 @@ import torch
 from torch.compiler import is_compiling
 
 from flash_attn import _attention, _cache
-from flash_attn._arguments import NAMES, check_given, split
+from flash_attn._arguments import NAMES, check_given, has_distributed, split
 from flash_attn._autocast import follow_autocast
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
@@ -57,8 +57,23 @@ def _with_first(results, first):
     return (first, *results[1:]) if isinstance(results, tuple) else first
 
 
+def on_ranks(function, tensors, lengths, options):
+    """Returns ``function(tensors, lengths, *options)`` of plain or of distributed tensors."""
+    if not has_distributed((*tensors, *options)):
+        return function(tensors, lengths, *options)
+    from flash_attn import _distributed  # imports torch.distributed.tensor, which a plain call does not need
+
+    return _distributed.attend(function, _OPTIONS, tensors, lengths, options)
+
+
 def _prepared(function, tensors, lengths, options):
     """Returns ``function(tensors, lengths, *options)`` of plain tensors in the dtype that autocast asks for."""
+    if has_distributed((*tensors, *options)):
+
+        def on_rank(tensors, lengths, *options):
+            return _prepared(function, tensors, lengths, options)
+
+        return on_ranks(on_rank, tensors, lengths, options)
     if lengths or not has_nested(tensors):
         if is_compiling() or _is_any_autocast_enabled():
             tensors = follow_autocast(tensors)
@@ -105,8 +120,15 @@ _CACHE_NAMES = (
 )  # fmt: skip
 
 
-def attend_with_cache(*arguments):
-    """Returns ``(out, softmax_lse)`` of ``flash_attn_with_kvcache``. The arguments are those of ``_CACHE_NAMES``."""
+def attend_with_cache(*arguments, sinks=None):
+    """Returns ``(out, softmax_lse)`` of ``flash_attn_with_kvcache``. The arguments are those of ``_CACHE_NAMES``.
+
+    Only distributed tensors come with sinks.
+    """
+    if has_distributed((*arguments, sinks)):
+        from flash_attn import _distributed
+
+        return _distributed.attend_with_cache((*_CACHE_NAMES[:-1], "sinks"), (*arguments[:-1], sinks))
     if is_compiling():
         return _cache.attend_with_cache(*arguments[:-1])
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn._arguments import maybe_contiguous
+from flash_attn._arguments import has_distributed, maybe_contiguous
 from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
 
 
@@ -39,6 +39,8 @@ def call(function, op, num_inputs, *arguments):
     The op gets contiguous copies of the first num_inputs tensors if their last dimensions are not contiguous.
     """
     results = directly(function, *arguments)
+    if results is None and has_distributed(arguments):
+        from flash_attn import _distributed_ops  # noqa: F401  the ops take DTensors from now on
     if results is None:
         results = call_op(op, *map(maybe_contiguous, arguments[:num_inputs]), *arguments[num_inputs:])
     return results
@@ -48,11 +50,34 @@ def call(function, op, num_inputs, *arguments):
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 
+_NOT_TRACED = (
+    "flash_attn cannot be compiled inside grad, vmap and the like of torch.func: wrap the transformed function in "
+    "torch.compiler.disable"
+)
+
+
+def _refuse_gradients(_):
+    """Dynamo calls this function while it traces. The exception ends the compilation, and is no graph break.
+
+    NOTE: after a graph break torch 2.13 resumes inside of grad, where Dynamo takes no tensor that grad has seen
+    (AssertionError: False != True). Inside of vmap alone it continues without compilation.
+    """
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+    from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_all_functorch_interpreters
+
+    if not all(isinstance(x, VmapInterpreter) for x in retrieve_all_functorch_interpreters()):
+        raise UncapturedHigherOrderOpError(_NOT_TRACED)
+
+
 def check_not_traced():
     """Raises while Dynamo traces a function of torch.func.
 
     NOTE: with torch 2.13 the gradients of a compiled ``torch.func.grad`` are wrong if an op writes into its results,
     and nothing says so.
     """
-    if is_compiling():
-        raise NotImplementedError("flash_attn cannot be compiled inside grad, vmap and the like of torch.func")
+    if is_compiling() and transforms_are_active():
+        if torch.compiler.is_dynamo_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(_refuse_gradients)
+        raise NotImplementedError(_NOT_TRACED)

@@ -14,18 +14,23 @@ the same epilogue.
 """
 
 import torch
+from torch.autograd import forward_ad
 
+from flash_attn import _vmap
 from flash_attn import flash_attn_interface as interface
-from flash_attn._imagined import is_on_cpu
+from flash_attn._dispatch import check_not_traced, transforms_are_active
+from flash_attn._imagined import is_imagined, is_on_cpu
 from flash_attn._ops import (
     check_layout,
     check_storage,
     check_tensor,
     empty_like,
-    refuse_transforms,
+    refuse_tangents,
     without_second_derivative,
 )
+from flash_attn._remembered import remembered
 from flash_attn._sinks import add_sinks, gradient_of_sinks
+from flash_attn._transforms import Rule, transformed
 from flash_attn.flex import attention as flex
 from flash_attn.flex import graph
 from flash_attn.flex import options as mods
@@ -227,12 +232,15 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sin
     return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 
-def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, is_exact, wants_max):
+def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, attn_mask, window, wants_max):
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
     if not is_on_cpu(q) and places.has_window and q.numel() and k.numel():
-        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, is_exact)
+        blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
+    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined():
+        shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask
+        blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     return _Mods(call, is_packed, deterministic), tensors
 
@@ -263,8 +271,14 @@ def attend(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    if not torch.compiler.is_compiling():
-        refuse_transforms("attention with options", q, k, v, attn_bias, attn_mask, sinks, alibi_slopes)
+    if transforms_are_active():
+        check_not_traced()
+        return _transformed(
+            q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        refuse_tangents((q, k, v, attn_bias, attn_mask, sinks, alibi_slopes))
     if lengths:
         lengths = *lengths[:2], *(interface._as_int(x, "max_seqlen") for x in lengths[2:])
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
@@ -300,7 +314,7 @@ def attend(
             )
         else:
             way, tensors = _way_of_mods(
-                q, k, softmax_scale, lengths, places, *functions, deterministic, attn_mask is None, return_max_logits
+                q, k, softmax_scale, lengths, places, *functions, deterministic, attn_mask, mask[1:4], return_max_logits
             )
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None
@@ -311,6 +325,38 @@ def attend(
     if return_max_logits:
         results.append(_max_logits(max_scores))
     return tuple(results) if len(results) > 1 else out
+
+
+def _transformed(
+    q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, block_table,
+    attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+):  # fmt: skip
+    """``attend`` where transforms of torch.func are active."""
+    one = not (return_lse or return_max_logits)
+
+    def function(q, k, v, attn_bias, sinks, attn_mask, alibi_slopes, block_table, *cu_seqlens):
+        results = attend(
+            q, k, v, (*cu_seqlens, *lengths[2:]), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+            deterministic, False, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+        )  # fmt: skip
+        return (results,) if one else results
+
+    def join(num, tensors, dims):
+        q, k, v, attn_bias, sinks, attn_mask, alibi_slopes, *_ = tensors
+        if lengths or attn_bias is not None or sinks is not None or return_max_logits or dropout_p:
+            return None
+        dense = _vmap.Dense(num, q, dims[0])
+        if attn_mask is not None and (dims[5] is not None or (attn_mask.dim() == 4 and len(attn_mask) > 1)):
+            x = _vmap.entries(attn_mask, dims[5], num)
+            x = x.reshape(num, *(1,) * (5 - x.dim()), *x.shape[1:])
+            attn_mask = x.expand(num, dense.b, *x.shape[2:]).flatten(0, 1)
+        parts = map(dense.q, (q, k, v), dims)
+        return *parts, None, None, attn_mask, dense.slopes(alibi_slopes, dims[6]), None
+
+    rule = Rule(function, 5, q.device if dropout_p else None, join)
+    tensors = interface._distinct(q, k, v, attn_bias, sinks, attn_mask, alibi_slopes, block_table, *lengths[:2])
+    results = transformed(rule, *tensors)
+    return results[0] if one else results
 
 
 def with_sinks(sinks, q, function, *arguments):

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from flash_attn._ops import check_layout, check_storage, check_tensor, forget_own_kernels, register_once
+from flash_attn._arguments import has_distributed
+from flash_attn._dispatch import check_not_traced, transforms_are_active
+from flash_attn._ops import NO_JVP, check_layout, check_storage, check_tensor, forget_own_kernels, register_once
+from flash_attn._vmap import entries, parted
 
 _combine = torch.ops.flash_attn._combine.default
 
@@ -36,6 +39,38 @@ def _gradients(ctx, dout, dlse):
     s = (dout.float() * torch.where(is_used[..., None], outs, 0)).sum(-1)
     dlses = p * (dlse + s - (p * s).sum(0))
     return p[..., None] * dout.float(), torch.where(is_used, dlses, 0), None
+
+
+class _Combine(torch.autograd.Function):
+    """The op with rules for the transforms of torch.func."""
+
+    @staticmethod
+    def forward(outs, lses, dtype):
+        return _combine(outs, lses, dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(NO_JVP)
+
+    @staticmethod
+    def vmap(info, in_dims, outs, lses, dtype):
+        """Entries join the batch, which is the second dimension."""
+        return _vmap_of_combine(_Combine.apply, info, in_dims, outs, lses, dtype)
+
+
+def _vmap_of_combine(apply, info, in_dims, outs, lses, dtype):
+    num = info.batch_size
+    outs, lses = (entries(x, dim, num).transpose(0, 1).flatten(1, 2) for x, dim in zip((outs, lses), in_dims))
+    lses = lses.transpose(-1, -2).contiguous().transpose(-1, -2)  # the op wants neighbouring rows
+    return tuple(parted(x, num) for x in apply(outs.contiguous(), lses, dtype)), (0, 0)
 
 
 def _register():
@@ -92,12 +127,26 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
     Gradients for all outs and lses, through out and lse. With ``return_lse=True`` they are those of attention over all
     keys.
     Source: section 3.1.2 of FlashAttention-2 (https://arxiv.org/abs/2307.08691) combines parts by these formulas.
+
+    >>> q, k, v = torch.randn(3, 1, 6, 2, 8)
+    >>> parts = [flash_attn_func(q, k[:, x], v[:, x], return_lse=True) for x in (slice(0, 4), slice(4, 6))]
+    >>> out, lse = merge_attention(*zip(*parts))
+    >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-6)
+    True
     """
     _check(outs, lses)
     is_packed = outs[0].dim() == 3
+    if has_distributed((*outs, *lses)):
+        from flash_attn import _distributed  # imports torch.distributed.tensor, which a plain call does not need
+
+        return _distributed.merge(merge_attention, outs, lses)
     parts, lse_parts = torch.stack([x.float() for x in outs]), torch.stack(list(lses))
     if is_packed:
         parts, lse_parts = parts[:, None], lse_parts[:, None]
-    out, lse = _combine(parts, lse_parts.transpose(-1, -2), outs[0].dtype)
+    combine = _combine
+    if transforms_are_active():
+        check_not_traced()
+        combine = _Combine.apply
+    out, lse = combine(parts, lse_parts.transpose(-1, -2), outs[0].dtype)
     lse = lse.transpose(-1, -2)
     return (out[0], lse[0]) if is_packed else (out, lse)

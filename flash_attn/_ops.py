@@ -58,7 +58,7 @@ def register_once(what, register, *arguments):
         done.add(what)
 
 
-def round_multiple(x, m):
+def round_multiple(x: int, m: int) -> int:
     """Rounds ``x`` up to a multiple of ``m``."""
     return (x + m - 1) // m * m
 

@@ -19,6 +19,9 @@ def kernel_root() -> Path:
 
     Raises:
         RuntimeError: there is no home folder, so compiled kernels are not kept.
+
+    >>> kernel_root().is_absolute()
+    True
     """
     folder = flash_attn_2_cuda.cuda_kernel_folder()
     if folder is None:
@@ -26,7 +29,7 @@ def kernel_root() -> Path:
     return Path(folder)
 
 
-def kept_kernels():
+def kept_kernels() -> list[tuple[str, int]]:
     """Returns [(name, bytes)] of the compiled kernels in kernel_root(), sorted by name.
 
     A kernel with the mods of a user has the hash of its mods at the end of its name. A kernel that several releases of
@@ -53,6 +56,11 @@ def prebuild(
         The names of the kernels that were compiled.
     Raises:
         RuntimeError: there is no NVRTC, a kernel does not compile, or the kernel cannot be kept.
+
+    >>> names = prebuild(["sm_90a"])  # doctest: +SKIP
+    >>> prebuild(["sm_1"])
+    Traceback (most recent call last):
+    ValueError: ...
     """
     kernels = choose(flash_attn_2_cuda.cuda_kernels(), archs, all_features)
     compiled = []
@@ -148,6 +156,11 @@ def prebuild_call(
         ValueError: there is no such architecture.
         TypeError: the call asks for no kernel of a GPU.
         The errors of the call itself on such a GPU.
+
+    >>> q = torch.empty(1, 4096, 8, 128, dtype=torch.bfloat16, device="meta")
+    >>> kernels = prebuild_call(flash_attn_func, q, q, q, causal=True, archs="sm_90a", compiles=False)
+    >>> [kernel.arch for kernel in kernels]
+    [90]
     """
     numbers = numbers_of(archs)
     device = next((x.device for x in _tensors_of((args, kwargs)) if not x.is_meta), torch.device("cpu"))

@@ -27,34 +27,39 @@ class _Info(NamedTuple):
     randomness: str
 
 
-def _entries(x, dim, num):
+def entries(x, dim, num):
     """Returns ``x`` with the mapped dimension in front. ``x`` may be None."""
     if x is None:
         return None
     return x.expand(num, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _joined(x, dim, num):
+def join_first(x, dim, num):
     """Dense tensors and rows of packed ones: the mapped dimension joins the first dimension."""
-    return None if x is None else _entries(x, dim, num).flatten(0, 1)
+    return None if x is None else entries(x, dim, num).flatten(0, 1)
 
 
-class _Dense:
+def parted(x, num):
+    """The inverse of ``join_first``."""
+    return x.unflatten(0, (num, x.shape[0] // max(num, 1)))
+
+
+class Dense:
     """Joins the batches of ``num`` calls."""
 
     def __init__(self, num, q, q_dim, *_):
         self.num = num
-        self.b = _entries(q, q_dim, num).shape[1]
+        self.b = entries(q, q_dim, num).shape[1]
 
     def q(self, x, dim):
-        return _joined(x, dim, self.num)
+        return join_first(x, dim, self.num)
 
     k = lse = q
 
     def slopes(self, x, dim):
         if x is None or (dim is None and x.dim() == 1):
             return x
-        x = _entries(x, dim, self.num)
+        x = entries(x, dim, self.num)
         x = x[:, None].expand(-1, self.b, -1) if x.dim() == 2 else x
         return x.flatten(0, 1)
 
@@ -72,10 +77,10 @@ class _Packed:
 
     def __init__(self, num, q, q_dim, k, k_dim, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, block_table):
         self.num, self.max_seqlens = num, max_seqlens
-        self.cu_seqlens_q, self.cu_seqlens_k = map(_entries, (cu_seqlens_q, cu_seqlens_k), dims, (num, num))
+        self.cu_seqlens_q, self.cu_seqlens_k = map(entries, (cu_seqlens_q, cu_seqlens_k), dims, (num, num))
         self.b = self.cu_seqlens_q.shape[1] - 1
-        self.total_q = _entries(q, q_dim, num).shape[1]
-        self.total_k = None if block_table is not None else _entries(k, k_dim, num).shape[1]
+        self.total_q = entries(q, q_dim, num).shape[1]
+        self.total_k = None if block_table is not None else entries(k, k_dim, num).shape[1]
         totals = [self.total_q, self.total_k or 0]
         if num * max(totals) >= 2**31:
             raise RuntimeError(f"vmap: {num} times {max(totals)} rows are too many for cu_seqlens, which are int32")
@@ -92,20 +97,20 @@ class _Packed:
         return cu_seqlens_q, cu_seqlens_k, max_q, max(max_k, self.total_k)
 
     def q(self, x, dim):
-        return _joined(x, dim, self.num)
+        return join_first(x, dim, self.num)
 
     k = q
 
     def dout(self, x, dim):
-        return _owned(_entries(x, dim, self.num), self.cu_seqlens_q).flatten(0, 1)
+        return _owned(entries(x, dim, self.num), self.cu_seqlens_q).flatten(0, 1)
 
     def lse(self, x, dim):
-        return _entries(x, dim, self.num).transpose(0, 1).flatten(1, 2)
+        return entries(x, dim, self.num).transpose(0, 1).flatten(1, 2)
 
     def slopes(self, x, dim):
         if x is None or (dim is None and x.dim() == 1):
             return x
-        x = _entries(x, dim, self.num)
+        x = entries(x, dim, self.num)
         return self._per_sequence(x[:, None].expand(-1, self.b, -1) if x.dim() == 2 else x)
 
     def _per_sequence(self, x):
@@ -115,7 +120,7 @@ class _Packed:
 
     def table(self, table, dim, num_pages):
         """num_pages is 0 if the entries share all pages."""
-        x = _entries(table, dim, self.num)
+        x = entries(table, dim, self.num)
         first = torch.arange(self.num, dtype=x.dtype, device=x.device) * num_pages
         return self._per_sequence(x + first[:, None, None])
 
@@ -150,7 +155,7 @@ def _owned(x, cu_seqlens, dim=1, value=0):
 
 def _join(info, in_dims, q, k, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, block_table=None):
     if cu_seqlens_q is None:
-        return _Dense(info.batch_size, q, in_dims[0])
+        return Dense(info.batch_size, q, in_dims[0])
     k, k_dim = (q, in_dims[0]) if k is None else (k, in_dims[1])
     return _Packed(
         info.batch_size, q, in_dims[0], k, k_dim, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, block_table
@@ -165,7 +170,7 @@ def attention(apply, info, in_dims, arguments):
     q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table, *options = arguments
     dropout_p = options[2]
     if dropout_p and info.randomness != "different":
-        return _one_by_one(apply, info, in_dims, arguments, q.device)
+        return one_by_one(apply, info, in_dims, arguments, q.device)
     joined = _join(info, in_dims, q, k, cu_seqlens_q, cu_seqlens_k, in_dims[3:5], options[:2], block_table)
     slopes = joined.slopes(alibi_slopes, in_dims[5])
     lengths = None, None, *options[:2]
@@ -197,7 +202,7 @@ def gradients(apply, info, in_dims, options, needed, dout, saved):
     tensors, (out, lse, rng_state, alibi_slopes, *cu_seqlens) = saved[:num_tensors], saved[num_tensors:]
     out_dim, lse_dim, rng_dim, slopes_dim, *cu_dims = dims[num_tensors:]
     if dropout_p and (out_dim is None or rng_dim is not None):
-        return _one_by_one(apply, info, in_dims, (options, needed, dout, *saved))
+        return one_by_one(apply, info, in_dims, (options, needed, dout, *saved))
     q, k = (*tensors, None)[:2]
     joined = _join(info, dims, q, k, *(cu_seqlens or (None, None)), cu_dims, max_seqlens)
     if cu_seqlens:
@@ -229,7 +234,7 @@ def batch_of_gradients(apply, options, needed, dout, saved):
     return [None if x is None else torch._add_batch_dim(x, 0, level) for x in grads]
 
 
-def _one_by_one(apply, info, in_dims, arguments, device=None):
+def one_by_one(apply, info, in_dims, arguments, device=None):
     """Computes the entries one after the other. With a device, all of them draw the same random numbers."""
     get_rng_state, set_rng_state = rng_of(device) if device is not None else (lambda: None, lambda state: None)
     state, results = get_rng_state(), []
@@ -277,7 +282,7 @@ def check_randomness(tensors):
 
 
 def _is_joined_in_place(x, dim):
-    """Is ``_joined`` of the tensor a view of it?"""
+    """Is ``join_first`` of the tensor a view of it?"""
     x = x.movedim(dim, 0)
     return 1 in x.shape[:2] or x.stride(0) == x.stride(1) * x.shape[1]
 
@@ -295,25 +300,25 @@ def step(apply, info, in_dims, options, tensors):
         if k is not None and dim is None:
             raise RuntimeError(f"vmap: {name} is written, so it must be mapped like the other arguments")
     if not cos_dim is sin_dim is None:
-        return _one_by_one(lambda *entry: apply(options, *entry), info, in_dims, tensors)
-    joined = _Dense(num, q, q_dim)
+        return one_by_one(lambda *entry: apply(options, *entry), info, in_dims, tensors)
+    joined = Dense(num, q, q_dim)
     b, is_shared = joined.b, k_cache_dim is v_cache_dim is None
     caches = k_cache, v_cache
     if not is_shared:
-        caches = _joined(k_cache, k_cache_dim, num), _joined(v_cache, v_cache_dim, num)
+        caches = join_first(k_cache, k_cache_dim, num), join_first(v_cache, v_cache_dim, num)
     entry_rows = caches[0].shape[0] // (1 if is_shared else num)  # or pages
     numbers = torch.arange(num, dtype=torch.int32, device=q.device)
     if table is not None:
-        num_rows = _entries(table, table_dim, num).shape[1]
-        table = _entries(table, table_dim, num) + (numbers * (0 if is_shared else entry_rows))[:, None, None]
+        num_rows = entries(table, table_dim, num).shape[1]
+        table = entries(table, table_dim, num) + (numbers * (0 if is_shared else entry_rows))[:, None, None]
         table, entry_rows, is_shared = table.flatten(0, 1), num_rows, False
     if batch_idx is not None or is_shared or entry_rows != b:
         idx = torch.arange(b, dtype=torch.int32, device=q.device) if batch_idx is None else batch_idx
-        batch_idx = _entries(idx, batch_idx_dim, num) + (numbers * (0 if is_shared else entry_rows))[:, None]
+        batch_idx = entries(idx, batch_idx_dim, num) + (numbers * (0 if is_shared else entry_rows))[:, None]
         batch_idx = batch_idx.flatten()
     out, softmax_lse = apply(
         options, joined.q(q, q_dim), *caches, joined.k(k, k_dim), joined.k(v, v_dim),
-        _joined(seqlens, seqlens_dim, num), cos, sin, batch_idx, _joined(leftpad, leftpad_dim, num), table,
+        join_first(seqlens, seqlens_dim, num), cos, sin, batch_idx, join_first(leftpad, leftpad_dim, num), table,
         joined.slopes(slopes, slopes_dim),
     )  # fmt: skip
     for cache, dim, written in ((k_cache, k_cache_dim, caches[0]), (v_cache, v_cache_dim, caches[1])):

@@ -10,9 +10,12 @@ below do these moves. The backward of each move is the other move. A third funct
 tensor as a residual.
 """
 
+from typing import Any, Optional
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
+from torch import Tensor
 
 __all__ = [
     "IndexFirstAxis",
@@ -30,66 +33,98 @@ __all__ = [
 
 
 class IndexFirstAxis(torch.autograd.Function):
-    """rows = input[indices]. The backward scatters into zeros, and a repeated index keeps one of its gradients."""
+    """rows = input[indices]. The backward scatters into zeros, and a repeated index keeps one of its gradients.
+
+    >>> IndexFirstAxis.apply(torch.arange(8.0).view(4, 2), torch.tensor([3, 0]))
+    tensor([[6., 7.],
+            [0., 1.]])
+    """
 
     @staticmethod
-    def forward(ctx, input, indices):
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.num_rows = input.shape[0]
         return input[indices.long()]
 
     @staticmethod
-    def backward(ctx, grad_rows):
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Optional[Tensor], ...]:
         (indices,) = ctx.saved_tensors
         return index_put_first_axis(grad_rows, indices, ctx.num_rows), None
 
 
 class IndexPutFirstAxis(torch.autograd.Function):
-    """out = zeros; out[indices] = values. The backward gathers."""
+    """out = zeros; out[indices] = values. The backward gathers.
+
+    >>> IndexPutFirstAxis.apply(torch.ones(2, 3), torch.tensor([3, 0]), 4)
+    tensor([[1., 1., 1.],
+            [0., 0., 0.],
+            [0., 0., 0.],
+            [1., 1., 1.]])
+    """
 
     @staticmethod
-    def forward(ctx, values, indices, first_axis_dim):
+    def forward(ctx: Any, values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
         ctx.save_for_backward(indices)
         out = values.new_zeros(first_axis_dim, *values.shape[1:])
         out[indices.long()] = values
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Optional[Tensor], ...]:
         (indices,) = ctx.saved_tensors
         return index_first_axis(grad_out, indices), None, None
 
 
 class IndexFirstAxisResidual(torch.autograd.Function):
-    """(input[indices], input). The backward adds the gradient of the rows to the gradient of the residual."""
+    """(input[indices], input). The backward adds the gradient of the rows to the gradient of the residual.
+
+    >>> rows, residual = IndexFirstAxisResidual.apply(torch.randn(4, 2), torch.tensor([3, 0]))
+    >>> rows.shape, residual.shape
+    (torch.Size([2, 2]), torch.Size([4, 2]))
+    """
 
     @staticmethod
-    def forward(ctx, input, indices):
+    def forward(ctx: Any, input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(indices)
         return input[indices.long()], input.detach()
 
     @staticmethod
-    def backward(ctx, grad_rows, grad_residual):
+    def backward(ctx: Any, grad_rows: Tensor, grad_residual: Tensor) -> tuple[Optional[Tensor], ...]:
         (indices,) = ctx.saved_tensors
         return grad_residual.index_add(0, indices.long(), grad_rows), None
 
 
-def index_first_axis(input, indices):
-    """Rows of the first axis: ``input`` [n, ...], ``indices`` [k] integers -> [k, ...]. Differentiable in ``input``."""
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """Rows of the first axis: ``input`` [n, ...], ``indices`` [k] integers -> [k, ...]. Differentiable in ``input``.
+
+    >>> index_first_axis(torch.arange(4), torch.tensor([3, 0]))
+    tensor([3, 0])
+    """
     return IndexFirstAxis.apply(input, indices)
 
 
-def index_put_first_axis(values, indices, first_axis_dim):
-    """Zeros [first_axis_dim, ...] with ``values`` [k, ...] at ``indices`` [k]. Differentiable in ``values``."""
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Zeros [first_axis_dim, ...] with ``values`` [k, ...] at ``indices`` [k]. Differentiable in ``values``.
+
+    >>> index_put_first_axis(torch.tensor([5, 7]), torch.tensor([3, 0]), 4)
+    tensor([7, 0, 0, 5])
+    """
     return IndexPutFirstAxis.apply(values, indices, first_axis_dim)
 
 
-def index_first_axis_residual(input, indices):
-    """Does ``index_first_axis`` and also returns ``input``, so a residual branch needs no second gradient buffer."""
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Does ``index_first_axis`` and also returns ``input``, so a residual branch needs no second gradient buffer.
+
+    >>> rows, residual = index_first_axis_residual(torch.arange(4.0), torch.tensor([3, 0]))
+    >>> rows, residual
+    (tensor([3., 0.]), tensor([0., 1., 2., 3.]))
+    """
     return IndexFirstAxisResidual.apply(input, indices)
 
 
-def unpad_input(hidden_states, attention_mask, unused_mask=None):
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Optional[Tensor] = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Pack the tokens of a padded batch.
 
     Args:
@@ -102,6 +137,13 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
         ``[b + 1]``; the longest length, an int (reads the device); ``seqused`` int32 ``[b]``, the number of tokens in
         ``attention_mask``.
     Gradients for hidden_states.
+
+    >>> mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    >>> tokens, indices, cu_seqlens, longest, seqused = unpad_input(torch.randn(2, 4, 16), mask)
+    >>> tokens.shape, indices, cu_seqlens
+    (torch.Size([5, 16]), tensor([0, 1, 4, 5, 6]), tensor([0, 2, 5], dtype=torch.int32))
+    >>> longest, seqused
+    (3, tensor([2, 3], dtype=torch.int32))
     """
     used = attention_mask != 0
     stored = used if unused_mask is None else used | (unused_mask != 0)
@@ -109,7 +151,9 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     return tokens, indices, cu_seqlens, max_seqlen, used.sum(-1, dtype=torch.int32)
 
 
-def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pack a padded batch whose rows hold several short sequences one after the other.
 
     Args:
@@ -119,6 +163,11 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     Returns:
         Four values as of ``unpad_input``: tokens, indices, ``cu_seqlens`` over all sequences, the longest length.
     Gradients for hidden_states.
+
+    >>> lengths = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+    >>> tokens, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(torch.randn(2, 4, 16), lengths)
+    >>> indices, cu_seqlens, longest
+    (tensor([0, 1, 2, 4, 5, 6]), tensor([0, 2, 3, 6], dtype=torch.int32), 3)
     """
     positions = torch.arange(attention_mask_in_length.shape[-1], device=attention_mask_in_length.device)
     stored = positions < attention_mask_in_length.sum(-1, keepdim=True)
@@ -126,8 +175,14 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     return _pack(hidden_states, stored, lengths)
 
 
-def pad_input(hidden_states, indices, batch, seqlen):
-    """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]`` with zeros elsewhere. Undoes ``unpad_input``."""
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]`` with zeros elsewhere. Undoes ``unpad_input``.
+
+    >>> x = torch.randn(2, 4, 16)
+    >>> tokens, indices, *_ = unpad_input(x, torch.ones(2, 4))
+    >>> torch.equal(pad_input(tokens, indices, 2, 4), x)
+    True
+    """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

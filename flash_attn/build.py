@@ -62,7 +62,7 @@ def _build_call(place, archs):
     return [kernel.name for kernel in kernels if kernel.is_compiled]
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", default=["sm_90a"], choices=[*ARCHS, "sm_90"])
     what = parser.add_mutually_exclusive_group()

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 
@@ -32,11 +32,11 @@ class Plan:
     has_low_launch: bool = False  # packed sequences of few rows have a launch of their own, which runs first
     workspace_bytes: int = 0
     any_order: bool = False  # backward: parts of dq are added in any order, and repeats differ by rounding
-    ruled_out: list = field(default_factory=list)  # (kernel, reason) of each kernel that was ruled out
+    ruled_out: list[tuple[str, str]] = field(default_factory=list)  # (kernel, reason) of each kernel that was ruled out
     refusal: str = ""  # reason why no kernel can run the call
     backward: Optional["Plan"] = None  # plan of the backward pass, if an input requires grad
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"{self.direction} on {self.device}: {self.kernel or self.refusal}"]
         if self.kernel:
             lines += [f"    instruction set  {self.isa}"] if self.isa else []
@@ -174,7 +174,7 @@ def _check_memory(function, tensors):
             )
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Plan, list[Plan]]:
     """Returns the plan of the call ``function(*args, **kwargs)``. The call is checked and planned but not run.
 
         print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))
@@ -192,6 +192,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         TypeError: the call plans no attention, or a tensor is on device "meta" or fake.
         On the CPU, the errors of the call itself.
+
+    >>> q = torch.randn(1, 128, 4, 64, requires_grad=True)
+    >>> plan = explain(flash_attn_func, q, q, q, causal=True)
+    >>> print(plan.direction, "on", plan.device, "and", plan.backward.direction)
+    forward on cpu and backward
     """
     tensors = list(_tensors_of((args, kwargs)))
     if isinstance(function, torch.nn.Module):

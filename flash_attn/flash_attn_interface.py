@@ -16,12 +16,14 @@ calls has a file of its own:
     _calls.py              nested tensors, autocast, errors in the caller's names: what comes before one forward
     _attention.py          one forward, one backward, and their place in autograd
     _vmap.py               torch.vmap in one call
+    _transforms.py         torch.func over calls with options that upstream does not have
     _cache.py              decoding
+    _distributed.py        DTensors; _distributed_ops.py: of the ops
     _private_functions.py  private functions and classes that clients of flash-attn 2 call
 """
 
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+import sys as _sys
+from typing import Optional, Union
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -30,6 +32,7 @@ from flash_attn._arguments import as_int as _as_int
 from flash_attn._arguments import as_scale as _as_scale
 from flash_attn._arguments import as_window as _as_window
 from flash_attn._arguments import distinct as _distinct
+from flash_attn._arguments import has_distributed as _has_distributed
 from flash_attn._arguments import maybe_contiguous
 from flash_attn._attention import backward as _backward
 from flash_attn._attention import record as _record
@@ -55,6 +58,7 @@ from flash_attn._private_functions import (
     _wrapped_flash_attn_varlen_backward,
     _wrapped_flash_attn_varlen_forward,
 )
+from flash_attn._types import Length, Window
 
 __all__ = [
     "FlashAttnFunc",
@@ -88,9 +92,6 @@ __all__ = [
     "round_multiple",
 ]
 
-Window = Union[Sequence[int], Tensor]  # (left, right)
-Length = Union[int, Tensor]  # a tensor has one element
-
 USE_TRITON_ROCM = False
 flash_attn_gpu = _direct = flash_attn_2_cuda
 
@@ -116,14 +117,19 @@ def flash_attn_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """Exact attention ``softmax(softmax_scale * q @ k.T + mask) @ v`` without storing the scores.
 
     The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
-    before it. len_q = 2, len_kv = 4:
+    before it. Fewer queries than keys, and more:
 
         causal     x x x .      window     . x x .
                    x x x x      (1, 0)     . . x x
+
+        causal     . .          window     . .
+                   . .          (1, 0)     . .
+                   x .                     x .
+                   x x                     x x
 
     Args:
         q: ``[b, len_q, h, d]`` in fp16, bf16, fp32 or (CPU) fp64; d from 1 to 256. Any strides are allowed. A tensor
@@ -162,6 +168,15 @@ def flash_attn_func(
             attn_mask, return_max_logits, and return_lse with gradients, if there is dropout.
     Gradients for q, k, v, attn_bias and sinks, through out, and through the lse of return_lse.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
+
+    >>> q, k, v = torch.zeros(1, 2, 1, 8), torch.zeros(1, 4, 1, 8), torch.eye(4, 8)[None, :, None]
+    >>> out = flash_attn_func(q, k, v, causal=True)  # the mean of the rows of v that a row sees
+    >>> out[0, :, 0, :4] > 0
+    tensor([[ True,  True,  True, False],
+            [ True,  True,  True,  True]])
+    >>> out, lse = flash_attn_func(q, k, v, window_size=(1, 0), return_lse=True)
+    >>> lse.exp().round()  # two keys, whose scores are 0
+    tensor([[[2., 2.]]])
     """
     if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
@@ -201,8 +216,15 @@ def flash_attn_kvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_func`` with keys and values in one tensor: same results, and the gradient of kv comes in one piece.
+
+    The mask is aligned to the bottom right corner. Causal with fewer queries than keys, and with more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
 
     Args:
         q: ``[b, len_q, h, d]``.
@@ -210,6 +232,11 @@ def flash_attn_kvpacked_func(
         The others: see ``flash_attn_func``.
     Returns, Raises, Source: see ``flash_attn_func``.
     Gradients for q and kv.
+
+    >>> q, kv = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 2, 8)
+    >>> out = flash_attn_kvpacked_func(q, kv, causal=True)
+    >>> torch.equal(out, flash_attn_func(q, *kv.unbind(2), causal=True))
+    True
     """
     if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
@@ -238,14 +265,26 @@ def flash_attn_qkvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
+
+    There are as many queries as keys:
+
+        causal     x . .      window     x . .
+                   x x .      (1, 0)     x x .
+                   x x x                 . x x
 
     Args:
         qkv: ``[b, len, 3, h, d]``: queries, keys, values; as many key heads as query heads.
         The others: see ``flash_attn_func``.
     Returns, Raises, Source: see ``flash_attn_func``; out is ``[b, len, h, d]``.
     Gradients for qkv.
+
+    >>> qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)
+    >>> out = flash_attn_qkvpacked_func(qkv, causal=True)
+    >>> out.sum().backward()
+    >>> out.shape, qkv.grad.shape
+    (torch.Size([2, 5, 4, 8]), torch.Size([2, 5, 3, 4, 8]))
     """
     if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
@@ -281,7 +320,7 @@ def flash_attn_varlen_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
 
     Sequence n owns rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` and sees only its own keys. Two sequences of
@@ -292,6 +331,15 @@ def flash_attn_varlen_func(
         . . x . .
         . . x x .
         . . x x x
+
+    The mask of each sequence is aligned to its bottom right corner. Causal, cu_seqlens_q = [0, 2, 5], cu_seqlens_k =
+    [0, 4, 6]: the first sequence has fewer queries than keys, the second has more:
+
+        x x x . . .
+        x x x x . .
+        . . . . . .
+        . . . . x .
+        . . . . x x
 
     Args:
         q: ``[total_q, h, d]``.
@@ -309,6 +357,12 @@ def flash_attn_varlen_func(
         RuntimeError: see ``flash_attn_func``; on the CPU also for lengths and pages that do not fit the tensors.
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
+
+    >>> q, k, v = torch.randn(3, 5, 4, 8)  # 5 tokens of 4 heads
+    >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True)
+    >>> torch.allclose(out[2:], flash_attn_func(q[None, 2:], k[None, 2:], v[None, 2:], causal=True)[0], atol=1e-6)
+    True
     """
     if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
@@ -354,8 +408,16 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_varlen_func`` with keys and values in one tensor, whose gradient comes in one piece too.
+
+    Causal, cu_seqlens_q = [0, 2, 5], cu_seqlens_k = [0, 4, 6]:
+
+        x x x . . .
+        x x x x . .
+        . . . . . .
+        . . . . x .
+        . . . . x x
 
     Args:
         q: ``[total_q, h, d]``.
@@ -363,6 +425,11 @@ def flash_attn_varlen_kvpacked_func(
         The others: see ``flash_attn_varlen_func``.
     Returns, Raises, Source: see ``flash_attn_varlen_func``.
     Gradients for q and kv.
+
+    >>> q, kv = torch.randn(5, 4, 8), torch.randn(7, 2, 2, 8)
+    >>> cu_seqlens_q, cu_seqlens_k = torch.tensor([[0, 2, 5], [0, 3, 7]], dtype=torch.int32)
+    >>> flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, 3, 4).shape
+    torch.Size([5, 4, 8])
     """
     if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
@@ -394,8 +461,16 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Optional[Tensor] = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``flash_attn_varlen_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
+
+    Two sequences of lengths 2 and 3, causal:
+
+        x . . . .
+        x x . . .
+        . . x . .
+        . . x x .
+        . . x x x
 
     Args:
         qkv: ``[total, 3, h, d]``: queries, keys, values; as many key heads as query heads.
@@ -404,6 +479,11 @@ def flash_attn_varlen_qkvpacked_func(
         The others: see ``flash_attn_varlen_func``.
     Returns, Raises, Source: see ``flash_attn_varlen_func``; out is ``[total, h, d]``.
     Gradients for qkv.
+
+    >>> qkv = torch.randn(5, 3, 4, 8)
+    >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 3, window_size=(1, 0)).shape
+    torch.Size([5, 4, 8])
     """
     if not (attn_bias is attn_mask is sinks is None and return_lse is return_max_logits is False):
         return _attend_extended(
@@ -439,17 +519,19 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     sinks: Optional[Tensor] = None,
-) -> Any:
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
     If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary
     embedding, if there is one, rotates k before. Then q attends to rows ``cache_leftpad`` to
-    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. With len_q = 2,
-    cache_seqlens = 2, len_new = 2, causal:
+    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. Causal,
+    with len_q = 2, cache_seqlens = 2, len_new = 2, and with more queries than keys, cache_seqlens = 0:
 
-        cached  new
-         x x    x .
-         x x    x x
+        cached  new      new
+         x x    x .      . .
+         x x    x x      . .
+                         x .
+                         x x
 
     Args:
         q: ``[b, len_q, h, d]`` in fp16, bf16, fp32 or (CPU) fp64.
@@ -478,8 +560,22 @@ def flash_attn_with_kvcache(
         RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
     There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
+
+    >>> k_cache, v_cache = torch.zeros(2, 1, 16, 2, 8)  # room for 16 tokens
+    >>> q, k, v = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    >>> lengths = torch.tensor([3], dtype=torch.int32)
+    >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+    >>> out.shape, torch.equal(k_cache[0, 3], k[0, 0])
+    (torch.Size([1, 1, 4, 8]), True)
     """
     if sinks is not None:
+        if _has_distributed((q, k_cache, v_cache, sinks)):
+            out, softmax_lse = _attend_with_cache(
+                q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+                block_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+                return_softmax_lse, sinks=sinks,
+            )  # fmt: skip
+            return (out, softmax_lse) if return_softmax_lse else out
         from flash_attn._extended import with_sinks
 
         out, softmax_lse = with_sinks(
@@ -506,3 +602,5 @@ def flash_attn_with_kvcache(
 
 register_once("formulas for FLOPs", register_flops)
 register_once("all", forget_own_kernels)
+if "torch.distributed.tensor" in _sys.modules:
+    from flash_attn import _distributed_ops  # noqa: F401  the ops take DTensors

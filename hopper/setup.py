@@ -1,7 +1,7 @@
-"""Builds flash_attn_3: Python files and one C extension, for every Python >= 3.9 and every torch >= 2.10 at once.
+"""Builds flash_attn_3: Python files and one C extension, for every Python >= 3.10 and every torch >= 2.10 at once.
 
 The C files are those of ../csrc. An sdist carries a copy of them, so that it builds on its own. README.md lists the
-environment variables.
+environment variables. Everything that is no code stands in pyproject.toml.
 """
 
 import os
@@ -35,24 +35,12 @@ class Sdist(sdist):
         shutil.copy(LICENSE, Path(base_dir, "LICENSE"))
 
 
+# GPU kernels are installed as text beside the Python files. A kernel is compiled at its first use.
 setup(
-    name="flash_attn_3",
-    version="3.0.0",
-    description="Exact attention for PyTorch with the API of FlashAttention-3, on CPUs and GPUs, with FP8",
-    long_description=Path("README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
     license="BSD-3-Clause",
-    python_requires=">=3.9",
-    # Without bounds, so that pip never replaces the installed torch. If this torch is older than 2.10,
-    # `import flash_attn_3` says so.
-    install_requires=["torch"],
     packages=["flash_attn_3"] + (["flash_attn_3.cuda"] if glob(f"{CSRC}/cuda/*.cu") else []),
-    py_modules=["flash_attn_interface", "flash_attn_config"],
-    # GPU kernels are installed as text beside the Python files. A kernel is compiled at its first use.
     package_dir={"flash_attn_3.cuda": f"{CSRC}/cuda"},
-    package_data={"flash_attn_3.cuda": ["*.cu", "*.cuh", "*.h", "*.def"]},
     ext_modules=[extension.extension("flash_attn_3._C", CSRC, 3)],
     cmdclass={"build_ext": extension.BuildExt, "sdist": Sdist},
-    options={"bdist_wheel": {"py_limited_api": "cp39"}, "build_ext": {"build_temp": BUILD}},
-    zip_safe=False,
+    options={"build_ext": {"build_temp": BUILD}},
 )

@@ -1,9 +1,12 @@
 """Builds the extension of hopper/ in place, if it is older than its sources."""
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from object_cache import cached_build
 
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = ROOT / "hopper"
@@ -23,5 +26,5 @@ def build_hopper():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_old():
             command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
-            subprocess.run(command, cwd=HOPPER, check=True)
+            subprocess.run(command, cwd=HOPPER, check=True, env={**os.environ, **cached_build()})
     return MODULE

@@ -1,17 +1,21 @@
 """Runs one function on several ranks of a gloo group, each in a process of its own."""
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def on_ranks(function, tmp_path, world_size=2):
+def on_ranks(function, tmp_path, world_size=2, backend="gloo"):
     """Runs ``function(rank, group)`` on every rank. An exception on any rank fails the test. The function must be
-    importable."""
-    mp.spawn(_rank, args=(function, world_size, str(tmp_path / "rendezvous")), nprocs=world_size)
+    importable. With backend "nccl" each rank has a GPU."""
+    mp.spawn(_rank, args=(function, world_size, str(tmp_path / "rendezvous"), backend), nprocs=world_size)
 
 
-def _rank(rank, function, world_size, file):
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
+def _rank(rank, function, world_size, file, backend):
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world_size)
     try:
         function(rank, dist.group.WORLD)
     finally:

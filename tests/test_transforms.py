@@ -3,6 +3,8 @@
 Each test compares with a loop. ``vmap`` makes one call of the op, and warns of nothing.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -17,7 +19,9 @@ from flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    merge_attention,
 )
+from flash_attn.flex_attention import flex_attention
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:`torch.jit.script")
 INT = torch.int32
@@ -340,14 +344,46 @@ def test_second_derivatives_are_refused(case):
             second(*tensors)
 
 
-def test_graphs_of_transforms_are_refused():
-    """Dynamo's own transforms would give wrong gradients."""
+NOT_TRACED = "flash_attn cannot be compiled inside grad, vmap"
+ATTENTIONS = {
+    "plain": lambda x: flash_attn_func(x, x, x),
+    "packed": lambda x: flash_attn_qkvpacked_func(torch.stack([x, x, x], 2)),
+    "lse": lambda x: flash_attn_func(x, x, x, return_lse=True)[0],
+    "sinks": lambda x: flash_attn_func(x, x, x, sinks=x[0, 0, :, 0]),
+    "bias": lambda x: flash_attn_func(x, x, x, attn_bias=x[:, :, 0, :1]),
+    "merge": lambda x: merge_attention([x.float()], [x[..., 0].float().transpose(1, 2)])[0],
+    "flex": lambda x: flex_attention(x, x, x),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_graphs_of_gradients_are_refused(name, fullgraph):
+    """Dynamo's own transforms would give wrong gradients. Its tensors cannot pass a graph break inside of grad."""
+    torch._dynamo.reset()
+    attend = ATTENTIONS[name]
+    function = grad(lambda x: (attend(2 * x) ** 2).sum())
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=NOT_TRACED):
+        torch.compile(lambda x: function(x + 1) + 1, backend="eager", fullgraph=fullgraph)(randn(1, 5, 2, 8))
+
+
+def test_vmap_breaks_graphs():
+    torch._dynamo.reset()
+    warnings.simplefilter("ignore")  # for this test: Dynamo instantiates an autograd function, and torch warns
+    x = randn(3, 1, 5, 2, 8)
+    function = lambda x: vmap(ATTENTIONS["packed"])(2 * x) + 1  # noqa: E731
+    close(torch.compile(function, backend="eager")(x), function(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=NOT_TRACED):
+        torch.compile(function, backend="eager", fullgraph=True)(x)
+
+
+def test_a_disabled_transform_works_beside_a_graph():
     torch._dynamo.reset()
     x = randn(1, 5, 2, 8)
-    attend = lambda x: flash_attn_func(x, x, x)  # noqa: E731
-    for function in (grad(lambda x: attend(x).sum()), lambda x: vmap(attend)(x[None])):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="flash_attn cannot be compiled inside grad, vmap"):
-            torch.compile(function, backend="eager", fullgraph=True)(x)
+    function = grad(lambda x: (ATTENTIONS["packed"](2 * x) ** 2).sum())
+    disabled = torch.compiler.disable(function)
+    close(torch.compile(lambda x: disabled(x + 1) + 1, backend="eager")(x), function(x + 1) + 1)
 
 
 def test_gradients_of_decoding_do_not_exist(monkeypatch):

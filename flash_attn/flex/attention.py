@@ -7,14 +7,21 @@ wrong. Both give the same results and save the same tensors for the backward.
 
 import math
 import warnings
+from typing import Any, Optional, Union
 
 import flash_attn_2_cuda
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as upstream
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
 
+from .._arguments import has_distributed
+from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import is_freed, refuse_transforms, without_second_derivative
+from .._types import MaskMod, ScoreMod
 from . import calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
@@ -173,6 +180,11 @@ def sum_dtype(tensor):
 def _check_tensors(query, key, value, enable_gqa, block_mask, is_paged):
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotImplementedError("flex_attention does not support NestedTensor inputs: convert them to dense tensors")
+    if has_distributed((query, key, value)):
+        raise NotImplementedError(
+            "flex_attention takes no DTensors, because its functions would count the heads and batch entries of one "
+            "rank: call it on local tensors, as torch.distributed.tensor.experimental.local_map does"
+        )
     if query.dtype != key.dtype or query.dtype != value.dtype:
         raise ValueError(
             "Expected query, key, and value to have the same dtype, but got query.dtype: "
@@ -303,22 +315,22 @@ def _warn_once(text):
 
 
 def flex_attention(
-    query,
-    key,
-    value,
-    score_mod=None,
-    block_mask=None,
-    scale=None,
-    enable_gqa=False,
-    return_lse=False,
-    kernel_options=None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Optional[ScoreMod] = None,
+    block_mask: Optional[BlockMask] = None,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Optional[dict[str, Any]] = None,
     *,
-    return_aux=None,
-    mask_mod=None,
-    q_offset=None,
-    kv_len=None,
-    block_table=None,
-):
+    return_aux: Optional[AuxRequest] = None,
+    mask_mod: Optional[MaskMod] = None,
+    q_offset: Union[int, Tensor, None] = None,
+    kv_len: Union[int, Tensor, None] = None,
+    block_table: Optional[Tensor] = None,
+) -> Union[Tensor, tuple[Tensor, Tensor], tuple[Tensor, AuxOutput]]:
     """Attention with a score function and a block mask, as ``torch.nn.attention.flex_attention.flex_attention``.
 
     One kernel computes it, forward and backward, with and without ``torch.compile``. No array of all scores is made.
@@ -350,6 +362,14 @@ def flex_attention(
         ValueError: the tensors or the block mask do not fit each other.
         NotImplementedError: a mod uses an operation that is not supported, E is above 256, Ev is above 512 (256 in a
             backward), or a gradient is wanted with kv_len or block_table.
+
+    >>> query, key, value = torch.randn(3, 2, 4, 256, 16)
+    >>> block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, "cpu")
+    >>> slopes = torch.randn(4, requires_grad=True)
+    >>> out = flex_attention(query, key, value, lambda s, b, h, i, j: s + slopes[h] * (j - i), block_mask)
+    >>> out.sum().backward()
+    >>> out.shape, slopes.grad.shape
+    (torch.Size([2, 4, 256, 16]), torch.Size([4]))
     """
     is_for_torch = kernel_options and _check_kernel_options(kernel_options)
     if not (
@@ -379,7 +399,7 @@ def flex_attention(
     if is_for_torch:
         if q_offset is not None or kv_len is not None or block_table is not None:
             raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
-        return upstream.flex_attention(
+        return torchs_flex_attention(
             query,
             key,
             value,
@@ -409,6 +429,7 @@ def flex_attention(
     if block_mask is not None and _check_block_mask(block_mask, query, len_kv, sequences):
         sequences = sequences._replace(blocks_have_offset=True)
     if torch.compiler.is_dynamo_compiling():
+        check_not_traced()
         return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences)
     refuse_transforms("flex_attention", query, key, value)
     query, key, value = in_autocast(query, key, value)

@@ -6,12 +6,16 @@ a masked element were seen.
 """
 
 import inspect
+from collections.abc import Sequence
+from typing import Optional, Union
 
 import flash_attn_2_cuda
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .._imagined import is_imagined, stand_in
+from .._types import Device, MaskMod, ScoreMod
 from . import calls, ops
 from .tracer import program_of
 
@@ -20,8 +24,12 @@ NAMES += tuple("full_" + name for name in NAMES)
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-def noop_mask(batch, head, token_q, token_kv):
-    """The mask that allows everything."""
+def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
+    """The mask that allows everything.
+
+    >>> create_mask(noop_mask, 1, 1, 2, 3, "cpu").all()
+    tensor(True)
+    """
     return batch.new_ones((), dtype=torch.bool, device=batch.device)
 
 
@@ -30,8 +38,15 @@ def _check_callable(mask_mods):
         raise RuntimeError(f"All inputs should be callable mask_mods: {mask_mods}")
 
 
-def and_masks(*mask_mods):
-    """Returns a mask_mod that allows what all of the mask_mods allow."""
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Returns a mask_mod that allows what all of the mask_mods allow.
+
+    >>> causal, near = lambda b, h, i, j: i >= j, lambda b, h, i, j: i - j < 2
+    >>> create_mask(and_masks(causal, near), 1, 1, 3, 3, "cpu")[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    """
     _check_callable(mask_mods)
 
     def and_mask(b, h, q_idx, kv_idx):
@@ -43,8 +58,15 @@ def and_masks(*mask_mods):
     return and_mask
 
 
-def or_masks(*mask_mods):
-    """Returns a mask_mod that allows what any of the mask_mods allows."""
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Returns a mask_mod that allows what any of the mask_mods allows.
+
+    >>> causal, prefix = lambda b, h, i, j: i >= j, lambda b, h, i, j: j < 2
+    >>> create_mask(or_masks(causal, prefix), 1, 1, 3, 3, "cpu")[0, 0].int()
+    tensor([[1, 1, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
+    """
     _check_callable(mask_mods)
 
     def or_mask(b, h, q_idx, kv_idx):
@@ -101,7 +123,9 @@ def _sizes(**sizes):
     return [1 if size is None else int(size) for size in sizes.values()]
 
 
-def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
+def create_mask(
+    mod_fn: Union[MaskMod, ScoreMod], B: Optional[int], H: Optional[int], Q_LEN: int, KV_LEN: int, device: Device = None
+) -> Tensor:
     """Evaluates a mod for every query and key.
 
     Args:
@@ -111,6 +135,10 @@ def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
         device: the CPU; None is the current accelerator, or the CPU.
     Returns:
         ``[B, H, Q_LEN, KV_LEN]``, bool.
+
+    >>> create_mask(lambda b, h, i, j: i >= j, 1, 1, 2, 4, "cpu")[0, 0].int()  # aligned to the top left corner
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0]], dtype=torch.int32)
     """
     device = _device_of(device, ["cpu"])
     shape = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
@@ -124,7 +152,16 @@ def create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device=None):
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
 
 
-def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128, _compile=False):
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: Optional[int],
+    H: Optional[int],
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Device = None,
+    BLOCK_SIZE: Union[int, Sequence[int]] = 128,
+    _compile: bool = False,
+) -> BlockMask:
     """Lists the full and the partial blocks of a mask. Memory grows with the number of blocks.
 
     Args:
@@ -139,6 +176,12 @@ def create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128
     Raises:
         NotImplementedError: the device is no CPU and no GPU, or mask_mod uses an operation that is not supported.
         RuntimeError: mask_mod branches on its indices, or one of its tensors is on another device.
+
+    >>> mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 512, 512, "cpu")
+    >>> mask.kv_num_blocks  # partial blocks of each row of blocks
+    tensor([[[1, 1, 1, 1]]], dtype=torch.int32)
+    >>> mask.full_kv_num_blocks
+    tensor([[[0, 1, 2, 3]]], dtype=torch.int32)
     """
     from . import graph
 

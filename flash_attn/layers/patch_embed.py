@@ -3,25 +3,36 @@
 The result equals a convolution whose stride is its kernel size. The weight reshapes to ``[embed_dim, c, p, p]``.
 """
 
+from collections.abc import Sequence
+from typing import Optional, Union
+
 import torch.nn as nn
+from torch import Tensor
+
+from flash_attn._types import MakesModule
 
 __all__ = ["PatchEmbed"]
 
 
 class PatchEmbed(nn.Module):
-    """``[b, c, H, W]`` -> ``[b, H / p * W / p, embed_dim]``; without ``flatten``, ``[b, H / p, W / p, embed_dim]``."""
+    """``[b, c, H, W]`` -> ``[b, H / p * W / p, embed_dim]``; without ``flatten``, ``[b, H / p, W / p, embed_dim]``.
+
+    >>> embed = PatchEmbed(img_size=32, patch_size=8, in_chans=3, embed_dim=48)
+    >>> embed(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 16, 48])
+    """
 
     def __init__(
         self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        norm_layer=None,
-        flatten=True,
-        bias=True,
-        fused_bias_fc=False,
-    ):
+        img_size: Union[int, Sequence[int]] = 224,
+        patch_size: Union[int, Sequence[int]] = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        norm_layer: Optional[MakesModule] = None,
+        flatten: bool = True,
+        bias: bool = True,
+        fused_bias_fc: bool = False,
+    ) -> None:
         super().__init__()
         self.img_size, self.patch_size = _pair(img_size), _pair(patch_size)
         self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
@@ -30,7 +41,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
         self.norm = norm_layer(embed_dim) if norm_layer else nn.Identity()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         assert tuple(x.shape[-2:]) == self.img_size, f"image is {tuple(x.shape[-2:])}, the model's is {self.img_size}"
         rows, columns = self.patch_size
         patches = x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows))  # [b, c, H / p, p, W / p, p]

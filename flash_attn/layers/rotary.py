@@ -5,8 +5,12 @@ opposite angles. Gradients are rotated into new memory, because autograd may pas
 Source: RoFormer, arXiv 2104.09864; XPos, arXiv 2212.10554.
 """
 
-import torch
+from typing import Any, Optional, Union
 
+import torch
+from torch import Tensor
+
+from flash_attn._types import Device, Offset
 from flash_attn.ops.triton.rotary import apply_rotary
 
 __all__ = [
@@ -23,16 +27,28 @@ __all__ = [
 ]
 
 
-def rotate_half(x, interleaved=False):
-    """Each pair (x0, x1) becomes (-x1, x0)."""
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Each pair (x0, x1) becomes (-x1, x0).
+
+    >>> rotate_half(torch.tensor([1, 2, 3, 4]))
+    tensor([-3, -4,  1,  2])
+    >>> rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True)
+    tensor([-2,  1, -4,  3])
+    """
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     x0, x1 = x.chunk(2, dim=-1)
     return torch.cat((-x1, x0), dim=-1)
 
 
-def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
-    """The definition, for tests. x is ``[b, s, h, d]``, cos and sin are ``[s, r / 2]`` or ``[b, s, r / 2]``."""
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """The definition, for tests. x is ``[b, s, h, d]``, cos and sin are ``[s, r / 2]`` or ``[b, s, r / 2]``.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
+    >>> y = apply_rotary_emb_torch(x, angles.cos(), angles.sin())
+    >>> torch.allclose(y.norm(dim=-1), x.norm(dim=-1))
+    True
+    """
     rotary_dim = 2 * cos.shape[-1]
     assert rotary_dim <= x.shape[-1], f"rotary dim {rotary_dim} exceeds head dim {x.shape[-1]}"
     cos, sin = (t.repeat_interleave(2, -1) if interleaved else t.repeat(*[1] * (t.dim() - 1), 2) for t in (cos, sin))
@@ -47,10 +63,26 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """Rotates one tensor, dense or packed."""
+    """Rotates one tensor, dense or packed.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
+    >>> y = ApplyRotaryEmb.apply(x, angles.cos(), angles.sin())
+    >>> torch.allclose(y, apply_rotary_emb_torch(x, angles.cos(), angles.sin()), atol=1e-6)
+    True
+    """
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool = False,
+        inplace: bool = False,
+        seqlen_offsets: Offset = 0,
+        cu_seqlens: Optional[Tensor] = None,
+        max_seqlen: Optional[int] = None,
+    ) -> Tensor:
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
         ctx.save_for_backward(cos, sin, cu_seqlens, offsets)
         ctx.seqlen_offsets = None if offsets is not None else seqlen_offsets
@@ -58,7 +90,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
         return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         cos, sin, cu_seqlens, offsets = ctx.saved_tensors
         offsets = ctx.seqlen_offsets if offsets is None else offsets
         dx = apply_rotary(grad, cos, sin, offsets, cu_seqlens, ctx.max_seqlen, ctx.interleaved, conjugate=True)
@@ -78,10 +110,26 @@ def _heads_of_q_and_k(qkv, num_heads_q):
 
 
 class ApplyRotaryEmbQKV_(torch.autograd.Function):
-    """Rotates q and k of a packed qkv in place. k may have a table of its own (XPos)."""
+    """Rotates q and k of a packed qkv in place. k may have a table of its own (XPos).
+
+    >>> qkv, angles = torch.randn(2, 5, 3, 4, 16), torch.randn(5, 8)
+    >>> out = ApplyRotaryEmbQKV_.apply(qkv, angles.cos(), angles.sin())
+    >>> out.data_ptr() == qkv.data_ptr()
+    True
+    """
 
     @staticmethod
-    def forward(ctx, qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cos_k: Optional[Tensor] = None,
+        sin_k: Optional[Tensor] = None,
+        interleaved: bool = False,
+        seqlen_offsets: Offset = 0,
+        num_heads_q: Optional[int] = None,
+    ) -> Tensor:
         cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
         ctx.save_for_backward(cos, sin, cos_k, sin_k, offsets)
@@ -93,7 +141,7 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
         return qkv
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         cos, sin, cos_k, sin_k, offsets = ctx.saved_tensors
         offsets = ctx.seqlen_offsets if offsets is None else offsets
         dqkv = grad.clone(memory_format=torch.contiguous_format)
@@ -104,10 +152,18 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
 
 
 class ApplyRotaryEmbKV_(torch.autograd.Function):
-    """Rotates k of a packed kv in place."""
+    """Rotates k of a packed kv in place.
+
+    >>> kv, angles = torch.randn(2, 5, 2, 4, 16), torch.randn(5, 8)
+    >>> out = ApplyRotaryEmbKV_.apply(kv, angles.cos(), angles.sin())
+    >>> out.data_ptr() == kv.data_ptr()
+    True
+    """
 
     @staticmethod
-    def forward(ctx, kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    def forward(
+        ctx: Any, kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offset = 0
+    ) -> Tensor:
         assert kv.dim() == 5 and kv.shape[2] == 2, f"kv must be [b, s, 2, h, d], got {tuple(kv.shape)}"
         offsets = seqlen_offsets if isinstance(seqlen_offsets, torch.Tensor) else None
         ctx.save_for_backward(cos, sin, offsets)
@@ -117,7 +173,7 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         return kv
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         cos, sin, offsets = ctx.saved_tensors
         offsets = ctx.seqlen_offsets if offsets is None else offsets
         dkv = grad.clone(memory_format=torch.contiguous_format)
@@ -125,7 +181,16 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         return (dkv,) + (None,) * 4
 
 
-def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: Offset = 0,
+    cu_seqlens: Optional[Tensor] = None,
+    max_seqlen: Optional[int] = None,
+) -> Tensor:
     """Rotate the first r dimensions of each head of ``x`` by its token's position.
 
     Args:
@@ -139,6 +204,12 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
     Raises:
         AssertionError: a shape or dtype that does not fit.
     Gradients for x.
+
+    >>> angles = torch.outer(torch.arange(32), 0.5 ** torch.arange(8))  # 32 positions, 16 rotated dimensions
+    >>> x = torch.randn(2, 5, 4, 64)
+    >>> y = apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([0, 27]))
+    >>> y.shape, torch.equal(y[..., 16:], x[..., 16:])
+    (torch.Size([2, 5, 4, 64]), True)
     """
     return ApplyRotaryEmb.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
@@ -146,17 +217,39 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 apply_rotary_emb_func = apply_rotary_emb
 
 
-def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Optional[Tensor] = None,
+    sin_k: Optional[Tensor] = None,
+    interleaved: bool = False,
+    seqlen_offsets: Offset = 0,
+    num_heads_q: Optional[int] = None,
+) -> Tensor:
     """Rotate q and k of ``[b, s, 3, h, d]`` or, with ``num_heads_q``, ``[b, s, h_q + 2 h_kv, d]`` in place.
 
     If ``cos_k`` and ``sin_k`` are given, k uses them. The other arguments are those of ``apply_rotary_emb``. Returns
     qkv.
+
+    >>> qkv, angles = torch.randn(2, 5, 3, 4, 16), torch.randn(5, 8)
+    >>> q = apply_rotary_emb(qkv[:, :, 0], angles.cos(), angles.sin())
+    >>> torch.equal(apply_rotary_emb_qkv_(qkv, angles.cos(), angles.sin())[:, :, 0], q)
+    True
     """
     return ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
 
 
-def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """Rotate k of ``[b, s, 2, h, d]`` in place and return kv. The arguments are those of ``apply_rotary_emb``."""
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offset = 0
+) -> Tensor:
+    """Rotate k of ``[b, s, 2, h, d]`` in place and return kv. The arguments are those of ``apply_rotary_emb``.
+
+    >>> kv, angles = torch.randn(2, 5, 2, 4, 16), torch.randn(5, 8)
+    >>> v = kv[:, :, 1].clone()
+    >>> torch.equal(apply_rotary_emb_kv_(kv, angles.cos(), angles.sin())[:, :, 1], v)
+    True
+    """
     return ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
 
 
@@ -172,9 +265,20 @@ class RotaryEmbedding(torch.nn.Module):
         base: pair i turns by ``base ** (-2 i / dim)`` per position.
         interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
         scale_base: strength of XPos, None for plain rotary.
+
+    >>> rotary = RotaryEmbedding(16)
+    >>> rotary(torch.randn(2, 5, 3, 4, 64), seqlen_offset=7).shape
+    torch.Size([2, 5, 3, 4, 64])
     """
 
-    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: Optional[float] = None,
+        device: Device = None,
+    ) -> None:
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
@@ -215,7 +319,14 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
-    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Optional[Tensor] = None,
+        seqlen_offset: Offset = 0,
+        max_seqlen: Optional[int] = None,
+        num_heads_q: Optional[int] = None,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         """Rotate in place.
 
         Args:

@@ -1,7 +1,11 @@
 """Cross entropy as a module, reduced like ``torch.nn.CrossEntropyLoss``."""
 
-import torch.nn as nn
+from typing import Optional, Union
 
+import torch.nn as nn
+from torch import Tensor
+
+from flash_attn._types import Group
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
 __all__ = ["CrossEntropyLoss"]
@@ -15,19 +19,24 @@ class CrossEntropyLoss(nn.Module):
         return_z_loss: return (loss, z_loss); the z-loss is part of the loss and carries no gradient.
     Raises:
         NotImplementedError: the reduction is not one of these.
+
+    >>> logits, labels = torch.randn(4, 10, requires_grad=True), torch.tensor([3, -100, 0, 9])
+    >>> loss = CrossEntropyLoss(label_smoothing=0.1)(logits, labels)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1))
+    True
     """
 
     def __init__(
         self,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        logit_scale=1.0,
-        lse_square_scale=0.0,
-        inplace_backward=False,
-        process_group=None,
-        return_z_loss=False,
-    ):
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        inplace_backward: bool = False,
+        process_group: Group = None,
+        return_z_loss: bool = False,
+    ) -> None:
         super().__init__()
         if reduction not in ("mean", "none", "sum"):
             raise NotImplementedError(f"reduction is {reduction!r}, allowed are 'mean', 'none' and 'sum'")
@@ -35,7 +44,9 @@ class CrossEntropyLoss(nn.Module):
         self.logit_scale, self.lse_square_scale = logit_scale, lse_square_scale
         self.inplace_backward, self.process_group, self.return_z_loss = inplace_backward, process_group, return_z_loss
 
-    def forward(self, input, target, precomputed_lse=None):
+    def forward(
+        self, input: Tensor, target: Tensor, precomputed_lse: Optional[Tensor] = None
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         """``input`` ``[n, V]``, ``target`` ``[n]`` -> a scalar, or ``[n]`` with reduction "none"."""
         losses, z_losses = cross_entropy_loss(
             input,

@@ -5,10 +5,13 @@ with a key padding mask. Dropout acts in training mode only.
 """
 
 import math
+from typing import Optional
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import Window
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -19,10 +22,13 @@ from flash_attn.flash_attn_interface import (
 __all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfAttention", "get_alibi_slopes"]
 
 
-def get_alibi_slopes(nheads):
+def get_alibi_slopes(nheads: int) -> list[float]:
     """Slopes of ALiBi (arXiv 2108.12409) as a list: ``2^(-8 k / n)``, k = 1 .. n, for n a power of two.
 
     Otherwise the slopes of the next lower power come first. Every second slope of the next higher power follows.
+
+    >>> get_alibi_slopes(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
     """
     power = 2 ** int(math.log2(nheads))
     slopes = [2.0 ** (-8.0 * k / power) for k in range(1, power + 1)]
@@ -50,20 +56,35 @@ class _FlashAttention(nn.Module):
 
 
 class FlashSelfAttention(_FlashAttention):
-    """Attention of packed qkv."""
+    """Attention of packed qkv.
+
+        causal     x . .      window     x . .
+                   x x .      (1, 0)     x x .
+                   x x x                 . x x
+
+    >>> attention = FlashSelfAttention(causal=True, window_size=(128, 0))
+    >>> attention(torch.randn(2, 5, 3, 4, 16)).shape
+    torch.Size([2, 5, 4, 16])
+    """
 
     def __init__(
         self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        window_size=(-1, -1),
-        alibi_slopes=None,
-        deterministic=False,
-    ):
+        causal: bool = False,
+        softmax_scale: Optional[float] = None,
+        attention_dropout: float = 0.0,
+        window_size: Window = (-1, -1),
+        alibi_slopes: Optional[Tensor] = None,
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
-    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None):
+    def forward(
+        self,
+        qkv: Tensor,
+        causal: Optional[bool] = None,
+        cu_seqlens: Optional[Tensor] = None,
+        max_seqlen: Optional[int] = None,
+    ) -> Tensor:
         """``[b, s, 3, h, d]`` -> ``[b, s, h, d]``; with int32 cu_seqlens and int max_seqlen ``[t, 3, h, d]``."""
         if cu_seqlens is None:
             return flash_attn_qkvpacked_func(qkv, **self._options(causal))
@@ -72,20 +93,41 @@ class FlashSelfAttention(_FlashAttention):
 
 
 class FlashCrossAttention(_FlashAttention):
-    """Attention of q over packed kv. The order of alibi_slopes and window_size differs from FlashSelfAttention's."""
+    """Attention of q over packed kv. The order of alibi_slopes and window_size differs from FlashSelfAttention's.
+
+    Masks are aligned to the bottom right corner. Causal with fewer queries than keys, and with more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
+
+    >>> attention = FlashCrossAttention(causal=True)
+    >>> attention(torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 2, 16)).shape
+    torch.Size([2, 3, 4, 16])
+    """
 
     def __init__(
         self,
-        causal=False,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        alibi_slopes=None,
-        window_size=(-1, -1),
-        deterministic=False,
-    ):
+        causal: bool = False,
+        softmax_scale: Optional[float] = None,
+        attention_dropout: float = 0.0,
+        alibi_slopes: Optional[Tensor] = None,
+        window_size: Window = (-1, -1),
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
-    def forward(self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None):
+    def forward(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: Optional[bool] = None,
+        cu_seqlens: Optional[Tensor] = None,
+        max_seqlen: Optional[int] = None,
+        cu_seqlens_k: Optional[Tensor] = None,
+        max_seqlen_k: Optional[int] = None,
+    ) -> Tensor:
         """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]`` -> ``[b, s_q, h, d]``; packed with both cu_seqlens."""
         if cu_seqlens is None:
             assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
@@ -97,13 +139,32 @@ class FlashCrossAttention(_FlashAttention):
 
 
 class CrossAttention(nn.Module):
-    """softmax(scale q k^T + mask) v in plain PyTorch, softmax in fp32."""
+    """softmax(scale q k^T + mask) v in plain PyTorch, softmax in fp32.
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+    The causal mask is aligned to the bottom right corner. Fewer queries than keys, and more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
+
+    A query that sees no key gets the mean of all values.
+
+    >>> q, kv = torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 2, 16)
+    >>> out = CrossAttention(causal=True)(q, kv)
+    >>> torch.allclose(out, FlashCrossAttention(causal=True)(q, kv), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self, causal: bool = False, softmax_scale: Optional[float] = None, attention_dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
 
-    def forward(self, q, kv, causal=None, key_padding_mask=None):
+    def forward(
+        self, q: Tensor, kv: Tensor, causal: Optional[bool] = None, key_padding_mask: Optional[Tensor] = None
+    ) -> Tensor:
         """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]``, key_padding_mask ``[b, s_k]`` true where a key is kept.
 
         The causal mask is aligned to the bottom right corner. With a padding mask, this is the corner of the kept keys.
@@ -118,13 +179,25 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """``CrossAttention`` of packed qkv. The causal mask is the lower triangle."""
+    """``CrossAttention`` of packed qkv. The causal mask is the lower triangle.
 
-    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+        x . .
+        x x .
+        x x x
+
+    >>> attention = SelfAttention(causal=True)
+    >>> kept = torch.tensor([[True, True, False], [True, True, True]])
+    >>> attention(torch.randn(2, 3, 3, 4, 16), key_padding_mask=kept).shape
+    torch.Size([2, 3, 4, 16])
+    """
+
+    def __init__(
+        self, causal: bool = False, softmax_scale: Optional[float] = None, attention_dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
 
-    def forward(self, qkv, causal=None, key_padding_mask=None):
+    def forward(self, qkv: Tensor, causal: Optional[bool] = None, key_padding_mask: Optional[Tensor] = None) -> Tensor:
         """``[b, s, 3, h, d]``, key_padding_mask ``[b, s]`` -> ``[b, s, h, d]``."""
         q, k, v = qkv.unbind(2)
         hidden = _hidden_by_padding(key_padding_mask)

@@ -8,10 +8,13 @@ In the prenorm and parallel forms, the next block does the last dropout and addi
 """
 
 from functools import partial
+from typing import Any, Optional, Union
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import MakesModule
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import Mlp
 
@@ -19,13 +22,18 @@ __all__ = ["Block", "ParallelBlock", "StochasticDepth"]
 
 
 class StochasticDepth(nn.Module):
-    """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p)."""
+    """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p).
 
-    def __init__(self, p):
+    >>> dropped = StochasticDepth(0.5)(torch.ones(4, 2))
+    >>> bool(((dropped == 0) | (dropped == 2)).all())
+    True
+    """
+
+    def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.p
@@ -44,26 +52,31 @@ class Block(nn.Module):
         return_residual: mixer and MLP return (output, input). This works for postnorm only.
         residual_in_fp32: keep the residual in fp32; prenorm only.
         sequence_parallel, mark_shared_params: mark the norms' parameters for ``utils.distributed``.
+
+    >>> first, second = Block(128), Block(128)
+    >>> x, residual = second(*first(torch.randn(2, 5, 128)))
+    >>> x.shape, residual.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]))
     """
 
     def __init__(
         self,
-        dim,
-        mixer_cls=None,
-        mlp_cls=None,
-        norm_cls=nn.LayerNorm,
-        dropout_cls=nn.Dropout,
-        prenorm=True,
-        resid_dropout1=0.0,
-        resid_dropout2=0.0,
-        drop_path1=0.0,
-        drop_path2=0.0,
-        fused_dropout_add_ln=False,
-        return_residual=False,
-        residual_in_fp32=False,
-        sequence_parallel=False,
-        mark_shared_params=False,
-    ):
+        dim: int,
+        mixer_cls: Optional[MakesModule] = None,
+        mlp_cls: Optional[MakesModule] = None,
+        norm_cls: MakesModule = nn.LayerNorm,
+        dropout_cls: MakesModule = nn.Dropout,
+        prenorm: bool = True,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        drop_path1: float = 0.0,
+        drop_path2: float = 0.0,
+        fused_dropout_add_ln: bool = False,
+        return_residual: bool = False,
+        residual_in_fp32: bool = False,
+        sequence_parallel: bool = False,
+        mark_shared_params: bool = False,
+    ) -> None:
         super().__init__()
         assert prenorm or not residual_in_fp32, "residual_in_fp32 needs prenorm"
         self.prenorm, self.return_residual, self.residual_in_fp32 = prenorm, return_residual, residual_in_fp32
@@ -78,10 +91,18 @@ class Block(nn.Module):
             self.norm2 = norm_cls(dim)
         _mark_norms(self, sequence_parallel, mark_shared_params)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
+    ) -> Any:
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
-    def forward(self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Optional[Tensor] = None,
+        mixer_subset: Any = None,
+        mixer_kwargs: Optional[dict[str, Any]] = None,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         """``[b, s, n]`` (or ``[t, n]``), prenorm with the residual or None.
 
         Args:
@@ -121,23 +142,29 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Mixer and MLP side by side on the same residual. ``tied_norm``: one norm for both. See ``Block``."""
+    """Mixer and MLP side by side on the same residual. ``tied_norm``: one norm for both. See ``Block``.
+
+    >>> first, second = ParallelBlock(128), ParallelBlock(128)
+    >>> x1, x2, residual = second(*first(torch.randn(2, 5, 128)))
+    >>> x1.shape, x2.shape, residual.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]), torch.Size([2, 5, 128]))
+    """
 
     def __init__(
         self,
-        dim,
-        mixer_cls=None,
-        mlp_cls=None,
-        norm_cls=nn.LayerNorm,
-        dropout_cls=nn.Dropout,
-        resid_dropout1=0.0,
-        resid_dropout2=0.0,
-        tied_norm=False,
-        fused_dropout_add_ln=False,
-        residual_in_fp32=False,
-        sequence_parallel=False,
-        mark_shared_params=False,
-    ):
+        dim: int,
+        mixer_cls: Optional[MakesModule] = None,
+        mlp_cls: Optional[MakesModule] = None,
+        norm_cls: MakesModule = nn.LayerNorm,
+        dropout_cls: MakesModule = nn.Dropout,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        tied_norm: bool = False,
+        fused_dropout_add_ln: bool = False,
+        residual_in_fp32: bool = False,
+        sequence_parallel: bool = False,
+        mark_shared_params: bool = False,
+    ) -> None:
         super().__init__()
         self.tied_norm, self.residual_in_fp32 = tied_norm, residual_in_fp32
         self.mixer, self.mlp = _mixer_and_mlp(dim, mixer_cls, mlp_cls)
@@ -147,10 +174,18 @@ class ParallelBlock(nn.Module):
             self.norm2 = norm_cls(dim)
         _mark_norms(self, sequence_parallel, mark_shared_params)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
+    ) -> Any:
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
-    def forward(self, hidden_states1, hidden_states2=None, residual=None, mixer_kwargs=None):
+    def forward(
+        self,
+        hidden_states1: Tensor,
+        hidden_states2: Optional[Tensor] = None,
+        residual: Optional[Tensor] = None,
+        mixer_kwargs: Optional[dict[str, Any]] = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of the last block's mixer and MLP (None for the first) and the residual, ``[b, s, n]`` each."""
         x = self.dropout1(hidden_states1)
         if hidden_states2 is not None:

@@ -4,11 +4,15 @@ vocabulary parallel   weight [V / w, n]   a rank looks up its own tokens, zeros 
 column parallel       weight [V, n / w]   a rank looks up its columns of every token
 """
 
+from typing import Any, Optional
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
+from flash_attn._types import Device, Group
 from flash_attn.utils.distributed import all_reduce, reduce_scatter
 
 __all__ = [
@@ -21,18 +25,23 @@ __all__ = [
 
 
 class GPT2Embeddings(nn.Module):
-    """word + position. ``max_position_embeddings`` 0 omits positions. ``word_embed_proj_dim`` is a narrower width."""
+    """word + position. ``max_position_embeddings`` 0 omits positions. ``word_embed_proj_dim`` is a narrower width.
+
+    >>> embeddings = GPT2Embeddings(embed_dim=16, vocab_size=100, max_position_embeddings=32)
+    >>> embeddings(torch.tensor([[5, 1, 7]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        padding_idx=None,
-        word_embed_proj_dim=None,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        padding_idx: Optional[int] = None,
+        word_embed_proj_dim: Optional[int] = None,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         layout = {"device": device, "dtype": dtype}
         word_dim = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
@@ -42,7 +51,7 @@ class GPT2Embeddings(nn.Module):
         if max_position_embeddings > 0:
             self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **layout)
 
-    def forward(self, input_ids, position_ids=None):
+    def forward(self, input_ids: Tensor, position_ids: Optional[Tensor] = None) -> Tensor:
         """``[b, s]`` -> ``[b, s, embed_dim]``; positions count from 0 unless given, ``[s]`` or ``[b, s]``."""
         embeddings = self.word_embeddings(input_ids)
         if self.project_in is not None:
@@ -53,18 +62,23 @@ class GPT2Embeddings(nn.Module):
 
 
 class BertEmbeddings(nn.Module):
-    """word + position + token type. ``max_position_embeddings`` 0 and ``type_vocab_size`` 0 omit their part."""
+    """word + position + token type. ``max_position_embeddings`` 0 and ``type_vocab_size`` 0 omit their part.
+
+    >>> embeddings = BertEmbeddings(16, vocab_size=100, max_position_embeddings=32, type_vocab_size=2)
+    >>> embeddings(torch.tensor([[5, 1, 7]]), token_type_ids=torch.tensor([[0, 0, 1]])).shape
+    torch.Size([1, 3, 16])
+    """
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        type_vocab_size,
-        padding_idx=None,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        type_vocab_size: int,
+        padding_idx: Optional[int] = None,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         layout = {"device": device, "dtype": dtype}
         self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **layout)
@@ -74,7 +88,9 @@ class BertEmbeddings(nn.Module):
         if type_vocab_size > 0:
             self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **layout)
 
-    def forward(self, input_ids, position_ids=None, token_type_ids=None):
+    def forward(
+        self, input_ids: Tensor, position_ids: Optional[Tensor] = None, token_type_ids: Optional[Tensor] = None
+    ) -> Tensor:
         """``[b, s]`` -> ``[b, s, embed_dim]``; token types are 0 unless given."""
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
@@ -86,9 +102,20 @@ class BertEmbeddings(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """This rank's part of the vocabulary. The caller sums the outputs over the ranks."""
+    """This rank's part of the vocabulary. The caller sums the outputs over the ranks.
 
-    def __init__(self, num_embeddings, *args, process_group=None, padding_idx=None, **kwargs):
+    >>> VocabParallelEmbedding(100, 16)(torch.tensor([[5, 1, 7]])).shape
+    torch.Size([1, 3, 16])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        *args: Any,
+        process_group: Group = None,
+        padding_idx: Optional[int] = None,
+        **kwargs: Any,
+    ) -> None:
         self.process_group = process_group
         if process_group is not None:
             world_size = dist.get_world_size(process_group)
@@ -97,7 +124,7 @@ class VocabParallelEmbedding(nn.Embedding):
             num_embeddings //= world_size
         super().__init__(num_embeddings, *args, padding_idx=padding_idx, **kwargs)
 
-    def forward(self, input):
+    def forward(self, input: Tensor) -> Tensor:
         if self.process_group is None:
             return super().forward(input)
         local = input - dist.get_rank(self.process_group) * self.num_embeddings
@@ -106,9 +133,15 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ColumnParallelEmbedding(nn.Embedding):
-    """This rank's columns of every embedding."""
+    """This rank's columns of every embedding.
 
-    def __init__(self, num_embeddings, embedding_dim, *args, process_group=None, **kwargs):
+    >>> ColumnParallelEmbedding(100, 16)(torch.tensor([[5, 1, 7]])).shape
+    torch.Size([1, 3, 16])
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *args: Any, process_group: Group = None, **kwargs: Any
+    ) -> None:
         self.process_group = process_group
         if process_group is not None:
             world_size = dist.get_world_size(process_group)
@@ -121,19 +154,25 @@ class ParallelGPT2Embeddings(nn.Module):
     """``GPT2Embeddings`` with vocabulary parallel words and column parallel positions.
 
     Every rank adds its columns of the positions to its words. The sum over ranks is the embedding.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> embeddings = ParallelGPT2Embeddings(16, 100, 32, torch.distributed.group.WORLD)
+    >>> embeddings(torch.tensor([[5, 1, 7]]), combine_batch_seqlen_dim=True).shape
+    torch.Size([3, 16])
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        process_group,
-        padding_idx=None,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        process_group: Group,
+        padding_idx: Optional[int] = None,
+        sequence_parallel: bool = True,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         parallel = {"process_group": process_group, "device": device, "dtype": dtype}
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
@@ -142,7 +181,9 @@ class ParallelGPT2Embeddings(nn.Module):
         if max_position_embeddings > 0:
             self.position_embeddings = ColumnParallelEmbedding(max_position_embeddings, embed_dim, **parallel)
 
-    def forward(self, input_ids, position_ids=None, combine_batch_seqlen_dim=False):
+    def forward(
+        self, input_ids: Tensor, position_ids: Optional[Tensor] = None, combine_batch_seqlen_dim: bool = False
+    ) -> Tensor:
         """``[b, s]`` -> ``[b, s, n]``, or ``[b s, n]`` if combined. If sequence parallel, this rank's rows."""
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:

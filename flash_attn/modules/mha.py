@@ -7,11 +7,14 @@ generation, ``inference_params.key_value_memory_dict[layer_idx]`` keeps the keys
 """
 
 from functools import partial
+from typing import Any, Optional, Union
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._types import Device, Group, Window
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.attention import (
@@ -23,6 +26,7 @@ from flash_attn.modules.attention import (
 )
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 from flash_attn.utils.distributed import get_dim_for_local_rank
+from flash_attn.utils.generation import InferenceParams
 
 __all__ = [
     "CrossAttention",
@@ -37,9 +41,14 @@ __all__ = [
 
 
 class LinearResidual(nn.Linear):
-    """``nn.Linear`` that returns (output, input)."""
+    """``nn.Linear`` that returns (output, input).
 
-    def forward(self, input):
+    >>> y, x = LinearResidual(8, 16)(torch.randn(2, 8))
+    >>> y.shape, x.shape
+    (torch.Size([2, 16]), torch.Size([2, 8]))
+    """
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(input), input
 
 
@@ -167,34 +176,38 @@ class MHA(_Attention):
         use_flash_attn: use the attention functions of this package. ALiBi, windows and packed input need them.
         return_residual: return (output, x).
         checkpointing: compute the attention again in the backward.
+
+    >>> mha = MHA(64, num_heads=4, num_heads_kv=2, causal=True, rotary_emb_dim=16, use_flash_attn=True)
+    >>> mha(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
     """
 
     def __init__(
         self,
-        embed_dim,
-        num_heads,
-        num_heads_kv=None,
-        cross_attn=False,
-        qkv_proj_bias=True,
-        out_proj_bias=True,
-        dropout=0.0,
-        softmax_scale=None,
-        causal=False,
-        layer_idx=None,
-        dwconv=False,
-        rotary_emb_dim=0,
-        rotary_emb_base=10000.0,
-        rotary_emb_scale_base=None,
-        rotary_emb_interleaved=False,
-        use_alibi=False,
-        window_size=(-1, -1),
-        fused_bias_fc=False,
-        use_flash_attn=False,
-        return_residual=False,
-        checkpointing=False,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: Optional[int] = None,
+        cross_attn: bool = False,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: Optional[float] = None,
+        causal: bool = False,
+        layer_idx: Optional[int] = None,
+        dwconv: bool = False,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: Optional[float] = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: Window = (-1, -1),
+        fused_bias_fc: bool = False,
+        use_flash_attn: bool = False,
+        return_residual: bool = False,
+        checkpointing: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
         super().__init__(
             slopes,
@@ -232,7 +245,7 @@ class MHA(_Attention):
                 setattr(self, name, nn.Conv1d(width, width, kernel_size=3, padding=2, groups=width, **layout))
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **layout)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None) -> Tensor:
         """An empty cache ``[batch_size, max_seqlen, 2, h_kv, d]``."""
         weight = self.out_proj.weight
         sizes = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim
@@ -240,15 +253,15 @@ class MHA(_Attention):
 
     def forward(
         self,
-        x,
-        x_kv=None,
-        key_padding_mask=None,
-        cu_seqlens=None,
-        max_seqlen=None,
-        mixer_subset=None,
-        inference_params=None,
-        **kwargs,
-    ):
+        x: Tensor,
+        x_kv: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+        cu_seqlens: Optional[Tensor] = None,
+        max_seqlen: Optional[int] = None,
+        mixer_subset: Any = None,
+        inference_params: Optional[InferenceParams] = None,
+        **kwargs: Any,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         """Attend.
 
         Args:
@@ -300,32 +313,38 @@ class ParallelMHA(_Attention):
 
     ``Wqkv`` is column parallel, and ``out_proj`` is row parallel. With ``sequence_parallel`` the tokens are split
     between layers. The arguments are those of ``MHA``. Each rank gets whole heads of k and v with their query heads.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mha = ParallelMHA(64, 4, torch.distributed.group.WORLD, causal=True, use_flash_attn=True)
+    >>> mha(torch.randn(10, 64), seqlen=5).shape
+    torch.Size([10, 64])
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
         self,
-        embed_dim,
-        num_heads,
-        process_group,
-        num_heads_kv=None,
-        qkv_proj_bias=True,
-        out_proj_bias=True,
-        dropout=0.0,
-        softmax_scale=None,
-        causal=False,
-        layer_idx=None,
-        rotary_emb_dim=0,
-        rotary_emb_base=10000.0,
-        rotary_emb_scale_base=None,
-        rotary_emb_interleaved=False,
-        use_alibi=False,
-        window_size=(-1, -1),
-        use_flash_attn=False,
-        checkpointing=False,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        num_heads: int,
+        process_group: Group,
+        num_heads_kv: Optional[int] = None,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: Optional[float] = None,
+        causal: bool = False,
+        layer_idx: Optional[int] = None,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: Optional[float] = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: Window = (-1, -1),
+        use_flash_attn: bool = False,
+        checkpointing: bool = False,
+        sequence_parallel: bool = True,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         assert num_heads % num_heads_kv == 0, f"{num_heads} heads are no multiple of {num_heads_kv} of k"
         assert embed_dim % num_heads == 0, f"embed_dim {embed_dim} is not a multiple of {num_heads} heads"
@@ -364,13 +383,15 @@ class ParallelMHA(_Attention):
             embed_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=unit, **parallel
         )
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None) -> Tensor:
         """An empty cache ``[batch_size, max_seqlen, 2, h_kv of this rank, d]``."""
         weight = self.out_proj.weight
         sizes = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
         return torch.empty(sizes, dtype=dtype or weight.dtype, device=weight.device)
 
-    def forward(self, x, seqlen=None, inference_params=None, **kwargs):
+    def forward(
+        self, x: Tensor, seqlen: Optional[int] = None, inference_params: Optional[InferenceParams] = None, **kwargs: Any
+    ) -> Tensor:
         """``[b, s, n]``, or with ``seqlen`` s ``[b s, n]`` (this rank's rows, if sequence parallel); same shape out."""
         qkv = self.Wqkv(x)
         if seqlen is not None:

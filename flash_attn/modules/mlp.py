@@ -6,9 +6,14 @@
 The parallel forms split the hidden features over the ranks of a process group.
 """
 
+from typing import Optional, Union
+
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
+from flash_attn._types import Activation, Device, Group
 from flash_attn.ops.activations import swiglu
 from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
 
@@ -16,47 +21,57 @@ __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp"
 
 
 class Mlp(nn.Module):
-    """Two linear layers; hidden_features is 4 x in_features by default. ``return_residual``: return (output, x)."""
+    """Two linear layers; hidden_features is 4 x in_features by default. ``return_residual``: return (output, x).
+
+    >>> Mlp(64)(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.gelu,
-        bias1=True,
-        bias2=True,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.gelu,
+        bias1: bool = True,
+        bias2: bool = True,
+        return_residual: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
         self.return_residual, self.activation = return_residual, activation
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Union[Tensor, tuple[Tensor, Tensor]]:
         y = self.fc2(self.activation(self.fc1(x)))
         return (y, x) if self.return_residual else y
 
 
 class ParallelMLP(nn.Module):
-    """``Mlp`` over the ranks of a process group."""
+    """``Mlp`` over the ranks of a process group.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ParallelMLP(64, process_group=torch.distributed.group.WORLD)(torch.randn(10, 64)).shape
+    torch.Size([10, 64])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.gelu,
-        process_group=None,
-        sequence_parallel=True,
-        bias1=True,
-        bias2=True,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.gelu,
+        process_group: Group = None,
+        sequence_parallel: bool = True,
+        bias1: bool = True,
+        bias2: bool = True,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         assert process_group is not None, "ParallelMLP needs a process_group"
         hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
@@ -65,54 +80,65 @@ class ParallelMLP(nn.Module):
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **parallel)
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(x)))
 
 
 class GatedMlp(nn.Module):
-    """GLU (sigmoid), SwiGLU (silu) and similar. hidden_features is 8/3 x in_features by default, rounded up."""
+    """GLU (sigmoid), SwiGLU (silu) and similar. hidden_features is 8/3 x in_features by default, rounded up.
+
+    >>> mlp = GatedMlp(96, activation=torch.nn.functional.silu)
+    >>> mlp(torch.randn(2, 5, 96)).shape, mlp.fc2.in_features
+    (torch.Size([2, 5, 96]), 256)
+    """
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        return_residual: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         hidden_features = _gated_width(in_features, hidden_features, multiple_of)
         self.return_residual, self.activation = return_residual, activation
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features or in_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Union[Tensor, tuple[Tensor, Tensor]]:
         y = self.fc2(_gate(self.fc1(x), self.activation))
         return (y, x) if self.return_residual else y
 
 
 class ParallelGatedMlp(nn.Module):
-    """``GatedMlp`` over the ranks of a process group. Each rank's part of fc1 holds the rank's y and gate."""
+    """``GatedMlp`` over the ranks of a process group. Each rank's part of fc1 holds the rank's y and gate.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ParallelGatedMlp(64, torch.distributed.group.WORLD)(torch.randn(10, 64)).shape
+    torch.Size([10, 64])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
-        in_features,
-        process_group,
-        hidden_features=None,
-        out_features=None,
-        activation=F.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        process_group: Group,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: Activation = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        sequence_parallel: bool = True,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         hidden_features, out_features = (
             _gated_width(in_features, hidden_features, multiple_of),
@@ -126,7 +152,7 @@ class ParallelGatedMlp(nn.Module):
         )
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(_gate(self.fc1(x), self.activation))
 
 

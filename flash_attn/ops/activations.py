@@ -5,8 +5,11 @@ of tensors. The first argument of a backward is the gradient g. ``bias_gelu_impl
 have gradients.
 """
 
+from typing import Any, Optional
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 __all__ = [
     "FastGeLUFunction",
@@ -27,50 +30,90 @@ __all__ = [
 ]
 
 
-def gelu_fwd(x):
-    """gelu(x)."""
+def gelu_fwd(x: Tensor) -> Tensor:
+    """gelu(x).
+
+    >>> gelu_fwd(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.1588,  0.0000,  0.8412])
+    """
     return F.gelu(x, approximate="tanh")
 
 
-def gelu_bwd(g, x):
-    """g gelu'(x)."""
+def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
+    """g gelu'(x).
+
+    >>> gelu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([-0.0830,  0.5000,  1.0830])
+    """
     return torch.ops.aten.gelu_backward(g, x, approximate="tanh").to(x.dtype)
 
 
-def bias_gelu(y, bias):
-    """gelu(y + bias), bias ``[n]``."""
+def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
+    """gelu(y + bias), bias ``[n]``.
+
+    >>> y, bias = torch.randn(5, 8), torch.randn(8)
+    >>> torch.equal(bias_gelu(y, bias), gelu_fwd(y + bias))
+    True
+    """
     return gelu_fwd(y + bias)
 
 
-def bias_gelu_back(g, y, bias):
-    """Gradients of ``bias_gelu`` for y and for bias."""
+def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``bias_gelu`` for y and for bias.
+
+    >>> dy, dbias = bias_gelu_back(torch.ones(5, 8), torch.randn(5, 8), torch.randn(8))
+    >>> dy.shape, dbias.shape
+    (torch.Size([5, 8]), torch.Size([8]))
+    """
     dy = gelu_bwd(g, y + bias)
     return dy, dy.sum(tuple(range(dy.dim() - 1)), dtype=bias.dtype)
 
 
-def relu_bwd(g, x):
-    """g where x >= 0, else 0."""
+def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
+    """g where x >= 0, else 0.
+
+    >>> relu_bwd(torch.tensor([5.0, 5.0, 5.0]), torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([0., 5., 5.])
+    """
     return torch.where(x >= 0, g, 0.0).to(x.dtype)
 
 
-def sqrelu_fwd(x):
-    """relu(x)^2."""
+def sqrelu_fwd(x: Tensor) -> Tensor:
+    """relu(x)^2.
+
+    >>> sqrelu_fwd(torch.tensor([-1.0, 0.0, 3.0]))
+    tensor([0., 0., 9.])
+    """
     return F.relu(x).square()
 
 
-def sqrelu_bwd(g, x):
-    """2 g relu(x)."""
+def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
+    """2 g relu(x).
+
+    >>> sqrelu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 3.0]))
+    tensor([0., 0., 6.])
+    """
     return (2.0 * g * F.relu(x)).to(x.dtype)
 
 
-def swiglu_fwd(x, y):
-    """silu(x) y, rounded once."""
+def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
+    """silu(x) y, rounded once.
+
+    >>> x, y = torch.randn(2, 5, 8)
+    >>> torch.allclose(swiglu_fwd(x, y), torch.nn.functional.silu(x) * y)
+    True
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return (F.silu(x.to(dtype)) * y.to(dtype)).to(x.dtype)
 
 
-def swiglu_bwd(x, y, g):
-    """Gradients of ``swiglu_fwd`` for x and for y."""
+def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``swiglu_fwd`` for x and for y.
+
+    >>> dx, dy = swiglu_bwd(torch.zeros(3), torch.ones(3), torch.ones(3))
+    >>> dx, dy
+    (tensor([0.5000, 0.5000, 0.5000]), tensor([0., 0., 0.]))
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     x32, y32, g32 = x.to(dtype), y.to(dtype), g.to(dtype)
     dx = torch.ops.aten.silu_backward(g32 * y32, x32)
@@ -78,44 +121,87 @@ def swiglu_bwd(x, y, g):
 
 
 class GeLUFunction(torch.autograd.Function):
-    """``bias_gelu`` that keeps its inputs only."""
+    """``bias_gelu`` that keeps its inputs only.
+
+    >>> y, bias = torch.randn(5, 8), torch.randn(8)
+    >>> torch.equal(GeLUFunction.apply(y, bias), bias_gelu(y, bias))
+    True
+    """
 
     @staticmethod
-    def forward(ctx, input, bias):
+    def forward(ctx: Any, input: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(input, bias)
         return bias_gelu(input, bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         return bias_gelu_back(grad, *ctx.saved_tensors)
 
 
 class FastGeLUFunction(torch.autograd.Function):
-    """``gelu_fwd``."""
+    """``gelu_fwd``.
+
+    >>> x = torch.randn(5, 8)
+    >>> torch.equal(FastGeLUFunction.apply(x), gelu_fwd(x))
+    True
+    """
 
     @staticmethod
-    def forward(ctx, input):
+    def forward(ctx: Any, input: Tensor) -> Tensor:
         ctx.save_for_backward(input)
         return gelu_fwd(input)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return gelu_bwd(grad, *ctx.saved_tensors)
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """``swiglu_fwd`` that keeps x and y, not silu(x)."""
+    """``swiglu_fwd`` that keeps x and y, not silu(x).
+
+    >>> x, y = torch.randn(2, 5, 8)
+    >>> torch.equal(SwiGLUFunction.apply(x, y), swiglu_fwd(x, y))
+    True
+    """
 
     @staticmethod
-    def forward(ctx, x, y):
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, y)
         return swiglu_fwd(x, y)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         return swiglu_bwd(*ctx.saved_tensors, grad)
 
 
-bias_gelu_impl = GeLUFunction.apply
-fast_gelu_impl = FastGeLUFunction.apply
-swiglu = SwiGLUFunction.apply
+def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
+    """``bias_gelu`` with gradients for input and bias.
+
+    >>> y, bias = torch.randn(5, 8), torch.randn(8, requires_grad=True)
+    >>> bias_gelu_impl(y, bias).sum().backward()
+    >>> bias.grad.shape
+    torch.Size([8])
+    """
+    return GeLUFunction.apply(input, bias)
+
+
+def fast_gelu_impl(input: Tensor) -> Tensor:
+    """``gelu_fwd`` with a gradient.
+
+    >>> x = torch.zeros(2, requires_grad=True)
+    >>> fast_gelu_impl(x).sum().backward()
+    >>> x.grad
+    tensor([0.5000, 0.5000])
+    """
+    return FastGeLUFunction.apply(input)
+
+
+def swiglu(x: Tensor, y: Tensor) -> Tensor:
+    """``swiglu_fwd`` with gradients for x and y.
+
+    >>> x, y = torch.zeros(2, requires_grad=True), torch.ones(2)
+    >>> swiglu(x, y).sum().backward()
+    >>> x.grad
+    tensor([0.5000, 0.5000])
+    """
+    return SwiGLUFunction.apply(x, y)

@@ -5,29 +5,33 @@
 ``rowscale`` is a factor per row, ``layerscale`` one per column. ``ops.layer_norm`` and ``ops.rms_norm`` bind the norm.
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import Device
 from flash_attn.ops.triton.layer_norm import dropout_and_mask, layer_norm_fn
 
 __all__ = ["DropoutAddNorm", "dropout_add_norm", "dropout_add_norm_parallel_residual", "dropout_add_norm_subset"]
 
 
 def dropout_add_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor] = None,
+    layerscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
     *,
-    is_rms_norm,
-):
+    is_rms_norm: bool,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """Drop out, add and normalise.
 
     Args:
@@ -39,6 +43,11 @@ def dropout_add_norm(
     Returns:
         y in the dtype of x0, or a tuple of y and the other requested results.
     Gradients for x0, residual, layerscale and the parameters.
+
+    >>> x0, weight = torch.randn(2, 5, 8), torch.ones(8)
+    >>> y, mask = dropout_add_norm(x0, None, weight, None, 0.5, 1e-5, return_dropout_mask=True, is_rms_norm=True)
+    >>> y.shape, mask.dtype
+    (torch.Size([2, 5, 8]), torch.uint8)
     """
     y, r, mask, _ = layer_norm_fn(
         _scale_columns(x0, layerscale),
@@ -60,23 +69,23 @@ def dropout_add_norm(
 
 
 def dropout_add_norm_subset(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    layerscale=None,
-    x0_subset=None,
-    out_subset=None,
-    rowscale_const=1.0,
-    out_numrows=0,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor] = None,
+    x0_subset: Optional[Tensor] = None,
+    out_subset: Optional[Tensor] = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
     *,
-    is_rms_norm,
-):
+    is_rms_norm: bool,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """``dropout_add_norm`` if x0 holds only some rows and only some results are needed (stochastic depth).
 
     Args:
@@ -86,6 +95,13 @@ def dropout_add_norm_subset(
         out_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of y, or 0 for no result.
         rowscale_const: factor of x0.
         out_numrows: rows of y, if ``out_subset`` is given.
+
+    >>> x0, weight, subset = torch.randn(3, 8), torch.ones(8), torch.tensor([1, 0, 2])
+    >>> y = dropout_add_norm_subset(
+    ...     x0, None, weight, None, 0.0, 1e-5, out_subset=subset, out_numrows=2, is_rms_norm=False
+    ... )
+    >>> y.shape
+    torch.Size([2, 8])
     """
     inner = x0.shape[1:]
     assert out_subset is None or out_numrows % max(inner[:-1].numel(), 1) == 0, (
@@ -107,24 +123,31 @@ def dropout_add_norm_subset(
 
 
 def dropout_add_norm_parallel_residual(
-    x0,
-    x1,
-    residual,
-    weight0,
-    bias0,
-    weight1,
-    bias1,
-    dropout_p,
-    epsilon,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
     *,
-    is_rms_norm,
-):
+    is_rms_norm: bool,
+) -> tuple[Optional[Tensor], ...]:
     """r = dropout(x0) + dropout(x1) + residual and two norms of it: (y0, y1), y1 None without weight1.
 
     With ``prenorm`` r follows, with ``return_dropout_mask`` the two masks. x1, weight1 and bias1 may be None.
+
+    >>> x0, weight = torch.randn(5, 8), torch.ones(8)
+    >>> y0, y1, r = dropout_add_norm_parallel_residual(
+    ...     x0, x0, x0, weight, None, weight, None, 0.0, 1e-5, prenorm=True, is_rms_norm=True
+    ... )
+    >>> torch.equal(y0, y1), torch.allclose(r, 3 * x0)
+    (True, True)
     """
     y0, *y1, r, mask0, mask1 = layer_norm_fn(
         x0,
@@ -146,11 +169,26 @@ def dropout_add_norm_parallel_residual(
 
 
 class DropoutAddNorm(nn.Module):
-    """``dropout_add_norm`` with its parameters; the subclasses say which norm."""
+    """``dropout_add_norm`` with its parameters; the subclasses say which norm.
+
+    >>> class Norm(DropoutAddNorm):
+    ...     is_rms_norm = True
+    >>> Norm(8, p=0.1)(torch.randn(5, 8)).shape
+    torch.Size([5, 8])
+    """
 
     is_rms_norm = None
 
-    def __init__(self, hidden_size, prenorm=False, p=0.0, eps=1e-5, residual_in_fp32=False, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        prenorm: bool = False,
+        p: float = 0.0,
+        eps: float = 1e-5,
+        residual_in_fp32: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         self.prenorm, self.p, self.eps, self.residual_in_fp32 = prenorm, p, eps, residual_in_fp32
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
@@ -158,12 +196,12 @@ class DropoutAddNorm(nn.Module):
         self.register_parameter("bias", bias)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x0, residual=None):
+    def forward(self, x0: Tensor, residual: Optional[Tensor] = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return dropout_add_norm(
             x0,
             residual,

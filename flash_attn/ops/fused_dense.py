@@ -8,11 +8,15 @@ gathers the tokens first. A row parallel layer scatters its sums. The names say 
 work.
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._types import Device, Group
 from flash_attn.ops.activations import gelu_fwd, sqrelu_fwd
 from flash_attn.utils.distributed import all_gather, all_reduce, copy_to_ranks, get_dim_for_local_rank, reduce_scatter
 
@@ -31,7 +35,14 @@ __all__ = [
 ACTIVATIONS = {"gelu_approx": gelu_fwd, "relu": F.relu, "sqrelu": sqrelu_fwd}
 
 
-def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True):
+def fused_dense_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    return_residual: bool = False,
+    process_group: Group = None,
+    sequence_parallel: bool = True,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``x @ weight.T + bias``.
 
     Args:
@@ -39,25 +50,30 @@ def fused_dense_func(x, weight, bias=None, return_residual=False, process_group=
         weight: ``[out, in]``, this rank's outputs with a process group.
         return_residual: return (output, x), for a residual branch.
     Gradients for x, weight and bias, summed over the ranks for x.
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
+    >>> y, residual = fused_dense_func(x, weight, bias, return_residual=True)
+    >>> torch.allclose(y, x @ weight.T + bias, atol=1e-5), residual is x
+    (True, True)
     """
     y = F.linear(_to_columns(x, process_group, sequence_parallel), weight, bias)
     return (y, x) if return_residual else y
 
 
 def fused_mlp_func(
-    x,
-    weight1,
-    weight2,
-    bias1=None,
-    bias2=None,
-    activation="gelu_approx",
-    save_pre_act=True,
-    return_residual=False,
-    checkpoint_lvl=0,
-    heuristic=0,
-    process_group=None,
-    sequence_parallel=True,
-):
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Optional[Tensor] = None,
+    bias2: Optional[Tensor] = None,
+    activation: str = "gelu_approx",
+    save_pre_act: bool = True,
+    return_residual: bool = False,
+    checkpoint_lvl: int = 0,
+    heuristic: Union[int, str] = 0,
+    process_group: Group = None,
+    sequence_parallel: bool = True,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``act(x @ weight1.T + bias1) @ weight2.T + bias2``; with a process group the second product is this rank's part.
 
     Args:
@@ -66,6 +82,10 @@ def fused_mlp_func(
         checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
         save_pre_act, heuristic: choices of fused kernels, without effect.
         return_residual: return (output, x).
+
+    >>> x, weight1, weight2 = torch.randn(5, 8), torch.randn(32, 8), torch.randn(8, 32)
+    >>> fused_mlp_func(x, weight1, weight2, activation="sqrelu", checkpoint_lvl=1).shape
+    torch.Size([5, 8])
     """
     assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
     assert checkpoint_lvl in (0, 1, 2), f"checkpoint_lvl is {checkpoint_lvl}, allowed are 0, 1 and 2"
@@ -79,31 +99,46 @@ def fused_mlp_func(
 
 
 class FusedDenseFunc:
-    """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients."""
+    """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients.
+
+    >>> FusedDenseFunc.apply(torch.randn(5, 8), torch.randn(16, 8), None).shape
+    torch.Size([5, 16])
+    """
 
     @staticmethod
-    def apply(x, weight, bias, return_residual=False, process_group=None, sequence_parallel=True):
+    def apply(
+        x: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        return_residual: bool = False,
+        process_group: Group = None,
+        sequence_parallel: bool = True,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return fused_dense_func(x, weight, bias, return_residual, process_group, sequence_parallel)
 
 
 class FusedMLPFunc:
-    """``apply`` is ``fused_mlp_func`` with each bias behind its weight."""
+    """``apply`` is ``fused_mlp_func`` with each bias behind its weight.
+
+    >>> FusedMLPFunc.apply(torch.randn(5, 8), torch.randn(32, 8), None, torch.randn(8, 32), None).shape
+    torch.Size([5, 8])
+    """
 
     @staticmethod
     def apply(
-        x,
-        weight1,
-        bias1,
-        weight2,
-        bias2,
-        activation="gelu_approx",
-        save_pre_act=True,
-        return_residual=False,
-        checkpoint_lvl=0,
-        heuristic=0,
-        process_group=None,
-        sequence_parallel=True,
-    ):
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Optional[Tensor],
+        weight2: Tensor,
+        bias2: Optional[Tensor],
+        activation: str = "gelu_approx",
+        save_pre_act: bool = True,
+        return_residual: bool = False,
+        checkpoint_lvl: int = 0,
+        heuristic: Union[int, str] = 0,
+        process_group: Group = None,
+        sequence_parallel: bool = True,
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return fused_mlp_func(
             x,
             weight1,
@@ -121,78 +156,107 @@ class FusedMLPFunc:
 
 
 class FusedDense(nn.Linear):
-    """``nn.Linear`` that can return its input beside its output."""
+    """``nn.Linear`` that can return its input beside its output.
 
-    def __init__(self, in_features, out_features, bias=True, return_residual=False, device=None, dtype=None):
+    >>> y, x = FusedDense(8, 16, return_residual=True)(torch.randn(5, 8))
+    >>> y.shape, x.shape
+    (torch.Size([5, 16]), torch.Size([5, 8]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        return_residual: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: Group = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
 class ColumnParallelLinear(nn.Linear):
-    """This rank's outputs of a linear layer of ``out_features``, split in units of ``multiple_of``."""
+    """This rank's outputs of a linear layer of ``out_features``, split in units of ``multiple_of``.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ColumnParallelLinear(8, 16, torch.distributed.group.WORLD)(torch.randn(5, 8)).shape
+    torch.Size([5, 16])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
-        in_features,
-        out_features,
-        process_group,
-        bias=True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         out_features = _share(out_features, process_group, multiple_of)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(_to_columns(x, self.process_group, self.sequence_parallel), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer over this rank's share of ``in_features``. The outputs are summed, and rank 0 adds the bias."""
+    """A linear layer over this rank's share of ``in_features``. The outputs are summed, and rank 0 adds the bias.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> RowParallelLinear(16, 8, torch.distributed.group.WORLD)(torch.randn(5, 16)).shape
+    torch.Size([5, 8])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
-        in_features,
-        out_features,
-        process_group,
-        bias=True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         bias = bias and torch.distributed.get_rank(process_group) == 0
         in_features = _share(in_features, process_group, multiple_of)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return _from_rows(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
 
 class FusedMLP(nn.Module):
-    """``fused_mlp_func`` with its parameters, ``fc1`` and ``fc2``; hidden_features is 4 x in_features by default."""
+    """``fused_mlp_func`` with its parameters, ``fc1`` and ``fc2``; hidden_features is 4 x in_features by default.
+
+    >>> FusedMLP(8, activation="relu")(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5, 8])
+    """
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        bias1=True,
-        bias2=True,
-        activation="gelu_approx",
-        return_residual=False,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        activation: str = "gelu_approx",
+        return_residual: bool = False,
+        checkpoint_lvl: int = 0,
+        heuristic: Union[int, str] = "auto",
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
         hidden_features, out_features = hidden_features or 4 * in_features, out_features or in_features
@@ -201,7 +265,7 @@ class FusedMLP(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: Group = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
         y = fused_mlp_func(
             x,
             self.fc1.weight,
@@ -218,23 +282,29 @@ class FusedMLP(nn.Module):
 
 
 class ParallelFusedMLP(nn.Module):
-    """``FusedMLP`` with the hidden features split over the ranks: ``fc1`` column parallel, ``fc2`` row parallel."""
+    """``FusedMLP`` with the hidden features split over the ranks: ``fc1`` column parallel, ``fc2`` row parallel.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ParallelFusedMLP(8, process_group=torch.distributed.group.WORLD)(torch.randn(10, 8)).shape
+    torch.Size([10, 8])
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation="gelu_approx",
-        process_group=None,
-        bias1=True,
-        bias2=True,
-        sequence_parallel=True,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: Optional[int] = None,
+        out_features: Optional[int] = None,
+        activation: str = "gelu_approx",
+        process_group: Group = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        sequence_parallel: bool = True,
+        checkpoint_lvl: int = 0,
+        heuristic: Union[int, str] = "auto",
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         assert process_group is not None, "ParallelFusedMLP needs a process_group"
         assert activation in ACTIVATIONS, f"activation is {activation!r}, allowed are {', '.join(ACTIVATIONS)}"
@@ -245,7 +315,7 @@ class ParallelFusedMLP(nn.Module):
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **layout)
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **layout)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y = fused_mlp_func(
             x,
             self.fc1.weight,

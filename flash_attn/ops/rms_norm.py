@@ -1,8 +1,12 @@
 """RMS norm under the names of the fused kernels; see ``ops.dropout_add_norm``."""
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
+from torch import Tensor
 
+from flash_attn._types import Device
 from flash_attn.ops.dropout_add_norm import (
     DropoutAddNorm,
     dropout_add_norm,
@@ -30,19 +34,25 @@ __all__ = [
 
 
 def dropout_add_rms_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
-    """Dropout, residual add and RMS norm: ``dropout_add_norm``."""
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    rowscale: Optional[Tensor] = None,
+    layerscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
+    """Dropout, residual add and RMS norm: ``dropout_add_norm``.
+
+    >>> x0, residual, weight = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8)
+    >>> y = dropout_add_rms_norm(x0, residual, weight, None, 0.0, 1e-5)
+    >>> torch.allclose(y, torch.nn.functional.rms_norm(x0 + residual, (8,), eps=1e-5), atol=1e-6)
+    True
+    """
     return dropout_add_norm(
         x0,
         residual,
@@ -60,22 +70,28 @@ def dropout_add_rms_norm(
 
 
 def dropout_add_rms_norm_subset(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    layerscale=None,
-    x0_subset=None,
-    out_subset=None,
-    rowscale_const=1.0,
-    out_numrows=0,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
-    """The same for some rows only: ``dropout_add_norm_subset``."""
+    x0: Tensor,
+    residual: Optional[Tensor],
+    weight: Tensor,
+    bias: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    layerscale: Optional[Tensor] = None,
+    x0_subset: Optional[Tensor] = None,
+    out_subset: Optional[Tensor] = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
+    """The same for some rows only: ``dropout_add_norm_subset``.
+
+    >>> x0, residual, weight = torch.randn(2, 8), torch.randn(3, 8), torch.ones(8)
+    >>> subset = torch.tensor([1, 0, 2])  # the second row of the residual has no result
+    >>> dropout_add_rms_norm_subset(residual, None, weight, None, 0.0, 1e-5, out_subset=subset, out_numrows=2).shape
+    torch.Size([2, 8])
+    """
     return dropout_add_norm_subset(
         x0,
         residual,
@@ -96,20 +112,26 @@ def dropout_add_rms_norm_subset(
 
 
 def dropout_add_rms_norm_parallel_residual(
-    x0,
-    x1,
-    residual,
-    weight0,
-    bias0,
-    weight1,
-    bias1,
-    dropout_p,
-    epsilon,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
-    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``."""
+    x0: Tensor,
+    x1: Optional[Tensor],
+    residual: Optional[Tensor],
+    weight0: Tensor,
+    bias0: Optional[Tensor],
+    weight1: Optional[Tensor],
+    bias1: Optional[Tensor],
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[Optional[Tensor], ...]:
+    """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``.
+
+    >>> x0, x1, weight = torch.randn(5, 8), torch.randn(5, 8), torch.ones(8)
+    >>> y0, y1 = dropout_add_rms_norm_parallel_residual(x0, x1, None, weight, None, 2 * weight, None, 0.0, 1e-5)
+    >>> torch.allclose(y1, 2 * y0)
+    True
+    """
     return dropout_add_norm_parallel_residual(
         x0,
         x1,
@@ -127,29 +149,45 @@ def dropout_add_rms_norm_parallel_residual(
     )
 
 
-def rms_norm(x, weight, epsilon):
-    """``[..., n]`` divided by the root of its mean square over the last dimension, times weight."""
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``[..., n]`` divided by the root of its mean square over the last dimension, times weight.
+
+    >>> rms_norm(torch.tensor([3.0, 3.0, 3.0]), torch.ones(3), 0.0)
+    tensor([1., 1., 1.])
+    """
     return rms_norm_fn(x, weight, None, eps=epsilon)
 
 
 class RMSNorm(nn.Module):
-    """``rms_norm`` with its weight."""
+    """``rms_norm`` with its weight.
 
-    def __init__(self, hidden_size, eps=1e-5, device=None, dtype=None):
+    >>> RMSNorm(8)(torch.randn(5, 8)).shape
+    torch.Size([5, 8])
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-5, device: Device = None, dtype: Optional[torch.dtype] = None
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
 
 class DropoutAddRMSNorm(DropoutAddNorm):
-    """Dropout, residual add and RMS norm."""
+    """Dropout, residual add and RMS norm.
+
+    >>> norm = DropoutAddRMSNorm(8, prenorm=True, residual_in_fp32=True)
+    >>> y, r = norm(torch.randn(5, 8, dtype=torch.bfloat16))
+    >>> y.dtype, r.dtype
+    (torch.bfloat16, torch.float32)
+    """
 
     is_rms_norm = True

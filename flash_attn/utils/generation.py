@@ -5,10 +5,14 @@ A model called ``model(input_ids, position_ids=..., inference_params=..., num_la
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
+from torch import Tensor
+
+from flash_attn._types import Device
 
 __all__ = [
     "DecoderOutput",
@@ -27,19 +31,28 @@ __all__ = [
     "update_graph_cache",
 ]
 
+# Of a step: (input_ids, position_ids, tokens in the caches) -> logits.
+Step = Callable[[Tensor, Tensor, int], Tensor]
+
 
 @dataclass
 class InferenceParams:
-    """State of one generation, passed to every layer."""
+    """State of one generation, passed to every layer.
+
+    >>> params = InferenceParams(max_seqlen=128, max_batch_size=2, seqlen_offset=7)
+    >>> params.reset(256, 2)
+    >>> params.max_seqlen, params.seqlen_offset
+    (256, 0)
+    """
 
     max_seqlen: int
     max_batch_size: int
     seqlen_offset: int = 0  # tokens in the caches
     batch_size_offset: int = 0  # first row of the caches in use
-    key_value_memory_dict: dict = field(default_factory=dict)  # layer_idx -> [max_batch_size, max_seqlen, 2, h_kv, d]
-    lengths_per_sample: Optional[torch.Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
+    key_value_memory_dict: dict[int, Any] = field(default_factory=dict)  # [max_batch_size, max_seqlen, 2, h_kv, d]
+    lengths_per_sample: Optional[Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
 
-    def reset(self, max_seqlen, max_batch_size):
+    def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Start over with the same memory."""
         self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
         if self.lengths_per_sample is not None:
@@ -47,14 +60,33 @@ class InferenceParams:
 
 
 class DecoderOutput(NamedTuple):
-    """The result of ``decode``."""
+    """The result of ``decode``.
 
-    sequences: torch.Tensor  # [b, length], prompt included
-    scores: Optional[tuple]  # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
+    >>> sequences, scores = DecoderOutput(torch.tensor([[1, 2, 3]]), None)
+    >>> sequences.shape
+    torch.Size([1, 3])
+    """
+
+    sequences: Tensor  # [b, length], prompt included
+    # a tensor [b, V] for each new token; None from a ``generate`` without output_scores
+    scores: Union[tuple[Tensor, ...], Tensor, None]
 
 
-def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16):
-    """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices."""
+def allocate_inference_cache(
+    max_batch_size: int,
+    max_seqlen: int,
+    nheads: int,
+    headdim: int,
+    layers: Union[int, Iterable[int]],
+    device: Device,
+    dtype: torch.dtype = torch.float16,
+) -> dict[int, Tensor]:
+    """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices.
+
+    >>> caches = allocate_inference_cache(2, 128, nheads=4, headdim=64, layers=3, device="cpu")
+    >>> list(caches), caches[0].shape
+    ([0, 1, 2], torch.Size([2, 128, 2, 4, 64]))
+    """
     sizes = max_batch_size, max_seqlen, 2, nheads, headdim
     return {
         i: torch.empty(sizes, device=device, dtype=dtype)
@@ -62,14 +94,26 @@ def allocate_inference_cache(max_batch_size, max_seqlen, nheads, headdim, layers
     }
 
 
-def modify_logits_for_top_k_filtering(logits, top_k):
-    """Set all but the ``top_k`` largest of each row to -inf, in place."""
+def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
+    """Set all but the ``top_k`` largest of each row to -inf, in place.
+
+    >>> logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    >>> modify_logits_for_top_k_filtering(logits, 2)
+    >>> logits
+    tensor([[-inf, 4., -inf, 3.]])
+    """
     smallest_kept = logits.topk(top_k).values[..., -1:]
     logits.masked_fill_(logits < smallest_kept, float("-inf"))
 
 
-def modify_logits_for_top_p_filtering(logits, top_p):
-    """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place."""
+def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
+    """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place.
+
+    >>> logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
+    >>> modify_logits_for_top_p_filtering(logits, 0.8)
+    >>> logits.exp()
+    tensor([[0.0000, 0.6000, 0.3000]])
+    """
     if top_p <= 0.0 or top_p >= 1.0:
         return
     ascending, order = logits.sort(descending=False)
@@ -77,8 +121,15 @@ def modify_logits_for_top_p_filtering(logits, top_p):
     logits.masked_fill_(below.scatter(-1, order, below), float("-inf"))
 
 
-def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_penalty=1.0):
-    """Divide the positive and multiply the negative logits of tokens seen before, in place (arXiv 1909.05858)."""
+def modify_logit_for_repetition_penalty(
+    logits: Tensor, prev_output_tokens: Tensor, repetition_penalty: float = 1.0
+) -> Tensor:
+    """Divide the positive and multiply the negative logits of tokens seen before, in place (arXiv 1909.05858).
+
+    >>> logits = torch.tensor([[2.0, -2.0, 1.0]])
+    >>> modify_logit_for_repetition_penalty(logits, torch.tensor([[0, 1]]), 2.0)
+    tensor([[ 1., -4.,  1.]])
+    """
     if repetition_penalty == 1.0:
         return logits
     seen = logits.gather(1, prev_output_tokens)
@@ -86,8 +137,14 @@ def modify_logit_for_repetition_penalty(logits, prev_output_tokens, repetition_p
     return logits.scatter_(1, prev_output_tokens, seen)
 
 
-def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
-    """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax."""
+def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: float = 1.0) -> Tensor:
+    """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax.
+
+    >>> sample(torch.tensor([[1.0, 4.0, 2.0]]))
+    tensor([1])
+    >>> int(sample(torch.tensor([[1.0, 4.0, 2.0]]), top_k=2, temperature=0.7)) in (1, 2)
+    True
+    """
     if top_k == 1:
         return logits.argmax(dim=-1)
     assert top_p <= 1.0, f"top_p is {top_p}, at most 1 is allowed"
@@ -100,21 +157,21 @@ def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
 
 @torch.inference_mode()
 def decode(
-    input_ids,
-    model,
-    max_length,
-    top_k=1,
-    top_p=0.0,
-    temperature=1.0,
-    eos_token_id=None,
-    teacher_outputs=None,
-    vocab_size=None,
-    tensor_parallel=1,
-    cg=False,
-    enable_timing=False,
+    input_ids: Tensor,
+    model: Any,
+    max_length: int,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+    eos_token_id: Optional[int] = None,
+    teacher_outputs: Optional[Tensor] = None,
+    vocab_size: Optional[int] = None,
+    tensor_parallel: int = 1,
+    cg: bool = False,
+    enable_timing: bool = False,
     *,
-    repetition_penalty=1.0,
-):
+    repetition_penalty: float = 1.0,
+) -> DecoderOutput:
     """Extend ``input_ids`` ``[b, s]`` to ``max_length`` tokens, or until every sequence has drawn ``eos_token_id``.
 
     Args:
@@ -126,6 +183,12 @@ def decode(
         repetition_penalty: as of ``modify_logit_for_repetition_penalty``.
     Returns:
         DecoderOutput. Its scores are the logits of each step.
+
+    >>> from types import SimpleNamespace
+    >>> def model(tokens, **_):  # the next token is the last one plus 1
+    ...     return SimpleNamespace(logits=torch.eye(5)[(tokens + 1) % 5])
+    >>> decode(torch.tensor([[0, 1]]), model, max_length=6).sequences
+    tensor([[0, 1, 2, 3, 4, 0]])
     """
     batch, length = input_ids.shape
     _, logits_of = _stepper(model, batch, length, max_length, cg, (1,), tensor_parallel)
@@ -154,7 +217,14 @@ def decode(
     return DecoderOutput(sequences, tuple(scores))
 
 
-def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0):
+def sample_speculative(
+    logits: Tensor,
+    logits_draft: Tensor,
+    tokens_draft: Tensor,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Accept or replace drafted tokens, so that tokens are distributed as those of the model (arXiv 2211.17192).
 
     Args:
@@ -162,6 +232,10 @@ def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, t
         top_k, top_p, temperature: as of ``sample``; the draft was drawn with them, too.
     Returns:
         (tokens ``[b, s + 1]``, their number ``[b]``, 1 to s + 1): the accepted tokens, and one drawn behind them.
+
+    >>> logits, drafted = torch.eye(5)[torch.tensor([[1, 2, 4]])], torch.tensor([[1, 3]])
+    >>> sample_speculative(logits, torch.eye(5)[drafted], drafted)[1] <= 3
+    tensor([True])
     """
     batch, drafted = tokens_draft.shape
     assert logits.shape == (batch, drafted + 1, logits_draft.shape[-1]), (
@@ -183,21 +257,21 @@ def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, t
 
 @torch.inference_mode()
 def decode_speculative(
-    input_ids,
-    model,
-    model_draft,
-    max_length,
-    speculative_lookahead=3,
-    top_k=1,
-    top_p=0.0,
-    temperature=1.0,
-    eos_token_id=None,
-    vocab_size=None,
-    tensor_parallel=1,
-    cg=False,
-    enable_timing=False,
-    debug=False,
-):
+    input_ids: Tensor,
+    model: Any,
+    model_draft: Any,
+    max_length: int,
+    speculative_lookahead: int = 3,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+    eos_token_id: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    tensor_parallel: int = 1,
+    cg: bool = False,
+    enable_timing: bool = False,
+    debug: bool = False,
+) -> DecoderOutput:
     """``decode`` of one sequence, whose tokens a smaller model drafts, ``speculative_lookahead`` at a time.
 
     Args:
@@ -205,6 +279,12 @@ def decode_speculative(
         The others are those of ``decode``.
     Returns:
         DecoderOutput. Its scores are one tensor ``[1, new tokens, V]``, the model's logits.
+
+    >>> from types import SimpleNamespace
+    >>> def model(tokens, **_):  # the next token is the last one plus 1
+    ...     return SimpleNamespace(logits=torch.eye(5)[(tokens + 1) % 5])
+    >>> decode_speculative(torch.tensor([[0, 1]]), model, model, max_length=6).sequences
+    tensor([[0, 1, 2, 3, 4, 0]])
     """
     assert input_ids.shape[0] == 1, f"input_ids has {input_ids.shape[0]} sequences, 1 is allowed"
     assert eos_token_id is None, "decode_speculative does not take an eos_token_id"
@@ -278,30 +358,34 @@ def _stepper(model, batch, length, max_length, cg, decoding_seqlens, tensor_para
 
 @dataclass
 class DecodingCGCache:
-    """The graphs of a model's decoding steps, and the caches that the graphs read and write."""
+    """The graphs of a model's decoding steps, and the caches that the graphs read and write.
+
+    >>> DecodingCGCache().callables
+    {}
+    """
 
     max_batch_size: int = 0
     max_seqlen: int = 0
     device: Optional[torch.device] = None
     dtype: Optional[torch.dtype] = None
-    callables: dict = field(default_factory=dict)  # (batch, tokens of a step) -> function, see capture_graph
-    mempool: Optional[tuple] = None
+    callables: dict[tuple[int, int], Step] = field(default_factory=dict)  # by batch and tokens of a step
+    mempool: Optional[tuple[int, int]] = None
     inference_params: Optional[InferenceParams] = None
-    run: Optional[Callable] = None  # (input_ids, position_ids, tokens in the caches) -> logits
+    run: Optional[Step] = None
 
 
 @torch.inference_mode()
 def update_graph_cache(
-    model,
-    cache,
-    batch_size,
-    seqlen_og,
-    max_seqlen,
-    decoding_seqlens=(1,),
-    tensor_parallel=1,
-    dtype=None,
-    n_warmups=2,
-):
+    model: Any,
+    cache: Optional["DecodingCGCache"],
+    batch_size: int,
+    seqlen_og: int,
+    max_seqlen: int,
+    decoding_seqlens: Iterable[int] = (1,),
+    tensor_parallel: int = 1,
+    dtype: Optional[torch.dtype] = None,
+    n_warmups: int = 2,
+) -> DecodingCGCache:
     """A ``DecodingCGCache`` with a graph for each step of ``decoding_seqlens`` tokens.
 
     Args:
@@ -312,6 +396,16 @@ def update_graph_cache(
         dtype: of the caches, by default the dtype of the first parameter.
     Returns:
         The cache. Its ``run`` does a step. On the CPU there are no graphs, and ``run`` calls the model.
+
+    >>> from types import SimpleNamespace
+    >>> class Model(torch.nn.Embedding):
+    ...     config = SimpleNamespace(num_attention_heads=2, hidden_size=16, num_hidden_layers=1)
+    ...     def forward(self, tokens, **_):
+    ...         return SimpleNamespace(logits=super().forward(tokens))
+    >>> cache = update_graph_cache(Model(5, 5), None, batch_size=1, seqlen_og=2, max_seqlen=8)
+    >>> with torch.inference_mode():
+    ...     cache.run(torch.tensor([[3]]), torch.tensor([[2]]), 2).shape
+    torch.Size([1, 1, 5])
     """
     cache = DecodingCGCache() if cache is None else cache
     parameter = next(iter(model.parameters()))
@@ -346,12 +440,29 @@ def update_graph_cache(
     return cache
 
 
-def capture_graph(model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2):
+def capture_graph(
+    model: Any,
+    inference_params: InferenceParams,
+    batch_size: int,
+    max_seqlen: int,
+    decoding_seqlen: int = 1,
+    mempool: Any = None,
+    n_warmups: int = 2,
+) -> Step:
     """Record a step of ``decoding_seqlen`` tokens as a CUDA graph, in memory of ``mempool``.
 
     Returns:
         A function of (input_ids ``[b, decoding_seqlen]``, position_ids likewise, tokens in the caches), which returns
         logits ``[b, decoding_seqlen, V]``. On the CPU the function calls the model.
+
+    >>> from types import SimpleNamespace
+    >>> class Model(torch.nn.Embedding):
+    ...     def forward(self, tokens, **_):
+    ...         return SimpleNamespace(logits=super().forward(tokens))
+    >>> params = InferenceParams(8, 1, lengths_per_sample=torch.zeros(1, dtype=torch.int32))
+    >>> step = capture_graph(Model(5, 5), params, batch_size=1, max_seqlen=8)
+    >>> step(torch.tensor([[3]]), torch.tensor([[2]]), 2).shape
+    torch.Size([1, 1, 5])
     """
     device = next(iter(model.parameters())).device
     input_ids = torch.zeros(batch_size, decoding_seqlen, dtype=torch.long, device=device)
@@ -424,22 +535,32 @@ def _now(device, tensor_parallel):
 
 
 class GenerationMixin:
-    """Adds ``generate`` to a model."""
+    """Adds ``generate`` to a model.
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    >>> from types import SimpleNamespace
+    >>> class Model(GenerationMixin):
+    ...     def __call__(self, tokens, **_):  # the next token is the last one plus 1
+    ...         return SimpleNamespace(logits=torch.eye(5)[(tokens + 1) % 5])
+    >>> Model().generate(torch.tensor([[0, 1]]), max_length=6)
+    tensor([[0, 1, 2, 3, 4, 0]])
+    """
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
+    ) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say how to allocate its caches")
 
     def generate(
         self,
-        input_ids,
-        max_length,
-        top_k=1,
-        top_p=0.0,
-        temperature=1.0,
-        return_dict_in_generate=False,
-        output_scores=False,
-        **kwargs,
-    ):
+        input_ids: Tensor,
+        max_length: int,
+        top_k: int = 1,
+        top_p: float = 0.0,
+        temperature: float = 1.0,
+        return_dict_in_generate: bool = False,
+        output_scores: bool = False,
+        **kwargs: Any,
+    ) -> Union[Tensor, DecoderOutput]:
         """Runs ``decode`` with this model. Returns the tokens, or DecoderOutput if ``return_dict_in_generate``."""
         output = decode(
             input_ids,

@@ -1,12 +1,23 @@
 """``triton_op`` of torch.library with the two arguments that clients expect."""
 
+from collections.abc import Iterable
+from typing import Any, Callable, Optional, Union
+
 from torch.library import custom_op
 from torch.library import triton_op as torch_triton_op
 
 __all__ = ["triton_op"]
 
 
-def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True):
+def triton_op(
+    name: str,
+    fn: Optional[Callable[..., Any]] = None,
+    /,
+    *,
+    mutates_args: Union[str, Iterable[str]],
+    schema: Optional[str] = None,
+    allow_decomposition: bool = True,
+) -> Any:
     """Makes an operator of a function that launches Triton kernels. Without ``fn``, returns a decorator.
 
     Args:
@@ -14,6 +25,12 @@ def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decompositio
         schema: the operator's schema, by default from the annotations of ``fn``. torch.library's own ``triton_op``
             does not use it. So an operator with a schema is made as with ``allow_decomposition=False``.
         allow_decomposition: False hides the kernels from the compiler, as ``torch.library.custom_op`` does.
+
+    >>> def twice(x: torch.Tensor) -> torch.Tensor:
+    ...     return 2 * x
+    >>> operator = triton_op("flash_attn_example::twice", twice, mutates_args=(), allow_decomposition=False)
+    >>> operator(torch.ones(2))
+    tensor([2., 2.])
     """
 
     def make(fn):

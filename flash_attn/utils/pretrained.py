@@ -2,8 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Optional, Union
 
 import torch
+from torch import Tensor
+
+from flash_attn._types import Device
 
 __all__ = ["state_dict_from_pretrained"]
 
@@ -11,7 +15,9 @@ __all__ = ["state_dict_from_pretrained"]
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def state_dict_from_pretrained(model_name, device=None, dtype=None):
+def state_dict_from_pretrained(
+    model_name: Union[str, Path], device: Device = None, dtype: Optional[torch.dtype] = None
+) -> dict[str, Tensor]:
     """``{name: tensor}`` of a model.
 
     Args:
@@ -20,6 +26,12 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
         dtype: the floating tensors' dtype, by default the stored dtype.
     Raises:
         EnvironmentError: no weights are found.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"weight": torch.ones(2)}, f"{folder}/pytorch_model.bin")
+    ...     state_dict_from_pretrained(folder, dtype=torch.float16)
+    {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
     path = _find(model_name)
     paths = [path]

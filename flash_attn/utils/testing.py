@@ -1,9 +1,13 @@
 """Attention by its definition, and padded batches for tests of attention."""
 
 import math
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
+from torch import Tensor
 
+from flash_attn._types import Device
 from flash_attn.bert_padding import pad_input, unpad_input
 
 __all__ = [
@@ -15,10 +19,16 @@ __all__ = [
 ]
 
 
-def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", zero_lengths=False):
+def generate_random_padding_mask(
+    max_seqlen: int, batch_size: int, device: Device, mode: str = "random", zero_lengths: bool = False
+) -> Tensor:
     """Mask ``[b, s]`` of the present tokens: "full", "random" lengths, or lengths in the longest "third" of the range.
 
     With ``zero_lengths`` every fifth sequence, the last one too, is empty.
+
+    >>> generate_random_padding_mask(4, 2, "cpu", mode="full")
+    tensor([[True, True, True, True],
+            [True, True, True, True]])
     """
     assert mode in ("full", "random", "third"), f"mode is {mode!r}"
     shortest = {"full": max_seqlen, "random": max(0 if zero_lengths else 1, max_seqlen - 20), "third": max_seqlen // 3}
@@ -30,17 +40,17 @@ def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", 
 
 
 def generate_qkv(
-    q,
-    k,
-    v,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    qv=None,
-    kvpacked=False,
-    qkvpacked=False,
-    query_unused_mask=None,
-    key_unused_mask=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    qv: Optional[Tensor] = None,
+    kvpacked: bool = False,
+    qkvpacked: bool = False,
+    query_unused_mask: Optional[Tensor] = None,
+    key_unused_mask: Optional[Tensor] = None,
+) -> tuple[Any, ...]:
     """Packed and padded forms of one input, with functions that pad results again.
 
     Args:
@@ -54,6 +64,11 @@ def generate_qkv(
         kvpacked: q and kv packed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q and kv padded,
             output_pad_fn, dq_pad_fn, dkv_pad_fn.
         qkvpacked: qkv packed, cu_seqlens, max_seqlen, qkv padded, output_pad_fn, dqkv_pad_fn.
+
+    >>> q, k, v = torch.randn(3, 2, 4, 3, 8)
+    >>> qkv, cu_seqlens, longest, *_ = generate_qkv(q, k, v, qkvpacked=True)
+    >>> qkv.shape, cu_seqlens
+    (torch.Size([8, 3, 3, 8]), tensor([0, 4, 8], dtype=torch.int32))
     """
     assert not (kvpacked and qkvpacked), "kvpacked and qkvpacked exclude each other"
     for name, unused, mask in (
@@ -79,15 +94,15 @@ def generate_qkv(
 
 
 def construct_local_mask(
-    seqlen_q,
-    seqlen_k,
-    window_size=(None, None),
-    sink_token_length=0,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    device=None,
-):
+    seqlen_q: int,
+    seqlen_k: int,
+    window_size: Sequence[Optional[int]] = (None, None),
+    sink_token_length: int = 0,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    key_leftpad: Optional[Tensor] = None,
+    device: Device = None,
+) -> Tensor:
     """True if key j is outside the window of query i: not i + D - L <= j <= i + D + R, D = keys - queries.
 
     The shape is ``[s_q, s_k]``. With masks or ``key_leftpad`` ``[b]`` the shape is ``[b, 1, s_q, s_k]``, and lengths
@@ -96,6 +111,15 @@ def construct_local_mask(
     Args:
         window_size: ``(L, R)``; None or a negative number is unlimited.
         sink_token_length: so many first keys are visible whatever L says.
+
+    >>> construct_local_mask(2, 4, window_size=(1, 0)).int()  # 1 is outside
+    tensor([[1, 0, 0, 1],
+            [1, 1, 0, 0]], dtype=torch.int32)
+    >>> construct_local_mask(4, 2, window_size=(None, 0)).int()
+    tensor([[1, 1],
+            [1, 1],
+            [0, 1],
+            [0, 0]], dtype=torch.int32)
     """
     left, right = (None if side is None or side < 0 else int(side) for side in window_size)
     diagonal, key, len_k = _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
@@ -104,17 +128,23 @@ def construct_local_mask(
 
 
 def construct_chunk_mask(
-    seqlen_q,
-    seqlen_k,
-    attention_chunk,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    device=None,
-):
+    seqlen_q: int,
+    seqlen_k: int,
+    attention_chunk: int,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    key_leftpad: Optional[Tensor] = None,
+    device: Device = None,
+) -> Tensor:
     """True if key j is outside the chunk of query i: not c <= j < c + attention_chunk, c = i + D rounded down.
 
     D and the shapes are those of ``construct_local_mask``.
+
+    >>> construct_chunk_mask(4, 4, attention_chunk=2).int()  # 1 is outside
+    tensor([[0, 0, 1, 1],
+            [0, 0, 1, 1],
+            [1, 1, 0, 0],
+            [1, 1, 0, 0]], dtype=torch.int32)
     """
     diagonal, key, _ = _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device)
     first = diagonal.div(attention_chunk, rounding_mode="floor") * attention_chunk
@@ -122,30 +152,37 @@ def construct_chunk_mask(
 
 
 def attention_ref(
-    q,
-    k,
-    v,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    attn_bias=None,
-    dropout_p=0.0,
-    dropout_mask=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(None, None),
-    attention_chunk=0,
-    sink_token_length=0,
-    learnable_sink=None,
-    softcap=0.0,
-    upcast=True,
-    reorder_ops=False,
-    intermediate_dtype=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    key_leftpad: Optional[Tensor] = None,
+    attn_bias: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Optional[Tensor] = None,
+    causal: bool = False,
+    qv: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    window_size: Sequence[Optional[int]] = (None, None),
+    attention_chunk: int = 0,
+    sink_token_length: int = 0,
+    learnable_sink: Optional[Tensor] = None,
+    softcap: float = 0.0,
+    upcast: bool = True,
+    reorder_ops: bool = False,
+    intermediate_dtype: Optional[torch.dtype] = None,
+) -> tuple[Tensor, Tensor]:
     """Attention that stores its scores.
+
+    The causal mask is aligned to the bottom right corner. Fewer queries than keys, and more:
+
+        x x x .      . .
+        x x x x      . .
+                     x .
+                     x x
 
     Args:
         q: ``[b, s_q, h, d]``. k: ``[b, s_k, h_kv, d]``. v: ``[b, s_k, h_kv, d_v]``. Padding masks ``[b, s]``.
@@ -159,6 +196,11 @@ def attention_ref(
         intermediate_dtype: the probabilities are rounded to it before they meet v.
     Returns:
         (output ``[b, s_q, h, d_v]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q.
+
+    >>> q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    >>> output, probabilities = attention_ref(q, k, v, causal=True)
+    >>> output.shape, probabilities.shape
+    (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 7]))
     """
     dtype, device, groups = q.dtype, q.device, q.shape[2] // k.shape[2]
     if upcast:

@@ -1,20 +1,43 @@
 """What every function does with its arguments before an op is called, and the call of an op."""
 
+from collections.abc import Sequence
+from typing import Any, Union
+
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_3._ops import _C
 
+Window = Union[Sequence[int], Tensor]  # (left, right)
+Length = Union[int, Tensor]  # a tensor has one element
 
-def maybe_contiguous(x):
-    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy."""
+
+def maybe_contiguous(x: Any) -> Any:
+    """Returns ``x`` if its last dimension is contiguous or ``x`` is no tensor, otherwise a contiguous copy.
+
+    >>> maybe_contiguous(torch.ones(2, 3).t()).is_contiguous()
+    True
+    """
     if isinstance(x, torch.Tensor) and x.dim() > 0 and x.stride(-1) != 1:
         return x.contiguous()
     return x
 
 
-def round_multiple(x, m):
-    """Rounds ``x`` up to a multiple of ``m``."""
+def has_distributed(values: Any) -> bool:
+    """Is any of the values a DTensor? torch.distributed.tensor is not imported for this question."""
+    for x in values:
+        if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor and hasattr(x, "device_mesh"):
+            return True
+    return False
+
+
+def round_multiple(x: int, m: int) -> int:
+    """Rounds ``x`` up to a multiple of ``m``.
+
+    >>> round_multiple(130, 128)
+    256
+    """
     return (x + m - 1) // m * m
 
 

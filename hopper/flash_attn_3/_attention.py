@@ -10,7 +10,15 @@ from collections import namedtuple
 import torch
 from torch.autograd import forward_ad
 
-from flash_attn_3._arguments import as_int, as_window, call_op, check_tensors, distinct, maybe_contiguous
+from flash_attn_3._arguments import (
+    as_int,
+    as_window,
+    call_op,
+    check_tensors,
+    distinct,
+    has_distributed,
+    maybe_contiguous,
+)
 from flash_attn_3._ops import _C, ops, refuse_backward, register_once
 
 _forward_op = ops._flash_attn_forward.default
@@ -213,6 +221,10 @@ def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
             return _record(*tensors, (out, lengths, Options(*options), deterministic))
         if out is not None:
             return out
+    if has_distributed((*tensors, *lengths, *options)):
+        from flash_attn_3 import _distributed  # imports torch.distributed.tensor, which a plain call does not need
+
+        return _distributed.attend(attend, tensors, num_heads_q, lengths, options, deterministic, return_lse)
     lengths, options = Lengths(*lengths), Options(*options)
     check_tensors(**dict(zip(("q", "k", "v") if len(tensors) == 3 else ("qkv",), tensors)))
     if (

@@ -1,8 +1,11 @@
 """``flash_attn_combine`` and its gradient."""
 
-import torch
+from typing import Optional
 
-from flash_attn_3._arguments import call_op
+import torch
+from torch import Tensor
+
+from flash_attn_3._arguments import call_op, has_distributed
 from flash_attn_3._ops import ops, register_once
 
 _combine_op = ops._combine.default
@@ -45,7 +48,9 @@ def _copy_to(out, combined):
     return out.copy_(combined)
 
 
-def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Optional[Tensor] = None, out_dtype: Optional[torch.dtype] = None
+) -> tuple[Tensor, Tensor]:
     """Combines partial results over different keys of the same queries into the result over all keys.
 
         lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) out_i
@@ -63,7 +68,18 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
         RuntimeError: the message names the argument that does not fit, what came and what is allowed.
     Gradients for out_partial and lse_partial, through out and lse. Upstream drops them without a word. NOTE: the
     softmax_lse of ``flash_attn_func`` carries no gradient. So gradients through parts that it computed lack a term.
+
+    >>> q, k, v = torch.randn(3, 1, 6, 2, 8)
+    >>> parts = [flash_attn_func(q, k[:, x], v[:, x], return_attn_probs=True) for x in (slice(0, 4), slice(4, 6))]
+    >>> outs, lses = (torch.stack(x) for x in zip(*parts))
+    >>> out, lse = flash_attn_combine(outs, lses.transpose(-1, -2))
+    >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-6)
+    True
     """
+    if has_distributed((out_partial, lse_partial, out)):
+        from flash_attn_3 import _distributed
+
+        return _distributed.combine(flash_attn_combine, out_partial, lse_partial, out, out_dtype)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     records = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in (out_partial, lse_partial)

@@ -1,10 +1,21 @@
 """``flash_attn_with_kvcache``, and the hint that upstream computes for it."""
 
 import warnings
+from typing import Optional, Union
 
 import torch
+from torch import Tensor
 
-from flash_attn_3._arguments import as_int, as_window, call_op, check_tensors, maybe_contiguous
+from flash_attn_3._arguments import (
+    Length,
+    Window,
+    as_int,
+    as_window,
+    call_op,
+    check_tensors,
+    has_distributed,
+    maybe_contiguous,
+)
 from flash_attn_3._ops import _C, ops, output_dtype
 
 
@@ -32,22 +43,49 @@ def _warn_of_gradients(*tensors):
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-):  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    qv: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    cache_seqlens: Union[int, Tensor, None] = None,
+    cache_batch_idx: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    page_table: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k_new: Optional[Tensor] = None,
+    max_seqlen_q: Optional[Length] = None,
+    rotary_seqlens: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Optional[Tensor] = None,
+    num_splits: int = 0,
+    pack_gqa: Optional[bool] = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """One step of decoding: appends to a cache of keys and values, then attends over the cache.
 
     If k and v are given, they are written into the cache **in place** at rows ``cache_seqlens`` onwards. The rotary
     embedding, if there is one, rotates k before. Then q attends to rows ``cache_leftpad`` to
-    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. With len_q = 2,
-    cache_seqlens = 2, len_new = 2, causal:
+    ``cache_seqlens + len_new - 1``. Masks are aligned to the bottom right corner of these keys. Causal,
+    with len_q = 2, cache_seqlens = 2, len_new = 2, and with more queries than keys, cache_seqlens = 0:
 
-        cached  new
-         x x    x .
-         x x    x x
+        cached  new      new
+         x x    x .      . .
+         x x    x x      . .
+                         x .
+                         x x
 
     Args:
         q: ``[b, len_q, h, d]``, or ``[total_q, h, d]`` with cu_seqlens_q and max_seqlen_q. Its dtype is that of the
@@ -82,6 +120,13 @@ def flash_attn_with_kvcache(
         RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
     There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-3, arXiv 2407.08608; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
+
+    >>> k_cache, v_cache = torch.zeros(2, 1, 16, 2, 8)  # room for 16 tokens
+    >>> q, k, v = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    >>> lengths = torch.tensor([3], dtype=torch.int32)
+    >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+    >>> out.shape, torch.equal(k_cache[0, 3], k[0, 0])
+    (torch.Size([1, 1, 4, 8]), True)
     """
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
@@ -97,6 +142,24 @@ def flash_attn_with_kvcache(
             return results
     _warn_of_gradients(q, k_cache, v_cache, k, v, qv)
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    named = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q, "rotary_seqlens": rotary_seqlens,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+    }  # fmt: skip
+    if has_distributed(named.values()):
+        from flash_attn_3 import _distributed
+
+        options = {
+            "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+            "attention_chunk": attention_chunk, "softcap": softcap, "rotary_interleaved": rotary_interleaved,
+            "scheduler_metadata": scheduler_metadata, "num_splits": num_splits, "pack_gqa": pack_gqa,
+            "sm_margin": sm_margin,
+        }  # fmt: skip
+        out, softmax_lse = _distributed.attend_with_cache({**named, **options})
+        return (out, softmax_lse) if return_softmax_lse else out
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     q = maybe_contiguous(q)
@@ -120,11 +183,28 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
-    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
-    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
-    num_splits=0, pack_gqa=None, sm_margin=0,
-):  # fmt: skip
+    batch_size: int,
+    max_seqlen_q: Length,
+    max_seqlen_k: Length,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: Optional[int] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k_new: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    page_size: Optional[int] = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: Optional[bool] = None,
+    sm_margin: int = 0,
+) -> Tensor:
     """Returns a hint for ``flash_attn_with_kvcache`` calls with the same sizes and options.
 
     The plans of this package are made in a microsecond and need no hint. So the result holds nothing, and a call with
@@ -137,6 +217,10 @@ def get_scheduler_metadata(
         An int32 tensor of one dimension on the device of cache_seqlens.
     Raises:
         RuntimeError: the message names the argument that does not fit.
+
+    >>> lengths = torch.tensor([3, 9], dtype=torch.int32)
+    >>> get_scheduler_metadata(2, 1, 16, 4, 2, 64, lengths).dtype
+    torch.int32
     """
     check_tensors(cache_seqlens=cache_seqlens)
     left, right = as_window(window_size)

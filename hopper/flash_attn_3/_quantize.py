@@ -1,12 +1,23 @@
 """``quantize``."""
 
+from collections.abc import Sequence
+from typing import Literal, Union
+
 import torch
+from torch import Tensor
 
 from flash_attn_3._arguments import call_op, check_tensors, maybe_contiguous
 from flash_attn_3._ops import ops
 
 
-def quantize(q, k, v, cu_seqlens=None, per="head", hadamard=False):
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Union[Tensor, Sequence[Tensor], None] = None,
+    per: Literal["head", "tensor"] = "head",
+    hadamard: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Makes float8_e4m3fn tensors of q, k and v, with the descales that the functions above take.
 
         descale = max |x| / 448 of a sequence and key head;  1 if all x are 0
@@ -32,6 +43,14 @@ def quantize(q, k, v, cu_seqlens=None, per="head", hadamard=False):
         RuntimeError: the message names the argument that does not fit, or the tensor that requires grad.
     There are no gradients. All arithmetic is fp32, and the CPU and the GPU give the same bits.
     Source: csrc/quantization.h.
+
+    >>> q, k, v = torch.randn(3, 1, 128, 2, 64)
+    >>> q8, k8, v8, *descales = quantize(q, k, v, hadamard=True)
+    >>> q8.dtype, descales[0].shape
+    (torch.float8_e4m3fn, torch.Size([1, 2]))
+    >>> out = flash_attn_func(q8, k8, v8, q_descale=descales[0], k_descale=descales[1], v_descale=descales[2])
+    >>> out.dtype, out.shape
+    (torch.bfloat16, torch.Size([1, 128, 2, 64]))
     """
     check_tensors(q=q, k=k, v=v)
     if per not in ("head", "tensor"):

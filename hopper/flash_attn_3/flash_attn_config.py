@@ -16,7 +16,12 @@ CONFIG = {
 }
 
 
-def show():
-    """Prints the build flags."""
+def show() -> None:
+    """Prints the build flags.
+
+    >>> show()  # doctest: +ELLIPSIS
+    FLASHATTENTION_DISABLE_BACKWARD = False
+    ...
+    """
     for flag, value in CONFIG["build_flags"].items():
         print(f"{flag} = {value}")

@@ -13,7 +13,11 @@ _attention.py computes what the first three have in common. The ops check their 
 does only the work that must happen before an op is called (_arguments.py).
 """
 
-from flash_attn_3._arguments import as_int, call_op, check_tensors, maybe_contiguous, round_multiple
+from typing import Optional, Union
+
+from torch import Tensor
+
+from flash_attn_3._arguments import Length, Window, as_int, call_op, check_tensors, maybe_contiguous, round_multiple
 from flash_attn_3._attention import DENSE, attend, run_backward
 from flash_attn_3._combine import flash_attn_combine
 from flash_attn_3._kvcache import flash_attn_with_kvcache, get_scheduler_metadata
@@ -34,17 +38,36 @@ __all__ = [
 
 
 def flash_attn_func(
-    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-    sm_margin=0, return_attn_probs=False,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    qv: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """Exact attention ``softmax(softmax_scale * (q @ k.T + qv @ v.T) + mask) @ v`` without storing the scores.
 
     The causal mask is aligned to the bottom right corner; window_size (1, 0) keeps that corner's diagonal and the key
-    before it. len_q = 2, len_kv = 4:
+    before it. Fewer queries than keys, and more:
 
         causal     x x x .      window     . x x .
                    x x x x      (1, 0)     . . x x
+
+        causal     . .          window     . .
+                   . .          (1, 0)     . .
+                   x .                     x .
+                   x x                     x x
 
     Args:
         q: ``[b, len_q, h, d]`` in fp16, bf16, float8_e4m3fn, fp32 or (CPU) fp64; d is a multiple of 8 up to 256 (FP8:
@@ -76,6 +99,12 @@ def flash_attn_func(
         AssertionError: a backward with attention_chunk.
     Gradients for q, k, v, through out only; none for FP8, qv, attention_chunk, or d_v above 256.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.
+
+    >>> q, k, v = torch.zeros(1, 2, 1, 8), torch.zeros(1, 4, 1, 8), torch.eye(4, 8)[None, :, None]
+    >>> out = flash_attn_func(q, k, v, causal=True)  # the mean of the rows of v that a row sees
+    >>> out[0, :, 0, :4] > 0
+    tensor([[ True,  True,  True, False],
+            [ True,  True,  True,  True]])
     """
     options = (
         qv, q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk, softcap, num_splits,
@@ -85,11 +114,30 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
-    return_attn_probs=False,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    max_seqlen_q: Optional[Length],
+    max_seqlen_k: Optional[Length],
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    qv: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``flash_attn_func`` over b sequences of different lengths, one after the other without padding.
 
     Sequence n owns rows ``cu_seqlens[n]`` to ``cu_seqlens[n + 1] - 1`` and sees only its own keys. Two sequences of
@@ -100,6 +148,15 @@ def flash_attn_varlen_func(
         . . x . .
         . . x x .
         . . x x x
+
+    The mask of each sequence is aligned to its bottom right corner. Causal, cu_seqlens_q = [0, 2, 5], cu_seqlens_k =
+    [0, 4, 6]: the first sequence has fewer queries than keys, the second has more:
+
+        x x x . . .
+        x x x x . .
+        . . . . . .
+        . . . . x .
+        . . . . x x
 
     Args:
         q: ``[total_q, h, d]``, or ``[b, len_q, h, d]`` if cu_seqlens_q is None.
@@ -115,6 +172,12 @@ def flash_attn_varlen_func(
         As ``flash_attn_func``; on the CPU also for lengths that do not fit the tensors.
     Gradients as for ``flash_attn_func``. Rows that are not in use have gradients of 0.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.
+
+    >>> q, k, v = torch.randn(3, 5, 4, 8)  # 5 tokens of 4 heads
+    >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 3, 3, causal=True)
+    >>> torch.allclose(out[2:], flash_attn_func(q[None, 2:], k[None, 2:], v[None, 2:], causal=True)[0], atol=1e-6)
+    True
     """
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     options = (
@@ -125,10 +188,27 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-    attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False,
-):  # fmt: skip
+    qkv: Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: Optional[int] = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``flash_attn_func`` with queries, keys and values in one tensor, whose gradient comes in one piece too.
+
+    There are as many queries as keys:
+
+        causal     x . .      window     x . .
+                   x x .      (1, 0)     x x .
+                   x x x                 . x x
 
     Args:
         qkv: ``[b, len, 3, h, d]``: queries, keys, values. With num_heads_q ``[b, len, num_heads_q + 2 h_kv, d]``: the
@@ -142,6 +222,10 @@ def flash_attn_qkvpacked_func(
         The others: see ``flash_attn_func``.
     Gradients for qkv.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.
+
+    >>> qkv = torch.randn(2, 5, 8, 16)  # 4 heads of queries, 2 of keys, 2 of values
+    >>> flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4).shape
+    torch.Size([2, 5, 4, 16])
     """
     check_tensors(qkv=qkv)
     if num_heads_q is None:
@@ -164,12 +248,41 @@ def flash_attn_qkvpacked_func(
 
 
 def _flash_attn_forward(
-    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
-    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None,
-    leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
-    v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
-    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Optional[Tensor] = None,
+    v_new: Optional[Tensor] = None,
+    qv: Optional[Tensor] = None,
+    out_: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    cu_seqlens_k_new: Optional[Tensor] = None,
+    seqused_q: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[Length] = None,
+    max_seqlen_k: Optional[Length] = None,
+    page_table: Optional[Tensor] = None,
+    kv_batch_idx: Optional[Tensor] = None,
+    leftpad_k: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    seqlens_rotary: Optional[Tensor] = None,
+    q_descale: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Optional[Tensor] = None,
+    num_splits: int = 1,
+    pack_gqa: Optional[bool] = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the forward op on tensors of any strides and returns ``(out, softmax_lse, out_accum, softmax_lse_accum)``.
 
     The arguments are those of ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache``. out_ is a tensor to write.
@@ -186,10 +299,29 @@ def _flash_attn_forward(
 
 
 def _flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-    max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-):  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    sequed_q: Optional[Tensor] = None,
+    sequed_k: Optional[Tensor] = None,
+    max_seqlen_q: Optional[Length] = None,
+    max_seqlen_k: Optional[Length] = None,
+    dq: Optional[Tensor] = None,
+    dk: Optional[Tensor] = None,
+    dv: Optional[Tensor] = None,
+    softmax_scale: Optional[float] = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
     """Runs the backward op, writes dq, dk, dv in place, and returns ``softmax_d``, the row sums of ``dout * out``.
 
     dq, dk, dv: views of the shapes and dtype of q, k, v with a contiguous last dimension. A None is not computed.

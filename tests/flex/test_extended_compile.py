@@ -62,10 +62,13 @@ CASES = [
 ]
 
 
+CASES_OF = {"eager": CASES[-2:], "aot_eager": CASES, "inductor": CASES[-1:]}  # aot_eager begins with eager's graphs
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_compiled_results_and_gradients(is_packed, backend):
-    for names, options in CASES[-1:] if backend == "inductor" else CASES:
+    for names, options in CASES_OF[backend]:
         torch._dynamo.reset()
 
         def function(q, k, v, cu_seqlens, given, options=options):

@@ -1,7 +1,19 @@
 // Compiles only if each function of our table has the type of torch's own headers, and DLPack's structs agree.
+// With TABLE_ALONE only the table is compared. torch's other headers take most of the time.
 #include <cstddef>
 #include <type_traits>
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/c/shim.h>
+
+#include "torch/torch_abi.h"
+
+#define SAME_TYPE(symbol, since, need, result, parameters)                                  \
+    static_assert(std::is_same<decltype(fa_torch_abi::symbol), decltype(&::symbol)>::value, \
+                  #symbol ": csrc/torch/torch_abi.h and the installed torch disagree");
+FA_TORCH_SYMBOLS(SAME_TYPE)
+
+#ifndef TABLE_ALONE
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/Tensor.h>
 #include <ATen/dlpack.h>
@@ -13,17 +25,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
-
 #include "torch/dlpack.h"
-#include "torch/torch_abi.h"
 #include "torch/torch_throw.h"
-
-#define SAME_TYPE(symbol, since, need, result, parameters)                                  \
-    static_assert(std::is_same<decltype(fa_torch_abi::symbol), decltype(&::symbol)>::value, \
-                  #symbol ": csrc/torch/torch_abi.h and the installed torch disagree");
-FA_TORCH_SYMBOLS(SAME_TYPE)
 
 #define SAME_STATE(member, function, ...)                                                             \
     static_assert(std::is_same<decltype(&function), __VA_ARGS__ (*)()>::value,                        \
@@ -83,3 +86,4 @@ static_assert(FA_DL_CPU == kDLCPU && FA_DL_CUDA == kDLCUDA, "devices");
 static_assert(FA_DL_INT == kDLInt && FA_DL_FLOAT == kDLFloat && FA_DL_BFLOAT == kDLBfloat &&
                   FA_DL_E4M3 == kDLFloat8_e4m3fn,
               "dtypes");
+#endif

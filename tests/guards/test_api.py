@@ -36,6 +36,12 @@ def test_everything_public_has_a_docstring(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_everything_public_has_an_example(name):
+    ours = [(n, item) for n, item in generate_api.public(importlib.import_module(name)) if generate_api.is_ours(item)]
+    assert [n for n, item in ours if ">>> " not in item.__doc__] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_examples_of_docstrings_run(name):
     """Each docstring is a session of its own, which finds torch and the names of its module."""
     module, finder = importlib.import_module(name), doctest.DocTestFinder(recurse=False)

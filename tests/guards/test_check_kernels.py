@@ -3,10 +3,12 @@ kernels."""
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import flash_attn_2_cuda
 import pytest
+from object_cache import INSTALLED_FLAGS, SETUP_FLAGS, cached
 from toolbox import CSRC, ROOT, lacking, run, tool
 
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer"
@@ -17,12 +19,19 @@ BUILDS = {
 }
 
 
+def make_options(compiler, flags):
+    """Variables of tests/c/Makefile. Without sanitizers the engine's objects are those of other tests."""
+    engine = INSTALLED_FLAGS if compiler == "gcc" else ["-fPIC", *SETUP_FLAGS]
+    engine = [] if SANITIZERS in flags else engine
+    return f"CC={shlex.join(cached(tool(compiler)))}", f"CFLAGS={flags}", f"ENGINE_FLAGS={shlex.join(engine)}"
+
+
 @pytest.mark.parametrize(("compiler", "flags"), BUILDS.values(), ids=BUILDS)
 def test_kernels_meet_the_reference(compiler, flags, tmp_path):
     if not list(Path("/usr/include").glob("**/cmocka.h")):
         lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
     command = [tool("make"), "-j", str(os.cpu_count()), "--output-sync", "-C", ROOT / "tests" / "c"]
-    printed = run(*command, f"CC={tool(compiler)}", f"CFLAGS={flags}", f"BUILD={tmp_path}", "check")
+    printed = run(*command, *make_options(compiler, flags), f"BUILD={tmp_path}", "check")
     assert "[  PASSED  ]" in printed, printed
     assert "[  SKIPPED ]" not in printed, printed
 
@@ -31,9 +40,14 @@ def test_generic_gpu_kernels_meet_the_reference(tmp_path):
     """The texts of the GPU kernels are compiled for the CPU (tests/c/cuda_emulation.h)."""
     if not list(Path("/usr/include").glob("**/cmocka.h")):
         lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
-    command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", f"CC={tool('gcc')}"]
+    command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", *make_options("gcc", "-O2")]
     printed = run(*command, f"CXX={tool('g++')}", f"BUILD={tmp_path}", "check_cuda")
     assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
+
+
+def compile_emulation(object_file):
+    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-I", CSRC]
+    run(*cached(tool("gcc")), *flags, "-c", ROOT / "tests" / "c" / "emulate_cuda.c", "-o", object_file)
 
 
 def scheduled_kernels():
@@ -51,7 +65,7 @@ def test_tiles_are_found_once_and_boxes_of_tma_begin_inside_their_maps(name, tmp
     _, options = flash_attn_2_cuda.cuda_kernel_source(*scheduled_kernels()[name])
     constants = [option for option in options if option.startswith("-D")] + ["-DBACKWARD"] * name.startswith("attn_bwd")
     c = ROOT / "tests" / "c"
-    run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
+    compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC]
     run(
         *compiler, *constants, c / "check_boxes.cpp", tmp_path / "engine.o", "-rdynamic", "-o", tmp_path / "check_boxes"
@@ -92,7 +106,7 @@ def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tm
     constants = [option for option in options if option.startswith("-D") and not option.startswith("-DFLEX=")]
     c = ROOT / "tests" / "c"
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    run(tool("gcc"), "-std=c11", "-O1", "-I", CSRC, "-c", c / "emulate_cuda.c", "-o", tmp_path / "engine.o")
+    compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", tmp_path]
     for factor in (0, 1):
         mods = ["-DFLEX=1", f"-DFLEX_FACTOR={factor}", c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]

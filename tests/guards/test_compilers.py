@@ -1,28 +1,22 @@
 """Every C file compiles without a warning under gcc and clang, and for aarch64; every header compiles alone."""
 
 import pytest
-from toolbox import C_FLAGS, CSRC, ROOT, c_headers, c_sources, python_include, relative, run, tool
-
-
-def compile_object(compiler, path, tmp_path, *options):
-    object_file = tmp_path / "out.o"
-    run(tool(compiler), *C_FLAGS, "-fPIC", *options, "-c", path, "-o", object_file)
-    return object_file
+from toolbox import C_FLAGS, CSRC, ROOT, c_headers, c_sources, compile_object, python_include, relative, run, tool
 
 
 @pytest.mark.parametrize("path", c_sources(), ids=relative)
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_source_compiles(compiler, path, tmp_path):
-    optimisation = "-O3" if compiler == "gcc" else "-O1"
-    compile_object(compiler, path, tmp_path, optimisation, *python_include())
+    compile_object(compiler, path, tmp_path / "out.o")
 
 
 @pytest.mark.parametrize("path", c_sources(), ids=relative)
 def test_source_compiles_for_aarch64(path, tmp_path):
     """Only portable C is compiled here, because intrinsics stay behind feature checks. Python's pyconfig.h
     belongs to this machine, but both machines are 64-bit Linux, and nothing is run."""
-    machine_code = compile_object("aarch64-linux-gnu-gcc", path, tmp_path, "-O1", *python_include())
-    assert "AArch64" in run(tool("readelf"), "-h", machine_code)
+    command = [tool("aarch64-linux-gnu-gcc"), *C_FLAGS, "-O1", "-fPIC", *python_include()]
+    run(*command, "-c", path, "-o", tmp_path / "out.o")
+    assert "AArch64" in run(tool("readelf"), "-h", tmp_path / "out.o")
 
 
 @pytest.mark.parametrize("path", c_headers(), ids=relative)

@@ -4,7 +4,7 @@ whose compiler folds a shared load into every multiply-add runs at three quarter
 import re
 
 import pytest
-from toolbox import C_FLAGS, CSRC, run, tool
+from toolbox import CSRC, compile_object, run, tool
 
 MULTIPLY_ADD = re.compile(r"vfn?m(add|sub)\d+ps|vdpbf16ps")
 PRODUCTS = ["product_scores", "product_scores_max", "product_add", "product_rescale"]
@@ -65,7 +65,7 @@ def loads(loop):
 @pytest.mark.parametrize("unit", PATCH)
 def test_products_keep_their_registers(unit, compiler, tmp_path):
     object_file = tmp_path / "out.o"
-    run(tool(compiler), *C_FLAGS, "-O2", "-g0", "-fPIC", "-c", CSRC / "cpu" / f"attn_{unit}.c", "-o", object_file)
+    compile_object(compiler, CSRC / "cpu" / f"attn_{unit}.c", object_file)
     code = functions(run(tool("objdump"), "-d", "--no-show-raw-insn", object_file))
     for name in PRODUCTS:
         loops = [loop for loop in innermost_loops(code[name]) if broadcasts(loop) and len(multiply_adds(loop)) >= 4]

@@ -52,7 +52,7 @@ def test_wheel_is_small_and_serves_every_python(wheel):
     assert wheel.stat().st_size < 2 * 2**20
     names = zipfile.ZipFile(wheel).namelist()
     assert "flash_attn_2_cuda.abi3.so" in names
-    expected = {name for name in tracked_files() if name.startswith("flash_attn/") and name.endswith(".py")}
+    expected = {name for name in tracked_files() if name.startswith("flash_attn/")}
     expected |= {name.replace("csrc", "flash_attn", 1) for name in tracked_files() if name.startswith("csrc/cuda/")}
     assert expected - set(names) == {name for name in expected if name.endswith((".md", ".csv"))}
     top = {name.split("/")[0] for name in names}
@@ -63,7 +63,8 @@ def test_metadata_is_that_of_upstream(wheel):
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     metadata = zipfile.ZipFile(wheel).read(name).decode().splitlines()
     assert "Version: 2.8.3" in metadata
-    assert "Requires-Python: >=3.10" in metadata
+    assert "Requires-Python: >=3.10" in metadata and "Classifier: Typing :: Typed" in metadata
+    assert "License: BSD-3-Clause" in metadata and "Author: the flash-attn authors" in metadata
     assert sorted(line for line in metadata if line.startswith("Requires-Dist")) == [
         "Requires-Dist: einops",
         "Requires-Dist: torch",

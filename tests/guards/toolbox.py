@@ -9,12 +9,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from object_cache import INSTALLED_FLAGS, SETUP_FLAGS, cached
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
 # The flags of setup.py, with every warning as an error.
-C_FLAGS = ["-std=c11", "-fexceptions", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-I", str(CSRC)]
+C_FLAGS = [*SETUP_FLAGS, "-Werror", "-I", str(CSRC)]
 
 DEBIAN_PACKAGE = {
     "gcc": "gcc",
@@ -59,6 +60,12 @@ def run(*command, **options):
     if done.returncode:
         pytest.fail(f"$ {shlex.join(words)}\n{done.stdout}(exit status {done.returncode})", pytrace=False)
     return done.stdout
+
+
+def compile_object(compiler, path, object_file):
+    """Compiles a file of the extension, with gcc to the object that is installed."""
+    flags = INSTALLED_FLAGS if compiler == "gcc" else ["-fPIC"]
+    run(*cached(tool(compiler)), *flags, *C_FLAGS, *python_include(), "-c", path, "-o", object_file)
 
 
 def c_sources():

@@ -1,5 +1,6 @@
 """Names, signatures and versions of flash_attn_3 that clients read, and the example of its README."""
 
+import doctest
 import inspect
 import re
 import subprocess
@@ -73,7 +74,11 @@ SCHEMAS = [
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
-    assert str(inspect.signature(getattr(fa3, name))) == f"({SIGNATURES[name]})"
+    signature = inspect.signature(getattr(fa3, name))
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(p.annotation is not p.empty for p in signature.parameters.values())
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(plain)) == f"({SIGNATURES[name]})"
     assert getattr(flash_attn_interface, name) is getattr(fa3, name)
 
 
@@ -124,6 +129,16 @@ def test_config_tells_the_truth(capsys):
 
 def test_version():
     assert flash_attn_3.__version__ == "3.0.0"
+
+
+@pytest.mark.parametrize("module, name", [(fa3, name) for name in fa3.__all__] + [(flash_attn_config, "show")])
+def test_example_of_a_docstring_runs(module, name):
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner(verbose=False)
+    names = {"torch": torch, **{n: getattr(module, n) for n in module.__all__}}
+    said, tests = [], finder.find(getattr(module, name), name, module=False, globs=names)
+    for test in tests:
+        runner.run(test, out=said.append)
+    assert sum(len(test.examples) for test in tests) > 0 and runner.failures == 0, "".join(said)
 
 
 def test_examples_of_the_readme_run():

@@ -8,9 +8,14 @@ to the residual's dtype. Layer norm: (r - mean) / sqrt(var + eps). RMS norm: r /
 Source: arXiv 1607.06450, arXiv 1910.07467.
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn._types import Device
 
 __all__ = [
     "LayerNormFn",
@@ -25,25 +30,25 @@ __all__ = [
 
 
 def layer_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    is_rms_norm=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[Tensor] = None,
+    residual_out: Optional[Tensor] = None,
+) -> Union[Tensor, tuple[Optional[Tensor], ...]]:
     """Add, drop out and normalise.
 
     Args:
@@ -61,6 +66,11 @@ def layer_norm_fn(
     Returns:
         y, then the requested ones of y1, the new residual and the two masks. A single value is not a tuple.
     Gradients for x, x1, residual and the parameters.
+
+    >>> x, residual, weight, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), torch.zeros(8)
+    >>> y, r = layer_norm_fn(x, weight, bias, residual, prenorm=True, eps=1e-5)
+    >>> torch.allclose(y, torch.nn.functional.layer_norm(x + residual, (8,)), atol=1e-6), torch.equal(r, x + residual)
+    (True, True)
     """
     assert x1 is None or rowscale is None, "rowscale is not supported together with x1"
     for name, other in (("residual", residual), ("x1", x1)):
@@ -89,25 +99,31 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
-    """``layer_norm_fn`` with the RMS norm."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[Tensor] = None,
+    residual_out: Optional[Tensor] = None,
+) -> Union[Tensor, tuple[Optional[Tensor], ...]]:
+    """``layer_norm_fn`` with the RMS norm.
+
+    >>> x, weight = torch.randn(5, 8), torch.zeros(8)
+    >>> y = rms_norm_fn(x, weight, None, zero_centered_weight=True)
+    >>> torch.allclose(y, torch.nn.functional.rms_norm(x, (8,), eps=1e-6), atol=1e-6)
+    True
+    """
     return layer_norm_fn(
         x,
         weight,
@@ -131,21 +147,26 @@ def rms_norm_fn(
 
 
 def layer_norm_linear_fn(
-    x,
-    norm_weight,
-    norm_bias,
-    linear_weight,
-    linear_bias,
-    residual=None,
-    eps=1e-6,
-    prenorm=False,
-    residual_in_fp32=False,
-    is_rms_norm=False,
-):
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Optional[Tensor],
+    linear_weight: Tensor,
+    linear_bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """Returns ``linear(norm(x + residual))``, and with ``prenorm`` the new residual.
 
     The arguments are those of ``layer_norm_fn``. Under autocast the normalised rows and the linear layer have
     autocast's dtype.
+
+    >>> x, weight, linear = torch.randn(5, 8), torch.ones(8), torch.randn(3, 8)
+    >>> y, r = layer_norm_linear_fn(x, weight, None, linear, None, residual=x, prenorm=True)
+    >>> y.shape, r.shape
+    (torch.Size([5, 3]), torch.Size([5, 8]))
     """
     device_type = x.device.type
     autocast = torch.is_autocast_enabled(device_type)
@@ -166,21 +187,43 @@ def layer_norm_linear_fn(
 
 
 class LayerNormFn:
-    """``apply`` is ``layer_norm_fn``. PyTorch's operators record the gradients."""
+    """``apply`` is ``layer_norm_fn``. PyTorch's operators record the gradients.
+
+    >>> x, weight = torch.randn(5, 8), torch.ones(8)
+    >>> torch.equal(LayerNormFn.apply(x, weight, None), layer_norm_fn(x, weight, None))
+    True
+    """
 
     apply = staticmethod(layer_norm_fn)
 
 
 class LayerNormLinearFn:
-    """``apply`` is ``layer_norm_linear_fn``."""
+    """``apply`` is ``layer_norm_linear_fn``.
+
+    >>> LayerNormLinearFn.apply(torch.randn(5, 8), torch.ones(8), None, torch.randn(3, 8), None).shape
+    torch.Size([5, 3])
+    """
 
     apply = staticmethod(layer_norm_linear_fn)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``."""
+    """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``.
 
-    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+    >>> y, r = RMSNorm(8, dropout_p=0.1)(torch.randn(5, 8), residual=torch.randn(5, 8), prenorm=True)
+    >>> y.shape, r.shape
+    (torch.Size([5, 8]), torch.Size([5, 8]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered_weight = eps, zero_centered_weight
         self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
@@ -188,10 +231,12 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+    def forward(
+        self, x: Tensor, residual: Optional[Tensor] = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Union[Tensor, tuple[Tensor, Tensor]]:
         return rms_norm_fn(
             x,
             self.weight,
@@ -206,26 +251,30 @@ class RMSNorm(nn.Module):
 
 
 def layer_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Optional[Tensor] = None,
+    dropout_mask1: Optional[Tensor] = None,
+    upcast: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
     """The definition for tests, step by step in the dtype of x. With ``upcast``, in fp32 and rounded at the end.
 
     The arguments are those of ``layer_norm_fn``. Given masks replace random masks. Returns y, then y1 and the new
     residual if requested.
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
+    >>> torch.allclose(layer_norm_ref(x, weight, bias), layer_norm_fn(x, weight, bias), atol=1e-5)
+    True
     """
     values = (x, weight, bias, residual, x1, weight1, bias1)
     return _norm_ref(
@@ -242,23 +291,28 @@ def layer_norm_ref(
 
 
 def rms_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
-    """``layer_norm_ref`` with the RMS norm."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: Optional[Tensor] = None,
+    x1: Optional[Tensor] = None,
+    weight1: Optional[Tensor] = None,
+    bias1: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Optional[Tensor] = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: Optional[Tensor] = None,
+    dropout_mask1: Optional[Tensor] = None,
+    upcast: bool = False,
+) -> Union[Tensor, tuple[Tensor, ...]]:
+    """``layer_norm_ref`` with the RMS norm.
+
+    >>> x, weight = torch.randn(5, 8), torch.randn(8)
+    >>> torch.allclose(rms_norm_ref(x, weight, None), rms_norm_fn(x, weight, None), atol=1e-5)
+    True
+    """
     values = (x, weight, bias, residual, x1, weight1, bias1)
     return _norm_ref(
         _rms_norm_formula,
@@ -313,7 +367,7 @@ def _normalize(r, weight, bias, eps, zero_centered, is_rms_norm):
     return y if bias is None else y + bias
 
 
-def dropout_and_mask(x, p):
+def dropout_and_mask(x: Tensor, p: float) -> tuple[Tensor, Optional[Tensor]]:
     """Returns (x with dropout, mask of the kept values). The mask is None if p is 0."""
     if p == 0.0:
         return x, None

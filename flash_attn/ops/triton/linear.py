@@ -4,8 +4,11 @@ triton_linear_act   act(x @ weight.T + bias)
 triton_dgrad_act    (g @ weight) * act'(z),  z the activation's input
 """
 
+from typing import Optional, Union
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flash_attn.ops.activations import gelu_bwd, gelu_fwd, sqrelu_bwd, sqrelu_fwd
 
@@ -25,13 +28,20 @@ ACTIVATIONS = {
 }
 
 
-def triton_linear_act(x, weight, bias=None, activation="id", save_act_input=False):
+def triton_linear_act(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, activation: str = "id", save_act_input: bool = False
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """``act(x @ weight.T + bias)``.
 
     Args:
         x: ``[..., in]``. weight: ``[out, in]``. bias: ``[out]`` or None. All have one dtype.
         activation: "id", "gelu" (erf), "gelu_approx" (tanh) or "squared_relu".
         save_act_input: return (output, the activation's input).
+
+    >>> x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
+    >>> y, z = triton_linear_act(x, weight, bias, activation="squared_relu", save_act_input=True)
+    >>> torch.equal(y, z.relu().square())
+    True
     """
     act = _activation(activation)[0]
     _check_dtypes(x=x, weight=weight, bias=bias)
@@ -39,13 +49,19 @@ def triton_linear_act(x, weight, bias=None, activation="id", save_act_input=Fals
     return (act(z), z) if save_act_input else act(z)
 
 
-def triton_dgrad_act(grad_output, weight, activation="id", act_input=None):
+def triton_dgrad_act(
+    grad_output: Tensor, weight: Tensor, activation: str = "id", act_input: Optional[Tensor] = None
+) -> Tensor:
     """``(grad_output @ weight) * act'(act_input)``: the gradient behind an activation and the linear layer after it.
 
     Args:
         grad_output: ``[..., out]``. weight: ``[out, in]``. Both have one dtype.
         activation: as of ``triton_linear_act``.
         act_input: ``[..., in]``; only "id" does without.
+
+    >>> grad_output, weight, z = torch.randn(5, 16), torch.randn(16, 8), torch.randn(5, 8)
+    >>> triton_dgrad_act(grad_output, weight, activation="gelu", act_input=z).shape
+    torch.Size([5, 8])
     """
     backward = _activation(activation)[1]
     _check_dtypes(grad_output=grad_output, weight=weight)

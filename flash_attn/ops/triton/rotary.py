@@ -6,14 +6,27 @@ Pair i is (i, r / 2 + i), or (2 i, 2 i + 1) when interleaved. A token at positio
 at a position outside the table is not rotated (cos 1, sin 0). Products and sums are fp32 (fp64 for fp64), rounded once.
 """
 
+from typing import Optional
+
 import torch
+from torch import Tensor
+
+from flash_attn._types import Offset
 
 __all__ = ["apply_rotary", "rotary_kernel"]
 
 
 def apply_rotary(
-    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False
-):
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: Offset = 0,
+    cu_seqlens: Optional[Tensor] = None,
+    max_seqlen: Optional[int] = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
     """Rotate ``x`` by its positions.
 
     Args:
@@ -28,6 +41,11 @@ def apply_rotary(
     Raises:
         AssertionError: a shape or dtype that does not fit.
     Gradients for x, cos and sin, but not in place. ``layers.rotary.apply_rotary_emb`` has gradients in place.
+
+    >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
+    >>> y = apply_rotary(x, angles.cos(), angles.sin())
+    >>> torch.allclose(apply_rotary(y, angles.cos(), angles.sin(), conjugate=True), x, atol=1e-6)
+    True
     """
     assert cos.dim() == 2 and sin.shape == cos.shape, f"cos {cos.shape} and sin {sin.shape} must be [s_ro, r / 2]"
     rotary_dim = 2 * cos.shape[1]

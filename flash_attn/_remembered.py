@@ -1,0 +1,41 @@
+"""What was found out about a mask is kept for the next layer, which gets the same mask.
+
+A mask is the same if it is the same part of the same memory, and nobody wrote into it. Its memory is not held.
+"""
+
+import collections
+import threading
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MOST = 16  # masks of which something is kept
+
+_kept = collections.OrderedDict()
+_lock = threading.Lock()
+
+
+def remembered(mask, what, make):
+    """``make()``, or what it returned for the same ``what`` and the same mask.
+
+    Tensors of inference mode do not count changes. They are compared with a copy.
+    """
+    storage = mask.untyped_storage()
+    place = storage._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype, what
+    is_counted = not mask.is_inference()
+    with _lock:
+        entry = _kept.get(place)
+    if entry is not None:
+        storage_ref, state, found = entry
+        is_alive = not storage_ref.expired()
+        if is_alive and (state == mask._version if is_counted else torch.equal(state, mask)):
+            return found
+    found = make()
+    state = mask._version if is_counted else mask.clone()
+    with _lock:
+        for key in [key for key, (storage_ref, _, _) in _kept.items() if storage_ref.expired()]:
+            del _kept[key]
+        _kept[place] = StorageWeakRef(storage), state, found
+        while len(_kept) > MOST:
+            _kept.popitem(last=False)
+    return found

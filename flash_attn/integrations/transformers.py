@@ -1,0 +1,472 @@
+"""transformers with this package: ``attn_implementation="flash_attn"``, on every device, in fp16, bf16 and fp32.
+
+    import flash_attn.integrations.transformers as ours
+    ours.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_attn")
+
+transformers calls two functions of a name. The first makes a mask, once in a forward pass. The second is the attention
+of a layer, and gets this mask:
+
+    None                the causal mask of the module with its last row at the last key, or no mask
+    [b, len_kv]         padding, with a Rule: causal or not, a window, packed sequences, the offset of the rows
+    [b, 1, len_q, len_kv], bool or float    any other mask
+    BlockMask           any other mask, if the name is "flex_attention"
+
+A rule is an attribute of the mask. A model that takes the mask apart loses it. Then the module says what is causal.
+"""
+
+import functools
+import inspect
+import warnings
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from flash_attn._remembered import remembered
+from flash_attn.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+from flash_attn.integrations import _registration
+from flash_attn.integrations._attend import attend, attend_under, keys_of, refuse_dropout
+
+__all__ = ["NAME", "register", "unregister"]
+
+NAME = "flash_attn"
+BY_DENSE_MASKS = "fa_dense"  # NAME in models that know no masks [b, len_kv]; a name with "flash" would ask for them
+WITHOUT_GPU = ("flash_attention_2", "flash_attention_3", "flex_attention")
+KNOWN = (NAME, *WITHOUT_GPU)
+
+
+# ---- the mask of a forward pass ------------------------------------------------------------------------------------
+
+
+class Rule:
+    """Row i sees key j iff ``-left <= j - (i + shift) <= right``, and in the same sequence. -1 lifts a bound."""
+
+    def __init__(self, left, right, sequences=None):
+        self.left, self.right, self.sequences, self.shift = left, right, sequences, 0
+
+    def is_same(self, other):
+        numbers = ((rule.left, rule.right, rule.shift) for rule in (self, other))
+        return next(numbers) == next(numbers) and self.sequences is other.sequences
+
+    def and_also(self, other):
+        """The rule that allows what both allow, or None."""
+        if self.sequences is not None and other.sequences is not None:
+            return None
+        sides = (self.left, other.left), (self.right, other.right)
+        bounds = (min((x for x in side if x >= 0), default=-1) for side in sides)
+        return Rule(*bounds, other.sequences if self.sequences is None else self.sequences)
+
+
+@functools.cache
+def _codes():
+    """Code objects of transformers' own mask functions."""
+    from transformers import masking_utils as made
+
+    nothing = torch.zeros(1, 1)
+    return {
+        "and": made.and_masks().__code__,
+        "causal": made.causal_mask_function.__code__,
+        "all": made.bidirectional_mask_function.__code__,
+        "left": made.sliding_window_overlay(1).__code__,
+        "both": made.sliding_window_bidirectional_overlay(1).__code__,
+        "sequences": made.packed_sequence_mask_function(nothing).__code__,
+        "positions": made.remap_positions_for_packed_sequence(made.causal_mask_function, nothing).__code__,
+    }
+
+
+def rule_of(mask_function):
+    """The rule of a mask function of transformers, or None for any other function."""
+    codes, code = _codes(), getattr(mask_function, "__code__", None)
+    held = {}
+    if code is not None and mask_function.__closure__:
+        held = dict(zip(code.co_freevars, (cell.cell_contents for cell in mask_function.__closure__)))
+    if code is codes["causal"]:
+        return Rule(-1, 0)
+    if code is codes["all"]:
+        return Rule(-1, -1)
+    if code is codes["left"]:
+        return Rule(held["sliding_window"] - 1, -1)
+    if code is codes["both"]:
+        return Rule(held["sliding_window"], held["sliding_window"])
+    if code is codes["sequences"]:
+        return Rule(-1, -1, held["packed_sequence_mask"])
+    if code is not codes["and"]:
+        return None
+    parts = held["mask_functions"]
+    # Positions count from the start of each sequence. So differences of positions in a sequence are those of places.
+    are_packed = any(getattr(part, "__code__", None) is codes["sequences"] for part in parts)
+    rule = Rule(-1, -1)
+    for part in parts:
+        if are_packed and getattr(part, "__code__", None) is codes["positions"]:
+            names = part.__code__.co_freevars
+            part = part.__closure__[names.index("mask_function")].cell_contents
+        more = rule_of(part)
+        rule = None if more is None else rule.and_also(more)
+        if rule is None:
+            return None
+    return rule
+
+
+def mask_for_flash(
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=None,
+    attention_mask=None,
+    allow_is_causal_skip=True,
+    allow_is_bidirectional_skip=False,
+    use_vmap=False,
+    device="cpu",
+    **others,
+):
+    """The mask function of NAME. Where ``sdpa`` has no mask, it returns None, too."""
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask
+
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    rule = None if use_vmap or torch.compiler.is_compiling() else rule_of(mask_function)
+    if rule is None:
+        return dense_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **others,
+        )  # fmt: skip
+    rule.shift = int(q_offset) - int(kv_offset)
+    made = getattr(attention_mask, "flash_attn_rule", None)
+    if made is not None and made.is_same(rule) and attention_mask.shape == (batch_size, kv_length):
+        return attention_mask  # generate() asked for it before
+    padding = prepare_padding_mask(attention_mask, kv_length, int(kv_offset))
+    if padding is not None:
+        padding = padding[:, int(kv_offset) : int(kv_offset) + kv_length]
+    has_no_window = rule.sequences is None and not 0 <= rule.left < kv_length and rule.right <= 0
+    skips_causal = allow_is_causal_skip and q_length in (1, kv_length)  # without a mask the last row is at the last key
+    may_skip = skips_causal if rule.right == 0 else allow_is_bidirectional_skip
+    if may_skip and has_no_window and (padding is None or bool(padding.all())):
+        return None
+    mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if padding is None else padding.bool()
+    # A tensor of its own with dense strides: a copy that a client makes would have no rule.
+    mask = mask.expand(batch_size, kv_length).contiguous().view(batch_size, kv_length)
+    mask.flash_attn_rule = rule
+    return mask
+
+
+def dense_mask(q_length, kv_length, allow_is_causal_skip=True, **others):
+    """The mask of ``sdpa``. It is left out only where it says the same at the first and at the last key."""
+    from transformers.masking_utils import sdpa_mask
+
+    skips = allow_is_causal_skip and q_length in (1, kv_length)
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skips, **others)
+
+
+def mask_for_flex(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, use_vmap=False, **others
+):
+    """The mask function of "flex_attention": a block mask in place of a dense mask, if the function can be traced."""
+    from transformers.masking_utils import add_offsets_to_mask_function, causal_mask_function
+
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    options = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "use_vmap": use_vmap}
+    if torch.compiler.is_compiling() or (not use_vmap and rule_of(mask_function) is not None):
+        return mask_for_flash(batch_size, q_length, kv_length, **options, **others)
+    padding = others.get("attention_mask")
+    function = add_offsets_to_mask_function(mask_function, int(q_offset), int(kv_offset))
+    if padding is not None:
+        length = kv_length + int(kv_offset)
+        padding = torch.nn.functional.pad(padding.bool(), (0, max(length - padding.shape[-1], 0)))[:, int(kv_offset) :]
+        inner = function
+
+        def function(b, h, i, j):
+            return inner(b, h, i, j) & padding[b, j]
+
+    try:
+        return create_block_mask(function, batch_size, None, q_length, kv_length, others.get("device", "cpu"))
+    except (NotImplementedError, RuntimeError, TypeError, AttributeError):  # not what a tracer can follow
+        return mask_for_flash(batch_size, q_length, kv_length, **options, **others)
+
+
+# ---- the attention of a layer --------------------------------------------------------------------------------------
+
+
+def attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    is_causal=None,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    position_bias=None,
+    cache=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    max_length_q=None,
+    max_length_k=None,
+    block_table=None,
+    position_ids=None,
+    **kwargs,
+):
+    """The attention function of NAME: query ``[b, h, len_q, d]``, out ``[b, len_q, h, d]`` and no weights."""
+    if kwargs.get("output_attentions"):
+        warnings.warn(f'attn_implementation="{NAME}" has no attention weights: "eager" has them', stacklevel=2)
+    if cache is not None:  # continuous batching: the keys and values of all sequences
+        lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, "block_table": block_table, **kwargs}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
+        cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    columns, columns_of_values = q.shape[-1], v.shape[-1]
+    scale = columns**-0.5 if scaling is None else scaling
+    if columns != columns_of_values:
+        most = max(columns, columns_of_values)
+        q, k, v = (torch.nn.functional.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    side = -1 if sliding_window is None else int(sliding_window) - 1
+    window = side, 0 if is_causal else side
+    options = {"scale": scale, "softcap": softcap or 0.0, "dropout": dropout, "sinks": s_aux}
+    if block_table is not None:
+        out = _with_pages(q, k, v, lengths, window, **options)
+    elif isinstance(attention_mask, BlockMask):
+        out = _under_blocks(query, key, value, attention_mask, position_bias, **options)
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None and _hides_nothing(attention_mask):
+        lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        out = _packed(q, k, v, lengths, window, **options)
+    elif is_causal and position_bias is None and _are_packed(attention_mask, position_ids, q, k):
+        out = _in_sequences(q, k, v, position_ids, window, **options, are_positions=True)
+    elif attention_mask is None or attention_mask.dim() == 2:
+        out = _under_rule(q, k, v, attention_mask, window, position_bias, options)
+    elif attention_mask.dim() == 4:
+        num_keys = min(k.shape[1], attention_mask.shape[-1])
+        k, v, mask = k[:, :num_keys], v[:, :num_keys], attention_mask[..., :num_keys]
+        out = attend_under(q, k, v, mask, bias=_keys_of_bias(position_bias, num_keys), **options)
+    else:
+        raise ValueError(
+            "attention_mask must have 2 or 4 dimensions, (b, len_kv) or (b, h, len_q, len_kv); "
+            f"it has the shape {tuple(attention_mask.shape)}"
+        )
+    return out[..., :columns_of_values].contiguous(), None
+
+
+def _hides_nothing(mask):
+    """Whether a mask hides no padding. Then lengths of sequences say more than the mask."""
+    if mask is None:
+        return True
+    return hasattr(mask, "flash_attn_rule") and keys_of(mask).is_full
+
+
+def _are_packed(mask, position_ids, q, k):
+    """Whether positions begin again in a batch of one row. Some models make their mask without a look at positions."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return False
+    if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
+        return False
+    rule = getattr(mask, "flash_attn_rule", None)
+    if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
+        return False
+    return remembered(position_ids, "are packed", lambda: bool((position_ids.diff() != 1).any()))
+
+
+def _keys_of_bias(bias, num_keys):
+    return None if bias is None else bias[..., :num_keys]
+
+
+def _under_rule(q, k, v, mask, window, bias, options):
+    """Padding ``[b, len_kv]`` with its rule, or no mask. Without a rule the window of the module is at the end."""
+    len_q, len_kv = q.shape[1], k.shape[1]
+    rule, shift = getattr(mask, "flash_attn_rule", None), len_kv - len_q
+    if mask is not None:
+        if mask.is_floating_point():
+            raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
+        mask = mask if mask.dtype == torch.bool else mask != 0
+        len_kv = min(len_kv, mask.shape[1])
+        shift = len_kv - len_q
+    if rule is not None:  # it knows what is causal; a module may know a window that its mask lacks
+        shift = rule.shift
+        rule = rule.and_also(Rule(window[0], window[1] or -1))
+        window = rule.left, rule.right
+    elif mask is None and len_q == 1 and window[1] == 0:
+        window = window[0], -1
+    left, right = window
+    if right >= 0:  # rows see no keys behind these
+        len_kv = max(min(len_kv, len_q + shift + right), 0)
+    left = -1 if left >= len_q - 1 + shift else left
+    right = -1 if 0 < right >= len_kv - 1 - shift else right
+    k, v, bias = k[:, :len_kv], v[:, :len_kv], _keys_of_bias(bias, len_kv)
+    mask = mask if mask is None or len_kv == mask.shape[1] else mask[:, :len_kv]
+    if rule is not None and rule.sequences is not None:
+        if bias is None and shift == 0 and len_q == len_kv == rule.sequences.shape[1]:
+            return _in_sequences(q, k, v, rule.sequences, (left, right), **options)
+        ids = rule.sequences
+        same = (ids[:, shift : shift + len_q, None] == ids[:, None, :len_kv]) & mask[:, None]
+        return attend_under(q, k, v, (same & _sees(left, right, shift, q, k))[:, None], bias=bias, **options)
+    beyond = len_kv - len_q - shift  # keys behind the one beside the last row
+    if bias is None and (beyond == 0 or (left < 0 and right < 0)):
+        return attend(q, k, v, mask, window=(left, right), **options)
+    window = left if left < 0 else left + beyond, right if right < 0 else right - beyond
+    mask = None if mask is None else mask[:, None, None]
+    if min(*window) < -1 or (left >= 0 > window[0]) or (right >= 0 > window[1]):  # no window of the kernels
+        seen = _sees(left, right, shift, q, k)[None, None]
+        return attend_under(q, k, v, seen if mask is None else seen & mask, bias=bias, **options)
+    if bias is None and (mask is None or keys_of(mask[:, 0, 0]).is_full):
+        return attend(q, k, v, None, window=window, **options)
+    return attend_under(q, k, v, mask, window=window, bias=bias, **options)
+
+
+def _sees(left, right, shift, q, k):
+    """``[len_q, len_kv]``: the window as a mask."""
+    distance = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None] - shift
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    return seen
+
+
+def _options_of(scale, softcap, dropout, sinks, window):
+    options = {"softmax_scale": scale, "softcap": softcap, "dropout_p": dropout, "window_size": window}
+    return options if sinks is None else {**options, "sinks": sinks}
+
+
+def _in_sequences(q, k, v, sequences, window, scale, softcap, dropout, sinks, are_positions=False):
+    """Packed sequences ``[b, len]``: the number of the sequence of each token, or its position in the sequence."""
+
+    def lengths():
+        begins = torch.ones_like(sequences, dtype=torch.bool)
+        begins[:, 1:] = sequences.diff() != (1 if are_positions else 0)
+        begins = begins.flatten().nonzero().flatten()
+        cu_seqlens = torch.cat([begins, begins.new_tensor([sequences.numel()])]).int()
+        return cu_seqlens, int(cu_seqlens.diff().max())
+
+    cu_seqlens, longest = remembered(sequences, ("sequences", are_positions), lengths)
+    lengths = cu_seqlens, cu_seqlens, longest, longest
+    return _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks)
+
+
+def _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks):
+    """``lengths``: cu_seqlens of rows and of keys, and the longest lengths, or None."""
+    cu_seqlens = [x.to(torch.int32) for x in lengths[:2]]
+    longest = [int(cu.diff().max()) if most is None else most for cu, most in zip(cu_seqlens, lengths[2:])]
+    options = _options_of(scale, softcap, dropout, sinks, window)
+    out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *cu_seqlens, *longest, **options)
+    return out.unflatten(0, q.shape[:2])
+
+
+def _with_pages(q, k, v, lengths, window, scale, softcap, dropout, sinks):
+    """One step of decoding of continuous batching: the new token of each sequence is appended to its pages."""
+    q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+    num_keys = lengths["cu_seq_lens_k"].diff()[: len(q)]
+    options = {"softmax_scale": scale, "window_size": window, "softcap": softcap}
+    options.update(cache_seqlens=(num_keys - 1).to(torch.int32), block_table=lengths["block_table"])
+    if sinks is not None:
+        options["sinks"] = sinks
+    return flash_attn_with_kvcache(q, lengths["k_cache"], lengths["v_cache"], k, v, **options).transpose(0, 1)
+
+
+def _under_blocks(query, key, value, block_mask, bias, scale, softcap, dropout, sinks):
+    refuse_dropout(dropout, "a BlockMask")
+
+    def score_mod(score, b, h, i, j):
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        return score if bias is None else score + bias[b, h, i, j]
+
+    changes = score_mod if softcap or bias is not None else None
+    aux = None if sinks is None else AuxRequest(lse=True)
+    out = flex_attention(query, key, value, changes, block_mask, scale, enable_gqa=True, return_aux=aux)
+    if sinks is not None:
+        out, aux = out
+        share = torch.exp(aux.lse - torch.logaddexp(aux.lse, sinks.float()[:, None]))
+        out = out * share[..., None].to(out.dtype)
+    return out.transpose(1, 2)
+
+
+# ---- registration --------------------------------------------------------------------------------------------------
+
+_active = None
+
+
+def register(names=None):
+    """Makes ``attn_implementation="flash_attn"`` work on every device, by transformers' public registries.
+
+    The registries have the attention of a layer and the mask of a forward pass. A hook of ``PreTrainedModel`` lets
+    names pass that transformers would look up as packages for a GPU, or on its hub.
+
+    Args:
+        names: what models may be given as ``attn_implementation``: "flash_attn", "flash_attention_2",
+            "flash_attention_3" and "flex_attention", of which any run here then. Default: all of them without a GPU,
+            "flash_attn" with one.
+    Returns:
+        A Registration. Its text says what was changed. ``unregister()``, or the end of ``with register():``, undoes it.
+    Raises:
+        ImportError: transformers is missing or too old.
+        ValueError: a name is none of the four.
+    """
+    global _active
+    masking, modeling = _transformers()
+    if names is None:
+        names = (NAME,) if torch.cuda.is_available() else KNOWN
+    unknown = [name for name in names if name not in KNOWN]
+    if unknown or isinstance(names, str):
+        raise ValueError(f"names must be some of {KNOWN}, as a list; {names!r} came")
+    with _registration.lock:
+        unregister()
+        made = _registration.Registration("transformers")
+        functions, masks = modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping
+        for name in names:
+            made.set(functions, name, attention, f'attn_implementation="{name}" runs on the kernels of flash_attn')
+            made.set(masks, name, mask_for_flex if name == "flex_attention" else mask_for_flash)
+        if NAME in names:
+            made.set(functions, BY_DENSE_MASKS, attention)
+            made.set(masks, BY_DENSE_MASKS, dense_mask)
+        taken = {name for name in names if name != "flex_attention"}
+        check = modeling.PreTrainedModel._check_and_adjust_attn_implementation
+
+        @functools.wraps(check)
+        def check_ours(self, attn_implementation, *args, **kwargs):
+            if attn_implementation not in taken:
+                return check(self, attn_implementation, *args, **kwargs)
+            if self._supports_flash_attn:
+                return attn_implementation
+            if attn_implementation == NAME and self._supports_sdpa:
+                return BY_DENSE_MASKS
+            instead = NAME if self._supports_sdpa else "eager"
+            raise ValueError(
+                f'transformers has no attn_implementation="{attn_implementation}" for {type(self).__name__}: '
+                f'use "{instead}"'
+            )
+
+        sentence = "PreTrainedModel takes these names without a look for a package or a GPU"
+        made.set(modeling.PreTrainedModel, check.__name__, check_ours, sentence)
+        _active = made
+    return made
+
+
+def unregister():
+    """Undoes the last ``register()``, if there is one."""
+    global _active
+    with _registration.lock:
+        if _active is not None:
+            _active.unregister()
+        _active = None
+
+
+def _transformers():
+    try:
+        import transformers.masking_utils as masking
+        import transformers.modeling_utils as modeling
+    except ImportError as error:
+        raise ImportError(f"flash_attn.integrations.transformers needs transformers: {error}") from error
+    options = inspect.signature(masking.sdpa_mask).parameters
+    if "q_offset" not in options or not hasattr(modeling.PreTrainedModel, "_check_and_adjust_attn_implementation"):
+        import transformers
+
+        raise ImportError(
+            "flash_attn.integrations.transformers needs transformers whose mask functions take q_length and q_offset, "
+            f"such as 5.23; {transformers.__version__} is installed"
+        )
+    return masking, modeling

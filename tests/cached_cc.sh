@@ -1,0 +1,54 @@
+#!/bin/sh
+# A C compiler that keeps its objects:  cached_cc.sh gcc -Wall -Wextra -O2 -c file.c -o file.o
+#
+# Most guards compile the same files. An object is taken from build/objects-of-tests if the same compiler has compiled
+# the same preprocessed text with the same options, without debugging information. Only what compiled under -Wall and
+# -Wextra without a word is kept. So -Werror would find nothing in what is kept. Other commands are passed on.
+case $1 in -*) set -- gcc "$@" ;; esac
+compiler=$1
+shift
+
+compiles='' source='' object='' warns='' options='' level='' debug=-g0 other='' next=''
+for word; do # the words but -c and -o become "$@"
+    shift
+    case $next,$word in
+    object,*) object=$word next='' && continue ;;
+    skip,*) next='' ;;
+    ,-c) compiles=yes && continue ;;
+    ,-o) next=object && continue ;;
+    ,-I | ,-D | ,-U | ,-MF | ,-include | ,-isystem) next=skip ;;
+    ,-Wall | ,-Wextra) warns=$warns$word ;;
+    ,-I* | ,-D* | ,-U* | ,-MD | ,-Werror | ,-pthread) ;; # for the preprocessor, or without effect on the object
+    ,-E | ,-S | ,-w | ,-M* | ,-x | ,-l* | ,-L* | ,-shared) other=yes ;;
+    ,-O*) level=$word ;;
+    ,-g*) debug=$word ;;
+    ,-*) options="$options $word" ;;
+    ,*.c) [ -z "$source" ] && source=$word || other=yes ;;
+    *) other=yes ;;
+    esac
+    set -- "$@" "$word"
+done
+case $other,$compiles,$source,$object,$warns,$debug in
+,yes,?*,?*,*-Wall*-Wextra,-g0) ;;
+*) exec "$compiler" "$@" ${compiles:+-c} ${object:+-o "$object"} ;;
+esac
+
+cache=$(dirname "$0")/../build/objects-of-tests
+text=$(mktemp "$cache/text.XXXXXX") || exit
+trap 'rm -f "$text"' EXIT
+"$compiler" "$@" -E -P -o "$text" || exit
+options=$(printf '%s\n' $options | sort -u)
+key=$({ "$compiler" --version && echo "$options $level" && cat "$text"; } | sha256sum) || exit
+kept=$cache/${key%% *}
+
+exec 9>"$kept.lock"
+flock 9 # another process may compile the same text
+if [ ! -e "$kept.o" ]; then
+    "$compiler" "$@" -c -o "$object" >"$text" 2>&1
+    status=$?
+    cat "$text" >&2
+    if [ $status -ne 0 ] || [ -s "$text" ]; then exit $status; fi
+    cp "$object" "$kept.new" && mv "$kept.new" "$kept.o" || exit
+fi
+touch "$kept.o" # object_cache.py removes what no test has used for a long time
+cp "$kept.o" "$object"
