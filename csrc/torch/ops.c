@@ -27,12 +27,16 @@ static uint64_t take_optional(StableIValue present) {
 
 void fa_begin_call(const fa_signature *signature, fa_call *call) { *call = signature->nothing; }
 
+static bool is_defined(AtenTensorHandle handle) {
+    bool truth = true;
+    if (fa_torch.aoti_torch_is_defined) fa_torch.aoti_torch_is_defined(handle, &truth);
+    return truth;
+}
+
 /* Says why a tensor has no address. None in place of a tensor arrives as a tensor that is not defined. */
 static fa_status why_unreadable(const fa_tensor *t, fa_error *err) {
-    bool is_defined = true;
-    if (fa_torch.aoti_torch_is_defined) fa_torch.aoti_torch_is_defined(t->handle, &is_defined);
-    return fa_fail(err, FA_EINVAL, is_defined ? "%s has no memory to read" : "%s must be a tensor; it is None",
-                   t->name);
+    return fa_fail(err, FA_EINVAL,
+                   is_defined(t->handle) ? "%s has no memory to read" : "%s must be a tensor; it is None", t->name);
 }
 
 /* The schema of flash_attn_3::fwd does not say that an append writes the caches. */
@@ -60,6 +64,14 @@ static fa_status unpack(const fa_signature *signature, const StableIValue *stack
             fa_tensor *t = (fa_tensor *)place;
             AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
             if (!handle) continue;
+            if (s->is_unread) {
+                t->handle = handle;
+                break;
+            }
+            if (s->may_be_undefined && !is_defined(handle)) {
+                fa_torch.aoti_torch_delete_tensor_object(handle);
+                continue;
+            }
             fa_tensor_read(handle, t);
             const int failed = s->is_mutable ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
                                              : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
@@ -86,9 +98,7 @@ static void release(const fa_signature *signature, const fa_call *call) {
 /* ---- entries ----------------------------------------------------------------------------------------------------- */
 
 /* aoti_torch_check throws after a failure, so all handles are released before. */
-static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
-    const fa_op *op = &fa_ops.ops[op_idx];
-    const fa_signature *signature = &fa_ops.signatures[op_idx];
+void fa_boxed_call(const fa_op *op, const fa_signature *signature, StableIValue *stack, uint64_t num_outputs) {
     fa_call call;
     fa_outputs outputs;
     fa_error err;
@@ -99,8 +109,8 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     if (status == FA_OK) status = op->execute(&call, &outputs, &err);
     release(signature, &call);
     if (status == FA_OK && (uint64_t)outputs.num != num_outputs)
-        status = fa_fail(&err, FA_EINVAL, "%s::%s made %d results where its schema has %d", fa_ops.name_space, op->name,
-                         outputs.num, (int)num_outputs);
+        status = fa_fail(&err, FA_EINVAL, "%s made %d results where its schema has %d", op->name, outputs.num,
+                         (int)num_outputs);
     if (status != FA_OK) fa_note_failure(status, &err);
     if (status == FA_ENOMEM_GPU) fa_torch_throw_out_of_memory(__func__, __FILE__, __LINE__, err.text);
     if (status != FA_OK) fa_torch.aoti_torch_check(false, __func__, __FILE__, __LINE__, err.text);
@@ -112,7 +122,7 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
 #define ENTRY(op_idx)                                                                            \
     static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) { \
         (void)num_inputs;                                                                        \
-        boxed_call(op_idx, stack, num_outputs);                                                  \
+        fa_boxed_call(&fa_ops.ops[op_idx], &fa_ops.signatures[op_idx], stack, num_outputs);      \
     }
 ENTRIES(ENTRY)
 
@@ -147,6 +157,8 @@ static void read_schema(const fa_op *op, fa_signature *signature) {
                                                       : FA_SLOT_INT; /* int, SymInt, ScalarType */
         s->is_optional = strchr(a[n].schema, '?') != NULL;
         s->is_mutable = strchr(a[n].schema, '!') != NULL;
+        s->may_be_undefined = strchr(a[n].schema, '~') != NULL;
+        s->is_unread = a[n].place >= offsetof(fa_call, unread) && a[n].place < offsetof(fa_call, first_key);
         s->place = a[n].place;
         snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
         if (op->results && strcmp(s->name, "dropout_p") == 0) signature->nothing.has_dropout = true;
@@ -155,6 +167,8 @@ static void read_schema(const fa_op *op, fa_signature *signature) {
     }
     signature->num_slots = n;
 }
+
+void fa_read_op(const fa_op *op, fa_signature *signature) { read_schema(op, signature); }
 
 const fa_signature *fa_find_op(const char *name) {
     for (int i = 0; i < fa_ops.num; i++)

@@ -97,6 +97,7 @@ fa_status fa_torch_load(fa_error *err) {
     found.i32 = found.aoti_torch_dtype_int32();
     found.i64 = found.aoti_torch_dtype_int64();
     found.u8 = found.aoti_torch_dtype_uint8();
+    found.u64 = found.aoti_torch_dtype_uint64 ? found.aoti_torch_dtype_uint64() : found.i64;
     fa_torch = found;
     return FA_OK;
 }
@@ -106,13 +107,17 @@ void *fa_torch_symbol(const char *name) {
     return library ? fa_library_symbol(library, name) : NULL;
 }
 
+void *fa_torch_cuda_symbol(const char *name) {
+    void *library = fa_library_loaded(TORCH_CUDA_LIBRARY);
+    return library ? fa_library_symbol(library, name) : NULL;
+}
+
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err) {
     typedef AOTITorchError stream_fn(int32_t device_idx, void **stream);
     static stream_fn *_Atomic found;
     stream_fn *current_stream = atomic_load_explicit(&found, memory_order_relaxed);
     if (!current_stream) {
-        void *library = fa_library_loaded(TORCH_CUDA_LIBRARY);
-        void *address = library ? fa_library_symbol(library, "aoti_torch_get_current_cuda_stream") : NULL;
+        void *address = fa_torch_cuda_symbol("aoti_torch_get_current_cuda_stream");
         if (!address)
             return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: this PyTorch is built without CUDA: it has no streams");
         memcpy(&current_stream, &address, sizeof address);

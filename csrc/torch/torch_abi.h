@@ -71,6 +71,11 @@ typedef void fa_range_fn(int64_t begin, int64_t end, void *ctx);
     X(aoti_torch_dtype_int32, "2.4", required, int32_t, (void))                                                     \
     X(aoti_torch_dtype_int64, "2.4", required, int32_t, (void))                                                     \
     X(aoti_torch_dtype_uint8, "2.4", required, int32_t, (void))                                                     \
+    X(aoti_torch_dtype_uint64, "2.5", optional, int32_t, (void))                                                    \
+    X(aoti_torch_delete_library_object, "2.7", optional, AOTITorchError, (TorchLibraryHandle lib))                  \
+    X(aoti_torch_new_uninitialized_tensor, "2.9", optional, AOTITorchError, (AtenTensorHandle * t))                 \
+    X(aoti_torch_copy_, "2.4", optional, AOTITorchError,                                                            \
+      (AtenTensorHandle to, AtenTensorHandle from, int32_t non_blocking))                                           \
     X(aoti_torch_is_defined, "2.10", optional, AOTITorchError, (AtenTensorHandle t, bool *is_defined))              \
     X(torch_delete_stable_ivalue, "2.13", optional, AOTITorchError, (StableIValue * slot))
 
@@ -116,8 +121,8 @@ typedef struct {
 #undef FA_TORCH_TENSOR_FUNCTION
     bool knows_tensors; /* all functions of FA_TORCH_TENSOR_FUNCTIONS were found */
     /* torch's numbers, which cannot change. */
-    int32_t cpu, cuda;                               /* device types */
-    int32_t f16, bf16, f32, f64, e4m3, i32, i64, u8; /* dtypes */
+    int32_t cpu, cuda;                                    /* device types */
+    int32_t f16, bf16, f32, f64, e4m3, i32, i64, u8, u64; /* dtypes */
 } fa_torch_abi;
 
 extern fa_torch_abi fa_torch;
@@ -132,6 +137,9 @@ static inline bool fa_torch_requires_grad(AtenTensorHandle t) {
 
 /* Returns a symbol of libtorch or of the libraries that libtorch needs, or NULL. */
 void *fa_torch_symbol(const char *name);
+
+/* The same, of the part of libtorch that only CUDA builds have. */
+void *fa_torch_cuda_symbol(const char *name);
 
 /* Returns PyTorch's current cudaStream_t. The function is in the part of libtorch that only CUDA builds have. */
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err);

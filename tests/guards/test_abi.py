@@ -25,9 +25,14 @@ SYMBOLS = {
         aoti_torch_get_storage_size aoti_torch_get_storage_offset
         aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
         aoti_torch_dtype_float8_e4m3fn aoti_torch_new_tensor_handle
-        aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
+        aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8 aoti_torch_copy_
     """,
-    (2, 7): "aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def",
+    (2, 5): "aoti_torch_dtype_uint64",
+    (2, 7): """
+        aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def
+        aoti_torch_delete_library_object
+    """,
+    (2, 9): "aoti_torch_new_uninitialized_tensor",
     (2, 10): """
         torch_library_impl torch_parallel_for torch_get_num_threads
         torch_get_mutable_data_ptr torch_get_const_data_ptr aoti_torch_is_defined
@@ -36,6 +41,10 @@ SYMBOLS = {
 }
 WITHOUT_OPTIONAL = {
     "torch_delete_stable_ivalue": "slots are freed with C++'s operator delete, as torch did until 2.12",
+    "aoti_torch_copy_": "a gradient with gaps goes to torch's own kernel",
+    "aoti_torch_delete_library_object": "register() says that this PyTorch cannot give back a kernel",
+    "aoti_torch_dtype_uint64": "rng_state of torch's ops is int64",
+    "aoti_torch_new_uninitialized_tensor": "register() says that this PyTorch cannot give back a kernel",
     "aoti_torch_is_defined": "the message about a None says that the tensor has no memory",
 }
 
