@@ -11,11 +11,11 @@ import pytest
 import flash_attn
 
 NAME = re.compile(
-    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|192|256)(v\d+)?_q\d+kv\d+"
+    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+"
     r"(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
 )
 DTYPES = ("bf16", "fp16")
-HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks")
+HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks")
 
 
 ANY = re.compile(
@@ -41,7 +41,7 @@ def test_every_kernel_has_a_name_and_a_row():
                for d in (None, "_dropout")]  # fmt: skip
     fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in options}
     bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options}
-    wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("192", "256") for o in options}
+    wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("160", "192", "256") for o in options}
     plain = [o for o in options if not o[-1]]  # v of another width is never dropped
     fwd |= {
         ("fwd", t, *d, *o) for t in DTYPES for d in (("64", "v128"), ("64", "v256"), ("192", "v128")) for o in plain

@@ -92,13 +92,11 @@ template <> struct weight_rest<fp16> {
     }
 };
 
-/* The sum of dP begins with -D, because there are no registers for D itself. In three cases D is read when dP has come:
+/* The sum of dP begins with -D, because there are no registers for D itself. In two cases D is read when dP has come:
  *
  *   dropout                dP is scaled first.
- *   64 columns in fp16     No registers are left for such a sum.
- *   192 columns            ptxas would wait for dK before (C7517). */
-constexpr bool STARTS_WITH_D =
-    !DROPOUT && (WIDE ? DO_STAGES == 1 : weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
+ *   64 columns in fp16     No registers are left for such a sum. */
+constexpr bool STARTS_WITH_D = !DROPOUT && (WIDE || weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
 
 DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
 #pragma unroll

@@ -26,6 +26,7 @@
 #define V_64_64   ""
 #define V_96_96   ""
 #define V_128_128 ""
+#define V_160_160 ""
 #define V_192_192 ""
 #define V_256_256 ""
 #define V_64_256  "v256"
@@ -264,7 +265,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .chooses = bwd_sm90_chooses,
                      .aligns_shared = true},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
-                          .files = FILES("attn_bwd_wide_sm90.cu", BWD_STEP_FILES, BWD_FILES),
+                          .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_wide_two.cuh", "attn_bwd_wide_three.cuh",
+                                         "attn_bwd_wide_parts.cuh", BWD_STEP_FILES, BWD_FILES),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16,
