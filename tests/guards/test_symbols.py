@@ -37,7 +37,9 @@ def test_needs_only_the_c_library(module_path):
 def test_imports_only_libc_and_the_limited_api(module_path):
     lines = run(tool("nm"), "-D", "--undefined-only", module_path).splitlines()
     imported = {line.split()[-1] for line in lines} - WEAK
-    declared = run(tool("gcc"), "-E", "-P", "-DPY_SSIZE_T_CLEAN", *python_include(), "-include", "Python.h", "-x", "c", "/dev/null")
+    declared = run(
+        tool("gcc"), "-E", "-P", "-DPY_SSIZE_T_CLEAN", *python_include(), "-include", "Python.h", "-x", "c", "/dev/null"
+    )
     limited_api = set(re.findall(r"\b_?Py\w+", declared))
     foreign = {name for name in imported if "@GLIBC_" not in name and name not in limited_api}
     assert foreign == set()
