@@ -85,7 +85,17 @@ def racecheck(problems, folder, program=PROGRAM):
     """The output of compute-sanitizer for the problems, with the module in a folder and the kernels' texts beside the
     module."""
     path = os.pathsep.join([str(folder), str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    tool = [TOOL, "--tool", "racecheck", "--error-exitcode", "7", "--kernel-name", "kns=attn"]
+    tool = [
+        TOOL,
+        "--tool",
+        "racecheck",
+        "--error-exitcode",
+        "7",
+        "--kernel-name",
+        "kns=attn",
+        "--kernel-name",
+        "kns=flex_walks",
+    ]
     command = [*tool, sys.executable, "-c", program, json.dumps(problems)]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
