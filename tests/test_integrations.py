@@ -427,6 +427,19 @@ def test_is_causal(registered):
     assert (out - causal).abs().max() > 0.01
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_window_of_a_model_that_is_not_causal(registered, side):
+    """sdpa's window reaches as many keys to the left as to the right. The module tells one key less."""
+    theirs, mine = models("Mistral")
+    for model in (theirs, mine):
+        model.config.is_causal = False
+    for lengths in (LENGTHS, (13, 13)):
+        ids, mask = tokens(lengths, side)
+        out, expected = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (mine, theirs))
+        close(out, expected)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_a_mask_with_holes(registered, name):
     theirs, mine = models(name)

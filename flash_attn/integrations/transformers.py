@@ -284,9 +284,10 @@ def _under_rule(q, k, v, mask, window, bias, options):
         mask = mask if mask.dtype == torch.bool else mask != 0
         len_kv = min(len_kv, mask.shape[1])
         shift = len_kv - len_q
-    if rule is not None:  # it knows what is causal; a module may know a window that its mask lacks
+    if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
         shift = rule.shift
-        rule = rule.and_also(Rule(window[0], window[1] or -1))
+        if rule.left < 0:
+            rule = rule.and_also(Rule(window[0], window[1] or -1))
         window = rule.left, rule.right
     elif mask is None and len_q == 1 and window[1] == 0:
         window = window[0], -1
