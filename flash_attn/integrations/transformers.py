@@ -240,15 +240,25 @@ def attention(
     elif attention_mask is None or attention_mask.dim() == 2:
         out = _under_rule(q, k, v, attention_mask, window, position_bias, options)
     elif attention_mask.dim() == 4:
-        num_keys = min(k.shape[1], attention_mask.shape[-1])
-        k, v, mask = k[:, :num_keys], v[:, :num_keys], attention_mask[..., :num_keys]
-        out = attend_under(q, k, v, mask, bias=_keys_of_bias(position_bias, num_keys), **options)
+        _check_mask(attention_mask, q, k)
+        out = attend_under(q, k, v, attention_mask, bias=_keys_of_bias(position_bias, k.shape[1]), **options)
     else:
         raise ValueError(
             "attention_mask must have 2 or 4 dimensions, (b, len_kv) or (b, h, len_q, len_kv); "
             f"it has the shape {tuple(attention_mask.shape)}"
         )
     return out[..., :columns_of_values].contiguous(), None
+
+
+def _check_mask(mask, q, k):
+    wanted = len(q), q.shape[2], q.shape[1], k.shape[1]
+    if any(has not in (1, want) for has, want in zip(mask.shape, wanted)):
+        raise ValueError(
+            f"attention_mask must have the shape (b, h, len_q, len_kv) = {wanted}, or 1 in place of a size; "
+            f"it has the shape {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"an attention_mask (b, h, len_q, len_kv) must be bool, or floating to add; it is {mask.dtype}")
 
 
 def _hides_nothing(mask):
