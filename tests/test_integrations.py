@@ -250,6 +250,17 @@ def test_packed_sequences(registered, calls, name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_positions_with_gaps_are_one_sequence(registered, use_cache):
+    """A client may stretch positions, or begin late. Only positions that begin again are packed sequences."""
+    theirs, mine = models("Llama")
+    ids, mask = tokens((13,))
+    for positions in (torch.arange(13)[None] * 2, (torch.arange(13)[None] + 3) * 3 // 2, torch.arange(13)[None] + 7):
+        options = {"attention_mask": mask, "position_ids": positions, "use_cache": use_cache}
+        close(mine(ids, **options).logits, theirs(ids, **options).logits)
+
+
+@torch.no_grad()
 def test_lengths_of_a_collator(registered, calls):
     theirs, mine = models("Llama")
     ids, mask = tokens()
@@ -477,6 +488,28 @@ def test_chunks(registered, calls, attention, function):
     out, expected = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (mine, theirs))
     close(out, expected)
     assert calls[0] == ("flex_attention" if attention == "flex_attention" else "flash_attn_func")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
+def test_a_mask_of_one_column(registered, attention):
+    """A size of 1 stands for all keys."""
+    theirs, mine = models("Llama", attention)
+    ids, _ = tokens((13, 13))
+    mask = torch.ones(2, 1, 13, 1, dtype=torch.bool)
+    close(mine(ids, attention_mask=mask).logits, theirs(ids, attention_mask=mask).logits)
+
+
+@torch.no_grad()
+def test_a_mask_of_too_few_keys(registered):
+    """The mask of a second piece must tell of the keys of the first, too."""
+    mine = models("Llama")[1]
+    ids, _ = tokens((13, 13))
+    cache = mine(ids[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape .* \(2, 4, 5, 13\).*\(2, 1, 5, 5\)"):
+        mine(ids[:, 8:], attention_mask=torch.ones(2, 1, 5, 5, dtype=torch.bool), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"an attention_mask \(b, h, len_q, len_kv\) must be bool.*torch.int64"):
+        mine(ids, attention_mask=torch.ones(2, 1, 13, 13, dtype=torch.long))
 
 
 @torch.no_grad()

@@ -269,7 +269,10 @@ def _hides_nothing(mask):
 
 
 def _are_packed(mask, position_ids, q, k):
-    """Whether positions begin again in a batch of one row. Some models make their mask without a look at positions."""
+    """Whether positions begin again in a batch of one row. Some models make their mask without a look at positions.
+
+    They begin again where the least position comes back. Any other step is a position that a client chose.
+    """
     if position_ids is None or torch.compiler.is_compiling():
         return False
     if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
@@ -277,7 +280,7 @@ def _are_packed(mask, position_ids, q, k):
     rule = getattr(mask, "flash_attn_rule", None)
     if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
         return False
-    return remembered(position_ids, "are packed", lambda: bool((position_ids.diff() != 1).any()))
+    return _lengths_of(position_ids, True)[0].numel() > 2
 
 
 def _keys_of_bias(bias, num_keys):
@@ -345,17 +348,22 @@ def _options_of(scale, softcap, dropout, sinks, window):
 
 def _in_sequences(q, k, v, sequences, window, scale, softcap, dropout, sinks, are_positions=False):
     """Packed sequences ``[b, len]``: the number of the sequence of each token, or its position in the sequence."""
+    cu_seqlens, longest = _lengths_of(sequences, are_positions)
+    lengths = cu_seqlens, cu_seqlens, longest, longest
+    return _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks)
+
+
+def _lengths_of(sequences, are_positions):
+    """cu_seqlens and the longest length."""
 
     def lengths():
         begins = torch.ones_like(sequences, dtype=torch.bool)
-        begins[:, 1:] = sequences.diff() != (1 if are_positions else 0)
+        begins[:, 1:] = sequences[:, 1:] == sequences.min() if are_positions else sequences.diff() != 0
         begins = begins.flatten().nonzero().flatten()
         cu_seqlens = torch.cat([begins, begins.new_tensor([sequences.numel()])]).int()
         return cu_seqlens, int(cu_seqlens.diff().max())
 
-    cu_seqlens, longest = remembered(sequences, ("sequences", are_positions), lengths)
-    lengths = cu_seqlens, cu_seqlens, longest, longest
-    return _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks)
+    return remembered(sequences, ("sequences", are_positions), lengths)
 
 
 def _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks):
