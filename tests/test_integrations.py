@@ -614,6 +614,19 @@ def test_dynamo(registered):
     close(out, theirs(ids, attention_mask=mask).logits[mask.bool()])
 
 
+def test_generation_with_a_compiled_step_and_a_window(registered):
+    """generate() makes the mask outside the compiled step, from the first key that the cache still has."""
+    theirs, mine = models("Mistral", num_hidden_layers=1)
+    ids, mask = tokens(side="left")
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options.update(return_dict_in_generate=True, output_logits=True)
+    compiled = transformers.CompileConfig(fullgraph=False, mode=None, backend="eager")
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    out = mine.generate(ids, compile_config=compiled, **options)
+    close(torch.stack(out.logits), torch.stack(theirs.generate(ids, disable_compile=True, **options).logits))
+
+
 # ---- masks that are kept -------------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,9 @@ def mask_for_flash(
     mask_function = causal_mask_function if mask_function is None else mask_function
     rule = None if use_vmap or torch.compiler.is_compiling() else rule_of(mask_function)
     if rule is None:
+        if attention_mask is not None and attention_mask.shape[-1] == kv_length and int(kv_offset):
+            # generate() asked for it before, outside torch.compile. It begins at the first key of the cache.
+            attention_mask = torch.nn.functional.pad(attention_mask, (int(kv_offset), 0))
         return dense_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
