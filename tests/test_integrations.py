@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as torchs_flex
 from harness import need
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flash_attn import (
     flash_attn_func,
@@ -22,7 +23,7 @@ from flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flash_attn import flex_attention as our_flex
-from flash_attn._remembered import remembered
+from flash_attn._remembered import once, remembered
 from flash_attn.integrations import _attend
 from flash_attn.integrations import flex as flex_integration
 
@@ -647,6 +648,40 @@ def test_a_mask_is_looked_at_once(mode):
         other = torch.ones(3, 4, dtype=torch.bool)
         remembered(other, "x", lambda: looks.append(1))
         assert len(looks) == 4, place
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", ["numpy", "data"])
+def test_uncounted_writes_into_a_mask(registered, write):
+    """PyTorch counts no writes of NumPy and through .data."""
+    theirs, mine = models("Llama")
+    ids, _ = tokens((13, 13))
+    for shape in ((2, 13), (2, 1, 13, 13)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[0, ..., :3] = False
+        changed = mask.numpy() if write == "numpy" else mask.data
+        for _ in range(2):
+            out, expected = (model(ids, attention_mask=mask).logits[:, 6:] for model in (mine, theirs))
+            close(out, expected)
+            changed[1, ..., :5] = False
+
+
+def test_memory_of_a_mask_is_not_held(registered):
+    _, mine = models("Llama", num_hidden_layers=1)
+    ids, _ = tokens((13, 13))
+    for shape in ((2, 13), (2, 1, 13, 13)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[0, ..., 3] = False  # a hole
+        memory = StorageWeakRef(mask.untyped_storage())
+        mine(ids, attention_mask=mask)
+        del mask
+        assert memory.expired()
+
+
+@torch.no_grad()
+def test_a_mask_that_repeats_rows_is_copied_once():
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool).expand(2, 4, 7, 9)
+    assert once(mask).shape == (2, 1, 1, 9)
 
 
 def test_blocks_of_a_dense_mask_are_found_once(monkeypatch):
