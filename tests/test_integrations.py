@@ -615,6 +615,19 @@ def test_dynamo(registered):
     close(out, theirs(ids, attention_mask=mask).logits[mask.bool()])
 
 
+@SOFT
+@torch.no_grad()
+def test_a_trace_keeps_no_mask(registered):
+    """A trace without a mask is for any input. One with a mask would be right for this mask only."""
+    theirs, mine = models("BERT")
+    ids, mask = tokens((13, 13))
+    mine.config.return_dict = False
+    traced = torch.jit.trace(mine, (ids,), strict=False, check_trace=False)
+    close(traced(ids.flip(1))[0], theirs(ids.flip(1))[0])
+    with pytest.raises(NotImplementedError, match="torch.jit.trace would keep this attention_mask"):
+        torch.jit.trace(mine, (ids, mask), strict=False, check_trace=False)
+
+
 def test_generation_with_a_compiled_step_and_a_window(registered):
     """generate() makes the mask outside the compiled step, from the first key that the cache still has."""
     theirs, mine = models("Mistral", num_hidden_layers=1)

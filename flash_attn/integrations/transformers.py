@@ -126,6 +126,11 @@ def mask_for_flash(
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
+    if attention_mask is not None and torch.jit.is_tracing():
+        raise NotImplementedError(
+            'torch.jit.trace would keep this attention_mask for all later calls: use attn_implementation="sdpa" for '
+            "it, or torch.export"
+        )
     rule = None if use_vmap or torch.compiler.is_compiling() else rule_of(mask_function)
     if rule is None:
         if attention_mask is not None and attention_mask.shape[-1] == kv_length and int(kv_offset):
