@@ -193,6 +193,21 @@ def test_a_model_without_flash_attention(registered):
         models("T5", "flash_attention_2")
 
 
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attention_2"])
+def test_a_model_with_a_flash_attention_of_its_own(registered, name):
+    """It would call a function that transformers imports for a GPU only."""
+    config = transformers.FalconConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, alibi=False
+    )  # fmt: skip
+    config._attn_implementation = name
+    with pytest.raises(ValueError, match='FalconForCausalLM has a flash attention of its own, .* use "sdpa"'):
+        transformers.FalconForCausalLM(config)
+    config = transformers.GPTJConfig(vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    config._attn_implementation = name
+    with pytest.raises(ValueError, match='GPTJForCausalLM has a flash attention of its own, .* use "eager"'):
+        transformers.GPTJForCausalLM(config)
+
+
 # ---- models of transformers ----------------------------------------------------------------------------------------
 
 

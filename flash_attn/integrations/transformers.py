@@ -17,6 +17,7 @@ A rule is an attribute of the mask. A model that takes the mask apart loses it. 
 
 import functools
 import inspect
+import sys
 import warnings
 
 import torch
@@ -457,6 +458,12 @@ def register(names=None):
         def check_ours(self, attn_implementation, *args, **kwargs):
             if attn_implementation not in taken:
                 return check(self, attn_implementation, *args, **kwargs)
+            if _has_own_flash_attention(type(self)):
+                instead = "sdpa" if self._supports_sdpa else "eager"
+                raise ValueError(
+                    f"{type(self).__name__} has a flash attention of its own, for GPUs only, in place of "
+                    f'attn_implementation="{attn_implementation}": use "{instead}"'
+                )
             if self._supports_flash_attn:
                 return attn_implementation
             if attn_implementation == NAME and self._supports_sdpa:
@@ -480,6 +487,20 @@ def unregister():
         if _active is not None:
             _active.unregister()
         _active = None
+
+
+def _has_own_flash_attention(model):
+    """Whether a model calls transformers' functions for a GPU, not the registry, and they are not there.
+
+    Models of this kind have classes such as ``FalconFlashAttention2`` for each implementation.
+    """
+    places = [vars(sys.modules[cls.__module__]) for cls in model.__mro__ if cls.__module__ in sys.modules]
+    return any(
+        "is_flash_attn_available" in names
+        and "_flash_attention_forward" not in names
+        and any(name.endswith("FlashAttention2") for name in names)
+        for names in places
+    )
 
 
 def _transformers():
