@@ -506,6 +506,21 @@ def test_chunks(registered, calls, attention, function):
     assert calls[0] == ("flex_attention" if attention == "flex_attention" else "flash_attn_func")
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_of_keys_for_the_whole_batch(is_causal, needs_grad):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 9, 16, requires_grad=needs_grad) for _ in range(3))
+    module, mask = torch.nn.Module(), torch.arange(9)[None] >= 4
+    module.is_causal = is_causal
+    seen = mask & torch.ones(9, 9, dtype=torch.bool).tril() if is_causal else mask.expand(9, 9)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
+    close(ours.attention(module, q, k, v, mask)[0][:, 4:], expected.transpose(1, 2)[:, 4:])
+    for shape in ((3, 9), (2, 10)):
+        with pytest.raises(ValueError, match=r"attention_mask must have the shape \(b, len_kv\) = \(2, 9\), or 1"):
+            ours.attention(module, q, k, v, torch.ones(shape, dtype=torch.bool))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
 def test_a_mask_of_one_column(registered, attention):

@@ -303,7 +303,12 @@ def _under_rule(q, k, v, mask, window, bias, options):
     if mask is not None:
         if mask.is_floating_point():
             raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
-        mask = mask if mask.dtype == torch.bool else mask != 0
+        if len(mask) not in (1, len(q)) or mask.shape[1] > len_kv:
+            raise ValueError(
+                f"attention_mask must have the shape (b, len_kv) = {(len(q), len_kv)}, or 1 in place of b; "
+                f"it has the shape {tuple(mask.shape)}"
+            )
+        mask = (mask if mask.dtype == torch.bool else mask != 0).expand(len(q), -1)
         len_kv = min(len_kv, mask.shape[1])
         shift = len_kv - len_q
     if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
