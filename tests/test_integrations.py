@@ -556,6 +556,22 @@ def test_a_function_of_a_user_is_part_of_the_mask(registered):
     assert made[0].equal(made[1]) and made[1].shape == (2, 1, 9, 9)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_mask_function_that_a_program_replaced(registered, monkeypatch, when):
+    """transformers' names say what they say in transformers. Other functions of these names are other masks."""
+    theirs, mine = models("Llama")
+    ids, mask = tokens((13, 9))
+    expected = mine(ids, attention_mask=mask).logits
+    if when == "before":  # the first look at transformers' functions
+        ours._names.cache_clear()
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda b, h, i, j: (j <= i) | (j < 4))
+    out = mine(ids, attention_mask=mask).logits
+    close(out[mask.bool()], theirs(ids, attention_mask=mask).logits[mask.bool()])
+    assert (out - expected)[mask.bool()].abs().max() > 0.01
+    ours._names.cache_clear()
+
+
 @pytest.mark.parametrize("make", [ours.mask_for_flash, ours.dense_mask, ours.mask_for_flex])
 @pytest.mark.parametrize("offset", [0, 2])
 def test_a_prompt_at_the_start_of_a_longer_cache(make, offset):

@@ -60,48 +60,65 @@ class Rule:
 
 
 @functools.cache
-def _codes():
-    """Code objects of transformers' own mask functions."""
+def _names():
+    """Names of transformers' own mask functions, by their code objects.
+
+    A program may have replaced a function, and another version may count otherwise. So each must say what its name says.
+    """
     from transformers import masking_utils as made
 
-    nothing = torch.zeros(1, 1)
+    j = torch.arange(9, device="cpu")
+    i = j[:, None]
+    sequences = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2]], device="cpu")
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3]], device="cpu")
+    is_causal, is_near = j <= i, j > i - 3
+    functions = {
+        "and": (made.and_masks(lambda b, h, i, j: j <= i, lambda b, h, i, j: j > i - 3), is_causal & is_near),
+        "causal": (made.causal_mask_function, is_causal),
+        "all": (made.bidirectional_mask_function, i >= 0),
+        "left": (made.sliding_window_overlay(3), is_near),
+        "both": (made.sliding_window_bidirectional_overlay(3), (i - j).abs() <= 3),
+        "sequences": (made.packed_sequence_mask_function(sequences), sequences[0, i] == sequences[0, j]),
+        "positions": (
+            made.remap_positions_for_packed_sequence(lambda b, h, i, j: j <= i, positions),
+            positions[0, j] <= positions[0, i],
+        ),
+    }
+    nothing = torch.zeros((), dtype=torch.int64, device="cpu")
     return {
-        "and": made.and_masks().__code__,
-        "causal": made.causal_mask_function.__code__,
-        "all": made.bidirectional_mask_function.__code__,
-        "left": made.sliding_window_overlay(1).__code__,
-        "both": made.sliding_window_bidirectional_overlay(1).__code__,
-        "sequences": made.packed_sequence_mask_function(nothing).__code__,
-        "positions": made.remap_positions_for_packed_sequence(made.causal_mask_function, nothing).__code__,
+        function.__code__: name
+        for name, (function, says) in functions.items()
+        if torch.equal(function(nothing, nothing, i, j).expand(9, 9), says.expand(9, 9))
     }
 
 
 def rule_of(mask_function):
     """The rule of a mask function of transformers, or None for any other function."""
-    codes, code = _codes(), getattr(mask_function, "__code__", None)
+    code = getattr(mask_function, "__code__", None)
+    name = _names().get(code)
     held = {}
     if code is not None and mask_function.__closure__:
         held = dict(zip(code.co_freevars, (cell.cell_contents for cell in mask_function.__closure__)))
-    if code is codes["causal"]:
+    if name == "causal":
         return Rule(-1, 0)
-    if code is codes["all"]:
+    if name == "all":
         return Rule(-1, -1)
-    if code is codes["left"]:
+    if name == "left":
         return Rule(held["sliding_window"] - 1, -1)
-    if code is codes["both"]:
+    if name == "both":
         return Rule(held["sliding_window"], held["sliding_window"])
-    if code is codes["sequences"]:
+    if name == "sequences":
         return Rule(-1, -1, held["packed_sequence_mask"])
-    if code is not codes["and"]:
+    if name != "and":
         return None
     parts = held["mask_functions"]
+    names = [_names().get(getattr(part, "__code__", None)) for part in parts]
     # Positions count from the start of each sequence. So differences of positions in a sequence are those of places.
-    are_packed = any(getattr(part, "__code__", None) is codes["sequences"] for part in parts)
+    are_packed = "sequences" in names
     rule = Rule(-1, -1)
-    for part in parts:
-        if are_packed and getattr(part, "__code__", None) is codes["positions"]:
-            names = part.__code__.co_freevars
-            part = part.__closure__[names.index("mask_function")].cell_contents
+    for name, part in zip(names, parts):
+        if are_packed and name == "positions":
+            part = part.__closure__[part.__code__.co_freevars.index("mask_function")].cell_contents
         more = rule_of(part)
         rule = None if more is None else rule.and_also(more)
         if rule is None:
