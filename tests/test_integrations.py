@@ -181,6 +181,29 @@ def test_what_somebody_else_registered_since_stays():
         functions["flex_attention"] = theirs
 
 
+@pytest.mark.parametrize("place, name", [
+    (masking_utils, "sdpa_mask"), (masking_utils, "AttentionMaskInterface"), (modeling_utils, "AttentionInterface"),
+    (modeling_utils.PreTrainedModel, "_check_and_adjust_attn_implementation"),
+])  # fmt: skip
+def test_transformers_of_another_version(monkeypatch, place, name):
+    monkeypatch.delattr(place, name)
+    with pytest.raises(ImportError, match=r"needs transformers whose mask functions .*5\.\d+\.\d+ is installed"):
+        ours.register()
+
+
+@torch.no_grad()
+def test_transformers_without_a_mask_function(registered, monkeypatch):
+    """Its mask is made by the other functions, or is a dense mask."""
+    ours._names.cache_clear()
+    for name in ("sliding_window_bidirectional_overlay", "remap_positions_for_packed_sequence"):
+        monkeypatch.delattr(masking_utils, name)
+    theirs, mine = models("Mistral")
+    ids, mask = tokens()
+    close(mine(ids, attention_mask=mask).logits[mask.bool()], theirs(ids, attention_mask=mask).logits[mask.bool()])
+    assert sorted(ours._names().values()) == ["all", "and", "causal", "left", "sequences"]
+    ours._names.cache_clear()
+
+
 @pytest.mark.parametrize("names", ["flash_attn", ["flash"], ["flash_attn", "sdpa"]])
 def test_other_names_are_refused(names):
     with pytest.raises(ValueError, match="names must be some of"):
@@ -884,6 +907,13 @@ def test_diffusers_is_as_before(diffusers):
     assert state() == before
     with pytest.raises(ValueError, match="backends must be some of"):
         diffusers.ours.register(["native"])
+
+
+@pytest.mark.parametrize("name", ["_AttentionBackendRegistry", "_check_device", "_CAN_USE_FLASH_ATTN_3"])
+def test_diffusers_of_another_version(diffusers, monkeypatch, name):
+    monkeypatch.delattr(diffusers.dispatch, name)
+    with pytest.raises(ImportError, match="needs Diffusers 0.36 or newer; this one lacks"):
+        diffusers.ours.register()
 
 
 MASKS = {

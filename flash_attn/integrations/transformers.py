@@ -63,7 +63,8 @@ class Rule:
 def _names():
     """Names of transformers' own mask functions, by their code objects.
 
-    A program may have replaced a function, and another version may count otherwise. So each must say what its name says.
+    A program may have replaced a function, and another version may lack one or count otherwise. So each must say what
+    its name says.
     """
     from transformers import masking_utils as made
 
@@ -72,24 +73,32 @@ def _names():
     sequences = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2]], device="cpu")
     positions = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3]], device="cpu")
     is_causal, is_near = j <= i, j > i - 3
-    functions = {
-        "and": (made.and_masks(lambda b, h, i, j: j <= i, lambda b, h, i, j: j > i - 3), is_causal & is_near),
-        "causal": (made.causal_mask_function, is_causal),
-        "all": (made.bidirectional_mask_function, i >= 0),
-        "left": (made.sliding_window_overlay(3), is_near),
-        "both": (made.sliding_window_bidirectional_overlay(3), (i - j).abs() <= 3),
-        "sequences": (made.packed_sequence_mask_function(sequences), sequences[0, i] == sequences[0, j]),
+
+    def causal(b, h, i, j):
+        return j <= i
+
+    def near(b, h, i, j):
+        return j > i - 3
+
+    functions = {  # the name here and there, the arguments that make it, and what it says
+        "and": ("and_masks", (causal, near), is_causal & is_near),
+        "causal": ("causal_mask_function", None, is_causal),
+        "all": ("bidirectional_mask_function", None, i >= 0),
+        "left": ("sliding_window_overlay", (3,), is_near),
+        "both": ("sliding_window_bidirectional_overlay", (3,), (i - j).abs() <= 3),
+        "sequences": ("packed_sequence_mask_function", (sequences,), sequences[0, i] == sequences[0, j]),
         "positions": (
-            made.remap_positions_for_packed_sequence(lambda b, h, i, j: j <= i, positions),
-            positions[0, j] <= positions[0, i],
+            "remap_positions_for_packed_sequence", (causal, positions), positions[0, j] <= positions[0, i]
         ),
-    }
-    nothing = torch.zeros((), dtype=torch.int64, device="cpu")
-    return {
-        function.__code__: name
-        for name, (function, says) in functions.items()
-        if torch.equal(function(nothing, nothing, i, j).expand(9, 9), says.expand(9, 9))
-    }
+    }  # fmt: skip
+    nothing, names = torch.zeros((), dtype=torch.int64, device="cpu"), {}
+    for name, (there, args, says) in functions.items():
+        function = getattr(made, there, None)
+        if function is not None and args is not None:
+            function = function(*args)
+        if function is not None and torch.equal(function(nothing, nothing, i, j).expand(9, 9), says.expand(9, 9)):
+            names[function.__code__] = name
+    return names
 
 
 def rule_of(mask_function):
@@ -531,8 +540,16 @@ def _transformers():
         import transformers.modeling_utils as modeling
     except ImportError as error:
         raise ImportError(f"flash_attn.integrations.transformers needs transformers: {error}") from error
-    options = inspect.signature(masking.sdpa_mask).parameters
-    if "q_offset" not in options or not hasattr(modeling.PreTrainedModel, "_check_and_adjust_attn_implementation"):
+    needed = {
+        masking: ("AttentionMaskInterface", "add_offsets_to_mask_function", "prepare_padding_mask", "sdpa_mask"),
+        modeling: ("AttentionInterface", "PreTrainedModel"),
+    }
+    has_all = all(hasattr(place, name) for place, names in needed.items() for name in names)
+    if (
+        not has_all
+        or "q_offset" not in inspect.signature(masking.sdpa_mask).parameters
+        or not hasattr(modeling.PreTrainedModel, "_check_and_adjust_attn_implementation")
+    ):
         import transformers
 
         raise ImportError(
