@@ -293,7 +293,7 @@ def _check_mask(mask, q, k):
             f"it has the shape {tuple(mask.shape)}"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"an attention_mask (b, h, len_q, len_kv) must be bool, or floating to add; it is {mask.dtype}")
+        raise ValueError(f"an attention_mask (b, h, len_q, len_kv) must be bool or floating; it is {mask.dtype}")
 
 
 def _hides_nothing(mask):
