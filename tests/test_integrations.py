@@ -764,6 +764,9 @@ def test_memory_of_a_mask_is_not_held(registered):
 def test_a_mask_that_repeats_rows_is_copied_once():
     mask = torch.ones(2, 1, 1, 9, dtype=torch.bool).expand(2, 4, 7, 9)
     assert once(mask).shape == (2, 1, 1, 9)
+    words = torch.ones(2, 24, dtype=torch.bool)
+    assert once(words).shape == (2, 3) and once(words[:, 1:9]).shape == (2, 8)
+    assert once(words.view(-1)[1:17]).shape == (16,)  # a word would begin between words of the memory
 
 
 def test_blocks_of_a_dense_mask_are_found_once(monkeypatch):
