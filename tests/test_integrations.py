@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as torchs_flex
 from harness import need
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from flash_attn import (
     flash_attn_func,
@@ -22,7 +23,7 @@ from flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from flash_attn import flex_attention as our_flex
-from flash_attn._remembered import remembered
+from flash_attn._remembered import once, remembered
 from flash_attn.integrations import _attend
 from flash_attn.integrations import flex as flex_integration
 
@@ -180,6 +181,29 @@ def test_what_somebody_else_registered_since_stays():
         functions["flex_attention"] = theirs
 
 
+@pytest.mark.parametrize("place, name", [
+    (masking_utils, "sdpa_mask"), (masking_utils, "AttentionMaskInterface"), (modeling_utils, "AttentionInterface"),
+    (modeling_utils.PreTrainedModel, "_check_and_adjust_attn_implementation"),
+])  # fmt: skip
+def test_transformers_of_another_version(monkeypatch, place, name):
+    monkeypatch.delattr(place, name)
+    with pytest.raises(ImportError, match=r"needs transformers whose mask functions .*5\.\d+\.\d+ is installed"):
+        ours.register()
+
+
+@torch.no_grad()
+def test_transformers_without_a_mask_function(registered, monkeypatch):
+    """Its mask is made by the other functions, or is a dense mask."""
+    ours._names.cache_clear()
+    for name in ("sliding_window_bidirectional_overlay", "remap_positions_for_packed_sequence"):
+        monkeypatch.delattr(masking_utils, name)
+    theirs, mine = models("Mistral")
+    ids, mask = tokens()
+    close(mine(ids, attention_mask=mask).logits[mask.bool()], theirs(ids, attention_mask=mask).logits[mask.bool()])
+    assert sorted(ours._names().values()) == ["all", "and", "causal", "left", "sequences"]
+    ours._names.cache_clear()
+
+
 @pytest.mark.parametrize("names", ["flash_attn", ["flash"], ["flash_attn", "sdpa"]])
 def test_other_names_are_refused(names):
     with pytest.raises(ValueError, match="names must be some of"):
@@ -190,6 +214,21 @@ def test_a_model_without_flash_attention(registered):
     assert models("T5")[1].config._attn_implementation == ours.BY_DENSE_MASKS
     with pytest.raises(ValueError, match='no attn_implementation="flash_attention_2" for T5For.*use "flash_attn"'):
         models("T5", "flash_attention_2")
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attention_2"])
+def test_a_model_with_a_flash_attention_of_its_own(registered, name):
+    """It would call a function that transformers imports for a GPU only."""
+    config = transformers.FalconConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, alibi=False
+    )  # fmt: skip
+    config._attn_implementation = name
+    with pytest.raises(ValueError, match='FalconForCausalLM has a flash attention of its own, .* use "sdpa"'):
+        transformers.FalconForCausalLM(config)
+    config = transformers.GPTJConfig(vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    config._attn_implementation = name
+    with pytest.raises(ValueError, match='GPTJForCausalLM has a flash attention of its own, .* use "eager"'):
+        transformers.GPTJForCausalLM(config)
 
 
 # ---- models of transformers ----------------------------------------------------------------------------------------
@@ -247,6 +286,17 @@ def test_packed_sequences(registered, calls, name):
     out = mine(ids[mask.bool()][None], position_ids=positions, use_cache=False).logits[0]
     assert calls == ["flash_attn_varlen_func"] * 2
     close(out, torch.cat([theirs(row[:n][None]).logits[0] for row, n in zip(ids, LENGTHS)]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_positions_with_gaps_are_one_sequence(registered, use_cache):
+    """A client may stretch positions, or begin late. Only positions that begin again are packed sequences."""
+    theirs, mine = models("Llama")
+    ids, mask = tokens((13,))
+    for positions in (torch.arange(13)[None] * 2, (torch.arange(13)[None] + 3) * 3 // 2, torch.arange(13)[None] + 7):
+        options = {"attention_mask": mask, "position_ids": positions, "use_cache": use_cache}
+        close(mine(ids, **options).logits, theirs(ids, **options).logits)
 
 
 @torch.no_grad()
@@ -427,6 +477,19 @@ def test_is_causal(registered):
     assert (out - causal).abs().max() > 0.01
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_window_of_a_model_that_is_not_causal(registered, side):
+    """sdpa's window reaches as many keys to the left as to the right. The module tells one key less."""
+    theirs, mine = models("Mistral")
+    for model in (theirs, mine):
+        model.config.is_causal = False
+    for lengths in (LENGTHS, (13, 13)):
+        ids, mask = tokens(lengths, side)
+        out, expected = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (mine, theirs))
+        close(out, expected)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_a_mask_with_holes(registered, name):
     theirs, mine = models(name)
@@ -466,6 +529,43 @@ def test_chunks(registered, calls, attention, function):
     assert calls[0] == ("flex_attention" if attention == "flex_attention" else "flash_attn_func")
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_of_keys_for_the_whole_batch(is_causal, needs_grad):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 9, 16, requires_grad=needs_grad) for _ in range(3))
+    module, mask = torch.nn.Module(), torch.arange(9)[None] >= 4
+    module.is_causal = is_causal
+    seen = mask & torch.ones(9, 9, dtype=torch.bool).tril() if is_causal else mask.expand(9, 9)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
+    close(ours.attention(module, q, k, v, mask)[0][:, 4:], expected.transpose(1, 2)[:, 4:])
+    for shape in ((3, 9), (2, 10)):
+        with pytest.raises(ValueError, match=r"attention_mask must have the shape \(b, len_kv\) = \(2, 9\), or 1"):
+            ours.attention(module, q, k, v, torch.ones(shape, dtype=torch.bool))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
+def test_a_mask_of_one_column(registered, attention):
+    """A size of 1 stands for all keys."""
+    theirs, mine = models("Llama", attention)
+    ids, _ = tokens((13, 13))
+    mask = torch.ones(2, 1, 13, 1, dtype=torch.bool)
+    close(mine(ids, attention_mask=mask).logits, theirs(ids, attention_mask=mask).logits)
+
+
+@torch.no_grad()
+def test_a_mask_of_too_few_keys(registered):
+    """The mask of a second piece must tell of the keys of the first, too."""
+    mine = models("Llama")[1]
+    ids, _ = tokens((13, 13))
+    cache = mine(ids[:, :8], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape .* \(2, 4, 5, 13\).*\(2, 1, 5, 5\)"):
+        mine(ids[:, 8:], attention_mask=torch.ones(2, 1, 5, 5, dtype=torch.bool), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"an attention_mask \(b, h, len_q, len_kv\) must be bool.*torch.int64"):
+        mine(ids, attention_mask=torch.ones(2, 1, 13, 13, dtype=torch.long))
+
+
 @torch.no_grad()
 def test_a_function_of_a_user_is_part_of_the_mask(registered):
     theirs, mine = models("Llama")
@@ -477,6 +577,22 @@ def test_a_function_of_a_user_is_part_of_the_mask(registered):
         for model in (theirs, mine)
     ]
     assert made[0].equal(made[1]) and made[1].shape == (2, 1, 9, 9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_mask_function_that_a_program_replaced(registered, monkeypatch, when):
+    """transformers' names say what they say in transformers. Other functions of these names are other masks."""
+    theirs, mine = models("Llama")
+    ids, mask = tokens((13, 9))
+    expected = mine(ids, attention_mask=mask).logits
+    if when == "before":  # the first look at transformers' functions
+        ours._names.cache_clear()
+    monkeypatch.setattr(masking_utils, "causal_mask_function", lambda b, h, i, j: (j <= i) | (j < 4))
+    out = mine(ids, attention_mask=mask).logits
+    close(out[mask.bool()], theirs(ids, attention_mask=mask).logits[mask.bool()])
+    assert (out - expected)[mask.bool()].abs().max() > 0.01
+    ours._names.cache_clear()
 
 
 @pytest.mark.parametrize("make", [ours.mask_for_flash, ours.dense_mask, ours.mask_for_flex])
@@ -568,6 +684,32 @@ def test_dynamo(registered):
     close(out, theirs(ids, attention_mask=mask).logits[mask.bool()])
 
 
+@SOFT
+@torch.no_grad()
+def test_a_trace_keeps_no_mask(registered):
+    """A trace without a mask is for any input. One with a mask would be right for this mask only."""
+    theirs, mine = models("BERT")
+    ids, mask = tokens((13, 13))
+    mine.config.return_dict = False
+    traced = torch.jit.trace(mine, (ids,), strict=False, check_trace=False)
+    close(traced(ids.flip(1))[0], theirs(ids.flip(1))[0])
+    with pytest.raises(NotImplementedError, match="torch.jit.trace would keep this attention_mask"):
+        torch.jit.trace(mine, (ids, mask), strict=False, check_trace=False)
+
+
+def test_generation_with_a_compiled_step_and_a_window(registered):
+    """generate() makes the mask outside the compiled step, from the first key that the cache still has."""
+    theirs, mine = models("Mistral", num_hidden_layers=1)
+    ids, mask = tokens(side="left")
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options.update(return_dict_in_generate=True, output_logits=True)
+    compiled = transformers.CompileConfig(fullgraph=False, mode=None, backend="eager")
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    out = mine.generate(ids, compile_config=compiled, **options)
+    close(torch.stack(out.logits), torch.stack(theirs.generate(ids, disable_compile=True, **options).logits))
+
+
 # ---- masks that are kept -------------------------------------------------------------------------------------------
 
 
@@ -588,6 +730,43 @@ def test_a_mask_is_looked_at_once(mode):
         other = torch.ones(3, 4, dtype=torch.bool)
         remembered(other, "x", lambda: looks.append(1))
         assert len(looks) == 4, place
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", ["numpy", "data"])
+def test_uncounted_writes_into_a_mask(registered, write):
+    """PyTorch counts no writes of NumPy and through .data."""
+    theirs, mine = models("Llama")
+    ids, _ = tokens((13, 13))
+    for shape in ((2, 13), (2, 1, 13, 13)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[0, ..., :3] = False
+        changed = mask.numpy() if write == "numpy" else mask.data
+        for _ in range(2):
+            out, expected = (model(ids, attention_mask=mask).logits[:, 6:] for model in (mine, theirs))
+            close(out, expected)
+            changed[1, ..., :5] = False
+
+
+def test_memory_of_a_mask_is_not_held(registered):
+    _, mine = models("Llama", num_hidden_layers=1)
+    ids, _ = tokens((13, 13))
+    for shape in ((2, 13), (2, 1, 13, 13)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        mask[0, ..., 3] = False  # a hole
+        memory = StorageWeakRef(mask.untyped_storage())
+        mine(ids, attention_mask=mask)
+        del mask
+        assert memory.expired()
+
+
+@torch.no_grad()
+def test_a_mask_that_repeats_rows_is_copied_once():
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool).expand(2, 4, 7, 9)
+    assert once(mask).shape == (2, 1, 1, 9)
+    words = torch.ones(2, 24, dtype=torch.bool)
+    assert once(words).shape == (2, 3) and once(words[:, 1:9]).shape == (2, 8)
+    assert once(words.view(-1)[1:17]).shape == (16,)  # a word would begin between words of the memory
 
 
 def test_blocks_of_a_dense_mask_are_found_once(monkeypatch):
@@ -731,6 +910,13 @@ def test_diffusers_is_as_before(diffusers):
     assert state() == before
     with pytest.raises(ValueError, match="backends must be some of"):
         diffusers.ours.register(["native"])
+
+
+@pytest.mark.parametrize("name", ["_AttentionBackendRegistry", "_check_device", "_CAN_USE_FLASH_ATTN_3"])
+def test_diffusers_of_another_version(diffusers, monkeypatch, name):
+    monkeypatch.delattr(diffusers.dispatch, name)
+    with pytest.raises(ImportError, match="needs Diffusers 0.36 or newer; this one lacks"):
+        diffusers.ours.register()
 
 
 MASKS = {

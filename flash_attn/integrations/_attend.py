@@ -9,8 +9,6 @@ A mask of keys ``[b, len_kv]`` hides the padding of a batch. It has three ways t
 Tensors are ``[b, len, h, d]`` here.
 """
 
-import functools
-
 import torch
 
 from flash_attn._remembered import remembered
@@ -25,7 +23,6 @@ class Keys:
 
     def __init__(self, mask):
         b, length = mask.shape
-        self.mask, self.length = mask, length
         num = mask.sum(-1, dtype=torch.int32)
         self.is_full = int(num.sum()) == b * length
         if self.is_full:
@@ -39,10 +36,6 @@ class Keys:
         self.lie_together = bool((self.end - self.first == num).all())
         self.start_at_0 = not bool(self.first.any())
 
-    @functools.cached_property
-    def packed(self):
-        return packed_places(self.mask)
-
 
 def packed_places(mask):
     """The places of what a mask ``[b, len]`` shows in the flattened batch, cu_seqlens, and the longest length."""
@@ -53,6 +46,10 @@ def packed_places(mask):
 
 def keys_of(mask):
     return remembered(mask, "keys", lambda: Keys(mask))
+
+
+def packed_of(mask):
+    return remembered(mask, "packed", lambda: packed_places(mask))
 
 
 def beside_top_left(window, len_q, len_kv):
@@ -109,7 +106,7 @@ def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, si
     if window not in (ALL, (-1, 0)) and not keys.lie_together:
         refuse_dropout(dropout, "a window and a mask with holes")
         return flash_attn_func(q, k, v, attn_mask=key_mask[:, None, None], **options)
-    places, cu_seqlens, longest = keys.packed
+    places, cu_seqlens, longest = packed_of(key_mask)
     k, v = (index_first_axis(x.flatten(0, 1), places) for x in (k, v))
     if window == ALL:
         cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device) * len_q
@@ -117,10 +114,7 @@ def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, si
             q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens, len_q, longest, dropout, **options
         )  # fmt: skip
         return out.unflatten(0, (len(q), len_q))
-    rows = keys.packed
-    if len_q < len_kv:
-        rows = remembered(key_mask, ("rows", len_q), lambda: packed_places(key_mask[:, len_kv - len_q :]))
-    places_q, cu_seqlens_q, longest_q = rows
+    places_q, cu_seqlens_q, longest_q = packed_of(key_mask[:, len_kv - len_q :])
     out = flash_attn_varlen_func(
         index_first_axis(q.flatten(0, 1), places_q), k, v, cu_seqlens_q, cu_seqlens, longest_q, longest, dropout,
         **options,

@@ -168,7 +168,12 @@ def _dispatch():
         import diffusers.models.attention_dispatch as dispatch
     except ImportError as error:
         raise ImportError(f"flash_attn.integrations.diffusers needs Diffusers 0.36 or newer: {error}") from error
-    missing = [name for name in BACKENDS if name not in {x.value for x in dispatch.AttentionBackendName}]
+    needed = {
+        dispatch: ("AttentionBackendName", "_check_device", "_CAN_USE_FLASH_ATTN", "_CAN_USE_FLASH_ATTN_3"),
+        getattr(dispatch, "_AttentionBackendRegistry", None): ("_backends", "_constraints", "_supported_arg_names"),
+    }
+    missing = [name for place, names in needed.items() for name in names if not hasattr(place, name)]
+    missing = missing or [name for name in BACKENDS if name not in {x.value for x in dispatch.AttentionBackendName}]
     if missing:
         raise ImportError(f"flash_attn.integrations.diffusers needs Diffusers 0.36 or newer; this one lacks {missing}")
     return dispatch

@@ -17,6 +17,7 @@ A rule is an attribute of the mask. A model that takes the mask apart loses it. 
 
 import functools
 import inspect
+import sys
 import warnings
 
 import torch
@@ -59,48 +60,74 @@ class Rule:
 
 
 @functools.cache
-def _codes():
-    """Code objects of transformers' own mask functions."""
+def _names():
+    """Names of transformers' own mask functions, by their code objects.
+
+    A program may have replaced a function, and another version may lack one or count otherwise. So each must say what
+    its name says.
+    """
     from transformers import masking_utils as made
 
-    nothing = torch.zeros(1, 1)
-    return {
-        "and": made.and_masks().__code__,
-        "causal": made.causal_mask_function.__code__,
-        "all": made.bidirectional_mask_function.__code__,
-        "left": made.sliding_window_overlay(1).__code__,
-        "both": made.sliding_window_bidirectional_overlay(1).__code__,
-        "sequences": made.packed_sequence_mask_function(nothing).__code__,
-        "positions": made.remap_positions_for_packed_sequence(made.causal_mask_function, nothing).__code__,
-    }
+    j = torch.arange(9, device="cpu")
+    i = j[:, None]
+    sequences = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2, 2]], device="cpu")
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3]], device="cpu")
+    is_causal, is_near = j <= i, j > i - 3
+
+    def causal(b, h, i, j):
+        return j <= i
+
+    def near(b, h, i, j):
+        return j > i - 3
+
+    functions = {  # the name here and there, the arguments that make it, and what it says
+        "and": ("and_masks", (causal, near), is_causal & is_near),
+        "causal": ("causal_mask_function", None, is_causal),
+        "all": ("bidirectional_mask_function", None, i >= 0),
+        "left": ("sliding_window_overlay", (3,), is_near),
+        "both": ("sliding_window_bidirectional_overlay", (3,), (i - j).abs() <= 3),
+        "sequences": ("packed_sequence_mask_function", (sequences,), sequences[0, i] == sequences[0, j]),
+        "positions": (
+            "remap_positions_for_packed_sequence", (causal, positions), positions[0, j] <= positions[0, i]
+        ),
+    }  # fmt: skip
+    nothing, names = torch.zeros((), dtype=torch.int64, device="cpu"), {}
+    for name, (there, args, says) in functions.items():
+        function = getattr(made, there, None)
+        if function is not None and args is not None:
+            function = function(*args)
+        if function is not None and torch.equal(function(nothing, nothing, i, j).expand(9, 9), says.expand(9, 9)):
+            names[function.__code__] = name
+    return names
 
 
 def rule_of(mask_function):
     """The rule of a mask function of transformers, or None for any other function."""
-    codes, code = _codes(), getattr(mask_function, "__code__", None)
+    code = getattr(mask_function, "__code__", None)
+    name = _names().get(code)
     held = {}
     if code is not None and mask_function.__closure__:
         held = dict(zip(code.co_freevars, (cell.cell_contents for cell in mask_function.__closure__)))
-    if code is codes["causal"]:
+    if name == "causal":
         return Rule(-1, 0)
-    if code is codes["all"]:
+    if name == "all":
         return Rule(-1, -1)
-    if code is codes["left"]:
+    if name == "left":
         return Rule(held["sliding_window"] - 1, -1)
-    if code is codes["both"]:
+    if name == "both":
         return Rule(held["sliding_window"], held["sliding_window"])
-    if code is codes["sequences"]:
+    if name == "sequences":
         return Rule(-1, -1, held["packed_sequence_mask"])
-    if code is not codes["and"]:
+    if name != "and":
         return None
     parts = held["mask_functions"]
+    names = [_names().get(getattr(part, "__code__", None)) for part in parts]
     # Positions count from the start of each sequence. So differences of positions in a sequence are those of places.
-    are_packed = any(getattr(part, "__code__", None) is codes["sequences"] for part in parts)
+    are_packed = "sequences" in names
     rule = Rule(-1, -1)
-    for part in parts:
-        if are_packed and getattr(part, "__code__", None) is codes["positions"]:
-            names = part.__code__.co_freevars
-            part = part.__closure__[names.index("mask_function")].cell_contents
+    for name, part in zip(names, parts):
+        if are_packed and name == "positions":
+            part = part.__closure__[part.__code__.co_freevars.index("mask_function")].cell_contents
         more = rule_of(part)
         rule = None if more is None else rule.and_also(more)
         if rule is None:
@@ -126,8 +153,16 @@ def mask_for_flash(
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
+    if attention_mask is not None and torch.jit.is_tracing():
+        raise NotImplementedError(
+            'torch.jit.trace would keep this attention_mask for all later calls: use attn_implementation="sdpa" for '
+            "it, or torch.export"
+        )
     rule = None if use_vmap or torch.compiler.is_compiling() else rule_of(mask_function)
     if rule is None:
+        if attention_mask is not None and attention_mask.shape[-1] == kv_length and int(kv_offset):
+            # generate() asked for it before, outside torch.compile. It begins at the first key of the cache.
+            attention_mask = torch.nn.functional.pad(attention_mask, (int(kv_offset), 0))
         return dense_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip,
@@ -240,15 +275,25 @@ def attention(
     elif attention_mask is None or attention_mask.dim() == 2:
         out = _under_rule(q, k, v, attention_mask, window, position_bias, options)
     elif attention_mask.dim() == 4:
-        num_keys = min(k.shape[1], attention_mask.shape[-1])
-        k, v, mask = k[:, :num_keys], v[:, :num_keys], attention_mask[..., :num_keys]
-        out = attend_under(q, k, v, mask, bias=_keys_of_bias(position_bias, num_keys), **options)
+        _check_mask(attention_mask, q, k)
+        out = attend_under(q, k, v, attention_mask, bias=_keys_of_bias(position_bias, k.shape[1]), **options)
     else:
         raise ValueError(
             "attention_mask must have 2 or 4 dimensions, (b, len_kv) or (b, h, len_q, len_kv); "
             f"it has the shape {tuple(attention_mask.shape)}"
         )
     return out[..., :columns_of_values].contiguous(), None
+
+
+def _check_mask(mask, q, k):
+    wanted = len(q), q.shape[2], q.shape[1], k.shape[1]
+    if any(has not in (1, want) for has, want in zip(mask.shape, wanted)):
+        raise ValueError(
+            f"attention_mask must have the shape (b, h, len_q, len_kv) = {wanted}, or 1 in place of a size; "
+            f"it has the shape {tuple(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"an attention_mask (b, h, len_q, len_kv) must be bool or floating; it is {mask.dtype}")
 
 
 def _hides_nothing(mask):
@@ -259,7 +304,10 @@ def _hides_nothing(mask):
 
 
 def _are_packed(mask, position_ids, q, k):
-    """Whether positions begin again in a batch of one row. Some models make their mask without a look at positions."""
+    """Whether positions begin again in a batch of one row. Some models make their mask without a look at positions.
+
+    They begin again where the least position comes back. Any other step is a position that a client chose.
+    """
     if position_ids is None or torch.compiler.is_compiling():
         return False
     if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
@@ -267,7 +315,7 @@ def _are_packed(mask, position_ids, q, k):
     rule = getattr(mask, "flash_attn_rule", None)
     if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
         return False
-    return remembered(position_ids, "are packed", lambda: bool((position_ids.diff() != 1).any()))
+    return _lengths_of(position_ids, True)[0].numel() > 2
 
 
 def _keys_of_bias(bias, num_keys):
@@ -281,12 +329,18 @@ def _under_rule(q, k, v, mask, window, bias, options):
     if mask is not None:
         if mask.is_floating_point():
             raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
-        mask = mask if mask.dtype == torch.bool else mask != 0
+        if len(mask) not in (1, len(q)) or mask.shape[1] > len_kv:
+            raise ValueError(
+                f"attention_mask must have the shape (b, len_kv) = {(len(q), len_kv)}, or 1 in place of b; "
+                f"it has the shape {tuple(mask.shape)}"
+            )
+        mask = (mask if mask.dtype == torch.bool else mask != 0).expand(len(q), -1)
         len_kv = min(len_kv, mask.shape[1])
         shift = len_kv - len_q
-    if rule is not None:  # it knows what is causal; a module may know a window that its mask lacks
+    if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
         shift = rule.shift
-        rule = rule.and_also(Rule(window[0], window[1] or -1))
+        if rule.left < 0:
+            rule = rule.and_also(Rule(window[0], window[1] or -1))
         window = rule.left, rule.right
     elif mask is None and len_q == 1 and window[1] == 0:
         window = window[0], -1
@@ -334,17 +388,22 @@ def _options_of(scale, softcap, dropout, sinks, window):
 
 def _in_sequences(q, k, v, sequences, window, scale, softcap, dropout, sinks, are_positions=False):
     """Packed sequences ``[b, len]``: the number of the sequence of each token, or its position in the sequence."""
+    cu_seqlens, longest = _lengths_of(sequences, are_positions)
+    lengths = cu_seqlens, cu_seqlens, longest, longest
+    return _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks)
+
+
+def _lengths_of(sequences, are_positions):
+    """cu_seqlens and the longest length."""
 
     def lengths():
         begins = torch.ones_like(sequences, dtype=torch.bool)
-        begins[:, 1:] = sequences.diff() != (1 if are_positions else 0)
+        begins[:, 1:] = sequences[:, 1:] == sequences.min() if are_positions else sequences.diff() != 0
         begins = begins.flatten().nonzero().flatten()
         cu_seqlens = torch.cat([begins, begins.new_tensor([sequences.numel()])]).int()
         return cu_seqlens, int(cu_seqlens.diff().max())
 
-    cu_seqlens, longest = remembered(sequences, ("sequences", are_positions), lengths)
-    lengths = cu_seqlens, cu_seqlens, longest, longest
-    return _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks)
+    return remembered(sequences, ("sequences", are_positions), lengths)
 
 
 def _packed(q, k, v, lengths, window, scale, softcap, dropout, sinks):
@@ -430,6 +489,12 @@ def register(names=None):
         def check_ours(self, attn_implementation, *args, **kwargs):
             if attn_implementation not in taken:
                 return check(self, attn_implementation, *args, **kwargs)
+            if _has_own_flash_attention(type(self)):
+                instead = "sdpa" if self._supports_sdpa else "eager"
+                raise ValueError(
+                    f"{type(self).__name__} has a flash attention of its own, for GPUs only, in place of "
+                    f'attn_implementation="{attn_implementation}": use "{instead}"'
+                )
             if self._supports_flash_attn:
                 return attn_implementation
             if attn_implementation == NAME and self._supports_sdpa:
@@ -455,14 +520,36 @@ def unregister():
         _active = None
 
 
+def _has_own_flash_attention(model):
+    """Whether a model calls transformers' functions for a GPU, not the registry, and they are not there.
+
+    Models of this kind have classes such as ``FalconFlashAttention2`` for each implementation.
+    """
+    places = [vars(sys.modules[cls.__module__]) for cls in model.__mro__ if cls.__module__ in sys.modules]
+    return any(
+        "is_flash_attn_available" in names
+        and "_flash_attention_forward" not in names
+        and any(name.endswith("FlashAttention2") for name in names)
+        for names in places
+    )
+
+
 def _transformers():
     try:
         import transformers.masking_utils as masking
         import transformers.modeling_utils as modeling
     except ImportError as error:
         raise ImportError(f"flash_attn.integrations.transformers needs transformers: {error}") from error
-    options = inspect.signature(masking.sdpa_mask).parameters
-    if "q_offset" not in options or not hasattr(modeling.PreTrainedModel, "_check_and_adjust_attn_implementation"):
+    needed = {
+        masking: ("AttentionMaskInterface", "add_offsets_to_mask_function", "prepare_padding_mask", "sdpa_mask"),
+        modeling: ("AttentionInterface", "PreTrainedModel"),
+    }
+    has_all = all(hasattr(place, name) for place, names in needed.items() for name in names)
+    if (
+        not has_all
+        or "q_offset" not in inspect.signature(masking.sdpa_mask).parameters
+        or not hasattr(modeling.PreTrainedModel, "_check_and_adjust_attn_implementation")
+    ):
         import transformers
 
         raise ImportError(
