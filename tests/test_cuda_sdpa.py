@@ -103,16 +103,11 @@ def test_mask_goes_to_torch():
     assert torch.allclose(out.float(), exact(q, k, v, attn_mask=mask)[0], atol=3e-2)
 
 
-def test_debug_mask_goes_to_torchs_kernel():
-    """The built-in kernel is reached without the dispatcher."""
-    q, k, v = inputs(1, 2, 2, 128, 128, 64)
+def test_debug_mask_is_refused():
+    """torch's own kernel would call the op that is ours."""
     op = torch.ops.aten._scaled_dot_product_flash_attention
-    torch.manual_seed(5)
-    wanted = op(q, k, v, 0.2, True, True)[0]
-    with flash_attn.sdpa():
-        torch.manual_seed(5)
-        results = op(q, k, v, 0.2, True, True)
-    assert torch.equal(results[0], wanted) and results[2] is None and results[4:6] == (128, 128)
+    with flash_attn.sdpa(), pytest.raises(RuntimeError, match="return_debug_mask must be false|printed why"):
+        op(*inputs(1, 2, 2, 128, 128, 64), 0.2, True, True)
 
 
 def test_compile_and_graph():
