@@ -9,7 +9,7 @@ INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile
 
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/*/*.def)
 
-.PHONY: demo test bench package clean
+.PHONY: demo test bench wheel package clean
 
 # TORCH_INDEX names the package index of torch, such as https://download.pytorch.org/whl/cpu.
 TORCH_INDEX ?=
@@ -26,6 +26,12 @@ bench: $(VENV)/package
 	$(PY) benchmarks/bench_cpu.py
 	$(PY) benchmarks/bench_host.py
 	$(PY) benchmarks/minilm.py
+
+# Wheels of both packages for other machines, in dist/ (docs/install.md). The last command installs and checks them.
+wheel: $(VENV)/package $(VENV)/test $(VENV)/wheel
+	$(PY) requirements/wheels.py --out dist
+	FLASH_ATTN_WHEELS=dist $(PY) -m pytest tests/guards/test_wheels.py
+	$(PY) -m twine check --strict dist/*.whl
 
 package: $(VENV)/package
 
@@ -47,6 +53,10 @@ $(VENV)/demo: requirements/demo.txt $(VENV)/torch
 
 $(VENV)/test: requirements/test.txt $(VENV)/demo
 	$(INSTALL) --no-deps -r requirements/test.txt
+	touch $@
+
+$(VENV)/wheel: requirements/wheel.txt $(VENV)/test
+	$(PIP) install --no-deps -r requirements/wheel.txt
 	touch $@
 
 $(VENV)/package: $(SOURCES) $(VENV)/demo

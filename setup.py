@@ -1,4 +1,4 @@
-"""Builds flash_attn: Python files and one C extension, for every Python >= 3.10 and every torch >= 2.10 at once.
+"""Builds flash_attn: Python files and one C extension, for every Python >= 3.10 and every torch >= 2.4 at once.
 
 The extension is plain C on CPython's limited API and finds libtorch's C functions when it is imported. So building
 needs only a C compiler and setuptools. Torch, C++ and CUDA are not needed. csrc/gpu/ship_cubins.py adds compiled GPU

@@ -12,6 +12,7 @@ Each call runs under no_grad. Calls with gradients also run with tensors that ne
     torch.ops.flash_attn._flash_attn_forward
                              the op of the same name, with its autograd formula
     sdpa                     torch.nn.functional.scaled_dot_product_attention
+    sdpa, registered         the same in flash_attn.sdpa(), entered once for each batch of calls
     flex_attention           with nothing, and with mods; a closure is made again for each call
     flash_attn_func, attn_bias
                              the options that the kernels of mods compute
@@ -24,6 +25,7 @@ Writes host.csv to the folder --out, beside the rows of other machines.
 """
 
 import argparse
+import contextlib
 import platform
 import random
 import time
@@ -34,13 +36,14 @@ import torch
 import torch.nn.functional as F
 from _results import add_out, need_gpu, save
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, sdpa
 from flash_attn._measure import machine
 from flash_attn.flash_attn_interface import _flash_attn_forward
 from flash_attn.flex_attention import create_block_mask, flex_attention
 
 SHAPES = {"cpu": (1, 16, 1, 16), "cuda": (1, 64, 1, 64)}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+REGISTERED = "sdpa, registered"
 
 
 def calls_on(device, needs_grad):
@@ -62,6 +65,7 @@ def calls_on(device, needs_grad):
         "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q_rows, k_rows, v_rows, cu, cu, n, n),
         "torch.ops.flash_attn._flash_attn_forward": lambda: raw_op(q, k, v, *raw),
         "sdpa": lambda: F.scaled_dot_product_attention(q_heads, k_heads, v_heads),
+        REGISTERED: lambda: F.scaled_dot_product_attention(q_heads, k_heads, v_heads),
     }
     if needs_grad:
         return calls
@@ -160,10 +164,11 @@ def microseconds(calls, device, rounds, batch):
     for i in range(rounds + 1):
         rng.shuffle(order)
         for name, call in order:
-            start = time.perf_counter()
-            for _ in range(batch):
-                call()
-            elapsed = time.perf_counter() - start
+            with sdpa() if name == REGISTERED else contextlib.nullcontext():
+                start = time.perf_counter()
+                for _ in range(batch):
+                    call()
+                elapsed = time.perf_counter() - start
             if device == "cuda":
                 torch.cuda.synchronize()
             if i > 0:  # the first round is a warm-up

@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 
+import _compare_tables
 import _cpu_tables
 import _mod_tables
 from _cpu_tables import grid
@@ -342,6 +343,7 @@ TABLES = {
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,
+    **_compare_tables.TABLES,
     **_mod_tables.TABLES,
     "files": files,
 }
@@ -442,7 +444,8 @@ def draw_speed(folder):
 
 
 MEASURED = (
-    "date commit python torch flash_attn cudnn rule ms tflops mhz watts mib us tb_s copy command out dq dk dv sdpa_us"
+    "date commit python torch flash_attn cudnn rule ms tflops mhz watts mib us tb_s copy command out dq dk dv sdpa_us "
+    "status out_error dq_error"
 ).split()
 
 

@@ -31,6 +31,7 @@ OWN = {
         "torch/flex_values.c",
         "torch/module_2.c",
         "torch/positional.c",
+        "torch/sdpa.c",
     },
     3: {
         "cpu/quantize.c",

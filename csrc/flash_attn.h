@@ -58,12 +58,20 @@ typedef struct {
     int64_t stride_b, stride_row, stride_h;
 } fa_view;
 
-/* lse or softmax_d: one float per (b, h, row). Rows are contiguous.
+/* lse or softmax_d: one float per (b, h, row).
  * Packed tensors have stride_b = 0, and their rows are counted over the whole batch. */
 typedef struct {
     float *data;
     int64_t stride_b, stride_h;
+    int64_t stride_row; /* 0: rows are contiguous, as they always are on a GPU */
 } fa_row_stats;
+
+/* Numbers [b, h, len_q, len_kv] of the pairs; data NULL: none. A stride of 0 repeats a number. */
+typedef struct {
+    const void *data;
+    fa_dtype dtype;
+    int64_t stride_b, stride_h, stride_row, stride_key;
+} fa_scores;
 
 /* One factor per sequence and key head; data NULL: 1. */
 typedef struct {
@@ -91,7 +99,8 @@ typedef struct {
     fa_descale q_descale, k_descale, v_descale;
 
     /* A score is computed in this order, with shift = len_kv - len_q of the sequence:
-     *   s = scale (q.k + qv.v);  if softcap > 0, s = softcap tanh(s / softcap);  s -= slope |i + shift - j|;  mask.
+     *   s = scale (q.k + qv.v);  if softcap > 0, s = softcap tanh(s / softcap);  s -= slope |i + shift - j|;
+     *   s += bias;  mask.
      * Row i sees key j iff i + shift - window_left <= j <= i + shift + window_right.
      * A window of -1 lifts its bound. A causal mask is window_right = 0.
      * With an attention chunk of c > 0, row i also sees only keys of its own chunk:
@@ -101,6 +110,8 @@ typedef struct {
     int64_t attention_chunk;   /* 0: off */
     const float *alibi_slopes; /* [h], or [b, h] with alibi_stride_b; NULL: none */
     int64_t alibi_stride_b;
+    fa_scores
+        bias; /* CPU only, dense and without softcap and ALiBi; in fp64 of the dtype of q, else fp16, bf16 or fp32 */
 
     /* Dropout of the probabilities. cpu/dropout.h maps Philox numbers to elements. */
     double dropout_p; /* 0: off */

@@ -4,6 +4,8 @@
 #ifndef FA_SEQUENCE_H
 #define FA_SEQUENCE_H
 
+#include <math.h>
+
 #include "flash_attn.h"
 
 typedef struct {
@@ -86,7 +88,13 @@ static inline float fa_descale_of(const fa_descale *t, int64_t b_idx, int64_t he
 }
 
 static inline float *fa_row_stat(const fa_row_stats *t, const fa_sequence *s, int64_t i, int64_t head) {
-    return t->data + s->b_idx * t->stride_b + head * t->stride_h + s->q_row + i;
+    return t->data + s->b_idx * t->stride_b + head * t->stride_h + (s->q_row + i) * (t->stride_row ? t->stride_row : 1);
+}
+
+/* Says the lse of a row that the row sees no key? Numbers of a bias that stand for "masked" give an lse that has
+ * absorbed the scores, so a row of such numbers counts as empty in the backward. */
+static inline bool fa_is_empty_row(const fa_problem *p, float lse) {
+    return isinf(lse) || (p->bias.data && fabsf(lse) > 1e37f);
 }
 
 /* The visible keys of row i are [first, end). There is none when end <= first. Both bounds grow with the row. */

@@ -8,7 +8,7 @@ from flash_attn._version import __version__
 __path__ = extend_path(__path__, __name__)
 
 
-def _require_torch(oldest=(2, 10)):
+def _require_torch(oldest=(2, 4)):
     need = f"flash_attn {__version__} needs PyTorch {'.'.join(map(str, oldest))} or newer"
     try:
         import torch
@@ -22,6 +22,7 @@ _require_torch()
 
 from flash_attn._merge import merge_attention  # noqa: E402
 from flash_attn._prebuild import kernel_root, prebuild, prebuild_call  # noqa: E402
+from flash_attn._sdpa import register, sdpa  # noqa: E402
 from flash_attn.explain import explain  # noqa: E402
 from flash_attn.flash_attn_interface import (  # noqa: E402
     flash_attn_func,
@@ -47,4 +48,6 @@ __all__ = [
     "merge_attention",
     "prebuild",
     "prebuild_call",
+    "register",
+    "sdpa",
 ]

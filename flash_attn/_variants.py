@@ -10,14 +10,17 @@ def number_of(arch):
     return int(re.fullmatch(r"sm_(\d+)a?", arch)[1])
 
 
-def _is_common(name, own, number):
-    """Is the kernel common? On Hopper its own kernels without options are, elsewhere the generic kernels. What only
-    flash_attn_3 calls is not."""
-    if re.search(r"^quantize|^combine|_e4m3_|_of3$", name):
+def _is_common(name, own, number, generation):
+    """Is the kernel common? On Hopper its own kernels without options are, elsewhere the generic kernels. Left out is
+    what only the other package calls: flash_attn (generation 2) or flash_attn_3."""
+    of_3 = re.search(r"^quantize|^combine|_e4m3_|_of3$", name)
+    # flash_attn_3's generic forward always has its additions (the lse of a row without keys), its backward rarely.
+    not_of_3 = r"^flex|_flex$|^attn_probs|^attn_fwd_any(?!.*_of3$)|^kvcache(?!.*_of3$)|^attn_(bwd|delta)_any.*_of3$"
+    if of_3 if generation == 2 else re.search(not_of_3, name):
         return False
     if own:
         return not re.search(r"_(local|score|dropout|paged)", name)
-    return number != 90
+    return number != 90 or (generation == 3 and bool(re.search(r"^quantize|^combine", name)))
 
 
 def numbers_of(archs):
@@ -29,12 +32,12 @@ def numbers_of(archs):
     return list(dict.fromkeys(map(number_of, archs)))
 
 
-def choose(kernels, archs, all_features=False):
-    """Returns [(name, family, row, features, architecture's number)], chosen from flash_attn_2_cuda.cuda_kernels()."""
+def choose(kernels, archs, all_features=False, generation=2):
+    """Returns [(name, family, row, features, architecture's number)], chosen from an extension's cuda_kernels()."""
     numbers = numbers_of(archs)
     return [
         (name, family, row, features, number)
         for name, family, row, features, own in kernels
         for number in numbers
-        if own in (0, number) and (all_features or _is_common(name, own, number))
+        if own in (0, number) and (all_features or _is_common(name, own, number, generation))
     ]

@@ -1,5 +1,6 @@
 """Explains which kernel an attention call would run, and why. The call is planned but not run."""
 
+import contextlib
 import os
 import re
 import sys
@@ -7,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Optional, Union
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from flash_attn import _sdpa
 from flash_attn._ops import flash_attn_2_cuda
 
 
@@ -65,6 +68,8 @@ class Plan:
 
 def _as_plan(found):
     direction = {"fwd": "forward", "bwd": "backward"}[found["pass"]]
+    if found["refusal"]:
+        return Plan(direction, found["device"], refusal=f"PyTorch's own kernel runs: {found['refusal']}")
     return Plan(direction, **{name: value for name, value in found.items() if name not in ("pass", "text")})
 
 
@@ -75,6 +80,7 @@ _NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", 
 _TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
 _NODES = re.compile(
     "_(Attended|AttendedWithAll|Attention|Transformed|Extended|FlexAttention)Backward|GeneratedBackwardFor_flash_attn"
+    "|ScaledDotProductFlashAttention(ForCpu)?Backward|FlashAttentionBackward"
 )
 
 
@@ -104,6 +110,42 @@ class _Forwards:
         return x
 
 
+class _Sdpa(TorchFunctionMode):
+    """Sees the calls of ``scaled_dot_product_attention`` that reach no kernel of this package."""
+
+    def __init__(self, forwards):
+        super().__init__()
+        self.forwards = forwards
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is not torch.nn.functional.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        self.forwards.take()
+        num = len(self.forwards.plans)
+        results = function(*args, **kwargs)
+        self.forwards.take()
+        if len(self.forwards.plans) == num:
+            self.forwards.plans.append(_plan_of_torch(*args, **kwargs))
+        return results
+
+
+def _plan_of_torch(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """The plan of a call that PyTorch's other attention functions take."""
+    choice = torch._fused_sdp_choice(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    names = {int(backend.value): name for name, backend in torch.nn.attention.SDPBackend.__members__.items()}
+    reasons = {
+        "there is dropout": dropout_p > 0 and query.device.type == "cpu",
+        "attn_mask requires grad": attn_mask is not None and attn_mask.requires_grad,
+        "there is attn_mask": attn_mask is not None and query.is_cuda,
+    }
+    reason = next((f", because {reason}" for reason, holds in reasons.items() if holds), "")
+    kernel = names.get(int(choice), "OTHER").lower()
+    return Plan("forward", query.device.type, refusal=f"PyTorch chooses its own {kernel} attention{reason}")
+
+
 def _tensors_of(x):
     if isinstance(x, torch.Tensor):
         yield x
@@ -128,8 +170,9 @@ def _nodes_of(results):
 
 def _plan_backward(node):
     """Runs the backward of one node in this thread. Other nodes of the graph are not touched."""
-    out = node._input_metadata[0]
-    node.apply(torch.empty(out.shape, dtype=out.dtype, device=out.device))
+    out, *others = node._input_metadata
+    grad = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    node.apply(grad) if hasattr(node, "apply") else node(grad, *[None] * len(others))  # PyTorch's own have no apply
     return next((_as_plan(found) for found in flash_attn_2_cuda.take_plans()[::-1]), None)
 
 
@@ -142,7 +185,8 @@ def _collect(function, args, kwargs, device):
     forwards, backward_of = _Forwards(), None
     flash_attn_2_cuda.plan_only(True)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(forwards.pack, lambda x: x):
+        sees_sdpa = _Sdpa(forwards) if _sdpa.is_active() else contextlib.nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(forwards.pack, lambda x: x), sees_sdpa:
             results = function(*args, **kwargs)
         forwards.take()
         for plan, node in zip(forwards.with_node[::-1], _nodes_of(results)[::-1]):
@@ -182,13 +226,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
 
     Args:
         function: an attention function of this package, or anything that calls one: a module, a lambda, a model. What
-            else it does is done, with attention's results that mean nothing.
+            else it does is done, with attention's results that mean nothing. In ``flash_attn.sdpa()``, and after
+            ``flash_attn.register()``, PyTorch's ``scaled_dot_product_attention`` counts too.
         args, kwargs: the arguments of the function, on the device in question. Attention writes nothing, not even a KV
             cache, and draws no random number.
     Returns:
         ``Plan`` of the forward, or a list of them if the function calls attention several times. If an input requires
-        grad, ``backward`` holds the plan of the backward. If a GPU cannot run a pass, the Plan has no kernel, and
-        ``refusal`` gives the reason.
+        grad, ``backward`` holds the plan of the backward. If a GPU cannot run a pass, or PyTorch's own kernel runs, the
+        Plan has no kernel, and ``refusal`` gives the reason.
     Raises:
         TypeError: the call plans no attention, or a tensor is on device "meta" or fake.
         On the CPU, the errors of the call itself.

@@ -1,9 +1,9 @@
 """Programmable attention with the names of ``torch.nn.attention.flex_attention``. docs/flex.md says what it can do."""
 
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
-
-from .flex.attention import flex_attention
+from .flex.attention import flex_attention  # the first import: it says which PyTorch is needed
 from .flex.block_mask import and_masks, create_block_mask, create_mask, noop_mask, or_masks
+
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # isort: skip
 
 __all__ = [
     "AuxOutput",

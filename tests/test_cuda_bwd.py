@@ -97,7 +97,7 @@ def test_huge_scores_give_finite_gradients(case):
     verify(case, m_grad=5.0)
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", (64, 96, 128, 160, 192, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_tile_borders(d, deterministic):
     """Lengths around the tiles of 64 and 128 rows and of 128 keys, with len_q below, at and above len_kv."""
@@ -121,14 +121,14 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(
-    "case", [replace(c, d=d, dtype=t) for c in FLAGS for d in (40, 64, 96, 128, 192, 256) for t in HALF], ids=repr
+    "case", [replace(c, d=d, dtype=t) for c in FLAGS for d in (40, 64, 96, 128, 160, 192, 256) for t in HALF], ids=repr
 )
 def test_several_tiles(case):
     verify(case)
 
 
 @pytest.mark.parametrize(
-    "case", [replace(c, d=d, dtype="bf16") for c in FLAGS for d in (64, 72, 128, 192, 200)], ids=repr
+    "case", [replace(c, d=d, dtype="bf16") for c in FLAGS for d in (64, 72, 128, 144, 192, 200)], ids=repr
 )
 def test_a_fixed_order_repeats_bitwise(case):
     verify(case, deterministic=True, repeats=30)

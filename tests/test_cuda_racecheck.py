@@ -72,8 +72,8 @@ torch.cuda.synchronize()
 
 DENSE = [{}, {"causal": True, "dropout_p": 0.2}]
 PACKED = [{"causal": True}, {"window_size": (50, 20)}]
-PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 192, 256)}
-PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 192, 256)}
+PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 160, 192, 256)}
+PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 160, 192, 256)}
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": of}) for of in ("of all", "of heads")] for d in (64, 128)}
 PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]

@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     print(error)
 """
-NEEDS = f"flash_attn {flash_attn.__version__} needs PyTorch 2.10 or newer, and PyTorch "
+NEEDS = f"flash_attn {flash_attn.__version__} needs PyTorch 2.4 or newer, and PyTorch "
 
 
 def test_version():
@@ -35,7 +35,7 @@ def test_without_torch():
     assert python(f"import sys; sys.modules['torch'] = None\n{IMPORT}") == NEEDS + "is not installed"
 
 
-@pytest.mark.parametrize("version", ["2.9.1+cu128", "1.13.0", "2.9.0a0+git1234567"])
+@pytest.mark.parametrize("version", ["2.3.1+cu121", "1.13.0", "2.3.0a0+git1234567"])
 def test_with_an_older_torch(version):
     fake = f"import sys, types; sys.modules['torch'] = types.SimpleNamespace(__version__={version!r})"
     assert python(f"{fake}\n{IMPORT}") == f"{NEEDS}{version} is installed"
@@ -165,3 +165,24 @@ def test_the_function_named_like_its_module():
 def test_the_command_reads_its_arguments(argument, status, words):
     done = subprocess.run([sys.executable, "-m", "flash_attn", argument], capture_output=True, text=True, timeout=120)
     assert done.returncode == status and words in done.stdout + done.stderr
+
+
+def test_what_a_torch_before_2_9_lacks():
+    """Plain calls work, and the sentence names the functions that do not."""
+    said = python("""
+        import torch
+        torch.__version__ = "2.8.0"
+        import flash_attn
+        q = torch.randn(1, 5, 2, 16)
+        flash_attn.flash_attn_func(q, q, q)
+        for call in (
+            lambda: flash_attn.flash_attn_func(q, q, q, sinks=torch.zeros(2)),
+            lambda: __import__("flash_attn.flex_attention"),
+        ):
+            try:
+                call()
+            except ImportError as error:
+                print(error)
+    """).splitlines()
+    want = "flex_attention, attn_mask, attn_bias, sinks and return_lse of flash_attn need PyTorch 2.9 or newer, and "
+    assert said == [want + "PyTorch 2.8.0 is installed"] * 2

@@ -178,10 +178,10 @@ def test_kinds_that_are_right():
 @pytest.mark.parametrize(
     "code, words",
     [
-        ("sys.modules['torch'] = None", "needs PyTorch 2.10 or newer, and PyTorch is not installed"),
+        ("sys.modules['torch'] = None", "needs PyTorch 2.4 or newer, and PyTorch is not installed"),
         (
-            "import types; sys.modules['torch'] = types.SimpleNamespace(__version__='2.4.1+cpu')",
-            "needs PyTorch 2.10 or newer, and PyTorch 2.4.1+cpu is installed",
+            "import types; sys.modules['torch'] = types.SimpleNamespace(__version__='2.3.1+cpu')",
+            "needs PyTorch 2.4 or newer, and PyTorch 2.3.1+cpu is installed",
         ),
         ("sys.modules['flash_attn_2_cuda'] = None", "needs its compiled module flash_attn_2_cuda, which is not"),
     ],

@@ -11,18 +11,18 @@ import pytest
 import flash_attn
 
 NAME = re.compile(
-    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|192|256)(v\d+)?_q\d+kv\d+"
+    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+"
     r"(_causal|_local)?(_varlen)?(_score)?(_dropout)?"
 )
 DTYPES = ("bf16", "fp16")
-HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|192|256)(v\d+)?_q\d+kv\d+(_varlen)?")
+HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks")
 
 
 ANY = re.compile(
     r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|quantize)"
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|rotated)(?:_16)?)?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
-    r"|flex_blocks|flex_lists|flex_walks|flex_order|flex_ranks"
+    r"|flex_blocks|flex_lists"
 )
 
 
@@ -32,7 +32,7 @@ def test_every_kernel_has_a_name_and_a_row():
     any_kernels = [name for name, _, _, _, arch in kernels if arch == 0]
     assert all(ANY.fullmatch(name) for name in any_kernels)
     assert (
-        len(set(any_kernels)) == len(any_kernels) == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 + 6 + 1 + 5 * 3 + 5
+        len(set(any_kernels)) == len(any_kernels) == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 + 6 + 1 + 5 * 3 + 2
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]
@@ -41,7 +41,7 @@ def test_every_kernel_has_a_name_and_a_row():
                for d in (None, "_dropout")]  # fmt: skip
     fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in options}
     bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options}
-    wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("192", "256") for o in options}
+    wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("160", "192", "256") for o in options}
     plain = [o for o in options if not o[-1]]  # v of another width is never dropped
     fwd |= {
         ("fwd", t, *d, *o) for t in DTYPES for d in (("64", "v128"), ("64", "v256"), ("192", "v128")) for o in plain

@@ -127,6 +127,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
                   .dk = (float *)(scratch + l->dk),
                   .dv = (float *)(scratch + l->dv),
                   .bytes = (uint8_t *)(scratch + l->bytes),
+                  .bias = (float *)(scratch + l->bias),
                   .tiles = (fa_bwd_tile *)(scratch + l->tile),
                   .key_rows = (const char **)(scratch + l->key_rows),
                   .next_rows = (const char **)(scratch + l->key_rows) + 2 * l->block_kv,

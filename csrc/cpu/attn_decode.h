@@ -22,6 +22,7 @@
 #ifndef FA_CPU_ATTN_DECODE_H
 #define FA_CPU_ATTN_DECODE_H
 
+#include "bias.h"
 #include "decode_patches.h"
 #include "elementwise.h"
 
@@ -31,6 +32,29 @@
 static void scale_by_heads(decode_task *t) {
     for (int64_t at = 0; at < t->num_keys * t->lanes; at += LANES)
         vec_store(t->scores + at, vec_mul(vec_load(t->scores + at), vec_load(t->scale + at % t->lanes)));
+}
+
+/* Adds the bias to the scores of the block, which are in units of log2. */
+static void add_bias(decode_task *t) {
+    enum { STEP = 16 };
+    const fa_problem *p = t->p;
+    const int64_t g = p->h / p->h_kv;
+    int64_t row[DECODE_MAX_LANES], head[DECODE_MAX_LANES];
+    float bias[STEP * DECODE_MAX_LANES];
+    for (int64_t lane = 0; lane < t->lanes; lane++) {
+        const int64_t r = lane % t->rows;
+        const bool exists = lane < t->num_heads * t->rows && r < t->s.len_q * g;
+        row[lane] = exists ? r / g : 0;
+        head[lane] = exists ? (t->head_kv + lane / t->rows) * g + r % g : t->head_kv * g;
+    }
+    for (int64_t key = 0; key < t->num_keys; key += STEP) {
+        const int64_t n = t->num_keys - key < STEP ? t->num_keys - key : STEP;
+        bias_tile(bias, &p->bias, t->s.b_idx, row, head, t->lanes, t->s.kv_row + t->block + key, n);
+        for (int64_t i = 0; i < n * t->lanes; i += LANES) {
+            float *at = t->scores + key * t->lanes + i;
+            vec_store(at, vec_add(vec_load(at), vec_load(bias + i)));
+        }
+    }
 }
 
 static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
@@ -53,6 +77,7 @@ static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
         end[lane] = (float)(row_end < 0 ? 0 : row_end > n ? n : row_end);
         diagonal[lane] = (float)(row + t->s.len_kv - t->s.len_q - t->block);
     }
+    if (p->bias.data) add_bias(t);
     memcpy(new_max, t->row_max, sizeof new_max);
     scores_adjust(t->scores, t->lanes, 0, n, &options, new_max);
     softmax_step(&(softmax_args){.scores = t->scores,

@@ -24,6 +24,7 @@
 #define FA_CPU_ATTN_FWD_H
 
 #include "pool.h"
+#include "bias.h"
 #include "elementwise.h"
 #include "flex_step.h"
 #include "fwd_layout.h"
@@ -55,6 +56,7 @@ typedef struct {
     float scale; /* scale of the product */
     float *q_t, *o_t, *k, *v_t, *scores;
     uint8_t *bytes;
+    float *bias; /* of one tile on the block */
     fa_fwd_tile *tiles;
     int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
     int64_t block;                      /* first key of the block */
@@ -222,7 +224,7 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
             return true;
         }
         step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
-        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || !(t->scale > 0);
+        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || t->p->bias.data || !(t->scale > 0);
         return true;
     }
     return false;
@@ -330,10 +332,14 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
             stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
         }
+        if (t->p->bias.data)
+            bias_tile(t->bias, &t->p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
+                      min_i64(end, t->s.len_kv - t->block) - begin);
         score_options options = {.scale = t->scale,
                                  .softcap = job->softcap,
                                  .slope = t->p->alibi_slopes ? tile->slope : NULL,
                                  .diagonal = diagonal,
+                                 .bias = t->p->bias.data ? t->bias : NULL,
                                  .first = first,
                                  .end = stop,
                                  .masked = step->masked};
@@ -486,6 +492,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
                   .v_t = (float *)(scratch + l->v_t),
                   .scores = (float *)(scratch + l->scores),
                   .bytes = (uint8_t *)(scratch + l->bytes),
+                  .bias = (float *)(scratch + l->bias),
                   .tiles = (fa_fwd_tile *)(scratch + l->tile),
                   .num_tiles = (int)(task->end - task->begin),
                   .key_rows = (const char **)(scratch + l->key_rows),

@@ -3,6 +3,7 @@
 #ifndef FA_CPU_BWD_STEP_H
 #define FA_CPU_BWD_STEP_H
 
+#include "bias.h"
 #include "bwd_task.h"
 #include "elementwise_bwd.h"
 #include "flex_step_bwd.h"
@@ -114,6 +115,12 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
     float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
     /* Without a mask, zeros of padding lanes times infinite keys would be NaN. */
     const bool hides = masked || tile->lanes > tile->valid_lanes;
+    if (p->bias.data) {
+        const int64_t rest = t->s.len_kv - t->block - begin;
+        bias_tile(t->bias, &p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
+                  rest < num_keys ? rest : num_keys);
+        if (rest < num_keys) memset(t->bias + rest * lanes, 0, (size_t)((num_keys - rest) * lanes) * sizeof(float));
+    }
     const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* the bounds are not read */
     const int64_t key_0 = t->block + begin;
     for (int lane = 0; lane < lanes && !plain; lane++) {
@@ -139,6 +146,7 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
                                 .options = {.softcap = job->softcap,
                                             .slope = p->alibi_slopes ? tile->slope : NULL,
                                             .diagonal = diagonal,
+                                            .bias = p->bias.data ? t->bias : NULL,
                                             .first = first,
                                             .end = stop,
                                             .masked = hides}};

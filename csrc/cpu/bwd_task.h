@@ -40,6 +40,7 @@ typedef struct {
     int64_t first_tile;                                          /* first tile of the pass */
     float *q_t, *dout_t, *q, *dout, *dq_t, *dq_range, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
     uint8_t *bytes;
+    float *bias; /* of one tile on some keys of the block */
     fa_bwd_tile *tiles;
     bool k_finite;                      /* all elements of the block's K are finite, where K^T is packed */
     int num_tiles, num_open;            /* tiles of the pass, and how many of them are open */
@@ -79,7 +80,7 @@ static float *bwd_slab(const bwd_job *job, const fa_sequence *s, int64_t range, 
 static bool contributes(const fa_problem *p, const fa_sequence *s, int64_t row, int64_t head, int64_t *first,
                         int64_t *end) {
     fa_visible_keys(p, s, row, first, end);
-    return *first < *end && !isinf(*fa_row_stat(&p->lse, s, row, head));
+    return *first < *end && !fa_is_empty_row(p, *fa_row_stat(&p->lse, s, row, head));
 }
 
 static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t head_kv, int block_q, int64_t idx,

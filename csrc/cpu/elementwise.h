@@ -1,7 +1,7 @@
 /* The element-wise stage between the two products. S^T is [keys][lanes], with one query in each lane. So maxima, sums
  * and masks are plain vector instructions, and no option needs a kernel of its own.
  *
- *   scores_adjust          scale -> softcap -> ALiBi -> mask, in this order; folds the maxima
+ *   scores_adjust          scale -> softcap -> ALiBi or bias -> mask, in this order; folds the maxima
  *   softmax_step           p = exp2(s - max), row sums, dropout, P as words
  *   softmax_step_scaling   softmax_step for scores that the product stored without their scale
  *
@@ -56,6 +56,8 @@ typedef struct {
     float softcap;         /* times log2(e); 0: off. With softcap the scores enter as scale / softcap q.k */
     const float *slope;    /* [lanes] ALiBi slope times log2(e); NULL: off */
     const float *diagonal; /* [lanes] the key at distance 0 */
+    const float
+        *bias; /* [keys][lanes] added to the scores, in units of log2, from the first key of the call; NULL: off */
     const float *first, *end;
     bool masked; /* some lane does not see every key of the range */
 } score_options;
@@ -63,7 +65,7 @@ typedef struct {
 INLINE vec_mask keys_visible(vec first, vec end, vec j) { return mask_and(vec_le(first, j), vec_lt(j, end)); }
 
 INLINE void scores_adjust_of(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
-                             float *lane_max, bool CAPS, bool SLOPES, bool MASKED) {
+                             float *lane_max, bool CAPS, bool SLOPES, bool MASKED, bool BIASED) {
     const vec scale = vec_set(o->scale), softcap = vec_set(o->softcap), zero = vec_set(0.0f);
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
         vec high = vec_load(lane_max + lane), first = zero, last = zero, slope = zero, diagonal = zero;
@@ -71,8 +73,10 @@ INLINE void scores_adjust_of(float *scores, int64_t lanes, int64_t begin, int64_
         if (SLOPES) slope = vec_load(o->slope + lane), diagonal = vec_load(o->diagonal + lane);
         vec j = vec_set((float)begin);
         float *at = scores + begin * lanes + lane;
+        const float *bias = BIASED ? o->bias + lane : NULL;
         for (int64_t key = begin; key < end; key++, at += lanes) {
             vec s = vec_mul(vec_load(at), scale);
+            if (BIASED) s = vec_add(s, vec_load(bias)), bias += lanes;
             if (CAPS) s = vec_mul(vec_tanh(s), softcap);
             if (SLOPES) {
                 const vec distance = vec_sub(diagonal, j);
@@ -90,10 +94,10 @@ INLINE void scores_adjust_of(float *scores, int64_t lanes, int64_t begin, int64_
 /* Every set of options has its own loop. Branches at each vector would take as many instructions as the arithmetic. */
 OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
                            float *lane_max) {
-    switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2) {
+    switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2 | (o->bias != NULL) << 3) {
 #define CASE(n) \
-    case n: scores_adjust_of(scores, lanes, begin, end, o, lane_max, n & 1, n & 2, n & 4); break;
-        CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+    case n: scores_adjust_of(scores, lanes, begin, end, o, lane_max, n & 1, n & 2, n & 4, n & 8); break;
+        CASE(8) CASE(12) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
     }
 }

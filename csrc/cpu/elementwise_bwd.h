@@ -25,7 +25,7 @@ typedef struct {
 /* One vector of lanes, and the position of the next key. */
 typedef struct {
     vec lse, delta, slope, diagonal, first, end, key;
-    const float *score, *dprob;
+    const float *score, *dprob, *bias;
     const uint8_t *byte;
 } gradient_lanes;
 
@@ -34,11 +34,12 @@ typedef struct {
 } gradient_pair;
 
 /* Computes P and dS of the next key. Masks select and do not multiply, because a masked score may be NaN. */
-INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool DROPS,
+INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES, bool MASKED, bool BIASED, bool DROPS,
                                  gradient_lanes *x) {
     const vec zero = vec_set(0.0f), one = vec_set(1.0f);
     vec s = vec_load(x->score), dp = vec_load(x->dprob), slope = zero;
-    if (CAPS || SLOPES) s = vec_mul(s, vec_set(a->scale));
+    if (CAPS || SLOPES || BIASED) s = vec_mul(s, vec_set(a->scale));
+    if (BIASED) s = vec_add(s, vec_load(x->bias)), x->bias += a->lanes;
     if (CAPS) {
         vec t = vec_tanh(s);
         slope = vec_sub(one, vec_mul(t, t));
@@ -48,7 +49,7 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES,
         vec distance = vec_sub(x->diagonal, x->key);
         s = vec_sub(s, vec_mul(x->slope, vec_max(distance, vec_sub(zero, distance))));
     }
-    vec p = vec_exp2(scores_minus(CAPS || SLOPES, s, vec_set(a->scale), x->lse)), kept = p;
+    vec p = vec_exp2(scores_minus(CAPS || SLOPES || BIASED, s, vec_set(a->scale), x->lse)), kept = p;
     if (DROPS) { /* NaN stays NaN, because a dropped element is multiplied by 0 */
         const vec z = vec_select(mask_bytes_le(x->byte, a->keep_max), one, zero);
         dp = vec_mul(dp, z);
@@ -69,7 +70,7 @@ INLINE gradient_pair gradient_at(const gradient_args *a, bool CAPS, bool SLOPES,
 
 /* NOTE: the loop reads a copy of the arguments, which no store can change. Otherwise the compiler reads all arguments
  * again for every key. These reads are half as many instructions as the arithmetic. */
-INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, bool MASKED, bool DROPS) {
+INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, bool MASKED, bool BIASED, bool DROPS) {
     const gradient_args copy = *args, *const a = &copy;
     const int64_t row_stride = a->row_stride;
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
@@ -80,12 +81,13 @@ INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, 
                             .dprob = a->dprob + lane};
         if (MASKED) x.first = vec_load(a->options.first + lane), x.end = vec_load(a->options.end + lane);
         if (SLOPES) x.slope = vec_load(a->options.slope + lane), x.diagonal = vec_load(a->options.diagonal + lane);
+        if (BIASED) x.bias = a->options.bias + lane;
         if (DROPS) x.byte = a->bytes + lane;
         float *p = a->p_rows + lane / WORD_ELEMS, *ds = a->ds_rows + lane / WORD_ELEMS;
         float *ds_words = WORD_ELEMS == 2 ? a->ds_words + lane : NULL;
         for (int64_t key = 0; key < a->num_keys; key += 2, p += 2 * row_stride, ds += 2 * row_stride) {
-            gradient_pair even = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x);
-            gradient_pair odd = gradient_at(a, CAPS, SLOPES, MASKED, DROPS, &x);
+            gradient_pair even = gradient_at(a, CAPS, SLOPES, MASKED, BIASED, DROPS, &x);
+            gradient_pair odd = gradient_at(a, CAPS, SLOPES, MASKED, BIASED, DROPS, &x);
 #if WORD_ELEMS == 2 /* rows of bf16 overwrite floats that were read already */
             vec_store_rows(p, p + row_stride, even.p, odd.p);
             vec_store(ds_words, vec_store_rows(ds, ds + row_stride, even.ds, odd.ds));
@@ -104,15 +106,15 @@ INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, 
 /* Every set of options has its own loop, as in scores_adjust. */
 OUTLINE void gradient_step(const gradient_args *a) {
     const score_options *o = &a->options;
-    switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2) {
-#define CASE(n)                                              \
-    case n:                                                  \
-        if (a->bytes)                                        \
-            gradient_step_of(a, n & 1, n & 2, n & 4, true);  \
-        else                                                 \
-            gradient_step_of(a, n & 1, n & 2, n & 4, false); \
+    switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2 | (o->bias != NULL) << 3) {
+#define CASE(n)                                                     \
+    case n:                                                         \
+        if (a->bytes)                                               \
+            gradient_step_of(a, n & 1, n & 2, n & 4, n & 8, true);  \
+        else                                                        \
+            gradient_step_of(a, n & 1, n & 2, n & 4, n & 8, false); \
         break;
-        CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+        CASE(8) CASE(12) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
     }
 }

@@ -31,6 +31,13 @@
 #include "reference_flex.h"
 #include "reference_rows.h"
 
+static double bias_of(const head_view *a, int64_t i, int64_t j) {
+    const fa_scores *bias = &a->p->bias;
+    const int64_t at = a->s.b_idx * bias->stride_b + a->head * bias->stride_h + i * bias->stride_row +
+                       (a->s.kv_row + j) * bias->stride_key;
+    return bias->dtype == FA_F64 ? ((const double *)bias->data)[at] : fa_load_element(bias->data, at, bias->dtype);
+}
+
 /* The score of row i and key j; *capped receives tanh(s / softcap) for the derivative. v is read if there is qv. */
 static double score(const head_view *a, const query_row q, const row k, const row v, int64_t i, int64_t j,
                     double *capped) {
@@ -45,7 +52,8 @@ static double score(const head_view *a, const query_row q, const row k, const ro
         s = p->softcap * *capped;
     }
     if (p->alibi_slopes) s -= a->slope * fabs((double)(i + a->s.len_kv - a->s.len_q - j));
-    return in_range(p, s);
+    s = in_range(p, s);
+    return p->bias.data ? s + bias_of(a, i, j) : s;
 }
 
 static bool is_kept(const head_view *a, int64_t i, int64_t j) {
@@ -162,7 +170,7 @@ static pair pair_at(const head_view *a, const query_row q, const row dout, const
 
 static bool sees_nothing(const head_view *a, int64_t i, int64_t *first, int64_t *end) {
     fa_visible_keys(a->p, &a->s, i, first, end);
-    return *first >= *end || isinf(*fa_row_stat(&a->p->lse, &a->s, i, a->head));
+    return *first >= *end || fa_is_empty_row(a->p, *fa_row_stat(&a->p->lse, &a->s, i, a->head));
 }
 
 static void backward_query_row(const head_view *a, int64_t i) {

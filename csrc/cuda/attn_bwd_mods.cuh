@@ -5,7 +5,7 @@
  * pairs. The list is in descending order, so its first entry has the last place. The producer reads the entries, and
  * consumers read each entry beside its Q.
  *
- * Key tiles add to the dQ of a query tile in the order in which they begin (flex_order.cu). flex_ranks.cu says which
+ * Key tiles add to the dQ of a query tile in the order in which they begin. flex_walks.cu says which
  * key tile is the first, which is the last, and how many add before. A step's functions: attn_bwd_scores.cuh. */
 #ifndef FA_ATTN_BWD_MODS_CUH
 #define FA_ATTN_BWD_MODS_CUH

@@ -69,7 +69,7 @@ typedef struct {
     int d_v;                             /* columns of v, o and dO */
 
     fa_bwd_row_stats dlse; /* the gradient of the LSE; data NULL: 0 */
-    /* With a block mask [masks, query tiles, num_kv_tiles + 1] (flex_ranks.cu). NULL: there is none. */
+    /* With a block mask [masks, query tiles, num_kv_tiles + 1] (flex_walks.cu). NULL: there is none. */
     const unsigned *ranks;
     int mask_b, mask_h; /* masks: mask_b mask_h */
 } fa_attn_bwd_params;

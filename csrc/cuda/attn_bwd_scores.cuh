@@ -92,13 +92,11 @@ template <> struct weight_rest<fp16> {
     }
 };
 
-/* The sum of dP begins with -D, because there are no registers for D itself. In three cases D is read when dP has come:
+/* The sum of dP begins with -D, because there are no registers for D itself. In two cases D is read when dP has come:
  *
  *   dropout                dP is scaled first.
- *   64 columns in fp16     No registers are left for such a sum.
- *   192 columns            ptxas would wait for dK before (C7517). */
-constexpr bool STARTS_WITH_D =
-    !DROPOUT && (WIDE ? DO_STAGES == 1 : weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
+ *   64 columns in fp16     No registers are left for such a sum. */
+constexpr bool STARTS_WITH_D = !DROPOUT && (WIDE || weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
 
 DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
 #pragma unroll
@@ -212,11 +210,11 @@ struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS] = {};
 
-    DEVICE bool load(const params &p, const tile &t, int entry) {
-        const int q_tile = query_tile_of(entry);
-        const bool reaches_end = (q_tile + 1) * BLOCK_Q > p.len_q || first_key(t) + KEYS > p.len_kv;
-        if (kind_of(entry) == FULL_BLOCK && !reaches_end) return false;
-        const u32 *from = t.hidden + (long long)q_tile * (HIDDEN_WORDS * HIDDEN_PITCH) + threadIdx.x - 128;
+    /* No entry of a list with bits is full if it reaches beyond an end (flex_walks.cu). */
+    DEVICE bool load(const tile &t, int entry) {
+        if (kind_of(entry) == FULL_BLOCK) return false;
+        const u32 *from =
+            t.hidden + (long long)query_tile_of(entry) * (HIDDEN_WORDS * HIDDEN_PITCH) + threadIdx.x - 128;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
         return true;
@@ -264,7 +262,10 @@ struct hidden_pairs {
 DEVICE float rounded_score(float x) { return __uint_as_float(__float_as_uint(x) + 0x80 | 1); }
 
 /* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
- * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod. */
+ * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod.
+ *
+ * NOTE: the user's functions are computed for hidden pairs, too. A condition would become a branch of each register,
+ * with the loads of captures behind the branch. */
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                                  const tile &t, const mods &mod, const hidden_pairs &hidden, bool hides, int q_tile) {
     const place at = place_of(t, q_tile);
@@ -284,7 +285,8 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
         float x = s[i], score = x;
         if (FLEX_FACTOR) {
             x = __fmul_rn(x, p.score_scale);
-            score = hidden.has(i) ? -INF : mod.score(x, query, key);
+            score = mod.score(x, query, key);
+            if (hidden.has(i)) score = -INF;
         }
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
         probs[i % 2] = prob;
@@ -293,7 +295,8 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
             s[i] = rounded_score(x);
         } else {
             mod_sums none; /* there are no captures with gradients */
-            s[i] = FLEX_FACTOR && score != -INF ? mod.derivative(none, x, prob, query, key) : prob;
+            const float weight = FLEX_FACTOR ? mod.derivative(none, x, prob, query, key) : prob;
+            s[i] = FLEX_FACTOR && score == -INF ? prob : weight;
         }
     }
 }
@@ -404,7 +407,8 @@ DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], 
         const float4 four = four_stats(lse, i / 8, threadIdx.x % 4);
         const float own = i / 4 % 2 ? (i % 2 ? four.w : four.z) : (i % 2 ? four.y : four.x);
         const float score = mod.score(x, row + row_of(i), at.key + 8 * key_of(i));
-        return hidden.has(i) ? 0 : ex2(fmaf(score, p.scale_log2, -own));
+        const float prob = ex2(fmaf(score, p.scale_log2, -own));
+        return hidden.has(i) ? 0 : prob;
     };
     differentiate(dp, dS, stats, 1, weight, [&](int i, float x) {
         const float score = KEEPS_SCORES ? kept(i) : 0;

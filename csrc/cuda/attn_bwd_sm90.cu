@@ -251,7 +251,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 const int head_in_group = place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group;
                 const mods mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group);
                 hidden_pairs hidden;
-                const bool hides = FLEX_HIDDEN ? hidden.load(p, t, entry) : hidden.find(p, t, mod, entry);
+                const bool hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
 #endif
                 /* S is there: P */
                 wgmma_wait_group<1>(S);

@@ -194,17 +194,18 @@ template <int NUM_CHUNKS> DEVICE void load_keys(element *dst, const fa_tensor_ma
                                   L2_EVICT_FIRST);
 }
 
-/* In a cluster each of the four warpgroups computes one chunk of dQ's columns. If there are only three chunks, the
- * fourth warpgroup computes the last chunk again, for nothing. */
-DEVICE int dq_chunk(int wg) { return 2 * cluster_rank() + wg; }
-DEVICE int dq_chunk_to_load(int wg) { return min(dq_chunk(wg), CHUNKS - 1); }
+/* The CTAs of a cluster compute half of dQ's columns each: chunk 0 or 1, and half of the columns behind these, from
+ * dq_rest_column on. */
+constexpr int DQ_REST = HEAD_DIM / 2 - CHUNK;
+DEVICE int dq_rest_column() { return 2 * CHUNK + cluster_rank() * DQ_REST; }
 
 /* Loads the other CTA's part of K: the chunks that this CTA's dQ takes. */
 DEVICE void load_other_keys(element *dst, const params &p, u64 *full, const tile &t) {
     const int row = t.kv_row_0 + key_to_load(t, cluster_rank() ^ 1);
 #pragma unroll
-    for (int wg = 0; wg < 2; wg++)
-        cp_async_bulk_tensor_load(dst + wg * KEYS * CHUNK, &p.k, full, dq_chunk_to_load(wg) * CHUNK, row, t.head_kv,
+    for (int i = 0; i < 2; i++)
+        cp_async_bulk_tensor_load(dst + i * KEYS * CHUNK, &p.k, full,
+                                  i ? dq_rest_column() / CHUNK * CHUNK : cluster_rank() * CHUNK, row, t.head_kv,
                                   t.kv_batch, L2_EVICT_FIRST);
 }
 
@@ -247,16 +248,73 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
 }
 
 /* A tile's keys come after its first Q and dO, because Q and dO wait for less of the tile before. In a cluster this
- * order is 0.5 to 3% slower. There K comes before Q, and V comes between Q and dO. */
+ * order is 0.5 to 3% slower. There K comes before Q, and V comes before dO. */
 constexpr bool KEYS_FIRST = CTAS > 1;
 
-/* This function is the producer warp. Lane 0 does all work that one thread must do. */
-template <class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
+/* One lane. Loads what the steps of a work tile need: K and Q, or V and dO, or all four. D comes with dO, or with Q if
+ * WIDE. `r` counts the steps. */
+template <bool LOADS_Q, bool LOADS_DO, class shared_memory>
+DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r, u32 &kv_parity) {
+    constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
+    constexpr u32 K_BYTES = sizeof s.k, V_BYTES = sizeof s.v;
+    if (t.queries.begin >= t.queries.end) return;
+    const auto load_k = [&] {
+        mbarrier_wait(&s.k_empty, kv_parity ^ 1);
+        if constexpr (CTAS > 1) {
+            mbarrier_arrive_expect_tx(&s.k_full, K_BYTES + sizeof s.k_other);
+            load_other_keys(s.k_other, p, &s.k_full, t);
+        } else {
+            mbarrier_arrive_expect_tx(&s.k_full, K_BYTES);
+        }
+        load_keys<CHUNKS>(s.k, &p.k, &s.k_full, t);
+    };
+    const auto load_v = [&] {
+        mbarrier_wait(&s.v_empty, kv_parity ^ 1);
+        mbarrier_arrive_expect_tx(&s.v_full, V_BYTES);
+        load_keys<V_CHUNKS>(s.v, &p.v, &s.v_full, t);
+    };
+    if (KEYS_FIRST && LOADS_Q) load_k();
+    if (KEYS_FIRST && LOADS_DO) load_v();
+    const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
+#pragma unroll
+    for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* the tile before still needs the places of K, V */
+        cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
+        cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
+    }
+    bool is_first = true;
+#pragma unroll 1
+    for (int place = t.queries.end - 1, g = 0; place >= t.queries.begin; r.next()) {
+        const int entry = t.entry_at(place), i = query_tile_of(entry);
+        const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
+        const float *stats = p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
+        if (LOADS_Q) {
+            u64 *full = &s.q_full[r.stage];
+            mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+            s.words.set_entry(r.stage, entry);
+            mbarrier_arrive_expect_tx(full, Q_BYTES + (WIDE ? 2 : 1) * STAT_BYTES);
+            load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
+            cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
+            if (WIDE) cp_async_bulk_load(s.d[r.stage], stats + BLOCK_Q, STAT_BYTES, full);
+        }
+        if (LOADS_DO) {
+            u64 *full = &s.do_full[do_stage(r)];
+            mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
+            mbarrier_arrive_expect_tx(full, DO_BYTES + (WIDE ? 0 : 1) * STAT_BYTES);
+            load_queries<V_CHUNKS>(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
+            if (!WIDE) cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
+        }
+        if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
+        if (++g == p.heads_per_tile) g = 0, place--;
+    }
+    kv_parity ^= 1;
+}
+
+/* This function is the producer warp. Lane 0 does all work that one thread must do. Without LOADS_DO another warp loads
+ * V and dO. */
+template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = threadIdx.x % 32 == 0;
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
-    constexpr u32 Q_BYTES = sizeof s.q[0], DO_BYTES = sizeof s.dout[0], STAT_BYTES = BLOCK_Q * 4;
-    constexpr u32 K_BYTES = sizeof s.k, V_BYTES = sizeof s.v;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
@@ -268,53 +326,7 @@ template <class shared_memory> DEVICE void produce(const params &p, shared_memor
         }
         if (is_leader) {
             mbarrier_arrive(&s.tile_full[tr.stage]);
-            if (t.queries.begin < t.queries.end) {
-                const auto load_k = [&] {
-                    mbarrier_wait(&s.k_empty, kv_parity ^ 1);
-                    if constexpr (CTAS > 1) {
-                        mbarrier_arrive_expect_tx(&s.k_full, K_BYTES + sizeof s.k_other);
-                        load_other_keys(s.k_other, p, &s.k_full, t);
-                    } else {
-                        mbarrier_arrive_expect_tx(&s.k_full, K_BYTES);
-                    }
-                    load_keys<CHUNKS>(s.k, &p.k, &s.k_full, t);
-                };
-                const auto load_v = [&] {
-                    mbarrier_wait(&s.v_empty, kv_parity ^ 1);
-                    mbarrier_arrive_expect_tx(&s.v_full, V_BYTES);
-                    load_keys<V_CHUNKS>(s.v, &p.v, &s.v_full, t);
-                };
-                if (KEYS_FIRST) load_k();
-                const int key_row = t.kv_row_0 + key_to_load(t, cluster_rank());
-#pragma unroll
-                for (int c = 0; c < CHUNKS && !KEYS_FIRST; c++) { /* the tile before still needs the places of K, V */
-                    cp_async_bulk_prefetch_tensor(&p.k, c * CHUNK, key_row, t.head_kv, t.kv_batch);
-                    cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
-                }
-                bool is_first = true;
-#pragma unroll 1
-                for (int place = t.queries.end - 1, g = 0; place >= t.queries.begin; r.next()) {
-                    const int entry = t.entry_at(place), i = query_tile_of(entry);
-                    const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
-                    const float *stats =
-                        p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
-                    u64 *full = &s.q_full[r.stage];
-                    mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
-                    s.words.set_entry(r.stage, entry);
-                    mbarrier_arrive_expect_tx(full, Q_BYTES + STAT_BYTES);
-                    load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
-                    cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
-                    if (KEYS_FIRST && is_first) load_v(), is_first = false;
-                    full = &s.do_full[do_stage(r)];
-                    mbarrier_wait(&s.do_empty[do_stage(r)], do_parity(r) ^ 1);
-                    mbarrier_arrive_expect_tx(full, DO_BYTES + STAT_BYTES);
-                    load_queries<V_CHUNKS>(s.dout[do_stage(r)], &p.dout, full, row, head, t.q_batch);
-                    cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
-                    if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
-                    if (++g == p.heads_per_tile) g = 0, place--;
-                }
-                kv_parity ^= 1;
-            }
+            load_steps<true, LOADS_DO>(p, s, t, r, kv_parity);
         }
         /* Not sooner: a CTA must soon begin the tile that it takes. Otherwise other CTAs wait for the tile, or end
          * late. */

@@ -1,22 +1,26 @@
 /* Attention backward on Hopper for heads of more than 128 columns. The formulas and the frame come from
  * attn_bwd_sm90.cu.
  *
- * dK and dV of 64 keys take 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a CTA
- * share 64 keys and split the work. Warpgroup 0 computes P and owns dV. Warpgroup 1 computes dS and owns dK. With 64
- * keys the sums of dQ would take 4 bytes of additions in the L2 for 640 operations. At 3.3 TB/s these additions allow
- * 450 TFLOPS. So two CTAs, a thread block cluster, take neighbouring keys and the same queries. The CTAs exchange dS,
- * and each CTA computes half of dQ's columns from the keys of both:
+ * dK and dV of 64 keys take up to 256 registers of a warpgroup's threads, more than there are. So the warpgroups of a
+ * CTA share 64 keys and split the work. With 64 keys the sums of dQ would take 4 bytes of additions in the L2 for 640
+ * operations. At 3.3 TB/s these additions allow 450 TFLOPS. So two CTAs, a thread block cluster, take neighbouring keys
+ * and the same queries. The CTAs exchange dS, and each CTA computes half of dQ's columns from the keys of both.
  *
- *   producer warp --q_full[s]--> both              warpgroup 1 of both CTAs: --q_empty[s]--> producer warps
- *                 --do_full----> both              both of both CTAs:        --do_empty---->
- *   warpgroup 0   S^T = K Q^T, P                   --p_full-->  warpgroup 1
+ * Up to 192 columns (attn_bwd_wide_three.cuh):
+ *
+ *   produce       --k_full, q_full[s]-->    warpgroups     of both CTAs --q_empty[s]-->   both produce
+ *   produce_dout  --v_full, do_full[s]-->   warpgroups     of both CTAs --do_empty[s]-->  both produce_dout
+ *   warpgroup 0   S^T = K Q^T, P            --p_full[s]-->   warpgroup 1
  *                 dV += P^T dO
- *   warpgroup 1   dP^T = V dO^T, dS, dK += dS^T Q  --ds_full[s]--> both of both CTAs  --ds_empty[s]-->
- *   both          dQ = dS K of the last step, added to memory from registers, when the dQ turn has come
- *   open_turns    --turn_come[s]--> both            both: --dq_added[s]--> end_turns
+ *   warpgroup 1   dP^T = V dO^T, dS         --ds_full[s]-->  warpgroup 2 of both CTAs  --ds_empty[s]--> warpgroup 1
+ *                 dK += dS^T Q
+ *   warpgroup 2   dQ = dS K, added to memory from registers, when the dQ turn has come
+ *   open_turns    --turn_come[s]--> warpgroup 2  --dq_added[s]--> end_turns
  *
- * Each CTA loads half of Q and dO, for both CTAs. Above 192 columns there is room for one stage of dO. The next dO
- * comes while dK, S and dQ run.
+ * Above 192 columns (attn_bwd_wide_two.cuh) the registers suffice for two warpgroups only. These share dQ of the last
+ * step. There is room for one stage of dO and of P.
+ *
+ * Each CTA loads half of Q and dO, for both CTAs.
  *
  * dQ is added up as in attn_bwd_sm90.cu. The first key tile that a query tile sees stores its share, and the key tiles
  * between add their shares. The last key tile adds the sum to its own share and writes dQ. */
@@ -30,384 +34,11 @@
 #define KERNEL attn_bwd_wide_sm90
 #endif
 
-#include "attn_bwd_scores.cuh"
-
-constexpr int THREADS = 384, PRODUCER_REGS = 24, CONSUMER_REGS = 240;
-static_assert(CTAS == 2 && KEYS == 64 && BLOCK_Q == 64, "one warpgroup's product, and dS small enough to exchange");
-static_assert(CHUNKS <= 4, "each of the four warpgroups makes one chunk of dQ's columns");
-
-/* ---- shared memory --------------------------------------------------------------------------------------------- */
-
-constexpr int DS_BYTES = BLOCK_Q * KEYS * element::BYTES, PAIR_DQ_REGS = CHUNK / 2, WARPS = 8;
-/* With two stages dO comes early enough for dP before dQ of the last step. dQ then runs while dS is computed. */
-constexpr bool DP_FIRST = DO_STAGES > 1;
-
-/* The operands lie as in attn_bwd_sm90.cu. */
-struct shared_memory {
-    alignas(1024) element k[KEYS * HEAD_DIM];
-    alignas(1024) element k_other[KEYS * 2 * CHUNK]; /* the other CTA's keys, the columns of this CTA's dQ */
-    alignas(1024) element v[KEYS * D_V];
-    alignas(1024) element q[2][BLOCK_Q * HEAD_DIM];
-    alignas(1024) element dout[DO_STAGES][BLOCK_Q * D_V];
-    alignas(1024) element ds[2][2][KEYS * BLOCK_Q]; /* [stage][this CTA's keys, the other CTA's]; a row is a key */
-    alignas(1024) float4 p[BLOCK_Q * KEYS / 4];     /* [register / 4][thread], the weights of dS */
-    alignas(16) float lse[2][BLOCK_Q];              /* comes with q */
-    alignas(16) float d[DO_STAGES][BLOCK_Q];        /* comes with dout */
-    /* Arrivals at the barriers:
-     *
-     *   k_full, v_full, q_full, do_full   one, with TMA's bytes
-     *   k_empty, v_empty                  this CTA's warps that read K or V
-     *   q_empty, do_empty, ds_empty       the warps of both CTAs that read the stage
-     *   p_full                            the warps of warpgroup 0
-     *   ds_full                           the warps of warpgroup 1, with the bytes of the other CTA's dS
-     *   tile_full                         one, of the producer warp
-     *   tile_empty                        all eight consumer warps, open_turns and end_turns
-     *   turn_come                         two, open_turns and end_turns
-     *   dq_added                          all eight consumer warps */
-    u64 k_full, k_empty, v_full, v_empty;
-    u64 q_full[2], q_empty[2], do_full[DO_STAGES], do_empty[DO_STAGES];
-    u64 p_full, ds_full[2], ds_empty[2];
-    u64 tile_full[2], tile_empty[2];
-    u64 idx_full, idx_empty; /* the next tile's number, from CTA 0 to CTA 1 */
-    u64 turn_come[2], dq_added[2];
-    int idx;
-    tile tiles[2];
-    step_words words;
-};
-static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
-
-/* One lane. Arrives at the barrier of both CTAs. */
-DEVICE void arrive_in_both(u64 *barrier) {
-    mbarrier_arrive(barrier);
-    mbarrier_arrive_remote(barrier, cluster_rank() ^ 1);
-}
-
-/* ---- dQ -------------------------------------------------------------------------------------------------------- */
-
-/* Issues dQ = dS K for one chunk of columns. */
-DEVICE void issue_dq_of_pair(float (&dq)[PAIR_DQ_REGS], u32 ds_desc, u32 k_desc, u32 k_other_desc) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_KV / 16; k++) {
-        const u32 k_step = matrix_descriptor_bytes(k * 16 % KEYS * ROW_BYTES);
-        wgmma<CHUNK, element>::ss<HIGH, HIGH, 1, 1>(dq, ds_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES),
-                                                    (k * 16 < KEYS ? k_desc : k_other_desc) + k_step, k > 0);
-    }
-    wgmma_commit_group();
-}
-
-/* The last step, whose dQ is computed in the current step. */
-struct last_step {
-    int q_tile, head_in_group, stage;
-    u32 parity;
-};
-DEVICE last_step step_before(const ring &r, int q_tile, int head_in_group) {
-    return {q_tile, head_in_group, r.stage ^ 1, r.stage ? r.parity : r.parity ^ 1};
-}
-
-/* Whole warpgroup. Waits for the dQ turn, then adds this warpgroup's chunk of a step's dQ. */
-DEVICE void add_dq(float (&dq)[PAIR_DQ_REGS], const params &p, shared_memory &s, const tile &t, const last_step &last,
-                   int wg) {
-    if (!p.dq.data) return;
-    const int i = last.q_tile;
-    const long long slab = (long long)(t.slab_head + last.head_in_group) * p.num_slabs + t.slab + i;
-    float *sums = p.dq_sums + slab * (2 * DQ_FLOATS) + dq_chunk(wg) * (BLOCK_Q * CHUNK) + threadIdx.x % 128 * 4;
-    const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
-    mbarrier_wait(&s.turn_come[last.stage], last.parity);
-    if (CHUNKS == 4 || dq_chunk(wg) < CHUNKS) {
-        if (is_last) {
-            if (!is_first) {
-#pragma unroll
-                for (int x = 0; x < PAIR_DQ_REGS; x += 4) {
-                    const float4 sum = __ldcg((const float4 *)(sums + x * 128));
-                    dq[x] += sum.x, dq[x + 1] += sum.y, dq[x + 2] += sum.z, dq[x + 3] += sum.w;
-                }
-            }
-            /* A row that sees no key, or only scores of -inf, gets zeros. The row's dS is zero, but K may hold
-             * infinities. */
-            const float *lse = p.stats + slab * (2 * BLOCK_Q) + threadIdx.x % 128 / 32 * 16;
-            const bool is_blind[2] = {lse[stat_place(threadIdx.x % 32 / 4)] == INF,
-                                      lse[stat_place(threadIdx.x % 32 / 4 + 8)] == INF};
-#pragma unroll
-            for (int x = 0; x < PAIR_DQ_REGS; x++)
-                if (is_blind[x / 2 % 2]) dq[x] = 0;
-            const int row = i * BLOCK_Q + threadIdx.x % 128 / 32 * 16, column = dq_chunk(wg) * CHUNK;
-            const float factors[2] = {p.scale, p.scale};
-            element::output *base = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b +
-                                    (t.first_head + last.head_in_group) * p.dq.stride_h +
-                                    (VARLEN ? t.q_batch - t.len_q : 0) * p.dq.stride_row + column;
-            store_rows(dq, factors, base, p.dq.stride_row, row, t.len_q, p.d - column);
-        } else if (is_first) {
-#pragma unroll
-            for (int x = 0; x < PAIR_DQ_REGS; x += 4)
-                __stcg((float4 *)(sums + x * 128), make_float4(dq[x], dq[x + 1], dq[x + 2], dq[x + 3]));
-        } else {
-#pragma unroll
-            for (int x = 0; x < PAIR_DQ_REGS; x += 4)
-                red_add_x4(sums + x * 128, dq[x], dq[x + 1], dq[x + 2], dq[x + 3]);
-        }
-    }
-    __syncwarp();
-    if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_added[last.stage]);
-}
-
-/* Whole warp. One lane calls `work` for each step. `i` is the query tile of the step. */
-template <class work_on_step> DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step work) {
-    lead_through_tiles(s, [&](const tile &t) {
-#pragma unroll 1
-        for (int i = t.queries.end - 1; i >= t.queries.begin && p.dq.data; i--) {
-            u32 *turn = p.turns + ((long long)t.slab_head * p.num_slabs + t.slab + i) * 2 + cluster_rank();
-#pragma unroll 1
-            for (int g = 0; g < p.heads_per_tile; g++, turn += 2ll * p.num_slabs) work(t, i, turn);
-        }
-    });
-}
-
-/* Two warps handle the dQ turns, so that the warpgroups wait neither for memory nor for fences. This warp looks
- * whether the dQ turn of a step has come, while the step before may still be adding. */
-DEVICE void open_turns(const params &p, shared_memory &s) {
-    ring r; /* of steps */
-    lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
-        if (i < t.first_begin) wait_turn(turn, i < t.last_end || p.in_order ? turn_of(p, t, t.share_at(i), i) : 1);
-        mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
-        mbarrier_arrive(&s.turn_come[r.stage]);
-        r.next();
-    });
-}
-
-/* When both warpgroups have added, this warp lets the next step but one begin and passes the dQ turn on. The warp's
- * fence also orders the earlier additions of other warps of the CTA, if these warps have arrived. This warp is at most
- * two steps behind. So no phase of dq_added can follow a phase that this warp has not seen. */
-DEVICE void end_turns(const params &p, shared_memory &s) {
-    ring r; /* of steps */
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn_come[0]), mbarrier_arrive(&s.turn_come[1]);
-    lead_through_steps(p, s, [&](const tile &t, int i, u32 *turn) {
-        mbarrier_wait(&s.dq_added[r.stage], r.parity);
-        mbarrier_arrive(&s.turn_come[r.stage]);
-        if (i >= t.last_end) end_turn(turn);
-        r.next();
-    });
-}
-
-/* ---- consumers ------------------------------------------------------------------------------------------------- */
-
-constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * HEAD_DIM * element::BYTES);
-constexpr u32 DO_STAGE = DO_STAGES > 1 ? matrix_descriptor_bytes(BLOCK_Q * D_V * element::BYTES) : 0;
-constexpr u32 DS_STAGE = matrix_descriptor_bytes(2 * DS_BYTES);
-
-/* Stores dS of this warp's 16 keys. A row of shared memory is a key, 64 queries long. */
-DEVICE void store_ds_rows(const u32 (&dS)[P_REGS], u32 dst) {
-    const int lane = threadIdx.x % 32, row = lane % 16;
-#pragma unroll
-    for (int g = 0; g < P_REGS / 4; g++)
-        stmatrix_x4(dst + row * ROW_BYTES + (2 * g + lane / 16 ^ lane % 8) * 16, dS[4 * g], dS[4 * g + 1],
-                    dS[4 * g + 2], dS[4 * g + 3]);
-}
-
-/* The operands of a warpgroup's chunk of dQ: descriptors of dS in stage 0, this CTA's keys and the other CTA's keys. */
-struct dq_operands {
-    u32 ds, k, k_other;
-};
-DEVICE dq_operands dq_operands_of(const shared_memory &s, int wg) {
-    return {matrix_descriptor(smem_address(s.ds), 0),
-            matrix_descriptor(smem_address(s.k) + dq_chunk_to_load(wg) * KEYS * ROW_BYTES, 0),
-            matrix_descriptor(smem_address(s.k_other) + wg * KEYS * ROW_BYTES, 0)};
-}
-
-/* Waits for dS and issues dQ of the last step. A tile's first step has no step before. The first step multiplies
- * whatever lies in dS, and drops the result. */
-DEVICE void start_dq(float (&dq)[PAIR_DQ_REGS], shared_memory &s, const dq_operands &x, const last_step &last,
-                     bool is_there) {
-    if (is_there) mbarrier_wait(&s.ds_full[last.stage], last.parity);
-    issue_dq_of_pair(dq, x.ds + last.stage * DS_STAGE, x.k, x.k_other);
-}
-
-/* Computes dQ of a tile's last step. Afterwards no operand of the tile is read any more. */
-DEVICE void finish_dq(const params &p, shared_memory &s, const dq_operands &x, const tile &t, const last_step &last,
-                      int wg) {
-    float dQ[PAIR_DQ_REGS];
-    start_dq(dQ, s, x, last, true);
-    wgmma_wait_group<0>(dQ);
-    if (arrives_for_warp(threadIdx.x % 32)) arrive_in_both(&s.ds_empty[last.stage]), mbarrier_arrive(&s.k_empty);
-    add_dq(dQ, p, s, t, last, wg);
-}
-
-/* Warpgroup 0 computes P and dV. */
-DEVICE void consume_p(const params &p, shared_memory &s) {
-    const int warp = threadIdx.x / 32 % 4;
-    const bool arrives = arrives_for_warp(threadIdx.x % 32);
-    const u32 k_desc = matrix_descriptor(smem_address(s.k), 0);
-    const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), 0);
-    const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
-    const dq_operands operands = dq_operands_of(s, 0);
-    float dV[DV_REGS];
-    ring r; /* of steps */
-    u32 kv_parity = 0;
-
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (uniform(t.kv_tile) < 0) break;
-        const tile_walk queries = {uniform(t.queries.begin), uniform(t.queries.end), uniform(t.queries.full_begin),
-                                   uniform(t.queries.full_end)};
-#pragma unroll
-        for (int i = 0; i < DV_REGS; i++) dV[i] = 0;
-
-        if (queries.begin < queries.end) {
-            int q_tile = queries.end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
-            mbarrier_wait(&s.k_full, kv_parity);
-            pin(dV);
-            wgmma_fence();
-#pragma unroll 1
-            while (q_tile >= queries.begin) {
-                const bool is_first = last_q_tile < 0;
-                const last_step last = step_before(r, last_q_tile, last_head);
-                u32 P[P_REGS];
-                float S[S_REGS], dQ[PAIR_DQ_REGS], lse[STAT_REGS];
-                /* wait Q: S = K Q^T */
-                mbarrier_wait(&s.q_full[r.stage], r.parity);
-                load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
-                issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
-                /* wait dS: dQ of the last step */
-                start_dq(dQ, s, operands, last, !is_first);
-                /* S is there: P, to the other warpgroup too. The other warpgroup has read the last P, because its dS is
-                 * there. */
-                wgmma_wait_group<1>(S);
-                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
-                exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
-#pragma unroll
-                for (int i = 0; i < S_REGS; i += 4)
-                    s.p[i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
-                __syncwarp();
-                if (arrives) mbarrier_arrive(&s.p_full);
-                /* wait dO: dV += P^T dO */
-                mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                pin(P);
-                issue_update(dV, P, do_desc_0 + r.stage * DO_STAGE);
-                /* dQ is there: release dS, add dQ */
-                wgmma_wait_group<1>(dQ);
-                if (!is_first) {
-                    if (arrives) arrive_in_both(&s.ds_empty[last.stage]);
-                    add_dq(dQ, p, s, t, last, 0);
-                }
-                /* dV is there: release dO. A release in the next step, behind the wait for Q, is 5 to 8% slower from 4k
-                 * on. */
-                wgmma_wait_group<0>(dV);
-                if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                r.next();
-                last_q_tile = q_tile, last_head = head_in_group;
-                if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
-            }
-
-            finish_dq(p, s, operands, t, step_before(r, last_q_tile, last_head), 0);
-            pin(dV);
-            kv_parity ^= 1;
-        }
-        store(dV, p.keep_scale, p.dv, t, first_key(t) + 16 * warp, p.d_v);
-        __syncwarp();
-        if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
-    }
-}
-
-/* Warpgroup 1 computes dS and dK. */
-DEVICE void consume_ds(const params &p, shared_memory &s) {
-    const int warp = threadIdx.x / 32 % 4;
-    const bool is_leader = threadIdx.x % 32 == 0, arrives = arrives_for_warp(threadIdx.x % 32);
-    const u32 v_desc = matrix_descriptor(smem_address(s.v), 0);
-    const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
-    const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), 0);
-    const dq_operands operands = dq_operands_of(s, 1);
-    float dK[KV_REGS];
-    ring r; /* of steps */
-    u32 kv_parity = 0;
-
-    for (ring tr;; tr.next()) {
-        mbarrier_wait(&s.tile_full[tr.stage], tr.parity);
-        const tile &t = s.tiles[tr.stage];
-        if (uniform(t.kv_tile) < 0) break;
-        const int q_begin = uniform(t.queries.begin), q_end = uniform(t.queries.end);
-#pragma unroll
-        for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
-
-        if (q_begin < q_end) {
-            int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
-            mbarrier_wait(&s.k_full, kv_parity); /* dQ reads K; the other warpgroup's wait does not serve here */
-            mbarrier_wait(&s.v_full, kv_parity);
-            pin(dK);
-            wgmma_fence();
-#pragma unroll 1
-            while (q_tile >= q_begin) {
-                const bool is_first = last_q_tile < 0;
-                const last_step last = step_before(r, last_q_tile, last_head);
-                u32 dS[P_REGS];
-                float W[S_REGS], dP[S_REGS], dQ[PAIR_DQ_REGS];
-                const auto start_dp = [&] {
-                    mbarrier_wait(&s.do_full[do_stage(r)], do_parity(r));
-                    start_dp_sum(dP, s.d[do_stage(r)], threadIdx.x % 32);
-                    issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * DO_STAGE);
-                };
-                const auto release_ds = [&] {
-                    wgmma_wait_group<1>(dQ);
-                    if (arrives && !is_first) arrive_in_both(&s.ds_empty[last.stage]);
-                };
-                /* wait dS: dQ of the last step. dK of the last step is there: release Q. wait dO: dP */
-                DP_FIRST ? start_dp() : start_dq(dQ, s, operands, last, !is_first);
-                wgmma_wait_group<1>(dK);
-                if (arrives && !is_first) arrive_in_both(&s.q_empty[last.stage]);
-                DP_FIRST ? start_dq(dQ, s, operands, last, !is_first) : start_dp();
-                /* dQ is there: release dS */
-                if (!DP_FIRST) release_ds();
-                /* wait P; dP is there: release dO, compute dS */
-                mbarrier_wait(&s.p_full, r.stage);
-#pragma unroll
-                for (int i = 0; i < S_REGS; i += 4) {
-                    const float4 x = s.p[i * 32 + threadIdx.x % 128];
-                    W[i] = x.x, W[i + 1] = x.y, W[i + 2] = x.z, W[i + 3] = x.w;
-                }
-                wgmma_wait_group<DP_FIRST>(dP);
-                if (STARTS_WITH_D && arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                differentiate(dP, dS, s.d[do_stage(r)], p.keep_scale, [&](int i) { return W[i]; });
-                if (!STARTS_WITH_D) {
-                    pin(dS);
-                    __syncwarp(); /* all lanes have read D, which comes with dO */
-                    if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
-                }
-                mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
-                unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
-                store_ds_rows(dS, smem_address(own));
-                /* dK += dS^T Q; dS to both warpgroups of both CTAs */
-                mbarrier_wait(&s.q_full[r.stage], r.parity);
-                pin(dS);
-                issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
-                fence_proxy_async();
-                __syncwarp();
-                if (is_leader) {
-                    cp_async_bulk_send(own + DS_BYTES, own, 16 * ROW_BYTES, &s.ds_full[r.stage], cluster_rank() ^ 1);
-                    mbarrier_arrive_expect_tx(&s.ds_full[r.stage], 16 * ROW_BYTES);
-                } else if (arrives) {
-                    mbarrier_arrive(&s.ds_full[r.stage]);
-                }
-                /* add dQ. An addition in front of dS is 5 to 14% slower, because the other CTA and both next dQ wait
-                 * for dS. */
-                if (DP_FIRST) release_ds();
-                if (!is_first) add_dq(dQ, p, s, t, last, 1);
-                r.next();
-                last_q_tile = q_tile, last_head = head_in_group;
-                if (++head_in_group == p.heads_per_tile) head_in_group = 0, q_tile--;
-            }
-
-            const last_step last = step_before(r, last_q_tile, last_head);
-            wgmma_wait_group<0>(dK);
-            if (arrives) arrive_in_both(&s.q_empty[last.stage]), mbarrier_arrive(&s.v_empty);
-            finish_dq(p, s, operands, t, last, 1);
-            pin(dK);
-            kv_parity ^= 1;
-        }
-        store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);
-        __syncwarp();
-        if (arrives) mbarrier_arrive(&s.tile_empty[tr.stage]);
-    }
-}
+#if HEAD_DIM > 192
+#include "attn_bwd_wide_two.cuh"
+#else
+#include "attn_bwd_wide_three.cuh"
+#endif
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 
@@ -420,18 +51,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v), prefetch_tensormap(&p.dout);
-        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.k_empty, of_warps(WARPS));
-        mbarrier_init(&s.v_full, 1), mbarrier_init(&s.v_empty, of_warps(4));
-        mbarrier_init(&s.p_full, of_warps(4));
+        mbarrier_init(&s.k_full, 1), mbarrier_init(&s.v_full, 1);
         mbarrier_init(&s.idx_full, 1), mbarrier_init(&s.idx_empty, 1);
-        for (int i = 0; i < DO_STAGES; i++)
-            mbarrier_init(&s.do_full[i], 1), mbarrier_init(&s.do_empty[i], of_warps(CTAS * WARPS));
-        for (int i = 0; i < 2; i++) {
-            mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], of_warps(CTAS * 4));
-            mbarrier_init(&s.ds_full[i], of_warps(4)), mbarrier_init(&s.ds_empty[i], of_warps(CTAS * WARPS));
-            mbarrier_init(&s.turn_come[i], 2), mbarrier_init(&s.dq_added[i], of_warps(WARPS));
-            mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], of_warps(WARPS + 2));
-        }
+        for (int i = 0; i < DO_STAGES; i++) mbarrier_init(&s.do_full[i], 1);
+        for (int i = 0; i < 2; i++) mbarrier_init(&s.q_full[i], 1);
+        for (int i = 0; i < 2; i++) mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.turn_come[i], 2);
+        init_barriers(s);
         mbarrier_init_fence();
     }
     griddepcontrol_wait(); /* for attn_bwd_prep, which may still run when this launch begins */
@@ -439,15 +64,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (warp == 0) produce(p, s);
+        if (warp == 0) produce<false>(p, s);
         if (warp == 1) open_turns(p, s);
         if (warp == 2) end_turns(p, s);
+        if (warp == 3) produce_dout(p, s);
     } else {
-        setmaxnreg_inc<CONSUMER_REGS>();
-        if (wg == 1)
-            consume_p(p, s);
-        else
-            consume_ds(p, s);
+        consume(p, s, wg);
     }
     /* A CTA must not end sooner, because the other CTA may still arrive or write here. */
     __syncwarp();

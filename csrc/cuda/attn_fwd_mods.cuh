@@ -67,7 +67,7 @@ struct loaded_walk : key_walk {
     }
 };
 
-/* Finds query tile number `pos` of a head in the order of flex_order.cu, and its list. One lane. */
+/* Finds query tile number `pos` of a head in the order of flex_walks.cu, and its list. One lane. */
 template <class tile> DEVICE int find_list(const params &p, int b_idx, int head, int pos, int q_tiles, tile &t) {
     t.list = nullptr, t.hidden = nullptr, t.kv_begin = 0;
     if (!p.flex.walks) {

@@ -130,7 +130,7 @@ struct consumer : consumer_base {
     /* Finds the pairs of a key tile that do not see each other. May there be any? */
     DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
         const int j = key_tile_of(entry);
-        return FLEX_HIDDEN ? hidden.load(p, tile_of(THIS_TILE), kind_of(entry), j, row_block)
+        return FLEX_HIDDEN ? hidden.load(tile_of(THIS_TILE), kind_of(entry), j, row_block)
                            : hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
     }
 #endif
@@ -161,7 +161,8 @@ struct consumer : consumer_base {
         const int entry = entry_of(place), j = key_tile_of(entry);
         hidden_pairs hidden;
         bool hides = false;
-        if (!FLEX_SCORE) hides = find_hidden(hidden, entry);
+        constexpr bool FINDS_EARLY = FLEX_HIDDEN || !FLEX_SCORE; /* while S is on its way */
+        if (FINDS_EARLY) hides = find_hidden(hidden, entry);
 #else
         const int j = place;
 #endif
@@ -185,7 +186,7 @@ struct consumer : consumer_base {
 #if FLEX
         if (FLEX_SCORE) {
             score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
-            hides = find_hidden(hidden, entry);
+            if (!FINDS_EARLY) hides = find_hidden(hidden, entry);
         }
         if (hides) hidden.hide(S);
 #endif

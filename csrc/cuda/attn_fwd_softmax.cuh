@@ -72,9 +72,10 @@ struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS];
 
-    /* Says whether there may be such a pair in key tile j. */
-    DEVICE bool load(const params &p, const listed_tile &t, block_kind kind, int j, int row_block) {
-        if (kind == FULL_BLOCK && (j + 1) * BLOCK_KV <= p.len_kv) return false;
+    /* Says whether there may be such a pair in key tile j. No entry of a list with bits is full if it reaches beyond
+     * the end (flex_walks.cu). */
+    DEVICE bool load(const listed_tile &t, block_kind kind, int j, int row_block) {
+        if (kind == FULL_BLOCK) return false;
         const u32 *from = t.hidden + (long long)j * (HIDDEN_WORDS * HIDDEN_PITCH) + 128 * row_block + threadIdx.x % 128;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);

@@ -14,7 +14,7 @@ typedef struct {
     long long num_stride[3], blocks_stride[4];
 } fa_cuda_block_list;
 
-/* The parameters of flex_blocks.cu. */
+/* The lists of a block mask, and the map that is made of them (flex_map.cuh). */
 typedef struct {
     fa_cuda_block_list partial, full;
     unsigned char *kinds; /* [mask_b, mask_h, rows, columns] */
@@ -23,7 +23,7 @@ typedef struct {
 } fa_cuda_flex_blocks;
 
 enum { FA_FLEX_CLASSIFY_THREADS = 128 }; /* of a CTA of flex_classify.cu and flex_lists.cu */
-enum { FA_FLEX_WALKS_THREADS = 128 };    /* of a CTA of flex_walks.cu, flex_order.cu and flex_ranks.cu */
+enum { FA_FLEX_BLOCKS_THREADS = 128, FA_FLEX_WALKS_THREADS = 512, FA_FLEX_HIDDEN_THREADS = 128 }; /* of a CTA */
 
 /* The parameters of flex_classify.cu. The members of flex_values follow, as many words as the mask_mod needs. */
 typedef struct {
@@ -63,17 +63,23 @@ typedef struct {
  * has a pair in every second row of the other side. */
 #define FA_HIDDEN_WORDS(other_tile) (((other_tile) / 2 + 31) / 32)
 
-/* The parameters of flex_walks.cu, flex_order.cu, flex_ranks.cu and, with the members of flex_values behind,
- * flex_hidden.cu. Own tiles walk over other tiles. The own side is
- * that of the queries, or of the keys. */
+/* The phases of flex_walks.cu. */
+enum { FA_FLEX_MAP_PHASE, FA_FLEX_WALKS_PHASE, FA_FLEX_ORDER_PHASE, FA_FLEX_RANKS_PHASE };
+
+/* The parameters of flex_walks.cu and, with the members of flex_values behind, of flex_hidden.cu. Own tiles walk over
+ * other tiles. The own side is that of the queries, or of the keys. */
 typedef struct {
     fa_cuda_flex flex;
+    fa_cuda_flex_blocks blocks;
     int *walks;       /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
     int *order;       /* [mask_b mask_h, own_tiles]; NULL: ascending */
-    unsigned *ranks;  /* [mask_b mask_h, other_tiles, own_tiles + 1] */
+    unsigned *ranks;  /* [mask_b mask_h, other_tiles, own_tiles + 1]; NULL: not wanted */
     unsigned *hidden; /* [mask_b mask_h, own_tiles, other_tiles, FA_HIDDEN_WORDS(other_tile), 2 own_tile] */
+    int *pairs;       /* [mask_b mask_h, 1 + own_tiles other_tiles]; NULL: not wanted */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */
+    int first_phase, last_phase;
+    int ctas_of_mask; /* CTAs of a cluster, which takes one mask after another; 0: all CTAs take each mask together */
 } fa_cuda_flex_walks;
 
 #endif

@@ -23,7 +23,12 @@ enum block_kind { EMPTY_BLOCK, PARTIAL_BLOCK, FULL_BLOCK, MIXED_BLOCKS };
 struct block_range {
     int first, last;
 };
-DEVICE block_range blocks_of(int first, int last, int block) { return {first / block, last / block}; }
+DEVICE block_range blocks_of(int first, int last, int block) {
+    return {(int)((unsigned)first / block), (int)((unsigned)last / block)}; /* an unsigned division is shorter */
+}
+struct block_pairs {
+    block_range rows, keys;
+};
 
 /* The map of one batch and head. */
 struct block_map {
@@ -38,16 +43,27 @@ struct block_map {
         if (kinds) kinds += ((long long)(b_idx % f.mask_b) * f.mask_h + head % f.mask_h) * f.rows * columns;
     }
 
-    /* Returns the kind of a tile of queries [i, i_last] and keys [j, j_last]. All exist. */
-    DEVICE block_kind kind_of(int i, int i_last, int j, int j_last) const {
-        if (!kinds) return without;
-        const block_range rows = blocks_of(i + offset, i_last + offset, block_q), keys = blocks_of(j, j_last, block_kv);
-        const unsigned char *row = kinds + (long long)rows.first * columns;
-        const int first = row[keys.first];
-        for (int r = rows.first; r <= rows.last; r++, row += columns)
-            for (int c = keys.first; c <= keys.last; c++)
+    /* Returns the kind of the pairs of these blocks. All exist, and `first` is the kind of the first block. */
+    DEVICE block_kind kind_of(const block_pairs &at, int first) const {
+        if (at.rows.first == at.rows.last && at.keys.first == at.keys.last) return (block_kind)first;
+        const unsigned char *row = kinds + (long long)at.rows.first * columns;
+        for (int r = at.rows.first; r <= at.rows.last; r++, row += columns)
+            for (int c = at.keys.first; c <= at.keys.last; c++)
                 if (row[c] != first) return MIXED_BLOCKS;
         return (block_kind)first;
+    }
+    DEVICE int first_kind(const block_pairs &at) const {
+        return kinds[(long long)at.rows.first * columns + at.keys.first];
+    }
+
+    /* Returns the blocks of a tile of queries [i, i_last] and keys [j, j_last]. All exist. */
+    DEVICE block_pairs pairs_of(int i, int i_last, int j, int j_last) const {
+        return {blocks_of(i + offset, i_last + offset, block_q), blocks_of(j, j_last, block_kv)};
+    }
+    DEVICE block_kind kind_of(int i, int i_last, int j, int j_last) const {
+        if (!kinds) return without;
+        const block_pairs at = pairs_of(i, i_last, j, j_last);
+        return kind_of(at, first_kind(at));
     }
 
     /* Returns the kind of the block of query i and key j. */
@@ -55,13 +71,6 @@ struct block_map {
         return (block_kind)kinds[(long long)((i + offset) / block_q) * columns + j / block_kv];
     }
 };
-
-/* The kind of the pairs of an own tile and another tile. */
-DEVICE block_kind kind_of_pairs(const fa_cuda_flex_walks &p, const block_map &map, int own, int other) {
-    const int i = own * p.own_tile, i_last = min(i + p.own_tile, p.own_len) - 1;
-    const int j = other * p.other_tile, j_last = min(j + p.other_tile, p.other_len) - 1;
-    return p.own_keys ? map.kind_of(j, j_last, i, i_last) : map.kind_of(i, i_last, j, j_last);
-}
 
 /* A tile of the other side: its first row or key, and its kind. */
 struct walk_step {

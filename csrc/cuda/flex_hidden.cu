@@ -8,8 +8,10 @@
  * Only the words of tiles that are not full, or that reach beyond an end, are written. No other words are read. Keys
  * that do not exist are hidden. So are queries if the own side is that of the keys.
  *
- * A CTA takes 64 rows of one own tile, and every gridDim.y-th tile of its walk. */
+ * flex_walks.cu has listed these pairs of tiles. A CTA takes 64 rows of one. */
+#define FLEX_MERGES_LOADS
 #include "flex.cuh"
+#include "ptx_launch.cuh"
 
 #ifndef KERNEL
 #define KERNEL flex_hidden
@@ -19,42 +21,66 @@ struct hidden_params : fa_cuda_flex_walks {
     flex_values values;
 };
 
-/* Does a kernel read the words of this tile? */
-DEVICE bool has_words(const fa_cuda_flex_walks &p, int own, int other, int kind) {
-    const bool reaches_end =
-        (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
-    return kind != FULL_BLOCK || reaches_end;
+/* Do the mask_mod and the map let query i see key j? NOTE: nothing is computed under a condition, because a load under
+ * a condition waits for the load before. */
+template <block_kind KIND> DEVICE bool sees(const mods &mod, int i, int j) {
+    if (KIND == FULL_BLOCK) return true;
+    const bool is_seen = mod.sees_in_block(PARTIAL_BLOCK, i, j);
+    if (KIND == PARTIAL_BLOCK) return is_seen;
+    const block_kind kind = mod.map.kind_at(i, j);
+    return kind == FULL_BLOCK || (kind == PARTIAL_BLOCK && is_seen);
 }
 
-extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, blocks = p.own_tile / 64;
-    const int registers = p.other_tile / 2, words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
-    const long long num = (long long)p.flex.mask_b * p.flex.mask_h * p.own_tiles * blocks;
-    for (long long at = blockIdx.x; at < num; at += gridDim.x) {
-        const int block = (int)(at % blocks);
-        const long long tile = at / blocks;
-        const int own = (int)(tile % p.own_tiles), mask = (int)(tile / p.own_tiles);
-        const mods mod(p.flex, p.values, mask / p.flex.mask_h, mask % p.flex.mask_h);
-        const int *walk = p.walks + tile * (1 + p.other_tiles);
-        const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
-        for (int n = blockIdx.y; n < walk[0]; n += gridDim.y) {
-            const int other = walk[1 + n] >> 2, kind = walk[1 + n] & 3;
-            if (!has_words(p, own, other, kind)) continue;
-            const int first_other = other * p.other_tile + 2 * (lane % 4);
-            unsigned *to = p.hidden + (tile * p.other_tiles + other) * words * threads + 128 * block + threadIdx.x;
-            for (int w = 0; w < words; w++) {
-                unsigned word = 0;
+/* Fills the words of one other tile. `to` is the thread's first word. */
+template <block_kind KIND, bool OWN_KEYS>
+DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_own, int first_other, unsigned *to) {
+    const int words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile;
+    const int len_q = OWN_KEYS ? p.other_len : p.own_len, len_kv = OWN_KEYS ? p.own_len : p.other_len;
+#pragma unroll 1
+    for (int w = 0; w < words; w++) { /* the last word may have bits beyond the registers */
+        unsigned word = 0;
 #pragma unroll 16 /* so many loads of captures are under way together */
-                for (int i = 32 * w; i < min(32 * w + 32, registers); i++) {
-                    const int x = first_own + i / 2 % 2 * 8, y = first_other + i / 4 * 8 + i % 2;
-                    const int q = p.own_keys ? y : x, key = p.own_keys ? x : y;
-                    const bool exists =
-                        key < (p.own_keys ? p.own_len : p.other_len) && (!p.own_keys || q < p.other_len);
-                    const int last_q = (p.own_keys ? p.other_len : p.own_len) - 1;
-                    if (!exists || !mod.sees((block_kind)kind, min(q, last_q), key)) word |= 1u << i % 32;
-                }
-                to[w * threads] = word;
-            }
+        for (int i = 0; i < 32; i++) {
+            const int x = first_own + i / 2 % 2 * 8, y = first_other + (8 * w + i / 4) * 8 + i % 2;
+            const int q = OWN_KEYS ? y : x, key = OWN_KEYS ? x : y;
+            const bool is_seen = sees<KIND>(mod, min(q, len_q - 1), min(key, len_kv - 1));
+            const bool exists = key < len_kv && (!OWN_KEYS || q < len_q);
+            word |= (unsigned)!(exists & is_seen) << i;
+        }
+        to[w * threads] = word;
+    }
+}
+
+template <bool OWN_KEYS>
+DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_own, int first_other, block_kind kind,
+                       unsigned *to) {
+    if (kind == PARTIAL_BLOCK)
+        fill_words<PARTIAL_BLOCK, OWN_KEYS>(p, mod, first_own, first_other, to);
+    else if (kind == FULL_BLOCK)
+        fill_words<FULL_BLOCK, OWN_KEYS>(p, mod, first_own, first_other, to);
+    else
+        fill_words<MIXED_BLOCKS, OWN_KEYS>(p, mod, first_own, first_other, to);
+}
+
+extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(const __grid_constant__ hidden_params p) {
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, blocks = p.own_tile / 64;
+    const int words = FA_HIDDEN_WORDS(p.other_tile), threads = 2 * p.own_tile, most = p.own_tiles * p.other_tiles;
+    griddepcontrol_wait(); /* for flex_walks */
+    griddepcontrol_launch_dependents();
+    for (int mask = blockIdx.y; mask < p.flex.mask_b * p.flex.mask_h; mask += gridDim.y) {
+        const mods mod(p.flex, p.values, mask / p.flex.mask_h, mask % p.flex.mask_h);
+        const int *pairs = p.pairs + (long long)mask * (1 + most);
+        const int num = blocks * pairs[0];
+        for (int i = blockIdx.x; i < num; i += gridDim.x) {
+            const int block = i % blocks, pair = pairs[1 + i / blocks], tile = pair >> 2;
+            const int own = tile / p.other_tiles, other = tile % p.other_tiles;
+            const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
+            const int first_other = other * p.other_tile + 2 * (lane % 4);
+            unsigned *to = p.hidden + ((long long)mask * most + tile) * words * threads + 128 * block + threadIdx.x;
+            if (p.own_keys)
+                fill_words<true>(p, mod, first_own, first_other, (block_kind)(pair & 3), to);
+            else
+                fill_words<false>(p, mod, first_own, first_other, (block_kind)(pair & 3), to);
         }
     }
 }

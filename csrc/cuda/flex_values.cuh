@@ -34,8 +34,13 @@ DEVICE int flex_limit(int i, int size) { return i < size ? i : size - 1; }
 DEVICE int flex_limit(long long i, int size) { return i < size ? (int)i : size - 1; }
 
 /* An element of a capture: through the read-only cache. NOTE: the load has no condition, so equal loads become one. A
- * condition made ALiBi load its slope 64 times in a step. */
+ * condition made ALiBi load its slope 64 times in a step. With FLEX_MERGES_LOADS the compiler sees what is loaded, and
+ * may merge more loads, but may also move a load behind a branch. */
+#ifdef FLEX_MERGES_LOADS
+template <class T> DEVICE T flex_load(long long address, long long place) { return ((const T *)address)[place]; }
+#else
 template <class T> DEVICE T flex_load(long long address, long long place) { return __ldg((const T *)address + place); }
+#endif
 
 /* The same where a capture may be without elements. It has the address 0. */
 template <class T> DEVICE T flex_load_if(long long address, long long place) {
@@ -126,11 +131,12 @@ DEVICE float flex_mul(float a, float b) { return __fmul_rn(a, b); }
 DEVICE double flex_mul(double a, double b) { return __dmul_rn(a, b); }
 DEVICE float flex_divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE double flex_divide(double a, double b) { return a / b; }
-/* A quotient whose last digit may be wrong. Many quotients have the same divisor, so its inverse is computed once. */
+/* A quotient whose error is at most 2 units in the last place. Many quotients have the same divisor, so its inverse is
+ * computed once. A divisor whose inverse may be no normal float is moved by a power of two, and the quotient with it.
+ * NOTE: there is no branch. With branches a thread computes the quotients of its registers one after the other. */
 DEVICE float flex_ratio(float a, float b) {
-    const float inverse = __fdiv_rn(1.0f, b);
-    const bool is_usual = fabsf(inverse) > 0x1p-100f && fabsf(inverse) < 0x1p100f;
-    return is_usual ? a * inverse : __fdiv_rn(a, b);
+    const float factor = fabsf(b) > 0x1p100f ? 0x1p-64f : fabsf(b) < 0x1p-100f ? 0x1p64f : 1.0f;
+    return a * __fdividef(1.0f, b * factor) * factor;
 }
 DEVICE double flex_ratio(double a, double b) { return a / b; }
 DEVICE float flex_sqrt(float x) { return __fsqrt_rn(x); }

@@ -1,31 +1,177 @@
-/* Lists the tiles that each tile of a kernel walks over, out of the map of a block mask (flex_blocks.cuh). An own tile
- * of queries walks over tiles of keys, and an own tile of keys over tiles of queries.
+/* What Hopper's kernels must know of a block mask before they begin. An own tile of queries walks over tiles of keys,
+ * and an own tile of keys over tiles of queries. There are four phases:
  *
- *   walks [masks, own_tiles, 1 + other_tiles]: the number of other tiles that are not empty, and behind it 4 times the
- *                                              tile plus its block_kind, for these tiles in descending order
+ *   map     kinds [masks, rows, columns] (flex_map.cuh)
+ *   walks   walks [masks, own_tiles, 1 + other_tiles]: the number of other tiles that are not empty, and behind it 4
+ *           times the tile plus its block_kind, for these tiles in descending order. If flex_hidden.cu follows, a full
+ *           tile that reaches beyond an end counts as partial: kernels read its bits
+ *           pairs [masks, 1 + own_tiles other_tiles]: the number of pairs of tiles that have bits in flex_hidden.cu,
+ *           and behind it 4 times own * other_tiles + other plus the block_kind, in any order
+ *   order   order [masks, own_tiles]: the own tiles by the length of their walks, the longest first. So a launch ends
+ *           with short tiles. Of walks of one length the last query tile comes first, but the first key tile: key tiles
+ *           walk from the last query tile to the first, and the key tile that begins first must not keep the others
+ *           waiting for its share.
+ *   ranks   ranks [masks, other_tiles, own_tiles + 1]: in which order the tiles of keys that a tile of queries sees add
+ *           to its dQ. This is the order in which Hopper's backward begins them. The rank of a pair of tiles that is
+ *           not empty is twice the number of own tiles that add before, plus 1 if none adds after. Behind each row
+ *           stands the number of own tiles that add. The own side is that of the keys.
  *
- * One warp lists one walk. Its lanes look at 32 tiles at a time. */
-#include "flex_blocks.cuh"
+ * A cluster runs all phases of a mask, with barriers between them: a launch costs more than a phase. A long problem
+ * has a launch for each phase, with all CTAs at work (../gpu/mods.c). One warp serves one row, walk, place or row of
+ * ranks. Its lanes look at 32 tiles at a time, and AT_ONCE times as many loads are under way together. */
+#include "flex_map.cuh"
+#include "ptx_launch.cuh"
 
 #ifndef KERNEL
 #define KERNEL flex_walks
 #endif
 
-extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS) KERNEL(const fa_cuda_flex_walks p) {
-    const int lane = (int)(threadIdx.x % 32), warps = (int)blockDim.x / 32;
-    const long long num_walks = (long long)p.flex.mask_b * p.flex.mask_h * p.own_tiles;
-    for (long long at = (long long)blockIdx.x * warps + threadIdx.x / 32; at < num_walks;
-         at += (long long)gridDim.x * warps) {
-        const int own = (int)(at % p.own_tiles), mask = (int)(at / p.own_tiles);
-        const block_map map(p.flex, mask / p.flex.mask_h, mask % p.flex.mask_h, PARTIAL_BLOCK);
-        int *walk = p.walks + at * (1 + p.other_tiles), num = 0;
-        for (int last = p.other_tiles - 1; last >= 0; last -= 32) {
-            const int other = last - lane;
-            const block_kind kind = other >= 0 ? kind_of_pairs(p, map, own, other) : EMPTY_BLOCK;
+typedef fa_cuda_flex_walks params;
+constexpr int AT_ONCE = 4;
+
+/* A warp among those that share a phase, and their masks. */
+struct share {
+    int warp, warps;
+    int first_mask, mask_step;
+
+    DEVICE share(const params &p) {
+        const int warps_of_cta = (int)blockDim.x / 32, ctas = p.ctas_of_mask ? p.ctas_of_mask : (int)gridDim.x;
+        warp = (int)blockIdx.x % ctas * warps_of_cta + (int)threadIdx.x / 32, warps = ctas * warps_of_cta;
+        first_mask = (int)blockIdx.x / ctas, mask_step = (int)gridDim.x / ctas;
+    }
+};
+
+/* The kinds of the pairs of own tiles and other tiles. A negative tile stands for no tile. NOTE: the loads have no
+ * condition, so they are under way together. */
+DEVICE void find_kinds(const params &p, const block_map &map, const int (&own)[AT_ONCE], const int (&other)[AT_ONCE],
+                       block_kind (&kinds)[AT_ONCE]) {
+    block_pairs pairs[AT_ONCE];
+    int first[AT_ONCE];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        const int i = max(own[n], 0) * p.own_tile, i_last = min(i + p.own_tile, p.own_len) - 1;
+        const int j = max(other[n], 0) * p.other_tile, j_last = min(j + p.other_tile, p.other_len) - 1;
+        pairs[n] = p.own_keys ? map.pairs_of(j, j_last, i, i_last) : map.pairs_of(i, i_last, j, j_last);
+        first[n] = map.first_kind(pairs[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        kinds[n] = EMPTY_BLOCK;
+        if (own[n] >= 0 && other[n] >= 0) kinds[n] = map.kind_of(pairs[n], first[n]);
+    }
+}
+
+/* Does a kernel read bits of this pair of tiles? */
+DEVICE bool has_bits(const params &p, int own, int other, block_kind kind) {
+    const bool reaches_end =
+        (other + 1) * p.other_tile > p.other_len || (p.own_keys && (own + 1) * p.own_tile > p.own_len);
+    return kind != EMPTY_BLOCK && (kind != FULL_BLOCK || reaches_end);
+}
+
+DEVICE unsigned lanes_before() { return (1u << threadIdx.x % 32) - 1; }
+
+DEVICE void list_walk(const params &p, const block_map &map, int mask, int own) {
+    const int lane = (int)(threadIdx.x % 32);
+    int *walk = p.walks + ((long long)mask * p.own_tiles + own) * (1 + p.other_tiles), num = 0;
+#pragma unroll 1
+    for (int last = p.other_tiles - 1; last >= 0; last -= 32 * AT_ONCE) {
+        int owns[AT_ONCE], others[AT_ONCE];
+        block_kind kinds[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) others[n] = last - 32 * n - lane, owns[n] = own;
+        find_kinds(p, map, owns, others, kinds);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const bool needs_bits = p.pairs && has_bits(p, own, others[n], kinds[n]);
+            const block_kind kind = needs_bits && kinds[n] == FULL_BLOCK ? PARTIAL_BLOCK : kinds[n];
             const unsigned all = __ballot_sync(0xffffffffu, kind != EMPTY_BLOCK);
-            if (kind != EMPTY_BLOCK) walk[1 + num + __popc(all & ((1u << lane) - 1))] = 4 * other + kind;
+            if (kind != EMPTY_BLOCK) walk[1 + num + __popc(all & lanes_before())] = 4 * others[n] + kind;
+            num += __popc(all);
+            if (!p.pairs) continue;
+            int *pairs = p.pairs + (long long)mask * (1 + p.own_tiles * p.other_tiles), place = 0;
+            const unsigned with_bits = __ballot_sync(0xffffffffu, needs_bits);
+            if (with_bits == 0) continue;
+            if (lane == 0) place = 1 + atomicAdd(pairs, __popc(with_bits));
+            place = __shfl_sync(0xffffffffu, place, 0) + __popc(with_bits & lanes_before());
+            if (with_bits >> lane & 1) pairs[place] = 4 * (own * p.other_tiles + others[n]) + kinds[n];
+        }
+    }
+    if (lane == 0) walk[0] = num;
+}
+
+/* The place of a tile is the number of tiles that come before it. */
+DEVICE void find_place(const params &p, int mask, int own) {
+    const int lane = (int)(threadIdx.x % 32);
+    const long long pitch = 1 + p.other_tiles;
+    const int *nums = p.walks + (long long)mask * p.own_tiles * pitch, num = nums[own * pitch];
+    int before = 0;
+#pragma unroll 4
+    for (int first = 0; first < p.own_tiles; first += 32) {
+        const int other = first + lane, other_num = nums[min(other, p.own_tiles - 1) * pitch];
+        const bool is_sooner = other_num > num || (other_num == num && (p.own_keys ? other < own : other > own));
+        before += __popc(__ballot_sync(0xffffffffu, other < p.own_tiles && is_sooner));
+    }
+    if (lane == 0) p.order[(long long)mask * p.own_tiles + before] = own;
+}
+
+DEVICE void rank_tiles(const params &p, const block_map &map, int mask, int other) {
+    const int lane = (int)(threadIdx.x % 32);
+    const int *order = p.order ? p.order + (long long)mask * p.own_tiles : nullptr;
+    unsigned *ranks = p.ranks + ((long long)mask * p.other_tiles + other) * (p.own_tiles + 1), num = 0;
+    int last = 0; /* of the tiles so far, the one that adds last */
+#pragma unroll 1
+    for (int first = 0; first < p.own_tiles; first += 32 * AT_ONCE) {
+        int owns[AT_ONCE], others[AT_ONCE];
+        block_kind kinds[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int place = first + 32 * n + lane, own = min(place, p.own_tiles - 1);
+            others[n] = place < p.own_tiles ? other : -1, owns[n] = order ? order[own] : own;
+        }
+        find_kinds(p, map, owns, others, kinds);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const unsigned all = __ballot_sync(0xffffffffu, kinds[n] != EMPTY_BLOCK);
+            if (kinds[n] != EMPTY_BLOCK) ranks[owns[n]] = 2 * (num + __popc(all & lanes_before()));
+            if (all) last = __shfl_sync(0xffffffffu, owns[n], 31 - __clz(all));
             num += __popc(all);
         }
-        if (lane == 0) walk[0] = num;
+    }
+    __syncwarp();
+    if (lane == 0) {
+        ranks[p.own_tiles] = num;
+        if (num > 0) ranks[last] = 2 * (num - 1) + 1;
+    }
+}
+
+DEVICE void run_phase(const params &p, int phase) {
+    const share s(p);
+    const int num = phase == FA_FLEX_MAP_PHASE     ? p.flex.rows
+                    : phase == FA_FLEX_RANKS_PHASE ? p.ranks ? p.other_tiles : 0
+                    : phase == FA_FLEX_ORDER_PHASE ? p.order ? p.own_tiles : 0
+                                                   : p.own_tiles;
+    for (int mask = s.first_mask; mask < p.flex.mask_b * p.flex.mask_h; mask += s.mask_step) {
+        const int b = mask / p.flex.mask_h, h = mask % p.flex.mask_h;
+        const block_map map(p.flex, b, h, PARTIAL_BLOCK);
+#pragma unroll 1
+        for (int i = s.warp; i < num; i += s.warps) {
+            if (phase == FA_FLEX_MAP_PHASE) {
+                make_row(p.blocks, b, h, i);
+                if (i == 0 && p.pairs) p.pairs[(long long)mask * (1 + p.own_tiles * p.other_tiles)] = 0;
+            }
+            if (phase == FA_FLEX_WALKS_PHASE) list_walk(p, map, mask, i);
+            if (phase == FA_FLEX_ORDER_PHASE) find_place(p, mask, i);
+            if (phase == FA_FLEX_RANKS_PHASE) rank_tiles(p, map, mask, i);
+        }
+    }
+}
+
+/* NOTE: without the 1, ptxas keeps to 64 registers and spills. */
+extern "C" __global__ void __launch_bounds__(FA_FLEX_WALKS_THREADS, 1) KERNEL(const __grid_constant__ params p) {
+    griddepcontrol_wait(); /* for earlier work of the stream */
+    griddepcontrol_launch_dependents();
+    for (int phase = p.first_phase; phase <= p.last_phase; phase++) {
+        if (phase > p.first_phase) cluster_sync();
+        run_phase(p, phase);
     }
 }

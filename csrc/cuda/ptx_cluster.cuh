@@ -1,5 +1,5 @@
-/* Synchronisation on Hopper: mbarriers, thread block clusters and dependent launches. CTAs of a cluster run at the same
- * time and reach each other's shared memory.
+/* Synchronisation on Hopper: mbarriers and thread block clusters. CTAs of a cluster run at the same time and reach each
+ * other's shared memory.
  *
  * There is one wrapper per instruction, named after the instruction, with operands in PTX order. The comment above a
  * wrapper says which threads must call it. Addresses in shared memory are 32-bit (`smem_address`). Headings in brackets
@@ -7,6 +7,7 @@
 #ifndef FA_PTX_CLUSTER_CUH
 #define FA_PTX_CLUSTER_CUH
 
+#include "ptx_launch.cuh"
 #include "ptx_sm80.cuh"
 
 /* ---- mbarrier [Parallel Synchronization and Communication: mbarrier] ------------------------------------------
@@ -87,12 +88,7 @@ DEVICE u32 mapa(u32 shared, u32 rank) {
     return address;
 }
 
-/* All threads of all CTAs of the cluster. Their writes are visible afterwards. [barrier.cluster] */
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/* All threads of all CTAs of the cluster: the same in two steps. The arrival is relaxed. It says that something has
+/* All threads of all CTAs of the cluster: cluster_sync in two steps. The arrival is relaxed. It says that something has
  * been read, and a barrier of the CTA stands between the reads and the arrival. A release would cost 1000 clocks.
  * [barrier.cluster] */
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -134,15 +130,5 @@ DEVICE void st_async(float *dst, u64 *barrier, float4 x, u32 rank) {
         "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(mapa(smem_address(barrier), rank))
         : "memory");
 }
-
-/* ---- dependent launches [griddepcontrol] ----------------------------------------------------------------------
- * Both do nothing if the launch did not ask for programmatic stream serialization. */
-
-/* At least one thread of every CTA. The next kernel may then begin where there is room for it. */
-DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-/* Every thread that uses memory of the kernel before. The wait ends when that kernel has ended and its writes are
- * visible. */
-DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 #endif

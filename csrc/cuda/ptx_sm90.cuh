@@ -271,6 +271,7 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define R_32                                                                                                     \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
     "%29,%30,%31"
+#define R_40 R_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define R_48 R_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define R_56 R_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define R_64 R_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
@@ -286,6 +287,7 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define D_32  D_8(0), D_8(8), D_8(16), D_8(24)
+#define D_40  D_32, D_8(32)
 #define D_48  D_32, D_8(32), D_8(40)
 #define D_56  D_48, D_8(48)
 #define D_64  D_56, D_8(56)
@@ -298,6 +300,7 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
  *
  * ss   D = A B + (accumulate ? D : 0). A [64, 16] and B [N, 16] are in shared memory, both K-major. With B_ACROSS, B is
  *      [16, N], MN-major. With A_ACROSS, A is [16, 64], MN-major.
+ * rs_along  rs with B [N, 16] K-major, D = A B + (accumulate ? D : 0)
  * rs   D += A B. A [64, 16] is in registers, B [16, N] in shared memory, MN-major. Register 0 of A holds the pair in
  *      row l / 4, columns 2 (l % 4) + {0, 1}. Register 1 has row + 8, register 2 columns + 8, register 3 both. */
 template <int N, class T> struct wgmma;
@@ -323,15 +326,26 @@ template <int N, class T> struct wgmma;
                          : D_##REGS                                                                                  \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                         \
         }                                                                                                            \
+        template <u32 B_HIGH> static DEVICE void rs_along(float (&d)[REGS], const u32 *a, u32 b, int accumulate) {   \
+            asm volatile("{.reg .pred acc; .reg .b64 b;\n"                                                           \
+                         "setp.ne.b32 acc, %" #R6 ", 0;\n"                                                           \
+                         "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                        \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS               \
+                         "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, acc, 1, 1, 0;}"                            \
+                         : D_##REGS                                                                                  \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH), "r"(accumulate));        \
+        }                                                                                                            \
     };
 #define WGMMA_BOTH(N, REGS, ...)              \
     WGMMA(N, bf16, "bf16", REGS, __VA_ARGS__) \
     WGMMA(N, fp16, "f16", REGS, __VA_ARGS__)
 
 WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA_BOTH(112, 56, 56, 57, 58, 59, 60, 61, 62)
 WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_BOTH(160, 80, 80, 81, 82, 83, 84, 85, 86)
 WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
 

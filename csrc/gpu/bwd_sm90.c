@@ -12,10 +12,15 @@
 #include "plan/bwd_workspace.h"
 #include "plan/gpu_problem.h"
 
-enum { MAIN_THREADS = 384, HELPER_THREADS = 256 };
+enum { HELPER_THREADS = 256 };
 
 /* Returns the number of CTAs that share a tile's keys. They form a thread block cluster. */
 static int ctas_of_tile(const fa_cuda_call *call) { return call->plan->gpu.family == FA_BWD_WIDE_SM90 ? 2 : 1; }
+
+/* Returns the threads of a CTA: one warpgroup that feeds, and two or three that compute. */
+static unsigned main_threads(const fa_bwd_sm90_columns *tile, bool is_wide) {
+    return is_wide && tile->d <= 192 ? 512 : 384;
+}
 
 static fa_bwd_tensor tensor_of(const fa_view *t, bool packed) {
     return (fa_bwd_tensor){t->data, packed ? 0 : t->stride_b, t->stride_row, t->stride_h};
@@ -127,6 +132,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,
                     HELPER_THREADS, &a, err);
     if (status == FA_OK && wants_main)
-        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), MAIN_THREADS, &a, err);
+        status = launch(call, family, row, ctas * (tiles < clusters ? tiles : clusters), main_threads(tile, is_wide),
+                        &a, err);
     return status;
 }

@@ -144,14 +144,18 @@ static bool read_kept(const fa_folder *folder, const char *name, uint64_t key, f
 }
 
 static bool read_shipped(const char *name, uint64_t key, fa_blob *cubin) {
+    static const char *const places[] = {"flash_attn/cubins", "cubins"}; /* of flash_attn_2_cuda, of flash_attn_3._C */
     char path[FA_PATH_BYTES], module[FA_PATH_BYTES - 32], file[NAME_BYTES];
-    fa_folder folder;
+    bool is_found = false;
     if (!fa_module_folder(module, sizeof module)) return false;
-    snprintf(path, sizeof path, "%s/flash_attn/cubins", module);
-    if (fa_folder_open(&folder, path, FA_FOLDER_OF_THE_PACKAGE)) return false;
     shipped_name(file, name, key);
-    const bool is_found = read_cubin(&folder, file, name, key, cubin);
-    fa_folder_close(&folder);
+    for (size_t i = 0; i < sizeof places / sizeof *places && !is_found; i++) {
+        fa_folder folder;
+        snprintf(path, sizeof path, "%s/%s", module, places[i]);
+        if (fa_folder_open(&folder, path, FA_FOLDER_OF_THE_PACKAGE)) continue;
+        is_found = read_cubin(&folder, file, name, key, cubin);
+        fa_folder_close(&folder);
+    }
     return is_found;
 }
 

@@ -28,6 +28,7 @@ typedef struct {
     int *walks, *order;
     unsigned *ranks; /* of the backward */
     unsigned *hidden;
+    int *pairs; /* behind the hidden pairs */
     tiles_of_side own, other;
     int64_t masks;
 } block_walks;
@@ -45,7 +46,11 @@ static block_walks walks_of(const fa_cuda_call *call) {
     int *behind = w.walks + w.masks * w.own.num * (1 + w.other.num);
     if (owns_keys) w.ranks = (unsigned *)(behind + w.masks * w.own.num);
     if (!owns_keys || !fa_has_masks_in_groups(p)) w.order = behind; /* pieces of a key tile begin in their order */
-    if (plan->gpu.has_hidden) w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
+    if (plan->gpu.has_hidden) {
+        const int64_t pairs = w.masks * w.own.num * w.other.num;
+        w.hidden = (unsigned *)((char *)w.walks + fa_block_walks_bytes(p, plan));
+        w.pairs = (int *)(w.hidden + pairs * FA_HIDDEN_WORDS(w.other.tile) * 2 * w.own.tile);
+    }
     return w;
 }
 
@@ -58,11 +63,9 @@ static fa_cuda_block_list list_of(const fa_flex_list *t) {
     return list;
 }
 
-fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err) {
-    enum { THREADS = 128, MOST_CTAS = 1 << 16 };
+static fa_cuda_flex_blocks blocks_of(const fa_cuda_call *call) {
     const fa_flex *flex = call->problem->flex;
-    if (!flex || fa_block_map_bytes(call->problem) == 0) return FA_OK;
-    const fa_cuda_flex_blocks a = {
+    return (fa_cuda_flex_blocks){
         .partial = list_of(&flex->partial),
         .full = list_of(&flex->full),
         .kinds = block_map_of(call),
@@ -72,9 +75,21 @@ fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err) {
         .columns = (int)flex->columns,
         .kind_of_partial = flex->mask ? FA_FLEX_PARTIAL : FA_FLEX_FULL,
     };
+}
+
+/* CTAs with a warp for each of `warps` pieces of work. */
+static unsigned ctas_for(int64_t warps, int threads) {
+    const int64_t most = 1 << 16, ctas = (warps + threads / 32 - 1) / (threads / 32);
+    return (unsigned)(ctas < most ? ctas : most);
+}
+
+fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err) {
+    const fa_flex *flex = call->problem->flex;
+    if (!flex || fa_block_map_bytes(call->problem) == 0) return FA_OK;
+    const fa_cuda_flex_blocks a = blocks_of(call);
     const fa_variant variant = {.family = FA_FLEX_BLOCKS, .arch = call->gpu->capability};
     const int64_t rows = flex->mask_b * flex->mask_h * flex->rows;
-    const fa_launch launch = {(unsigned)(rows < MOST_CTAS ? rows : MOST_CTAS), 1, 1, .threads = THREADS};
+    const fa_launch launch = {ctas_for(rows, FA_FLEX_BLOCKS_THREADS), 1, 1, .threads = FA_FLEX_BLOCKS_THREADS};
     return fa_cuda_launch(call, variant, launch, &a, err);
 }
 
@@ -109,13 +124,14 @@ static_assert(sizeof(fa_cuda_flex_walks) % sizeof(uint64_t) == 0, "the values fo
 
 static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_walks *walks, int64_t masks,
                                    fa_error *err) {
-    enum { SHARES = 8, MOST_CTAS = 1 << 16 }; /* CTAs of 64 rows of a walk */
+    enum { CTAS = 1 << 11, MOST_Y = (1 << 16) - 1 }; /* two rounds of an H100 */
     const fa_mods all = fa_mods_of(call->problem, false);
     const fa_mods mods = {.mask = all.mask, .is_wide = all.is_wide};
     const fa_variant variant = {FA_FLEX_HIDDEN, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
-    const int64_t ctas = masks * walks->own_tiles * (walks->own_tile / FA_ROWS_OF_A_WARPGROUP);
-    const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), SHARES, 1,
-                              .threads = FA_FLEX_WALKS_THREADS};
+    const int64_t blocks = walks->own_tile / FA_ROWS_OF_A_WARPGROUP;
+    const int64_t most = blocks * walks->own_tiles * walks->other_tiles, wanted = masks < CTAS ? CTAS / masks : 1;
+    const fa_launch launch = {(unsigned)(most < wanted ? most : wanted), (unsigned)(masks < MOST_Y ? masks : MOST_Y), 1,
+                              .threads = FA_FLEX_HIDDEN_THREADS, .waits_itself = true};
     hidden_parameters a;
     /* The planner has refused calls with more. */
     if (sizeof a.head + fa_flex_values_bytes(NULL, mods.mask, NULL) > sizeof a)
@@ -125,17 +141,43 @@ static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_
     return fa_cuda_launch(call, variant, launch, &a, err);
 }
 
+/* Launches flex_walks.cu. A launch of all phases has a cluster for each mask, or a CTA for each of many masks. A
+ * cluster has so few warps that a long problem has a launch for each phase. */
+static fa_status find_walks(const fa_cuda_call *call, fa_cuda_flex_walks a, int64_t masks, fa_error *err) {
+    enum { CTAS_OF_MASK = 8, MANY_MASKS = 32, MOST_MASKS = 1 << 13, MOST_PAIRS = 1 << 18 };
+    const fa_variant variant = {.family = FA_FLEX_WALKS, .arch = call->gpu->capability};
+    const int64_t tiles = a.own_tiles > a.other_tiles ? a.own_tiles : a.other_tiles;
+    const int64_t rows = tiles > a.flex.rows ? tiles : a.flex.rows;
+    const int last_phase = a.ranks ? FA_FLEX_RANKS_PHASE : FA_FLEX_ORDER_PHASE;
+    fa_launch launch = {1, 1, 1, .threads = FA_FLEX_WALKS_THREADS, .waits_itself = true};
+    if ((int64_t)a.own_tiles * a.other_tiles <= MOST_PAIRS && (int64_t)a.flex.rows * a.flex.columns <= MOST_PAIRS) {
+        a.ctas_of_mask = masks < MANY_MASKS ? CTAS_OF_MASK : 1;
+        a.first_phase = FA_FLEX_MAP_PHASE, a.last_phase = last_phase;
+        launch.grid_x = (unsigned)(masks < MOST_MASKS ? masks : MOST_MASKS) * (unsigned)a.ctas_of_mask;
+        launch.cluster = (unsigned)a.ctas_of_mask;
+        return fa_cuda_launch(call, variant, launch, &a, err);
+    }
+    fa_status status = FA_OK;
+    launch.grid_x = ctas_for(rows, FA_FLEX_WALKS_THREADS);
+    for (int phase = FA_FLEX_MAP_PHASE; phase <= last_phase && status == FA_OK; phase++) {
+        a.first_phase = a.last_phase = phase;
+        status = fa_cuda_launch(call, variant, launch, &a, err);
+    }
+    return status;
+}
+
 fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
-    enum { WARPS = FA_FLEX_WALKS_THREADS / 32, MOST_CTAS = 1 << 16 };
     const fa_problem *p = call->problem;
     if (!p->flex || fa_block_map_bytes(p) == 0) return FA_OK;
     const block_walks w = walks_of(call);
     const fa_cuda_flex_walks a = {
         .flex = flex_of(call),
+        .blocks = blocks_of(call),
         .walks = w.walks,
         .order = w.order,
         .ranks = w.ranks,
         .hidden = w.hidden,
+        .pairs = w.pairs,
         .own_len = (int)w.own.len,
         .own_tile = (int)w.own.tile,
         .own_tiles = (int)w.own.num,
@@ -144,20 +186,7 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
         .other_tiles = (int)w.other.num,
         .own_keys = p->pass == FA_BWD,
     };
-    const struct {
-        fa_family_id family;
-        bool is_wanted;
-        int64_t warps;
-    } steps[] = {{FA_FLEX_WALKS, true, w.masks * w.own.num},
-                 {FA_FLEX_ORDER, w.order != NULL, w.masks * w.own.num},
-                 {FA_FLEX_RANKS, w.ranks != NULL, w.masks * w.other.num}};
-    fa_status status = fa_cuda_make_block_map(call, err);
-    for (size_t i = 0; i < sizeof steps / sizeof *steps && status == FA_OK; i++) {
-        const int64_t ctas = (steps[i].warps + WARPS - 1) / WARPS;
-        const fa_launch launch = {(unsigned)(ctas < MOST_CTAS ? ctas : MOST_CTAS), 1, 1, .threads = 32 * WARPS};
-        const fa_variant variant = {.family = steps[i].family, .arch = call->gpu->capability};
-        if (steps[i].is_wanted) status = fa_cuda_launch(call, variant, launch, &a, err);
-    }
+    const fa_status status = find_walks(call, a, w.masks, err);
     return status == FA_OK && w.hidden ? find_hidden_pairs(call, &a, w.masks, err) : status;
 }
 

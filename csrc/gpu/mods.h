@@ -11,7 +11,7 @@ fa_status fa_cuda_make_block_map(const fa_cuda_call *call, fa_error *err);
  * those of keys, and there are ranks, too. */
 fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err);
 
-/* The ranks of Hopper's backward in the workspace (cuda/flex_ranks.cu). NULL: there is no block mask. */
+/* The ranks of Hopper's backward in the workspace (cuda/flex_walks.cu). NULL: there is no block mask. */
 const unsigned *fa_cuda_block_ranks(const fa_cuda_call *call);
 
 /* Launches a kernel. The user's functions and what kernels read with them stand behind `parameters` if the variant has

@@ -1,8 +1,8 @@
-"""Compiles GPU kernels while building, so that a wheel carries them. setup.py uses this file.
+"""Compiles GPU kernels while building, so that a wheel carries them. setup.py and hopper/setup.py use this file.
 
 FLASH_ATTN_CUDA_ARCHS lists architectures in upstream's form, "80;90". The kernels that most calls need go to
-flash_attn/cubins. Each kernel is one file. The file's name contains the hash of source and options that the runtime
-looks for. So a file is never used after its source has changed. manifest.json lists the files.
+flash_attn/cubins or flash_attn_3/cubins. Each kernel is one file. The file's name contains the hash of source and
+options that the runtime looks for. So a file is never used after its source has changed. manifest.json lists the files.
 
 NVRTC compiles the kernels, as at run time. FLASH_ATTN_NVRTC, the system or the CUDA toolkit names the library. Without
 NVRTC or without the variable, a wheel is complete too. Its kernels are then compiled at first use.
@@ -18,6 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# An sdist of flash_attn_3 has no folder flash_attn. There the file lies here.
+VARIANTS = next(
+    x for x in (ROOT / "flash_attn" / "_variants.py", Path(__file__).with_name("_variants.py")) if x.exists()
+)
 
 
 def _load(name, path):
@@ -40,24 +44,26 @@ def toolkit():
 
 
 def ship(extension, archs, jobs, say=print):
-    """Compiles the common kernels of archs into flash_attn/cubins beside the extension.
+    """Compiles the common kernels of archs into flash_attn/cubins beside the extension, or flash_attn_3/cubins.
 
     Args:
-        extension: path of the built module flash_attn_2_cuda.
+        extension: path of the built module flash_attn_2_cuda or flash_attn_3._C.
         archs: architectures as in flash_attn/_variants.py. An empty list only clears the folder.
         jobs: number of compilers that run at once.
         say: function that is called with a message about the result.
     Returns:
         The manifest, or [] if no kernel was compiled.
     """
-    folder = Path(extension).resolve().parent / "flash_attn" / "cubins"
+    module_name = Path(extension).name.partition(".")[0]
+    package, generation = ("flash_attn_3", 3) if module_name == "_C" else ("flash_attn", 2)
+    folder = Path(extension).resolve().parent / ("cubins" if generation == 3 else "flash_attn/cubins")
     shutil.rmtree(folder, ignore_errors=True)
     if not archs:
         return []
-    variants = _load("flash_attn_variants", ROOT / "flash_attn" / "_variants.py")
+    variants = _load("flash_attn_variants", VARIANTS)
     variants.__spec__.loader.exec_module(variants)
-    module = _load("flash_attn_2_cuda", extension)
-    kernels = variants.choose(module.cuda_kernels(), archs)
+    module = _load(module_name, extension)
+    kernels = variants.choose(module.cuda_kernels(), archs, False, generation)
     before = {name: os.environ.get(name) for name in ("FLASH_ATTN_CACHE_DIR", "CUDA_HOME")}
     os.environ["FLASH_ATTN_CACHE_DIR"] = str(folder)
     if toolkit() and not before["CUDA_HOME"]:
@@ -71,7 +77,7 @@ def ship(extension, archs, jobs, say=print):
         if "nvidia-cuda-nvrtc" not in str(error):
             raise
         say(
-            "flash_attn: there is no NVRTC here, so the wheel carries no compiled GPU kernels; they are compiled at use"
+            f"{package}: there is no NVRTC here, so the wheel carries no compiled GPU kernels; they are compiled at use"
         )
         return []
     finally:
@@ -86,5 +92,5 @@ def ship(extension, archs, jobs, say=print):
             {"name": name, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         )
     (folder / "manifest.json").write_text(json.dumps({"archs": archs, "kernels": manifest}, indent=1) + "\n")
-    say(f"flash_attn: {len(manifest)} GPU kernels for {', '.join(archs)} compiled into {folder}")
+    say(f"{package}: {len(manifest)} GPU kernels for {', '.join(archs)} compiled into {folder}")
     return manifest

@@ -46,7 +46,8 @@ static void name_kernel(fa_plan *plan, const fa_problem *p) {
     if (p->d_v != p->d) end = append_number(end, "v", (int)p->d_v);
     if (plan->cpu.isa != FA_ISA_REFERENCE)
         end = append_number(append_number(end, "_q", plan->block_q), "kv", plan->block_kv);
-    if (p->flex) append(end, "_flex");
+    if (p->flex) end = append(end, "_flex");
+    if (p->bias.data) append(end, "_bias");
 }
 
 static bool has_kernel(const fa_problem *p, fa_isa isa) {

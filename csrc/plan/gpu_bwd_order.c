@@ -12,6 +12,7 @@ typedef struct {
     int64_t ctas;              /* CTAs at a time, or clusters if CTAs of a cluster share a tile */
     int64_t tiles, all_tiles;  /* mean number of key tiles of a head; uncut key tiles of all heads */
     bool is_causal, is_masked;
+    bool is_uneven; /* key tiles have different lengths */
 } order_of_tiles;
 
 /* Returns how many key heads are walked together. Their bytes fit into 24 MB of the L2. */
@@ -39,10 +40,11 @@ static int64_t heads_within(int64_t heads, const order_of_tiles *o, int64_t byte
 /* Returns the least number of key heads that must be walked together.
  * In a fixed order the key tiles of one head add to dQ one after the other. Tiles of other heads lie between these
  * tiles and keep them apart. The L2 must have room for all heads of the group. Otherwise the speed depends on whether
- * CTAs keep in step. With a causal mask, tiles have different lengths. Every CTA must have a tile of the group, or the
- * last group ends late. Long tiles of one head that have the SMs to themselves reach the diagonal together. */
+ * CTAs keep in step. With a causal or a block mask, tiles have different lengths. Every CTA must have a tile of the
+ * group, or the last group ends late. Long tiles of one head that have the SMs to themselves reach the diagonal
+ * together. */
 static int64_t least_heads(const fa_problem *p, const order_of_tiles *o, bool in_order) {
-    if (!o->is_causal) return in_order ? heads_within(1024 / fa_columns(p), o, 50 << 20) : 1;
+    if (!o->is_uneven) return in_order ? heads_within(1024 / fa_columns(p), o, 50 << 20) : 1;
     const int64_t apart = (in_order ? 2048 / fa_columns(p) : p->len_kv > 4096 ? 8 : 1) / o->heads_per_tile;
     const int64_t busy = p->len_kv > 2048 ? 2 * o->ctas / o->tiles : heads_within(o->ctas / o->tiles, o, 32 << 20);
     return apart > busy ? apart : busy;
@@ -61,6 +63,7 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
         .tiles = mean_kv > 0 ? (mean_kv + block_kv - 1) / block_kv : 1,
         .is_causal = plan->gpu.features & FA_CAUSAL,
         .is_masked = plan->gpu.features & (FA_CAUSAL | FA_LOCAL | FA_FLEX),
+        .is_uneven = plan->gpu.features & FA_CAUSAL || fa_block_map_bytes(p) > 0,
     };
     o.all_tiles = p->h_kv * (packed ? p->total_kv / block_kv : p->b * o.tiles);
     o.bytes = 8 * fa_columns(p) * (mean_q > 0 ? mean_q : 1) * o.heads_per_tile;
@@ -68,11 +71,11 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
     plan->gpu.any_order = !in_order;
     plan->gpu.converts = o.is_causal && fa_columns(p) <= 64 && !in_order && p->len_kv > 1024;
     int64_t group = heads_in_group(&o);
-    if (o.is_causal && fa_columns(p) <= 64 && !plan->gpu.converts) group *= 2;
+    if (o.is_uneven && fa_columns(p) <= 64 && !plan->gpu.converts) group *= 2;
     const int64_t least = least_heads(p, &o, in_order);
     if (group < least) group = least;
     if (group > o.heads) group = o.heads;
-    if (o.is_causal && group > 0) { /* groups get the same size, because a small last group would end late */
+    if (o.is_uneven && group > 0) { /* groups get the same size, because a small last group would end late */
         const int64_t groups = o.heads / group;
         group = (o.heads + groups - 1) / groups;
     }

@@ -110,10 +110,11 @@ size_t fa_hidden_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t other_tile = p->pass == FA_BWD ? plan->block_q : plan->block_kv;
     const int64_t own = ((p->pass == FA_BWD ? p->len_kv : p->len_q) + own_tile - 1) / own_tile;
     const int64_t other = ((p->pass == FA_BWD ? p->len_q : p->len_kv) + other_tile - 1) / other_tile;
-    const int64_t bytes_of_pair = FA_HIDDEN_WORDS(other_tile) * 2 * own_tile * (int64_t)sizeof(int32_t);
-    const int64_t room = most / bytes_of_pair / (flex->mask_b * flex->mask_h);
+    const int64_t bytes_of_pair = (FA_HIDDEN_WORDS(other_tile) * 2 * own_tile + 1) * (int64_t)sizeof(int32_t);
+    const int64_t masks = flex->mask_b * flex->mask_h;
+    const int64_t room = most / bytes_of_pair / masks;
     return own <= room && other <= room && own * other <= room
-               ? (size_t)(flex->mask_b * flex->mask_h * own * other * bytes_of_pair)
+               ? (size_t)(masks * (own * other * bytes_of_pair + (int64_t)sizeof(int32_t)))
                : 0;
 }
 

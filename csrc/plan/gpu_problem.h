@@ -73,9 +73,9 @@ static inline size_t fa_block_walks_at(const fa_problem *problem) {
 }
 size_t fa_block_walks_bytes(const fa_problem *problem, const fa_plan *plan);
 
-/* Bytes of the pairs that are hidden (cuda/flex_hidden.cu). They lie behind the walks. 0: the kernels of the plan
- * compute the mask_mod themselves, because there is no block mask, or heads with one block mask have other results of
- * the mask_mod, or the bits would take more than 128 MiB. */
+/* Bytes of the pairs that are hidden (cuda/flex_hidden.cu), and of the list of their tiles. They lie behind the walks.
+ * 0: the kernels of the plan compute the mask_mod themselves, because there is no block mask, or heads with one block
+ * mask have other results of the mask_mod, or the bits would take more than 128 MiB. */
 size_t fa_hidden_bytes(const fa_problem *problem, const fa_plan *plan);
 
 /* In the backward the own tiles are those of keys. Query heads of one key head that have masks of their own are walked

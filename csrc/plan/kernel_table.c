@@ -26,6 +26,7 @@
 #define V_64_64   ""
 #define V_96_96   ""
 #define V_128_128 ""
+#define V_160_160 ""
 #define V_192_192 ""
 #define V_256_256 ""
 #define V_64_256  "v256"
@@ -146,8 +147,6 @@ static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
 static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
 static const fa_row flex_hidden_rows[] = {{.name = "flex_hidden"}};
 static const fa_row flex_walks_rows[] = {{.name = "flex_walks"}};
-static const fa_row flex_order_rows[] = {{.name = "flex_order"}};
-static const fa_row flex_ranks_rows[] = {{.name = "flex_ranks"}};
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
@@ -216,7 +215,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define FILES(...)     ((const char *const[]){__VA_ARGS__, NULL})
 #define MASK_FILES     "walk.cuh", "mask.cuh", "integers.cuh"
 #define SCORE_FILES    "score.cuh", MASK_FILES
-#define PTX_FILES      "ptx_cluster.cuh", "ptx_sm80.cuh", "element.cuh"
+#define PTX_FILES      "ptx_cluster.cuh", "ptx_launch.cuh", "ptx_sm80.cuh", "element.cuh"
 #define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 #define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
@@ -266,7 +265,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .chooses = bwd_sm90_chooses,
                      .aligns_shared = true},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
-                          .files = FILES("attn_bwd_wide_sm90.cu", BWD_STEP_FILES, BWD_FILES),
+                          .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_wide_two.cuh", "attn_bwd_wide_three.cuh",
+                                         "attn_bwd_wide_parts.cuh", BWD_STEP_FILES, BWD_FILES),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_IN_BF16,
@@ -305,7 +305,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
-                        .files = FILES("flex_blocks.cu", BLOCKS_FILES),
+                        .files = FILES("flex_blocks.cu", "flex_map.cuh", BLOCKS_FILES),
                         .rows = flex_blocks_rows,
                         .num_rows = NUM_ROWS(flex_blocks_rows),
                         .chooses = always_chooses},
@@ -322,27 +322,20 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(flex_lists_rows),
                        .chooses = always_chooses},
     [FA_FLEX_WALKS] = {.name = "flex_walks",
-                       .files = FILES("flex_walks.cu", BLOCKS_FILES),
+                       .files = FILES("flex_walks.cu", "flex_map.cuh", "ptx_launch.cuh", BLOCKS_FILES),
+                       .arch = 90,
                        .rows = flex_walks_rows,
                        .num_rows = NUM_ROWS(flex_walks_rows),
                        .chooses = always_chooses},
-    [FA_FLEX_ORDER] = {.name = "flex_order",
-                       .files = FILES("flex_order.cu", "cuda_flex.h", "cuda_problem.h"),
-                       .rows = flex_order_rows,
-                       .num_rows = NUM_ROWS(flex_order_rows),
-                       .chooses = always_chooses},
     [FA_FLEX_HIDDEN] = {.name = "flex_hidden",
-                        .files = FILES("flex_hidden.cu", FLEX_FILES, "cuda_problem.h", "integers.cuh"),
+                        .files =
+                            FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, "cuda_problem.h", "integers.cuh"),
+                        .arch = 90,
                         .knows = FA_FLEX,
                         .rows = flex_hidden_rows,
                         .num_rows = NUM_ROWS(flex_hidden_rows),
                         .chooses = never_chooses,
                         .takes_mods = true},
-    [FA_FLEX_RANKS] = {.name = "flex_ranks",
-                       .files = FILES("flex_ranks.cu", BLOCKS_FILES),
-                       .rows = flex_ranks_rows,
-                       .num_rows = NUM_ROWS(flex_ranks_rows),
-                       .chooses = always_chooses},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
                       .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),
                       .knows = ANY_KNOWS,

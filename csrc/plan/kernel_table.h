@@ -53,8 +53,6 @@ typedef enum {
     FA_FLEX_CLASSIFY,
     FA_FLEX_LISTS,
     FA_FLEX_WALKS,
-    FA_FLEX_ORDER,
-    FA_FLEX_RANKS,
     FA_FLEX_HIDDEN,
     FA_NUM_FAMILIES
 } fa_family_id;

@@ -264,6 +264,33 @@ static fa_status check_alibi(const fa_call *c, fa_problem *p, fa_error *err) {
     return FA_OK;
 }
 
+static fa_status check_bias(const fa_call *c, fa_problem *p, fa_error *err) {
+    const fa_tensor *t = &c->attn_bias;
+    if (c->end_key) p->leftpad_k = c->first_key, p->seqused_k = c->end_key;
+    if (!present(t)) return FA_OK;
+    const int64_t size[4] = {p->b, p->h, p->len_q, p->len_kv};
+    int64_t stride[4] = {0};
+    words came, want;
+    const fa_tensor wanted = {.ndim = 4, .size = size};
+    TRY(check_device(t, &c->q, err));
+    REQUIRE(p->device == FA_CPU, "attn_mask needs tensors on the CPU");
+    bool fits = t->ndim == 2 || t->ndim == 4;
+    for (int64_t i = 0; fits && i < t->ndim; i++) {
+        const int64_t at = 4 - t->ndim + i;
+        fits = t->size[i] == 1 || t->size[i] == size[at];
+        stride[at] = t->size[i] == 1 ? 0 : t->stride[i];
+    }
+    REQUIRE(fits, "attn_mask must have the shape %s, or 1 in place of a size; it has %s", shape_words(&wanted, &want),
+            shape_words(t, &came));
+    REQUIRE(t->dtype == fa_torch.f32 || (t->dtype == c->q.dtype && t->dtype != fa_torch.f64),
+            "attn_mask must have the dtype of query, or fp32; query is %s, attn_mask is %s", dtype_words(c->q.dtype),
+            dtype_words(t->dtype));
+    p->bias = (fa_scores){t->data,   t->dtype == fa_torch.f32 ? FA_F32 : t->dtype == fa_torch.f16 ? FA_F16 : FA_BF16,
+                          stride[0], stride[1],
+                          stride[2], stride[3]};
+    return FA_OK;
+}
+
 /* Returns a window, or -1 if the window is unlimited or longer than any tensor. */
 static int64_t side_of_window(int64_t size) { return size < 0 || size > (int64_t)1 << 40 ? -1 : size; }
 
@@ -279,6 +306,7 @@ static fa_status check_descale(const fa_call *c, const fa_tensor *t, const fa_pr
 
 static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     TRY(check_alibi(c, p, err));
+    TRY(check_bias(c, p, err));
     TRY(check_descale(c, &c->q_descale, p, &p->q_descale, err));
     TRY(check_descale(c, &c->k_descale, p, &p->k_descale, err));
     TRY(check_descale(c, &c->v_descale, p, &p->v_descale, err));
@@ -329,11 +357,12 @@ static fa_status check_saved(const fa_call *c, fa_problem *p, fa_error *err) {
         TRY(SHAPE(lse, "(num_heads, total_q)", p->h, p->total_q));
     else
         TRY(SHAPE(lse, "(batch_size, num_heads, seqlen_q)", p->b, p->h, p->len_q));
-    REQUIRE(last_dim_contiguous(lse), "softmax_lse must have contiguous last dimension; it has stride %" PRId64,
-            lse->stride[lse->ndim - 1]);
+    REQUIRE(c->is_for_cpu || last_dim_contiguous(lse),
+            "softmax_lse must have contiguous last dimension; it has stride %" PRId64, lse->stride[lse->ndim - 1]);
     p->lse = (fa_row_stats){.data = (float *)lse->data,
                             .stride_b = packs_q(c) ? 0 : lse->stride[0],
-                            .stride_h = lse->stride[lse->ndim - 2]};
+                            .stride_h = lse->stride[lse->ndim - 2],
+                            .stride_row = c->is_for_cpu ? lse->stride[lse->ndim - 1] : 0};
     if (c->dropout_p == 0) return FA_OK;
     REQUIRE(present(rng), "rng_state must be given when dropout_p > 0: the one that the forward returned; it is None");
     TRY(check_device(rng, &c->q, err));
@@ -374,6 +403,7 @@ static fa_status check_storages(const fa_call *c, fa_error *err) {
                                 &c->dk,
                                 &c->dv,
                                 &c->rng_state,
+                                &c->attn_bias,
                                 &c->qv,
                                 &c->seqused_q,
                                 &c->cu_seqlens_k_new,
@@ -468,6 +498,7 @@ static fa_status check_gradients(const fa_call *c, fa_error *err) {
 fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     words w;
     *p = (fa_problem){.pass = c->pass, .empty_lse = c->layout == FA_OP_3 ? -INFINITY : INFINITY};
+    if (c->is_for_cpu) p->empty_lse = 0;
     REQUIRE(c->q.device_type == fa_torch.cpu || c->q.device_type == fa_torch.cuda,
             "q must be on the CPU or on CUDA; it "
             "is on %s",

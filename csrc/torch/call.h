@@ -32,6 +32,14 @@ typedef struct {
     fa_tensor k_new, v_new, rotary_cos, rotary_sin, cache_batch_idx;
     fa_tensor dout, softmax_lse, dq, dk, dv, rng_state;
 
+    /* Of torch's own ops (sdpa.c). */
+    fa_tensor attn_bias;                /* [b, h, len_q, len_kv], where 1 may stand for a size */
+    fa_tensor unread[3];                /* arguments that no kernel needs, and that may be undefined */
+    const int32_t *first_key, *end_key; /* [b] the keys that attn_bias leaves over, which came without it; or NULL */
+    bool is_aten;                       /* rng_state has the dtype of torch's ops */
+    bool is_for_cpu; /* lse has the strides of torch's op for the CPU, and a row without keys the lse of this op, 0 */
+    bool return_debug_mask;
+
     /* Of flash-attn 3. */
     fa_tensor qv, seqused_q, cu_seqlens_k_new, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata;
     fa_tensor out_partial, lse_partial;                /* of fwd_combine */
@@ -46,7 +54,7 @@ typedef struct {
     bool causal, return_softmax, deterministic, zero_tensors, rotary_interleaved;
     bool default_scale; /* no softmax_scale was given, and the op has a default */
     bool only_out;      /* the op returns out alone */
-    bool fresh_out;     /* out was made for this call */
+    bool fresh_out;     /* out was made for this call; in a backward the gradients were */
     bool has_dropout;   /* the op supports dropout, so a forward returns s_dmask and rng_state */
 } fa_call;
 

@@ -104,7 +104,8 @@ int written_tensors(const fa_call *c, const fa_tensor *written[MAX_WRITTEN]) {
                                                 appends ? &c->v : &c->dv};
     int num = 0;
     for (int i = 0; i < MAX_WRITTEN; i++)
-        if (present(candidates[i]) && !(candidates[i] == &c->out && c->fresh_out)) written[num++] = candidates[i];
+        if (present(candidates[i]) && !(c->fresh_out && (c->pass == FA_BWD || candidates[i] == &c->out)))
+            written[num++] = candidates[i];
     return num;
 }
 

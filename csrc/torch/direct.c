@@ -6,8 +6,8 @@
  * In all other cases, and if an argument is wrong, a function here returns None and has done nothing. Then the caller
  * calls the op. The caller also looks for torch.compile, which must not trace into this file.
  *
- * Tensors are read through torch's table of C functions for DLPack. Results are torch's own tensors, made as for an op.
- * If this torch lacks a function that is needed, every call returns None. */
+ * Tensors are read through torch's table of C functions for DLPack, and before torch 2.10 through the C shim. Results
+ * are torch's own tensors, made as for an op. If this torch lacks a function that is needed, a call returns None. */
 #include "direct.h"
 
 #include <string.h>
@@ -15,17 +15,19 @@
 #include "dlpack.h"
 #include "execute.h"
 #include "failures.h"
+#include "older_torch.h"
 #include "ops.h"
 #include "plans.h"
+#include "python_tensors.h"
 
 /* ---- objects and functions of torch, found at the first call ----------------------------------------------------- */
 
-static const fa_dl_exchange *exchange;
+static const fa_dl_exchange *exchange;  /* NULL: this torch has no such table, as before 2.10 */
+static PyObject *layout_name, *strided; /* of tensors that are read without the table */
 static PyObject *watchers[3], *num_function_modes, *function_mode_at, *default_device;
 static PyObject *autocast_is_enabled;
 static PyObject *forward_ad, *forward_ad_globals, *level_name, *requires_grad_name;
 static PyObject *python_kernels;     /* torch.library's set of "namespace/op/dispatch key" */
-static Py_ssize_t offset_of_tensor;  /* place of the C shim's tensor handle inside a torch.Tensor's object */
 static PyObject *empty_strided_cuda; /* NULL: this torch has no such function */
 static PyObject *dtype_f16, *dtype_bf16, *dtype_f32;
 static enum { UNKNOWN, FOUND, MISSING } state;
@@ -38,39 +40,23 @@ static PyObject *find(const char *module, const char *name) {
     return found;
 }
 
-/* Finds the place of the TensorImpl's address inside a tensor's object. Two new tensors must agree. 0: not found. */
-static Py_ssize_t find_tensor(void) {
-    Py_ssize_t offset = 0, size = 0;
-    for (int i = 0; i < 2; i++) {
-        PyObject *tensor = PyObject_CallMethod(fa_torch_module, "empty", "i", 1);
-        PyObject *address = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
-        PyObject *basic_size = PyObject_GetAttrString(fa_tensor_type, "__basicsize__");
-        void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
-        if (i == 0) {
-            size = basic_size ? PyLong_AsSsize_t(basic_size) : 0;
-            for (Py_ssize_t at = sizeof(PyObject); at + (Py_ssize_t)sizeof impl <= size && !offset; at += sizeof impl)
-                if (impl && memcmp((char *)tensor + at, &impl, sizeof impl) == 0) offset = at;
-        } else if (!impl || !offset || memcmp((char *)tensor + offset, &impl, sizeof impl) != 0) {
-            offset = 0;
-        }
-        Py_XDECREF(basic_size);
-        Py_XDECREF(address);
-        Py_XDECREF(tensor);
-    }
-    return offset;
+/* Returns torch's table of C functions for DLPack, which lives as long as the process, or NULL. */
+static const fa_dl_exchange *find_exchange(void) {
+    PyObject *capsule = fa_torch_registers_ops() ? PyObject_GetAttrString(fa_tensor_type, "__dlpack_c_exchange_api__")
+                                                 : NULL; /* both came with 2.10 */
+    const fa_dl_exchange *table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    return table && table->major == 1 && table->from_object ? table : NULL;
 }
 
 static bool find_all(void) {
     empty_strided_cuda = find("torch._C._dynamo.guards", "_empty_strided_cuda");
     PyErr_Clear();
-    PyObject *capsule = PyObject_GetAttrString(fa_tensor_type, "__dlpack_c_exchange_api__");
-    if (!capsule) return false;
-    exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"); /* the table lives as long as the process */
-    Py_DECREF(capsule);
-    return exchange && exchange->major == 1 && exchange->from_object && fa_torch.wrap &&
-           fa_torch.has_record_callbacks && (offset_of_tensor = find_tensor()) &&
-           (python_kernels = find("torch.library", "_impls")) && PyAnySet_Check(python_kernels) &&
-           (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
+    exchange = find_exchange();
+    PyErr_Clear();
+    return fa_find_tensors() && fa_torch.has_record_callbacks && (layout_name = PyUnicode_InternFromString("layout")) &&
+           (strided = find("torch", "strided")) && (python_kernels = find("torch.library", "_impls")) &&
+           PyAnySet_Check(python_kernels) && (watchers[0] = find("torch._C", "_len_torch_dispatch_stack")) &&
            (watchers[1] = find("torch._C", "_are_functorch_transforms_active")) &&
            (watchers[2] = find("torch._C", "_is_tracing")) &&
            (num_function_modes = find("torch._C", "_len_torch_function_stack")) &&
@@ -168,19 +154,12 @@ static int32_t dtype_of(const fa_dl_tensor *t) {
     }
 }
 
-/* Reads a torch.Tensor. Subclasses are refused, because a subclass may want to see the op. A tensor with the negative
- * flag is refused too: its values are the negatives of its memory.
- * NOTE: some torch releases do not tell this flag. The imaginary part of a conjugate is such a tensor. Its columns do
- * not lie side by side, and the checks refuse such columns. This function refuses tensors of one column.
- * torch._neg_view can make other such tensors. Autograd's zero tensors have no memory, and the checks refuse them. */
-static bool read_tensor(PyObject *object, fa_tensor *t) {
+static bool read_by_dlpack(PyObject *object, fa_tensor *t) {
     fa_dl_tensor dl;
-    if ((PyObject *)Py_TYPE(object) != fa_tensor_type || exchange->from_object(object, &dl) != 0) return false;
+    if (exchange->from_object(object, &dl) != 0) return false;
     const bool on_gpu = dl.device_type == FA_DL_CUDA;
     if (!on_gpu && dl.device_type != FA_DL_CPU) return false;
-    if (dl.dtype_code != FA_DL_INT && dl.ndim > 0 && dl.shape[dl.ndim - 1] == 1) return false;
-    t->handle = (AtenTensorHandle)((char *)object + offset_of_tensor);
-    if (fa_torch.knows_tensors && fa_torch.is_negative(t->handle)) return false;
+    t->handle = fa_handle_of(object);
     t->data = (char *)dl.data + dl.byte_offset;
     t->ndim = dl.ndim;
     t->size = dl.shape;
@@ -189,6 +168,31 @@ static bool read_tensor(PyObject *object, fa_tensor *t) {
     t->device_type = on_gpu ? fa_torch.cuda : fa_torch.cpu;
     t->device_idx = on_gpu ? dl.device_idx : -1;
     return t->dtype >= 0;
+}
+
+/* The shim prints a line if it is asked for strides or memory that a tensor does not have. So sparse tensors and those
+ * of other devices are refused before. */
+static bool read_by_shim(PyObject *object, fa_tensor *t) {
+    PyObject *layout = PyObject_GetAttr(object, layout_name);
+    const bool has_strides = layout == strided;
+    Py_XDECREF(layout);
+    if (!has_strides) return false;
+    fa_tensor_read(fa_handle_of(object), t);
+    return (t->device_type == fa_torch.cpu || t->device_type == fa_torch.cuda) &&
+           fa_torch.torch_get_const_data_ptr(t->handle, (const void **)&t->data) == 0;
+}
+
+/* Reads a torch.Tensor. Subclasses are refused, because a subclass may want to see the op. A tensor with the negative
+ * flag is refused too: its values are the negatives of its memory.
+ * NOTE: some torch releases do not tell this flag. The imaginary part of a conjugate is such a tensor. Its columns do
+ * not lie side by side, and the checks refuse such columns. This function refuses tensors of one column.
+ * torch._neg_view can make other such tensors. Autograd's zero tensors have no memory, and the checks refuse them. */
+static bool read_tensor(PyObject *object, fa_tensor *t) {
+    if ((PyObject *)Py_TYPE(object) != fa_tensor_type) return false;
+    if (!(exchange ? read_by_dlpack(object, t) : read_by_shim(object, t))) return false;
+    const bool is_index = t->dtype == fa_torch.i32 || t->dtype == fa_torch.i64;
+    if (!is_index && t->ndim > 0 && t->size[t->ndim - 1] == 1) return false;
+    return !(fa_torch.knows_tensors && fa_torch.is_negative(t->handle));
 }
 
 static bool read_number(PyObject *object, double *number) {
@@ -251,7 +255,7 @@ static bool read_arguments(const fa_signature *signature, PyObject *args, fa_cal
 static bool requires_grad(const fa_tensor *t) {
     if (!t->handle) return false;
     if (fa_torch.knows_tensors) return fa_torch_requires_grad(t->handle);
-    return is_true(PyObject_GetAttr((PyObject *)((char *)t->handle - offset_of_tensor), requires_grad_name));
+    return is_true(PyObject_GetAttr(fa_object_of(t->handle), requires_grad_name));
 }
 
 static bool wants_gradients(const fa_call *call) {
@@ -321,23 +325,6 @@ static PyObject *bring_out(const fa_tensor *q, fa_call *call) {
     return out;
 }
 
-/* Returns one tensor, or a tuple of several. out comes first, if bring_out made it. The outputs of the call follow.
- * This function takes all references. */
-static PyObject *results_of(PyObject *out, const fa_outputs *outputs) {
-    const int num_brought = out ? 1 : 0, num = num_brought + outputs->num;
-    PyObject *tuple = num > 1 ? PyTuple_New(num) : NULL, *tensor = out;
-    bool failed = num > 1 && !tuple;
-    if (tuple && out) PyTuple_SetItem(tuple, 0, out);
-    if (failed) Py_XDECREF(out);
-    for (int i = 0; i < outputs->num; i++) {
-        if (!failed) failed = !(tensor = fa_torch.wrap(outputs->tensor[i]));
-        if (!failed && tuple) PyTuple_SetItem(tuple, num_brought + i, tensor);
-        fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[i]);
-    }
-    if (failed) Py_CLEAR(tuple);
-    return failed || tuple ? tuple : tensor;
-}
-
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 /* Returns the key that a kernel of the function's op has in torch.library's set. The reference is borrowed. NULL: there
@@ -376,7 +363,7 @@ PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
     fa_begin_call(signature, &call);
     call.only_out = f->only_out;
     call.num_results = 0; /* only the results that are read */
-    if (!read_arguments(signature, args, &call, &length) || is_watched()) goto refuse;
+    if (is_watched() || !read_arguments(signature, args, &call, &length)) goto refuse;
     PyObject *key = kernel_key(f, call.q.device_type == fa_torch.cuda);
     if (!key || is_overridden(key) || wants_dropout(&call) || is_cast(signature, &call)) goto refuse;
     if (f->gradients != FA_GRADIENTS_IGNORED && wants_gradients(&call)) {
@@ -387,7 +374,7 @@ PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
-    Py_END_ALLOW_THREADS if (status == FA_OK) return results_of(out, &outputs);
+    Py_END_ALLOW_THREADS if (status == FA_OK) return fa_results_of(out, &outputs);
     if (status != FA_EINVAL) { /* the op would fail in the same way, and might write a second time */
         Py_XDECREF(out);
         return fa_raise(status, &err);

@@ -76,7 +76,7 @@ static fa_status read_stats(flex_call *c, int idx, PyObject *object, const char 
     REQUIRE(t->dtype == fa_torch.f32, "%s must be fp32; it is %s", name, dtype_words(t->dtype));
     REQUIRE(last_dim_contiguous(t), "%s must have a contiguous last dimension; its stride is %" PRId64, name,
             t->stride[2]);
-    *stats = (fa_row_stats){t->data, t->stride[0], t->stride[1]};
+    *stats = (fa_row_stats){.data = t->data, .stride_b = t->stride[0], .stride_h = t->stride[1]};
     return FA_OK;
 }
 
@@ -196,10 +196,10 @@ static fa_status make_results(flex_call *c, fa_error *err) {
     TRY(fa_make_output(&c->outputs, q, 4, size, stride, q->dtype, &data, err));
     p->o = (fa_view){data, stride[0], .stride_row = stride[2], .stride_h = stride[1]};
     TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
-    p->lse = (fa_row_stats){data, of_stats[0], of_stats[1]};
+    p->lse = (fa_row_stats){.data = data, .stride_b = of_stats[0], .stride_h = of_stats[1]};
     if (!c->wants_max) return FA_OK;
     TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
-    c->flex.max_scores = (fa_row_stats){data, of_stats[0], of_stats[1]};
+    c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = of_stats[0], .stride_h = of_stats[1]};
     return FA_OK;
 }
 

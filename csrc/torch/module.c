@@ -8,8 +8,10 @@
 #include "gpu_host.h"
 #include "gpu_values.h"
 #include "machine.h"
+#include "older_torch.h"
 #include "ops.h"
 #include "plans.h"
+#include "python_ops.h"
 #include "system/environment.h"
 #include "torch_abi.h"
 
@@ -30,8 +32,8 @@ int fa_module_exec(PyObject *module, PyMethodDef *const *functions, fa_status (*
     static bool is_registered; /* an earlier import of this process has registered the ops */
     fa_error err = {""};
     if (!fa_python_load() || !fa_machine_load() || !read_environment()) return -1;
-    if (!is_registered &&
-        (fa_torch_load(&err) != FA_OK || fa_register_ops(&err) != FA_OK || (load && load(&err) != FA_OK))) {
+    if (!is_registered && (fa_torch_load(&err) != FA_OK || fa_torch_replace(&err) != FA_OK ||
+                           fa_register_ops(fa_register_in_python, &err) != FA_OK || (load && load(&err) != FA_OK))) {
         PyErr_SetString(PyExc_ImportError, err.text);
         return -1;
     }

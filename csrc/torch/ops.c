@@ -7,10 +7,12 @@
 #include "ops.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "execute.h"
 #include "failures.h"
+#include "older_torch.h"
 #include "torch_throw.h"
 
 /* ---- slots of a boxed call ------------------------------------------------------------------------------------- */
@@ -27,16 +29,27 @@ static uint64_t take_optional(StableIValue present) {
 
 void fa_begin_call(const fa_signature *signature, fa_call *call) { *call = signature->nothing; }
 
-/* Says why a tensor has no address. None in place of a tensor arrives as a tensor that is not defined. */
-static fa_status why_unreadable(const fa_tensor *t, fa_error *err) {
-    bool is_defined = true;
-    if (fa_torch.aoti_torch_is_defined) fa_torch.aoti_torch_is_defined(t->handle, &is_defined);
-    return fa_fail(err, FA_EINVAL, is_defined ? "%s has no memory to read" : "%s must be a tensor; it is None",
-                   t->name);
+static bool is_defined(AtenTensorHandle handle) {
+    bool truth = true;
+    if (fa_torch.aoti_torch_is_defined) fa_torch.aoti_torch_is_defined(handle, &truth);
+    return truth;
 }
 
-/* The schema of flash_attn_3::fwd does not say that an append writes the caches. */
-static void open_caches(fa_call *call) {
+/* Says why a tensor has no address. None in place of a tensor arrives as a tensor that is not defined. */
+static fa_status why_unreadable(const fa_tensor *t, fa_error *err) {
+    return fa_fail(err, FA_EINVAL,
+                   is_defined(t->handle) ? "%s has no memory to read" : "%s must be a tensor; it is None", t->name);
+}
+
+fa_status fa_take_tensor(const fa_slot *s, AtenTensorHandle handle, fa_tensor *t, fa_error *err) {
+    fa_tensor_read(handle, t);
+    const int failed = s->is_mutable ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
+                                     : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
+    return failed ? why_unreadable(t, err) : FA_OK;
+}
+
+void fa_open_caches(fa_call *call) {
+    if (call->layout != FA_OP_3 || !call->k_new.handle) return;
     fa_tensor *caches[] = {&call->k, &call->v};
     for (int i = 0; i < 2; i++) fa_torch.torch_get_mutable_data_ptr(caches[i]->handle, &caches[i]->data);
 }
@@ -57,13 +70,19 @@ static fa_status unpack(const fa_signature *signature, const StableIValue *stack
         }
         switch (s->kind) {
         case FA_SLOT_TENSOR: {
-            fa_tensor *t = (fa_tensor *)place;
             AtenTensorHandle handle = (AtenTensorHandle)(uintptr_t)value;
+            fa_error ignored;
             if (!handle) continue;
-            fa_tensor_read(handle, t);
-            const int failed = s->is_mutable ? fa_torch.torch_get_mutable_data_ptr(handle, &t->data)
-                                             : fa_torch.torch_get_const_data_ptr(handle, (const void **)&t->data);
-            if (failed && status == FA_OK) status = why_unreadable(t, err);
+            if (s->is_unread) {
+                ((fa_tensor *)place)->handle = handle;
+                break;
+            }
+            if (s->may_be_undefined && !is_defined(handle)) {
+                fa_torch.aoti_torch_delete_tensor_object(handle);
+                continue;
+            }
+            const fa_status taken = fa_take_tensor(s, handle, (fa_tensor *)place, status == FA_OK ? err : &ignored);
+            if (status == FA_OK) status = taken;
             break;
         }
         case FA_SLOT_BOOL: *(bool *)place = (value & 0xff) != 0; break;
@@ -71,7 +90,7 @@ static fa_status unpack(const fa_signature *signature, const StableIValue *stack
         case FA_SLOT_INT: memcpy(place, &value, sizeof value); break;
         }
     }
-    if (status == FA_OK && call->layout == FA_OP_3 && call->k_new.handle) open_caches(call);
+    if (status == FA_OK) fa_open_caches(call);
     return status;
 }
 
@@ -86,9 +105,7 @@ static void release(const fa_signature *signature, const fa_call *call) {
 /* ---- entries ----------------------------------------------------------------------------------------------------- */
 
 /* aoti_torch_check throws after a failure, so all handles are released before. */
-static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
-    const fa_op *op = &fa_ops.ops[op_idx];
-    const fa_signature *signature = &fa_ops.signatures[op_idx];
+void fa_boxed_call(const fa_op *op, const fa_signature *signature, StableIValue *stack, uint64_t num_outputs) {
     fa_call call;
     fa_outputs outputs;
     fa_error err;
@@ -99,8 +116,8 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
     if (status == FA_OK) status = op->execute(&call, &outputs, &err);
     release(signature, &call);
     if (status == FA_OK && (uint64_t)outputs.num != num_outputs)
-        status = fa_fail(&err, FA_EINVAL, "%s::%s made %d results where its schema has %d", fa_ops.name_space, op->name,
-                         outputs.num, (int)num_outputs);
+        status = fa_fail(&err, FA_EINVAL, "%s made %d results where its schema has %d", op->name, outputs.num,
+                         (int)num_outputs);
     if (status != FA_OK) fa_note_failure(status, &err);
     if (status == FA_ENOMEM_GPU) fa_torch_throw_out_of_memory(__func__, __FILE__, __LINE__, err.text);
     if (status != FA_OK) fa_torch.aoti_torch_check(false, __func__, __FILE__, __LINE__, err.text);
@@ -112,7 +129,7 @@ static void boxed_call(int op_idx, StableIValue *stack, uint64_t num_outputs) {
 #define ENTRY(op_idx)                                                                            \
     static void entry_##op_idx(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) { \
         (void)num_inputs;                                                                        \
-        boxed_call(op_idx, stack, num_outputs);                                                  \
+        fa_boxed_call(&fa_ops.ops[op_idx], &fa_ops.signatures[op_idx], stack, num_outputs);      \
     }
 ENTRIES(ENTRY)
 
@@ -127,6 +144,14 @@ static int count_words(const char *text, const char *word) {
     int num = 0;
     while (text && (text = strstr(text, word))) num++, text += strlen(word);
     return num;
+}
+
+/* A call without the argument gets the default of the schema, such as "=-1". Torch's own calls give every argument. */
+static void read_default(fa_slot_kind kind, const char *text, void *place) {
+    if (!text) return;
+    if (kind == FA_SLOT_BOOL) *(bool *)place = strcmp(text, "=True") == 0;
+    if (kind == FA_SLOT_FLOAT) *(double *)place = strtod(text + 1, NULL);
+    if (kind == FA_SLOT_INT) *(int64_t *)place = strtoll(text + 1, NULL, 10);
 }
 
 static void read_schema(const fa_op *op, fa_signature *signature) {
@@ -147,14 +172,19 @@ static void read_schema(const fa_op *op, fa_signature *signature) {
                                                       : FA_SLOT_INT; /* int, SymInt, ScalarType */
         s->is_optional = strchr(a[n].schema, '?') != NULL;
         s->is_mutable = strchr(a[n].schema, '!') != NULL;
+        s->may_be_undefined = strchr(a[n].schema, '~') != NULL;
+        s->is_unread = a[n].place >= offsetof(fa_call, unread) && a[n].place < offsetof(fa_call, first_key);
         s->place = a[n].place;
         snprintf(s->name, sizeof s->name, "%.*s", (int)strcspn(name, "="), name);
         if (op->results && strcmp(s->name, "dropout_p") == 0) signature->nothing.has_dropout = true;
         if (s->kind == FA_SLOT_TENSOR) ((fa_tensor *)place)->name = s->name;
         if (s->kind == FA_SLOT_INT && s->is_optional) memcpy(place, &not_given, sizeof not_given);
+        if (!s->is_optional) read_default(s->kind, strchr(a[n].schema, '='), place);
     }
     signature->num_slots = n;
 }
+
+void fa_read_op(const fa_op *op, fa_signature *signature) { read_schema(op, signature); }
 
 const fa_signature *fa_find_op(const char *name) {
     for (int i = 0; i < fa_ops.num; i++)
@@ -162,14 +192,15 @@ const fa_signature *fa_find_op(const char *name) {
     return NULL;
 }
 
-static void write_schema(const fa_op *op, char *text, size_t room) {
+void fa_write_schema(const fa_op *op, char *text, size_t room) {
     int at = snprintf(text, room, "%s(", op->name);
     for (int i = 0; i < FA_MAX_ARGUMENTS && op->arguments[i].schema; i++)
         at += snprintf(text + at, room - (size_t)at, "%s%s", i ? ", " : "", op->arguments[i].schema);
     snprintf(text + at, room - (size_t)at, ") -> %s", op->results);
 }
 
-fa_status fa_register_ops(fa_error *err) {
+/* Registers the boxed functions through the C shim. */
+static bool register_boxed(void) {
     /* The libraries live as long as the process, because Python may call the ops at any time. */
     TorchLibraryHandle def = NULL, impl[2] = {NULL, NULL};
     const char *const keys[2] = {"CPU", "CUDA"};
@@ -178,18 +209,24 @@ fa_status fa_register_ops(fa_error *err) {
         failed = fa_torch.aoti_torch_library_init_impl(fa_ops.name_space, keys[k], __FILE__, __LINE__, &impl[k]);
     for (int i = 0; i < fa_ops.num && !failed; i++) {
         const fa_op *op = &fa_ops.ops[i];
-        char schema[2048];
-        read_schema(op, &fa_ops.signatures[i]);
+        char schema[FA_MAX_SCHEMA];
         if (!op->results) continue;
-        if (i == FA_MAX_OPS) return fa_fail(err, FA_EFAILED, "%s has more ops than FA_MAX_OPS", fa_ops.name_space);
-        write_schema(op, schema, sizeof schema);
+        fa_write_schema(op, schema, sizeof schema);
         failed = fa_torch.aoti_torch_library_def(def, schema);
         for (int k = 0; k < 2 && !failed; k++)
             failed = fa_torch.torch_library_impl(impl[k], op->name, entries[i], FA_TORCH_ABI_VERSION);
     }
-    if (failed)
-        return fa_fail(err, FA_EUNSUPPORTED,
-                       "%s could not register its ops with this PyTorch: is another package named %s loaded?",
-                       fa_ops.name_space, fa_ops.name_space);
-    return FA_OK;
+    return !failed;
+}
+
+fa_status fa_register_ops(bool (*in_python)(void), fa_error *err) {
+    for (int i = 0; i < fa_ops.num; i++) {
+        read_schema(&fa_ops.ops[i], &fa_ops.signatures[i]);
+        if (fa_ops.ops[i].results && i >= FA_MAX_OPS)
+            return fa_fail(err, FA_EFAILED, "%s has more ops than FA_MAX_OPS", fa_ops.name_space);
+    }
+    if (fa_torch_registers_ops() ? register_boxed() : in_python()) return FA_OK;
+    return fa_fail(err, FA_EUNSUPPORTED,
+                   "%s could not register its ops with this PyTorch: is another package named %s loaded?",
+                   fa_ops.name_space, fa_ops.name_space);
 }

@@ -72,7 +72,7 @@ static int order_of(const fa_tensor *t, int64_t x, int64_t y) {
 
 /* Computes the strides of torch.empty_like(t). A dense t keeps its own strides. Otherwise the result is dense and keeps
  * the order of dimensions. If the last dimension would not be contiguous (overlapping windows), all dimensions are. */
-static void empty_like_strides(const fa_tensor *t, int64_t *stride) {
+void fa_empty_like_strides(const fa_tensor *t, int64_t *stride) {
     int64_t inner_first[MAX_NDIM], n = t->ndim;
     for (int64_t i = 0; i < n; i++) inner_first[i] = n - 1 - i;
     for (int64_t i = 1; i < n; i++) /* insertion sort; undecided pairs keep their order */
@@ -129,7 +129,7 @@ static fa_status make_out(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
     int64_t stride[MAX_NDIM] = {0};
     if (c->layout == FA_OP_3) return make_out_of_3(c, p, outputs, err);
     if (c->out.handle) return FA_OK;
-    empty_like_strides(&c->q, stride);
+    fa_empty_like_strides(&c->q, stride);
     const int64_t n = c->q.ndim;
     p->o = (fa_view){.stride_b = n == 4 ? stride[0] : 0, .stride_row = stride[n - 3], .stride_h = stride[n - 2]};
     return fa_make_output(outputs, &c->q, n, c->q.size, stride, c->q.dtype, &p->o.data, err);
@@ -140,6 +140,13 @@ static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
     const int64_t size[3] = {p->b, p->h, p->len_q}, packed_size[2] = {p->h, p->total_q};
     void *data = NULL;
     fa_status status = FA_OK;
+    if (c->is_for_cpu) { /* the heads of a row lie together */
+        p->lse = (fa_row_stats){.stride_b = p->len_q * p->h, .stride_h = 1, .stride_row = p->h};
+        status =
+            fa_make_output(outputs, &c->q, 3, size, (int64_t[]){p->lse.stride_b, 1, p->h}, fa_torch.f32, &data, err);
+        p->lse.data = data;
+        return status;
+    }
     if (!c->only_out)
         status = make_contiguous(outputs, &c->q, packed ? 2 : 3, packed ? packed_size : size, fa_torch.f32, &data, err);
     p->lse = (fa_row_stats){
@@ -190,7 +197,8 @@ static fa_status fill_on_gpu(const fa_problem *p, void *rng_state, fa_error *err
 
 static fa_status make_rng_state(const fa_call *c, fa_problem *p, bool draw, fa_outputs *outputs, fa_error *err) {
     void *data = NULL;
-    fa_status status = make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, fa_torch.i64, &data, err);
+    fa_status status =
+        make_contiguous(outputs, &c->q, 1, (int64_t[]){2}, c->is_aten ? fa_torch.u64 : fa_torch.i64, &data, err);
     if (status != FA_OK) return status;
     if (p->device == FA_CUDA) {
         if (p->dropout_p > 0) p->rng_state = (const uint64_t *)data;

@@ -7,7 +7,7 @@
 #include "quantization.h"
 
 /* The tensors that an op returns, in order. */
-#define FA_MAX_OUTPUTS 6
+#define FA_MAX_OUTPUTS 9
 typedef struct {
     AtenTensorHandle tensor[FA_MAX_OUTPUTS];
     int num;
@@ -22,6 +22,9 @@ fa_status fa_make_outputs(const fa_call *call, bool draw_seed, fa_problem *probl
 fa_status fa_make_output(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
                          const int64_t *stride, int32_t dtype, void **data, fa_error *err);
 void fa_drop_outputs(fa_outputs *outputs);
+
+/* The strides of torch.empty_like(t). */
+void fa_empty_like_strides(const fa_tensor *t, int64_t *stride);
 
 /* Makes the results of fwd_combine, out [b, len, h, d] and lse [b, len, h] with rows side by side in memory, and points
  * the combination at them. */

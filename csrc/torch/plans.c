@@ -8,10 +8,16 @@
 #include "system/lock.h"
 
 enum { PLAN_TEXT_BYTES = 4096 }; /* room for the words of every kernel that can be ruled out */
+/* Plans have texts that live as long as the program. So a reason of torch's kernel has a place of its own. */
+typedef struct {
+    fa_plan plan; /* without a kernel: torch's own kernel runs */
+    char reason[FA_MESSAGE_BYTES];
+} note;
+
 static THREAD_LOCAL struct {
     bool only;
     int num, room;
-    fa_plan *plans; /* since take_plans */
+    note *plans; /* since take_plans */
 } collected;
 
 bool fa_logs_plans;
@@ -22,7 +28,7 @@ bool fa_plan_only(void) { return collected.only; }
 static bool has_room(void) {
     if (collected.num < collected.room) return true;
     const int room = collected.room ? 2 * collected.room : 8;
-    fa_plan *plans = realloc(collected.plans, (size_t)room * sizeof *plans);
+    note *plans = realloc(collected.plans, (size_t)room * sizeof *plans);
     if (!plans) return false;
     collected.plans = plans, collected.room = room;
     return true;
@@ -34,7 +40,17 @@ void fa_note_plan(const fa_plan *plan) {
         fa_plan_print(plan, text, sizeof text);
         fprintf(stderr, "flash_attn: %s\n", text);
     }
-    if (collected.only && has_room()) collected.plans[collected.num++] = *plan;
+    if (collected.only && has_room()) collected.plans[collected.num++].plan = *plan;
+}
+
+void fa_note_torch(fa_pass pass, fa_device device, const char *reason) {
+    if (fa_logs_plans && !collected.only)
+        fprintf(stderr, "flash_attn: PyTorch's own kernel runs a %s: %s\n", pass == FA_FWD ? "forward" : "backward",
+                reason);
+    if (!collected.only || !has_room()) return;
+    note *n = &collected.plans[collected.num++];
+    n->plan = (fa_plan){.pass = pass, .device = device};
+    snprintf(n->reason, sizeof n->reason, "%s", reason);
 }
 
 static void forget_plans(void) {
@@ -52,7 +68,8 @@ static PyObject *plan_only(PyObject *self, PyObject *on) {
     Py_RETURN_NONE;
 }
 
-static PyObject *plan_as_dict(const fa_plan *plan) {
+static PyObject *plan_as_dict(const note *n) {
+    const fa_plan *plan = &n->plan;
     char text[PLAN_TEXT_BYTES];
     PyObject *ruled_out = PyList_New(0);
     for (int i = 0; ruled_out && i < plan->num_ruled_out; i++) {
@@ -65,7 +82,7 @@ static PyObject *plan_as_dict(const fa_plan *plan) {
     const bool is_on_cpu = plan->device == FA_CPU;
     const fa_cpu_plan *cpu = &plan->cpu;
     const fa_gpu_plan *gpu = &plan->gpu;
-    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:n,s:i,s:O,s:i,s:i,s:i,s:O,s:O,s:N,s:s}", "pass",
+    return Py_BuildValue("{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:n,s:i,s:O,s:i,s:i,s:i,s:O,s:O,s:N,s:s,s:s}", "pass",
                          plan->pass == FA_FWD ? "fwd" : "bwd", "device", is_on_cpu ? "cpu" : "cuda", "kernel",
                          plan->kernel, "isa", is_on_cpu ? fa_isa_name(cpu->isa) : "", "block_q", plan->block_q,
                          "block_kv", plan->block_kv, "tiles_per_task", cpu->tiles_per_task, "threads", cpu->threads,
@@ -73,7 +90,8 @@ static PyObject *plan_as_dict(const fa_plan *plan) {
                          "group_heads", gpu->group_heads, "is_dynamic", gpu->is_dynamic ? Py_True : Py_False, "cluster",
                          gpu->cluster, "lanes", gpu->decode.lanes, "groups", gpu->decode.groups, "has_low_launch",
                          gpu->decode.lanes > 0 && gpu->decode_low.row >= 0 ? Py_True : Py_False, "any_order",
-                         gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text", text);
+                         gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text", text, "refusal",
+                         *plan->kernel ? "" : n->reason);
 }
 
 static PyObject *take_plans(PyObject *self, PyObject *unused) {

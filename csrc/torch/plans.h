@@ -15,6 +15,9 @@ bool fa_plan_only(void);
  * set. */
 void fa_note_plan(const fa_plan *plan);
 
+/* Notes that torch's own kernel computes a call, and the reason. */
+void fa_note_torch(fa_pass pass, fa_device device, const char *reason);
+
 /* The table holds plan_only and take_plans. */
 extern PyMethodDef fa_plan_functions[];
 

@@ -2,6 +2,7 @@
 #include "torch_abi.h"
 
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "system/library.h"
@@ -35,6 +36,20 @@ fa_torch_abi fa_torch;
 
 typedef enum { required, optional } need;
 
+/* Returns 2013 for "2.13". */
+static long release_of(const char *text) {
+    char *rest;
+    const long major = strtol(text, &rest, 10);
+    return 1000 * major + (*rest == '.' ? strtol(rest + 1, NULL, 10) : 0);
+}
+
+/* Returns a function of the C shim, or NULL. FLASH_ATTN_TORCH_SHIM=2.4 hides the functions that came after 2.4, so that
+ * tests with a new torch reach the code for an old torch. */
+static void *shim_symbol(void *library, const char *name, const char *since) {
+    const char *newest = getenv("FLASH_ATTN_TORCH_SHIM");
+    return newest && *newest && release_of(since) > release_of(newest) ? NULL : fa_library_symbol(library, name);
+}
+
 fa_status fa_torch_load(fa_error *err) {
     void *library = fa_library_loaded(TORCH_CPU_LIBRARY);
     if (!library)
@@ -44,7 +59,7 @@ fa_status fa_torch_load(fa_error *err) {
     fa_torch_abi found = {0};
 #define FIND(symbol, since, need_, result, parameters)                                                     \
     {                                                                                                      \
-        void *address = fa_library_symbol(library, #symbol);                                               \
+        void *address = shim_symbol(library, #symbol, since);                                              \
         if (!address && need_ == required)                                                                 \
             return fa_fail(err, FA_EUNSUPPORTED,                                                           \
                            "flash_attn needs PyTorch " FA_TORCH_OLDEST                                     \
@@ -97,6 +112,7 @@ fa_status fa_torch_load(fa_error *err) {
     found.i32 = found.aoti_torch_dtype_int32();
     found.i64 = found.aoti_torch_dtype_int64();
     found.u8 = found.aoti_torch_dtype_uint8();
+    found.u64 = found.aoti_torch_dtype_uint64 ? found.aoti_torch_dtype_uint64() : found.i64;
     fa_torch = found;
     return FA_OK;
 }
@@ -106,13 +122,17 @@ void *fa_torch_symbol(const char *name) {
     return library ? fa_library_symbol(library, name) : NULL;
 }
 
+void *fa_torch_cuda_symbol(const char *name) {
+    void *library = fa_library_loaded(TORCH_CUDA_LIBRARY);
+    return library ? fa_library_symbol(library, name) : NULL;
+}
+
 fa_status fa_torch_current_stream(int device_idx, void **stream, fa_error *err) {
     typedef AOTITorchError stream_fn(int32_t device_idx, void **stream);
     static stream_fn *_Atomic found;
     stream_fn *current_stream = atomic_load_explicit(&found, memory_order_relaxed);
     if (!current_stream) {
-        void *library = fa_library_loaded(TORCH_CUDA_LIBRARY);
-        void *address = library ? fa_library_symbol(library, "aoti_torch_get_current_cuda_stream") : NULL;
+        void *address = fa_torch_cuda_symbol("aoti_torch_get_current_cuda_stream");
         if (!address)
             return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: this PyTorch is built without CUDA: it has no streams");
         memcpy(&current_stream, &address, sizeof address);

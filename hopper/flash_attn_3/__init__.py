@@ -10,7 +10,7 @@ def _version():
         return "3.0.0"
 
 
-def _require_torch(oldest=(2, 10)):
+def _require_torch(oldest=(2, 4)):
     need = f"flash_attn_3 needs PyTorch {'.'.join(map(str, oldest))} or newer"
     try:
         import torch

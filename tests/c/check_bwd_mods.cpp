@@ -82,7 +82,7 @@ static int kind_of_tiles(int mask, int q_tile, int kv_tile) {
     return seen & (seen - 1) ? MIXED_BLOCKS : __ffs(seen) - 1;
 }
 
-/* Fills walks, order and ranks, as flex_walks.cu, flex_order.cu and flex_ranks.cu say. */
+/* Fills walks, order and ranks, as flex_walks.cu says. */
 static void make_lists(bool has_order) {
     for (int mask = 0; mask < num_masks; mask++) {
         int *walk = walks + mask * kv_tiles * (1 + q_tiles), *place = order + mask * kv_tiles;

@@ -1,4 +1,4 @@
-/* Compares the kernels flex_blocks, flex_walks, flex_order, flex_ranks and flex_hidden with csrc/flex/block_map.c and
+/* Compares the kernels flex_blocks, flex_walks and flex_hidden with csrc/flex/block_map.c and
  * with plain loops over all pairs of queries and keys. The kernels are compiled for the CPU (cuda_emulation.h). Lists,
  * map, walks, order, ranks and bits lie in guarded memory. Blocks and tiles have any sizes, lists have any order and
  * strides, and some of their places are no blocks.
@@ -29,14 +29,16 @@ static int64_t below(int64_t n) { return random_below(&source, n); }
 
 enum { EMPTY, PARTIAL, FULL, MIXED };
 
-static void run_kernel(fa_family_id family, const void *parameters, unsigned threads) {
+static void run_kernel(fa_family_id family, const void *parameters, unsigned threads, unsigned cluster) {
     const fa_cuda_call call = {.gpu = &gpu, .driver = &driver};
     const fa_mods none = {0};
     const fa_variant variant = {.family = family,
                                 .arch = gpu.capability,
                                 .features = fa_families[family].takes_mods ? FA_FLEX : 0,
                                 .mods = &none};
-    const fa_launch shape = {1 + (unsigned)below(3), 1 + (unsigned)below(2), 1, .threads = threads};
+    const fa_launch shape = {cluster > 0 ? cluster * (1 + (unsigned)below(2)) : 1 + (unsigned)below(3),
+                             family == FA_FLEX_HIDDEN ? 1 + (unsigned)below(2) : 1, 1, .threads = threads,
+                             .cluster = cluster};
     fa_error err = {""};
     if (fa_cuda_launch(&call, variant, shape, parameters, &err)) fail_msg("%s", err.text);
 }
@@ -66,29 +68,29 @@ static fa_cuda_block_list list_of(const fa_flex_list *t) {
     return list;
 }
 
-/* Compares the map of flex_blocks with that of the CPU. Returns the map. */
-static const unsigned char *check_map(int seed, const fa_flex *f, const fa_problem *p, bool has_mask_mod) {
-    fa_flex_block_map m = fa_flex_block_map_of(p);
-    const size_t bytes = fa_flex_block_map_bytes(&m);
-    unsigned char *kinds = guarded_alloc(bytes, 1, true);
-    m.kinds = guarded_alloc(bytes, 1, true);
-    fa_flex_fill_block_map(&m, f);
-    const fa_cuda_flex_blocks a = {
+static fa_cuda_flex_blocks blocks_of(const fa_flex *f, bool has_mask_mod) {
+    return (fa_cuda_flex_blocks){
         .partial = list_of(&f->partial),
         .full = list_of(&f->full),
-        .kinds = kinds,
+        .kinds = guarded_alloc((size_t)(f->mask_b * f->mask_h * f->rows * f->columns), 1, true),
         .mask_b = (int)f->mask_b,
         .mask_h = (int)f->mask_h,
         .rows = (int)f->rows,
         .columns = (int)f->columns,
         .kind_of_partial = has_mask_mod ? PARTIAL : FULL,
     };
-    run_kernel(FA_FLEX_BLOCKS, &a, 128);
+}
+
+/* Compares a map with that of the CPU. */
+static void check_map(int seed, const fa_flex *f, const fa_problem *p, const fa_cuda_flex_blocks *a) {
+    fa_flex_block_map m = fa_flex_block_map_of(p);
+    const size_t bytes = fa_flex_block_map_bytes(&m);
+    m.kinds = guarded_alloc(bytes, 1, true);
+    fa_flex_fill_block_map(&m, f);
     for (size_t i = 0; i < bytes; i++) {
-        const int want = m.kinds[i] == PARTIAL && !has_mask_mod ? FULL : m.kinds[i];
-        if (kinds[i] != want) fail_msg("--seed %d: block %zu of the map is %d, not %d", seed, i, kinds[i], want);
+        const int want = m.kinds[i] == PARTIAL && a->kind_of_partial == FULL ? FULL : m.kinds[i];
+        if (a->kinds[i] != want) fail_msg("--seed %d: block %zu of the map is %d, not %d", seed, i, a->kinds[i], want);
     }
-    return kinds;
 }
 
 /* The kind of the pairs of rows [i, i_end) and keys [j, j_end): EMPTY, PARTIAL, FULL or MIXED. */
@@ -111,9 +113,12 @@ static void check_walk(int seed, const fa_flex *f, const fa_cuda_flex_walks *a, 
         const int kind =
             a->own_keys ? kind_of_pairs(f, kinds, at, stop, first, end) : kind_of_pairs(f, kinds, first, end, at, stop);
         if (kind == EMPTY) continue;
+        const bool ends =
+            (other + 1) * a->other_tile > a->other_len || (a->own_keys && (own + 1) * a->own_tile > a->own_len);
+        const int want = kind == FULL && ends && a->pairs ? PARTIAL : kind;
         num++;
-        if (num > walk[0] || walk[num] != 4 * other + kind)
-            fail_msg("--seed %d: tile %d does not walk over tile %d of kind %d", seed, own, other, kind);
+        if (num > walk[0] || walk[num] != 4 * other + want)
+            fail_msg("--seed %d: tile %d does not walk over tile %d of kind %d", seed, own, other, want);
     }
     if (walk[0] != num) fail_msg("--seed %d: tile %d walks over %d tiles, not %d", seed, own, walk[0], num);
     for (int i = num + 1; i <= a->other_tiles; i++) /* behind the walk nothing is written */
@@ -156,12 +161,9 @@ static void check_hidden(int seed, const fa_flex *f, const fa_cuda_flex_walks *a
                          const int *walk, const unsigned *hidden) {
     const int words = FA_HIDDEN_WORDS(a->other_tile), threads = 2 * a->own_tile;
     for (int other = 0; other < a->other_tiles; other++, hidden += words * threads) {
-        int kind = EMPTY;
+        bool is_read = false;
         for (int i = 1; i <= walk[0]; i++)
-            if (walk[i] / 4 == other) kind = walk[i] % 4;
-        const bool ends =
-            (other + 1) * a->other_tile > a->other_len || (a->own_keys && (own + 1) * a->own_tile > a->own_len);
-        const bool is_read = kind != EMPTY && (kind != FULL || ends);
+            if (walk[i] / 4 == other) is_read = walk[i] % 4 != FULL;
         for (int thread = 0; thread < threads; thread++)
             for (int i = 0; i < 32 * words; i++) {
                 const unsigned word = hidden[i / 32 * threads + thread];
@@ -189,8 +191,12 @@ static void run_case(int seed) {
     f.partial = make_list(&f, PICK(0, 2, 8));
     if (below(4)) f.full = make_list(&f, PICK(0, 3, 8));
     const fa_problem p = {.len_q = len_q, .len_kv = len_kv, .flex = &f};
-    const unsigned char *kinds = check_map(seed, &f, &p, below(2));
+    const bool has_mask_mod = below(2);
+    const fa_cuda_flex_blocks generic = blocks_of(&f, has_mask_mod), blocks = blocks_of(&f, has_mask_mod);
+    run_kernel(FA_FLEX_BLOCKS, &generic, 128, 0);
+    check_map(seed, &f, &p, &generic);
 
+    const unsigned char *kinds = blocks.kinds;
     const bool own_keys = below(2);
     fa_cuda_flex_walks a = {
         .flex = {.kinds = kinds,
@@ -200,6 +206,7 @@ static void run_case(int seed) {
                  .columns = (int)f.columns,
                  .block_q = (int)f.block_q,
                  .block_kv = (int)f.block_kv},
+        .blocks = blocks,
         .own_len = (int)(own_keys ? len_kv : len_q),
         .other_len = (int)(own_keys ? len_q : len_kv),
         .own_tile = (int)PICK(4, 7, 64, 128, 1000),
@@ -210,12 +217,25 @@ static void run_case(int seed) {
     a.other_tiles = (a.other_len + a.other_tile - 1) / a.other_tile;
     const int64_t masks = f.mask_b * f.mask_h, pitch = 1 + a.other_tiles;
     a.walks = guarded_alloc((size_t)(masks * a.own_tiles * pitch) * sizeof(int), 4, true);
-    a.order = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
-    run_kernel(FA_FLEX_WALKS, &a, FA_FLEX_WALKS_THREADS);
-    run_kernel(FA_FLEX_ORDER, &a, FA_FLEX_WALKS_THREADS);
-    int *order = a.order;
-    const int64_t pitch_hidden = (int64_t)a.other_tiles * FA_HIDDEN_WORDS(a.other_tile) * 2 * a.own_tile;
+    if (!own_keys || below(2)) a.order = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
+    const int64_t rank_pitch = (int64_t)a.other_tiles * (a.own_tiles + 1);
+    if (own_keys) a.ranks = guarded_alloc((size_t)(masks * rank_pitch) * sizeof(unsigned), 4, true);
     const bool has_hidden = a.own_tile % 64 == 0 && a.other_tile % 8 == 0;
+    const int64_t pairs = (int64_t)a.own_tiles * a.other_tiles;
+    if (has_hidden) a.pairs = guarded_alloc((size_t)(masks * (1 + pairs)) * sizeof(int), 4, true);
+    const unsigned threads = (unsigned)PICK(32, 96, 512);
+    if (below(2)) { /* clusters with all phases */
+        a.last_phase = a.ranks ? FA_FLEX_RANKS_PHASE : FA_FLEX_ORDER_PHASE;
+        a.ctas_of_mask = (int)PICK(1, 2, 8);
+        run_kernel(FA_FLEX_WALKS, &a, threads, (unsigned)a.ctas_of_mask);
+    } else {
+        for (int phase = FA_FLEX_MAP_PHASE; phase <= FA_FLEX_RANKS_PHASE; phase++) {
+            a.first_phase = a.last_phase = phase;
+            run_kernel(FA_FLEX_WALKS, &a, threads, 0);
+        }
+    }
+    check_map(seed, &f, &p, &blocks);
+    const int64_t pitch_hidden = (int64_t)a.other_tiles * FA_HIDDEN_WORDS(a.other_tile) * 2 * a.own_tile;
     struct {
         fa_cuda_flex_walks walks;
         int64_t values;
@@ -224,13 +244,7 @@ static void run_case(int seed) {
         const size_t bytes = (size_t)(masks * a.own_tiles * pitch_hidden) * sizeof(unsigned);
         of_hidden.walks.hidden = guarded_alloc(bytes, 4, true);
         memset(of_hidden.walks.hidden, 0xff, bytes);
-        run_kernel(FA_FLEX_HIDDEN, &of_hidden, FA_FLEX_WALKS_THREADS);
-    }
-    const int64_t rank_pitch = (int64_t)a.other_tiles * (a.own_tiles + 1);
-    if (own_keys) {
-        if (below(2)) a.order = NULL; /* ascending */
-        a.ranks = guarded_alloc((size_t)(masks * rank_pitch) * sizeof(unsigned), 4, true);
-        run_kernel(FA_FLEX_RANKS, &a, FA_FLEX_WALKS_THREADS);
+        run_kernel(FA_FLEX_HIDDEN, &of_hidden, FA_FLEX_HIDDEN_THREADS, 0);
     }
     for (int64_t mask = 0; mask < masks; mask++) {
         const int *walks = a.walks + mask * a.own_tiles * pitch;
@@ -239,7 +253,7 @@ static void run_case(int seed) {
         for (int own = 0; own < a.own_tiles && has_hidden; own++)
             check_hidden(seed, &f, &a, kinds + mask * f.rows * f.columns, own, walks + own * pitch,
                          of_hidden.walks.hidden + (mask * a.own_tiles + own) * pitch_hidden);
-        check_order(seed, &a, walks, order + mask * a.own_tiles);
+        if (a.order) check_order(seed, &a, walks, a.order + mask * a.own_tiles);
         if (own_keys)
             check_ranks(seed, &f, &a, kinds + mask * f.rows * f.columns, a.order ? a.order + mask * a.own_tiles : NULL,
                         a.ranks + mask * rank_pitch);

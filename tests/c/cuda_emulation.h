@@ -119,6 +119,7 @@ static inline unsigned atomicMax(unsigned *place, unsigned x) {
     *place = x > before ? x : before;
     return before;
 }
+static inline int atomicAdd(int *place, int x) { return (*place += x) - x; }
 static inline float atomicAdd(float *place, float x) { return (*place += x) - x; }
 static inline double atomicAdd(double *place, double x) { return (*place += x) - x; }
 static inline int __ffs(unsigned bits) { return bits ? __builtin_ctz(bits) + 1 : 0; }
@@ -181,10 +182,13 @@ static inline void cp_async_wait_all() {
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
 
-/* ptx_cluster.cuh. Data arrives at once, and every CTA of the cluster waits for the data. */
+/* ptx_cluster.cuh and ptx_launch.cuh. Data arrives at once, and every CTA of the cluster waits for the data. */
 #define FA_PTX_CLUSTER_CUH
+#define FA_PTX_LAUNCH_CUH
 static inline void cluster_arrive_relaxed() {}
 static inline void griddepcontrol_wait() {}
+static inline void griddepcontrol_launch_dependents() {}
+static inline void cluster_sync() { emulated_cluster_sync(); }
 static inline void cluster_wait() { emulated_cluster_sync(); }
 static inline void mbarrier_init(u64 *bytes, u32) { *bytes = 0; }
 static inline void mbarrier_init_fence() {}

@@ -30,6 +30,7 @@ static inline double __longlong_as_double(long long bits) {
 }
 static inline double __dmul_rn(double x, double y) { return x * y; }
 static inline float __fsqrt_rn(float x) { return sqrtf(x); }
+static inline float __fdividef(float x, float y) { return x / y; }
 template <class T> static inline T __ldg(const T *x) { return *x; }
 template <class T> static inline void atomicAdd(T *x, T value) { *x += value; }
 

@@ -12,9 +12,10 @@ import torch
 from toolbox import CSRC, ROOT, run, tool
 
 HERE = ROOT / "tests" / "guards"
-OLDEST = (2, 10)
+OLDEST = (2, 4)
+HEADERS_TELL = (2, 10)  # torch's headers tell the release of a function from 2.10 on
 
-# Every symbol that is looked up, by the first release that has it. Symbols up to 2.10 are required. If one of them is
+# Every symbol that is looked up, by the first release that has it. Symbols of 2.4 are required. If one of them is
 # missing, `import flash_attn` raises a sentence that names the symbol. Later symbols are optional.
 SYMBOLS = {
     (2, 4): """
@@ -24,18 +25,38 @@ SYMBOLS = {
         aoti_torch_device_type_cpu aoti_torch_device_type_cuda
         aoti_torch_get_storage_size aoti_torch_get_storage_offset
         aoti_torch_dtype_float16 aoti_torch_dtype_bfloat16 aoti_torch_dtype_float32 aoti_torch_dtype_float64
-        aoti_torch_dtype_float8_e4m3fn aoti_torch_new_tensor_handle
-        aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8
+        aoti_torch_dtype_float8_e4m3fn aoti_torch_get_data_ptr aoti_torch_assign_tensors_out
+        aoti_torch_dtype_int32 aoti_torch_dtype_int64 aoti_torch_dtype_uint8 aoti_torch_copy_
     """,
-    (2, 7): "aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def",
+    (2, 5): "aoti_torch_dtype_uint64",
+    (2, 7): """
+        aoti_torch_library_init_def aoti_torch_library_init_impl aoti_torch_library_def aoti_torch_new_tensor_handle
+        aoti_torch_delete_library_object
+    """,
+    (2, 9): "aoti_torch_new_uninitialized_tensor",
     (2, 10): """
         torch_library_impl torch_parallel_for torch_get_num_threads
         torch_get_mutable_data_ptr torch_get_const_data_ptr aoti_torch_is_defined
     """,
     (2, 13): "torch_delete_stable_ivalue",
 }
+IN_PYTHON = "torch.library registers the ops (csrc/torch/python_ops.c)"
+WITH_OLDER = "an older function does the same (csrc/torch/older_torch.c)"
 WITHOUT_OPTIONAL = {
+    "aoti_torch_library_init_def": IN_PYTHON,
+    "aoti_torch_library_init_impl": IN_PYTHON,
+    "aoti_torch_library_def": IN_PYTHON,
+    "torch_library_impl": IN_PYTHON,
+    "aoti_torch_new_tensor_handle": WITH_OLDER,
+    "torch_get_mutable_data_ptr": WITH_OLDER,
+    "torch_get_const_data_ptr": WITH_OLDER,
+    "torch_parallel_for": "OpenMP's functions, if libtorch has them",
+    "torch_get_num_threads": "at::get_num_threads, if libtorch has OpenMP's functions",
     "torch_delete_stable_ivalue": "slots are freed with C++'s operator delete, as torch did until 2.12",
+    "aoti_torch_copy_": "a gradient with gaps goes to torch's own kernel",
+    "aoti_torch_delete_library_object": "register() says that this PyTorch cannot give back a kernel",
+    "aoti_torch_dtype_uint64": "rng_state of torch's ops is int64",
+    "aoti_torch_new_uninitialized_tensor": "register() says that this PyTorch cannot give back a kernel",
     "aoti_torch_is_defined": "the message about a None says that the tensor has no memory",
 }
 
@@ -128,13 +149,13 @@ def test_the_mangled_names_are_in_the_installed_libraries():
 
 
 def test_required_symbols_exist_since_the_oldest_release(table, torch_include):
-    """Required symbols are declared for 2.10. Optional symbols are newer, and each came with the release in the
-    table."""
+    """Required symbols are declared for the oldest release. Optional symbols are newer, and each came with the release
+    in the table."""
     oldest = declared_names(torch_include, OLDEST)
     assert {symbol for symbol, (_, need) in table.items() if need == "required"} - oldest == set()
     assert {symbol for symbol, (since, need) in table.items() if since > OLDEST and need == "required"} == set()
     for symbol, (since, _) in table.items():
-        if since > OLDEST:
+        if since > HEADERS_TELL:
             assert symbol not in declared_names(torch_include, (since[0], since[1] - 1)), symbol
             assert symbol in declared_names(torch_include, since), symbol
 
@@ -143,7 +164,7 @@ LOADER = r"""
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include "torch/torch_abi.h"
+#include "torch/older_torch.h"
 
 fa_status fa_fail(fa_error *err, fa_status status, const char *format, ...) {
     va_list values;
@@ -157,6 +178,7 @@ int main(int argc, char **argv) {
     if (argc > 1 && !dlopen(argv[1], RTLD_NOW)) return fprintf(stderr, "%s\n", dlerror()), 2;
     fa_error err = {""};
     fa_status status = fa_torch_load(&err);
+    if (status == FA_OK) status = fa_torch_replace(&err);
     printf("%d %d %s\n", status, fa_torch.operator_delete != NULL, err.text);
     return 0;
 }
@@ -168,8 +190,11 @@ def load(table, tmp_path_factory):
     """load(symbols) runs fa_torch_load against a libtorch with just these: "status frees-with-delete message"."""
     folder = tmp_path_factory.mktemp("load")
     (folder / "loader.c").write_text(LOADER)
-    run(tool("gcc"), "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, folder / "loader.c",
-        CSRC / "torch/torch_abi.c", CSRC / "system/library.c", "-ldl", "-o", folder / "loader")  # fmt: skip
+    files = (
+        folder / "loader.c",
+        *(CSRC / name for name in ("torch/torch_abi.c", "torch/older_torch.c", "system/library.c")),
+    )
+    run(tool("gcc"), "-std=c11", "-D_GNU_SOURCE", "-I", CSRC, *files, "-ldl", "-o", folder / "loader")
 
     def load(symbols):
         if symbols is None:
@@ -188,7 +213,7 @@ def test_each_missing_required_symbol_is_named(load, table):
         if need == "required":
             answer = load({*table, "_ZdlPv"} - {symbol})
             assert not answer.startswith("0 "), symbol
-            assert "flash_attn needs PyTorch 2.10 or newer" in answer, answer
+            assert "flash_attn needs PyTorch 2.4 or newer" in answer, answer
             assert f"lacks {symbol} (there since {since[0]}.{since[1]})" in answer, answer
 
 
@@ -197,5 +222,17 @@ def test_a_missing_optional_symbol_is_replaced(load, table):
     assert load({*table, "_ZdlPv"} - {"torch_delete_stable_ivalue"}).startswith("0 1")
 
 
+OPENMP = {"_ZN2at15get_num_threadsEv", "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_in_parallel"}
+
+
+def test_a_torch_of_2_4_needs_openmp(load, table):
+    """Without torch's function for threads, every function of OpenMP is needed, and a sentence names a missing one."""
+    of_2_4 = {symbol for symbol, (since, _) in table.items() if since <= OLDEST} | {"_ZdlPv"}
+    assert load(of_2_4 | OPENMP).startswith("0 1")
+    for symbol in OPENMP:
+        answer = load((of_2_4 | OPENMP) - {symbol})
+        assert "flash_attn needs PyTorch 2.10 or newer on this platform" in answer and symbol in answer, answer
+
+
 def test_no_torch_at_all_is_said_in_one_sentence(load):
-    assert "flash_attn needs PyTorch 2.10 or newer" in load(None)
+    assert "flash_attn needs PyTorch 2.4 or newer" in load(None)

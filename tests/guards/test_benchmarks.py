@@ -117,3 +117,45 @@ def test_watts_are_energy_between_two_steps_of_the_counter():
     assert meter.between(0.31, 1.63) == {"mhz": 1450, "watts": 20}
     meter.samples = [(at, None, None) for at, _, _ in meter.samples]
     assert meter.between(0.31, 1.63) == {"mhz": None, "watts": None}
+
+
+def test_a_comparison_tells_why_a_cell_is_empty(monkeypatch):
+    """Memory that is missing, a backend that refuses, and a kernel that was too slow at a shorter length. Any other
+    failure ends the program."""
+    import random
+
+    import _compare_tables
+    import compare_sdpa
+
+    def failing(error):
+        def call(*_):
+            raise error
+
+        return call
+
+    kernels = {
+        "ours": compare_sdpa.KERNELS["ours"],
+        "eager": compare_sdpa.eager,
+        "hungry": failing(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")),
+        "absent": failing(RuntimeError("No available kernel. Aborting execution.")),
+    }
+    monkeypatch.setattr(compare_sdpa, "KERNELS", {**compare_sdpa.KERNELS, **kernels})
+    monkeypatch.setattr(compare_sdpa, "peak_on_cpu", lambda name, *_: (1.5, 99 if name == "eager" else 0.01))
+    options, slow, rows = argparse.Namespace(device="cpu", seconds=0.01, limit=20), set(), []
+    for length in (32, 64):
+        tensors = [torch.randn(1, length, 2, 16) for _ in range(4)]
+        found = compare_sdpa.compare(tensors, "backward", list(kernels), True, slow, options, random.Random(0))
+        problem = {"device": "cpu", "pass": "backward", "dtype": "float32", "h": 2, "d": 16, "causal": True}
+        for name, row in found.items():
+            empty = dict.fromkeys(("ms", "mib", "out_error", "dq_error"), "")
+            rows.append({**empty, **problem, "kernel": name, "length": length, **row})
+    rows = [{name: str(value) for name, value in row.items()} for row in rows]
+    assert all(float(row["dq_error"]) < 1e-5 for row in rows if row["kernel"] == "ours")
+    cells = {(row["kernel"], row["length"]): _compare_tables.cell(row, "mib") for row in rows}
+    assert cells["ours", "64"] == cells["eager", "32"] == "1.5" and cells["eager", "64"] == "too slow"
+    assert cells["hungry", "32"] == "out of memory" and cells["absent", "64"] == "none"
+    facts = {"cpu": "a CPU", "torch": "2", "date": "1"}
+    text = "\n".join(_compare_tables.tables_of("compare_cpu.csv", [{**row, **facts} for row in rows]))
+    assert "out of memory" in text and text.endswith("`compare_cpu.csv`.")
+    with pytest.raises(RuntimeError, match="another"):
+        compare_sdpa.why(RuntimeError("another failure"))

@@ -6,38 +6,8 @@ import tarfile
 import zipfile
 
 import pytest
-from packages import CLEAN, pip, tracked_files
+from packages import ALONE, CLEAN, WORKS_OF_3, pip, tracked_files
 from toolbox import run, tool
-
-WORKS = """
-import sys, sysconfig
-{first}
-import torch, flash_attn_3, flash_attn_interface, flash_attn_config
-from importlib import metadata
-
-home = sysconfig.get_paths()["purelib"]
-from flash_attn_3 import _C
-for module in (flash_attn_3, flash_attn_interface, flash_attn_config, _C):
-    assert module.__file__.startswith(home), module.__file__
-assert flash_attn_3.__version__ == metadata.version("flash-attn-3") == "3.0.0"
-assert metadata.packages_distributions()["flash_attn_interface"] == ["flash_attn_3"]
-q, k, v = (torch.randn(2, 33, 4, 64, requires_grad=True) for _ in range(3))
-out = flash_attn_interface.flash_attn_func(q, k, v, causal=True)
-expected = torch.nn.functional.scaled_dot_product_attention(
-    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-assert torch.allclose(out, expected, atol=1e-5), (out - expected).abs().max()
-for ours, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))):
-    assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
-assert _C.cuda_kernel_source(*_C.cuda_kernels()[0][1:])
-{last}
-print("works")
-"""
-
-# Without its folder on the path there is no flash_attn.
-ALONE = {
-    "first": "sys.modules['flash_attn'] = sys.modules['flash_attn_2_cuda'] = None",
-    "last": "",
-}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +41,7 @@ def test_wheel_is_small_and_serves_every_python(wheel):
 
 def test_wheel_works_alone(wheel, install, tmp_path):
     python = install(wheel)
-    assert run(python, "-I", "-c", WORKS.format(**ALONE), cwd=tmp_path) == "works\n"
+    assert run(python, "-I", "-c", WORKS_OF_3.format(**ALONE), cwd=tmp_path) == "works\n"
     # A kernel's text is found beside the module. There is no GPU, so NVRTC or the compilation may be missing.
     found = "import torch; from flash_attn_3 import _C\ntry: _C.build_cuda_kernel(*_C.cuda_kernels()[0][1:])\n"
     said = run(python, "-I", "-c", found + "except Exception as error: print(error)", cwd=tmp_path)
@@ -147,4 +117,4 @@ def test_sdist_is_complete_by_itself(sdist):
 
 def test_sdist_works(sdist, install, tmp_path):
     python = install(sdist, "--no-build-isolation")
-    assert run(python, "-I", "-c", WORKS.format(**ALONE), cwd=tmp_path) == "works\n"
+    assert run(python, "-I", "-c", WORKS_OF_3.format(**ALONE), cwd=tmp_path) == "works\n"

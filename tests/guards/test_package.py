@@ -9,26 +9,8 @@ import tarfile
 import zipfile
 
 import pytest
-from packages import CLEAN, pip, tracked_files
+from packages import CLEAN, WORKS, pip, tracked_files
 from toolbox import ROOT, run, tool
-
-WORKS = """
-import sys, sysconfig
-import torch, flash_attn, flash_attn_2_cuda
-
-home = sysconfig.get_paths()["purelib"]
-assert flash_attn.__file__.startswith(home), flash_attn.__file__
-assert flash_attn_2_cuda.__file__.startswith(home), flash_attn_2_cuda.__file__
-assert flash_attn.__version__ == "2.8.3"
-q, k, v = (torch.randn(2, 33, 4, 64, requires_grad=True) for _ in range(3))
-out = flash_attn.flash_attn_func(q, k, v, causal=True)
-expected = torch.nn.functional.scaled_dot_product_attention(
-    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
-assert torch.allclose(out, expected, atol=1e-5), (out - expected).abs().max()
-for ours, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, expected))):
-    assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
-print("works")
-"""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,113 @@
+"""The tables and the picture of docs/compare.md, from the rows of compare_sdpa.py."""
+
+from _cpu_tables import grid
+from _results import read
+
+PASSES = "forward", "backward"
+
+
+def number(text):
+    """Three digits, without an exponent."""
+    value = float(text)
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ordered(rows, column, convert=str):
+    return list(dict.fromkeys(convert(row[column]) for row in rows))
+
+
+def cell(row, column):
+    if row is None:
+        return ""
+    return row["status"] or (number(row[column]) if row[column] else "")
+
+
+def table(rows, column):
+    """A line for each length, a column for each kernel."""
+    kernels, lengths = ordered(rows, "kernel"), sorted(ordered(rows, "length", int))
+    found = {(row["kernel"], int(row["length"])): row for row in rows}
+    return grid(["length", *kernels], [[str(n), *(cell(found.get((k, n)), column) for k in kernels)] for n in lengths])
+
+
+def errors(rows):
+    """The range over the lengths."""
+    body = []
+    for column in "out_error", "dq_error":
+        cells = []
+        for kernel in ordered(rows, "kernel"):
+            values = [float(row[column]) for row in rows if row["kernel"] == kernel and row.get(column)]
+            cells.append(f"{min(values):.1e} to {max(values):.1e}" if values else "")
+        body.append([column.removesuffix("_error"), *cells])
+    return grid(["relative error", *ordered(rows, "kernel")], body)
+
+
+def tables_of(name, rows):
+    """All tables of a file, and below them where its rows come from."""
+    lines = []
+    for causal in ordered(rows, "causal"):
+        of_mask = [row for row in rows if row["causal"] == causal]
+        word = "causal" if causal == "True" else "without a mask"
+        for which in PASSES:
+            of_pass = [row for row in of_mask if row["pass"] == which]
+            for column, unit in (("ms", "milliseconds"), ("mib", "MiB at the peak")) if of_pass else ():
+                lines += [f"**{which.capitalize()}, {word}: {unit}**", "", *table(of_pass, column), ""]
+        lines += [*errors(of_mask), ""]
+    first = rows[0]
+    machines = ordered(rows, "cpu") if first["device"] == "cpu" else ordered(rows, "device")
+    machines = [x.removeprefix("NVIDIA_").replace("_", " ") for x in machines]
+    shape = f"{first['dtype']}, {first['h']} heads of {first['d']} columns"
+    torches, dates = (ordered(rows, column) for column in ("torch", "date"))
+    facts = [*machines, shape, *(f"torch {x}" for x in torches), *dates]
+    return [*lines, f"{', '.join(facts)}; `{name}`."]
+
+
+def comparison(pattern):
+    """A table for tables.py: the picture, then the tables. ``pattern``: the file's name with <device>."""
+
+    def make(source):
+        folder, device = source
+        name = pattern.replace("<device>", device)
+        rows = read(folder / name)
+        picture = name.replace(".csv", ".svg")
+        shown = [f"![milliseconds and MiB over the length](../benchmarks/results/{picture})", ""]
+        return [*(shown if (folder / picture).exists() else []), *tables_of(name, rows)]
+
+    return make
+
+
+TABLES = {
+    "comparison on a GPU": comparison("compare_<device>.csv"),
+    "comparison on a CPU": comparison("compare_cpu.csv"),
+}
+
+
+def draw(rows, path):
+    """Milliseconds of both passes and MiB of the backward, over the length."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "flash-attn"  # the same rows give the same file
+    causal = ordered(rows, "causal")[-1]
+    panels = ("forward", "ms", "ms, forward"), ("backward", "ms", "ms, backward"), ("backward", "mib", "MiB, both")
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4))
+    for axis, (which, column, label) in zip(axes, panels):
+        for kernel in ordered(rows, "kernel"):
+            points = sorted(
+                (int(row["length"]), float(row[column]))
+                for row in rows
+                if (row["kernel"], row["pass"], row["causal"]) == (kernel, which, causal) and row[column]
+            )
+            points = [(x, y) for x, y in points if y > 0]
+            if points:
+                axis.plot(*zip(*points), marker="o", label=kernel)
+        axis.set(title=label, xlabel="length", xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

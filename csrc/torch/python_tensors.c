@@ -1,0 +1,52 @@
+/* A torch.Tensor's object contains the address of its TensorImpl, and the place of this address is a handle. */
+#include "python_tensors.h"
+
+#include <string.h>
+
+static Py_ssize_t offset_of_tensor; /* place of the handle inside a torch.Tensor's object */
+
+/* Finds the place of the TensorImpl's address inside a tensor's object. Two new tensors must agree. 0: not found. */
+static Py_ssize_t find_offset(void) {
+    Py_ssize_t offset = 0, size = 0;
+    for (int i = 0; i < 2; i++) {
+        PyObject *tensor = PyObject_CallMethod(fa_torch_module, "empty", "i", 1);
+        PyObject *address = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
+        PyObject *basic_size = PyObject_GetAttrString(fa_tensor_type, "__basicsize__");
+        void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
+        if (i == 0) {
+            size = basic_size ? PyLong_AsSsize_t(basic_size) : 0;
+            for (Py_ssize_t at = sizeof(PyObject); at + (Py_ssize_t)sizeof impl <= size && !offset; at += sizeof impl)
+                if (impl && memcmp((char *)tensor + at, &impl, sizeof impl) == 0) offset = at;
+        } else if (!impl || !offset || memcmp((char *)tensor + offset, &impl, sizeof impl) != 0) {
+            offset = 0;
+        }
+        Py_XDECREF(basic_size);
+        Py_XDECREF(address);
+        Py_XDECREF(tensor);
+    }
+    return offset;
+}
+
+bool fa_find_tensors(void) {
+    if (!offset_of_tensor) offset_of_tensor = find_offset();
+    return offset_of_tensor && fa_torch.wrap;
+}
+
+AtenTensorHandle fa_handle_of(PyObject *tensor) { return (AtenTensorHandle)((char *)tensor + offset_of_tensor); }
+
+PyObject *fa_object_of(AtenTensorHandle handle) { return (PyObject *)((char *)handle - offset_of_tensor); }
+
+PyObject *fa_results_of(PyObject *first, const fa_outputs *outputs) {
+    const int num_before = first ? 1 : 0, num = num_before + outputs->num;
+    PyObject *tuple = num > 1 ? PyTuple_New(num) : NULL, *tensor = first;
+    bool failed = num > 1 && !tuple;
+    if (tuple && first) PyTuple_SetItem(tuple, 0, first);
+    if (failed) Py_XDECREF(first);
+    for (int i = 0; i < outputs->num; i++) {
+        if (!failed) failed = !(tensor = fa_torch.wrap(outputs->tensor[i]));
+        if (!failed && tuple) PyTuple_SetItem(tuple, num_before + i, tensor);
+        fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[i]);
+    }
+    if (failed) Py_CLEAR(tuple);
+    return failed || tuple ? tuple : tensor;
+}
