@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from flash_attn._ops import check_layout, check_tensor, is_freed
+from flash_attn._ops import check_layout, check_storage, check_tensor, is_freed
 
 
 def maybe_contiguous(x: Any) -> Any:
@@ -32,6 +32,7 @@ def as_int(x, name):
         return x
     if x.numel() != 1:
         raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
+    check_storage(name, x)
     return x.item()
 
 
@@ -100,8 +101,10 @@ def check_given(tensors, varlen):
     rows = ("total",) if varlen else ("batch_size", "seqlen")
     if len(tensors) == 1:
         check_layout("qkv", tensors[0], *rows, 3, "num_heads", "head_size")
+        check_storage("qkv", tensors[0])
     else:
         check_layout("kv", tensors[1], *rows, 2, "num_heads_k", "head_size")
+        check_storage("kv", tensors[1])
 
 
 def distinct(*arguments):

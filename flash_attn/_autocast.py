@@ -2,6 +2,8 @@
 
 import torch
 
+from flash_attn._ops import check_storage
+
 
 def _is_on(x):
     if not isinstance(x, torch.Tensor):  # the op refuses it
@@ -13,25 +15,25 @@ def _is_on(x):
 _CAST = torch.float32, torch.float16, torch.bfloat16
 
 
-def _cast(x, device_type, dtype):
-    if (
-        not isinstance(x, torch.Tensor)
-        or x.device.type != device_type
-        or x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
-    ):
+def _cast(name, x, device_type, dtype):
+    if not isinstance(x, torch.Tensor) or x.device.type != device_type or x.dtype not in _CAST:
         return x
+    check_storage(name, x)  # torch copies what lies behind a storage that was cut
     return x.to(dtype)
 
 
-def follow_autocast(tensors):
-    """Returns the tensors in the dtype of autocast, if it is on. fp64 stays as it is."""
+def follow_autocast(names, tensors):
+    """Returns the tensors of these names in the dtype of autocast, if it is on. fp64 stays as it is."""
     if not _is_on(tensors[0]):
         return tensors
     device_type = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device_type)
-    return [_cast(x, device_type, dtype) for x in tensors]
+    return [_cast(name, x, device_type, dtype) for name, x in zip(names, tensors)]
 
 
-def follow_cache(cache, tensors):
-    """Returns the tensors in the dtype of a cache, if autocast is on. The cache is written, so it stays as it is."""
-    return [_cast(x, cache.device.type, cache.dtype) for x in tensors] if _is_on(cache) else tensors
+def follow_cache(cache, names, tensors):
+    """Returns the tensors of these names in the dtype of a cache, if autocast is on. The cache is written, so it stays
+    as it is."""
+    if not _is_on(cache):
+        return tensors
+    return [_cast(name, x, cache.device.type, cache.dtype) for name, x in zip(names, tensors)]

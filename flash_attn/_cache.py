@@ -9,6 +9,7 @@ from flash_attn._dispatch import call_op, check_not_traced, transforms_are_activ
 from flash_attn._ops import NO_JVP, check_tensor, empty_like
 
 _fwd_kvcache = torch.ops.flash_attn.fwd_kvcache.default
+_CAST = "q", "k", "v", "rotary_cos", "rotary_sin"  # take the dtype of the cache under autocast
 
 
 def _check_cache(name, cache):
@@ -52,7 +53,7 @@ def attend_with_cache(
     check_tensor("q", q)
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
-    q, k, v, rotary_cos, rotary_sin = follow_cache(k_cache, (q, k, v, rotary_cos, rotary_sin))
+    q, k, v, rotary_cos, rotary_sin = follow_cache(k_cache, _CAST, (q, k, v, rotary_cos, rotary_sin))
     if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
         raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
     if isinstance(cache_seqlens, (int, torch.SymInt)):

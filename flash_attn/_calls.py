@@ -76,7 +76,7 @@ def _prepared(function, tensors, lengths, options):
         return on_ranks(on_rank, tensors, lengths, options)
     if lengths or not has_nested(tensors):
         if is_compiling() or _is_any_autocast_enabled():
-            tensors = follow_autocast(tensors)
+            tensors = follow_autocast(NAMES[len(tensors)], tensors)
         return function(tensors, lengths, *options)
     values, lengths, together = take_apart(tensors)
     results = _prepared(function, values, lengths, options)

@@ -21,6 +21,7 @@ This file imports torch.distributed.tensor. So it is imported when the first dis
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -312,6 +313,10 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
         found = function(*locals_)
     for move in moves:
         move()
+    if not is_compiling():  # autograd asks the DTensor whether it has changed, and not the part of this rank
+        for name, x in zip(names, values):
+            if x is not None and (name in written or name in outputs):
+                increment_version(x)
     if not isinstance(found, tuple):
         return _whole(found, results[0], division)
     return tuple([_whole(x, letters, division) for x, letters in zip(found, results)])

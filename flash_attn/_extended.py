@@ -138,6 +138,9 @@ class _Extended(torch.autograd.Function):
 @torch.no_grad()
 def _gradients(ctx, everything, dout, dlse):
     sinks, q, k, v, out, lse, *rest = everything
+    for name, x in zip(("dout", "sinks", "q", "k", "v", "out", "softmax_lse"), (dout, *everything)):
+        if x is not None:
+            check_storage(name, x)
     tensors, saved = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     wants_sinks, *wanted = ctx.needs_input_grad[1:]
     dout = torch.zeros_like(out) if dout is None else dout
@@ -152,6 +155,7 @@ def _gradients(ctx, everything, dout, dlse):
 
 def _check_scores(name, x, q, shape, dims):
     check_tensor(name, x)
+    check_storage(name, x)
     if x.device != q.device:
         raise RuntimeError(f"{name} must be on {q.device}, where q is; it is on {x.device}")
     sizes = (1,) * (len(shape) - x.dim()) + tuple(x.shape)
@@ -271,6 +275,9 @@ def attend(
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
+        check_storage(name, x)
+    if isinstance(alibi_slopes, torch.Tensor):
+        check_storage("alibi_slopes", alibi_slopes)
     if transforms_are_active():
         check_not_traced()
         return _transformed(

@@ -74,10 +74,12 @@ def _decoding(
 ):  # fmt: skip
     b, len_q = q.shape[:2]
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if cache_seqlens is None or not _has_values(cache_seqlens):
-        num_keys = b * room
+    has_lengths = cache_seqlens is not None and _has_values(cache_seqlens)
+    ends = cache_seqlens + (0 if k is None else k.shape[1]) if has_lengths else None
+    if cache_leftpad is not None and _has_values(cache_leftpad):
+        num_keys = int(((room if ends is None else ends) - cache_leftpad).sum())
     else:
-        num_keys = int(cache_seqlens.sum()) + (0 if k is None else b * k.shape[1])
+        num_keys = b * room if ends is None else int(ends.sum())
     return _pairs_product(len_q * num_keys, q, v_cache)
 
 

@@ -68,9 +68,11 @@ class _Combine(torch.autograd.Function):
 
 def _vmap_of_combine(apply, info, in_dims, outs, lses, dtype):
     num = info.batch_size
-    outs, lses = (entries(x, dim, num).transpose(0, 1).flatten(1, 2) for x, dim in zip((outs, lses), in_dims))
+    outs, lses = (entries(x, dim, num).transpose(0, 1) for x, dim in zip((outs, lses), in_dims))
+    b = outs.shape[2]
+    outs, lses = outs.flatten(1, 2), lses.flatten(1, 2)
     lses = lses.transpose(-1, -2).contiguous().transpose(-1, -2)  # the op wants neighbouring rows
-    return tuple(parted(x, num) for x in apply(outs.contiguous(), lses, dtype)), (0, 0)
+    return tuple(parted(x, num, b) for x in apply(outs.contiguous(), lses, dtype)), (0, 0)
 
 
 def _register():

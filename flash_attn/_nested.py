@@ -9,6 +9,7 @@ x, [b, j, h, d]                  the result, with the offsets of q
 import torch
 
 from flash_attn._arguments import NAMES
+from flash_attn._ops import check_storage
 
 
 def has_nested(tensors):
@@ -29,6 +30,9 @@ def _check(name, x, num_dims):
         raise RuntimeError(
             f"{name} must have its lengths in dimension 1, [b, length, h, d]; they are in dimension {x._ragged_idx}"
         )
+    for part, of_part in ((name, x._values), (f"{name}.offsets()", x._offsets), (f"{name}.lengths()", x._lengths)):
+        if of_part is not None:
+            check_storage(part, of_part)
 
 
 def _type(x):

@@ -71,10 +71,10 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, rule, kept, wanted, *tensors):
         num, dims = info.batch_size, in_dims[3:]
-        joined = rule.join(num, tensors, dims)
+        joined = rule.join(num, tensors, dims) if num else None
         if joined is not None:
             results = _Call.apply(rule, kept, wanted, *joined)
-            return tuple(_vmap.parted(x, num) for x in results), (0,) * len(results)
+            return tuple(_vmap.parted(x, num, len(x) // num) for x in results), (0,) * len(results)
         kept.entries = []
 
         def call(*entry):
@@ -112,13 +112,15 @@ class _Gradients(torch.autograd.Function):
     def vmap(info, in_dims, rule, kept, wanted, num, *tensors):
         dims = in_dims[4:]
         was_mapped = any(dim is not None for dim in dims[num : 2 * num])  # the forward
-        joined = rule.join(info.batch_size, tensors[2 * num :], dims[2 * num :]) if was_mapped else None
+        num_entries, joined = info.batch_size, None
+        if was_mapped and num_entries:
+            joined = rule.join(num_entries, tensors[2 * num :], dims[2 * num :])
         if joined is not None:
-            of_results = [_vmap.join_first(x, dim, info.batch_size) for x, dim in zip(tensors[: 2 * num], dims)]
+            of_results = [_vmap.join_first(x, dim, num_entries) for x, dim in zip(tensors[: 2 * num], dims)]
             grads = _Gradients.apply(rule, kept, wanted, num, *of_results, *joined)
-            grads = tuple(None if x is None else _vmap.parted(x, info.batch_size) for x in grads)
+            grads = tuple(None if x is None else _vmap.parted(x, num_entries, len(x) // num_entries) for x in grads)
             return grads, tuple(None if x is None else 0 for x in grads)
-        entries = iter(kept.entries if was_mapped else [kept] * info.batch_size)
+        entries = iter(kept.entries if was_mapped else [kept] * max(num_entries, 1))
         return _vmap.one_by_one(
             lambda *entry: _Gradients.apply(rule, next(entries), wanted, num, *entry), info, dims, tensors
         )

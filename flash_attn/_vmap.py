@@ -39,9 +39,9 @@ def join_first(x, dim, num):
     return None if x is None else entries(x, dim, num).flatten(0, 1)
 
 
-def parted(x, num):
-    """The inverse of ``join_first``."""
-    return x.unflatten(0, (num, x.shape[0] // max(num, 1)))
+def parted(x, num, b):
+    """The inverse of ``join_first`` of entries ``[b, ..]``."""
+    return x.unflatten(0, (num, b))
 
 
 class Dense:
@@ -235,7 +235,17 @@ def batch_of_gradients(apply, options, needed, dout, saved):
 
 
 def one_by_one(apply, info, in_dims, arguments, device=None):
-    """Computes the entries one after the other. With a device, all of them draw the same random numbers."""
+    """Computes the entries one after the other. With a device, all of them draw the same random numbers.
+
+    Where there is no entry, one of zeros tells the shapes of the results.
+    """
+    if info.batch_size == 0:
+        entry = [
+            x if dim is None or not torch.is_tensor(x) else x.new_zeros((*x.shape[:dim], *x.shape[dim + 1 :]))
+            for x, dim in zip(arguments, in_dims)
+        ]
+        found = tuple(None if x is None else x.new_empty((0, *x.shape)) for x in apply(*entry))
+        return found, tuple(None if x is None else 0 for x in found)
     get_rng_state, set_rng_state = rng_of(device) if device is not None else (lambda: None, lambda state: None)
     state, results = get_rng_state(), []
     for i in range(info.batch_size):

@@ -204,6 +204,19 @@ def decoding(mesh):
         flash_attn_with_kvcache(placed(randn(2, 1, 4, 16), mesh, [heads]), cache, cache, cache[:, :1], cache[:, :1])
 
 
+def a_written_cache_has_changed(mesh):
+    """The backward of another function that has saved the cache would use the new numbers."""
+    q, k, cache, x = (placed(randn(2, n, h, 16), mesh, [Shard(2)]) for n, h in ((1, 4), (1, 2), (8, 2), (8, 2)))
+    y = cache * x.requires_grad_()
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=3)  # writes nothing
+    y.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=3)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        y.sum().backward()
+
+
 # ---- ops -----------------------------------------------------------------------------------------------------------
 
 
@@ -430,8 +443,8 @@ def the_document(mesh):
 
 # ---- groups --------------------------------------------------------------------------------------------------------
 
-CHECKS = dense, of_heads, packed_in_one, options, merged, sequences, decoding, ops, dropout, errors
-CHECKS += compiled, tensor_parallel, data_parallel, mapped, the_document
+CHECKS = dense, of_heads, packed_in_one, options, merged, sequences, decoding, a_written_cache_has_changed
+CHECKS += ops, dropout, errors, compiled, tensor_parallel, data_parallel, mapped, the_document
 
 
 def on_one_dimension(rank, group):

@@ -73,6 +73,10 @@ def test_decoding():
     assert only(lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used), name) == key * 39
     call = lambda: flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=used)  # noqa: E731
     assert only(call, name) == key * 41
+    first = torch.tensor([2, 30], dtype=torch.int32)
+    call = lambda: flash_attn_with_kvcache(q, cache, cache, cache_leftpad=first, cache_seqlens=used)  # noqa: E731
+    assert only(call, name) == key * 7
+    assert only(lambda: flash_attn_with_kvcache(q, cache, cache, cache_leftpad=first), name) == key * (2 * LEN_K - 32)
     pages, table = torch.randn(8, 5, 2, D), torch.arange(8, dtype=torch.int32).view(2, 4)
     assert only(lambda: flash_attn_with_kvcache(q, pages, pages, block_table=table), name) == key * B * 20
 

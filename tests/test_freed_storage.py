@@ -6,7 +6,14 @@ The tests cover every tensor argument of every op, through torch's dispatcher an
 import pytest
 import torch
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, merge_attention
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    merge_attention,
+)
 from flash_attn import flash_attn_interface as interface
 from flash_attn.flex_attention import flex_attention
 
@@ -132,6 +139,79 @@ Q, LSE = torch.zeros(2, 500, 4, 16), torch.zeros(2, 4, 500)
 def test_what_torch_would_copy_is_named(function, shape, name):
     with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"):
         function(freed(*shape))
+
+
+def lost(x, num_bytes):
+    """A copy whose storage lacks its last bytes, as many as these, or all of its bytes."""
+    x = x.clone()
+    x.untyped_storage().resize_(0 if num_bytes is None else x.untyped_storage().nbytes() - num_bytes)
+    return x
+
+
+LOSSES = pytest.mark.parametrize("num_bytes", [None, 1])
+SCORES = {"attn_bias": torch.randn(2, 4, 5, 7), "attn_mask": torch.ones(2, 4, 5, 7) > 0, "sinks": torch.rand(4)}
+
+
+@LOSSES
+@pytest.mark.parametrize("name", [*QKV, *SCORES, *SLOPES])
+def test_options_name_the_tensor(name, num_bytes):
+    given = {**QKV, **SCORES, **SLOPES}
+    with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"):
+        flash_attn_func(**{**given, name: lost(given[name], num_bytes)})
+
+
+@LOSSES
+@pytest.mark.parametrize("more", [{}, {"attn_bias": torch.zeros(5, 5)}])
+def test_packed_tensors_are_named(more, num_bytes):
+    q = half(2, 5, 4, 16)
+    with pytest.raises(RuntimeError, match="^qkv has shape .*storage must hold"):
+        flash_attn_qkvpacked_func(lost(half(2, 5, 3, 4, 16), num_bytes), **more)
+    with pytest.raises(RuntimeError, match="^kv has shape .*storage must hold"):
+        flash_attn_kvpacked_func(q, lost(half(2, 5, 2, 4, 16), num_bytes), **more)
+
+
+@LOSSES
+@pytest.mark.parametrize("function, arguments, name", [
+    (flash_attn_func, QKV, "q"),
+    (flash_attn_func, {**QKV, "attn_bias": SCORES["attn_bias"]}, "v"),
+    (flash_attn_varlen_func, {**ROWS, **CU}, "k"),
+    (flash_attn_with_kvcache, {**CACHES, **NEW, "cache_seqlens": IDX["cache_seqlens"]}, "k"),
+    (flash_attn_with_kvcache, {**CACHES, **NEW, "cache_seqlens": IDX["cache_seqlens"]}, "rotary_cos"),
+    (flex_attention, dict(zip(("query", "key", "value"), [half(1, 2, 8, 16)] * 3)), "key"),
+])  # fmt: skip
+def test_autocast_names_the_tensor(function, arguments, name, num_bytes):
+    """A copy of a cut tensor in another dtype would hold numbers of other tensors."""
+    arguments = {**arguments, name: lost(arguments[name], num_bytes)}
+    with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"), torch.autocast("cpu"):
+        function(**arguments)
+
+
+@LOSSES
+@pytest.mark.parametrize("part", ["_values", "_offsets", "_lengths"])
+def test_jagged_tensors_are_named(part, num_bytes):
+    start, length = torch.tensor([[0, 1, 2], [3, 2, 4]])
+    x = torch.nested.narrow(torch.randn(3, 6, 2, 8), 1, start, length, layout=torch.jagged)
+    storage = getattr(x, part).untyped_storage()
+    storage.resize_(0 if num_bytes is None else storage.nbytes() - num_bytes)
+    name = {"_values": "q", "_offsets": r"q\.offsets\(\)", "_lengths": r"q\.lengths\(\)"}[part]
+    with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"):
+        flash_attn_func(x, x, x)
+
+
+def test_a_length_is_named():
+    with pytest.raises(RuntimeError, match="^max_seqlen has shape .*storage must hold"):
+        flash_attn_varlen_func(**{**ROWS, **CU, "max_seqlen_q": lost(torch.tensor(6), None)})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "dout"])
+def test_gradients_of_options_name_the_tensor(name):
+    given = {**QKV, "attn_bias": SCORES["attn_bias"], "dout": torch.randn_like(QKV["q"])}
+    given = {name: x.clone().requires_grad_(name != "dout") for name, x in given.items()}
+    dout = given.pop("dout")
+    out = flash_attn_func(**given)
+    {**given, "dout": dout}[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"):
+        out.backward(dout)
 
 
 def test_gradients_of_freed_tensors():

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention as torchs_flex_atte
 from .._arguments import has_distributed
 from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
-from .._ops import is_freed, refuse_transforms, without_second_derivative
+from .._ops import check_storage, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
 from . import calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
@@ -302,7 +302,13 @@ def in_autocast(*tensors):
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    found = []
+    for name, x in zip(("query", "key", "value"), tensors):
+        is_cast = x.is_floating_point() and x.dtype not in (torch.float64, dtype)
+        if is_cast:
+            check_storage(name, x)  # torch copies what lies behind a storage that was cut
+        found.append(x.to(dtype) if is_cast else x)
+    return tuple(found)
 
 
 _said = set()

@@ -113,6 +113,21 @@ def test_vmap_over_grad_and_grad_over_vmap(case):
     ]))  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_no_entries(case):
+    function, tensors, batch = case
+    argnums = tuple(range(len(tensors)))
+    nothing = [x[:0] for x in batch]
+    assert vmap(function)(*nothing).shape == (0, *function(*tensors).shape)
+    for x, grads in zip(batch, vmap(grad(square(function), argnums))(*nothing)):
+        assert grads.shape == (0, *x.shape[1:])
+    assert [x.shape for x in grad(lambda *x: vmap(square(function))(*x).sum(), argnums)(*nothing)] == [
+        x.shape for x in nothing
+    ]
+    out, pull = vjp(function, *tensors)
+    assert [x.shape for x in vmap(pull)(out.new_zeros(0, *out.shape))] == [(0, *x.shape) for x in tensors]
+
+
 def test_gradients_per_sample(case):
     """One argument is mapped, and all have a gradient for each sample."""
     function, tensors, batch = case
