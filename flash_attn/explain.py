@@ -97,7 +97,7 @@ class _Forwards:
     """The plans of forwards, and which of them have a node of the graph. A node saves tensors after its forward."""
 
     def __init__(self):
-        self.plans, self.with_node = [], []
+        self.plans, self.with_node, self.is_function_running = [], [], True
 
     def take(self):
         self.plans += [_as_plan(found) for found in flash_attn_2_cuda.take_plans()]
@@ -107,6 +107,12 @@ class _Forwards:
             self.take()
             if self.plans and (not self.with_node or self.with_node[-1] is not self.plans[-1]):
                 self.with_node.append(self.plans[-1])
+        return x
+
+    def unpack(self, x):
+        """A backward inside of the function would add gradients of results that mean nothing to .grad."""
+        if self.is_function_running:
+            raise TypeError("explain plans the backward itself: pass a function that does not run a backward")
         return x
 
 
@@ -186,8 +192,9 @@ def _collect(function, args, kwargs, device):
     flash_attn_2_cuda.plan_only(True)
     try:
         sees_sdpa = _Sdpa(forwards) if _sdpa.is_active() else contextlib.nullcontext()
-        with torch.autograd.graph.saved_tensors_hooks(forwards.pack, lambda x: x), sees_sdpa:
+        with torch.autograd.graph.saved_tensors_hooks(forwards.pack, forwards.unpack), sees_sdpa:
             results = function(*args, **kwargs)
+        forwards.is_function_running = False
         forwards.take()
         for plan, node in zip(forwards.with_node[::-1], _nodes_of(results)[::-1]):
             backward_of = plan
@@ -235,7 +242,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
         grad, ``backward`` holds the plan of the backward. If a GPU cannot run a pass, or PyTorch's own kernel runs, the
         Plan has no kernel, and ``refusal`` gives the reason.
     Raises:
-        TypeError: the call plans no attention, or a tensor is on device "meta" or fake.
+        TypeError: the call plans no attention or runs a backward itself, or a tensor is on device "meta" or fake.
         On the CPU, the errors of the call itself.
 
     >>> q = torch.randn(1, 128, 4, 64, requires_grad=True)

@@ -208,3 +208,13 @@ def test_a_wrong_log_says_so():
     )
     for value in ("", "0"):
         assert run_with_log(value, "f(q, q, q)").stderr == ""
+
+
+def test_a_function_that_runs_a_backward_is_refused():
+    """Its gradients would be those of results that mean nothing."""
+    q, weight = torch.randn(1, 5, 2, 16, requires_grad=True), torch.ones(16, requires_grad=True)
+    with pytest.raises(TypeError, match="explain plans the backward itself"):
+        explain(lambda: (flash_attn_func(q, q, q) * weight).sum().backward())
+    assert q.grad is None and weight.grad is None
+    flash_attn_func(q, q, q).sum().backward()
+    assert q.grad is not None
