@@ -8,6 +8,8 @@ Diffusers' list of backends is closed, so a backend of its own name gets another
 Diffusers' own functions for these names refuse or drop: masks, grouped heads, lse, and gradients of _flash_3.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -114,7 +116,7 @@ def _attend(query, key, value, mask, window, dropout, scale, return_lse):
 _active = None
 
 
-def register(backends=BACKENDS):
+def register(backends: Sequence[str] = BACKENDS) -> _registration.Registration:
     """Gives functions of this package to backends of Diffusers, in its registry.
 
     Args:
@@ -124,6 +126,10 @@ def register(backends=BACKENDS):
     Raises:
         ImportError: Diffusers is missing or too old.
         ValueError: a backend is none of the five.
+
+    >>> with register() as changes:
+    ...     print('backend "flash"' in str(changes))
+    True
     """
     global _active
     dispatch = _dispatch()
@@ -150,8 +156,12 @@ def register(backends=BACKENDS):
     return made
 
 
-def unregister():
-    """Undoes the last ``register()``, if there is one."""
+def unregister() -> None:
+    """Undoes the last ``register()``, if there is one.
+
+    >>> changes = register()
+    >>> unregister()
+    """
     global _active
     with _registration.lock:
         if _active is not None:

@@ -14,13 +14,17 @@ NAMES = ("flex_attention", "create_block_mask")
 _active = None
 
 
-def register():
+def register() -> _registration.Registration:
     """Replaces ``flex_attention`` and ``create_block_mask`` of ``torch.nn.attention.flex_attention``.
 
     So they have a backward on the CPU, need no ``torch.compile``, and make no array of all queries and keys.
 
     Returns:
         A Registration. Its text says what was changed. ``unregister()``, or the end of ``with register():``, undoes it.
+
+    >>> with register() as changes:
+    ...     print('flex_attention' in str(changes))
+    True
     """
     global _active
     with _registration.lock:
@@ -31,8 +35,12 @@ def register():
         return _active
 
 
-def unregister():
-    """Undoes the last ``register()``, if there is one."""
+def unregister() -> None:
+    """Undoes the last ``register()``, if there is one.
+
+    >>> changes = register()
+    >>> unregister()
+    """
     global _active
     with _registration.lock:
         if _active is not None:

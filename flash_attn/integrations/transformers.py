@@ -19,6 +19,8 @@ import functools
 import inspect
 import sys
 import warnings
+from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -449,7 +451,7 @@ def _under_blocks(query, key, value, block_mask, bias, scale, softcap, dropout, 
 _active = None
 
 
-def register(names=None):
+def register(names: Optional[Sequence[str]] = None) -> _registration.Registration:
     """Makes ``attn_implementation="flash_attn"`` work on every device, by transformers' public registries.
 
     The registries have the attention of a layer and the mask of a forward pass. A hook of ``PreTrainedModel`` lets
@@ -464,6 +466,10 @@ def register(names=None):
     Raises:
         ImportError: transformers is missing or too old.
         ValueError: a name is none of the four.
+
+    >>> with register() as changes:
+    ...     print('attn_implementation="flash_attn"' in str(changes))
+    True
     """
     global _active
     masking, modeling = _transformers()
@@ -511,8 +517,12 @@ def register(names=None):
     return made
 
 
-def unregister():
-    """Undoes the last ``register()``, if there is one."""
+def unregister() -> None:
+    """Undoes the last ``register()``, if there is one.
+
+    >>> changes = register()
+    >>> unregister()
+    """
     global _active
     with _registration.lock:
         if _active is not None:
