@@ -565,3 +565,20 @@ def test_varlen_attn_out_and_pages(active):
     k, v = (torch.cat([x[table[i].long()].flatten(0, 1)[: used[i]] for i in range(3)]) for x in (k_pages, v_pages))
     cu_k = torch.tensor([0, 20, 45, 77], dtype=torch.int32)
     assert torch.allclose(out, flash_attn_varlen_func(q, k, v, cu_seqlens, cu_k, 23, 32), atol=1e-6)
+
+
+def test_a_torch_without_the_list_says_so():
+    """Torch before 2.10 has no list of implementations. The rest of the package works there."""
+    program = (
+        "import torch.nn.attention as torchs\n"
+        "for name in dir(torchs):\n"
+        "    if name.endswith('flash_attention_impl'): delattr(torchs, name)\n"
+        "import torch, flash_attn\n"
+        "q = torch.ones(1, 3, 2, 16)\n"
+        "assert flash_attn.explain(flash_attn.flash_attn_func, q, q, q).kernel\n"
+        "for call in (flash_attn.register, flash_attn.sdpa().__enter__):\n"
+        "    try: call()\n"
+        "    except RuntimeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.count("need torch 2.10") == 2
