@@ -56,7 +56,7 @@ $(VENV)/test: requirements/test.txt $(VENV)/demo
 	touch $@
 
 $(VENV)/wheel: requirements/wheel.txt $(VENV)/test
-	$(PIP) install --no-deps -r requirements/wheel.txt
+	$(INSTALL) --no-deps -r requirements/wheel.txt
 	touch $@
 
 $(VENV)/package: $(SOURCES) $(VENV)/demo
