@@ -182,9 +182,10 @@ typedef struct {
     bool isa_legal[FA_NUM_ISAS]; /* the processor and the operating system support this instruction set */
     size_t l2_bytes;             /* per core; a default if the processor does not tell */
     int threads;
-    int gpu_capability;      /* 90 for compute capability 9.0; 0: the tensors are on the CPU */
-    int gpu_sms;             /* multiprocessors of the GPU that holds the tensors; 0: unknown */
-    const char *gpu_kernels; /* FLASH_ATTN_CUDA_KERNEL: only kernels whose names contain this text; NULL: all */
+    int gpu_capability; /* 90 for compute capability 9.0; 0: the tensors are on the CPU */
+    int gpu_sms;        /* multiprocessors of the GPU that holds the tensors; 0: unknown */
+    const char
+        *gpu_kernels; /* FLASH_ATTN_CUDA_KERNEL: only kernels whose names contain one of these words; NULL: all */
 } fa_machine;
 
 /* Bytes of the longest name, with room for the hash of a user's text: "_" and 16 digits. */

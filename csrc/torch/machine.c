@@ -107,7 +107,8 @@ PyMethodDef fa_machine_functions[] = {
      "set_cpu_isa(name) -> the instruction set in use from now on: the best that is no "
      "better than name; None is the best there is"},
     {"set_cuda_kernels", set_cuda_kernels, METH_O,
-     "set_cuda_kernels(words): from now on only kernels with the words in their names, as FLASH_ATTN_CUDA_KERNEL says; "
+     "set_cuda_kernels(words): from now on only kernels with one of the words in their names, as "
+     "FLASH_ATTN_CUDA_KERNEL says; "
      "None: all"},
     {NULL, NULL, 0, NULL},
 };
