@@ -5,12 +5,6 @@
 #include "mods.h"
 #include "plan/gpu_problem.h"
 
-/* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */
-static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
-    if (packed && total < len) len = total;
-    return len <= rows ? 1 : (int)((len + rows - 1) / rows);
-}
-
 /* Returns the number of blocks of d columns of v. */
 static int count_v_blocks(const fa_problem *p, int d) { return p->d_v <= d ? 1 : (int)((p->d_v + d - 1) / d); }
 
@@ -19,7 +13,7 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     const int row = call->plan->gpu.row, block_q = call->plan->block_q;
     const bool packed = p->cu_seqlens_q != NULL;
     fa_cuda_problem a = fa_cuda_problem_of(call);
-    a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
+    a.num_tiles = fa_count_tiles(p->len_q, p->total_q, packed, block_q);
     a.num_v_blocks = count_v_blocks(p, fa_fwd_any_row(row)->d);
     fa_status status = fa_cuda_append(call, call->workspace, err);
     if (status == FA_OK) status = fa_cuda_make_block_map(call, err);
@@ -34,16 +28,13 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
 }
 
 fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
-    enum { DELTA_ROWS = 4 };
     const fa_problem *p = call->problem;
     const int first = call->plan->gpu.row, num_rows = fa_families[FA_BWD_ANY].num_rows;
     const bool packed = p->cu_seqlens_q != NULL;
     const bool is_wanted[] = {p->dq.data || fa_wants_capture_gradients(p), p->dk.data, p->dv.data,
                               p->dk.data || p->dv.data};
     fa_cuda_problem a = fa_cuda_problem_of(call);
-    a.num_tiles = count_tiles(packed ? p->len_q : a.softmax_d_rows, p->total_q, packed, DELTA_ROWS);
-    fa_status status =
-        fa_cuda_launch_any(call, FA_DELTA_ANY, 0, &a, (p->b + packed) * p->h * a.num_tiles, 32 * DELTA_ROWS, err);
+    fa_status status = fa_cuda_launch_delta(call, err);
     if (status == FA_OK) status = fa_cuda_make_block_map(call, err);
     for (int row = first; status == FA_OK && row < num_rows; row++) {
         const fa_bwd_any_columns *tile = fa_bwd_any_row(row);
@@ -52,8 +43,8 @@ fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
         if (row > first && grad == 0) break; /* the rows of the next tile begin here */
         if (!is_wanted[grad]) continue;
         a.zero_tensors = owns_packed && call->zero_tensors;
-        a.num_tiles = owns_keys ? count_tiles(p->len_kv, p->total_kv, owns_packed, own)
-                                : count_tiles(p->len_q, p->total_q, owns_packed, own);
+        a.num_tiles = owns_keys ? fa_count_tiles(p->len_kv, p->total_kv, owns_packed, own)
+                                : fa_count_tiles(p->len_q, p->total_q, owns_packed, own);
         a.num_v_blocks = count_v_blocks(p, tile->d);
         status = fa_cuda_launch_any(call, FA_BWD_ANY, row, &a,
                                     (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles *

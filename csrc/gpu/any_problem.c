@@ -125,3 +125,17 @@ fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int 
     const fa_launch launch = {grid, 1, 1, .threads = (unsigned)threads};
     return fa_cuda_launch_with_mods(call, variant, launch, problem, sizeof *problem, err);
 }
+
+int fa_count_tiles(int64_t len, int64_t total, bool packed, int rows) {
+    if (packed && total < len) len = total;
+    return len <= rows ? 1 : (int)((len + rows - 1) / rows);
+}
+
+fa_status fa_cuda_launch_delta(const fa_cuda_call *call, fa_error *err) {
+    enum { DELTA_ROWS = 16, DELTA_THREADS = 8 * DELTA_ROWS };
+    const fa_problem *p = call->problem;
+    const bool packed = p->cu_seqlens_q != NULL;
+    fa_cuda_problem a = fa_cuda_problem_of(call);
+    a.num_tiles = fa_count_tiles(packed ? p->len_q : a.softmax_d_rows, p->total_q, packed, DELTA_ROWS);
+    return fa_cuda_launch_any(call, FA_DELTA_ANY, 0, &a, (p->b + packed) * p->h * a.num_tiles, DELTA_THREADS, err);
+}

@@ -14,4 +14,10 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call);
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
                              int64_t num_tasks, int threads, fa_error *err);
 
+/* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */
+int fa_count_tiles(int64_t len, int64_t total, bool packed, int rows);
+
+/* Launches the kernel that computes softmax_d. */
+fa_status fa_cuda_launch_delta(const fa_cuda_call *call, fa_error *err);
+
 #endif
