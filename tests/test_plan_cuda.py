@@ -269,8 +269,70 @@ def test_order_of_the_backward(plan, numbers, any_order, converts, heads):
 )
 def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
     first, *ruled_out = plan(**numbers).splitlines()
-    assert first.startswith("attn_bwd_any_")
+    assert first.startswith("attn_bwd_sm80_" if numbers.keys() & {"softcap", "capability"} else "attn_bwd_any_")
     assert any(line.startswith("attn_bwd_sm90: ") and words in line for line in ruled_out)
+
+
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        (80, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
+        (86, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
+        (87, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
+        (89, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
+        (100, ("d64_q64kv128w4", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
+        (120, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
+    ],
+    ids=str,
+)
+def test_the_backward_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, names):
+    for d, name in zip((8, 72, 104, 136, 200), names, strict=True):
+        first, *ruled_out = plan(**{"pass": 1}, capability=capability, d=d).splitlines()
+        if name:
+            assert first.split()[0] == f"attn_bwd_sm80_bf16_{name}"
+        else:
+            assert first.startswith("attn_bwd_any_bf16_") and any("in this GPU's shared memory" in x for x in ruled_out)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"d": 100}, "it wants a head dimension that is a multiple of 8"),
+        ({"stride": 4}, "with strides that are multiples of 8 elements"),
+        ({"offset": 8}, "to start at multiples of 16 bytes"),
+        ({"dtype": 2}, "it takes fp16 and bf16"),
+        ({"d_v": 64}, "it takes v with as many columns as k"),
+        ({"chunk": 7}, "it has no attention_chunk"),
+        ({"h": 0}, "it wants a query head"),
+        ({"masks": 1}, "it takes no mod and no block mask"),
+        ({"len_q": 2**30 + 1}, "the problem has more rows than 2^30"),
+    ],
+    ids=str,
+)
+def test_what_the_backward_before_hopper_does_not_serve(plan, numbers, words):
+    ruled_out = plan(**{"pass": 1}, capability=80, **numbers).splitlines()
+    assert any(line.startswith("attn_bwd_sm80: ") and words in line for line in ruled_out) or (
+        numbers.get("len_q") and f"attn_bwd_sm80: {words}" in ruled_out[0]
+    )
+
+
+def test_the_backward_before_hopper_serves_masks_scores_and_dropout(plan):
+    for options, name in (
+        ({"left": 5, "right": 9, "packed": 1}, ""),
+        ({"softcap": 9}, "_score"),
+        ({"alibi": 1, "right": 0}, "_score"),
+        ({"dropout": 0.5, "scale": 0}, "_score_dropout"),
+    ):
+        found = plan(**{"pass": 1}, capability=80, **options).split()[0]
+        assert found == f"attn_bwd_sm80_bf16_d128_q64kv128w8{name}"
+
+
+def test_sums_of_dq_before_hopper(plan):
+    """fp32 sums of whole query tiles. Each packed sequence begins a new one. A fixed order counts key tiles."""
+    numbers = {"pass": 1, "capability": 80, "b": 2, "h": 4, "d": 128, "len_q": 100, "len_kv": 100}
+    assert int(plan(**numbers).split()[3]) == 2 * 4 * 2 * 64 * 128 * 4
+    assert int(plan(**numbers, ordered=1).split()[3]) == 2 * 4 * 2 * (64 * 128 * 4 + 4) + 4
+    assert int(plan(**numbers, packed=1).split()[3]) == 4 * (200 // 64 + 2 + 1) * 64 * 128 * 4
 
 
 def test_sums_of_pieces_are_counted_in_32_bits(plan):
@@ -473,7 +535,7 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
         ({"dtype": 4, "d": 64}, "attn_fwd_any_e4m3_d64_q128kv64_of3"),
         ({"pass": 1, "d": 64, "d_v": 512}, "attn_bwd_any_bf16_dq_d256_q64kv32_of3"),
         ({"pass": 1, "d": 192, "d_v": 128}, "attn_bwd_any_bf16_dq_d192_q64kv32_of3"),
-        ({"pass": 1, "empty": "-inf"}, "attn_bwd_any_bf16_dq_d128_q64kv64"),
+        ({"pass": 1, "empty": "-inf"}, "attn_bwd_sm80_bf16_d128_q64kv128w8"),
     ],
     ids=str,
 )
@@ -531,9 +593,9 @@ def test_generic_kernels_name_what_they_do_not_take(plan, numbers, words):
 def test_backward_of_every_dtype(plan):
     for dtype, name in enumerate(("fp16", "bf16", "fp32")):
         found = {d: plan(**{"pass": 1}, capability=80, dtype=dtype, d=d).split()[0] for d in (1, 64, 65, 128, 129, 256)}
-        assert all(
-            re.fullmatch(rf"attn_bwd_any_{name}_dq_d(64|96|128|192|256)_q\d+kv\d+", kernel) for kernel in found.values()
-        )
+        pattern = rf"attn_bwd_(any_{name}_dq|sm80_{name})_d(64|96|128|192|256)_q\d+kv\d+(w8)?"
+        assert all(re.fullmatch(pattern, kernel) for kernel in found.values())
+        assert all(("sm80" in kernel) == (name != "fp32" and d % 8 == 0) for d, kernel in found.items())
         assert all(int(re.search(r"_d(\d+)", kernel)[1]) >= d for d, kernel in found.items())
 
 

@@ -118,6 +118,22 @@ DEVICE u32 atom_inc_acq_rel(u32 *counter, u32 last) {
     return before;
 }
 
+/* Any thread, for itself. Adds to a float in memory, in any order with other threads. [red] */
+DEVICE void red_add(float *sum, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
+}
+
+/* One thread. Adds 1. A thread that acquires the new value sees this thread's earlier writes, and those of its CTA that
+ * a barrier has shown to this thread. [red, ld] */
+DEVICE void red_release_inc(u32 *counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+DEVICE u32 ld_acquire(const u32 *counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+
 /* Any thread. Reads %laneid anew, so that ptxas computes dependent values where they are used, instead of keeping them
  * in registers through a loop. [%laneid] */
 DEVICE int laneid() {

@@ -7,11 +7,6 @@
 #include "gpu_problem.h"
 #include "kernel_table.h"
 
-static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
-    return !t->data ||
-           fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
-}
-
 /* Returns the first row that has room for the head dimension and serves every feature, or -1. */
 static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
     enum { BOX = 64 };
@@ -44,10 +39,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
     NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && !p->seqused_k, "it reads no KV cache");
     NEEDS(p->d % 8 == 0 && p->d_v % 8 == 0, "it wants a head dimension that is a multiple of 8, of v too");
-    NEEDS(suits(p, &p->q, true) && suits(p, &p->k, false) && suits(p, &p->v, false) && suits(p, &p->o, true) &&
-              suits(p, &p->dout, true) && suits(p, &p->dq, true) && suits(p, &p->dk, false) && suits(p, &p->dv, false),
-          "it wants all tensors and gradients to start at multiples of 16 bytes, with strides that are multiples of 8 "
-          "elements");
+    NEEDS(fa_suits_16_bytes(p), FA_16_BYTES_REASON);
 
     fa_family_id id = FA_BWD_SM90;
     int row = first_row(p, id, wanted, plan);

@@ -241,3 +241,20 @@ bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_rows, int64
     return (uintptr_t)t->data % 16 == 0 && (num_rows <= 1 || t->stride_row % elements == 0) &&
            (num_heads <= 1 || t->stride_h % elements == 0) && (packed || p->b <= 1 || t->stride_b % elements == 0);
 }
+
+static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
+    return !t->data ||
+           fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
+}
+
+bool fa_suits_16_bytes(const fa_problem *p) {
+    return suits(p, &p->q, true) && suits(p, &p->k, false) && suits(p, &p->v, false) && suits(p, &p->o, true) &&
+           suits(p, &p->dout, true) && suits(p, &p->dq, true) && suits(p, &p->dk, false) && suits(p, &p->dv, false);
+}
+
+int fa_shared_bytes_of_sm(int capability) {
+    const int kib = capability == 80 || capability == 87            ? 164
+                    : capability / 10 >= 9 && capability / 10 <= 11 ? 228
+                                                                    : 100;
+    return kib * 1024;
+}

@@ -106,4 +106,15 @@ void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
  * num_rows counts the rows of all sequences. packed: the sequences' rows follow each other. */
 bool fa_suits_tma(const fa_problem *problem, const fa_view *tensor, int64_t num_rows, int64_t num_heads, bool packed);
 
+/* Does this hold for all tensors of a backward, and for its gradients? */
+bool fa_suits_16_bytes(const fa_problem *problem);
+#define FA_16_BYTES_REASON                                                                                        \
+    "it wants all tensors and gradients to start at multiples of 16 bytes, with strides that are multiples of 8 " \
+    "elements"
+
+/* The bytes of shared memory that the CTAs of an SM can have on a GPU of this compute capability. FA_RESERVED_BYTES of
+ * each CTA's belong to the driver. */
+enum { FA_RESERVED_BYTES = 1024 };
+int fa_shared_bytes_of_sm(int capability);
+
 #endif

@@ -20,6 +20,9 @@
 #define ROWS_OF_4        256
 #define NUM_ROWS(x)      (int)(sizeof(x) / sizeof *(x))
 
+/* The bytes of a row in the shared memory of kernels that use ldmatrix. */
+#define PADDED_ROW(d, bytes) ((d) * (bytes) + 16)
+
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
 /* What a row's name says of d_v: nothing if d_v is d. */
@@ -112,12 +115,39 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
     return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
 }
 
+/* ---- attn_bwd_sm80 --------------------------------------------------------------------------------------------- */
+
+#define MOST(x, y) ((x) > (y) ? (x) : (y))
+/* The struct shared_memory of attn_bwd_sm80.cu. V has a place of its own, or comes to registers through the place of
+ * the query tiles. dS has two places where each key has one warp. Where more warps share keys, P has one of them. */
+#define SM80_SHARED(d, q, kv, stages, v_regs)                                                                 \
+    (PADDED_ROW(d, 2) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
+     2 * (kv) * PADDED_ROW(q, 2) + 16 * (q) + 16)
+#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas, serves, shared_bytes) \
+    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                             \
+     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas},                                       \
+     serves,                                                                                               \
+     shared_bytes},
+
+static const fa_row bwd_sm80_rows[] = {
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas)                             \
+    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas, FA_SCORE | FA_DROPOUT, \
+             SM80_SHARED(d, q, kv, stages, v_regs))
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_dq_sm80_rows[] = {
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas) \
+    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas, 0, 0)
+#include "cuda/tiles.def"
+};
+
+const fa_bwd_sm80_columns *fa_bwd_sm80_row(int row) { return (const fa_bwd_sm80_columns *)bwd_sm80_rows[row].columns; }
+
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */
 
-#define ROWS_OF_2x1          32
-#define ROWS_OF_4x1          64
-#define ROWS_OF_4x2          128
-#define PADDED_ROW(d, bytes) ((d) * (bytes) + 16)
+#define ROWS_OF_2x1 32
+#define ROWS_OF_4x1 64
+#define ROWS_OF_4x2 128
 
 static const fa_row fwd_any_rows[] = {
 #define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)       \
@@ -230,6 +260,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define TILE_ANY_FILES ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh", "e4m3.cuh"
 #define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
 #define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", "cuda_problem.h", "integers.cuh"
+#define BWD_SM80_FILES "attn_bwd_sm80.cuh", "attn_bwd_sm80_params.h", "quads.cuh"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
@@ -304,6 +335,22 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .rows = delta_any_rows,
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
+    [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
+                     .files = FILES("attn_bwd_sm80.cu", BWD_SM80_FILES, TILE_ANY_FILES),
+                     .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
+                                 "V_REGS", "CTAS"},
+                     .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                     .rows = bwd_sm80_rows,
+                     .num_rows = NUM_ROWS(bwd_sm80_rows),
+                     .chooses = always_chooses},
+    [FA_BWD_DQ_SM80] = {.name = "attn_bwd_dq_sm80",
+                        .files = FILES("attn_bwd_dq_sm80.cu", BWD_SM80_FILES, ANY_FILES, "score.cuh"),
+                        .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
+                                    "V_REGS", "CTAS"},
+                        .knows = FA_IN_BF16,
+                        .rows = bwd_dq_sm80_rows,
+                        .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
+                        .chooses = always_chooses},
     [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
                         .files = FILES("flex_blocks.cu", "flex_map.cuh", BLOCKS_FILES),
                         .rows = flex_blocks_rows,

@@ -39,6 +39,8 @@ bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
 static const char *parameters_of(fa_variant variant) {
     switch (variant.family) {
     case FA_DECODE_SM90: return "fa_attn_decode_params";
+    case FA_BWD_SM80:
+    case FA_BWD_DQ_SM80: return "fa_attn_bwd_sm80_params";
     case FA_COMBINE: return "fa_combine_params";
     case FA_QUANTIZE: return "fa_quantize_params";
     case FA_FLEX_BLOCKS: return "fa_cuda_flex_blocks";
@@ -77,15 +79,15 @@ fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
     if (access(path, R_OK) != 0) {
         const bool has_mods = family->takes_mods && variant.features & FA_FLEX;
         if (has_mods && write_mods(name, variant.mods, err) != FA_OK) return FA_EFAILED;
-        int at =
-            snprintf(command, sizeof command,
-                     CXX " -std=c++17 -O1 -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
-                         "-include cuda_emulation.h -include flex_device.h -I" CSRC_FOLDER " -I" CSRC_FOLDER "/cuda"
-                         " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d"
-                         " -DFLEX=%d -I" BUILD_FOLDER "/%s.mods",
-                     family->files[0], parameters_of(variant), !!(variant.features & FA_IN_BF16),
-                     !!(variant.features & FA_IN_F32), !!(variant.features & FA_IN_E4M3),
-                     !!(variant.features & FA_OF_3), !!(variant.features & FA_FLEX), name);
+        int at = snprintf(
+            command, sizeof command,
+            CXX " -std=c++17 -O1 -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
+                "-include cuda_emulation.h -include flex_device.h -I" CSRC_FOLDER " -I" CSRC_FOLDER "/cuda"
+                " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d"
+                " -DFLEX=%d -DSCORE=%d -DDROPOUT=%d -I" BUILD_FOLDER "/%s.mods",
+            family->files[0], parameters_of(variant), !!(variant.features & FA_IN_BF16),
+            !!(variant.features & FA_IN_F32), !!(variant.features & FA_IN_E4M3), !!(variant.features & FA_OF_3),
+            !!(variant.features & FA_FLEX), !!(variant.features & FA_SCORE), !!(variant.features & FA_DROPOUT), name);
         for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
             at += snprintf(command + at, sizeof command - (size_t)at, " -D%s=%d", family->columns[i],
                            family->rows[variant.row].columns[i]);
@@ -141,6 +143,9 @@ static fa_gpu gpu = {.capability = 80, .num_sms = 1};
 static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     static const fa_driver driver = {
         .cuLaunchKernelEx = launch, .cuStreamIsCapturing = is_capturing, .cuMemsetD32Async = clear};
+    /* GPUs of compute capability 8.0, 8.6 and 10.0 take different rows of tiles.def. */
+    static const int capabilities[] = {80, 86, 100};
+    if (gpu.capability != 90) gpu.capability = capabilities[(p->len_q + p->len_kv) % 3];
     const fa_machine machine = {.gpu_capability = gpu.capability, .gpu_sms = gpu.num_sms};
     fa_error err = {""};
     *run = (cuda_run){.problem = *p, .rng_state = {p->seed, p->offset}};
@@ -156,7 +161,10 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
     fa_error err = {""};
     cuda_run_make(&run, p, at_end);
-    if ((p->pass == FA_FWD ? fa_cuda_fwd_any : fa_cuda_bwd_any)(&run.call, &err)) fail_msg("%s", err.text);
+    fa_cuda_launcher *const launcher = p->pass == FA_FWD                    ? fa_cuda_fwd_any
+                                       : run.plan.gpu.family == FA_BWD_SM80 ? fa_cuda_bwd_sm80
+                                                                            : fa_cuda_bwd_any;
+    if (launcher(&run.call, &err)) fail_msg("%s", err.text);
 }
 
 /* Runs attn_decode_sm90 on a Hopper with this number of SMs. Returns false if the plan takes another kernel. */

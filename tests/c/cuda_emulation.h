@@ -90,7 +90,7 @@ template <class T> static inline T __shfl_sync(unsigned, T x, int from) {
     return y;
 }
 
-static inline float __shfl_xor_sync(unsigned mask, float x, int step) {
+template <class T> static inline T __shfl_xor_sync(unsigned mask, T x, int step) {
     return __shfl_sync(mask, x, (int)(emulated_thread.x % 32) ^ step);
 }
 
@@ -119,6 +119,7 @@ static inline unsigned atomicMax(unsigned *place, unsigned x) {
     *place = x > before ? x : before;
     return before;
 }
+static inline unsigned atomicAdd(unsigned *place, unsigned x) { return (*place += x) - x; }
 static inline int atomicAdd(int *place, int x) { return (*place += x) - x; }
 static inline float atomicAdd(float *place, float x) { return (*place += x) - x; }
 static inline double atomicAdd(double *place, double x) { return (*place += x) - x; }
@@ -179,6 +180,12 @@ template <int PENDING> static inline void cp_async_wait_group() { emulated_cp_as
 static inline void cp_async_wait_all() {
     cp_async_commit_group();
     cp_async_wait_group<0>();
+}
+static inline void red_add(float *sum, float x) { *sum += x; }
+static inline void red_release_inc(u32 *counter) { ++*counter, num_naps = 0; }
+static inline u32 ld_acquire(const u32 *counter) {
+    __nanosleep(0);
+    return *counter;
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
 

@@ -11,7 +11,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 113 << 10, MOST_COPIES = 2048 };
+enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 163 << 10, MOST_COPIES = 2048 };
 
 typedef struct {
     unsigned x, y, z;

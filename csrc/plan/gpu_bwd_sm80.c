@@ -1,0 +1,33 @@
+/* Planner of attn_bwd_sm80: its requirements, and its row of cuda/tiles.def. */
+#include "bwd_sm80_workspace.h"
+#include "gpu_planners.h"
+#include "gpu_problem.h"
+
+const char *fa_plan_bwd_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const char *why = fa_why_not_of_3(p, 0);
+    if (why) return why;
+    NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
+    NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && !p->seqused_k, "it reads no KV cache");
+    NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(fa_suits_16_bytes(p), FA_16_BYTES_REASON);
+    NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL), "the problem has more rows than 2^30");
+
+    const fa_family *family = &fa_families[FA_BWD_SM80];
+    const int most_shared = fa_shared_bytes_of_sm(machine->gpu_capability);
+    int row = 0; /* the first that has room for the heads, and whose CTAs have room on an SM */
+    while (row < family->num_rows &&
+           (fa_bwd_sm80_row(row)->d < p->d ||
+            fa_bwd_sm80_row(row)->ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) > most_shared))
+        row++;
+    NEEDS(row < family->num_rows, "it has no tile for this head dimension in this GPU's shared memory");
+    const fa_bwd_sm80_columns *t = fa_bwd_sm80_row(row);
+    plan->gpu.family = FA_BWD_SM80;
+    plan->gpu.row = row;
+    plan->gpu.features = fa_cuda_features(p) & (FA_SCORE | FA_DROPOUT | FA_IN_BF16);
+    plan->gpu.any_order = !p->deterministic;
+    plan->block_q = t->block_q;
+    plan->block_kv = t->block_kv;
+    plan->workspace_bytes = fa_bwd_sm80_workspace_of(p, t).bytes;
+    return NULL;
+}
