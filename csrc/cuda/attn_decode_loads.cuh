@@ -32,14 +32,10 @@ struct walk {
     int begin, end;
 };
 
-/* With PAGES_AHEAD: asks for the page number of this lane's key of the step at `key`, which is the warp's first key.
- * The number comes with the warp's next cp.async group. */
+/* With PAGES_AHEAD: asks for the page number of a key. The number comes with the thread's next cp.async group. */
 DEVICE void ask_for_page(const params &p, const walk &c, int key, int &page) {
-    const int lane = threadIdx.x % 32, mine = key + lane;
-    const bool is_present = c.begin <= mine && mine < c.end;
-    if (lane < WARP_KEYS)
-        cp_async<4>(smem_address(&page), c.pages + (is_present ? divide(c.kv_row + mine, p.by_page_size) : 0),
-                    is_present);
+    const bool is_present = c.begin <= key && key < c.end;
+    cp_async<4>(smem_address(&page), c.pages + (is_present ? divide(c.kv_row + key, p.by_page_size) : 0), is_present);
 }
 
 /* Finds the place of this lane's key of the step at `key`. The call comes one step ahead, so that a page number from

@@ -56,6 +56,7 @@ static_assert(2 * (FA_DECODE_PAGE_STEPS - 2) >= SLOTS - 1, "the group with a ste
 
 /* A page number waits behind the keys that are on their way, longer than a short step takes. */
 constexpr bool PAGES_AHEAD = HEAD_DIM <= 64;
+static_assert(!PAGES_AHEAD || 32 / WARP_KEYS == FA_DECODE_PAGE_STEPS - 2, "the first asks are for the first steps");
 
 #include "attn_decode_schedule.cuh"
 #include "attn_decode_loads.cuh"
@@ -119,12 +120,15 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     loader now, next;
     int load_step = 0, load_slot = 0;
     bool loads_q = !p.rotary_cos; /* Q is part of the first cp.async group */
-    auto page_of = [&](int step) -> int & { return s.pages[warp][step % FA_DECODE_PAGE_STEPS][lane % WARP_KEYS]; };
+    const int lane_key = lane % WARP_KEYS;
+    auto page_of = [&](int step) -> int & { return s.pages[warp][step % FA_DECODE_PAGE_STEPS][lane_key]; };
     auto first_key_of = [&](int step) { return first_key + step * BLOCK_KV + WARP_KEYS * warp_q; };
+    auto ask = [&](int step) { ask_for_page(p, c, first_key_of(step) + lane_key, page_of(step)); };
     if (PAGES_AHEAD && c.pages) {
-#pragma unroll 1
-        for (int i = 0; i < FA_DECODE_PAGE_STEPS - 1; i++) ask_for_page(p, c, first_key_of(i), page_of(i));
+        ask(lane / WARP_KEYS);
+        if (lane < WARP_KEYS) ask(32 / WARP_KEYS);
         cp_async_wait_all();
+        __syncwarp();
     }
     next = look_up(p, c, first_key_of(0), page_of(0));
     auto load_k = [&]() {
@@ -134,10 +138,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
             load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * element::BYTES, p.d,
                  l2_policy);
             next = look_up(p, c, first_key_of(load_step + 1), page_of(load_step + 1));
-            if (PAGES_AHEAD && c.pages) {
-                const int asked = load_step + FA_DECODE_PAGE_STEPS - 1;
-                ask_for_page(p, c, first_key_of(asked), page_of(asked));
-            }
+            if (PAGES_AHEAD && c.pages && lane < WARP_KEYS) ask(load_step + FA_DECODE_PAGE_STEPS - 1);
         }
         if (loads_q) load_queries(p, smem_address(s.q), t, head);
         loads_q = false;
