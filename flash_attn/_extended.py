@@ -278,6 +278,7 @@ def attend(
         check_storage(name, x)
     if isinstance(alibi_slopes, torch.Tensor):
         check_storage("alibi_slopes", alibi_slopes)
+        alibi_slopes = alibi_slopes.detach()  # the plain kernels have no gradient of slopes
     if transforms_are_active():
         check_not_traced()
         return _transformed(
