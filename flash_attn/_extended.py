@@ -34,6 +34,7 @@ from flash_attn._transforms import Rule, transformed
 from flash_attn.flex import attention as flex
 from flash_attn.flex import graph
 from flash_attn.flex import options as mods
+from flash_attn.flex.ops import is_watched
 
 INF = float("inf")
 
@@ -242,7 +243,7 @@ def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministi
     blocks = None
     if not is_on_cpu(q) and places.has_window and q.numel() and k.numel():
         blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
-    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined():
+    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined() and not is_watched(attn_mask):
         shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask
         blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
