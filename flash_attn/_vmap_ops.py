@@ -61,4 +61,3 @@ def register():
         rule = _rule_of_forward(op) if name in _FORWARDS else _refusal_of(name)
         torch.library.register_vmap(f"flash_attn::{name}", rule)
     forget_own_kernels(keys=("FuncTorchBatched",))
-

@@ -25,9 +25,11 @@ SHARED = (
 )
 PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
 SCHEMAS = {
-    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, float[] plain=[]) -> (Tensor, Tensor, Tensor)",
+    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, float[] plain=[]) "
+    "-> (Tensor, Tensor, Tensor)",
     "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
-    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic, float[] plain=[]) -> Tensor[]",
+    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic, "
+    "float[] plain=[]) -> Tensor[]",
     "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
 }
 
@@ -63,7 +65,11 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     programs = [None if x is None else graph.programs_of_text.get(x[0]) for x in (score, mask)]
     plain, blocks = (-1, -1, 0.0), None
     found = (int(given[0]), int(given[1]), given[2]) if given else None
-    if found is None and may_be_plain and all((x is None) == (program is None) for x, program in zip((score, mask), programs)):
+    if (
+        found is None
+        and may_be_plain
+        and all((x is None) == (program is None) for x, program in zip((score, mask), programs))
+    ):
         pairs = [None if x is None else (program, x[1], x[2]) for x, program in zip((score, mask), programs)]
         if not lists or (sequences is None and mask and _lists_say(lists, mask, query.size(-2), len_kv, block_size)):
             found = attention.plain_of(*pairs, shift_of(query.size(-2), len_kv, *(sequences or ())[:2]))
