@@ -330,7 +330,7 @@ def attend(
         tensors = interface._distinct(q, k, v, alibi_slopes, block_table, *lengths[:2])
         out, lse = _Extended.apply(way, sinks, *tensors)
     else:
-        if dropout_p:
+        if dropout_p != 0:
             raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
