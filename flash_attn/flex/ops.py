@@ -169,9 +169,13 @@ def _backward_fake(query, key, value, scale, may_be_plain, *rest):
 # ---- eager calls that something watches ------------------------------------------------------------------------------
 
 
+_watchers = torch._C._len_torch_dispatch_stack, torch.autograd._profiler_enabled, torch._C._is_tracing
+
+
 def is_watched(*tensors):
     """Must PyTorch see the ops of an eager call? Or has a tensor no memory, because it is fake or on device meta?"""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled() or torch._C._is_tracing():
+    modes, profiler, tracing = _watchers
+    if modes() or profiler() or tracing():
         return True
     for x in tensors:
         if x.is_meta or (type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter):
