@@ -327,6 +327,21 @@ def test_the_backward_before_hopper_serves_masks_scores_and_dropout(plan):
         assert found == f"attn_bwd_sm80_bf16_d128_q64kv128w8{name}"
 
 
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"h": 32, "h_kv": 8, "b": 1, "len_kv": 768}, "attn_bwd_any_"),  # 48 tiles of keys for 108 SMs
+        ({"h": 32, "h_kv": 8, "b": 1, "len_kv": 1024}, "attn_bwd_sm80_"),
+        ({"h": 32, "h_kv": 32, "b": 1, "len_kv": 128}, "attn_bwd_sm80_"),  # generic kernels would be no better
+        ({"h": 32, "h_kv": 1, "b": 54, "len_kv": 128}, "attn_bwd_any_"),
+        ({"h": 32, "h_kv": 1, "b": 55, "len_kv": 128}, "attn_bwd_sm80_"),
+    ],
+    ids=str,
+)
+def test_the_backward_before_hopper_wants_tiles_for_half_of_the_multiprocessors(plan, numbers, kernel):
+    assert plan(**{"pass": 1}, capability=80, sms=108, **numbers).startswith(kernel)
+
+
 def test_sums_of_dq_before_hopper(plan):
     """fp32 sums of whole query tiles. Each packed sequence begins a new one. A fixed order counts key tiles."""
     numbers = {"pass": 1, "capability": 80, "b": 2, "h": 4, "d": 128, "len_q": 100, "len_kv": 100}

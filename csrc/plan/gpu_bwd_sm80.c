@@ -3,6 +3,15 @@
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 
+/* Does the kernel leave more than half of the SMs idle, where the generic kernels would not? A CTA walks over all query
+ * heads of its key head. The generic kernel of dQ has CTAs for each query head, and those of keys own fewer keys. NOTE:
+ * the limits are counted, not measured: 5 products of 128 keys on 8 warps beside 4 products of 64 keys on 4 warps. */
+static bool has_too_few_tiles(const fa_problem *p, int block_kv, int sms) {
+    const int64_t tiles =
+        p->cu_seqlens_k ? p->total_kv / block_kv + p->b : p->b * ((p->len_kv + block_kv - 1) / block_kv);
+    return p->h >= 4 * p->h_kv && 2 * tiles * p->h_kv <= sms;
+}
+
 const char *fa_plan_bwd_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const char *why = fa_why_not_of_3(p, 0);
     if (why) return why;
@@ -22,6 +31,8 @@ const char *fa_plan_bwd_sm80(const fa_problem *p, const fa_machine *machine, fa_
         row++;
     NEEDS(row < family->num_rows, "it has no tile for this head dimension in this GPU's shared memory");
     const fa_bwd_sm80_columns *t = fa_bwd_sm80_row(row);
+    NEEDS(!has_too_few_tiles(p, t->block_kv, machine->gpu_sms),
+          "its tiles of keys would leave more than half of the multiprocessors idle");
     plan->gpu.family = FA_BWD_SM80;
     plan->gpu.row = row;
     plan->gpu.features = fa_cuda_features(p) & (FA_SCORE | FA_DROPOUT | FA_IN_BF16);
