@@ -1,4 +1,4 @@
-"""compute-sanitizer's racecheck finds no hazard in the kernels for Hopper.
+"""compute-sanitizer's racecheck finds no hazard in the kernels for Hopper, and in the backward before Hopper.
 
 racecheck counts an arrival at an mbarrier for one lane only. If a warp synchronises and its leader arrives for all
 lanes, racecheck reports the accesses of the other lanes. So the test compiles kernels in which all lanes of a warp
@@ -77,13 +77,16 @@ PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": of}) for of in ("of all", "of heads")] for d in (64, 128)}
 PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]
+BEFORE_HOPPER = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 96, 128, 192, 256)}
+BEFORE_HOPPER |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 96, 128, 192, 256)}
+BEFORE_HOPPER |= {f"d{d}-in_order": [(d, False, {"causal": True, "deterministic": True})] for d in (64, 128, 256)}
 IN_8_BITS = {f"d{d}-{keys}": [(d, False, {"keys": keys})] for d in (64, 128, 192, 256) for keys in (300, 4500)}
 IN_8_BITS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 192, 256)}
 
 
-def racecheck(problems, folder, program=PROGRAM):
+def racecheck(problems, folder, program=PROGRAM, kernels=""):
     """The output of compute-sanitizer for the problems, with the module in a folder and the kernels' texts beside the
-    module."""
+    module. kernels: words of the kernels' names."""
     path = os.pathsep.join([str(folder), str(Path(flash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     tool = [
         TOOL,
@@ -97,7 +100,7 @@ def racecheck(problems, folder, program=PROGRAM):
         "kns=flex_walks",
     ]
     command = [*tool, sys.executable, "-c", program, json.dumps(problems)]
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "FLASH_ATTN_CUDA_KERNEL": kernels}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -111,10 +114,10 @@ def let_all_lanes_arrive(folder):
     header.write_text(all_arrive)
 
 
-def check_all(problems, folder, program):
+def check_all(problems, folder, program, kernels=""):
     """The processes run in parallel, because each waits for its compiler."""
     with ThreadPoolExecutor(len(problems)) as pool:
-        done = dict(zip(problems, pool.map(lambda some: racecheck(some, folder, program), problems.values())))
+        done = dict(zip(problems, pool.map(lambda some: racecheck(some, folder, program, kernels), problems.values())))
     clean = {name for name, x in done.items() if x.returncode == 0 and "RACECHECK SUMMARY: 0 hazards" in x.stdout}
     assert clean == set(problems), "\n".join(done[name].stdout + done[name].stderr for name in set(problems) - clean)
 
@@ -130,6 +133,10 @@ def test_no_hazards_in_8_bits_where_all_lanes_arrive(tmp_path):
     shutil.copytree(package, tmp_path / "flash_attn_3", ignore=shutil.ignore_patterns("cuda"))
     let_all_lanes_arrive(tmp_path / "flash_attn_3" / "cuda")
     check_all(IN_8_BITS, tmp_path, PROGRAM_IN_8_BITS)
+
+
+def test_no_hazards_in_the_backward_before_hopper():
+    check_all(BEFORE_HOPPER, Path(flash_attn_2_cuda.__file__).parent, PROGRAM, "any,sm80")
 
 
 def test_racecheck_sees_the_kernels():
