@@ -50,18 +50,22 @@ typedef struct {
 
 typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tensor_layout;
 
+/* Do all rows consist of aligned pieces of 16 bytes, without additions of flash-attn 3? Some GPU kernels want this. */
+static bool has_16_bytes;
+
 static tensor tensor_of(fa_dtype dtype, int64_t columns, int64_t b, int64_t rows, int64_t h, tensor_layout layout,
                         bool at_end) {
     tensor t = {.view = {.stride_b = rows * h * columns, .stride_row = h * columns, .stride_h = columns},
                 .dtype = dtype,
                 .columns = columns};
     if (layout == HEADS_THEN_ROWS) t.view.stride_row = columns, t.view.stride_h = rows * columns;
-    if (layout == PADDED_ROWS) t.view.stride_row += ROW_PADDING, t.view.stride_b += ROW_PADDING * (rows + 2);
+    const int64_t padding = has_16_bytes ? 8 : ROW_PADDING;
+    if (layout == PADDED_ROWS) t.view.stride_row += padding, t.view.stride_b += padding * (rows + 2);
     if (b * rows * h > 0)
         t.num_elements =
             (b - 1) * t.view.stride_b + (rows - 1) * t.view.stride_row + (h - 1) * t.view.stride_h + columns;
     size_t element = fa_dtype_bytes(dtype);
-    t.view.data = guarded_alloc((size_t)t.num_elements * element, element, at_end);
+    t.view.data = guarded_alloc((size_t)t.num_elements * element, has_16_bytes ? 16 : element, at_end);
     return t;
 }
 
@@ -119,6 +123,7 @@ typedef struct {
 #define HEAD_DIMS 1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 255, 256
 #endif
 static const int64_t head_dims[] = {HEAD_DIMS};
+static const int64_t head_dims_of_16_bytes[] = {64, 128, 8, 96, 256, 128, 64, 192, 40, 128};
 static const int64_t v_head_dims[] = {1, 8, 31, 64, 96, 128, 200, 512};
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
@@ -180,6 +185,7 @@ static fa_descale random_descale(const test_case *c, random_source *r) {
 static void draw_additions(test_case *c, random_source *more) {
     fa_problem *p = &c->p;
     p->empty_lse = INFINITY;
+    if (has_16_bytes) return;
     if (p->dtype == FA_E4M3) {
         p->q_descale = random_descale(c, more);
         p->k_descale = random_descale(c, more);
@@ -225,7 +231,7 @@ static void draw_placement(test_case *c, random_source *r, random_source *more) 
         p->total_q = p->cu_seqlens_q[p->b] + random_below(r, 3);
         p->total_kv = p->cu_seqlens_k[p->b] + random_below(r, 3);
     }
-    if (random_chance(more, 30)) { /* queries are packed and keys are not, or the reverse */
+    if (!has_16_bytes && random_chance(more, 30)) { /* queries are packed and keys are not, or the reverse */
         if (p->cu_seqlens_q) {
             p->cu_seqlens_q = NULL;
             p->total_q = p->b * p->len_q;
@@ -234,7 +240,7 @@ static void draw_placement(test_case *c, random_source *r, random_source *more) 
             p->total_q = p->cu_seqlens_q[p->b] + random_below(more, 3);
         }
     }
-    if (DRAWS_ALL_ADDITIONS && random_chance(more, 30)) {
+    if (DRAWS_ALL_ADDITIONS && !has_16_bytes && random_chance(more, 30)) {
         int32_t *used = random_ints(more, p->b, 1, c->at_end);
         for (int64_t i = 0; i < p->b; i++) used[i] = (int32_t)random_below(more, fa_sequence_at(p, i).len_q + 1);
         p->seqused_q = used;
@@ -326,7 +332,8 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     *p = (fa_problem){.pass = pass, .device = FA_CPU, .dtype = dtype, .b = 1 + random_below(r, 2)};
     p->h_kv = 1 + random_below(r, 2);
     p->h = p->h_kv * (1 + random_below(r, 3));
-    p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
+    p->d = p->d_v = has_16_bytes ? head_dims_of_16_bytes[seed % (uint64_t)COUNT(head_dims_of_16_bytes)]
+                                 : head_dims[seed % (uint64_t)COUNT(head_dims)];
     draw_additions(&c, &more);
     p->len_q = random_length(r);
     p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
@@ -408,14 +415,16 @@ static inline void plant_huge_values(const test_case *c) {
 
 static void case_print(const test_case *c) {
     const fa_problem *p = &c->p;
-    printf("  replay: check_kernels --seed %llu   %s %s b %d h %d h_kv %d d %d d_v %d len_q %d len_kv %d window %d,%d "
-           "chunk %d softcap %g%s%s%s%s%s%s%s%s%s%s\n",
-           (unsigned long long)c->seed, p->pass == FA_FWD ? "fwd" : "bwd", fa_dtype_name(p->dtype), (int)p->b,
-           (int)p->h, (int)p->h_kv, (int)p->d, (int)p->d_v, (int)p->len_q, (int)p->len_kv, (int)p->window_left,
-           (int)p->window_right, (int)p->attention_chunk, p->softcap, p->alibi_slopes ? " alibi" : "",
-           p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " packed-q" : "", p->cu_seqlens_k ? " packed-k" : "",
-           p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "",
-           p->qv.data ? " qv" : "", p->seqused_q ? " seqused_q" : "", c->hides_nan ? " hidden-nan" : "");
+    printf(
+        "  replay: check_kernels --seed %llu%s   %s %s b %d h %d h_kv %d d %d d_v %d len_q %d len_kv %d window %d,%d "
+        "chunk %d softcap %g%s%s%s%s%s%s%s%s%s%s\n",
+        (unsigned long long)c->seed, has_16_bytes ? " --16-bytes" : "", p->pass == FA_FWD ? "fwd" : "bwd",
+        fa_dtype_name(p->dtype), (int)p->b, (int)p->h, (int)p->h_kv, (int)p->d, (int)p->d_v, (int)p->len_q,
+        (int)p->len_kv, (int)p->window_left, (int)p->window_right, (int)p->attention_chunk, p->softcap,
+        p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " packed-q" : "",
+        p->cu_seqlens_k ? " packed-k" : "", p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "",
+        p->cache_batch_idx ? " cache_batch_idx" : "", p->qv.data ? " qv" : "", p->seqused_q ? " seqused_q" : "",
+        c->hides_nan ? " hidden-nan" : "");
 }
 
 #endif

@@ -157,6 +157,8 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
 }
 
+static int num_sm80; /* problems that attn_bwd_sm80 has served */
+
 static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
     fa_error err = {""};
@@ -164,6 +166,7 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     fa_cuda_launcher *const launcher = p->pass == FA_FWD                    ? fa_cuda_fwd_any
                                        : run.plan.gpu.family == FA_BWD_SM80 ? fa_cuda_bwd_sm80
                                                                             : fa_cuda_bwd_any;
+    num_sm80 += run.plan.gpu.family == FA_BWD_SM80;
     if (launcher(&run.call, &err)) fail_msg("%s", err.text);
 }
 
