@@ -40,11 +40,20 @@ def inputs_of(name):
     }  # fmt: skip
 
 
-def step(name, backend):
-    """A training step: the output, the loss's gradient of the input, and those of the parameters."""
+def model_of(name, device="cpu", dtype=torch.float32):
+    """A model with random weights and its inputs, the same on every device and, but for rounding, in every dtype."""
     torch.manual_seed(0)
     options, inputs = inputs_of(name)
-    model = getattr(diffusers, name)(**options)
+    model = getattr(diffusers, name)(**options).to(device, dtype)
+    for key, x in inputs.items():
+        if isinstance(x, torch.Tensor):
+            inputs[key] = x.to(device, dtype if x.is_floating_point() and key != "timestep" else x.dtype)
+    return model, inputs
+
+
+def step(name, backend, device="cpu", dtype=torch.float32):
+    """A training step: the output, the loss's gradient of the input, and those of the parameters."""
+    model, inputs = model_of(name, device, dtype)
     inputs["hidden_states"].requires_grad_()
     with dispatch.attention_backend(backend):
         out = model(**inputs).sample
