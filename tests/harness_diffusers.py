@@ -1,5 +1,7 @@
 """Tiny models of Diffusers with random weights, their inputs, and a step of training."""
 
+import contextlib
+
 from harness import need
 
 need("diffusers")
@@ -52,10 +54,11 @@ def model_of(name, device="cpu", dtype=torch.float32):
 
 
 def step(name, backend, device="cpu", dtype=torch.float32):
-    """A training step: the output, the loss's gradient of the input, and those of the parameters."""
+    """A training step: the output, the loss's gradient of the input, and those of the parameters. None as backend is
+    the one that Diffusers has already."""
     model, inputs = model_of(name, device, dtype)
     inputs["hidden_states"].requires_grad_()
-    with dispatch.attention_backend(backend):
+    with contextlib.nullcontext() if backend is None else dispatch.attention_backend(backend):
         out = model(**inputs).sample
         out.square().mean().backward()
     return out.detach(), inputs["hidden_states"].grad, [x.grad for x in model.parameters() if x.grad is not None]

@@ -1,8 +1,14 @@
-"""SimpleTuner with this package."""
+"""SimpleTuner with this package, unchanged, on the CPU, and its calls of packed functions."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from harness_clients import close
+from harness_clients import close, need_simpletuner
 
 from flash_attn import (
     flash_attn_func,
@@ -10,6 +16,19 @@ from flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_qkvpacked_func,
 )
+
+PROGRAM = Path(__file__).with_name("program_simpletuner.py")
+
+
+def test_simpletuner():
+    need_simpletuner()
+    environment = {**os.environ, "FLASH_ATTN_LOG": "plan", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout.endswith("equal\n"), done.stdout + done.stderr[-4000:]
+    for name in ("WanTransformer3DModel", "FluxTransformer2DModel"):
+        (log,) = re.findall(f"{name} calls sdpa\n(.*?)end of the calls", done.stderr, re.DOTALL)
+        assert "attn_fwd_" in log and "attn_bwd_" in log, log
 
 
 def test_calls_of_simpletuner():

@@ -168,7 +168,40 @@ def torchs():
     attention.restore_flash_attention_impl()
 
 
+def simpletuner():
+    """attention_mechanism="flash-attn-3" and "flash-attn-3-varlen": Diffusers' backends, and the packed calls."""
+    from types import SimpleNamespace
+
+    import diffusers.models.attention_dispatch as dispatch
+    from harness_diffusers import same_step, step
+    from simpletuner.helpers.training.attention_backend import (
+        AttentionBackendController,
+        AttentionPhase,
+        get_packed_attention_backend,
+    )
+
+    watch(dispatch, "flash_attn_3_func", "flash_attn_3_varlen_func")
+    expected = step("WanTransformer3DModel", "native", DEVICE)
+    config = SimpleNamespace(attention_mechanism="flash-attn-3-varlen")
+    AttentionBackendController.apply(config, AttentionPhase.TRAIN)
+    same_step(step("WanTransformer3DModel", None, DEVICE), expected)
+    assert called() == {"flash_attn_varlen_func"}
+
+    backend = get_packed_attention_backend("flash-attn-3")
+    watch(backend, "fixed_qkvpacked_func", "varlen_unpacked_func")
+    qkv, mask = torch.randn(2, 9, 3, 2, 16, device=DEVICE), torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    mask[0, 2:5] = mask[1, 7:] = False
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    close(backend.qkvpacked(qkv), F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
+    assert called() == {"flash_attn_qkvpacked_func"}
+    want = F.scaled_dot_product_attention(q, k, v, mask[:, None, None], scale=0.3).transpose(1, 2)
+    close(backend.qkvpacked(qkv, mask, softmax_scale=0.3)[mask], want[mask])
+    assert called() == {"flash_attn_varlen_func"}
+
+
+PROGRAMS = {"transformers": transformers, "diffusers": diffusers, "torch": torchs, "simpletuner": simpletuner}
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    {"transformers": transformers, "diffusers": diffusers, "torch": torchs}[sys.argv[1]]()
+    PROGRAMS[sys.argv[1]]()
     print("equal")

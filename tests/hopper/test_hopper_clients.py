@@ -1,5 +1,5 @@
 """Clients that look for the installed package flash_attn_3, unchanged, over this package: transformers'
-"flash_attention_3", Diffusers' "_flash_3" and "_flash_varlen_3", and PyTorch's implementation "FA3".
+"flash_attention_3", Diffusers' "_flash_3" and "_flash_varlen_3", PyTorch's implementation "FA3", and SimpleTuner.
 """
 
 import os
@@ -11,6 +11,7 @@ import pytest
 import torch
 from build_hopper import HOPPER
 from harness import need
+from harness_clients import need_simpletuner
 from torch.nn import attention
 
 HERE = Path(__file__).resolve().parent
@@ -26,11 +27,13 @@ def metadata(tmp_path_factory):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("program", ["transformers", "diffusers", "torch"])
+@pytest.mark.parametrize("program", ["transformers", "diffusers", "torch", "simpletuner"])
 def test_clients(program, device, metadata):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    if program != "torch":
+    if program == "simpletuner":
+        need_simpletuner()
+    elif program != "torch":
         need(program)
     elif "FA3" not in getattr(attention, "list_flash_attention_impls", list)():
         pytest.skip(f"torch {torch.__version__} has no implementation FA3")
