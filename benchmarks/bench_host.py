@@ -2,6 +2,7 @@
 
     python benchmarks/bench_host.py                 the CPU, and a GPU where there is one
     python benchmarks/bench_host.py --device cuda
+    python benchmarks/bench_host.py --only sdpa     calls whose names contain this regular expression
 
 Each call runs under no_grad. Calls with gradients also run with tensors that need gradients, and then their backward:
 
@@ -28,6 +29,7 @@ import argparse
 import contextlib
 import platform
 import random
+import re
 import time
 from statistics import median
 
@@ -180,7 +182,8 @@ def rows_of(device, options):
     where = machine()
     for mode in ("no_grad", "grad", "backward"):
         with torch.set_grad_enabled(mode != "no_grad"):
-            calls = that_run(calls_on(device, mode != "no_grad"))
+            calls = calls_on(device, mode != "no_grad")
+            calls = that_run({name: call for name, call in calls.items() if re.search(f"{options.only}|^sdpa$", name)})
             calls = backwards_of(calls) if mode == "backward" else calls
             found = microseconds(calls, device, options.rounds, options.batch)
         for name, us in found.items():
@@ -204,6 +207,7 @@ def main():
     parser.add_argument("--device", nargs="*", choices=SHAPES, default=["cpu", *["cuda"] * torch.cuda.is_available()])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--only", metavar="REGEX", default="", help="calls beside sdpa (default: all)")
     add_out(parser)
     options = parser.parse_args()
     if "cuda" in options.device:
