@@ -115,10 +115,12 @@ def test_a_model_with_a_flash_attention_of_its_own(registered, name):
     config._attn_implementation = name
     with pytest.raises(ValueError, match='FalconForCausalLM has a flash attention of its own, .* use "sdpa"'):
         transformers.FalconForCausalLM(config)
-    config = transformers.GPTJConfig(vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64, rotary_dim=8)
+    config = transformers.GPTNeoConfig(
+        vocab_size=97, hidden_size=64, num_heads=4, num_layers=1, attention_types=[[["global"], 1]]
+    )
     config._attn_implementation = name
-    with pytest.raises(ValueError, match='GPTJForCausalLM has a flash attention of its own, .* use "eager"'):
-        transformers.GPTJForCausalLM(config)
+    with pytest.raises(ValueError, match='GPTNeoForCausalLM has a flash attention of its own, .* use "eager"'):
+        transformers.GPTNeoForCausalLM(config)
 
 
 # ---- models of transformers ----------------------------------------------------------------------------------------
