@@ -57,6 +57,16 @@ def test_diffusers_is_as_before():
         ours.register(["native"])
 
 
+def test_only_backends_that_are_registered_need_no_package(monkeypatch):
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", False)
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN_3", False)
+    with ours.register(["flex", "_flash_3"]):
+        assert not dispatch._CAN_USE_FLASH_ATTN and dispatch._CAN_USE_FLASH_ATTN_3
+    with ours.register(["flash"]):
+        assert dispatch._CAN_USE_FLASH_ATTN and not dispatch._CAN_USE_FLASH_ATTN_3
+    assert not dispatch._CAN_USE_FLASH_ATTN
+
+
 @pytest.mark.parametrize("name", ["_AttentionBackendRegistry", "_check_device", "_CAN_USE_FLASH_ATTN_3"])
 def test_diffusers_of_another_version(monkeypatch, name):
     monkeypatch.delattr(dispatch, name)
