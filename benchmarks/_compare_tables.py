@@ -1,4 +1,5 @@
-"""The tables and the picture of docs/compare.md, from the rows of compare_sdpa.py."""
+"""Tables of comparisons with PyTorch's attention: those and the picture of docs/compare.md, from the rows of
+compare_sdpa.py, and the training steps of docs/clients.md, from those of bench_llama.py."""
 
 from _cpu_tables import grid
 from _results import read
@@ -75,7 +76,25 @@ def comparison(pattern):
     return make
 
 
+def llama(source):
+    """A line for each implementation, for each problem the milliseconds of a step, of its attention, and the share."""
+    name = f"llama_{source[1]}.csv"
+    rows = read(source[0] / name)
+    problems = list(dict.fromkeys((row["h"], row["d"], row["length"]) for row in rows))
+    found = {(row["implementation"], row["h"], row["d"], row["length"]): row for row in rows}
+    body = []
+    for way in ordered(rows, "implementation"):
+        cells = (found[(way, *problem)] for problem in problems)
+        words = (f"{number(row['step_ms'])}, {number(row['attention_ms'])}, {float(row['share']):.0%}" for row in cells)
+        body.append([way, *words])
+    header = [f"{h} heads of {d}, {length} tokens" for h, d, length in problems]
+    machines = [x.removeprefix("NVIDIA_").replace("_", " ") for x in ordered(rows, "device")]
+    facts = ", ".join([*machines, *(f"torch {x}" for x in ordered(rows, "torch")), *ordered(rows, "date")])
+    return [*grid(["", *header], body), "", f"{facts}; `{name}`."]
+
+
 TABLES = {
+    "Llama on a GPU": llama,
     "comparison on a GPU": comparison("compare_<device>.csv"),
     "comparison on a CPU": comparison("compare_cpu.csv"),
 }
