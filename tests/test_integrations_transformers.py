@@ -9,9 +9,12 @@ import sys
 
 import pytest
 import torch
-from harness_clients import close
+from harness_clients import close, counted
 from harness_transformers import DECODERS, LENGTHS, models, ours, tokens, trained, transformers, watch
 from transformers import masking_utils, modeling_utils
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.generation.continuous_batching import initialization
+from transformers.utils import import_utils
 
 from flash_attn import flash_attn_func
 
@@ -229,6 +232,37 @@ def test_continuous_batching(registered, calls, name, attention):
     assert set(calls) == {"flash_attn_varlen_func"}
 
 
+@SOFT
+@pytest.mark.parametrize("is_theirs", [False, True])
+def test_continuous_batching_with_pages(calls, monkeypatch, is_theirs):
+    """transformers asks for pages if it finds a GPU. It believes that there is one, and computes on the CPU: with our
+    attention, and with its own over the functions of this package."""
+    monkeypatch.setattr(initialization, "is_torch_xpu_available", lambda: True)
+    monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
+    matrix = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    monkeypatch.setitem(matrix, 2, {**matrix[2], "supported_devices": ((lambda: True, "cuda"),)})
+    import_utils.is_flash_attn_2_available.cache_clear()
+    flash_utils.lazy_import_flash_attention("flash_attention_2")
+    for name in ("_flash_varlen_fn", "_flash_with_kvcache_fn") if is_theirs else ():
+        monkeypatch.setattr(flash_utils, name, counted(getattr(flash_utils, name), calls))
+    with ours.register([] if is_theirs else ["flash_attention_2"]):
+        theirs, mine = models("Llama", "flash_attention_2")
+        torch.manual_seed(3)
+        prompts = [torch.randint(1, 97, (n,)).tolist() for n in (9, 4, 13, 17)]
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        batching = transformers.ContinuousBatchingConfig(
+            num_blocks=64, max_batch_tokens=64, page_size=8, max_blocks_per_request=8, auto_switch_to_flash=False
+        )
+        found = mine.generate_batch(
+            prompts, generation_config=transformers.GenerationConfig(**options), continuous_batching_config=batching
+        )
+    import_utils.is_flash_attn_2_available.cache_clear()
+    order = sorted(found, key=lambda request: int(request.rpartition("_")[2]))
+    expected = [theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    assert [found[request].generated_tokens for request in order] == expected
+    assert set(calls) == {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
+
+
 class Pages:
     """A cache of continuous batching whose attention function appends to the pages."""
 
@@ -240,14 +274,20 @@ class Pages:
         return key_states, value_states
 
 
-def test_pages_of_continuous_batching(calls):
-    """transformers asks for this on a GPU only."""
+@pytest.mark.parametrize("is_one_pool", [False, True])
+def test_pages_of_continuous_batching(calls, is_one_pool):
+    """transformers asks for this on a GPU only. Its layers share a pool, and a layer's values lie behind its keys."""
     torch.manual_seed(0)
     lengths, page, sinks = [5, 9, 1], 4, torch.randn(4)
     q, (k, v) = torch.randn(1, 4, 3, 16), torch.randn(2, 1, 2, 3, 16)
-    caches = torch.randn(2, 12, page, 2, 16)
-    table = torch.randperm(12, dtype=torch.int32)[:9].view(3, 3)
-    before = [cache[table.long()].flatten(1, 2) for cache in caches]
+    if is_one_pool:
+        pool = torch.randn(49, page, 2, 16)
+        caches = pool[:-1], pool[1:]
+        table = 4 * torch.randperm(12, dtype=torch.int32)[:9].view(3, 3)  # two layers
+    else:
+        pool = caches = torch.randn(2, 12, page, 2, 16)
+        table = torch.randperm(12, dtype=torch.int32)[:9].view(3, 3)
+    before, old_pool = [cache[table.long()].flatten(1, 2) for cache in caches], pool.clone()
     module = torch.nn.Module()
     module.is_causal, module.layer_idx = True, 0
     lengths_k = {"full": torch.tensor([0, *lengths]).cumsum(0).int()}
@@ -261,6 +301,7 @@ def test_pages_of_continuous_batching(calls):
         keys, values = (torch.cat([old[n, : length - 1], new[0, :, n][None]]) for old, new in zip(before, (k, v)))
         want = flash_attn_func(q[:, :, n][:, None], keys[None], values[None], window_size=(3, 0), sinks=sinks)
         close(out[:, n], want[:, 0])
+    assert (pool != old_pool).flatten(-2).any(-1).sum() == 6  # the new keys and values, and nothing else
 
 
 @pytest.mark.parametrize("attention", ours.KNOWN)
