@@ -93,7 +93,27 @@ def llama(source):
     return [*grid(["", *header], body), "", f"{facts}; `{name}`."]
 
 
+MODES = {"no_grad": "without gradients", "grad": "with gradients to come", "backward": "its backward"}
+
+
+def sdpa_on_the_host(source):
+    """Microseconds of scaled_dot_product_attention on the host, of PyTorch's own and of ours in its place."""
+    rows = [row for row in read(source[0] / "host.csv") if row["call"].startswith("sdpa")]
+    found = {(row["machine"], row["device"], row["mode"], row["call"]): row for row in rows}
+    body, used = [], []
+    for machine, device, mode, call in found:
+        ours = found.get((machine, device, mode, "sdpa, registered"))
+        if call == "sdpa" and ours and ours["sdpa_us"] == found[machine, device, mode, call]["us"]:  # one run
+            body.append([f"{device}, {MODES[mode]}", f"{float(ours['us']):.1f}", f"{float(ours['sdpa_us']):.1f}"])
+            used.append(ours)
+    machines = [x.removeprefix("NVIDIA ") for x in ordered(used, "machine")]
+    facts = machines, [f"torch {x}" for x in ordered(used, "torch")], ordered(used, "date")
+    origin = ", ".join(x for fact in facts for x in fact)
+    return [*grid(["us of the host", "registered", "PyTorch's own"], body), "", f"{origin}; `host.csv`."]
+
+
 TABLES = {
+    "sdpa, host": sdpa_on_the_host,
     "Llama on a GPU": llama,
     "comparison on a GPU": comparison("compare_<device>.csv"),
     "comparison on a CPU": comparison("compare_cpu.csv"),

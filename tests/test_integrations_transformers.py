@@ -6,6 +6,7 @@ say which kernels were called, because another attention would give the same num
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -302,6 +303,27 @@ def test_pages_of_continuous_batching(calls, is_one_pool):
         want = flash_attn_func(q[:, :, n][:, None], keys[None], values[None], window_size=(3, 0), sinks=sinks)
         close(out[:, n], want[:, 0])
     assert (pool != old_pool).flatten(-2).any(-1).sum() == 6  # the new keys and values, and nothing else
+
+
+def test_a_captured_step_of_continuous_batching_looks_at_no_mask(monkeypatch):
+    """A look would wait for the GPU. A mask of packed sequences, which transformers makes then, says no more than the
+    lengths."""
+    monkeypatch.setattr(ours, "keys_of", None)
+    monkeypatch.setattr(ours, "remembered", None)
+    q, k, v = torch.randn(3, 1, 2, 13, 16)
+    cu_seqlens = torch.tensor([0, 9, 13], dtype=torch.int32)
+    mask = torch.ones(1, 13, dtype=torch.bool)
+    mask.flash_attn_rule = ours.Rule(-1, 0, torch.tensor([[0] * 9 + [1] * 4]))
+    module = torch.nn.Module()
+    module.is_causal, module.layer_idx = True, 0
+    cache = SimpleNamespace(update=lambda key_states, value_states, layer_idx, kwargs: (key_states, value_states))
+    out, _ = ours.attention(
+        module, q, k, v, mask, cache=cache, cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=9,
+        max_length_k=9, position_ids=torch.cat([torch.arange(9), torch.arange(4)])[None],
+    )  # fmt: skip
+    for part in (slice(0, 9), slice(9, 13)):
+        want = flash_attn_func(*(x[:, :, part].transpose(1, 2) for x in (q, k, v)), causal=True)
+        close(out[:, part], want)
 
 
 @pytest.mark.parametrize("attention", ours.KNOWN)
