@@ -7,6 +7,7 @@ python clients3.py PROGRAM cpu
 import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import flash_attn_3.flash_attn_interface as fa3
 import torch
@@ -71,18 +72,23 @@ def transformers():
         for grad, want in zip(grads, wanted):
             torch.testing.assert_close(grad, want, rtol=1e-3, atol=1e-5)
 
-    if ON_CPU:  # it asks for pages on a GPU only
-        return
     watch(flash, "_flash_with_kvcache_fn")
-    theirs, mine = (model.cuda().eval() for model in models("Llama", "flash_attention_3"))
+    if ON_CPU:  # it asks for pages if there is a GPU
+        from transformers.generation.continuous_batching import initialization
+
+        found = SimpleNamespace(is_available=lambda: True)
+        initialization.torch = SimpleNamespace(**{**vars(torch), "cuda": found})
+    theirs, mine = (model.to(DEVICE).eval() for model in models("Llama", "flash_attention_3"))
     prompts = [torch.randint(1, 97, (n,)).tolist() for n in (9, 4, 13, 17)]
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    batching = ContinuousBatchingConfig(
+        num_blocks=64, max_batch_tokens=64, page_size=8, max_blocks_per_request=8, use_cuda_graph=not ON_CPU
+    )
     found = mine.generate_batch(
-        prompts, generation_config=GenerationConfig(**options),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64),
-    )  # fmt: skip
+        prompts, generation_config=GenerationConfig(**options), continuous_batching_config=batching
+    )
     order = sorted(found, key=lambda request: int(request.rpartition("_")[2]))
-    expected = [theirs.generate(torch.tensor([x], device="cuda"), **options)[0, len(x) :].tolist() for x in prompts]
+    expected = [theirs.generate(torch.tensor([x], device=DEVICE), **options)[0, len(x) :].tolist() for x in prompts]
     assert [found[request].generated_tokens for request in order] == expected
     assert called() == {"flash_attn_varlen_func", "flash_attn_with_kvcache"}
 
@@ -170,8 +176,6 @@ def torchs():
 
 def simpletuner():
     """attention_mechanism="flash-attn-3" and "flash-attn-3-varlen": Diffusers' backends, and the packed calls."""
-    from types import SimpleNamespace
-
     import diffusers.models.attention_dispatch as dispatch
     from harness_diffusers import same_step, step
     from simpletuner.helpers.training.attention_backend import (
