@@ -83,7 +83,16 @@ class PackedPlaces(Places):
         if window[1] >= 0:
             last = last.minimum(beside + window[1])
         last = torch.where(is_used, last, -1)
-        local = row - cu_seqlens_q.long()[sequence]
+        self._set(first, last, beside, sequence, row - cu_seqlens_q.long()[sequence], start_k)
+
+    @classmethod
+    def at(cls, first, last, beside, sequence, local, start_k):
+        """Places that are known, int64 ``[total_q]`` each."""
+        places = cls.__new__(cls)
+        places._set(first, last, beside, sequence, local, start_k)
+        return places
+
+    def _set(self, first, last, beside, sequence, local, start_k):
         self._bounds = first, last
         self.sees = lambda i, j: (first[i] <= j) & (j <= last[i])
         self.beside = lambda i: beside[i]
