@@ -60,10 +60,10 @@ def _stand_in(dims, dtype):
 
 
 @functools.cache
-def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, bias_dtype, has_shift, mask, has_left, has_right):
+def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, bias_dtype, shift, mask, has_left, has_right):
     """The score_mod and the mask_mod of a kind, or None in their place, and which places they read, as bits.
 
-    slopes, bias, mask: the dimensions that tensors have, or None.
+    None: there are no such programs. slopes, bias, shift, mask: the dimensions that tensors have, or None.
     """
     x = {}
     if bias is not None:
@@ -72,8 +72,8 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, bias_dtype, has
         x[MASK] = _stand_in(mask, torch.bool)
     if slopes is not None:
         x[SLOPES] = _stand_in(slopes, torch.float32)
-    if has_shift:
-        x[SHIFT] = _stand_in(bias[:3], score_dtype)
+    if shift is not None:
+        x[SHIFT] = _stand_in(shift, score_dtype)
     values = {index: number for number, index in STAND_INS.items()}
     if is_packed:
         x.update({FIRST + i: _stand_in((True,), torch.int64) for i in range(len(NO_PLACES))})
@@ -84,10 +84,25 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, bias_dtype, has
     shape, cap = (2,) * 4, values[CAP] if has_cap else 0.0
     score_mod = mods.score_mod_of(places, shape, cap, x.get(SLOPES), x.get(BIAS), x.get(SHIFT))
     mask_mod = mods.mask_mod_of(places, shape, x.get(MASK))
-    score = None if score_mod is None else _Bindable(score_mod, score_dtype, x)
-    mask = None if mask_mod is None else _Bindable(mask_mod, None, x)
+    try:
+        score = None if score_mod is None else _Bindable(score_mod, score_dtype, x)
+        mask = None if mask_mod is None else _Bindable(mask_mod, None, x)
+    except LookupError:  # a program has a tensor that is none of the call's
+        return None
     read = {i - FIRST for each in (score, mask) if each is not None for i in each.tensors if i >= FIRST}
     return score, mask, sum(1 << i for i in read)
+
+
+def _fit_sums(cu_seqlens, q):
+    """Are these running sums that torch's functions can read beside q? The kernels check more."""
+    return (
+        cu_seqlens.device == q.device
+        and cu_seqlens.dtype == torch.int32
+        and cu_seqlens.dim() == 1
+        and cu_seqlens.is_contiguous()
+        and len(cu_seqlens) > 1
+        and not is_freed(cu_seqlens)
+    )
 
 
 def _dims(x, shape):
@@ -117,37 +132,71 @@ def _found(mask, bindable, device, shape):
 @functools.lru_cache(maxsize=16)
 def _blocks_of_window(mask, bindable, shape):
     """The layers of a model have the same window. Nobody writes into these lists."""
-    return _found(mask, bindable, torch.device("cpu"), shape)
-
-
-@functools.lru_cache(maxsize=16)
-def _blocks_on_gpu(len_q, len_kv, window, device, stream, is_exact):
-    """The same, for one stream."""
-    return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
-
-
-def _blocks_of_dense(len_q, len_kv, window, device, is_exact):
-    """The lists of a window on a GPU. A CUDA graph gets lists of its own, because these may be forgotten."""
-    if 0 in (len_q, len_kv):
-        return None
-    make = _blocks_on_gpu
-    if torch.cuda.is_current_stream_capturing() or torch.is_inference_mode_enabled():
-        make = make.__wrapped__
-    return make(len_q, len_kv, window, device, torch.cuda.current_stream(device).cuda_stream, is_exact)
+    with torch.inference_mode(False):
+        return _found(mask, bindable, torch.device("cpu"), shape)
 
 
 def _blocks(mask, bindable, attn_mask, shape, window, is_packed):
     """The lists of blocks on the CPU."""
-    if shape[2] <= FEW_BLOCKS and shape[3] <= FEW_BLOCKS or 0 in shape:
+    if (shape[2] <= FEW_BLOCKS and shape[3] <= FEW_BLOCKS) or 0 in shape:
         return None
-    if attn_mask is None and not is_packed and not torch.is_inference_mode_enabled():
+    if attn_mask is None and not is_packed:
         return _blocks_of_window(mask, bindable, (1, 1, *shape[2:]))
-    if attn_mask is not None and not is_packed:
+    if not is_packed:
         return remembered(attn_mask, (shape, window), lambda: _found(mask, bindable, attn_mask.device, shape))
     return _found(mask, bindable, torch.device("cpu"), shape)
 
 
+def _kept_on_gpu(tensor, what, make):
+    """``make()``, kept for the next layer (:func:`remembered`). What is made belongs to one stream.
+
+    A CUDA graph gets tensors of its own, because those that are kept may be forgotten. Tensors of inference mode do not
+    tell whether they were changed, and the host must not wait to compare them.
+    """
+    if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+    return remembered(tensor, (what, stream), make)
+
+
+@functools.lru_cache(maxsize=16)
+def _anchor(device):
+    """A tensor of each device, at which is kept what depends on no tensor."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, device=device)
+
+
+def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
+    """The lists of the blocks of a window, or None."""
+
+    @torch.inference_mode(False)
+    def make():
+        return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
+
+    return _kept_on_gpu(_anchor(device), (len_q, len_kv, window, is_exact), make) if len_q and len_kv else None
+
+
+def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
+    """The places of packed sequences, and the lists of their blocks."""
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make():
+        places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
+        device = cu_seqlens_q.device
+        lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if total_q and total_kv else None
+        return places.tensors, lists
+
+    same = cu_seqlens_k if cu_seqlens_k is cu_seqlens_q else _kept_on_gpu(cu_seqlens_k, "sums", object)
+    keys = "both" if same is cu_seqlens_q else same  # the same object as long as nobody changes these sums
+    return _kept_on_gpu(cu_seqlens_q, (keys, total_q, total_kv, window, is_exact), make)
+
+
 # ---- calls ---------------------------------------------------------------------------------------------------------
+
+
+def _device_type(q):
+    return "cpu" if q.is_cpu else "cuda" if q.is_cuda else None
 
 
 def attend(
@@ -174,8 +223,9 @@ def attend(
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
     if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and is_recorded):
         return _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
-    on_cpu, num_dims = q.is_cpu, 3 if lengths else 4
-    if not (on_cpu or (q.is_cuda and not lengths)) or q.dim() != num_dims or k.dim() != num_dims:
+    device, num_dims = _device_type(q), 3 if lengths else 4
+    on_cpu = device == "cpu"
+    if device is None or q.dim() != num_dims or k.dim() != num_dims:
         return None
     if block_table is not None or is_imagined() or type(causal) is not bool or type(window_size) is not tuple:
         return None
@@ -194,6 +244,13 @@ def attend(
         if slopes is None or alibi_slopes.requires_grad or alibi_slopes.dim() == 0:
             return None
         slopes = slopes if alibi_slopes.dim() == 2 else slopes[1:]
+    places = blocks = None
+    if lengths and not on_cpu:
+        if not _fit_sums(lengths[0], q) or not _fit_sums(lengths[1], q) or len(lengths[0]) != len(lengths[1]):
+            return None
+        places, blocks = _packed_on_gpu(*lengths[:2], len(q), len(k), (left, right), attn_mask is None)
+    elif not on_cpu and (left >= 0 or right >= 0):
+        blocks = _dense_on_gpu(*shape[2:], (left, right), q.device, attn_mask is None)
     if attn_bias is not None:
         bias, bias_dtype = _dims(attn_bias, shape), attn_bias.dtype
         cut = left < 0 <= right and not lengths
@@ -202,30 +259,30 @@ def attend(
         if not on_cpu:
             if sinks is not None or attn_bias.device != q.device or is_freed(attn_bias):
                 return None
-            places = mods.Places(*shape[2:], (left, right))
-            shift = mods.shift_of_rows(places, attn_bias, None, torch.float32)
+            of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*shape[2:], (left, right))
+            shift = mods.shift_of_rows(of, attn_bias, None, torch.float32)
         elif not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, cut and not bias[2]):
             return None  # rows with a shift
     if attn_mask is not None:
         mask = _dims(attn_mask, shape)
         if mask is None or attn_mask.dtype != torch.bool:
             return None
-    score_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    score_of, mask_of, needed = _mods_of_kind(
-        score_dtype, len(lengths) > 0, softcap > 0, slopes, bias, bias_dtype, shift is not None, mask, left >= 0,
-        right >= 0,
+    kind = _mods_of_kind(
+        torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes, bias,
+        bias_dtype, None if shift is None else tuple([n != 1 for n in shift.shape]), mask, left >= 0, right >= 0,
     )  # fmt: skip
+    if kind is None:
+        return None
+    score_of, mask_of, needed = kind
     values = [attn_bias, attn_mask, alibi_slopes, shift, *NO_PLACES, shape[3] - shape[2], left, right, float(softcap)]
     if lengths:
-        places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, needed)
+        if on_cpu:
+            places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, needed)
         if places is None:
             return None
         values[FIRST:LEN_SHIFT] = places
     score, bound_mask = (None if x is None else x.bind(values) for x in (score_of, mask_of))
-    blocks = None
-    if not on_cpu and (left >= 0 or right >= 0):
-        blocks = _blocks_of_dense(*shape[2:], (left, right), q.device, attn_mask is None)
-    elif on_cpu and bound_mask is not None:
+    if on_cpu and bound_mask is not None:
         blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
     programs = [None if x is None else (x[0].text, x[1], x[2]) for x in (score, bound_mask)]
     if lengths:
@@ -247,7 +304,7 @@ def attend(
         out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
     results = [out]
     if return_lse:
-        results.append(lse if shift is None else lse + shift)
+        results.append(lse if shift is None else lse + (shift.squeeze(0) if lengths else shift))
     if return_max_logits:
         results.append(_extended.max_logits_of(rest[0] if shift is None else rest[0] + shift))
     return tuple(results) if len(results) > 1 else out

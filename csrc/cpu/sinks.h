@@ -20,7 +20,8 @@ typedef struct {
     double *gradient;       /* [h] */
 } fa_sinks;
 
-/* Writes out' and lse'. Without sinks +inf becomes -inf in lse, and nothing else happens. false: there are no threads. */
+/* Writes out' and lse'. Without sinks +inf becomes -inf in lse, and nothing else happens. false: there are no
+ * threads. */
 bool fa_cpu_add_sinks(const fa_sinks *s, const fa_pool *pool);
 
 /* `lse` and `out` are those with sinks. The sums of a head have one order for any number of threads. */

@@ -81,6 +81,7 @@ static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, fa_err
     REQUIRE(fit_rank(&tensor.t, v->program.captures[i].rank, c->size, c->stride),
             "a capture must have %d dimensions, besides those of size 1; it has %" PRId64, v->program.captures[i].rank,
             tensor.t.ndim);
+    v->ndim[i] = (uint8_t)tensor.t.ndim;
     TRY(check_place(&tensor.t, v, "a capture", err));
     c->data = is_empty(&tensor.t) ? NULL : tensor.t.data;
     return FA_OK;
@@ -137,7 +138,7 @@ static fa_status read_gradient(const fa_flex_values *v, PyObject *object, int i,
     TRY(fa_flex_read_tensor(object, "a gradient", &tensor, err));
     if (!present(&tensor.t)) return FA_OK;
     TRY(check_place(&tensor.t, v, "a gradient", err));
-    REQUIRE(fit_rank(&tensor.t, rank, size, stride) &&
+    REQUIRE(tensor.t.ndim == v->ndim[i] && fit_rank(&tensor.t, rank, size, stride) &&
                 memcmp(size, v->captures[i].size, (size_t)rank * sizeof *size) == 0,
             "a gradient must have the shape of its capture");
     REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, fa_flex_result_names[type]) && contiguous(&tensor.t),

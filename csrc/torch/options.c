@@ -200,8 +200,8 @@ static PyObject *biases_are_high(PyObject *self, PyObject *args) {
 
 /* ---- packed sequences -------------------------------------------------------------------------------------------- */
 
-/* For each row: the first and the last key that it sees, the key beside it, its sequence, its place there, and the first
- * key of the sequence. Rows behind the last sequence see nothing. */
+/* For each row: the first and the last key that it sees, the key beside it, its sequence, its place there, and the
+ * first key of the sequence. Rows behind the last sequence see nothing. */
 enum { FIRST, LAST, BESIDE, SEQUENCE, LOCAL, START_K, NUM_PLACES };
 
 static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }

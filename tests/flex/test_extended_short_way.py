@@ -1,5 +1,7 @@
 """The short way of flash_attn_func's options on the CPU gives what the long way gives, and is taken."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -70,10 +72,22 @@ OPTIONS = {
 MASKS = {"no mask": {}, "causal": {"causal": True}, "window": {"window_size": (9, 3)}, "left": {"window_size": (5, -1)}}
 
 
+@pytest.fixture(params=["cpu", "as on a GPU"])
+def as_on_gpu(request, monkeypatch):
+    """The short way of a GPU's call, with tensors on the CPU: with shifts and torch's lists of blocks."""
+    if request.param != "cpu":
+        monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
+    return request.param != "cpu"
+
+
+def goes_long(as_on_gpu, option):
+    return as_on_gpu and option == "everything"  # a bias with sinks
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("len_q, len_kv", [(8, 8), (150, 170)])
-def test_dense(monkeypatch, len_q, len_kv, option, mask):
+def test_dense(monkeypatch, as_on_gpu, len_q, len_kv, option, mask):
     tensors = [leaf(2, n, h, 24, seed=s) for n, h, s in ((len_q, 4, 0), (len_kv, 2, 1), (len_kv, 2, 2))]
     words = {name: make(2, 4, len_q, len_kv) for name, make in OPTIONS[option].items()}
     leaves = [*tensors, *(x for x in words.values() if torch.is_tensor(x) and x.requires_grad)]
@@ -81,15 +95,15 @@ def test_dense(monkeypatch, len_q, len_kv, option, mask):
     def call():
         return flash_attn_func(*tensors, **MASKS[mask], **words)
 
-    same(*both_ways(monkeypatch, call, leaves), 3e-5)
+    same(*both_ways(monkeypatch, call, leaves, goes_long(as_on_gpu, option)), 3e-5)
     with torch.no_grad():
-        same(*both_ways(monkeypatch, call, leaves), 3e-5)
+        same(*both_ways(monkeypatch, call, leaves, goes_long(as_on_gpu, option)), 3e-5)
 
 
 @pytest.mark.parametrize("mask", ["no mask", "causal", "window"])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("lengths_q, lengths_kv", [((3, 5, 0, 9), (4, 5, 7, 0)), ((100, 60), (90, 100))])
-def test_packed(monkeypatch, lengths_q, lengths_kv, option, mask):
+def test_packed(monkeypatch, as_on_gpu, lengths_q, lengths_kv, option, mask):
     rows, keys = sum(lengths_q) + 2, sum(lengths_kv) + 1  # some belong to no sequence
     tensors = [leaf(n, h, 24, seed=s) for n, h, s in ((rows, 4, 0), (keys, 2, 1), (keys, 2, 2))]
     cu = [
@@ -103,7 +117,7 @@ def test_packed(monkeypatch, lengths_q, lengths_kv, option, mask):
     def call():
         return flash_attn_varlen_func(*tensors, *cu, *longest, **MASKS[mask], **words)
 
-    same(*both_ways(monkeypatch, call, leaves), 3e-5)
+    same(*both_ways(monkeypatch, call, leaves, goes_long(as_on_gpu, option)), 3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -135,6 +149,41 @@ def test_rows_of_low_biases_go_the_long_way(monkeypatch, causal, low):
     assert len(taken) == causal + 1
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_low_biases_as_on_a_gpu(monkeypatch, is_packed):
+    """The shift of such rows is subtracted before the kernel, and added to lse and max_logits."""
+    monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
+    tensors = [leaf(2, 12, 2, 16, seed=s) for s in range(3)]
+    bias = torch.randn(2, 1, 12, 12, generator=torch.Generator().manual_seed(4))
+    bias[0, :, 3:7] -= 1e9
+    bias[1, :, :, :5] = -2000.0
+    words = {"causal": True, "attn_bias": bias.requires_grad_(), "return_lse": True, "return_max_logits": True}
+    cu = torch.tensor([0, 12, 24], dtype=torch.int32)
+
+    def call():
+        if is_packed:
+            return flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), cu, cu, 12, 12, **words)
+        return flash_attn_func(*tensors, **words)
+
+    same(*both_ways(monkeypatch, call, [*tensors, bias]), 3e-5)
+
+
+def test_what_is_kept_of_packed_sequences_follows_them(monkeypatch):
+    monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
+    tensors = [leaf(24, 2, 16, seed=s) for s in range(3)]
+    cu_q, cu_k = torch.tensor([0, 5, 24], dtype=torch.int32), torch.tensor([0, 5, 24], dtype=torch.int32)
+    mask = mask_of(24, 24)
+
+    def call():
+        return flash_attn_varlen_func(*tensors, cu_q, cu_k, 24, 24, attn_mask=mask)
+
+    same(*both_ways(monkeypatch, call, tensors), 3e-5)
+    cu_q[1] = 9
+    same(*both_ways(monkeypatch, call, tensors), 3e-5)
+    cu_k[1] = 17
+    same(*both_ways(monkeypatch, call, tensors), 3e-5)
+
+
 def test_a_changed_bias_is_seen_by_the_backward():
     q, k, v = (leaf(1, 8, 1, 16, seed=s) for s in range(3))
     bias = torch.zeros(8, 8)
@@ -142,3 +191,25 @@ def test_a_changed_bias_is_seen_by_the_backward():
     bias.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("has_shift", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_kind_has_programs(is_packed, has_shift):
+    """The tensors of programs are those of the call, whatever dimensions a bias and a mask have."""
+    for dims in itertools.product((False, True), repeat=4):
+        score, mask, _ = _extended_directly._mods_of_kind(
+            torch.float32,
+            is_packed,
+            True,
+            (True,),
+            dims,
+            torch.bfloat16,
+            dims[:3] if has_shift else None,
+            dims,
+            True,
+            True,
+        )
+        assert {_extended_directly.BIAS, _extended_directly.SLOPES} <= set(score.tensors)
+        assert (_extended_directly.SHIFT in score.tensors) == has_shift
+        assert _extended_directly.MASK in mask.tensors
