@@ -207,8 +207,8 @@ static bool read_integer(PyObject *object, int64_t *number) {
     return !PyErr_Occurred();
 }
 
-/* Reads the first `num` arguments in the order of the op's schema. A forward gets no out. The sides of a window may come
- * as one tuple. The lengths may come as one number. *length is this number, or stays -1. */
+/* Reads the first `num` arguments in the order of the op's schema. A forward gets no out. The sides of a window may
+ * come as one tuple. The lengths may come as one number. *length is this number, or stays -1. */
 static bool read_arguments(const fa_signature *signature, PyObject *args, Py_ssize_t num, fa_call *call,
                            int64_t *length) {
     Py_ssize_t at = 0;
