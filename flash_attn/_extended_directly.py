@@ -28,6 +28,7 @@ from flash_attn.flex.tracer import program_of
 NO_PLACES = (None,) * 6  # of the rows of packed sequences
 BIAS, MASK, SLOPES, SHIFT, FIRST = range(5)
 LEN_SHIFT, LEFT, RIGHT, CAP, NUM_VALUES = range(FIRST + len(NO_PLACES), FIRST + len(NO_PLACES) + 5)
+NAMES = {BIAS: "attn_bias", MASK: "attn_mask", SLOPES: "alibi_slopes"}
 STAND_INS = {7919: LEN_SHIFT, 104729: LEFT, 1299709: RIGHT, 12.75: CAP}  # numbers that no option has by itself
 
 BLOCK = 128
@@ -43,6 +44,7 @@ class _Bindable:
         self.program, tensors, numbers = program_of(mod, score_dtype)
         at = {x.data_ptr(): i for i, x in stand_ins.items()}
         self.tensors = [at[x.data_ptr()] for x in tensors]
+        self.names = [NAMES.get(i) for i in self.tensors]
         self.fixed = [x for x in numbers if x not in STAND_INS]
         places = iter(range(NUM_VALUES, NUM_VALUES + len(self.fixed)))
         self.numbers = [STAND_INS[x] if x in STAND_INS else next(places) for x in numbers]
@@ -300,7 +302,9 @@ def attend(
             return None
     if is_recorded:
         call = flex.Call(softmax_scale, score, bound_mask, blocks, return_max_logits)
-        way, tensors = _extended.Mods(call, len(lengths) > 0, deterministic), score[1] if score else ()
+        names = [] if score_of is None else [*score_of.names]
+        names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
+        way, tensors = _extended.Mods(call, len(lengths) > 0, deterministic, names), score[1] if score else ()
         out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
     results = [out]
     if return_lse:
