@@ -347,9 +347,9 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int
     }
 }
 
-/* A task is one tile of one head of one sequence, for one block of columns of v and one part of the keys. The last tile comes first, because its
- * rows are the longest rows of a causal mask. Packed calls have further tasks for the rows that belong to no sequence.
- * A task of a sequence longer than max_seqlen does several tiles. */
+/* A task is one tile of one head of one sequence, for one block of columns of v and one part of the keys. The last tile
+ * comes first, because its rows are the longest rows of a causal mask. Packed calls have further tasks for the rows
+ * that belong to no sequence. A task of a sequence longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) KERNEL(const problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;

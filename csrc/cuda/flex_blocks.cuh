@@ -78,9 +78,9 @@ struct walk_step {
     block_kind kind;
 };
 
-/* Walks over the tiles of STEP rows or keys in [begin, end), where begin is the first of a tile, as interval_walk does over an interval. The own side of the
- * tiles has rows or keys [own, own_last]. Besides the current step, AHEAD more steps are known. All lanes of a warp
- * call advance() together. */
+/* Walks over the tiles of STEP rows or keys in [begin, end), where begin is the first of a tile, as interval_walk
+ * does over an interval. The own side of the tiles has rows or keys [own, own_last]. Besides the current step, AHEAD
+ * more steps are known. All lanes of a warp call advance() together. */
 template <int STEP, int AHEAD, bool OVER_KEYS> struct block_walk {
     static_assert(STEP % 4 == 0, "two bits of a step are its kind");
     const block_map &map;

@@ -1,9 +1,9 @@
 /* Launches the generic kernels, which serve every problem on every GPU. */
 #include "any_problem.h"
 #include "append.h"
-#include "combine.h"
 #include "launchers.h"
 #include "mods.h"
+#include "parts.h"
 #include "plan/gpu_problem.h"
 
 /* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */

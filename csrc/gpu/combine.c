@@ -2,6 +2,7 @@
 #include "combine.h"
 
 #include "memory.h"
+#include "parts.h"
 
 fa_status fa_cuda_combine(const fa_combination *c, fa_error *err) {
     fa_cuda_place place;

@@ -1,5 +1,5 @@
 /* Launches cuda/combine.cu inside of a call. */
-#include "combine.h"
+#include "parts.h"
 
 #include "cuda/combine_params.h"
 #include "launch.h"

@@ -135,7 +135,7 @@ def test_decoding():
 
 
 @pytest.mark.parametrize(
-    "heads, keys, parts", [(8, 4096, True), (8, 1024, False), (32, 2048, True), (128, 4096, False)]
+    "heads, keys, parts", [(8, 4096, True), (8, 1024, False), (32, 2048, True), (300, 4096, False)]
 )
 def test_few_queries_over_many_keys_have_parts(heads, keys, parts):
     """Parts of the keys fill the GPU, and are combined. Many heads fill the GPU alone, on Hopper's kernel."""
