@@ -1,8 +1,7 @@
 """Block masks of mask mods, found without an array of all queries and keys.
 
-A block of queries and keys is *empty*, *full* or *partial*. On the CPU bounds of the mask over the block tell most of
-the time which one it is. Other blocks, and all blocks on a GPU, are evaluated element by element, until an allowed and
-a masked element were seen.
+A block of queries and keys is *empty*, *full* or *partial*. Bounds of the mask over the block tell most of the time
+which one it is. Other blocks are evaluated element by element, until an allowed and a masked element were seen.
 """
 
 import inspect
