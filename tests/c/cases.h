@@ -30,8 +30,8 @@ static int64_t random_below(random_source *r, int64_t n) { return (int64_t)(rand
 static bool random_chance(random_source *r, int percent) { return random_below(r, 100) < percent; }
 static double random_uniform(random_source *r) { return (double)(random_bits(r) >> 11) * 0x1p-53; }
 
-/* Nearly normal: the sum of eight numbers, up to 4.9 standard deviations. Logarithm and cosine would take a third of the
- * time of all tests. */
+/* Nearly normal: the sum of eight numbers, up to 4.9 standard deviations. Logarithm and cosine would take a third of
+ * the time of the tests. */
 static double random_normal(random_source *r) {
     int64_t sum = -0x40000;
     for (int n = 0; n < 2; n++) {

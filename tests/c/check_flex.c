@@ -218,7 +218,8 @@ static double at(const flex_case *c, const fa_view *t, int64_t b, int64_t h, int
 /* A tensor as doubles [b][h][len][d]. */
 static double *doubles_of(const flex_case *c, const fa_view *t, int64_t h, int64_t len, int64_t d) {
     double *x = zeros(c->p.b * h * len * d, 8);
-    for (int64_t i = 0; i < c->p.b * h * len * d; i++) x[i] = at(c, t, i / d / len / h, i / d / len % h, i / d % len, i % d);
+    for (int64_t i = 0; i < c->p.b * h * len * d; i++)
+        x[i] = at(c, t, i / d / len / h, i / d / len % h, i / d % len, i % d);
     return x;
 }
 
@@ -419,7 +420,8 @@ static bool check_seed(uint64_t seed, fa_dtype dtype, fa_pass pass, bool verbose
 
 static void check_seeds(fa_dtype dtype, fa_pass pass, uint64_t num) {
     bool good = true;
-    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(NUM_SEEDS(num)); seed++) good = check_seed(seed, dtype, pass, false) && good;
+    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(NUM_SEEDS(num)); seed++)
+        good = check_seed(seed, dtype, pass, false) && good;
     assert_true(good);
 }
 

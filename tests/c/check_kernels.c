@@ -150,7 +150,8 @@ static void check_seeds(fa_pass pass, fa_dtype dtype, uint64_t num_seeds) {
     bool good = true;
     num_seeds = NUM_SEEDS(num_seeds);
     if (num_seeds < COUNT(head_dims) || (IS_CUDA && !getenv("ALL_SEEDS"))) num_seeds = COUNT(head_dims);
-    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(num_seeds); seed++) good = check_case(seed, pass, dtype, false) && good;
+    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(num_seeds); seed++)
+        good = check_case(seed, pass, dtype, false) && good;
     assert_true(good);
 }
 
