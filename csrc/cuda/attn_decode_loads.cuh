@@ -19,10 +19,9 @@ DEVICE u32 even_piece_address(u32 row_base, u32 low, u32 piece) {
     return row_base + (piece % PERIOD ^ low) * 16 + piece / PERIOD * PERIOD * 16;
 }
 
-/* A loader is the load state of a warp's walk. The warp loads WARP_KEYS keys of each slot, and lane l finds key l %
- * WARP_KEYS. */
+/* Where the keys lie that a warp loads into one slot, WARP_KEYS of them: lane l knows key l. */
 struct loader {
-    u32 page, row; /* place of this lane's key; the block table's page number is not clamped yet */
+    u32 page, row; /* the block table's page number is not clamped yet */
     u32 present;   /* bit i: key i is present */
 };
 
@@ -33,21 +32,25 @@ struct walk {
     int begin, end;
 };
 
-/* Finds the place of this lane's key of the step at `key`, which is the warp's first key. The call comes one step
- * ahead, so that the page number arrives in time. */
-DEVICE void look_up(const params &p, const walk &c, int key, loader &l) {
-    const int mine = key + (int)threadIdx.x % WARP_KEYS;
-    const bool is_present = c.begin <= mine && mine < c.end;
-    l.present = __ballot_sync(0xffffffffu, is_present);
-    const u32 row = is_present ? (u32)(c.kv_row + mine) : 0;
+/* With PAGES_AHEAD: asks for the page number of a key. The number comes with the thread's next cp.async group. */
+DEVICE void ask_for_page(const params &p, const walk &c, int key, int &page) {
+    const bool is_present = c.begin <= key && key < c.end;
+    cp_async<4>(smem_address(&page), c.pages + (is_present ? divide(c.kv_row + key, p.by_page_size) : 0), is_present);
+}
+
+/* Finds the place of this lane's key of the step at `key`. The call comes one step ahead, so that a page number from
+ * memory arrives in time. With PAGES_AHEAD `page` is the number that ask_for_page has brought. */
+DEVICE loader look_up(const params &p, const walk &c, int key, const int &page) {
+    const int lane = threadIdx.x % 32, mine = key + lane;
+    const bool is_present = lane < WARP_KEYS && c.begin <= mine && mine < c.end;
+    const u32 row = is_present ? c.kv_row + mine : 0;
+    loader l = {c.cache_row, row, __ballot_sync(0xffffffffu, is_present)};
     if (c.pages) {
         const u32 idx = divide(row, p.by_page_size);
         l.row = row - idx * (u32)p.page_size;
-        l.page = is_present ? c.pages[idx] : 0;
-    } else {
-        l.row = row;
-        l.page = c.cache_row;
+        l.page = !is_present ? 0 : PAGES_AHEAD ? page : c.pages[idx];
     }
+    return l;
 }
 
 DEVICE void load(const fa_decode_cache &cache, const loader &l, u32 head_offset, u32 slot_rows, int d, u64 l2_policy) {

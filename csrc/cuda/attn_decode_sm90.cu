@@ -52,6 +52,11 @@ constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
 
 static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which the swizzle permutes");
 static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
+static_assert(2 * (FA_DECODE_PAGE_STEPS - 2) >= SLOTS - 1, "the group with a step's page numbers has come");
+
+/* A page number waits behind the keys that are on their way, longer than a short step takes. */
+constexpr bool PAGES_AHEAD = HEAD_DIM <= 64;
+static_assert(!PAGES_AHEAD || 32 / WARP_KEYS == FA_DECODE_PAGE_STEPS - 2, "the first asks are for the first steps");
 
 #include "attn_decode_schedule.cuh"
 #include "attn_decode_loads.cuh"
@@ -71,6 +76,7 @@ struct shared_memory {
         staged_parts parts; /* the parts of an item, to be merged */
     };
     alignas(128) element q[BLOCK_Q * HEAD_DIM];
+    int pages[WARPS][FA_DECODE_PAGE_STEPS][WARP_KEYS]; /* page numbers of the next steps of each warp */
     schedule work;
     int is_last;                /* true: this CTA wrote the last part of an item */
     alignas(8) u64 slices_came; /* mbarrier of one phase: all bytes of `from` have come */
@@ -114,14 +120,25 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     loader now, next;
     int load_step = 0, load_slot = 0;
     bool loads_q = !p.rotary_cos; /* Q is part of the first cp.async group */
-    look_up(p, c, first_key + WARP_KEYS * warp_q, next);
+    const int lane_key = lane % WARP_KEYS;
+    auto page_of = [&](int step) -> int & { return s.pages[warp][step % FA_DECODE_PAGE_STEPS][lane_key]; };
+    auto first_key_of = [&](int step) { return first_key + step * BLOCK_KV + WARP_KEYS * warp_q; };
+    auto ask = [&](int step) { ask_for_page(p, c, first_key_of(step) + lane_key, page_of(step)); };
+    if (PAGES_AHEAD && c.pages) {
+        ask(lane / WARP_KEYS);
+        if (lane < WARP_KEYS) ask(32 / WARP_KEYS);
+        cp_async_wait_all();
+        __syncwarp();
+    }
+    next = look_up(p, c, first_key_of(0), page_of(0));
     auto load_k = [&]() {
         if (load_step < steps) {
             now = next;
             if (c.pages) now.page = min(now.page, (u32)p.num_pages - 1); /* the table may hold any number */
             load(p.k, now, k_head, ring + load_slot * SLOT_BYTES + warp_q * WARP_KEYS * HEAD_DIM * element::BYTES, p.d,
                  l2_policy);
-            look_up(p, c, first_key + (load_step + 1) * BLOCK_KV + WARP_KEYS * warp_q, next);
+            next = look_up(p, c, first_key_of(load_step + 1), page_of(load_step + 1));
+            if (PAGES_AHEAD && c.pages && lane < WARP_KEYS) ask(load_step + FA_DECODE_PAGE_STEPS - 1);
         }
         if (loads_q) load_queries(p, smem_address(s.q), t, head);
         loads_q = false;
