@@ -250,22 +250,18 @@ static inline u32 prmt(u32 a, u32 b, u32 selector) {
     return bytes;
 }
 
-/* Each lane converts its own elements before the exchange. The sums are taken in the order of k. */
 template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     const int lane = (int)(emulated_thread.x % 32);
-    const u32 words[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    float mine[12];
-    for (int i = 0; i < 6; i++) unpack_x2<T>(words[i], mine[2 * i], mine[2 * i + 1]);
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const char *all = emulated_exchange(mine, sizeof mine);
-    for (int k = 0; k < 16; k++) {
-        const int across = 64 * (k % 8 / 2), pair = k / 8, half = k % 2;
-        float x[2], y[2];
-        for (int i = 0; i < 2; i++) {
-            memcpy(&x[i], all + 64 * (lane / 4 * 4) + across + 4 * (2 * (i + 2 * pair) + half), 4);
-            memcpy(&y[i], all + 64 * 4 * (2 * (lane % 4) + i) + across + 4 * (8 + 2 * pair + half), 4);
+    for (int k = 0; k < 16; k++)
+        for (int e = 0; e < 4; e++) {
+            const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
+            u32 x, y;
+            memcpy(&x, all + 64 * (4 * row + k % 8 / 2) + 4 * (e / 2 + 2 * (k / 8)), 4);
+            memcpy(&y, all + 64 * (4 * column + k % 8 / 2) + 4 * (4 + k / 8), 4);
+            d[e] += cvt_f32(T{(u16)(x >> 16 * (k % 2))}) * cvt_f32(T{(u16)(y >> 16 * (k % 2))});
         }
-        for (int e = 0; e < 4; e++) d[e] += x[e / 2] * y[e % 2];
-    }
 }
 
 /* ptx_once.cuh. */
