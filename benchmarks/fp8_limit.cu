@@ -3,14 +3,24 @@
  *   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a --use_fast_math -Icsrc/cuda benchmarks/fp8_limit.cu
  *
  * A CTA has up to three warpgroups. Some repeat the products of a step, others its softmax, for 64 rows, 96 keys and
- * head_dim 128. No warpgroup waits for another one. The program prints the clocks of a step in each warpgroup. */
+ * head_dim 128. No warpgroup waits for another one. The program prints the clocks of a step in each warpgroup.
+ *
+ * The steps of the other head dimensions are compiled with -DHEAD_DIM=64 -DKEYS=128 -DWGS=3, or with -DHEAD_DIM=256
+ * -DKEYS=128 -DWGS=2. Two warpgroups leave registers for 256 columns of O. */
 #include <cstdio>
 #include <cuda_runtime.h>
 
 #define E4M3 1
 #include "ptx_sm90.cuh"
 
-constexpr int KEYS = 96, HEAD_DIM = 128, STEPS = 2000;
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#define KEYS     96
+#define WGS      3
+#endif
+
+constexpr int STEPS = 2000;
+constexpr int CHUNK = HEAD_DIM < 128 ? HEAD_DIM : 128, KEY_CHUNK = KEYS % 128 == 0 ? 128 : 32; /* of swizzled rows */
 constexpr int S_REGS = KEYS / 2, O_REGS = HEAD_DIM / 2, P_REGS = KEYS / 8;
 
 enum work { NOTHING = 0, SCORES = 1, OUTPUT = 2, PRODUCTS = SCORES | OUTPUT, SOFTMAX = 4, EXPONENTIALS = 8, REST = 16 };
@@ -20,21 +30,23 @@ DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
 DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
-    constexpr u32 high = matrix_descriptor_high(HEAD_DIM);
+    constexpr u32 high = matrix_descriptor_high(CHUNK);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM; k += 32)
-        wgmma<KEYS, e4m3>::ss<high, high>(S, q_desc + matrix_descriptor_bytes(k), k_desc + matrix_descriptor_bytes(k),
+        wgmma<KEYS, e4m3>::ss<high, high>(S, q_desc + matrix_descriptor_bytes(k / CHUNK * 64 * CHUNK + k % CHUNK),
+                                          k_desc + matrix_descriptor_bytes(k / CHUNK * KEYS * CHUNK + k % CHUNK),
                                           k > 0);
     wgmma_commit_group();
 }
 
 DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc) {
-    constexpr u32 high = matrix_descriptor_high(32);
+    constexpr u32 high = matrix_descriptor_high(KEY_CHUNK);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KEYS; k += 32)
-        wgmma<HEAD_DIM, e4m3>::rs<high>(O, P + k / 8, v_desc + matrix_descriptor_bytes(k * HEAD_DIM));
+        wgmma<HEAD_DIM, e4m3>::rs<high>(
+            O, P + k / 8, v_desc + matrix_descriptor_bytes(k / KEY_CHUNK * HEAD_DIM * KEY_CHUNK + k % KEY_CHUNK), 1);
     wgmma_commit_group();
 }
 
@@ -95,7 +107,7 @@ template <int WORK> DEVICE float exponentiate(float scale, float row_max) {
 
 /* Warpgroups before `multiplying` have the products, the others have the softmax. */
 template <int PRODUCT, int OTHER>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(128 * WGS, 1)
     measure(float *out, long long *clocks, float scale, float row_max, int multiplying) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const int wg = uniform(threadIdx.x / 128);
@@ -119,6 +131,7 @@ __global__ void __launch_bounds__(384, 1)
 template <int PRODUCT, int OTHER> void report(const char *name, int multiplying, int others) {
     constexpr int SHARED = 128 * 1024;
     const int wgs = multiplying + others;
+    if (wgs > WGS) return;
     float *out;
     long long *clocks, found[3] = {0, 0, 0};
     cudaMalloc(&out, 132 * 384 * sizeof(float)), cudaMalloc(&clocks, sizeof found);

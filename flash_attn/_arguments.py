@@ -1,5 +1,6 @@
 """What callers pass becomes what the ops take: tensors, lengths, masks and scales."""
 
+import numbers
 from typing import Any
 
 import torch
@@ -18,10 +19,16 @@ def maybe_contiguous(x: Any) -> Any:
     return x
 
 
+_USUAL = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, tuple, list))
+
+
 def has_distributed(values):
-    """Is any of the values a DTensor? torch.distributed.tensor is not imported for this question."""
+    """Is any of the values a DTensor? torch.distributed.tensor is not imported for this question.
+
+    isinstance() of what is no tensor takes 0.3 us.
+    """
     for x in values:
-        if isinstance(x, torch.Tensor) and type(x) is not torch.Tensor and hasattr(x, "device_mesh"):
+        if type(x) not in _USUAL and isinstance(x, torch.Tensor) and hasattr(x, "device_mesh"):
             return True
     return False
 
@@ -49,7 +56,10 @@ def as_window(window_size):
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be (left, right), two integers; it is {window_size!r}") from None
-    return as_int(left, "window_size"), as_int(right, "window_size")
+    sides = as_int(left, "window_size"), as_int(right, "window_size")
+    if not is_compiling() and any(isinstance(x, numbers.Real) and int(x) != x for x in sides):
+        raise ValueError(f"window_size must be (left, right), two integers; it is {window_size!r}")
+    return sides
 
 
 def as_scale(softmax_scale, q):
@@ -101,10 +111,8 @@ def check_given(tensors, varlen):
     rows = ("total",) if varlen else ("batch_size", "seqlen")
     if len(tensors) == 1:
         check_layout("qkv", tensors[0], *rows, 3, "num_heads", "head_size")
-        check_storage("qkv", tensors[0])
     else:
         check_layout("kv", tensors[1], *rows, 2, "num_heads_k", "head_size")
-        check_storage("kv", tensors[1])
 
 
 def distinct(*arguments):

@@ -11,6 +11,7 @@ from flash_attn._arguments import NAMES, check_given, has_distributed, split
 from flash_attn._autocast import follow_autocast
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
+from flash_attn._ops import check_storage
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -40,6 +41,8 @@ _RENAMED = {
 def _raise(error, tensors, lengths, options):
     """Raises what is wrong, in the names of the caller."""
     check_kinds(_named(tensors, lengths, options))
+    if len(tensors) < 3 and not has_distributed(tensors):
+        check_storage(NAMES[len(tensors)][-1], tensors[-1])  # the op would tell the shape of a part
     names = _RENAMED.get(len(tensors))
     raise error if names is None else in_names_of_the_caller(error, names)
 

@@ -52,6 +52,7 @@ _DENSE_RESULTS = layout(out="b.h.", lse="bh.", S_dmask="bh..", max_logits="h")
 _PACKED_RESULTS = layout(out=".h.", lse="h.", S_dmask=".h..", max_logits="h")
 
 _LEADING = "q", "k", "v", "kv", "qkv", "k_cache", "v_cache", "qv"  # others may be plain, the same on every rank
+_WITH_GRADIENT = "attn_bias", "sinks"  # besides the leading ones
 _MAY_BE_FEWER = "alibi_slopes", "attn_bias", "attn_mask"  # leading dimensions may be absent
 _MAY_BE_ONE = "attn_bias", "attn_mask"  # sizes may be 1
 
@@ -216,12 +217,14 @@ def _of_heads(x, dim, first, num, group):
 
 
 def _strides(x, shape):
-    """Strides of the whole tensor, whose parts are dense."""
+    """Strides of the whole tensor, whose parts are dense. The stride of a size 1 says nothing about the order."""
+    is_contiguous = x.is_contiguous()
+    order = [(0 if is_contiguous else -x.stride(dim), dim) for dim in range(x.dim())]
     strides = []
     for dim in range(x.dim()):
         stride = 1
         for inner in range(x.dim()):
-            if x.stride(inner) < x.stride(dim) or (x.stride(inner) == x.stride(dim) and inner > dim):
+            if order[inner] > order[dim]:
                 stride *= max(shape[inner], 1)
         strides.append(stride)
     return tuple(strides)
@@ -239,7 +242,7 @@ def _whole(x, letters, division):
         dims = [dim for dim, letter in enumerate(letters) if letter in division.letter_of(i)]
         lacks = Partial("max") if letters == ("h",) else Replicate()  # the largest score of a head, over the batch
         placements.append(Shard(dims[0]) if dims else lacks if what else Replicate())
-    if division.is_even():  # NOTE: given shapes break graphs with dynamic shapes in torch 2.13
+    if is_compiling() and division.is_even():  # NOTE: given shapes break graphs with dynamic shapes in torch 2.13
         return DTensor.from_local(x, division.mesh, placements, run_check=False)
     return DTensor.from_local(
         x, division.mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(x, shape)
@@ -298,6 +301,8 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
     for name, x in zip(names, values):
         if isinstance(x, torch.Tensor):
             letters = layout.get(name, (".",) * x.dim())
+            if name not in leading and name not in _WITH_GRADIENT:  # torch cannot redistribute a gradient None
+                x = x.detach()
             if name in outputs:
                 x, move = _output(name, x, division, letters)
                 moves.append(move)
@@ -374,6 +379,30 @@ def check_written(named, written):
             )
 
 
+def check_lengths(function, named, indices):
+    """Each rank checks the lengths of the whole batch, if it knows them. Otherwise one rank alone would raise.
+
+    ``function`` checks them with tensors that have no query heads, for which it computes nothing. Lengths on a GPU are
+    not checked, here or elsewhere.
+    """
+    given = [x for x in named.values() if isinstance(x, DTensor)]
+    if is_compiling() or given[0].device.type != "cpu" or not any(p.is_shard(0) for x in given for p in x.placements):
+        return
+    tensors = {name: named[name] for name in ("q", "k_cache", "v_cache", "k", "v")}
+    known = {name: named[name] for name in indices}
+    for name, x in known.items():
+        if isinstance(x, DTensor):
+            if not all(p.is_replicate() for p in x.placements):
+                return
+            known[name] = x.to_local()
+    if any(x is not None and (not isinstance(x, torch.Tensor) or x.dim() != 4) for x in tensors.values()):
+        return  # an error, which names the argument
+    if any(isinstance(x, torch.Tensor) for x in known.values()):
+        heads = {"q": 0}
+        shapes = {name: x if x is None else (*x.shape[:2], heads.get(name, 1), 8) for name, x in tensors.items()}
+        function(**{name: x if x is None else torch.empty(x) for name, x in shapes.items()}, **known)
+
+
 def _step(*values):
     *values, sinks = values
     return flash_attn_with_kvcache(*values, True, sinks=sinks)
@@ -390,5 +419,6 @@ def attend_with_cache(names, values):
     written = ("k_cache", "v_cache") if named["k"] is not None else ()
     check_written(named, written)
     with torch.no_grad():
+        check_lengths(flash_attn_with_kvcache, named, INDICES)
         results = _DENSE_RESULTS["out"], _DENSE_RESULTS["lse"]
         return run(_step, POOLED if is_pooled else CACHED, names, values, results, written)

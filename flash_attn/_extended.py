@@ -34,6 +34,7 @@ from flash_attn._transforms import Rule, transformed
 from flash_attn.flex import attention as flex
 from flash_attn.flex import graph
 from flash_attn.flex import options as mods
+from flash_attn.flex.ops import is_watched
 
 INF = float("inf")
 
@@ -76,10 +77,13 @@ class _Plain:
 
 
 class _Mods:
-    """The kernels of flex_attention, whose tensors are ``[b, h, len, d]``. Packed sequences are one batch."""
+    """The kernels of flex_attention, whose tensors are ``[b, h, len, d]``. Packed sequences are one batch.
 
-    def __init__(self, call, is_packed, deterministic):
-        self.call, self.is_packed, self.deterministic = call, is_packed, deterministic
+    ``names``: what the caller calls the tensors of the mods. None: the caller does not know the tensor.
+    """
+
+    def __init__(self, call, is_packed, deterministic, names):
+        self.call, self.is_packed, self.deterministic, self.names = call, is_packed, deterministic, names
 
     def _to(self, x):
         return flex.rows_of((x.unsqueeze(0) if self.is_packed else x).transpose(1, 2))
@@ -97,6 +101,9 @@ class _Mods:
 
     @staticmethod
     def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
+        for name, x in zip(self.names, (*tensors, *saved)):
+            if name is not None:
+                check_storage(name, x)
         dq, dk, dv, *sums = flex.gradients(
             self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
             self._row(dlse), wanted, self.deterministic,
@@ -236,17 +243,32 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sin
     return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 
-def _way_of_mods(q, k, scale, lengths, places, score_mod, mask_mod, deterministic, attn_mask, window, wants_max):
+def _root(x):
+    """The tensor of which x is a view, or x."""
+    return x if x is None or x._base is None else x._base
+
+
+def _names_of(captures, given):
+    """The names of the given tensors, by name, behind tensors of mods that may be views of them."""
+    roots = [(name, _root(x)) for name, x in given.items() if x is not None]
+    return [next((name for name, root in roots if root is _root(x)), None) for x in captures]
+
+
+def _way_of_mods(
+    q, k, scale, lengths, places, score_mod, mask_mod, deterministic, alibi_slopes, attn_bias, attn_mask, window,
+    wants_max,
+):  # fmt: skip
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
     if not is_on_cpu(q) and places.has_window and q.numel() and k.numel():
         blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
-    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined():
+    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined() and not is_watched(attn_mask):
         shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask
         blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
-    return _Mods(call, is_packed, deterministic), tensors
+    given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "attn_mask": attn_mask}
+    return _Mods(call, is_packed, deterministic, _names_of((*tensors, *call.tensors()), given)), tensors
 
 
 def _in_a_graph(q, k, v, scale, lengths, score_mod, mask_mod, sinks, deterministic, wants_max):
@@ -278,6 +300,7 @@ def attend(
         check_storage(name, x)
     if isinstance(alibi_slopes, torch.Tensor):
         check_storage("alibi_slopes", alibi_slopes)
+        alibi_slopes = alibi_slopes.detach()  # the plain kernels have no gradient of slopes
     if transforms_are_active():
         check_not_traced()
         return _transformed(
@@ -307,7 +330,7 @@ def attend(
         tensors = interface._distinct(q, k, v, alibi_slopes, block_table, *lengths[:2])
         out, lse = _Extended.apply(way, sinks, *tensors)
     else:
-        if dropout_p:
+        if dropout_p != 0:
             raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
@@ -321,8 +344,9 @@ def attend(
             )
         else:
             way, tensors = _way_of_mods(
-                q, k, softmax_scale, lengths, places, *functions, deterministic, attn_mask, mask[1:4], return_max_logits
-            )
+                q, k, softmax_scale, lengths, places, *functions, deterministic, alibi_slopes, attn_bias, attn_mask,
+                mask[1:4], return_max_logits,
+            )  # fmt: skip
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None
         if shift is not None:

@@ -2,7 +2,9 @@
 
 They count as torch counts its own flash attention: all pairs of a row and a key, masked or not. A forward has two
 matrix products, a backward five. Sequences of different lengths count with their lengths, or with the longest where the
-lengths have no values: in graphs and on device "meta".
+lengths have no values: in graphs and on device "meta". With attn_bias, attn_mask, return_max_logits or a gradient of
+the lse they count as one sequence, because the op does not know where they lie, and flex_attention counts all pairs,
+too, whatever its mods and blocks say: torch does the same.
 """
 
 import torch
@@ -83,6 +85,22 @@ def _decoding(
     return _pairs_product(len_q * num_keys, q, v_cache)
 
 
+def _flex_pairs(q, k, sequences):
+    """``[b, h, length, d]``, or pages of keys."""
+    _, kv_len, block_table = sequences or (None, None, None)
+    if kv_len is not None and _has_values(kv_len):
+        return q.shape[2] * int(kv_len.sum())
+    return q.shape[0] * q.shape[2] * k.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+def _flex_forward(q, k, v, *arguments, out_val=None, **__):
+    return _pairs_product(_flex_pairs(q, k, arguments[12]), q.transpose(1, 2), v)
+
+
+def _flex_backward(q, k, v, *arguments, out_val=None, **__):
+    return _of_backward(_flex_pairs(q, k, arguments[12]), q.transpose(1, 2), v)
+
+
 FORMULAS = {
     "_flash_attn_forward": _dense_forward,
     "_flash_attn_varlen_forward": _packed_forward,
@@ -94,8 +112,11 @@ FORMULAS = {
 }
 
 
-def register():
+FORMULAS_OF_FLEX = {"flex_forward": _flex_forward, "flex_backward": _flex_backward}
+
+
+def register(formulas=FORMULAS):
     from torch.utils.flop_counter import register_flop_formula
 
-    for name, formula in FORMULAS.items():
+    for name, formula in formulas.items():
         register_flop_formula(getattr(_ops, name), get_raw=True)(formula)

@@ -109,6 +109,8 @@ def check_layout_of_memory(name, x):
         raise TypeError(
             f"{name} must be a plain tensor; it is nested (flash_attn_func and its packed forms take jagged q, k and v)"
         )
+    if x.is_quantized:
+        raise TypeError(f"{name} must be a plain tensor; it is quantized, of dtype {x.dtype}")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor; it has layout {x.layout}")
 

@@ -75,10 +75,16 @@ def _vmap_of_combine(apply, info, in_dims, outs, lses, dtype):
     return tuple(parted(x, num, b) for x in apply(outs.contiguous(), lses, dtype)), (0, 0)
 
 
+def _rule_of_op(info, in_dims, out_partial, lse_partial, out_dtype=None):
+    return _vmap_of_combine(_combine, info, in_dims, out_partial, lse_partial, out_dtype)
+
+
 def _register():
     torch.library.register_fake("flash_attn::_combine", _combine_fake)
     torch.library.register_autograd("flash_attn::_combine", _gradients, setup_context=_save)
-    forget_own_kernels(["_combine"])
+    if hasattr(torch.library, "register_vmap"):  # torch 2.5
+        torch.library.register_vmap("flash_attn::_combine", _rule_of_op)
+    forget_own_kernels(["_combine"], ("Meta", "Autograd", "FuncTorchBatched"))
 
 
 register_once("fake and gradient of _combine", _register)

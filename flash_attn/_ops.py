@@ -96,8 +96,11 @@ def _bytes_of_storage(x):
         num_bytes = x.untyped_storage().nbytes()
     except RuntimeError:  # tensors of torch.func have no storage
         return 0, 0
-    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return (last + 1) * x.element_size(), num_bytes
+    if x.is_contiguous():  # the usual case, a third of the time
+        last = x.numel() - 1
+    else:
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return (x.storage_offset() + last + 1) * x.element_size(), num_bytes
 
 
 def is_freed(x):

@@ -201,6 +201,10 @@ def _collect(function, args, kwargs, device):
             plan.backward = _plan_backward(node)
         return forwards.plans
     except RuntimeError as error:
+        if "yet support saved tensor hooks" in str(error):
+            raise TypeError(
+                "explain plans no grad, vjp or jacrev of torch.func: pass the function of which they take the gradient"
+            ) from None
         if device is None:
             raise
         forwards.take()
@@ -259,6 +263,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
     plans = _collect(function, args, kwargs, device)
     if not plans:
         raise TypeError(
-            f"explain: {getattr(function, '__name__', None) or type(function).__name__!r} plans no attention"
+            f"explain: {getattr(function, '__name__', None) or type(function).__name__!r} plans no attention (that of "
+            "tensors that are fake or on device meta does not count)"
         )
     return plans[0] if len(plans) == 1 else plans

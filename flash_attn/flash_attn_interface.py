@@ -15,7 +15,7 @@ calls has a file of its own:
     _arguments.py          what callers pass becomes what the ops take
     _calls.py              nested tensors, autocast, errors in the caller's names: what comes before one forward
     _attention.py          one forward, one backward, and their place in autograd
-    _vmap.py               torch.vmap in one call
+    _vmap.py               torch.vmap in one call; _vmap_ops.py: of the ops
     _transforms.py         torch.func over calls with options that upstream does not have
     _cache.py              decoding
     _distributed.py        DTensors; _distributed_ops.py: of the ops
@@ -59,6 +59,7 @@ from flash_attn._private_functions import (
     _wrapped_flash_attn_varlen_forward,
 )
 from flash_attn._types import Length, Window
+from flash_attn._vmap_ops import register as _register_rules_of_vmap
 
 __all__ = [
     "FlashAttnFunc",
@@ -601,6 +602,7 @@ def flash_attn_with_kvcache(
 
 
 register_once("formulas for FLOPs", register_flops)
+register_once("rules of vmap", _register_rules_of_vmap)
 register_once("all", forget_own_kernels)
 if "torch.distributed.tensor" in _sys.modules:
     from flash_attn import _distributed_ops  # noqa: F401  the ops take DTensors

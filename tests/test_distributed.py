@@ -115,6 +115,24 @@ def options(mesh):
             }, [place])  # fmt: skip
 
 
+def sizes_of_one(mesh):
+    """The strides of a whole tensor, of which a rank has one head, one batch entry, one row or none."""
+    tensors = {**qkv_of(1, 5, 7, 2, 2), "attn_bias": randn(1, 2, 1, 7, dtype=torch.float32)}
+    check("one head", mesh, flash_attn_func, tensors, everywhere("qkv", [Shard(2)]))
+    for len_q in (1, 0):
+        tensors = {**qkv_of(2, len_q, 7, 3, 1), "sinks": randn(3, dtype=torch.float32)}
+        for given in (tensors, {name: tensors[name] for name in "qkv"}):
+            check(f"{len_q} rows", mesh, flash_attn_func, given, everywhere("qkv", [Shard(0)]))
+
+
+def slopes_without_gradient(mesh):
+    """Slopes that are redistributed have no gradient, whatever else has one."""
+    tensors = {**qkv_of(2, 5, 7, 4, 2), "alibi_slopes": torch.rand(2, 4).to(DEVICE)}
+    for name, more in (("sinks", randn(4, dtype=torch.float32)), ("attn_bias", randn(5, 7, dtype=torch.float32))):
+        for place in (Shard(0), Shard(2)):
+            check(f"slopes and {name}", mesh, flash_attn_func, {**tensors, name: more}, everywhere("qkv", [place]))
+
+
 def merged(mesh):
     torch.manual_seed(0)
     tensors = {"a": randn(2, 5, 4, 16), "b": randn(2, 5, 4, 16)}
@@ -202,6 +220,22 @@ def decoding(mesh):
     cache = placed(randn(2, 8, 2, 16), mesh, [heads]).requires_grad_()
     with pytest.raises(RuntimeError, match="k_cache is written"):
         flash_attn_with_kvcache(placed(randn(2, 1, 4, 16), mesh, [heads]), cache, cache, cache[:, :1], cache[:, :1])
+
+
+@torch.no_grad()
+def lengths_of_all_ranks(mesh):
+    """A wrong length that every rank knows raises on every rank, in the numbers of the whole call."""
+    q, cache, new = (placed(randn(2, n, 2, 16), mesh, [Shard(0)]) for n in (1, 8, 1))
+    for lengths in (int32(3, 8), placed(int32(3, 8), mesh, [R])):
+        with pytest.raises(RuntimeError, match="no room to append: sequence 1 holds 8 keys and gets 1 new"):
+            flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths)
+    for name in ("cache_seqlens", "cache_leftpad", "cache_batch_idx"):
+        with pytest.raises(RuntimeError, match=f"{name} must be .*; element 1 is 9"):
+            flash_attn_with_kvcache(q, cache, cache, **{name: int32(0, 9)})
+    of_its_rank = pytest.raises(RuntimeError, match="sequence 0 holds 8 keys") if dist.get_rank() else nullcontext()
+    with of_its_rank:
+        lengths = placed(int32(3, 8), mesh, [Shard(0)])
+        flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths)
 
 
 def a_written_cache_has_changed(mesh):
@@ -443,13 +477,14 @@ def the_document(mesh):
 
 # ---- groups --------------------------------------------------------------------------------------------------------
 
-CHECKS = dense, of_heads, packed_in_one, options, merged, sequences, decoding, a_written_cache_has_changed
-CHECKS += ops, dropout, errors, compiled, tensor_parallel, data_parallel, mapped, the_document
+CHECKS = dense, of_heads, packed_in_one, options, sizes_of_one, slopes_without_gradient, merged, sequences, decoding
+CHECKS += a_written_cache_has_changed, ops, dropout, errors, compiled, tensor_parallel, data_parallel, mapped
+CHECKS += (the_document,)
 
 
 def on_one_dimension(rank, group):
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    for function in CHECKS:
+    for function in CHECKS if NCCL else (*CHECKS, lengths_of_all_ranks):
         function(mesh)
 
 

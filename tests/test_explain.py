@@ -124,6 +124,20 @@ def test_other_threads_run_meanwhile():
     assert torch.equal(got[0], want)
 
 
+def test_gradients_of_torch_func_are_not_planned():
+    q = torch.randn(1, 5, 2, 16)
+    with pytest.raises(TypeError, match="^explain plans no grad, vjp or jacrev of torch.func: pass the function"):
+        explain(torch.func.grad(lambda q: flash_attn_func(q, q, q).sum()), q)
+    plan = explain(torch.vmap(lambda q: flash_attn_func(q, q, q)), q[None])
+    assert plan.direction == "forward"
+
+
+def test_attention_without_memory_is_none():
+    q = torch.empty(1, 5, 2, 16, device="meta")
+    with pytest.raises(TypeError, match="plans no attention .that of tensors that are fake or on device meta does not"):
+        explain(lambda: flash_attn_func(q, q, q))
+
+
 def test_what_plans_nothing():
     with pytest.raises(TypeError, match="explain: 'sin' plans no attention"):
         explain(torch.sin, torch.zeros(2))

@@ -13,6 +13,7 @@ from flash_attn import (
     flash_attn_with_kvcache,
 )
 from flash_attn.flash_attn_interface import flash_attn_gpu
+from flash_attn.flex_attention import flex_attention
 
 B, LEN_Q, LEN_K, H, D = 2, 48, 80, 4, 16
 
@@ -87,8 +88,51 @@ def test_functions_of_the_extension():
     assert only(call, "fwd") == 4 * B * H * LEN_Q**2 * D
 
 
+@pytest.mark.parametrize("option", ["attn_bias", "attn_mask", "sinks", "return_lse", "return_max_logits"])
+def test_options(option):
+    q, k, v = randn(B, LEN_Q, H, D), randn(B, LEN_K, 2, D), randn(B, LEN_K, 2, D)
+    tensors = {"attn_bias": randn(LEN_Q, LEN_K), "attn_mask": torch.rand(LEN_Q, LEN_K) < 0.5, "sinks": randn(H)}
+
+    def call():
+        found = flash_attn_func(q, k, v, **{option: tensors.get(option, True)})
+        (found[0] if isinstance(found, tuple) else found).sum().backward()
+
+    want = 4 * B * H * LEN_Q * LEN_K * D
+    assert sorted(n for n in count(call).values() if n) == [want, want * 5 // 2]
+
+
+def test_flex_attention():
+    """All pairs count, whatever the mods say, as torch counts its own. Keys that are not in use do not count."""
+    q, k, v = randn(B, H, LEN_Q, D), randn(B, 2, LEN_K, D), randn(B, 2, LEN_K, 24)
+    pair = H * LEN_Q * (2 * D + 2 * 24)
+    mods = {"score_mod": lambda s, b, h, i, j: s + i, "mask_mod": lambda b, h, i, j: i >= j}
+    for names in ((), ("score_mod",), ("mask_mod",), ("score_mod", "mask_mod")):
+        options = {name: mods[name] for name in names}
+        counts = count(lambda: flex_attention(q, k, v, enable_gqa=True, **options).sum().backward())  # noqa: B023
+        backward = B * LEN_K * H * LEN_Q * (6 * D + 4 * 24)
+        assert sorted(counts.values()) == sorted([B * LEN_K * pair, backward])
+    name, q, k, v = "flex_forward", q.detach(), k.detach(), v.detach()
+    lengths = torch.tensor([7, 60])
+    assert only(lambda: flex_attention(q, k, v, enable_gqa=True, kv_len=lengths), name) == 67 * pair
+    pages = [x.transpose(0, 1).unflatten(2, (5, 16)).flatten(1, 2).transpose(0, 1) for x in (k, v)]
+    table = torch.arange(8).view(2, 4)
+    assert only(lambda: flex_attention(q, *pages, enable_gqa=True, block_table=table), name) == B * 4 * 16 * pair
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_that_run_before_they_are_counted(backend):
+    torch._dynamo.reset()
+    q, bias = randn(B, LEN_Q, H, D), randn(LEN_Q, LEN_Q)
+    function = torch.compile(lambda q, bias: flash_attn_func(q, q, q, attn_bias=bias), backend=backend)
+    function(q, bias)
+    want = 4 * B * H * LEN_Q**2 * D
+    counts = count(lambda: function(q, bias).sum().backward())
+    assert sorted(n for n in counts.values() if n) == [want, want * 5 // 2]
+
+
 def test_every_op_has_a_formula():
-    assert all(getattr(torch.ops.flash_attn, name) in flop_registry for name in _flops.FORMULAS)
+    formulas = {**_flops.FORMULAS, **_flops.FORMULAS_OF_FLEX}
+    assert all(getattr(torch.ops.flash_attn, name) in flop_registry for name in formulas)
 
 
 def test_inductor_counts_too():

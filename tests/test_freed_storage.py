@@ -214,6 +214,21 @@ def test_gradients_of_options_name_the_tensor(name):
         out.backward(dout)
 
 
+@pytest.mark.parametrize("name", ["attn_bias", "attn_mask", "alibi_slopes"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_name_what_the_caller_gave(name, is_packed):
+    """To the kernels it is a tensor of a mod."""
+    shape = (2, 4, 6, 9) if is_packed else (2, 4, 5, 7)
+    given = {"attn_bias": torch.randn(shape), "attn_mask": torch.ones(shape) > 0, "alibi_slopes": torch.rand(4)}
+    if is_packed:
+        out = flash_attn_varlen_func(**{**ROWS, **CU, "q": ROWS["q"].clone().requires_grad_()}, **given)
+    else:
+        out = flash_attn_func(**{**QKV, "q": QKV["q"].clone().requires_grad_()}, **given)
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"^{name} has shape .*storage must hold"):
+        out.sum().backward()
+
+
 def test_gradients_of_freed_tensors():
     """The backward of a tensor that was freed after the forward."""
     q, k, v = (x.clone().requires_grad_() for x in QKV.values())

@@ -155,6 +155,23 @@ def test_examples():
     )
 
 
+@pytest.mark.parametrize("option", ["attn_bias", "attn_mask", "sinks", "return_lse", "return_max_logits"])
+def test_beside_options(option):
+    """These calls do not hand all numbers to an op, whose parser knows their kinds."""
+    values = {"attn_bias": torch.zeros(1, 1), "attn_mask": torch.ones(1, 1) > 0, "sinks": ones(2)}
+    given = {option: values.get(option, True)}
+    for window in ((1.5, 2), (1, 2.5), torch.tensor([1.5, 2.0])):
+        with pytest.raises(ValueError, match=r"^window_size must be \(left, right\), two integers; it is "):
+            flash_attn_func(X, X, X, window_size=window, **given)
+    sentence(lambda: flash_attn_func(X, X, X, dropout_p=None, **given), "dropout_p must be a number", "NoneType")
+    sentence(lambda: flash_attn_func(X, X, X, softcap=None, **given), "softcap must be a number", "NoneType")
+
+
+def test_quantized_tensors():
+    x = torch.quantize_per_tensor(X.float(), 0.1, 0, torch.qint8)
+    sentence(lambda: flash_attn_func(x, x, x), "q must be a plain tensor; it is quantized, of dtype torch.qint8")
+
+
 def test_packed_tensors_are_named():
     qkv, kv = ones(1, 5, 3, 2, 16), ones(1, 5, 2, 2, 16)
     for dtype in (torch.complex64, torch.float8_e5m2, torch.int16):

@@ -315,6 +315,67 @@ def test_a_batch_of_gradients_has_one_mask():
     close(vmap(vjp(dropped, qkv.detach())[1])(douts)[0], want)
 
 
+# ---- ops ------------------------------------------------------------------------------------------------------------
+
+OF_OP = 0.0, 0.4, True, 4, -1, 5.0
+OPS = torch.ops.flash_attn
+
+
+def op_with_used_rows(q, k, v):
+    used = torch.tensor([4, 1, 4], dtype=INT)
+    return OPS._flash_attn_varlen_forward(q, k, v, CU_Q, CU_K, 5, 5, *OF_OP, seqused_k=used)[:2]
+
+
+FUNCTIONAL_OPS = {
+    "dense": (lambda q, k, v: OPS._flash_attn_forward(q, k, v, *OF_OP, SLOPES, False)[:2], "dense", 1),
+    "varlen": (lambda q, k, v: OPS._flash_attn_varlen_forward(q, k, v, CU_Q, CU_K, 5, 5, *OF_OP)[:2], "varlen", 1),
+    "used rows": (op_with_used_rows, "varlen", N),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL_OPS)
+@pytest.mark.parametrize("maps_keys", [False, True])
+def test_ops(name, maps_keys, capfd):
+    function, of, num = FUNCTIONAL_OPS[name]
+    q, k, v = (randn(N, *shape) for shape in FUNCTIONS[of][1])
+    k = k if maps_keys else k[0]
+    with Ops() as ops:
+        got = vmap(function, (0, 0 if maps_keys else None, 0))(q, k, v)
+    assert len(ops.names) == num
+    close(got, stacked([function(q[i], k[i] if maps_keys else k, v[i]) for i in range(N)]))
+    assert "performance drop" not in capfd.readouterr().err
+
+
+def test_op_with_dropout():
+    q = randn(N, 2, 5, 4, 8)
+    function = lambda q: OPS._flash_attn_forward(q, q, q, 0.5, *OF_OP[1:], None, False)[0]  # noqa: E731
+    torch.manual_seed(0)
+    one = function(q[0])
+    torch.manual_seed(0)
+    same = vmap(function, randomness="same")(q[:1].expand(N, -1, -1, -1, -1))
+    close(same, torch.stack([one] * N))
+    different = vmap(function, randomness="different")(q[:1].expand(N, -1, -1, -1, -1))
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="refused by randomness='error'"):
+        vmap(function)(q)
+
+
+def test_op_of_merging(capfd):
+    outs, lses = randn(N, 3, 2, 5, 4, 8).float(), randn(N, 3, 2, 4, 5).float().transpose(-1, -2)
+    with Ops() as ops:
+        got = vmap(OPS._combine)(outs, lses)
+    assert len(ops.names) == 1
+    for x, y in zip(got, stacked([OPS._combine(*x) for x in zip(outs, lses)])):
+        torch.testing.assert_close(x, y)
+    assert "performance drop" not in capfd.readouterr().err
+
+
+def test_ops_that_write_are_refused():
+    q = randn(N, 2, 5, 4, 8)
+    with pytest.raises(NotImplementedError, match="^torch.vmap takes no op that writes into its arguments, such as"):
+        vmap(lambda q: OPS.fwd(q, q, q, torch.empty_like(q), *OF_OP, None, False))(q)
+
+
 # ---- what does not exist -------------------------------------------------------------------------------------------
 
 

@@ -23,15 +23,17 @@
 /* One warp loads so many keys of one slot. A warp loads fewer keys where the scores of 64 rows leave no registers. */
 #define FA_DECODE_WARP_KEYS(d, warps_q) ((warps_q) == 4 && (d) > 128 ? 8 : 16)
 
-/* A warp has the page numbers of so many steps in shared memory, or on their way there. */
-#define FA_DECODE_PAGE_STEPS 4
+/* A page number waits behind the keys that are on their way, longer than a short step takes. With short steps a warp has
+ * the page numbers of FA_DECODE_PAGE_STEPS steps in shared memory, or on their way there. */
+#define FA_DECODE_PAGES_AHEAD(d) ((d) <= 64)
+#define FA_DECODE_PAGE_STEPS     4
 
 /* The shared memory of one CTA holds the rings, the queries, page numbers and a few words. Between pieces the results
  * lie in place of the rings. */
 #define FA_DECODE_MAX(x, y) ((x) > (y) ? (x) : (y))
 #define FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)                                                              \
     ((FA_DECODE_MAX(2 * (slots) * FA_DECODE_WARP_KEYS(d, warps_q) * (d), 16 * (4 * (d) + 40)) * (warps_q) * (teams) + \
-      32 * (warps_q) * (d) + 4 * 16 * FA_DECODE_PAGE_STEPS * (warps_q) * (teams) + 512) /                             \
+      32 * (warps_q) * (d) + FA_DECODE_PAGES_AHEAD(d) * 4 * 16 * FA_DECODE_PAGE_STEPS * (warps_q) * (teams) + 512) /  \
      128 * 128)
 
 /* An fa_division divides numbers below 2^31 by a number that the host knows. The quotient is x magic >> shift, in 64

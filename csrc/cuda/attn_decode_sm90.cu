@@ -54,8 +54,7 @@ static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which 
 static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 static_assert(2 * (FA_DECODE_PAGE_STEPS - 2) >= SLOTS - 1, "the group with a step's page numbers has come");
 
-/* A page number waits behind the keys that are on their way, longer than a short step takes. */
-constexpr bool PAGES_AHEAD = HEAD_DIM <= 64;
+constexpr bool PAGES_AHEAD = FA_DECODE_PAGES_AHEAD(HEAD_DIM);
 static_assert(!PAGES_AHEAD || 32 / WARP_KEYS == FA_DECODE_PAGE_STEPS - 2, "the first asks are for the first steps");
 
 #include "attn_decode_schedule.cuh"
@@ -76,7 +75,8 @@ struct shared_memory {
         staged_parts parts; /* the parts of an item, to be merged */
     };
     alignas(128) element q[BLOCK_Q * HEAD_DIM];
-    int pages[WARPS][FA_DECODE_PAGE_STEPS][WARP_KEYS]; /* page numbers of the next steps of each warp */
+    /* the page numbers of the next steps of each warp */
+    int pages[PAGES_AHEAD ? WARPS * FA_DECODE_PAGE_STEPS * WARP_KEYS : 1];
     schedule work;
     int is_last;                /* true: this CTA wrote the last part of an item */
     alignas(8) u64 slices_came; /* mbarrier of one phase: all bytes of `from` have come */
@@ -121,7 +121,10 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
     int load_step = 0, load_slot = 0;
     bool loads_q = !p.rotary_cos; /* Q is part of the first cp.async group */
     const int lane_key = lane % WARP_KEYS;
-    auto page_of = [&](int step) -> int & { return s.pages[warp][step % FA_DECODE_PAGE_STEPS][lane_key]; };
+    auto page_of = [&](int step) -> int & {
+        return s.pages[PAGES_AHEAD ? (warp * FA_DECODE_PAGE_STEPS + step % FA_DECODE_PAGE_STEPS) * WARP_KEYS + lane_key
+                                   : 0];
+    };
     auto first_key_of = [&](int step) { return first_key + step * BLOCK_KV + WARP_KEYS * warp_q; };
     auto ask = [&](int step) { ask_for_page(p, c, first_key_of(step) + lane_key, page_of(step)); };
     if (PAGES_AHEAD && c.pages) {

@@ -72,6 +72,8 @@ def rows_of(tensor):
 
 def attend(call, query, key, value, tensors):
     """The forward, of tensors with a contiguous last dimension. Returns out, lse and max_scores."""
+    if ops.is_watched(query, key, value, *tensors):
+        return ops.forward(call, query, key, value, tensors)
     out = empty_out(query, value.size(-1))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_scores = torch.empty_like(lse) if call.wants_max else None
@@ -124,14 +126,24 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
     wants_q, wants_k, wants_v, *wanted = wanted
     if dout is None:
         dout = torch.zeros_like(out)
+    wanted = [i for i, want in enumerate(wanted) if want]
+    text, places = (b"", ()) if call.score is None else derivative_of(call.score, wanted)
+    dlse = None if dlse is None else rows_of(dlse.float())
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    sums = [None] * len(tensors)
+    if ops.is_watched(*inputs, dout, *tensors):
+        grads, found = ops.backward(
+            call, inputs, tensors, out, lse, rows_of(dout), dlse, (wants_q, wants_k, wants_v), wanted, (text, places),
+            deterministic,
+        )  # fmt: skip
+        for i, x in zip(wanted, found):
+            sums[i] = x.to(tensors[i].dtype)
+        return *grads, *sums
     dq = torch.empty_like(query) if wants_q else None
     dk = torch.empty_like(key) if wants_k else None
     dv = torch.empty_like(value) if wants_v else None
     derivative, places_of_sums = None, None
-    sums = [None] * len(tensors)
     if call.score is not None:
-        wanted = [i for i, want in enumerate(wanted) if want]
-        text, places = derivative_of(call.score, wanted)
         for i in wanted:
             sums[i] = torch.zeros(tensors[i].shape, dtype=sum_dtype(tensors[i]), device=query.device)
         derivative = text, tuple(tensors[i] for i in places), call.score_numbers
@@ -143,7 +155,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         out,
         lse,
         rows_of(dout),
-        None if dlse is None else rows_of(dlse.float()),
+        dlse,
         dq,
         dk,
         dv,
@@ -155,7 +167,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         call.blocks,
         derivative,
         places_of_sums,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic,
         call.sequences,
     )
     return dq, dk, dv, *(x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors))
@@ -387,6 +399,7 @@ def flex_attention(
         or forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
+        or ops.is_watched()
     ):
         found = _directly(
             query,
@@ -579,8 +592,12 @@ def _is_whole(block_mask):
 
 
 def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
-    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU."""
-    if block_mask is None and mask is not None and is_on_cpu(query) and query.numel() and len_kv:
+    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU.
+
+    An op that is watched finds them itself: a graph that is recorded may get another mask.
+    """
+    is_bare = block_mask is None and mask is not None
+    if is_bare and is_on_cpu(query) and query.numel() and len_kv and not ops.is_watched(query, *mask[1]):
         reads_b, reads_h = (mask[0].reads(op) for op in "bh")
         sizes, q_offset, block = block_sizes(query, reads_b, reads_h, sequences)
         lists = find_blocks(mask, query.device, *sizes, query.size(-2), len_kv, *block, q_offset)
@@ -603,4 +620,4 @@ def block_sizes(query, reads_b, reads_h, sequences):
     return sizes, q_offset, (128 if q_offset is None else min(128, len_q), 128)
 
 
-from . import graph  # noqa: E402  (it needs this module)
+from . import graph, ops  # noqa: E402  (they need this module)

@@ -1,7 +1,8 @@
 """The ops ``flash_attn::flex_*``: programmable attention as PyTorch's tracers see it.
 
 A mod is the text of its program in hexadecimal digits, with its tensors and numbers. Floats are tensors of no
-dimension: a compiled graph would be made again for another float. ``graph.py`` calls the ops.
+dimension: a compiled graph would be made again for another float. ``graph.py`` calls the ops. Eager calls need no op,
+unless something watches the ops (:func:`is_watched`).
 """
 
 import collections
@@ -9,6 +10,8 @@ import struct
 
 import torch
 
+from .._flops import FORMULAS_OF_FLEX
+from .._flops import register as register_flops
 from .._imagined import is_on_cpu
 from .._ops import empty_like, forget_own_kernels, register_once
 from . import calls
@@ -22,9 +25,11 @@ SHARED = (
 )
 PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
 SCHEMAS = {
-    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max) -> (Tensor, Tensor, Tensor)",
+    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, float[] plain=[]) "
+    "-> (Tensor, Tensor, Tensor)",
     "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
-    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic) -> Tensor[]",
+    "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic, "
+    "float[] plain=[]) -> Tensor[]",
     "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
 }
 
@@ -47,8 +52,11 @@ def _bound(digits, tensors, ints, floats):
     return text, tuple(tensors), tuple(read.get(type, lambda: int(next(ints)))() for type in _params(text))
 
 
-def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequences):
-    """A call as ``attention.py`` describes it. Whether the plain kernels serve it is known now: numbers have values."""
+def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequences, given=()):
+    """A call as ``attention.py`` describes it. Whether the plain kernels serve it is known now: numbers have values.
+
+    ``given``: the window and softcap of plain kernels, if the caller knows already that they serve the call.
+    """
     from . import attention, graph
 
     sequences = Sequences(*sequences[0], sequences[1]) if sequences[0] else None
@@ -56,8 +64,12 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     score, mask = _bound(*score), _bound(*mask)
     programs = [None if x is None else graph.programs_of_text.get(x[0]) for x in (score, mask)]
     plain, blocks = (-1, -1, 0.0), None
-    found = None
-    if may_be_plain and all((x is None) == (program is None) for x, program in zip((score, mask), programs)):
+    found = (int(given[0]), int(given[1]), given[2]) if given else None
+    if (
+        found is None
+        and may_be_plain
+        and all((x is None) == (program is None) for x, program in zip((score, mask), programs))
+    ):
         pairs = [None if x is None else (program, x[1], x[2]) for x, program in zip((score, mask), programs)]
         if not lists or (sequences is None and mask and _lists_say(lists, mask, query.size(-2), len_kv, block_size)):
             found = attention.plain_of(*pairs, shift_of(query.size(-2), len_kv, *(sequences or ())[:2]))
@@ -99,9 +111,9 @@ def note_lists(lists, mask, len_q, len_kv, block_size):
 def _forward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
-    score, mask, (*blocks, wants_max) = rest[:4], rest[4:8], rest[8:]
-    call = _call(query, key, scale, may_be_plain, score, mask, *blocks)
-    out, lse, max_scores = _forward_fake(query, key, value, wants_max)
+    score, mask, blocks, (wants_max, *plain) = rest[:4], rest[4:8], rest[8:12], rest[12:]
+    call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain[0] if plain else ())
+    out, lse, max_scores = _results_of_forward(query, value, wants_max)
     calls.forward(
         *map(attention.rows_of, (query, key, value)), out, lse, max_scores if wants_max else None,
         call.scale, call.plain, call.score, call.mask, call.blocks, call.sequences,
@@ -109,11 +121,15 @@ def _forward(query, key, value, scale, may_be_plain, *rest):
     return out, lse, max_scores
 
 
-def _forward_fake(query, key, value, *rest):
+def _forward_fake(query, key, value, scale, may_be_plain, *rest):
+    return _results_of_forward(query, value, rest[12])
+
+
+def _results_of_forward(query, value, wants_max):
     from . import attention
 
     out, lse = attention.empty_out(query, value.size(-1)), query.new_empty(query.shape[:3], dtype=torch.float32)
-    return out, lse, torch.empty_like(lse) if rest[-1] else query.new_empty(0, dtype=torch.float32)
+    return out, lse, torch.empty_like(lse) if wants_max else query.new_empty(0, dtype=torch.float32)
 
 
 def _results_of_backward(query, key, value, wants, tensors, wanted):
@@ -127,8 +143,9 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
     score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
-    out, lse, dout, dlse, wants, derivative, places, wanted, deterministic = rest[12:]
-    call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, *blocks)
+    out, lse, dout, dlse, wants, derivative, places, wanted, deterministic, *plain = rest[12:]
+    given = plain[0] if plain else ()
+    call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, *blocks, given=given)
     gradients, sums = _results_of_backward(query, key, value, wants, score[1], wanted)
     at, found = dict(zip(wanted, sums)), None
     if call.score is not None:
@@ -144,9 +161,76 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
 
 
 def _backward_fake(query, key, value, scale, may_be_plain, *rest):
-    wants, _, _, wanted, _ = rest[16:]
+    wants, _, _, wanted = rest[16:20]
     gradients, sums = _results_of_backward(query, key, value, wants, rest[1], wanted)
     return [x for x in gradients if x is not None] + sums
+
+
+# ---- eager calls that something watches ------------------------------------------------------------------------------
+
+
+_watchers = torch._C._len_torch_dispatch_stack, torch.autograd._profiler_enabled, torch._C._is_tracing
+
+
+def is_watched(*tensors):
+    """Must PyTorch see the ops of an eager call? Or has a tensor no memory, because it is fake or on device meta?"""
+    modes, profiler, tracing = _watchers
+    if modes() or profiler() or tracing():
+        return True
+    for x in tensors:
+        if x.is_meta or (type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter):
+            return True
+    return False
+
+
+def _mod_of_op(mod):
+    """The arguments of the ops for ``(text, tensors, numbers)`` or None: the inverse of :func:`_bound`."""
+    if mod is None:
+        return "", [], [], []
+    text, tensors, numbers = mod
+    pairs = list(zip(_params(text), numbers))
+    floats = [torch.scalar_tensor(x, dtype=torch.float64, device="cpu") for type, x in pairs if type == F64]
+    return text.hex(), list(tensors), [int(x) for type, x in pairs if type != F64], floats
+
+
+def _shared_of(call, tensors):
+    """The arguments that both ops share."""
+    blocks = () if call.blocks is None else call.blocks
+    lists = [x for x in blocks[2:] if x is not None]
+    sequences = ([], False) if call.sequences is None else (list(call.sequences[:3]), call.sequences.blocks_have_offset)
+    mods = *_mod_of_op(call.score_with(tensors)), *_mod_of_op(call.mask)
+    return call.scale, False, *mods, list(blocks[:2]), lists, *sequences
+
+
+def _plain_of(call):
+    is_plain = call.score is None and call.mask is None and call.blocks is None
+    return [float(x) for x in call.plain] if is_plain else []
+
+
+def forward(call, query, key, value, tensors):
+    """``attention.attend`` by the op."""
+    if torch._C._is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace cannot record attention with mods, attn_bias or attn_mask: use torch.export"
+        )
+    out, lse, max_scores = torch.ops.flash_attn.flex_forward(
+        query, key, value, *_shared_of(call, tensors), call.wants_max, _plain_of(call)
+    )
+    return out, lse, max_scores if call.wants_max else None
+
+
+def backward(call, inputs, tensors, out, lse, dout, dlse, wants, wanted, derivative, deterministic):
+    """The gradients of query, key and value, or None, and the sums of the wanted tensors of the score_mod, by the op.
+
+    ``derivative``: the text of the derivative's program, and its places.
+    """
+    text, places = derivative
+    found = torch.ops.flash_attn.flex_backward(
+        *inputs, *_shared_of(call, tensors), out, lse, dout, dlse, list(wants), text.hex(), list(places), list(wanted),
+        deterministic, _plain_of(call),
+    )  # fmt: skip
+    found = iter(found)
+    return [next(found) if want else None for want in wants], list(found)
 
 
 def _empty_lists(like, shape, block_size):
@@ -187,3 +271,4 @@ def _register():
 
 
 register_once("ops of flex_attention", _register)
+register_once("formulas for FLOPs of flex_attention", register_flops, FORMULAS_OF_FLEX)

@@ -9,7 +9,7 @@ import torch
 from flash_attn_3._kvcache import flash_attn_with_kvcache
 
 try:
-    from flash_attn._distributed import check_written, layout, run
+    from flash_attn._distributed import check_lengths, check_written, layout, run
 except ImportError as error:
     raise ImportError(
         "flash_attn_3 takes DTensors with the help of the package flash_attn beside it, which is not installed, or not "
@@ -24,6 +24,7 @@ _OPTIONS = (
     "qv", "q_descale", "k_descale", "v_descale", "softmax_scale", "causal", "window_size", "attention_chunk", "softcap",
     "num_splits", "pack_gqa", "sm_margin",
 )  # fmt: skip
+_INDICES = "cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table"
 _LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"
 
 
@@ -68,6 +69,7 @@ def attend_with_cache(named):
         return flash_attn_with_kvcache(**dict(zip(names, values)), return_softmax_lse=True)
 
     with torch.no_grad():
+        check_lengths(flash_attn_with_kvcache, named, _INDICES)
         return run(call, letters, names, values, (letters["out"], letters["lse"]), written)
 
 

@@ -9,6 +9,7 @@ import torch
 from harness_distributed import (
     BACKEND,
     DEVICE,
+    NCCL,
     R,
     check,
     close,
@@ -80,6 +81,10 @@ def decoding(mesh):
         for x, y in zip((*found, *ours[1:3]), (*expected, cache, plain)):
             close(x, y, f"step {place}")
         assert found[0].placements == (place,)
+    if not NCCL:
+        parts = [placed(x, mesh, [BATCH]) for x in (q, cache, cache.clone(), new, new)]
+        with pytest.raises(RuntimeError, match="no room to append: sequence 1 holds 7 keys and gets 2 new"):
+            flash_attn_with_kvcache(*parts, cache_seqlens=int32(0, 7))  # on every rank
     cache = placed(cache, mesh, [HEADS]).requires_grad_()
     new = placed(new, mesh, [HEADS])
     with pytest.raises(RuntimeError, match="k_cache is written"):
