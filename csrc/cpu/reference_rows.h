@@ -15,6 +15,7 @@
 
 typedef double row[FA_MAX_HEAD_DIM_V];
 
+/* A loop for each dtype, so that no element asks for its dtype. */
 static inline void load_row(double *dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
     switch (dtype) {
     case FA_F16:
