@@ -256,7 +256,7 @@ def attend(
     if attn_bias is not None:
         bias, bias_dtype = _dims(attn_bias, shape), attn_bias.dtype
         cut = left < 0 <= right and not lengths
-        if bias is None or not bias_dtype.is_floating_point or 0 in attn_bias.shape:
+        if bias is None or not bias_dtype.is_floating_point or bias_dtype.itemsize == 1 or 0 in attn_bias.shape:
             return None
         if not on_cpu:
             if sinks is not None or attn_bias.device != q.device or is_freed(attn_bias):
