@@ -232,8 +232,10 @@ def _check(q, k, attn_bias, attn_mask, sinks, lengths):
     dims = "(b, h, max_seqlen_q, max_seqlen_k)" if is_packed else "(b, h, len_q, len_k)"
     if attn_bias is not None:
         _check_scores("attn_bias", attn_bias, q, shape, dims)
-        if not attn_bias.is_floating_point():
-            raise RuntimeError(f"attn_bias must be floating; it is {attn_bias.dtype}: a bool mask is attn_mask")
+        if not attn_bias.is_floating_point() or attn_bias.element_size() == 1:
+            raise RuntimeError(
+                f"attn_bias must be fp16, bf16, fp32 or fp64; it is {attn_bias.dtype}: a bool mask is attn_mask"
+            )
     if attn_mask is not None:
         _check_scores("attn_mask", attn_mask, q, shape, dims)
         if attn_mask.dtype != torch.bool:

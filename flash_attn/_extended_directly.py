@@ -256,18 +256,20 @@ def attend(
     if attn_bias is not None:
         bias, bias_dtype = _dims(attn_bias, shape), attn_bias.dtype
         cut = left < 0 <= right and not lengths
-        if bias is None or not bias_dtype.is_floating_point or 0 in attn_bias.shape:
+        if bias is None or not bias_dtype.is_floating_point or bias_dtype.itemsize == 1 or 0 in attn_bias.shape:
             return None
         if not on_cpu:
             if sinks is not None or attn_bias.device != q.device or is_freed(attn_bias):
                 return None
+            if bias_dtype == torch.float64 and q.dtype != torch.float64:
+                return None  # the shift is no number of fp32
             of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*shape[2:], (left, right))
             shift = mods.shift_of_rows(of, attn_bias, None, torch.float32)
         elif not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, cut and not bias[2]):
             return None  # rows with a shift
     if attn_mask is not None:
         mask = _dims(attn_mask, shape)
-        if mask is None or attn_mask.dtype != torch.bool:
+        if mask is None or attn_mask.dtype != torch.bool or is_freed(attn_mask):
             return None
     kind = _mods_of_kind(
         torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes, bias,

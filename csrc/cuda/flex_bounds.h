@@ -172,10 +172,20 @@ FLEX_FN interval bound_bools(int op, interval a, interval b) {
 
 /* ---- floats ------------------------------------------------------------------------------------------------------ */
 
+/* A number on its way through fp32. GCC 12 drops the rounding of two such numbers that it stores together, unless each
+ * is volatile. */
+#ifdef __CUDACC__
+typedef float flex_rounding;
+#else
+typedef volatile float flex_rounding;
+#endif
+
 /* Operations on fp32 are computed in fp64 and rounded. For sums, products, quotients and roots this gives the bits of
  * fp32. Rounding keeps the order, so bounds stay bounds. */
 FLEX_FN interval rounded(int type, interval a) {
-    return type == FA_FLEX_F32 ? of_reals((float)a.low, (float)a.high, a.nan) : a;
+    if (type != FA_FLEX_F32) return a;
+    const flex_rounding low = (float)a.low, high = (float)a.high;
+    return of_reals(low, high, a.nan);
 }
 
 FLEX_FN bool is_number(double x) { return fabs(x) < FLEX_INF; }
@@ -258,7 +268,10 @@ FLEX_FN interval convert(int from, int to, interval a) {
         return of_ints((flex_int)a.low, (flex_int)a.high);
     }
     if (!is_int) return rounded(to, a);
-    if (to == FA_FLEX_F32) return of_reals((float)a.lo, (float)a.hi, false);
+    if (to == FA_FLEX_F32) {
+        const flex_rounding low = (float)a.lo, high = (float)a.hi;
+        return of_reals(low, high, false);
+    }
     return of_reals((double)a.lo, (double)a.hi, false);
 }
 

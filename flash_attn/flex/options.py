@@ -116,10 +116,13 @@ class PackedPlaces(Places):
 def shift_of_rows(places, attn_bias, sinks, dtype):
     """The shift of each row, ``[b, h, rows]`` or 1 in place of a size, or None without attn_bias.
 
+    dtype: that of the scores. The shift of a bias in fp64 is fp64, because fp32 has not all of its values.
+
     A row whose sink is far above its scores needs none: its probabilities are 0.
     """
     if attn_bias is None or 0 in attn_bias.shape:
         return None
+    dtype = torch.promote_types(dtype, attn_bias.dtype)
     largest = places.largest(attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)).to(dtype)
     is_low = (largest < LEAST_BIAS) & ~largest.isinf()
     if sinks is not None:

@@ -81,7 +81,8 @@ def as_on_gpu(request, monkeypatch):
 
 
 def goes_long(as_on_gpu, option):
-    return as_on_gpu and option == "everything"  # a bias with sinks
+    """A bias with sinks, or one whose shift does not fit fp32."""
+    return as_on_gpu and (option == "everything" or "fp64" in option)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -213,3 +214,29 @@ def test_every_kind_has_programs(is_packed, has_shift):
         assert {_extended_directly.BIAS, _extended_directly.SLOPES} <= set(score.tensors)
         assert (_extended_directly.SHIFT in score.tensors) == has_shift
         assert _extended_directly.MASK in mask.tensors
+
+
+def test_a_mask_of_inference_may_be_trained_with():
+    q, mask = leaf(1, 200, 2, 16), torch.rand(1, 1, 200, 200) < 0.5
+    with torch.inference_mode():
+        flash_attn_func(q, q, q, attn_mask=mask)
+    flash_attn_func(q, q, q, attn_mask=mask).sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("low", (-1e12, -1e25, torch.finfo(torch.float64).min))
+def test_a_low_bias_in_fp64_keeps_its_digits(low):
+    q, k, v = (leaf(1, 6, 2, 16, seed=n) for n in range(3))
+    bias = torch.randn(1, 1, 6, 6, dtype=torch.float64).index_fill(2, torch.tensor([1, 4]), low)
+    out = flash_attn_func(q, k, v, attn_bias=bias)
+    x, y, z = (t.detach().double().transpose(1, 2).requires_grad_() for t in (q, k, v))
+    scores = x @ y.mT / 4
+    scores = torch.where(bias < -1e20, scores - scores.detach(), scores)  # no digits, but gradients
+    scores = scores + torch.where(bias < -1e3, 0.0, bias)
+    exact = (scores.softmax(-1) @ z).transpose(1, 2)
+    dout = torch.randn(out.shape)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(exact, (x, y, z), dout.double()), strict=True
+    ):
+        torch.testing.assert_close(mine.double(), theirs.transpose(1, 2), rtol=1e-3, atol=1e-3)
