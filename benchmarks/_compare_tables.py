@@ -1,4 +1,5 @@
-"""The tables and the picture of docs/compare.md, from the rows of compare_sdpa.py."""
+"""Tables of comparisons with PyTorch's attention: those and the picture of docs/compare.md, from the rows of
+compare_sdpa.py, and the training steps of docs/clients.md, from those of bench_llama.py."""
 
 from _cpu_tables import grid
 from _results import read
@@ -75,7 +76,45 @@ def comparison(pattern):
     return make
 
 
+def llama(source):
+    """A line for each implementation, for each problem the milliseconds of a step, of its attention, and the share."""
+    name = f"llama_{source[1]}.csv"
+    rows = read(source[0] / name)
+    problems = list(dict.fromkeys((row["h"], row["d"], row["length"]) for row in rows))
+    found = {(row["implementation"], row["h"], row["d"], row["length"]): row for row in rows}
+    body = []
+    for way in ordered(rows, "implementation"):
+        cells = (found[(way, *problem)] for problem in problems)
+        words = (f"{number(row['step_ms'])}, {number(row['attention_ms'])}, {float(row['share']):.0%}" for row in cells)
+        body.append([way, *words])
+    header = [f"{h} heads of {d}, {length} tokens" for h, d, length in problems]
+    machines = [x.removeprefix("NVIDIA_").replace("_", " ") for x in ordered(rows, "device")]
+    facts = ", ".join([*machines, *(f"torch {x}" for x in ordered(rows, "torch")), *ordered(rows, "date")])
+    return [*grid(["", *header], body), "", f"{facts}; `{name}`."]
+
+
+MODES = {"no_grad": "without gradients", "grad": "with gradients to come", "backward": "its backward"}
+
+
+def sdpa_on_the_host(source):
+    """Microseconds of scaled_dot_product_attention on the host, of PyTorch's own and of ours in its place."""
+    rows = [row for row in read(source[0] / "host.csv") if row["call"].startswith("sdpa")]
+    found = {(row["machine"], row["device"], row["mode"], row["call"]): row for row in rows}
+    body, used = [], []
+    for machine, device, mode, call in found:
+        ours = found.get((machine, device, mode, "sdpa, registered"))
+        if call == "sdpa" and ours and ours["sdpa_us"] == found[machine, device, mode, call]["us"]:  # one run
+            body.append([f"{device}, {MODES[mode]}", f"{float(ours['us']):.1f}", f"{float(ours['sdpa_us']):.1f}"])
+            used.append(ours)
+    machines = [x.removeprefix("NVIDIA ") for x in ordered(used, "machine")]
+    facts = machines, [f"torch {x}" for x in ordered(used, "torch")], ordered(used, "date")
+    origin = ", ".join(x for fact in facts for x in fact)
+    return [*grid(["us of the host", "registered", "PyTorch's own"], body), "", f"{origin}; `host.csv`."]
+
+
 TABLES = {
+    "sdpa, host": sdpa_on_the_host,
+    "Llama on a GPU": llama,
     "comparison on a GPU": comparison("compare_<device>.csv"),
     "comparison on a CPU": comparison("compare_cpu.csv"),
 }

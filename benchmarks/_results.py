@@ -10,6 +10,7 @@ import argparse
 import csv
 import functools
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def command():
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 @functools.cache

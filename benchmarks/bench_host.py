@@ -2,6 +2,7 @@
 
     python benchmarks/bench_host.py                 the CPU, and a GPU where there is one
     python benchmarks/bench_host.py --device cuda
+    python benchmarks/bench_host.py --only sdpa     calls whose names contain this regular expression
 
 Each call runs under no_grad. Calls with gradients also run with tensors that need gradients, and then their backward:
 
@@ -15,7 +16,7 @@ Each call runs under no_grad. Calls with gradients also run with tensors that ne
     sdpa, registered         the same in flash_attn.sdpa(), entered once for each batch of calls
     flex_attention           with nothing, and with mods; a closure is made again for each call
     flash_attn_func, attn_bias
-                             the options that the kernels of mods compute
+                             the options that upstream lacks, dense and packed
     two allocations          out and softmax_lse, nothing else
 
 One round times a batch of each call, in random order. A figure is the median over the rounds, in microseconds for one
@@ -28,6 +29,7 @@ import argparse
 import contextlib
 import platform
 import random
+import re
 import time
 from statistics import median
 
@@ -61,6 +63,7 @@ def calls_on(device, needs_grad):
     calls = {
         **flex_calls(q_heads, k_heads, v_heads),
         **option_calls(q, k, v),
+        **packed_option_calls(q_rows, k_rows, v_rows, cu),
         "flash_attn_func": lambda: flash_attn_func(q, k, v),
         "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q_rows, k_rows, v_rows, cu, cu, n, n),
         "torch.ops.flash_attn._flash_attn_forward": lambda: raw_op(q, k, v, *raw),
@@ -126,6 +129,21 @@ def option_calls(q, k, v):
         "flash_attn_func, attn_bias": lambda: flash_attn_func(q, k, v, attn_bias=bias),
         "flash_attn_func, attn_mask": lambda: flash_attn_func(q, k, v, attn_mask=mask),
         "flash_attn_func, sinks": lambda: flash_attn_func(q, k, v, sinks=sinks),
+        "flash_attn_func, sinks and attn_bias": lambda: flash_attn_func(q, k, v, sinks=sinks, attn_bias=bias),
+        "flash_attn_func, return_lse": lambda: flash_attn_func(q, k, v, return_lse=True),
+        "flash_attn_func, return_max_logits": lambda: flash_attn_func(q, k, v, return_max_logits=True),
+    }
+
+
+def packed_option_calls(q, k, v, cu):
+    n, h = q.shape[:2]
+    bias = torch.zeros(1, 1, n, n, device=q.device, requires_grad=q.requires_grad)
+    mask, sinks = torch.ones(n, n, dtype=torch.bool, device=q.device), torch.zeros(h, device=q.device)
+    packed = q, k, v, cu, cu, n, n
+    return {
+        "flash_attn_varlen_func, attn_bias": lambda: flash_attn_varlen_func(*packed, attn_bias=bias),
+        "flash_attn_varlen_func, attn_mask": lambda: flash_attn_varlen_func(*packed, attn_mask=mask),
+        "flash_attn_varlen_func, sinks": lambda: flash_attn_varlen_func(*packed, sinks=sinks),
     }
 
 
@@ -180,7 +198,8 @@ def rows_of(device, options):
     where = machine()
     for mode in ("no_grad", "grad", "backward"):
         with torch.set_grad_enabled(mode != "no_grad"):
-            calls = that_run(calls_on(device, mode != "no_grad"))
+            calls = calls_on(device, mode != "no_grad")
+            calls = that_run({name: call for name, call in calls.items() if re.search(f"{options.only}|^sdpa$", name)})
             calls = backwards_of(calls) if mode == "backward" else calls
             found = microseconds(calls, device, options.rounds, options.batch)
         for name, us in found.items():
@@ -204,6 +223,7 @@ def main():
     parser.add_argument("--device", nargs="*", choices=SHAPES, default=["cpu", *["cuda"] * torch.cuda.is_available()])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--only", metavar="REGEX", default="", help="calls beside sdpa (default: all)")
     add_out(parser)
     options = parser.parse_args()
     if "cuda" in options.device:

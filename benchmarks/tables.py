@@ -317,6 +317,7 @@ def files(source):
         machines = {x.removeprefix("NVIDIA").replace("_", " ").strip() for x in machines} - {"", "cpu", "cuda"}
         dates = {row["date"] for row in rows}
         commands = sorted({row["command"] for row in rows})
+        commands = [text.replace("|", "\\|") for text in commands]  # a bar would end the cell
         commands = ["several, in the rows"] if len(commands) > 3 else [f"`{text}`" for text in commands]
         links = dict.fromkeys(
             f"[{document.relative_to(ROOT)}](../../{document.relative_to(ROOT)}#{anchor(heading)})"

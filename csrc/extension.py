@@ -21,10 +21,12 @@ MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 # The files that only flash_attn has, and those that only flash_attn_3 has.
 OWN = {
     2: {
+        "cpu/sinks.c",
         "flex/classify.c",
         "flex/dense.c",
         "gpu/flex_classify.c",
         "torch/ops_2.c",
+        "torch/options.c",
         "torch/direct_2.c",
         "torch/flex.c",
         "torch/flex_attend.c",

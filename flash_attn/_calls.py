@@ -3,6 +3,8 @@
 A public function comes here if the short way of a plain eager call did not serve it.
 """
 
+import functools
+
 import torch
 from torch.compiler import is_compiling
 
@@ -104,6 +106,13 @@ def attend(tensors, lengths, *options):
     return _call(_attention.attend, tensors, lengths, options, (options[2], *options[6:8]))
 
 
+@functools.cache
+def _short_way():
+    from flash_attn._extended_directly import attend  # imports flex_attention of torch
+
+    return attend
+
+
 def _extended(tensors, lengths, *options):
     from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
 
@@ -113,6 +122,10 @@ def _extended(tensors, lengths, *options):
 
 def attend_extended(tensors, lengths, *options):
     """Computes a call with options that upstream does not have."""
+    if not is_compiling() and len(tensors) == 3:
+        results = _short_way()(*tensors, lengths, *options)
+        if results is not None:
+            return results
     return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))
 
 

@@ -13,6 +13,7 @@ In the graphs of torch.compile the second way is the operator of flex_attention 
 the same epilogue.
 """
 
+import flash_attn_2_cuda
 import torch
 from torch.autograd import forward_ad
 
@@ -25,6 +26,7 @@ from flash_attn._ops import (
     check_storage,
     check_tensor,
     empty_like,
+    is_freed,
     refuse_tangents,
     without_second_derivative,
 )
@@ -76,7 +78,7 @@ class _Plain:
         return (*grads, *[None] * len(tensors))
 
 
-class _Mods:
+class Mods:
     """The kernels of flex_attention, whose tensors are ``[b, h, len, d]``. Packed sequences are one batch.
 
     ``names``: what the caller calls the tensors of the mods. None: the caller does not know the tensor.
@@ -115,7 +117,7 @@ class _Mods:
 
 
 def _kind(way):
-    return _Plain if isinstance(way, tuple) else _Mods
+    return _Plain if isinstance(way, tuple) else Mods
 
 
 class _Extended(torch.autograd.Function):
@@ -127,9 +129,7 @@ class _Extended(torch.autograd.Function):
         out, lse, max_scores, saved = _kind(way).forward(way, q, k, v, tensors)
         if sinks is not None:
             lse = add_sinks(out, lse, sinks)
-        ctx.way, ctx.num_tensors = way, len(tensors)
-        ctx.save_for_backward(sinks, q, k, v, out, lse, *tensors, *saved)
-        ctx.set_materialize_grads(False)
+        _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved)
         if max_scores is None:
             return out, lse
         ctx.mark_non_differentiable(max_scores)
@@ -137,19 +137,46 @@ class _Extended(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None, *unused):
-        everything = ctx.saved_tensors  # read once, because a checkpoint computes them
-        grads = _gradients(ctx, everything, dout, dlse)
-        return None, *without_second_derivative(grads, dout, dlse, *everything)
+        return None, *_all_gradients(ctx, ctx.needs_input_grad[1:], dout, dlse)
+
+
+class _Recorded(torch.autograd.Function):
+    """The node of a finished call. results: out, lse and what its way saves."""
+
+    @staticmethod
+    def forward(ctx, way, results, sinks, q, k, v, *tensors):
+        out, lse, saved = results
+        _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return None, None, *_all_gradients(ctx, ctx.needs_input_grad[2:], dout, dlse)
+
+
+# This is ``_Recorded.apply`` for plain tensors in eager mode, without the layer that looks for functorch.
+record = super(torch.autograd.Function, _Recorded).apply
+
+
+def _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved):
+    ctx.way, ctx.num_tensors = way, len(tensors)
+    ctx.save_for_backward(sinks, q, k, v, out, lse, *tensors, *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _all_gradients(ctx, needed, dout, dlse):
+    everything = ctx.saved_tensors  # read once, because a checkpoint computes them
+    return without_second_derivative(_gradients(ctx, needed, everything, dout, dlse), dout, dlse, *everything)
 
 
 @torch.no_grad()
-def _gradients(ctx, everything, dout, dlse):
+def _gradients(ctx, needed, everything, dout, dlse):
     sinks, q, k, v, out, lse, *rest = everything
     for name, x in zip(("dout", "sinks", "q", "k", "v", "out", "softmax_lse"), (dout, *everything)):
         if x is not None:
             check_storage(name, x)
     tensors, saved = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
-    wants_sinks, *wanted = ctx.needs_input_grad[1:]
+    wants_sinks, *wanted = needed
     dout = torch.zeros_like(out) if dout is None else dout
     grads = [None] * len(wanted)
     if any(wanted):
@@ -170,6 +197,13 @@ def _check_scores(name, x, q, shape, dims):
         raise RuntimeError(
             f"{name} must have the shape {dims} = {tuple(shape)}, or 1 in place of a size; it has {tuple(x.shape)}"
         )
+
+
+def fit_sinks(sinks, q):
+    """Is there one floating number for each head of q, on its device?"""
+    return (
+        sinks.shape == q.shape[-2:-1] and sinks.is_floating_point() and sinks.device == q.device and not is_freed(sinks)
+    )
 
 
 def check_sinks(sinks, q):
@@ -198,8 +232,10 @@ def _check(q, k, attn_bias, attn_mask, sinks, lengths):
     dims = "(b, h, max_seqlen_q, max_seqlen_k)" if is_packed else "(b, h, len_q, len_k)"
     if attn_bias is not None:
         _check_scores("attn_bias", attn_bias, q, shape, dims)
-        if not attn_bias.is_floating_point():
-            raise RuntimeError(f"attn_bias must be floating; it is {attn_bias.dtype}: a bool mask is attn_mask")
+        if not attn_bias.is_floating_point() or attn_bias.element_size() == 1:
+            raise RuntimeError(
+                f"attn_bias must be fp16, bf16, fp32 or fp64; it is {attn_bias.dtype}: a bool mask is attn_mask"
+            )
     if attn_mask is not None:
         _check_scores("attn_mask", attn_mask, q, shape, dims)
         if attn_mask.dtype != torch.bool:
@@ -268,7 +304,7 @@ def _way_of_mods(
         blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "attn_mask": attn_mask}
-    return _Mods(call, is_packed, deterministic, _names_of((*tensors, *call.tensors()), given)), tensors
+    return Mods(call, is_packed, deterministic, _names_of((*tensors, *call.tensors()), given)), tensors
 
 
 def _in_a_graph(q, k, v, scale, lengths, score_mod, mask_mod, sinks, deterministic, wants_max):
@@ -354,7 +390,7 @@ def attend(
             max_scores = max_scores + shift.float() if return_max_logits else None
     results = [out, *([lse] if return_lse else [])]
     if return_max_logits:
-        results.append(_max_logits(max_scores))
+        results.append(max_logits_of(max_scores))
     return tuple(results) if len(results) > 1 else out
 
 
@@ -395,11 +431,14 @@ def with_sinks(sinks, q, function, *arguments):
     check_tensor("q", q)
     check_sinks(sinks, q)
     out, lse = function(q, *arguments)
+    if not (torch.compiler.is_compiling() or transforms_are_active()):
+        if flash_attn_2_cuda.add_sinks(out, lse, sinks):
+            return out, lse
     with torch.no_grad():
         return out, add_sinks(out, torch.where(lse == INF, -INF, lse), sinks)
 
 
-def _max_logits(max_scores):
+def max_logits_of(max_scores):
     """The largest score of each head, fp32 ``[h]``, of ``[b, h, rows]``."""
     if max_scores.shape[0] * max_scores.shape[2] == 0:
         return max_scores.new_full(max_scores.shape[1:2], -INF)

@@ -32,7 +32,8 @@ def remembered(mask, what, make):
         if is_alive and (torch.equal(state, once(mask)) if is_copied else state == mask._version):
             return found
     state = once(mask).detach().clone() if is_copied else mask._version
-    found = make()
+    with torch.inference_mode(False):  # a later call may record a gradient
+        found = make()
     with _lock:
         for key in [key for key, (storage_ref, _, _) in _kept.items() if storage_ref.expired()]:
             del _kept[key]

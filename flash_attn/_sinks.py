@@ -5,7 +5,10 @@ out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
 sinks has a number for each head, or for each head and row. The gradient has the same shape.
 """
 
+import flash_attn_2_cuda
 import torch
+
+from flash_attn._dispatch import transforms_are_active
 
 INF = float("inf")
 
@@ -24,6 +27,10 @@ def add_sinks(out, lse, sinks):
 
 def gradient_of_sinks(sinks, out, lse, dout, dlse):
     """The sum over rows of ``exp(sink - lse') (dlse' - dout'.out')``."""
+    if sinks.dim() == 1 and not (torch.compiler.is_compiling() or transforms_are_active()):
+        found = flash_attn_2_cuda.gradient_of_sinks(sinks, out, lse, dout, dlse)
+        if found is not None:
+            return found
     probability = torch.where(lse.isinf(), 0.0, torch.exp(_of_rows(sinks) - lse))
     addend = -(dout.float() * out.float()).sum(-1).transpose(-1, -2)
     if dlse is not None:

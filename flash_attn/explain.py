@@ -79,7 +79,8 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 _NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses", "models"))
 _TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
 _NODES = re.compile(
-    "_(Attended|AttendedWithAll|Attention|Transformed|Extended|FlexAttention)Backward|GeneratedBackwardFor_flash_attn"
+    "_(Attended|AttendedWithAll|Attention|Transformed|Extended|Recorded|FlexAttention)Backward"
+    "|GeneratedBackwardFor_flash_attn"
     "|ScaledDotProductFlashAttention(ForCpu)?Backward|FlashAttentionBackward"
 )
 

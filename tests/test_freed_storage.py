@@ -253,3 +253,11 @@ def test_lengths_that_are_none(given):
     for function in (OPS._flash_attn_varlen_forward, interface._flash_attn_varlen_forward):
         with pytest.raises(RuntimeError, match=f"{missing} must be a tensor; it is None"):
             function(**arguments)
+
+
+def test_a_large_freed_mask_is_named():
+    """It is not compared with a mask that is remembered."""
+    q, mask = torch.randn(1, 200, 2, 16), torch.rand(200, 200) < 0.5
+    flash_attn_func(q, q, q, attn_mask=mask)
+    with pytest.raises(RuntimeError, match=r"attn_mask has shape \(200, 200\), for which its storage"):
+        flash_attn_func(q, q, q, attn_mask=lost(mask, None))

@@ -291,6 +291,29 @@ def test_overlap_is_exact(seed):
     assert {True, False} == set(answers)
 
 
+def test_a_pool_of_pages_for_keys_and_values():
+    """The block table tells the pages of keys from those of values. On the CPU its numbers are checked."""
+    torch.manual_seed(0)
+    pool, q, (k, v) = torch.randn(20, 4, 2, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 2, 1, 2, 16)
+    lengths, table = torch.tensor([5, 3], dtype=torch.int32), torch.tensor([[4, 8], [0, 12]], dtype=torch.int32)
+    for apart in (1, 2, -1, -3):
+        mine, caches = pool.clone(), (pool[3:-4].clone(), pool[3 + apart : 16 + apart].clone())
+        options = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+        out = flash_attn_with_kvcache(q, mine[3:-4], mine[3 + apart : 16 + apart], k, v, **options)
+        assert torch.equal(out, flash_attn_with_kvcache(q, *caches, k, v, **options))
+        for number, row, n in ((8, 1, 0), (0, 3, 1)):
+            assert torch.equal(mine[3 + number, row], k[n, 0]) and torch.equal(mine[3 + apart + number, row], v[n, 0])
+    with pytest.raises(
+        RuntimeError, match=r"gives the memory of page 8 of k_cache to values, too: v_cache lies 4 pages"
+    ):
+        flash_attn_with_kvcache(q, pool[:13], pool[4:17], k, v, **options)
+    half_a_page_behind = pool.view(-1, 2, 16)[2:54].view(13, 4, 2, 16)
+    with pytest.raises(RuntimeError, match="k_cache and v_cache are both written and must not share memory"):
+        flash_attn_with_kvcache(q, pool[:13], half_a_page_behind, k, v, **options)
+    with pytest.raises(RuntimeError, match="k_cache and v_cache are both written and must not share memory"):
+        flash_attn_with_kvcache(q, pool[:2], pool[1:3], k, v, cache_seqlens=lengths - 3)
+
+
 def test_what_is_appended_does_not_lie_in_the_cache():
     caches = [torch.randn(1, 8, 2, 16) for _ in range(2)]
     q, k, v = (torch.randn(1, 1, 2, 16) for _ in range(3))

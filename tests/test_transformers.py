@@ -10,25 +10,12 @@ import importlib.metadata
 
 import pytest
 import torch
-from harness import need
+from harness_transformers import LENGTHS, SMALL, tokens
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.utils import import_utils
 
 import flash_attn
-
-need("transformers")
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel  # noqa: E402
-from transformers import modeling_flash_attention_utils as flash_utils  # noqa: E402
-from transformers.utils import import_utils  # noqa: E402
-
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-LENGTHS = (9, 4, 13)
 
 
 @pytest.fixture
@@ -58,13 +45,6 @@ def models(cls, config, dtype=torch.float32):
 
 def llama(dtype=torch.float32, **changes):
     return models(LlamaForCausalLM, LlamaConfig(**SMALL, num_key_value_heads=2, **changes), dtype)
-
-
-def tokens(lengths=LENGTHS):
-    """Padded ids and mask [b, s]."""
-    torch.manual_seed(1)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return torch.randint(1, 97, mask.shape) * mask, mask.long()
 
 
 def counted(monkeypatch, name):

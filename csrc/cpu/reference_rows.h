@@ -15,21 +15,37 @@
 
 typedef double row[FA_MAX_HEAD_DIM_V];
 
+/* A loop for each dtype, so that no element asks for its dtype. */
 static inline void load_row(double *dst, const void *data, int64_t offset, int64_t n, fa_dtype dtype) {
-    if (dtype == FA_F64)
-        memcpy(dst, (const double *)data + offset, (size_t)n * sizeof *dst);
-    else
-        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, dtype);
+    switch (dtype) {
+    case FA_F16:
+        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, FA_F16);
+        return;
+    case FA_BF16:
+        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, FA_BF16);
+        return;
+    case FA_F32:
+        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, FA_F32);
+        return;
+    case FA_E4M3:
+        for (int64_t i = 0; i < n; i++) dst[i] = fa_load_element(data, offset + i, FA_E4M3);
+        return;
+    case FA_F64: memcpy(dst, (const double *)data + offset, (size_t)n * sizeof *dst);
+    }
 }
 
 static inline void store_row(void *data, int64_t offset, const row src, double factor, int64_t n, fa_dtype dtype) {
     for (int64_t i = 0; i < n; i++) fa_store_element(data, offset + i, src[i] * factor, dtype);
 }
 
+/* Four sums, because an addition waits for the one before it. */
 static inline double dot(const double *x, const double *y, int64_t n) {
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
-    return sum;
+    double sum[4] = {0, 0, 0, 0};
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4)
+        for (int64_t l = 0; l < 4; l++) sum[l] += x[i + l] * y[i + l];
+    for (; i < n; i++) sum[0] += x[i] * y[i];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 static inline void add_scaled(row acc, double factor, const row x, int64_t n) {

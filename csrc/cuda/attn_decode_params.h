@@ -23,8 +23,8 @@
 /* One warp loads so many keys of one slot. A warp loads fewer keys where the scores of 64 rows leave no registers. */
 #define FA_DECODE_WARP_KEYS(d, warps_q) ((warps_q) == 4 && (d) > 128 ? 8 : 16)
 
-/* A page number waits behind the keys that are on their way, longer than a short step takes. With short steps a warp has
- * the page numbers of FA_DECODE_PAGE_STEPS steps in shared memory, or on their way there. */
+/* A page number waits behind the keys that are on their way, longer than a short step takes. With short steps a warp
+ * has the page numbers of FA_DECODE_PAGE_STEPS steps in shared memory, or on their way there. */
 #define FA_DECODE_PAGES_AHEAD(d) ((d) <= 64)
 #define FA_DECODE_PAGE_STEPS     4
 

@@ -183,15 +183,36 @@ DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, f
             if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
 }
 
+#if FLEX
+/* Writes the columns of a row of a part. */
+DEVICE void store_part(float *to, const float (&o)[COLUMNS][4], int half, float weight, bool is_empty, int num) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int column = column_of(c) + e;
+            if (column < num) to[column] = is_empty ? 0 : o[c][2 * half + e] * weight;
+        }
+}
+#endif
+
 /* Writes o and lse of row l / 4 + 8 half of a block. The CTA of the first block of columns writes lse. */
-DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v, int i, const float (&o)[COLUMNS][4],
-                       int half, row_state row, float unit) {
+DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v, int part, int i,
+                       const float (&o)[COLUMNS][4], int half, row_state row, float unit) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
     const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
     const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
     const float empty_lse = FLEX ? -INF : OF_3 ? p.empty_lse : INF;
+#if FLEX
+    if (p.num_parts > 1) {
+        const long long at = (((long long)part * p.b + s.b_idx) * p.h + head) * p.len_q + i;
+        if (lane() % 4 == 0) p.part_lse[at] = is_empty ? -INF : lse;
+        store_part(p.part_o + at * p.d_v, o, half, is_empty ? 0 : 1 / sum, is_empty, p.d_v);
+        return;
+    }
+#endif
     if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? empty_lse : lse;
 #if FLEX
     if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data)
@@ -202,14 +223,18 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
               v.num);
 }
 
-/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence, the columns of block v. */
-DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, int head, v_block v_columns,
+/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence, the columns of block v, over one part of
+ * the keys. */
+DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, int head, v_block v_columns, int part,
                    int first_row) {
     const int head_kv = head / (p.h / p.h_kv), warp_row = first_row + WARP_ROWS * warp();
     const int last_row = min(first_row + BLOCK_Q, s.len_q) - 1;
 #if FLEX
     const mods mod(p.flex, p.values, s.b_idx, head);
-    const tile_walk keys = {0, s.len_kv, 0, s.len_kv};
+    const int part_keys = ceil_div(ceil_div(s.len_kv, p.num_parts), BLOCK_KV) * BLOCK_KV;
+    const int begin = (int)min((long long)part * part_keys, (long long)s.len_kv);
+    const int end = (int)min((long long)begin + part_keys, (long long)s.len_kv);
+    const tile_walk keys = {begin, end, begin, end};
 #else
     const tile_walk keys = keys_of(p, s, first_row, last_row);
 #endif
@@ -226,7 +251,7 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
     }
 
 #if FLEX
-    block_walk<BLOCK_KV, STAGES, true> walk(mod.map, first_row, last_row, s.len_kv);
+    block_walk<BLOCK_KV, STAGES, true> walk(mod.map, first_row, last_row, end, begin);
 #else
     interval_walk<BLOCK_KV> walk(keys);
 #endif
@@ -308,8 +333,8 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            finish_row(p, s, head, v_columns, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half, rows[m][half],
-                       unit);
+            finish_row(p, s, head, v_columns, part, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half,
+                       rows[m][half], unit);
 }
 
 /* Packed rows behind the last sequence belong to no sequence. The LSE of such a row becomes -inf, and its o becomes
@@ -322,17 +347,18 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int
     }
 }
 
-/* A task is one tile of one head of one sequence, for one block of columns of v. The last tile comes first, because its
- * rows are the longest rows of a causal mask. Packed calls have further tasks for the rows that belong to no sequence.
- * A task of a sequence longer than max_seqlen does several tiles. */
+/* A task is one tile of one head of one sequence, for one block of columns of v and one part of the keys. The last tile
+ * comes first, because its rows are the longest rows of a causal mask. Packed calls have further tasks for the rows
+ * that belong to no sequence. A task of a sequence longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) KERNEL(const problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const bool is_packed = p.cu_seqlens_q != nullptr;
-    const int num_blocks = MAY_HAVE_V_BLOCKS ? p.num_v_blocks : 1;
-    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles * num_blocks;
+    const int num_blocks = MAY_HAVE_V_BLOCKS ? p.num_v_blocks : 1, num_parts = FLEX ? p.num_parts : 1;
+    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles * num_blocks * num_parts;
     for (long long at = blockIdx.x; at < num_tasks; at += gridDim.x) {
-        const long long task = at / num_blocks;
+        const long long task = at / num_blocks / num_parts;
+        const int part = (int)(at / num_blocks % num_parts);
         const v_block v = v_block_at(p, (int)(at % num_blocks));
         const int tile = p.num_tiles - 1 - (int)(task % p.num_tiles);
         const int head = (int)(task / p.num_tiles % p.h), b_idx = (int)(task / p.num_tiles / p.h);
@@ -342,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_CTAS) KERNEL(const 
         }
         const sequence s = sequence_at(p, b_idx);
         for (int row = tile * BLOCK_Q; row < s.len_q; row += p.num_tiles * BLOCK_Q) {
-            attend(p, shared, s, head, v, row);
+            attend(p, shared, s, head, v, part, row);
             __syncthreads(); /* all warps have read Q, K and V */
         }
     }

@@ -29,6 +29,7 @@ enum { FA_FLEX_BLOCKS_THREADS = 128, FA_FLEX_WALKS_THREADS = 512, FA_FLEX_HIDDEN
 typedef struct {
     unsigned char *kinds; /* [b, h, rows, columns] */
     int b, h, len_q, len_kv, block_q, block_kv, rows, columns;
+    int per_cta, unused; /* blocks of a CTA, at most FA_FLEX_CLASSIFY_THREADS */
 } fa_cuda_flex_classification;
 
 /* fa_flex_lists. */

@@ -68,6 +68,11 @@ typedef struct {
     const int *seqused_q, *cu_seqlens_k_new, *seqlens_rotary;
     int total_new;   /* packed: rows of k_new, the bound of cu_seqlens_k_new */
     int rotary_e4m3; /* true: cos and sin are e4m3, otherwise they have the dtype of o */
+
+    /* Programmable attention. With several parts the keys of a sequence are cut into as many. Each part has an o and an
+     * lse of its own. */
+    int num_parts;
+    float *part_o, *part_lse; /* [part, b, h, row, d_v] and [part, b, h, row] */
 } fa_cuda_problem;
 
 #endif

@@ -78,22 +78,22 @@ struct walk_step {
     block_kind kind;
 };
 
-/* Walks over the tiles of STEP rows or keys in [0, end), as interval_walk does over an interval. The own side of the
- * tiles has rows or keys [own, own_last]. Besides the current step, AHEAD more steps are known. All lanes of a warp
- * call advance() together. */
+/* Walks over the tiles of STEP rows or keys in [begin, end), where begin is the first of a tile, as interval_walk
+ * does over an interval. The own side of the tiles has rows or keys [own, own_last]. Besides the current step, AHEAD
+ * more steps are known. All lanes of a warp call advance() together. */
 template <int STEP, int AHEAD, bool OVER_KEYS> struct block_walk {
     static_assert(STEP % 4 == 0, "two bits of a step are its kind");
     const block_map &map;
     int own, own_last, end;
-    int next = 0;      /* first row or key that the lanes have not looked at */
+    int next;          /* first row or key that the lanes have not looked at */
     unsigned left = 0; /* of 32 tiles before `next`: not empty, and not taken yet */
     int own_kind = 0;  /* of the lane's tile of these 32 */
     /* The current step and the next steps, as first + kind; behind the last step, first is not less than end. */
     int known[AHEAD + 1];
     int current = 0;
 
-    DEVICE block_walk(const block_map &map, int own, int own_last, int end)
-        : map(map), own(own), own_last(own_last), end(end) {
+    DEVICE block_walk(const block_map &map, int own, int own_last, int end, int begin = 0)
+        : map(map), own(own), own_last(own_last), end(end), next(begin) {
 #pragma unroll
         for (int i = 0; i <= AHEAD; i++) known[i] = take();
     }

@@ -1,12 +1,15 @@
-/* Finds the kinds of the blocks of a mask_mod: what ../flex/classify.c finds, but without bounds.
+/* Finds the kinds of the blocks of a mask_mod: what ../flex/classify.c finds.
  *
  *   kinds [b, h, rows, columns] bytes: EMPTY_BLOCK, PARTIAL_BLOCK or FULL_BLOCK
  *
  * A block behind the last row or key is never full. flex_lists.cu lists the blocks.
  *
- * One CTA evaluates one block, until it finds a pair that differs from the block's last row and first key. The last row
- * and the first rows come first, because they tell the most. Each warp takes one row at a time. */
+ * A CTA has per_cta blocks that lie side by side. Each thread bounds the mask over one of them, which tells the kind of
+ * most blocks. The CTA evaluates the others together, one after the other, until it finds a pair that differs from the
+ * block's last row and first key. The last row and the first rows come first, because they tell the most. Each warp
+ * takes one row at a time. */
 #include "flex_blocks.cuh"
+#define FLEX_BOUNDS
 #include "flex_mods.cuh"
 
 #ifndef KERNEL
@@ -54,11 +57,30 @@ DEVICE block_kind kind_of(const classification &p, const mask_block &block) {
     return !expected ? EMPTY_BLOCK : block.is_whole ? FULL_BLOCK : PARTIAL_BLOCK;
 }
 
+/* What the bounds of a block tell; MIXED_BLOCKS: nothing. */
+DEVICE block_kind kind_by_bounds(const classification &p, const mask_block &block) {
+    const interval bounds =
+        flex_mask_bounds(p.values, block.b, block.h, block.i, block.i_end - 1, block.j, block.j_end - 1);
+    if (bounds.hi == 0) return EMPTY_BLOCK;
+    return bounds.lo == 0 ? MIXED_BLOCKS : block.is_whole ? FULL_BLOCK : PARTIAL_BLOCK;
+}
+
 extern "C" __global__ void __launch_bounds__(FA_FLEX_CLASSIFY_THREADS)
     KERNEL(const __grid_constant__ classification p) {
     const long long num_blocks = (long long)p.b * p.h * p.rows * p.columns;
-    for (long long at = blockIdx.x; at < num_blocks; at += gridDim.x) {
-        const block_kind kind = kind_of(p, mask_block(p, at));
-        if (threadIdx.x == 0) p.kinds[at] = (unsigned char)kind;
+    for (long long first = (long long)blockIdx.x * p.per_cta; first < num_blocks;
+         first += (long long)gridDim.x * p.per_cta) {
+        const int num = (int)min((long long)p.per_cta, num_blocks - first);
+        if ((int)threadIdx.x < num) {
+            const long long at = first + threadIdx.x;
+            p.kinds[at] = (unsigned char)kind_by_bounds(p, mask_block(p, at));
+        }
+        __syncthreads();
+        for (int i = 0; i < num; i++) {
+            if (p.kinds[first + i] != MIXED_BLOCKS) continue;
+            const block_kind kind = kind_of(p, mask_block(p, first + i)); /* with a barrier behind the line above */
+            if (threadIdx.x == 0) p.kinds[first + i] = (unsigned char)kind;
+        }
+        __syncthreads();
     }
 }

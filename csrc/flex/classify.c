@@ -1,5 +1,7 @@
-/* A task is a group of rows of blocks of one batch and head. For each column of blocks the bounds of the keys are found
- * once for the group. A block whose bounds do not tell is evaluated until an allowed and a masked element were seen. */
+/* A task is a group of rows of blocks of one batch and head. It looks at as many columns at a time. Bounds over such a
+ * square tell most of the time that all its blocks are full or empty. In other squares the bounds of the keys of a
+ * column are found once for the group. A block whose bounds do not tell is evaluated until an allowed and a masked
+ * element were seen. */
 #include "classify.h"
 
 #include <stdatomic.h>
@@ -8,7 +10,7 @@
 #include "evaluate.h"
 #include "intervals.h"
 
-enum { TILE = FA_FLEX_TILE, GROUP = FA_FLEX_ROW_SLOTS };
+enum { TILE = FA_FLEX_TILE, GROUP = FA_FLEX_ROW_SLOTS - 1, STRIP = 64 };
 
 typedef struct {
     const fa_flex_bound *bound;
@@ -70,18 +72,35 @@ static fa_flex_kind kind_of(work *w, fa_flex_evaluator *e, fa_flex_interval boun
     return !s.allowed ? FA_FLEX_EMPTY : s.masked || !is_whole ? FA_FLEX_PARTIAL : FA_FLEX_FULL;
 }
 
-static void classify_group(work *w, fa_flex_intervals *v, fa_flex_evaluator *e, int64_t head, int64_t first) {
+/* Bounds the rows of blocks [first, first + num) in a slot. */
+static void bound_rows(const work *w, fa_flex_intervals *v, int slot, int64_t head, int64_t first, int64_t num) {
     const fa_flex_blocks *k = w->blocks;
-    const int rows = (int)smaller(w->rows - first, GROUP);
     const int64_t offset = first_query(k, head);
-    for (int i = 0; i < rows; i++)
-        fa_flex_bound_rows(v, i, offset + (first + i) * k->block_q,
-                           offset + smaller((first + i + 1) * k->block_q, k->len_q) - 1);
-    for (int64_t column = 0; column < w->columns; column++) {
-        fa_flex_bound_keys(v, column * k->block_kv, smaller((column + 1) * k->block_kv, k->len_kv) - 1);
-        for (int i = 0; i < rows; i++) {
-            const fa_flex_kind kind = kind_of(w, e, fa_flex_bound_block(v, i), head, first + i, column);
-            w->kinds[(head * w->rows + first + i) * w->columns + column] = (uint8_t)kind;
+    fa_flex_bound_rows(v, slot, offset + first * k->block_q,
+                       offset + smaller((first + num) * k->block_q, k->len_q) - 1);
+}
+
+static void bound_columns(const work *w, fa_flex_intervals *v, int64_t first, int64_t num) {
+    const fa_flex_blocks *k = w->blocks;
+    fa_flex_bound_keys(v, first * k->block_kv, smaller((first + num) * k->block_kv, k->len_kv) - 1);
+}
+
+static void classify_group(work *w, fa_flex_intervals *v, fa_flex_evaluator *e, int64_t head, int64_t first) {
+    const int rows = (int)smaller(w->rows - first, GROUP);
+    bound_rows(w, v, GROUP, head, first, rows);
+    for (int i = 0; i < rows; i++) bound_rows(w, v, i, head, first + i, 1);
+    for (int64_t left = 0; left < w->columns; left += GROUP) {
+        const int64_t columns = smaller(w->columns - left, GROUP);
+        bound_columns(w, v, left, columns);
+        const fa_flex_interval square = fa_flex_bound_block(v, GROUP);
+        const bool is_told = square.hi == 0 || square.lo != 0;
+        for (int64_t column = left; column < left + columns; column++) {
+            if (!is_told) bound_columns(w, v, column, 1);
+            for (int i = 0; i < rows; i++) {
+                const fa_flex_interval bounds = is_told ? square : fa_flex_bound_block(v, i);
+                w->kinds[(head * w->rows + first + i) * w->columns + column] =
+                    (uint8_t)kind_of(w, e, bounds, head, first + i, column);
+            }
         }
     }
 }
@@ -103,30 +122,51 @@ static void classify_tasks(int64_t begin, int64_t end, void *ctx) {
 
 /* ---- lists ------------------------------------------------------------------------------------------------------- */
 
-/* Lists the `num` blocks that lie `step` apart. */
-static void list(const uint8_t *kinds, int64_t num, int64_t step, uint8_t kind, int32_t *count, int32_t *places) {
+/* Lists the blocks of a row. */
+static void list_row(const uint8_t *kinds, int64_t num, uint8_t kind, int32_t *count, int32_t *places) {
     int64_t listed = 0, rest;
-    for (int64_t i = 0; i < num; i++) listed += kinds[i * step] == kind;
+    for (int64_t i = 0; i < num; i++) listed += kinds[i] == kind;
     *count = (int32_t)listed;
     rest = listed;
     listed = 0;
-    for (int64_t i = 0; i < num; i++) places[kinds[i * step] == kind ? listed++ : rest++] = (int32_t)i;
+    for (int64_t i = 0; i < num; i++) {
+        const bool is_listed = kinds[i] == kind;
+        places[is_listed ? listed : rest] = (int32_t)i;
+        listed += is_listed, rest += !is_listed;
+    }
 }
 
-static void list_head(int64_t begin, int64_t end, void *ctx) {
+/* Lists the blocks of up to STRIP columns that lie side by side. */
+static void list_columns(const uint8_t *kinds, int64_t rows, int64_t columns, int num, uint8_t kind, int32_t *count,
+                         int32_t *places) {
+    int32_t listed[STRIP] = {0}, rest[STRIP];
+    for (int64_t row = 0; row < rows; row++)
+        for (int c = 0; c < num; c++) listed[c] += kinds[row * columns + c] == kind;
+    for (int c = 0; c < num; c++) count[c] = rest[c] = listed[c], listed[c] = 0;
+    for (int64_t row = 0; row < rows; row++)
+        for (int c = 0; c < num; c++) {
+            const bool is_listed = kinds[row * columns + c] == kind;
+            places[c * rows + (is_listed ? listed[c] : rest[c])] = (int32_t)row;
+            listed[c] += is_listed, rest[c] += !is_listed;
+        }
+}
+
+/* A task lists a row, or a strip of columns. */
+static void list_tasks(int64_t begin, int64_t end, void *ctx) {
     const work *w = ctx;
-    const int64_t rows = w->rows, columns = w->columns;
+    const int64_t rows = w->rows, columns = w->columns, tasks = rows + blocks_of(columns, STRIP);
     for (int64_t task = begin; task < end; task++) {
-        const int64_t head = task / (rows + columns), line = task % (rows + columns);
+        const int64_t head = task / tasks, row = task % tasks, left = (row - rows) * STRIP;
         const uint8_t *kinds = w->kinds + head * rows * columns;
         for (int i = 0; i < 2; i++) {
             const fa_flex_lists *l = i ? &w->blocks->full : &w->blocks->partial;
             const uint8_t kind = i ? FA_FLEX_FULL : FA_FLEX_PARTIAL;
-            const int64_t row = head * rows + line, column = head * columns + line - rows;
-            if (line < rows)
-                list(kinds + line * columns, columns, 1, kind, &l->num_kv[row], l->kv + row * columns);
+            if (row < rows)
+                list_row(kinds + row * columns, columns, kind, &l->num_kv[head * rows + row],
+                         l->kv + (head * rows + row) * columns);
             else
-                list(kinds + line - rows, rows, columns, kind, &l->num_q[column], l->q + column * rows);
+                list_columns(kinds + left, rows, columns, (int)smaller(columns - left, STRIP), kind,
+                             &l->num_q[head * columns + left], l->q + (head * columns + left) * rows);
         }
     }
 }
@@ -143,7 +183,7 @@ fa_status fa_flex_classify(const fa_flex_bound *bound, fa_flex_blocks *blocks, c
     w.kinds = malloc((size_t)(heads * w.rows * w.columns) + 1);
     if (w.tables && w.kinds)
         is_done = pool->parallel_for(heads * w.groups, classify_tasks, &w) && !w.failed &&
-                  pool->parallel_for(heads * (w.rows + w.columns), list_head, &w);
+                  pool->parallel_for(heads * (w.rows + blocks_of(w.columns, STRIP)), list_tasks, &w);
     blocks->num_evaluated = w.num_evaluated;
     free(w.kinds);
     fa_flex_tables_free((fa_flex_tables *)w.tables);

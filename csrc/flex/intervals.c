@@ -8,221 +8,10 @@
 #include "cpu/convert.h"
 #include "integers.h"
 
-typedef fa_flex_interval interval;
+#include "cuda/flex_bounds.h" /* behind the others */
 
 enum { PIECE = 64, MOST_SCANNED = 1024 }; /* elements of a capture */
 typedef enum { HEAD, ROWS, KEYS, ROW, NUM_STEPS } step;
-
-static interval of_ints(int64_t lo, int64_t hi) { return (interval){.lo = lo, .hi = hi}; }
-static interval of_reals(double low, double high, bool nan) { return (interval){.low = low, .high = high, .nan = nan}; }
-
-/* Nothing is known about a value of this type. */
-static interval anything(uint8_t type) {
-    if (type == FA_FLEX_BOOL) return of_ints(0, 1);
-    if (type == FA_FLEX_I64) return of_ints(INT64_MIN, INT64_MAX);
-    return of_reals(-INFINITY, INFINITY, true);
-}
-
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-static interval hull(uint8_t type, interval a, interval b) {
-    if (type == FA_FLEX_BOOL || type == FA_FLEX_I64) return of_ints(least(a.lo, b.lo), most(a.hi, b.hi));
-    return of_reals(a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high, a.nan || b.nan);
-}
-
-/* ---- integers ---------------------------------------------------------------------------------------------------- */
-
-/* Is the exact result of an operation surely an int64? A double is precise enough to ask for 2^62. */
-static bool is_small(double x) { return fabs(x) < 0x1p62; }
-
-static interval of_corners(interval a, interval b, int64_t (*f)(int64_t, int64_t)) {
-    const int64_t w = f(a.lo, b.lo), x = f(a.lo, b.hi), y = f(a.hi, b.lo), z = f(a.hi, b.hi);
-    return of_ints(least(least(w, x), least(y, z)), most(most(w, x), most(y, z)));
-}
-
-static interval multiply(interval a, interval b) {
-    const double alo = (double)a.lo, ahi = (double)a.hi, blo = (double)b.lo, bhi = (double)b.hi;
-    if (is_small(alo * blo) && is_small(alo * bhi) && is_small(ahi * blo) && is_small(ahi * bhi))
-        return of_corners(a, b, fa_flex_mul_ints);
-    return anything(FA_FLEX_I64);
-}
-
-static interval remainder_of(interval a, interval b) {
-    if (b.lo > 0 && a.lo >= 0 && a.hi < b.lo) return a;
-    if (b.lo == b.hi && b.lo > 0 && fa_flex_floor_divide(a.lo, b.lo) == fa_flex_floor_divide(a.hi, b.lo))
-        return of_ints(fa_flex_remainder(a.lo, b.lo), fa_flex_remainder(a.hi, b.lo));
-    /* The remainder lies between 0 and the divisor. */
-    return of_ints(b.lo < 0 ? (b.lo == INT64_MIN ? INT64_MIN : b.lo + 1) : 0, b.hi > 0 ? b.hi - 1 : 0);
-}
-
-/* All bits up to the highest one of x >= 0. */
-static int64_t all_bits(int64_t x) {
-    int64_t bits = 0;
-    while (bits < x) bits = bits * 2 + 1;
-    return bits;
-}
-
-static interval shift_left(interval a, interval b) {
-    if (b.lo != b.hi) return anything(FA_FLEX_I64);
-    if (b.lo < 0 || b.lo > 63) return of_ints(0, 0);
-    return b.lo < 62 ? multiply(a, of_ints((int64_t)1 << b.lo, (int64_t)1 << b.lo)) : anything(FA_FLEX_I64);
-}
-
-static interval wrapped(interval a, int64_t lo, int64_t hi) { return a.lo >= lo && a.hi <= hi ? a : of_ints(lo, hi); }
-
-static interval bound_ints(fa_flex_op op, interval a, interval b) {
-    const bool positive = a.lo >= 0 && b.lo >= 0, spans_0 = b.lo <= 0 && b.hi >= 0;
-    switch (op) {
-    case FA_FLEX_add:
-        if (is_small((double)a.lo + (double)b.lo) && is_small((double)a.hi + (double)b.hi))
-            return of_ints(a.lo + b.lo, a.hi + b.hi);
-        break;
-    case FA_FLEX_sub:
-        if (is_small((double)a.lo - (double)b.hi) && is_small((double)a.hi - (double)b.lo))
-            return of_ints(a.lo - b.hi, a.hi - b.lo);
-        break;
-    case FA_FLEX_mul: return multiply(a, b);
-    case FA_FLEX_floor_divide:
-        if (!spans_0 && a.lo > INT64_MIN) return of_corners(a, b, fa_flex_floor_divide);
-        break;
-    case FA_FLEX_trunc_divide:
-        if (!spans_0 && a.lo > INT64_MIN) return of_corners(a, b, fa_flex_trunc_divide);
-        break;
-    case FA_FLEX_remainder: return remainder_of(a, b);
-    case FA_FLEX_fmod:
-        if (a.lo >= 0 && b.lo > 0) return remainder_of(a, b);
-        break;
-    case FA_FLEX_minimum: return of_ints(least(a.lo, b.lo), least(a.hi, b.hi));
-    case FA_FLEX_maximum: return of_ints(most(a.lo, b.lo), most(a.hi, b.hi));
-    case FA_FLEX_neg:
-        if (a.lo > INT64_MIN) return of_ints(-a.hi, -a.lo);
-        break;
-    case FA_FLEX_abs:
-        if (a.lo == INT64_MIN) break;
-        return a.lo >= 0 ? a : a.hi <= 0 ? of_ints(-a.hi, -a.lo) : of_ints(0, most(-a.lo, a.hi));
-    case FA_FLEX_sign: return of_ints((a.lo > 0) - (a.lo < 0), (a.hi > 0) - (a.hi < 0));
-    case FA_FLEX_bit_and:
-        if (positive) return of_ints(0, least(a.hi, b.hi));
-        if (a.lo >= 0) return of_ints(0, a.hi);
-        if (b.lo >= 0) return of_ints(0, b.hi);
-        break;
-    case FA_FLEX_bit_or:
-        if (positive) return of_ints(most(a.lo, b.lo), all_bits(most(a.hi, b.hi)));
-        break;
-    case FA_FLEX_bit_xor:
-        if (positive) return of_ints(0, all_bits(most(a.hi, b.hi)));
-        break;
-    case FA_FLEX_bit_not: return of_ints(~a.hi, ~a.lo);
-    case FA_FLEX_shift_left: return shift_left(a, b);
-    case FA_FLEX_shift_right:
-        if (b.lo == b.hi) return of_ints(fa_flex_shift_right(a.lo, b.lo), fa_flex_shift_right(a.hi, b.lo));
-        break;
-    case FA_FLEX_wrap_u8: return wrapped(a, 0, UINT8_MAX);
-    case FA_FLEX_wrap_i8: return wrapped(a, INT8_MIN, INT8_MAX);
-    case FA_FLEX_wrap_i16: return wrapped(a, INT16_MIN, INT16_MAX);
-    case FA_FLEX_wrap_i32: return wrapped(a, INT32_MIN, INT32_MAX);
-    default: break;
-    }
-    return anything(FA_FLEX_I64);
-}
-
-static interval bound_bools(fa_flex_op op, interval a, interval b) {
-    switch (op) {
-    case FA_FLEX_bit_and: return of_ints(a.lo & b.lo, a.hi & b.hi);
-    case FA_FLEX_bit_or: return of_ints(a.lo | b.lo, a.hi | b.hi);
-    case FA_FLEX_bit_not: return of_ints(1 - a.hi, 1 - a.lo);
-    default: /* xor */ return a.lo == a.hi && b.lo == b.hi ? of_ints(a.lo ^ b.lo, a.lo ^ b.lo) : of_ints(0, 1);
-    }
-}
-
-/* ---- floats ------------------------------------------------------------------------------------------------------ */
-
-/* Operations on fp32 are computed in fp64 and rounded. For sums, products, quotients and roots this gives the bits of
- * fp32. Rounding keeps the order, so bounds stay bounds. */
-static interval rounded(uint8_t type, interval a) {
-    return type == FA_FLEX_F32 ? of_reals((float)a.low, (float)a.high, a.nan) : a;
-}
-
-static bool is_finite(interval a) { return isfinite(a.low) && isfinite(a.high); }
-
-static interval corners(double w, double x, double y, double z, bool nan) {
-    return of_reals(fmin(fmin(w, x), fmin(y, z)), fmax(fmax(w, x), fmax(y, z)), nan);
-}
-
-static interval bound_reals(fa_flex_op op, interval a, interval b) {
-    const bool nan = a.nan || b.nan, finite = is_finite(a) && is_finite(b);
-    switch (op) {
-    case FA_FLEX_add:
-        if (finite) return of_reals(a.low + b.low, a.high + b.high, nan);
-        break;
-    case FA_FLEX_sub:
-        if (finite) return of_reals(a.low - b.high, a.high - b.low, nan);
-        break;
-    case FA_FLEX_mul:
-        if (finite) return corners(a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high, nan);
-        break;
-    case FA_FLEX_divide:
-        if (finite && (b.low > 0 || b.high < 0))
-            return corners(a.low / b.low, a.low / b.high, a.high / b.low, a.high / b.high, nan);
-        break;
-    case FA_FLEX_minimum: return of_reals(fmin(a.low, b.low), fmin(a.high, b.high), nan);
-    case FA_FLEX_maximum: return of_reals(fmax(a.low, b.low), fmax(a.high, b.high), nan);
-    case FA_FLEX_neg: return of_reals(-a.high, -a.low, a.nan);
-    case FA_FLEX_abs:
-        if (a.low >= 0) return a;
-        return of_reals(a.high <= 0 ? -a.high : 0, fmax(-a.low, a.high), a.nan);
-    case FA_FLEX_sign:
-        if (a.nan) return of_reals(-1, 1, false); /* the sign of a NaN is 0 */
-        return of_reals((a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0), false);
-    case FA_FLEX_sqrt:
-        if (a.low >= 0) return of_reals(sqrt(a.low), sqrt(a.high), a.nan);
-        break;
-    case FA_FLEX_floor: return of_reals(floor(a.low), floor(a.high), a.nan);
-    case FA_FLEX_ceil: return of_reals(ceil(a.low), ceil(a.high), a.nan);
-    case FA_FLEX_round: return of_reals(rint(a.low), rint(a.high), a.nan);
-    case FA_FLEX_trunc: return of_reals(trunc(a.low), trunc(a.high), a.nan);
-    default: break; /* functions of libm need not keep the order */
-    }
-    return anything(FA_FLEX_F64);
-}
-
-/* ---- comparisons and conversions --------------------------------------------------------------------------------- */
-
-static interval truth(bool surely, bool possibly) { return of_ints(surely, possibly); }
-
-static interval compare(fa_flex_op op, uint8_t type, interval a, interval b) {
-    interval equal;
-    if (type == FA_FLEX_BOOL || type == FA_FLEX_I64) {
-        if (op == FA_FLEX_lt) return truth(a.hi < b.lo, a.lo < b.hi);
-        if (op == FA_FLEX_le) return truth(a.hi <= b.lo, a.lo <= b.hi);
-        equal = truth(a.lo == a.hi && b.lo == b.hi && a.lo == b.lo, a.lo <= b.hi && b.lo <= a.hi);
-    } else {
-        const bool sure = !a.nan && !b.nan;
-        if (op == FA_FLEX_lt) return truth(sure && a.high < b.low, a.low < b.high);
-        if (op == FA_FLEX_le) return truth(sure && a.high <= b.low, a.low <= b.high);
-        equal = truth(sure && a.low == a.high && b.low == b.high && a.low == b.low, a.low <= b.high && b.low <= a.high);
-    }
-    return op == FA_FLEX_eq ? equal : of_ints(1 - equal.hi, 1 - equal.lo);
-}
-
-static interval convert(uint8_t from, uint8_t to, interval a) {
-    const bool is_int = from == FA_FLEX_BOOL || from == FA_FLEX_I64;
-    if (from == to) return a;
-    if (to == FA_FLEX_BOOL) {
-        const bool spans_0 = is_int ? a.lo <= 0 && a.hi >= 0 : a.low <= 0 && a.high >= 0;
-        const bool is_0 = is_int ? a.lo == 0 && a.hi == 0 : a.low == 0 && a.high == 0 && !a.nan;
-        return truth(!spans_0, !is_0);
-    }
-    if (to == FA_FLEX_I64) {
-        if (is_int) return a;
-        if (a.nan || a.low < -0x1p62 || a.high > 0x1p62) return anything(FA_FLEX_I64);
-        return of_ints((int64_t)a.low, (int64_t)a.high);
-    }
-    if (!is_int) return rounded(to, a);
-    if (to == FA_FLEX_F32) return of_reals((float)a.lo, (float)a.hi, false);
-    return of_reals((double)a.lo, (double)a.hi, false);
-}
 
 static interval of_number(uint8_t type, fa_flex_number number) {
     if (type == FA_FLEX_BOOL) return of_ints(number.b, number.b);
@@ -363,17 +152,8 @@ static interval bound_operation(const fa_flex_program *p, const fa_flex_instruct
     case FA_FLEX_score:
     case FA_FLEX_grad: return anything(x->type);
     case FA_FLEX_scatter: return in[x->num_operands - 1];
-    case FA_FLEX_convert: return convert(p->instructions[x->operand[0]].result, x->type, in[0]);
-    case FA_FLEX_where: return in[0].lo ? in[1] : !in[0].hi ? in[2] : hull(x->type, in[1], in[2]);
-    case FA_FLEX_eq:
-    case FA_FLEX_ne:
-    case FA_FLEX_lt:
-    case FA_FLEX_le: return compare((fa_flex_op)x->op, x->type, in[0], in[1]);
-    default: break;
+    default: return bound_op(x->op, x->type, p->instructions[x->operand[0]].result, in[0], in[1], in[2]);
     }
-    if (x->type == FA_FLEX_BOOL) return bound_bools((fa_flex_op)x->op, in[0], in[1]);
-    if (x->type == FA_FLEX_I64) return bound_ints((fa_flex_op)x->op, in[0], in[1]);
-    return rounded(x->type, bound_reals((fa_flex_op)x->op, in[0], in[1]));
 }
 
 static interval bound_value(const fa_flex_intervals *v, const fa_flex_instruction *x, const interval *in) {
@@ -394,7 +174,7 @@ static void run_step(fa_flex_intervals *v, step now, interval *rows) {
     const fa_flex_program *p = v->bound->program;
     for (int32_t i = v->first[now]; i < v->first[now + 1]; i++) {
         const fa_flex_instruction *x = &p->instructions[v->order[i]];
-        interval in[FA_FLEX_MAX_OPERANDS];
+        interval in[FA_FLEX_MAX_OPERANDS] = {{{0}, {0}, false}};
         for (int j = 0; j < x->num_operands; j++) {
             const int32_t operand = x->operand[j];
             in[j] = v->is_of_rows[operand] ? rows[operand] : v->values[operand];
@@ -476,7 +256,7 @@ static interval of_dtype(fa_flex_dtype dtype) {
 void fa_flex_bound_always(const fa_flex_program *p, int64_t most_index, int64_t most_param, fa_flex_interval *values) {
     for (int32_t idx = 0; idx < p->num_instructions; idx++) {
         const fa_flex_instruction *x = &p->instructions[idx];
-        interval in[FA_FLEX_MAX_OPERANDS];
+        interval in[FA_FLEX_MAX_OPERANDS] = {{{0}, {0}, false}};
         for (int i = 0; i < x->num_operands; i++) in[i] = values[x->operand[i]];
         switch ((fa_flex_op)x->op) {
         case FA_FLEX_b:

@@ -11,7 +11,7 @@
 
 #include "program.h"
 
-#define FA_FLEX_ROW_SLOTS 16
+#define FA_FLEX_ROW_SLOTS 17
 
 /* All values of a type lie between the bounds. bool and int64 use lo and hi, fp32 and fp64 use low and high. */
 typedef struct {

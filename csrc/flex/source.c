@@ -379,6 +379,68 @@ static void put_instruction(const writer *w, int32_t idx) {
     put(w->t, ";\n");
 }
 
+/* ---- bounds ------------------------------------------------------------------------------------------------------ */
+
+/* Names for cuda/flex_bounds.h. */
+static void put_names(text *t) {
+    put(t, "enum {\n    FA_FLEX_BOOL = %d, FA_FLEX_I64 = %d, FA_FLEX_F32 = %d, FA_FLEX_F64 = %d,\n", FA_FLEX_BOOL,
+        FA_FLEX_I64, FA_FLEX_F32, FA_FLEX_F64);
+    for (int code = 0; code < FA_FLEX_NUM_CODES; code++)
+        if (fa_flex_ops[code].name) put(t, "    FA_FLEX_%s = %d,\n", fa_flex_ops[code].name, code);
+#define FA_FLEX_DTYPE(enumerator, name, type, bytes) \
+    put(t, "    FA_FLEX_OF_%s = %d,\n", #enumerator, (int)FA_FLEX_OF_##enumerator);
+    FA_FLEX_DTYPES(FA_FLEX_DTYPE)
+#undef FA_FLEX_DTYPE
+    put(t, "};\n");
+}
+
+static void put_bounds_of_number(const writer *w, const fa_flex_instruction *x) {
+    const bool is_param = is_op(x, FA_FLEX_param);
+    put(w->t, x->type == FA_FLEX_F64 ? "bounds_of_real(" : "bounds_of_int(");
+    if (is_param)
+        put_param(w, x);
+    else
+        put_constant(w->t, x, false);
+    put(w->t, ")");
+}
+
+static void put_bounds_of_gather(const writer *w, const fa_flex_instruction *x) {
+    const int rank = w->p->captures[x->source].rank;
+    put(w->t, "bounds_of_gather<%d, %d>(x.words + %d, {", w->p->captures[x->source].dtype, rank,
+        w->words + words_before(w->p, x->source));
+    for (int dim = 0; dim < rank; dim++) put(w->t, "%sb%d", dim > 0 ? ", " : "", x->operand[dim]);
+    put(w->t, "})");
+}
+
+/* Writes a mask's bounds, for kernels that ask for them. */
+static void put_bounds(const writer *w) {
+    put(w->t, "#ifdef FLEX_BOUNDS\n");
+    put_names(w->t);
+    put(w->t, "#include \"flex_bounds.cuh\"\n\n"
+              "DEVICE interval flex_mask_bounds(const flex_values &x, int b, int h, int q_idx, int q_last, int kv_idx, "
+              "int kv_last) {\n");
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &w->p->instructions[idx];
+        put(w->t, "    const interval b%d = ", idx);
+        switch ((fa_flex_op)x->op) {
+        case FA_FLEX_b:
+        case FA_FLEX_h: put(w->t, "of_ints(%s, %s)", fa_flex_ops[x->op].name, fa_flex_ops[x->op].name); break;
+        case FA_FLEX_q_idx: put(w->t, "of_ints(q_idx, q_last)"); break;
+        case FA_FLEX_kv_idx: put(w->t, "of_ints(kv_idx, kv_last)"); break;
+        case FA_FLEX_param:
+        case FA_FLEX_constant: put_bounds_of_number(w, x); break;
+        case FA_FLEX_gather: put_bounds_of_gather(w, x); break;
+        default: {
+            const int32_t first = x->operand[0];
+            put(w->t, "bound_op(%d, %d, %d, b%d, b%d, b%d)", x->op, x->type, w->p->instructions[first].result, first,
+                x->operand[x->num_operands > 1 ? 1 : 0], x->operand[x->num_operands > 2 ? 2 : 0]);
+        }
+        }
+        put(w->t, ";\n");
+    }
+    put(w->t, "    return b%d;\n}\n#endif\n\n", w->p->num_instructions - 1);
+}
+
 /* ---- gradients of captures --------------------------------------------------------------------------------------- */
 
 static bool is_scatter(const writer *w, int32_t idx) { return fa_flex_is_scatter(&w->p->instructions[idx]); }
@@ -570,6 +632,7 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
                           : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
                             "int kv_idx) {\n");
         put_body(&w, of);
+        if (of == MASK) put_bounds(&w);
     }
     free(bounds);
     return status;

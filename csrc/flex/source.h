@@ -13,6 +13,8 @@
  *
  *   DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, int kv_idx);
  *   DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx);
+ *   DEVICE interval flex_mask_bounds(const flex_values &x, int b, int h, int q_idx, int q_last, int kv_idx,
+ *                                    int kv_last);       with FLEX_BOUNDS: bounds over ranges, both ends included
  *   DEVICE float flex_derivative(const flex_values &x, float score, float grad, int b, int h, int q_idx, int kv_idx);
  *   DEVICE float flex_derivative(const flex_values &x, flex_sums &sums, float score, float grad,
  *                                int b, int h, int q_idx, int kv_idx);

@@ -3,6 +3,7 @@
 #include "append.h"
 #include "launchers.h"
 #include "mods.h"
+#include "parts.h"
 #include "plan/gpu_problem.h"
 
 /* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */
@@ -14,6 +15,39 @@ static int count_tiles(int64_t len, int64_t total, bool packed, int rows) {
 /* Returns the number of blocks of d columns of v. */
 static int count_v_blocks(const fa_problem *p, int d) { return p->d_v <= d ? 1 : (int)((p->d_v + d - 1) / d); }
 
+/* The results of the parts of the keys, behind the map of the block mask. */
+static void place_parts(const fa_cuda_call *call, fa_cuda_problem *a) {
+    const fa_problem *p = call->problem;
+    a->num_parts = call->plan->num_splits;
+    a->part_lse = (float *)((char *)call->workspace + fa_key_parts_at(p));
+    a->part_o = a->part_lse + a->num_parts * p->b * p->h * p->len_q;
+}
+
+static fa_status combine_parts(const fa_cuda_call *call, const fa_cuda_problem *a, fa_error *err) {
+    const fa_problem *p = call->problem;
+    const int64_t of_head = p->len_q, of_b = p->h * of_head, of_part = p->b * of_b;
+    const fa_combination parts = {
+        .num_parts = a->num_parts,
+        .b = p->b,
+        .len = p->len_q,
+        .h = p->h,
+        .d = p->d_v,
+        .out_partial = a->part_o,
+        .stride_part = of_part * p->d_v,
+        .stride_b = of_b * p->d_v,
+        .stride_row = p->d_v,
+        .stride_h = of_head * p->d_v,
+        .lse_partial = a->part_lse,
+        .lse_stride_part = of_part,
+        .lse_stride_b = of_b,
+        .lse_stride_h = of_head,
+        .dtype = p->dtype,
+        .out = p->o,
+        .lse = p->lse.data,
+    };
+    return fa_cuda_launch_combine(call, &parts, err);
+}
+
 fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const int row = call->plan->gpu.row, block_q = call->plan->block_q;
@@ -21,13 +55,16 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = count_tiles(p->len_q, p->total_q, packed, block_q);
     a.num_v_blocks = count_v_blocks(p, fa_fwd_any_row(row)->d);
+    if (call->plan->num_splits > 1) place_parts(call, &a);
     fa_status status = fa_cuda_append(call, call->workspace, err);
     if (status == FA_OK) status = fa_cuda_make_block_map(call, err);
     if (status == FA_OK && p->rotary_cos)
         a.q = (fa_cuda_view){call->workspace, packed ? 0 : p->len_q * p->h * p->d, p->h * p->d, p->d};
     if (status == FA_OK)
-        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a, (p->b + packed) * p->h * a.num_tiles * a.num_v_blocks,
+        status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a,
+                                    (p->b + packed) * p->h * a.num_tiles * a.num_v_blocks * a.num_parts,
                                     32 * fa_fwd_any_row(row)->warps, err);
+    if (status == FA_OK && a.num_parts > 1) status = combine_parts(call, &a, err);
     if (status == FA_OK && p->s_dmask)
         status = fa_cuda_launch_any(call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, err);
     return status;

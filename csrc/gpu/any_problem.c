@@ -101,6 +101,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .zero_tensors = p->cu_seqlens_q && call->zero_tensors,
         .d_v = (int)p->d_v,
         .num_v_blocks = 1,
+        .num_parts = 1,
         .attention_chunk = fa_clamp_window(p->attention_chunk),
         .empty_lse = p->empty_lse,
         .qv = view_of(&p->qv),

@@ -25,13 +25,20 @@ typedef union {
 } classify_parameters;
 static_assert(sizeof(fa_cuda_flex_classification) % sizeof(uint64_t) == 0, "the values follow");
 
+/* Each thread of a CTA may have a block. Few blocks are spread over the GPU, because a CTA may have to evaluate all. */
+static int64_t blocks_per_cta(int64_t num_blocks, int num_sms) {
+    const int64_t ctas = 16 * (int64_t)(num_sms > 0 ? num_sms : 1), share = blocks_of(num_blocks, ctas);
+    return share < 1 ? 1 : share < FA_FLEX_CLASSIFY_THREADS ? share : FA_FLEX_CLASSIFY_THREADS;
+}
+
 static fa_status find_kinds(const fa_cuda_call *call, const fa_flex_bound *bound, const fa_flex_blocks *k,
                             fa_error *err) {
     const int64_t heads = k->b > k->h ? k->b : k->h, rows = k->len_q > k->len_kv ? k->len_q : k->len_kv;
     const fa_mods mods = {.mask = bound->program, .is_wide = fa_flex_is_wide(bound, heads > rows ? heads : rows)};
     const fa_variant variant = {FA_FLEX_CLASSIFY, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
-    const fa_launch launch = {grid_of((int64_t)fa_cuda_flex_classify_workspace(k)), 1, 1,
-                              .threads = FA_FLEX_CLASSIFY_THREADS};
+    const int64_t num_blocks = (int64_t)fa_cuda_flex_classify_workspace(k);
+    const int64_t per_cta = blocks_per_cta(num_blocks, call->gpu->num_sms);
+    const fa_launch launch = {grid_of(blocks_of(num_blocks, per_cta)), 1, 1, .threads = FA_FLEX_CLASSIFY_THREADS};
     classify_parameters a;
     if (sizeof a.head + fa_flex_values_bytes(NULL, bound->program, NULL) > sizeof a)
         return fa_fail(err, FA_EUNSUPPORTED,
@@ -48,6 +55,7 @@ static fa_status find_kinds(const fa_cuda_call *call, const fa_flex_bound *bound
         .block_kv = (int)k->block_kv,
         .rows = (int)blocks_of(k->len_q, k->block_q),
         .columns = (int)blocks_of(k->len_kv, k->block_kv),
+        .per_cta = (int)per_cta,
     };
     fa_flex_fill_values(NULL, bound, NULL, NULL, a.words + sizeof a.head / sizeof(uint64_t));
     return fa_cuda_launch(call, variant, launch, &a, err);

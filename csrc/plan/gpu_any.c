@@ -40,7 +40,6 @@ static const char *why_not(const fa_problem *p) {
 
 const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const char *why = why_not(p);
-    (void)machine;
     if (why) return why;
     const tile_row wanted = tile_row_of(p);
     int row = 0;
@@ -51,6 +50,8 @@ const char *fa_plan_fwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->block_q = 16 * fa_fwd_any_row(row)->blocks * fa_fwd_any_row(row)->warps;
     plan->block_kv = fa_fwd_any_row(row)->block_kv;
     plan->workspace_bytes = fa_rotated_q_bytes(p) + fa_block_map_bytes(p);
+    plan->num_splits = fa_num_key_parts(p, machine);
+    if (plan->num_splits > 1) plan->workspace_bytes = fa_key_parts_at(p) + fa_key_parts_bytes(p, plan->num_splits);
     fa_plan_mods(p, plan);
     return NULL;
 }

@@ -130,6 +130,38 @@ bool fa_has_masks_in_groups(const fa_problem *p) {
     return p->h > p->h_kv && p->flex && p->flex->block_q > 0 && p->flex->mask_h > 1;
 }
 
+/* The fewest keys of a part. Tests have less. */
+#ifndef FA_KEYS_OF_PART
+#define FA_KEYS_OF_PART 512
+#endif
+
+bool fa_has_key_parts(const fa_problem *p) {
+    enum { MOST_ROWS = 64 };
+    const int64_t rows = p->lse.stride_h, of_b = p->lse.stride_b;
+    return p->pass == FA_FWD && fa_has_mods(p) && !p->flex->max_scores.data && p->len_q > 0 && p->len_q <= MOST_ROWS &&
+           p->len_kv >= 4 * FA_KEYS_OF_PART && p->d_v > 0 && p->d_v <= FA_MAX_HEAD_DIM &&
+           (rows == p->len_q || p->h == 1) && (of_b == p->h * p->len_q || p->b == 1) && p->lse.stride_row <= 1;
+}
+
+bool fa_prefers_key_parts(const fa_problem *p) {
+    enum { FEW_HEADS = 32 };
+    return fa_has_key_parts(p) && p->b * p->h <= FEW_HEADS;
+}
+
+int fa_num_key_parts(const fa_problem *p, const fa_machine *machine) {
+    enum { MOST_PARTS = 64, CTAS_OF_SM = 2 };
+    if (!fa_has_key_parts(p) || p->b * p->h == 0) return 1;
+    const int64_t wanted = CTAS_OF_SM * machine->gpu_sms / (p->b * p->h), most = p->len_kv / FA_KEYS_OF_PART;
+    const int64_t parts = wanted < most ? wanted : most;
+    return parts < 1 ? 1 : parts < MOST_PARTS ? (int)parts : MOST_PARTS;
+}
+
+size_t fa_key_parts_at(const fa_problem *p) { return (fa_block_map_bytes(p) + 255) / 256 * 256; }
+
+size_t fa_key_parts_bytes(const fa_problem *p, int num_parts) {
+    return sizeof(float) * (size_t)(num_parts * p->b * p->h * p->len_q * (1 + p->d_v));
+}
+
 bool fa_has_mods(const fa_problem *p) { return p->flex && (p->flex->score || p->flex->mask || p->flex->block_q > 0); }
 
 /* Rows of all heads or batches lie at one address. */

@@ -82,6 +82,18 @@ size_t fa_hidden_bytes(const fa_problem *problem, const fa_plan *plan);
  * through in tiles of their own. */
 bool fa_has_masks_in_groups(const fa_problem *problem);
 
+/* Can the generic forward cut the keys of the problem into parts? It can where few queries with mods have many keys.
+ * The number of parts depends on the GPU, and is 1 if there are CTAs enough. */
+bool fa_has_key_parts(const fa_problem *problem);
+int fa_num_key_parts(const fa_problem *problem, const fa_machine *machine);
+
+/* Would a kernel without parts leave most of any GPU idle? The answer is the same for all GPUs. */
+bool fa_prefers_key_parts(const fa_problem *problem);
+
+/* Where the results of the parts lie in the workspace, and their bytes. */
+size_t fa_key_parts_at(const fa_problem *problem);
+size_t fa_key_parts_bytes(const fa_problem *problem, int num_parts);
+
 /* Does the problem have functions or a block mask? Programmable attention with nothing to program is plain. */
 bool fa_has_mods(const fa_problem *problem);
 

@@ -438,6 +438,11 @@ static bool appends_one_cache(const fa_call *c) {
            (wider >= 0 ? first >= 0 && first <= wider : first <= 0 && first >= wider);
 }
 
+/* Are keys and values pages of one pool? The block table says which page holds keys and which holds values. */
+static bool appends_to_one_pool(const fa_call *c) {
+    return present(&c->k_new) && present(&c->block_table) && pages_apart(&c->k, &c->v) != 0;
+}
+
 /* Checks that no part of the call overwrites memory that another part reads or writes. Each row of q is read before the
  * same row of out is written, so out may be q. The kernels read lengths and tables again while they write. */
 static fa_status check_apart(const fa_call *c, fa_error *err) {
@@ -470,7 +475,8 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
                                fp8 ? &c->v_descale : NULL};
     for (int i = written_tensors(c, written) - 1; i >= 0; i--) {
         for (int j = 0; j < i; j++)
-            REQUIRE(!share_memory(written[i], written[j]) || (written[j] == &c->k && appends_one_cache(c)),
+            REQUIRE(!share_memory(written[i], written[j]) ||
+                        (written[j] == &c->k && (appends_one_cache(c) || appends_to_one_pool(c))),
                     "%s and %s are both written and must not share memory", written[j]->name, written[i]->name);
         for (size_t j = 0; j < sizeof read / sizeof *read; j++) {
             if (!read[j] || !share_memory(written[i], read[j])) continue;

@@ -207,10 +207,10 @@ static bool read_integer(PyObject *object, int64_t *number) {
     return !PyErr_Occurred();
 }
 
-/* Reads arguments in the order of the op's schema. A forward gets no out. The sides of a window may come as one tuple.
- * The lengths may come as one number. *length is this number, or stays -1. */
-static bool read_arguments(const fa_signature *signature, PyObject *args, fa_call *call, int64_t *length) {
-    const Py_ssize_t num = PyTuple_Size(args);
+/* Reads the first `num` arguments in the order of the op's schema. A forward gets no out. The sides of a window may
+ * come as one tuple. The lengths may come as one number. *length is this number, or stays -1. */
+static bool read_arguments(const fa_signature *signature, PyObject *args, Py_ssize_t num, fa_call *call,
+                           int64_t *length) {
     Py_ssize_t at = 0;
     for (int i = 0; i < signature->num_slots; i++) {
         const fa_slot *s = &signature->slots[i];
@@ -350,7 +350,9 @@ static bool is_cast(const fa_signature *signature, const fa_call *call) {
     return is_true(PyObject_CallFunction(autocast_is_enabled, "s", device_type == fa_torch.cuda ? "cuda" : "cpu"));
 }
 
-PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
+PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) { return fa_call_directly_with(f, args, 0, NULL); }
+
+PyObject *fa_call_directly_with(fa_direct_function *f, PyObject *args, int num_further, fa_direct_execute *execute) {
     if (!f->signature) f->signature = fa_find_op(f->op);
     const fa_signature *signature = f->signature;
     fa_call call;
@@ -358,12 +360,14 @@ PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
     fa_error err = {""};
     fa_status status = FA_OK;
     int64_t length = -1;
-    PyObject *out = NULL;
-    if (!is_possible()) goto refuse;
+    const Py_ssize_t num = PyTuple_Size(args) - num_further;
+    PyObject *out = NULL, *further[FA_MOST_FURTHER];
+    if (!is_possible() || num < 0) goto refuse;
+    for (int i = 0; i < num_further; i++) further[i] = PyTuple_GetItem(args, num + i);
     fa_begin_call(signature, &call);
     call.only_out = f->only_out;
     call.num_results = 0; /* only the results that are read */
-    if (is_watched() || !read_arguments(signature, args, &call, &length)) goto refuse;
+    if (is_watched() || !read_arguments(signature, args, num, &call, &length)) goto refuse;
     PyObject *key = kernel_key(f, call.q.device_type == fa_torch.cuda);
     if (!key || is_overridden(key) || wants_dropout(&call) || is_cast(signature, &call)) goto refuse;
     if (f->gradients != FA_GRADIENTS_IGNORED && wants_gradients(&call)) {
@@ -371,10 +375,14 @@ PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) {
         call.only_out = false;
     }
     out = bring_out(&call.q, &call);
+    if (execute) {
+        status = execute(&call, further, &outputs, &err);
+        goto done;
+    }
     Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
     if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
-    Py_END_ALLOW_THREADS if (status == FA_OK) return fa_results_of(out, &outputs);
+    Py_END_ALLOW_THREADS done : if (status == FA_OK) return fa_results_of(out, &outputs);
     if (status != FA_EINVAL) { /* the op would fail in the same way, and might write a second time */
         Py_XDECREF(out);
         return fa_raise(status, &err);

@@ -5,6 +5,7 @@
 #include "python_api.h" /* CPython wants to be the first */
 
 #include "ops.h"
+#include "outputs.h"
 
 /* Tensors may want gradients. IGNORED: the caller needs none. NEED_LSE: the caller records the gradients and needs lse.
  * OF_THE_OP: the op is called. The op records gradients. If the op has none, flash_attn_with_kvcache warns. */
@@ -24,8 +25,16 @@ typedef struct {
         op, instead_of, only_out, gradients, NULL, { NULL, NULL } \
     }
 
-/* Returns the results of a call, or None if the op must be called. NULL: there is an exception. */
+/* Executes an unpacked call with further arguments, as fa_execute does. The interpreter's lock is held. */
+typedef fa_status fa_direct_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
+
+#define FA_MOST_FURTHER 4
+
+/* Returns the results of a call, or None if the op must be called. NULL: there is an exception. The last num_further
+ * arguments are no arguments of the op. execute reads them in place of fa_execute. */
 PyObject *fa_call_directly(fa_direct_function *function, PyObject *args);
+PyObject *fa_call_directly_with(fa_direct_function *function, PyObject *args, int num_further,
+                                fa_direct_execute *execute);
 
 /* The extension's direct functions: direct_2.c or direct_3.c. Each file lists its functions as X(name, arguments for
  * Python, results, op with these arguments, torch's op that the function replaces, whether out alone is returned,

@@ -1,6 +1,8 @@
 /* The ops of flash_attn as functions of the module flash_attn_2_cuda. */
 #include "direct.h"
 
+#include "flex_attend.h"
+
 #define DENSE        "_flash_attn_forward"
 #define PACKED       "_flash_attn_varlen_forward"
 #define DENSE_GRADS  "_flash_attn_backward"
@@ -25,7 +27,24 @@
     X(flash_attn_backward, OF_THE_OP, "softmax_d", DENSE_GRADS, DENSE_GRADS, false, FA_GRADIENTS_IGNORED)          \
     X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, FA_GRADIENTS_IGNORED)
 
+/* The same calls with mods: arguments of the op, then those of fa_flex_execute. */
+#define MODS     ", score, mask, blocks, wants_max"
+#define WITH_MAX "(out, softmax_lse), and max_scores if wanted"
+#define NUM_MODS 4
+
+#define WITH_MODS(X)                                                                        \
+    X(mods, DENSE_ARGUMENTS MODS, WITH_MAX, "_forward", DENSE, false, FA_GRADIENTS_IGNORED) \
+    X(varlen_mods, VARLEN MODS, WITH_MAX, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)
+
 /* clang-format off */
+#define FUNCTION_WITH_MODS(name, arguments, results, op, instead_of, only_out, gradients)     \
+    static PyObject *call_##name(PyObject *self, PyObject *args) {                            \
+        static fa_direct_function function = FA_DIRECT(op, instead_of, only_out, gradients);  \
+        (void)self;                                                                           \
+        return fa_call_directly_with(&function, args, NUM_MODS, fa_flex_execute);             \
+    }
+
 FUNCTIONS(FA_DIRECT_FUNCTION)
-PyMethodDef fa_direct_functions[] = {FUNCTIONS(FA_DIRECT_METHOD) {NULL, NULL, 0, NULL}};
+WITH_MODS(FUNCTION_WITH_MODS)
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(FA_DIRECT_METHOD) WITH_MODS(FA_DIRECT_METHOD) {NULL, NULL, 0, NULL}};
 /* clang-format on */

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "args.h"
 #include "check.h"
 #include "execute.h"
 #include "failures.h"
@@ -417,6 +418,54 @@ static PyObject *finish(flex_call *c, fa_pass pass) {
     free(c->gradient_data);
     if (status != FA_OK) return fa_raise(status, &err);
     Py_RETURN_NONE;
+}
+
+/* ---- calls of the plain ops with mods ---------------------------------------------------------------------------- */
+
+/* The problem of a plain call as one with mods. Its mods know the window, the softcap and the slopes, and where packed
+ * sequences lie, which are one sequence here. */
+static void leave_to_mods(fa_problem *p) {
+    p->window_left = p->window_right = -1;
+    p->softcap = 0;
+    p->alibi_slopes = NULL;
+    p->empty_lse = -INFINITY;
+    if (!p->cu_seqlens_q) return;
+    p->cu_seqlens_q = p->cu_seqlens_k = NULL;
+    p->b = 1, p->len_q = p->total_q, p->len_kv = p->total_kv;
+    p->cache_rows = 1;
+}
+
+static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs *outputs, fa_error *err) {
+    fa_problem *p = &c->problem;
+    fa_status status = FA_OK;
+    void *data = NULL;
+    TRY(fa_check_call(call, p, err));
+    REQUIRE(!p->paged && p->dropout_p == 0, "a call with mods has no pages and no dropout");
+    c->tensors[0].t = call->q;
+    if (!read_program(c, 0, c->score, &c->flex.score) || !read_program(c, 1, c->mask, &c->flex.mask))
+        return fa_keep_exception(), FA_EPYTHON;
+    TRY(fa_make_outputs(call, false, p, outputs, err));
+    leave_to_mods(p);
+    TRY(read_blocks(c, err));
+    if (c->wants_max) {
+        const int64_t size[] = {p->b, p->h, p->len_q}, rows = p->len_q > 1 ? p->len_q : 1,
+                      stride[] = {(p->h > 1 ? p->h : 1) * rows, rows, 1};
+        TRY(fa_make_output(outputs, &call->q, 3, size, stride, fa_torch.f32, &data, err));
+        c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = stride[0], .stride_h = stride[1]};
+    }
+    p->flex = &c->flex;
+    if (p->h_kv == 0) return FA_OK; /* no tensor has an element */
+    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(p, err);
+    Py_END_ALLOW_THREADS return status;
+}
+
+fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err) {
+    flex_call c = {.score = mods[0], .mask = mods[1], .blocks = mods[2], .wants_max = mods[3] == Py_True};
+    const fa_status status = execute_with_mods(&c, call, outputs, err);
+    for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
+    if (status == FA_OK) return FA_OK;
+    fa_drop_outputs(outputs);
+    return FA_EINVAL; /* whatever it was, the long way says it in the caller's words */
 }
 
 /* ---- calls that make their results ------------------------------------------------------------------------------- */

@@ -14,7 +14,15 @@
 #ifndef FA_TORCH_FLEX_ATTEND_H
 #define FA_TORCH_FLEX_ATTEND_H
 
-#include "python_api.h"
+#include "python_api.h" /* CPython wants to be the first */
+
+#include "call.h"
+#include "outputs.h"
+
+/* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences the mods
+ * compute. mods: score, mask, blocks and whether max_scores is wanted, a third result [b, h, len_q]. With packed
+ * sequences the mods see one batch, whose rows and keys are those of the tensors. */
+fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err);
 
 PyObject *fa_flex_forward(PyObject *self, PyObject *args);
 

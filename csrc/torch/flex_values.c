@@ -1,6 +1,7 @@
 #include "flex_values.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "check.h"
 #include "failures.h"
@@ -59,17 +60,29 @@ static fa_status check_place(const fa_tensor *t, const fa_flex_values *v, const 
     return FA_OK;
 }
 
+/* The sizes and strides of a tensor as a capture of this rank has them. A tensor of more dimensions loses those of size
+ * 1, which a program does not name. Returns whether so many dimensions are left. */
+static bool fit_rank(const fa_tensor *t, int64_t rank, int64_t *size, int64_t *stride) {
+    int64_t num = 0;
+    for (int64_t dim = 0; dim < t->ndim; dim++) {
+        if (t->ndim > rank && t->size[dim] == 1) continue;
+        if (num == rank) return false;
+        size[num] = t->size[dim], stride[num++] = t->stride[dim];
+    }
+    return num == rank;
+}
+
 static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, fa_error *err) {
     fa_flex_tensor tensor;
     fa_flex_capture *c = &v->captures[i];
     const char *dtype = fa_flex_dtype_names[v->program.captures[i].dtype];
     TRY(fa_flex_read_tensor(object, "a capture", &tensor, err));
     REQUIRE(present(&tensor.t) && fa_flex_has_dtype(object, dtype), "a capture must be a tensor of dtype %s", dtype);
-    REQUIRE(tensor.t.ndim == v->program.captures[i].rank, "a capture must have %d dimensions; it has %" PRId64,
-            v->program.captures[i].rank, tensor.t.ndim);
+    REQUIRE(fit_rank(&tensor.t, v->program.captures[i].rank, c->size, c->stride),
+            "a capture must have %d dimensions, besides those of size 1; it has %" PRId64, v->program.captures[i].rank,
+            tensor.t.ndim);
+    v->ndim[i] = (uint8_t)tensor.t.ndim;
     TRY(check_place(&tensor.t, v, "a capture", err));
-    for (int64_t dim = 0; dim < tensor.t.ndim; dim++)
-        c->size[dim] = tensor.t.size[dim], c->stride[dim] = tensor.t.stride[dim];
     c->data = is_empty(&tensor.t) ? NULL : tensor.t.data;
     return FA_OK;
 }
@@ -119,11 +132,15 @@ fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *number
 
 static fa_status read_gradient(const fa_flex_values *v, PyObject *object, int i, void **data, fa_error *err) {
     fa_flex_tensor tensor;
+    const int64_t rank = v->program.captures[i].rank;
+    int64_t size[FA_FLEX_MAX_RANK], stride[FA_FLEX_MAX_RANK];
     const fa_flex_type type = fa_flex_type_of(v->program.captures[i].dtype);
     TRY(fa_flex_read_tensor(object, "a gradient", &tensor, err));
     if (!present(&tensor.t)) return FA_OK;
     TRY(check_place(&tensor.t, v, "a gradient", err));
-    TRY(check_shape(&tensor.t, v->program.captures[i].rank, v->captures[i].size, "of its capture", err));
+    REQUIRE(tensor.t.ndim == v->ndim[i] && fit_rank(&tensor.t, rank, size, stride) &&
+                memcmp(size, v->captures[i].size, (size_t)rank * sizeof *size) == 0,
+            "a gradient must have the shape of its capture");
     REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, fa_flex_result_names[type]) && contiguous(&tensor.t),
             "the gradient of a capture must be contiguous and of dtype %s", fa_flex_result_names[type]);
     *data = is_empty(&tensor.t) ? NULL : tensor.t.data;

@@ -25,6 +25,7 @@ extern const char *const fa_flex_dtype_names[FA_FLEX_NUM_DTYPES], *const fa_flex
 typedef struct {
     fa_flex_program program;
     fa_flex_capture captures[FA_FLEX_MAX_CAPTURES];
+    uint8_t ndim[FA_FLEX_MAX_CAPTURES]; /* dimensions of the tensors, with those of size 1 that captures lack */
     fa_flex_number params[FA_FLEX_MAX_PARAMS];
     fa_flex_bound bound;
     int32_t device_type, device_idx; /* of the captures */

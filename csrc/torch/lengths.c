@@ -3,8 +3,10 @@
 #include "lengths.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 #include "check.h"
+#include "overlap.h"
 
 #define K_NEW        "(batch_size, seqlen_new, num_heads_k, head_size)"
 #define K_NEW_PACKED "(total_k_new, num_heads_k, head_size)"
@@ -100,6 +102,42 @@ static fa_status check_cu_seqlens(const fa_tensor *t, const int32_t *cu, int64_t
     return FA_OK;
 }
 
+/* Returns an entry of the block table for a sequence that check_values has checked. */
+static int32_t page_at(const fa_problem *p, int64_t b_idx, int64_t page) {
+    const int64_t row = p->cache_batch_idx ? p->cache_batch_idx[b_idx] : b_idx;
+    return p->block_table[row * p->block_table_stride + page];
+}
+
+static int64_t num_pages_of(const fa_problem *p, int64_t b_idx) {
+    int64_t len = p->seqused_k      ? p->seqused_k[b_idx]
+                  : p->cu_seqlens_k ? p->cu_seqlens_k[b_idx + 1] - p->cu_seqlens_k[b_idx]
+                                    : p->len_kv;
+    len += p->cu_seqlens_k_new ? p->cu_seqlens_k_new[b_idx + 1] - p->cu_seqlens_k_new[b_idx] : p->len_new;
+    return len / p->page_size + (len % p->page_size > 0);
+}
+
+/* Checks that no page of a pool holds keys and values at once. */
+static fa_status check_pool(const fa_call *c, const fa_problem *p, fa_error *err) {
+    const int64_t apart = pages_apart(&c->k, &c->v);
+    if (!p->paged || p->len_new == 0 || apart == 0) return FA_OK;
+    bool *holds_keys = calloc((size_t)p->num_pages, sizeof *holds_keys);
+    if (!holds_keys) return fa_fail(err, FA_ENOMEM, "no memory to check %s", c->block_table.name);
+    for (int64_t i = 0; i < p->b; i++)
+        for (int64_t page = num_pages_of(p, i) - 1; page >= 0; page--) holds_keys[page_at(p, i, page)] = true;
+    fa_status status = FA_OK;
+    for (int64_t i = 0; i < p->b && status == FA_OK; i++)
+        for (int64_t page = num_pages_of(p, i) - 1; page >= 0 && status == FA_OK; page--) {
+            const int64_t place = page_at(p, i, page) + apart; /* counted from page 0 of the keys */
+            if (place >= 0 && place < p->num_pages && holds_keys[place])
+                status = fa_fail(err, FA_EINVAL,
+                                 "%s gives the memory of page %" PRId64 " of %s to values, too: %s lies %" PRId64
+                                 " pages behind %s in one pool",
+                                 c->block_table.name, place, c->k.name, c->v.name, apart, c->k.name);
+        }
+    free(holds_keys);
+    return status;
+}
+
 /* Checks the values inside index tensors in the host's memory. After this check, every row that sequence.h can name
  * lies within its tensor. */
 fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
@@ -175,7 +213,7 @@ fa_status check_values(const fa_call *c, const fa_problem *p, fa_error *err) {
                     "%s must be within the %" PRId64 " keys of its sequence; element %" PRId64 " is %d",
                     c->leftpad_k.name, end, i, p->leftpad_k[i]);
     }
-    return FA_OK;
+    return check_pool(c, p, err);
 }
 
 /* ---- KV cache: append and rotary ------------------------------------------------------------------------------ */

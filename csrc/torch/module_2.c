@@ -8,14 +8,16 @@
 #include "kernel_functions.h"
 #include "machine.h"
 #include "module.h"
+#include "options.h"
 #include "plans.h"
 #include "positional.h"
 #include "sdpa.h"
 
 static int exec_module(PyObject *module) {
     static PyMethodDef *const functions[] = {
-        fa_positional_functions, fa_direct_functions, fa_failure_functions, fa_plan_functions,
-        fa_machine_functions,    fa_flex_functions,   fa_sdpa_functions,    NULL,
+        fa_positional_functions, fa_direct_functions,  fa_failure_functions,
+        fa_plan_functions,       fa_machine_functions, fa_flex_functions,
+        fa_sdpa_functions,       fa_options_functions, NULL,
     };
     return fa_module_exec(module, functions, fa_positional_load);
 }

@@ -80,3 +80,16 @@ bool share_memory(const fa_tensor *x, const fa_tensor *y) {
     }
     return reaches(&e, 0, (int64_t)((uintptr_t)y->data - (uintptr_t)x->data));
 }
+
+int64_t pages_apart(const fa_tensor *x, const fa_tensor *y) {
+    if (x->dtype != y->dtype || x->ndim != y->ndim || is_empty(x) || is_empty(y) || x->stride[0] <= 0) return 0;
+    int64_t elements = 1; /* of a page, with what lies between its rows */
+    for (int64_t i = 1; i < x->ndim; i++) {
+        if (x->size[i] != y->size[i] || (x->size[i] > 1 && x->stride[i] != y->stride[i])) return 0;
+        elements += (x->size[i] - 1) * x->stride[i];
+    }
+    const int64_t bytes = x->stride[0] * bytes_of_dtype(x->dtype), apart = (char *)y->data - (char *)x->data;
+    if (x->stride[0] != y->stride[0] || elements > x->stride[0] || apart % bytes != 0) return 0;
+    const int64_t pages = apart / bytes;
+    return pages < x->size[0] && -pages < y->size[0] ? pages : 0;
+}

@@ -9,4 +9,8 @@
  * An absent tensor shares nothing. */
 bool share_memory(const fa_tensor *x, const fa_tensor *y);
 
+/* Returns the number of pages from page 0 of x to page 0 of y, if both are parts of one pool: each page of x that lies
+ * in y is a whole page of y. Otherwise, and if no page is shared, returns 0. */
+int64_t pages_apart(const fa_tensor *x, const fa_tensor *y);
+
 #endif

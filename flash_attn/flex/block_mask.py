@@ -1,8 +1,7 @@
 """Block masks of mask mods, found without an array of all queries and keys.
 
-A block of queries and keys is *empty*, *full* or *partial*. On the CPU bounds of the mask over the block tell most of
-the time which one it is. Other blocks, and all blocks on a GPU, are evaluated element by element, until an allowed and
-a masked element were seen.
+A block of queries and keys is *empty*, *full* or *partial*. Bounds of the mask over the block tell most of the time
+which one it is. Other blocks are evaluated element by element, until an allowed and a masked element were seen.
 """
 
 import inspect
@@ -12,6 +11,7 @@ from typing import Optional, Union
 import flash_attn_2_cuda
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.flex_attention import BlockMask
 
 from .._imagined import is_imagined, stand_in
@@ -147,6 +147,8 @@ def create_mask(
         raise AssertionError(f"a mask_mod has 4 arguments, a score_mod has 5; {mod_fn} has {num}")
     scores = torch.zeros(shape) if num == 5 else None
     program, tensors, numbers = mod_of(mod_fn, torch.float32 if num == 5 else None, device)
+    if get_proxy_mode() is not None:
+        raise RuntimeError("create_mask cannot be recorded: it is no op; make the mask outside of make_fx")
     out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)))
     flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores)
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
@@ -214,6 +216,10 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     not wait for the lists.
     """
     program, tensors, numbers = mask
+    if q_offset is None and ops.is_watched(*tensors):
+        return dict(
+            zip(NAMES, ops.classify(device, program, tensors, numbers, [b, h, len_q, len_kv], [block_q, block_kv]))
+        )
     rows, columns = -(-len_q // block_q), -(-len_kv // block_kv)
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
     lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)

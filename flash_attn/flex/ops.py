@@ -193,6 +193,12 @@ def _mod_of_op(mod):
     return text.hex(), list(tensors), [int(x) for type, x in pairs if type != F64], floats
 
 
+def classify(device, program, tensors, numbers, shape, block_size):
+    """The lists of the blocks of a mask, by the op."""
+    like = tensors[0] if tensors else torch.empty(0, device=device)
+    return torch.ops.flash_attn.flex_classify(like, *_mod_of_op((program.text, tensors, numbers)), shape, block_size)
+
+
 def _shared_of(call, tensors):
     """The arguments that both ops share."""
     blocks = () if call.blocks is None else call.blocks

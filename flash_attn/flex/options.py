@@ -83,7 +83,17 @@ class PackedPlaces(Places):
         if window[1] >= 0:
             last = last.minimum(beside + window[1])
         last = torch.where(is_used, last, -1)
-        local = row - cu_seqlens_q.long()[sequence]
+        self._set(first, last, beside, sequence, row - cu_seqlens_q.long()[sequence], start_k)
+
+    @classmethod
+    def at(cls, first, last, beside, sequence, local, start_k):
+        """Places that are known, int64 ``[total_q]`` each."""
+        places = cls.__new__(cls)
+        places._set(first, last, beside, sequence, local, start_k)
+        return places
+
+    def _set(self, first, last, beside, sequence, local, start_k):
+        self.tensors = first, last, beside, sequence, local, start_k
         self._bounds = first, last
         self.sees = lambda i, j: (first[i] <= j) & (j <= last[i])
         self.beside = lambda i: beside[i]
@@ -106,10 +116,13 @@ class PackedPlaces(Places):
 def shift_of_rows(places, attn_bias, sinks, dtype):
     """The shift of each row, ``[b, h, rows]`` or 1 in place of a size, or None without attn_bias.
 
+    dtype: that of the scores. The shift of a bias in fp64 is fp64, because fp32 has not all of its values.
+
     A row whose sink is far above its scores needs none: its probabilities are 0.
     """
     if attn_bias is None or 0 in attn_bias.shape:
         return None
+    dtype = torch.promote_types(dtype, attn_bias.dtype)
     largest = places.largest(attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)).to(dtype)
     is_low = (largest < LEAST_BIAS) & ~largest.isinf()
     if sinks is not None:
@@ -139,6 +152,7 @@ def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=
     bias = None if attn_bias is None else _reader(attn_bias, shape)
     shift_at = None if shift is None else _reader(shift[..., None], shape)
     place_of, beside = places.place, places.beside
+    is_one = shift is not None and shift.dim() > 0 and all(size == 1 for size in shift.shape)
 
     def score_mod(score, b, h, i, j):
         place = place_of(b, h, i, j)
@@ -151,6 +165,8 @@ def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=
         if shift_at is None:
             return score + bias(place)
         shift = shift_at((b, h, i, j))
+        if is_one:
+            shift = shift + (i - i)  # what captures alone give would be computed for each call
         nothing = score - score.detach()  # with the gradient of the score
         return torch.where(shift < LEAST_BIAS_OF_FP64, nothing, score) + (bias(place) - shift)
 

@@ -21,6 +21,10 @@ from flash_attn.integrations._attend import ALL, attend, attend_under, beside_to
 __all__ = ["BACKENDS", "register", "unregister"]
 
 BACKENDS = ("flash", "flash_varlen", "_flash_3", "_flash_varlen_3", "flex")
+PACKAGES = (  # Diffusers' answer whether a package is there, and the backends that need it
+    ("flash_attn", "_CAN_USE_FLASH_ATTN", ("flash", "flash_varlen")),
+    ("flash_attn_3", "_CAN_USE_FLASH_ATTN_3", ("_flash_3", "_flash_varlen_3")),
+)
 
 
 def mask_of(mask, query, key):
@@ -148,10 +152,9 @@ def register(backends: Sequence[str] = BACKENDS) -> _registration.Registration:
             made.set(registry._backends, member, function, f'backend "{name}" runs on the kernels of flash_attn')
             made.set(registry._constraints, member, checks)
             made.set(registry._supported_arg_names, member, set(_parameters(function)))
-        for version, flag in (("", "_CAN_USE_FLASH_ATTN"), ("_3", "_CAN_USE_FLASH_ATTN_3")):
-            is_wanted = any(name in backends for name in BACKENDS if name.endswith("_3") == bool(version))
-            if is_wanted and not getattr(dispatch, flag):
-                made.set(dispatch, flag, True, f"Diffusers does not look for the package flash_attn{version}")
+        for package, flag, names in PACKAGES:
+            if not set(names).isdisjoint(backends) and not getattr(dispatch, flag):
+                made.set(dispatch, flag, True, f"Diffusers does not look for the package {package}")
         _active = made
     return made
 

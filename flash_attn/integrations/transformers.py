@@ -251,7 +251,7 @@ def attention(
     """The attention function of NAME: query ``[b, h, len_q, d]``, out ``[b, len_q, h, d]`` and no weights."""
     if kwargs.get("output_attentions"):
         warnings.warn(f'attn_implementation="{NAME}" has no attention weights: "eager" has them', stacklevel=2)
-    if cache is not None:  # continuous batching: the keys and values of all sequences
+    if cache is not None:  # continuous batching: the keys and values of all sequences, whose lengths say everything
         lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, "block_table": block_table, **kwargs}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
         cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
@@ -269,7 +269,7 @@ def attention(
         out = _with_pages(q, k, v, lengths, window, **options)
     elif isinstance(attention_mask, BlockMask):
         out = _under_blocks(query, key, value, attention_mask, position_bias, **options)
-    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None and _hides_nothing(attention_mask):
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None and (cache or _hides_nothing(attention_mask)):
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         out = _packed(q, k, v, lengths, window, **options)
     elif is_causal and position_bias is None and _are_packed(attention_mask, position_ids, q, k):
@@ -317,7 +317,8 @@ def _are_packed(mask, position_ids, q, k):
     rule = getattr(mask, "flash_attn_rule", None)
     if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
         return False
-    return _lengths_of(position_ids, True)[0].numel() > 2
+    # A GPU is waited for once in a forward pass.
+    return remembered(position_ids, "begin", lambda: bool((position_ids[:, 1:] == position_ids.min()).any()))
 
 
 def _keys_of_bias(bias, num_keys):

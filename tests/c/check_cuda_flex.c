@@ -452,13 +452,15 @@ static void run_case(int seed) {
     fa_problem *p = &c.p;
     const double tolerance = p->dtype == FA_F32 ? 1e-4 : 0.02;
     const int64_t rows = p->b * p->len_q * p->h;
+    gpu.num_sms = below(2) ? 40 : 1; /* many SMs cut the keys of few queries into parts */
+    if (below(2)) c.flex.max_scores = (fa_row_stats){0};
     run_on_cuda(p, at_end);
     if (below(2)) c.flex.dlse = stats(p->b, p->h, p->len_q, at_end);
     for (int64_t i = 0; i < rows && c.flex.dlse.data; i++) c.flex.dlse.data[i] = (float)random_normal(&source);
     results truth = compute(&c);
     for (int64_t i = 0; i < rows; i++) {
         compare_number("lse", i, p->lse.data[i], truth.lse[i], tolerance);
-        compare_number("max_scores", i, c.flex.max_scores.data[i], truth.max[i], tolerance);
+        if (c.flex.max_scores.data) compare_number("max_scores", i, c.flex.max_scores.data[i], truth.max[i], tolerance);
     }
     compare("o", &p->o, truth.o, rows, p->d_v, p->dtype);
     if (!is_cache(p)) check_backward(&c, &truth, at_end);

@@ -231,7 +231,7 @@ static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
     naive_attention(&after.p, &naive);
     if (verbose) case_print(&c);
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
-        if (!machine.isa_legal[isa]) continue;
+        if (!machine.isa_legal[isa] || !takes_dtype((fa_isa)isa, dtype)) continue;
         memset(c.o.view.data, 0xff, tensor_bytes(&c.o));
         memcpy(c.k.view.data, k_before.view.data, tensor_bytes(&c.k));
         memcpy(c.v.view.data, v_before.view.data, tensor_bytes(&c.v));
@@ -258,7 +258,7 @@ static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
 
 static void check_seeds(fa_dtype dtype) {
     bool good = true;
-    for (uint64_t seed = 0; seed < (IS_CUDA ? 80 : FEW_SEEDS ? 130 : 260); seed++)
+    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(IS_CUDA ? 80 : NUM_SEEDS(260)); seed++)
         good = check_case(seed, dtype, false) && good;
     assert_true(good);
 }
@@ -458,7 +458,7 @@ static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
     memset(o.view.data, 0xff, (size_t)o.num_elements * fa_dtype_bytes(dtype));
     fa_reference_fwd(&exact, NULL, NULL, &test_pool);
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
-        if (!machine.isa_legal[isa]) continue;
+        if (!machine.isa_legal[isa] || !takes_dtype((fa_isa)isa, dtype)) continue;
         memset(c.o.view.data, 0xff, (size_t)c.o.num_elements * fa_dtype_bytes(dtype));
         if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
         const bool same_o = is_same_kind(c.o.view.data, o.view.data, o.num_elements, dtype, 0);
@@ -479,7 +479,7 @@ static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
 static void test_infinite_scores(void **state) {
     (void)state;
     bool good = true;
-    for (uint64_t seed = 0; seed < (IS_CUDA ? 40 : FEW_SEEDS ? 65 : 130); seed++)
+    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(IS_CUDA ? 40 : NUM_SEEDS(130)); seed++)
         for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
             good = check_infinite_scores(seed, (fa_dtype)dtype) && good;
     assert_true(good);
@@ -526,7 +526,7 @@ static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
     memset(o.view.data, 0xff, bytes);
     fa_reference_fwd(&exact, NULL, NULL, &test_pool);
     for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
-        if (!machine.isa_legal[isa]) continue;
+        if (!machine.isa_legal[isa] || !takes_dtype((fa_isa)isa, dtype)) continue;
         memset(c.o.view.data, 0xff, bytes);
         memcpy(c.v.view.data, v_before.view.data, (size_t)c.v.num_elements * fa_dtype_bytes(dtype));
         if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
@@ -547,7 +547,7 @@ static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
 static void test_nonfinite_values(void **state) {
     (void)state;
     bool good = true;
-    for (uint64_t seed = 7000; seed < 7000 + (IS_CUDA ? 200 : FEW_SEEDS ? 65 : 130); seed++)
+    for (uint64_t seed = FIRST_SEED(7000); seed < FIRST_SEED(7000 + (IS_CUDA ? 200 : NUM_SEEDS(130))); seed++)
         for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_F32); dtype++)
             good = check_nonfinite_values(seed, (fa_dtype)dtype) && good;
     assert_true(good);

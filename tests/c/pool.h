@@ -56,6 +56,12 @@ static bool pool_parallel_for(int64_t n, void (*fn)(int64_t, int64_t, void *), v
 
 static const fa_pool test_pool = {pool_parallel_for};
 
+/* Whether an instruction set has kernels for a dtype. If it has none, the plan takes a weaker one, which runs
+ * anyway. */
+static inline bool takes_dtype(fa_isa isa, fa_dtype dtype) {
+    return dtype == FA_F64 ? isa == FA_ISA_REFERENCE : dtype == FA_BF16 || isa < FA_ISA_AVX512BF16;
+}
+
 /* Whether the run reports a failure, whichever call of the pool fails. */
 static inline bool notices_a_failing_pool(const fa_problem *p, const fa_plan *plan, void *workspace) {
     const int many = 1000;

@@ -106,6 +106,21 @@ def test_bounds_are_never_too_narrow(seed):
     check_dense(lambda b, h, q, k: compare(x(b, h, q, k), y(b, h, q, k)), (1, 2, 70, 60), (4, 6))
 
 
+@pytest.mark.parametrize("mod", [
+    lambda b, h, i, j: 0.1 * (h + 1) > 0.3,  # 0.1 * 3 is 0.3 in fp32, and above in fp64
+    lambda b, h, i, j: (h / 3).double() >= h.double() / 3,
+    lambda b, h, i, j: ((i // 128) * 0.1).double() >= (i // 128).double() * 0.1,
+], ids=["products", "quotients", "rows"])  # fmt: skip
+@pytest.mark.parametrize("block", [1, 128])
+def test_bounds_of_fp32_are_rounded_to_fp32(mod, block):
+    sizes = (1, 6, 512, 256) if block > 1 else (1, 6, 5, 3)
+    mine, torchs = (
+        f(mod, *sizes, device="cpu", BLOCK_SIZE=block).to_dense()
+        for f in (ours.create_block_mask, theirs.create_block_mask)
+    )
+    assert torch.equal(mine, torchs)
+
+
 def evaluated_blocks(mod, length):
     program, tensors, numbers = tracer.program_of(mod)
     n = length // 128

@@ -215,7 +215,8 @@ def test_packed_tensors_and_compile():
 
 @pytest.mark.parametrize("name, value, words", [
     ("attn_bias", torch.zeros(2, 4, 9, 8), "attn_bias must have the shape"),
-    ("attn_bias", torch.ones(9, 9, dtype=torch.bool), "attn_bias must be floating"),
+    ("attn_bias", torch.ones(9, 9, dtype=torch.bool), "attn_bias must be fp16, bf16, fp32 or fp64"),
+    ("attn_bias", torch.ones(9, 9).to(torch.float8_e4m3fn), "attn_bias must be fp16, bf16, fp32 or fp64; it is"),
     ("attn_mask", torch.ones(3, 1, 9, 9, dtype=torch.bool), "attn_mask must have the shape"),
     ("attn_mask", torch.ones(9, 9), "attn_mask must be bool"),
     ("sinks", torch.zeros(2), "sinks must have the shape"),

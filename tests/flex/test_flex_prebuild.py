@@ -134,6 +134,29 @@ def test_decoding():
     assert names_of(flex_attention, query, *pages, **places) == ["attn_decode_sm90_bf16_d128_q16"]
 
 
+@pytest.mark.parametrize(
+    "heads, keys, parts", [(8, 4096, True), (8, 1024, False), (32, 2048, True), (300, 4096, False)]
+)
+def test_few_queries_over_many_keys_have_parts(heads, keys, parts):
+    """Parts of the keys fill the GPU, and are combined. Many heads fill the GPU alone, on Hopper's kernel."""
+    query = torch.empty(1, heads, 1, 128, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(2, 1, heads, keys, 128, dtype=torch.bfloat16, device="meta").unbind()
+    table = torch.empty(heads, device="meta")
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[h] * (kv_idx - q_idx)
+
+    generic = ["attn_fwd_any_bf16_d128_q128kv64_of3_flex_#"]
+    wanted = [*generic, "combine_bf16"] if parts else ["attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
+    assert names_of(flex_attention, query, *cache, mod) == wanted
+    with_offset = names_of(
+        flex_attention, query, *cache, mod, q_offset=torch.empty(1, dtype=torch.int32, device="meta")
+    )
+    assert with_offset == (wanted if parts else generic)
+    largest = names_of(flex_attention, query, *cache, mod, return_aux=AuxRequest(max_scores=True))
+    assert largest == generic
+
+
 def test_masks_and_captures_may_lie_anywhere():
     want = kernels_of(flex_attention, *qkv(), alibi, lists(documents))
     for device in ("cpu", "meta"):

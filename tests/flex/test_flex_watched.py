@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
-from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:return_lse is deprecated")
 
@@ -161,3 +161,18 @@ def test_profilers_see_the_ops():
     rows = {row.key: row.input_shapes for row in profile.key_averages(group_by_input_shape=True)}
     for op in ("flex_forward", "flex_backward"):
         assert rows[f"flash_attn::{op}"][:2] == [[B, H, LEN_Q, D], [B, H_KV, LEN_K, D]]
+
+
+def test_a_recorded_graph_finds_blocks():
+    def lists(ends):
+        mask = create_block_mask(lambda b, h, i, j: (ends[i] == ends[j]) & (i >= j), 1, 1, 300, 300, device="cpu")
+        return mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks
+
+    first, second = (torch.randint(0, n, (300,)).sort().values for n in (3, 5))
+    graph = make_fx(lists)(first)
+    assert all(torch.equal(a, b) for a, b in zip(graph(second), lists(second), strict=True))
+
+
+def test_a_dense_mask_is_not_recorded():
+    with pytest.raises(RuntimeError, match="create_mask cannot be recorded"):
+        make_fx(lambda x: create_mask(lambda b, h, i, j: x[i] > j, 1, 1, 30, 30, device="cpu"))(torch.arange(30))

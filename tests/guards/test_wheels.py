@@ -66,16 +66,16 @@ def test_compiled_kernels_are_found(wheel, package, install, tmp_path):
     names = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".cubin")]
     if not names:
         pytest.skip("built without NVRTC")
-    module = "flash_attn_2_cuda" if package == "flash_attn" else "flash_attn_3._C"
+    manifest = json.loads(zipfile.ZipFile(wheel).read(f"{package}/cubins/manifest.json"))
+    module, generation = ("flash_attn_2_cuda", 2) if package == "flash_attn" else ("flash_attn_3._C", 3)
     program = f"""
-import importlib, sys, torch
+import importlib, runpy, torch
 module = importlib.import_module({module!r})
-archs = (80, 86, 89, 90)
-known = {{kernel[0]: kernel[1:4] for kernel in module.cuda_kernels()}}
-shipped = {sorted({name.rsplit("-", 1)[0] for name in names})!r}
-for name in shipped[:: max(1, len(shipped) // 8)]:
-    of = [known[x] for x in known if name.startswith(x)]
-    assert of and any(not module.build_cuda_kernel(*kernel, arch) for kernel in of for arch in archs), name
+choose = runpy.run_path({str(ROOT / "flash_attn" / "_variants.py")!r})["choose"]
+kernels = choose(module.cuda_kernels(), {manifest["archs"]}, False, {generation})
+assert len(kernels) == {len(names)}, len(kernels)
+for name, *kernel in kernels[:: max(1, len(kernels) // 8)]:
+    assert not module.build_cuda_kernel(*kernel), name
 print("found")
 """
     environment = {**os.environ, "FLASH_ATTN_NVRTC": str(tmp_path / "none.so"), "FLASH_ATTN_CACHE_DIR": str(tmp_path)}

@@ -1,0 +1,348 @@
+"""The short way of a plain eager call with the options of ``_extended.py``.
+
+C checks the arguments, as the plain ops do, and computes the call with programs that are kept for each kind of call
+(csrc/torch/flex_attend.h). A *kind* says which options there are and which dimensions their tensors have. Whatever the
+short way cannot serve returns None, and the long way of ``_extended.py`` computes it or says what is wrong.
+"""
+
+import functools
+
+import flash_attn_2_cuda
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from flash_attn import _extended
+from flash_attn._dispatch import transforms_are_active
+from flash_attn._imagined import is_imagined
+from flash_attn._ops import is_freed
+from flash_attn._remembered import remembered
+from flash_attn._sinks import add_sinks
+from flash_attn.flex import attention as flex
+from flash_attn.flex import options as mods
+from flash_attn.flex.block_mask import LISTS, find_blocks
+from flash_attn.flex.tracer import program_of
+
+# The places of values in a list: tensors, then numbers.
+NO_PLACES = (None,) * 6  # of the rows of packed sequences
+BIAS, MASK, SLOPES, SHIFT, FIRST = range(5)
+LEN_SHIFT, LEFT, RIGHT, CAP, NUM_VALUES = range(FIRST + len(NO_PLACES), FIRST + len(NO_PLACES) + 5)
+NAMES = {BIAS: "attn_bias", MASK: "attn_mask", SLOPES: "alibi_slopes"}
+STAND_INS = {7919: LEN_SHIFT, 104729: LEFT, 1299709: RIGHT, 12.75: CAP}  # numbers that no option has by itself
+
+BLOCK = 128
+FEW_BLOCKS = BLOCK  # so few queries and keys are one block, which needs no list
+
+# ---- programs of each kind -----------------------------------------------------------------------------------------
+
+
+class _Bindable:
+    """A program, and which of the values its tensors and numbers are. Numbers that are no values are in ``fixed``."""
+
+    def __init__(self, mod, score_dtype, stand_ins):
+        self.program, tensors, numbers = program_of(mod, score_dtype)
+        at = {x.data_ptr(): i for i, x in stand_ins.items()}
+        self.tensors = [at[x.data_ptr()] for x in tensors]
+        self.names = [NAMES.get(i) for i in self.tensors]
+        self.fixed = [x for x in numbers if x not in STAND_INS]
+        places = iter(range(NUM_VALUES, NUM_VALUES + len(self.fixed)))
+        self.numbers = [STAND_INS[x] if x in STAND_INS else next(places) for x in numbers]
+        self.reads_b, self.reads_h = (self.program.reads(op) for op in "bh")
+
+    def bind(self, values):
+        """``(program, tensors, numbers)`` of a call."""
+        values = values + self.fixed if self.fixed else values
+        return self.program, tuple([values[i] for i in self.tensors]), tuple([values[i] for i in self.numbers])
+
+
+def _stand_in(dims, dtype):
+    """A tensor with memory of its own, of size 1 where a dimension is not read."""
+    return torch.zeros([2 if is_read else 1 for is_read in dims], dtype=dtype, device="cpu")
+
+
+@functools.cache
+def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, bias_dtype, shift, mask, has_left, has_right):
+    """The score_mod and the mask_mod of a kind, or None in their place, and which places they read, as bits.
+
+    None: there are no such programs. slopes, bias, shift, mask: the dimensions that tensors have, or None.
+    """
+    x = {}
+    if bias is not None:
+        x[BIAS] = _stand_in(bias, bias_dtype)
+    if mask is not None:
+        x[MASK] = _stand_in(mask, torch.bool)
+    if slopes is not None:
+        x[SLOPES] = _stand_in(slopes, torch.float32)
+    if shift is not None:
+        x[SHIFT] = _stand_in(shift, score_dtype)
+    values = {index: number for number, index in STAND_INS.items()}
+    if is_packed:
+        x.update({FIRST + i: _stand_in((True,), torch.int64) for i in range(len(NO_PLACES))})
+        places = mods.PackedPlaces.at(*[x[FIRST + i] for i in range(len(NO_PLACES))])
+    else:
+        window = values[LEFT] if has_left else -1, values[RIGHT] if has_right else -1
+        places = mods.Places(1, 1 + values[LEN_SHIFT], window)
+    shape, cap = (2,) * 4, values[CAP] if has_cap else 0.0
+    score_mod = mods.score_mod_of(places, shape, cap, x.get(SLOPES), x.get(BIAS), x.get(SHIFT))
+    mask_mod = mods.mask_mod_of(places, shape, x.get(MASK))
+    try:
+        score = None if score_mod is None else _Bindable(score_mod, score_dtype, x)
+        mask = None if mask_mod is None else _Bindable(mask_mod, None, x)
+    except LookupError:  # a program has a tensor that is none of the call's
+        return None
+    read = {i - FIRST for each in (score, mask) if each is not None for i in each.tensors if i >= FIRST}
+    return score, mask, sum(1 << i for i in read)
+
+
+def _fit_sums(cu_seqlens, q):
+    """Are these running sums that torch's functions can read beside q? The kernels check more."""
+    return (
+        cu_seqlens.device == q.device
+        and cu_seqlens.dtype == torch.int32
+        and cu_seqlens.dim() == 1
+        and cu_seqlens.is_contiguous()
+        and len(cu_seqlens) > 1
+        and not is_freed(cu_seqlens)
+    )
+
+
+def _dims(x, shape):
+    """Which dimensions of the shape a tensor has, a bool for each; None: it has other sizes."""
+    sizes = x.shape
+    missing = len(shape) - len(sizes)
+    if missing < 0:
+        return None
+    read = [False] * missing
+    for n, want in zip(sizes, shape[missing:]):
+        if n != 1 and n != want:
+            return None
+        read.append(n != 1)
+    return tuple(read)
+
+
+# ---- blocks of masks -----------------------------------------------------------------------------------------------
+
+
+def _found(mask, bindable, device, shape):
+    b, h, len_q, len_kv = shape
+    b, h = b if bindable.reads_b else 1, h if bindable.reads_h else 1
+    lists = find_blocks(mask, device, b, h, len_q, len_kv, BLOCK, BLOCK)
+    return (BLOCK, BLOCK, *(lists[name] for name in LISTS))
+
+
+@functools.lru_cache(maxsize=16)
+def _blocks_of_window(mask, bindable, shape):
+    """The layers of a model have the same window. Nobody writes into these lists."""
+    with torch.inference_mode(False):
+        return _found(mask, bindable, torch.device("cpu"), shape)
+
+
+def _blocks(mask, bindable, attn_mask, shape, window, is_packed):
+    """The lists of blocks on the CPU."""
+    if (shape[2] <= FEW_BLOCKS and shape[3] <= FEW_BLOCKS) or 0 in shape:
+        return None
+    if attn_mask is None and not is_packed:
+        return _blocks_of_window(mask, bindable, (1, 1, *shape[2:]))
+    if not is_packed:
+        return remembered(attn_mask, (shape, window), lambda: _found(mask, bindable, attn_mask.device, shape))
+    return _found(mask, bindable, torch.device("cpu"), shape)
+
+
+def _kept_on_gpu(tensor, what, make):
+    """``make()``, kept for the next layer (:func:`remembered`). What is made belongs to one stream.
+
+    A CUDA graph gets tensors of its own, because those that are kept may be forgotten. Tensors of inference mode do not
+    tell whether they were changed, and the host must not wait to compare them.
+    """
+    if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+    return remembered(tensor, (what, stream), make)
+
+
+@functools.lru_cache(maxsize=16)
+def _anchor(device):
+    """A tensor of each device, at which is kept what depends on no tensor."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, device=device)
+
+
+def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
+    """The lists of the blocks of a window, or None."""
+
+    @torch.inference_mode(False)
+    def make():
+        return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
+
+    return _kept_on_gpu(_anchor(device), (len_q, len_kv, window, is_exact), make) if len_q and len_kv else None
+
+
+def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
+    """The places of packed sequences, and the lists of their blocks."""
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make():
+        places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
+        device = cu_seqlens_q.device
+        lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if total_q and total_kv else None
+        return places.tensors, lists
+
+    same = cu_seqlens_k if cu_seqlens_k is cu_seqlens_q else _kept_on_gpu(cu_seqlens_k, "sums", object)
+    keys = "both" if same is cu_seqlens_q else same  # the same object as long as nobody changes these sums
+    return _kept_on_gpu(cu_seqlens_q, (keys, total_q, total_kv, window, is_exact), make)
+
+
+# ---- calls ---------------------------------------------------------------------------------------------------------
+
+
+def _device_type(q):
+    return "cpu" if q.is_cpu else "cuda" if q.is_cuda else None
+
+
+def attend(
+    q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
+):  # fmt: skip
+    """``_extended.attend``, or None. The arguments may be anything."""
+    if transforms_are_active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+        return None
+    if not (type(q) is type(k) is type(v) is Tensor and dropout_p == 0 and return_attn_probs is False):
+        return None
+    if type(return_lse) is not bool or type(return_max_logits) is not bool or type(softcap) not in (float, int):
+        return None
+    for x in (attn_bias, attn_mask, sinks, alibi_slopes, *lengths[:2]):
+        if x is not None and type(x) is not Tensor and type(x) is not Parameter:
+            return None
+    is_recorded = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (attn_bias is not None and attn_bias.requires_grad)
+    )
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
+    if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and is_recorded):
+        return _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
+    device, num_dims = _device_type(q), 3 if lengths else 4
+    on_cpu = device == "cpu"
+    if device is None or q.dim() != num_dims or k.dim() != num_dims:
+        return None
+    if block_table is not None or is_imagined() or type(causal) is not bool or type(window_size) is not tuple:
+        return None
+    if len(window_size) != 2 or not type(window_size[0]) is type(window_size[1]) is int:
+        return None
+    left, right = window_size[0], 0 if causal else window_size[1]
+    if lengths:
+        if not type(lengths[2]) is type(lengths[3]) is int or lengths[0] is None or lengths[0].dim() != 1:
+            return None
+        shape, of_kernel = (len(lengths[0]) - 1, q.shape[1], lengths[2], lengths[3]), (1, q.shape[1], len(q), len(k))
+    else:
+        shape = of_kernel = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    slopes = bias = mask = bias_dtype = shift = None
+    if alibi_slopes is not None:
+        slopes = _dims(alibi_slopes, shape[:2])
+        if slopes is None or alibi_slopes.requires_grad or alibi_slopes.dim() == 0:
+            return None
+        slopes = slopes if alibi_slopes.dim() == 2 else slopes[1:]
+    places = blocks = None
+    if lengths and not on_cpu:
+        if not _fit_sums(lengths[0], q) or not _fit_sums(lengths[1], q) or len(lengths[0]) != len(lengths[1]):
+            return None
+        places, blocks = _packed_on_gpu(*lengths[:2], len(q), len(k), (left, right), attn_mask is None)
+    elif not on_cpu and (left >= 0 or right >= 0):
+        blocks = _dense_on_gpu(*shape[2:], (left, right), q.device, attn_mask is None)
+    if attn_bias is not None:
+        bias, bias_dtype = _dims(attn_bias, shape), attn_bias.dtype
+        cut = left < 0 <= right and not lengths
+        if bias is None or not bias_dtype.is_floating_point or bias_dtype.itemsize == 1 or 0 in attn_bias.shape:
+            return None
+        if not on_cpu:
+            if sinks is not None or attn_bias.device != q.device or is_freed(attn_bias):
+                return None
+            if bias_dtype == torch.float64 and q.dtype != torch.float64:
+                return None  # the shift is no number of fp32
+            of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*shape[2:], (left, right))
+            shift = mods.shift_of_rows(of, attn_bias, None, torch.float32)
+        elif not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, cut and not bias[2]):
+            return None  # rows with a shift
+    if attn_mask is not None:
+        mask = _dims(attn_mask, shape)
+        if mask is None or attn_mask.dtype != torch.bool or is_freed(attn_mask):
+            return None
+    kind = _mods_of_kind(
+        torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes, bias,
+        bias_dtype, None if shift is None else tuple([n != 1 for n in shift.shape]), mask, left >= 0, right >= 0,
+    )  # fmt: skip
+    if kind is None:
+        return None
+    score_of, mask_of, needed = kind
+    values = [attn_bias, attn_mask, alibi_slopes, shift, *NO_PLACES, shape[3] - shape[2], left, right, float(softcap)]
+    if lengths:
+        if on_cpu:
+            places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, needed)
+        if places is None:
+            return None
+        values[FIRST:LEN_SHIFT] = places
+    score, bound_mask = (None if x is None else x.bind(values) for x in (score_of, mask_of))
+    if on_cpu and bound_mask is not None:
+        blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
+    programs = [None if x is None else (x[0].text, x[1], x[2]) for x in (score, bound_mask)]
+    if lengths:
+        found = flash_attn_2_cuda.direct_varlen_mods(
+            q, k, v, *lengths, *options, None, *programs, blocks, return_max_logits
+        )
+    else:
+        found = flash_attn_2_cuda.direct_mods(q, k, v, *options, *programs, blocks, return_max_logits)
+    if found is None:
+        return None
+    out, lse, *rest = found
+    if sinks is not None:
+        lse = _with_sinks(out, lse, sinks, q)
+        if lse is None:
+            return None
+    if is_recorded:
+        call = flex.Call(softmax_scale, score, bound_mask, blocks, return_max_logits)
+        names = [] if score_of is None else [*score_of.names]
+        names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
+        way, tensors = _extended.Mods(call, len(lengths) > 0, deterministic, names), score[1] if score else ()
+        out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
+    results = [out]
+    if return_lse:
+        results.append(lse if shift is None else lse + (shift.squeeze(0) if lengths else shift))
+    if return_max_logits:
+        results.append(_extended.max_logits_of(rest[0] if shift is None else rest[0] + shift))
+    return tuple(results) if len(results) > 1 else out
+
+
+def _with_sinks(out, lse, sinks, q):
+    """lse with sinks, which may be None, and -inf for a row without keys. out is written. None: sinks do not fit."""
+    if flash_attn_2_cuda.add_sinks(out, lse, sinks):
+        return lse
+    if out.is_cpu or (sinks is not None and not _extended.fit_sinks(sinks, q)):
+        return None
+    with torch.no_grad():
+        lse = torch.where(lse == _extended.INF, -_extended.INF, lse)
+        return lse if sinks is None else add_sinks(out, lse, sinks)
+
+
+def _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded):
+    """The plain kernels: sinks, and an lse without a gradient."""
+    if lengths:
+        found = flash_attn_2_cuda.direct_varlen_forward(q, k, v, *lengths, *options, block_table)
+    else:
+        found = flash_attn_2_cuda.direct_forward(q, k, v, *options)
+    if found is None:
+        return None
+    out, lse = found
+    lse = _with_sinks(out, lse, sinks, q)
+    if lse is None:
+        return None
+    if is_recorded:
+        _, scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
+        scale = float(_extended.interface._as_scale(scale, q))
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        way = lengths[2:], 0.0, (scale, causal, left, right, float(softcap)), deterministic
+        out, lse = _extended.record(way, (out, lse, (None,)), sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
+    return (out, lse) if return_lse else out
