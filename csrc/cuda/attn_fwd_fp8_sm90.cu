@@ -62,6 +62,9 @@ constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
 constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;
 constexpr int O_ELEMENTS = SUMS_IN_SMEM ? 2 * BLOCK_Q * D_V : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
 constexpr int FLUSH_STEPS = FA_FLUSH_KEYS(D_V) / BLOCK_KV;
+/* Plain steps have a loop of their own. Where P V ends amid or after the exponentials, its wait would be in the loop
+ * and in the rare code, and the warps of a warpgroup must not meet in different waits. */
+constexpr bool HAS_PLAIN_STEPS = PV_FIRST;
 
 static_assert(HEAD_DIM % O_CHUNK == 0, "O leaves in chunks of 64 columns");
 
@@ -236,17 +239,10 @@ struct consumer : consumer_base {
 
     /* ---- a step ---- */
 
-    /* One step. The first step of a work tile has no P V. It stores O of the tile before instead. */
-    template <bool IS_FIRST> DEVICE void step() {
-        /* NOTE: S is a new array in every step. Carried from one step to the next, its old values would stay alive, and
-         * ptxas would run the products one by one (C7511). */
-        float S[S_REGS], alpha[2];
-        int largest[2] = {0, 0};
-        const int j = walk.take();
-        const bool is_special = IS_FIRST || walk.needs_max(j) || j == 0;
-        goes_on = walk.has_next();
-        pin(goes_on); /* This is computed before the votes. Behind them every step would wait for it. */
-
+    /* The products of a step: S = Q K^T, and O += P V of the keys before. The first step of a work tile has no P V. It
+     * stores O of the tile before instead. NOTE: the four warps of a warpgroup meet in wgmma, so all of them take the
+     * same copy of this function. */
+    template <bool IS_FIRST> DEVICE void multiply(float (&S)[S_REGS], int j) {
         /* wait K, V and the turn; issue S = Q K^T and O += P V of the keys before */
         if (!IS_FIRST && PV_FIRST)
             wait_v_and_k();
@@ -264,7 +260,7 @@ struct consumer : consumer_base {
             next_flush = j - FLUSH_STEPS;
         }
 
-        /* wait S; release K, and Q after the last S */
+        /* wait S; release K */
         if (IS_FIRST || PV_FIRST)
             wgmma_wait_group<0>(S);
         else
@@ -272,6 +268,14 @@ struct consumer : consumer_base {
         if (TURN == TURN_UNTIL_SCORES && !IS_FIRST) pass_turn();
         release_k();
         if (!IS_FIRST && PV_FIRST) pin(O), release_v();
+    }
+
+    /* S becomes P in 32 bits, and P is rounded. limits are those of P. Returns whether some P may exceed them. */
+    template <bool IS_FIRST> DEVICE bool compute_p(float (&S)[S_REGS], float (&limits)[2], int j, bool is_special) {
+        float alpha[2];
+        int largest[2] = {0, 0};
+
+        /* release Q after the last S */
         if (walk.is_last(j)) release_q(THIS_TILE);
 
         /* mask and row max: most steps pass by on one branch; key 0 may be far above all other keys */
@@ -286,7 +290,7 @@ struct consumer : consumer_base {
 
         /* P = exp2; with SPLITS_SOFTMAX only of the thread's first row */
         exponentiate_rows(S, softmax, scale_log2, true, !SPLITS_SOFTMAX || IS_FIRST);
-        const float limits[2] = {limit_of_e4m3(softmax.sum[0]), limit_of_e4m3(softmax.sum[1])};
+        limits[0] = limit_of_e4m3(softmax.sum[0]), limits[1] = limit_of_e4m3(softmax.sum[1]);
         sum_rows(S, softmax, largest, true, !SPLITS_SOFTMAX || IS_FIRST);
 
         /* wait O; release V; rescale O to the new row maximum */
@@ -301,15 +305,80 @@ struct consumer : consumer_base {
         if (SPLITS_SOFTMAX && !IS_FIRST)
             exponentiate_rows(S, softmax, scale_log2, false, true), sum_rows(S, softmax, largest, false, true);
         round_to_bytes(S, P);
+        return !IS_FIRST && any_exceeds(largest, limits);
+    }
+    /* The same in a plain step, whose row maximum stays, and whose key tile is not the last. */
+    DEVICE bool compute_plain_p(float (&S)[S_REGS], float (&limits)[2], int j) {
+        int largest[2] = {0, 0};
+        change_all_scores(S, j);
+        exponentiate_rows(S, softmax, scale_log2, true, true);
+        limits[0] = limit_of_e4m3(softmax.sum[0]), limits[1] = limit_of_e4m3(softmax.sum[1]);
+        sum_rows(S, softmax, largest, true, true);
+        round_to_bytes(S, P);
+        return any_exceeds(largest, limits);
+    }
 
-        /* A P that e4m3 does not hold raises the row maximum. Sums of four P say whether to look at each P. */
-        if (!IS_FIRST && any_exceeds(largest, limits) && some_p_exceeds(S, limits)) {
+    /* A P that e4m3 does not hold raises the row maximum. Sums of four P have said whether to look at each P. */
+    DEVICE void finish_step(float (&S)[S_REGS], const float (&limits)[2], int j, bool may_exceed) {
+        if (may_exceed && some_p_exceeds(S, limits)) {
+            float alpha[2];
             raise_to_p(S, softmax, alpha);
             rescale_o(alpha);
             round_to_bytes(S, P);
         }
-        if (!IS_FIRST) flush_after(j);
-        if (IS_FIRST) has_o = true;
+        flush_after(j);
+    }
+
+    template <bool IS_FIRST> DEVICE void step() {
+        /* NOTE: S is a new array in every step. Carried from one step to the next, its old values would stay alive, and
+         * ptxas would run the products one by one (C7511). */
+        float S[S_REGS], limits[2];
+        const int j = walk.take();
+        const bool is_special = IS_FIRST || walk.needs_max(j) || j == 0;
+        goes_on = walk.has_next();
+        pin(goes_on); /* This is computed before the votes. Behind them every step would wait for it. */
+        multiply<IS_FIRST>(S, j);
+        const bool may_exceed = compute_p<IS_FIRST>(S, limits, j, is_special);
+        if (IS_FIRST)
+            has_o = true;
+        else
+            finish_step(S, limits, j, may_exceed);
+    }
+
+    /* Plain steps, and the step behind them. NOTE: the inner loop has no rare code in its middle. Each jump over such
+     * code costs 20 to 30 clocks. */
+    DEVICE void plain_steps() {
+        /* Plain are the key tiles between these two. A flush, too, ends the loop. */
+        const int above = max(max(walk.bottom, next_flush), LOCAL ? max(walk.full_begin - 1, 0) : 0);
+        const int below = walk.exact_begin;
+        float S[S_REGS], limits[2];
+        int j, is_plain;
+#pragma unroll 1
+        for (;;) {
+            float new_S[S_REGS]; /* see the note on S in step() */
+            j = walk.take();
+            is_plain = above < j && j < below;
+            multiply<false>(new_S, j);
+            const bool stops = !is_plain || compute_plain_p(new_S, limits, j);
+#pragma unroll
+            for (int i = 0; i < S_REGS; i++) S[i] = new_S[i];
+            if (stops) break;
+        }
+        goes_on = walk.has_next();
+        if (is_plain)
+            finish_step(S, limits, j, true);
+        else
+            finish_step(S, limits, j, compute_p<false>(S, limits, j, walk.needs_max(j) || j == 0));
+    }
+    DEVICE void run_steps() {
+        step<true>();
+#pragma unroll 1
+        while (goes_on) {
+            if (HAS_PLAIN_STEPS)
+                plain_steps();
+            else
+                step<false>();
+        }
     }
 
     /* One step of a work tile that failed. Nothing overlaps, each step takes its row maximum, and O takes of V only
@@ -391,6 +460,13 @@ struct consumer : consumer_base {
         }
     }
 };
+
+/* Takes the place of the function of attn_fwd_consumer.cuh. */
+DEVICE void compute_tile(consumer &c) {
+    c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
+    c.skip_unseen_steps();
+    c.run_steps();
+}
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 

@@ -43,8 +43,8 @@ struct transposer {
 
     static constexpr int COLUMN_UNITS = D_V / 16 / TRANSPOSERS, KEY_UNITS = BLOCK_KV / 32;
     static constexpr int UNITS = COLUMN_UNITS * KEY_UNITS;
-    static constexpr int BATCH = 2; /* So many units are loaded while as many are stored. */
-    static_assert(D_V % (16 * TRANSPOSERS) == 0 && UNITS % BATCH == 0, "each warp takes the same number of batches");
+    static constexpr int AHEAD = 2; /* So many units are loaded before one is stored. */
+    static_assert(D_V % (16 * TRANSPOSERS) == 0 && UNITS >= AHEAD, "each warp takes the same number of units");
 
     DEVICE transposer(shared_memory &smem, int idx) : smem(smem), arrives(arrives_for_warp(threadIdx.x % 32)) {
         const int lane = threadIdx.x % 32, column = 16 * idx; /* the first unit's */
@@ -58,45 +58,50 @@ struct transposer {
      * distances have no bit in common. So the swizzle of the sum is the xor of both. */
     DEVICE u32 load_address(u32 raw, int i) const {
         const int column = i / KEY_UNITS * 16 * TRANSPOSERS, key = i % KEY_UNITS * 32;
-        return ((raw + lane_load) ^ column % CHUNK) + (column / CHUNK * BLOCK_KV + key) * ROW_BYTES;
+        return (raw ^ column % CHUNK) + (column / CHUNK * BLOCK_KV + key) * ROW_BYTES;
     }
     DEVICE u32 store_address(u32 v, int i) const {
         const int column = i / KEY_UNITS * 16 * TRANSPOSERS, key = i % KEY_UNITS * 32;
-        return ((v + lane_store) ^ key % KEY_CHUNK) + (key / KEY_CHUNK * D_V + column) * KEY_CHUNK;
+        return (v ^ key % KEY_CHUNK) + (key / KEY_CHUNK * D_V + column) * KEY_CHUNK;
     }
 
-    DEVICE void load(u32 (&m)[BATCH][4], u32 raw, int first) const {
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) ldmatrix_x4_trans(m[i], load_address(raw, first + i));
+    /* NOTE: addresses are computed where they are used. Kept in registers, they would leave too few for the loads. */
+    DEVICE void load(u32 (&m)[4], u32 raw, int i) const {
+        int address = raw;
+        pin(address);
+        ldmatrix_x4_trans(m, load_address(address, i));
     }
-    DEVICE void store(const u32 (&m)[BATCH][4], u32 v, int first) const {
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            stmatrix_x4(store_address(v, first + i), prmt(m[i][0], m[i][1], 0x6420), prmt(m[i][0], m[i][1], 0x7531),
-                        prmt(m[i][2], m[i][3], 0x6420), prmt(m[i][2], m[i][3], 0x7531));
+    DEVICE void store(const u32 (&m)[4], u32 v, int i) const {
+        int address = v;
+        pin(address);
+        stmatrix_x4(store_address(address, i), prmt(m[0], m[1], 0x6420), prmt(m[0], m[1], 0x7531),
+                    prmt(m[2], m[3], 0x6420), prmt(m[2], m[3], 0x7531));
     }
     DEVICE void transpose(u32 raw, u32 v) const {
-        u32 m[2][BATCH][4];
-        load(m[0], raw, 0);
+        u32 m[AHEAD + 1][4];
+        raw += lane_load, v += lane_store;
 #pragma unroll
-        for (int first = 0; first < UNITS; first += BATCH) {
-            const int now = first / BATCH % 2;
-            if (first + BATCH < UNITS) load(m[1 - now], raw, first + BATCH);
-            store(m[now], v, first);
+        for (int i = 0; i < UNITS + AHEAD; i++) {
+            if (i < UNITS) load(m[i % (AHEAD + 1)], raw, i);
+            if (i >= AHEAD) store(m[(i - AHEAD) % (AHEAD + 1)], v, i - AHEAD);
         }
     }
 
     DEVICE void run() {
         ring<V_LOAD_STAGES> from;
         ring<V_STAGES> to;
-        for (;; from.next(), to.next()) {
-            mbarrier_wait(&smem.raw_full[from.stage], from.parity);
-            if (smem.is_end[from.stage]) break;
-            mbarrier_wait(&smem.v_empty[to.stage], to.parity ^ 1);
-            transpose(smem_address(smem.raw_v[from.stage]), smem_address(smem.v[to.stage]));
+        for (;;) {
+            /* Rings of the same size are one ring, which spares registers. */
+            const int from_stage = from.stage, to_stage = V_LOAD_STAGES == V_STAGES ? from.stage : to.stage;
+            const u32 from_parity = from.parity, to_parity = V_LOAD_STAGES == V_STAGES ? from.parity : to.parity;
+            mbarrier_wait(&smem.raw_full[from_stage], from_parity);
+            if (smem.is_end[from_stage]) break;
+            mbarrier_wait(&smem.v_empty[to_stage], to_parity ^ 1);
+            transpose(smem_address(smem.raw_v[from_stage]), smem_address(smem.v[to_stage]));
             fence_proxy_async();
             __syncwarp();
-            if (arrives) mbarrier_arrive(&smem.raw_empty[from.stage]), mbarrier_arrive(&smem.v_full[to.stage]);
+            if (arrives) mbarrier_arrive(&smem.raw_empty[from_stage]), mbarrier_arrive(&smem.v_full[to_stage]);
+            from.next(), to.next();
         }
     }
 };
