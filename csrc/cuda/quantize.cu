@@ -3,36 +3,31 @@
  *   x [b, row, h, d]  ->  out [b, row, h, d] e4m3, descale [b, h_kv]
  *
  * HBM gives each element once. A group has one descale: a sequence and key head of a tensor, or a whole tensor. A
- * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA draws a ticket for each
- * piece:
+ * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA does steps, and AHEAD steps
+ * are on their way to their slots (cp.async):
  *
- *   load LOADS - 1 pieces ahead (cp.async)  ->  measure, and publish the piece's maximum  ->  keep the piece in its
- *   slot  ->  the group is complete: write the kept pieces from their slots
+ *   load  ->  measure, and publish the piece's maximum  ->  wait until the group is complete  ->  write
  *
- * The scheduler warp draws tickets, finds the next piece and polls the oldest kept group, while the other warps load
- * and measure. One barrier a piece joins them. All warps keep the same state of the slots.
+ * The scheduler warp draws a ticket for each piece, finds the piece, and polls the maxima of the group. The other warps
+ * load, measure and write. A published maximum is one word that begins as 0. So the word says as well that the piece
+ * is measured, and a CTA needs no fence. Each CTA computes the maximum of a complete group itself.
  *
- * A published maximum is one word that begins as 0. So the word says as well that the piece is measured, and a CTA
- * needs no fence. Each CTA computes the maximum of a complete group itself.
+ * If a CTA draws several pieces of a group, it waits with the last of them. It drops the others after their measure,
+ * and lists them. Behind the last piece it loads them again, the youngest first, because the L2 may still hold it.
  *
- * A large group does not fit into the slots of all CTAs. So a CTA drops a measured piece if KEPT slots are taken by
- * the group and the group goes on. It lists the dropped pieces, and loads them again when the group is complete. The
- * last dropped piece comes first, because the L2 may still hold it.
+ * A rotated piece of HEAD_DIM columns stays in registers, as floats, from its measure to its write. For other widths a
+ * piece is rotated twice, for its maximum and for its e4m3.
  *
- * A rotated piece is rotated twice, for its maximum and for its e4m3.
- *
- * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits
- * for a group only when its own next unmeasured piece lies behind the group. Then all pieces of the group are drawn.
- * Of the waiting CTAs and the CTAs that measure, one with the earliest group never waits. A slot is always free for
- * a CTA's own next piece of the oldest group, or for its next dropped piece: new pieces wait until no dropped piece
- * is left.
+ * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits for a
+ * group only when it has measured all its pieces of the group, and has drawn a ticket behind the group. Then all pieces
+ * of the group are drawn. Of the waiting CTAs, one with the earliest group waits only for CTAs that work.
  *
  * Specification: ../cpu/quantize.c. */
 #include "ptx_once.cuh"
 #include "quantize_params.h"
 
-#if !defined(ROTATES) || !defined(SLOT_KB) || !defined(CTAS) || !defined(F32)
-#error "a row of tiles.def: ROTATES, SLOT_KB, CTAS; dtype: F32, or another: 0 or 1"
+#if !defined(ROTATES) || !defined(HEAD_DIM) || !defined(SLOT_KB) || !defined(SLOTS) || !defined(CTAS) || !defined(F32)
+#error "a row of tiles.def: ROTATES, HEAD_DIM, SLOT_KB, SLOTS, CTAS; dtype: F32, or another: 0 or 1"
 #endif
 
 #ifndef KERNEL
@@ -40,12 +35,13 @@
 #endif
 
 constexpr int THREADS = FA_QUANTIZE_THREADS, WARPS = FA_QUANTIZE_WARPS; /* without the scheduler warp */
-constexpr int SLOTS = FA_QUANTIZE_SLOTS, LOADS = FA_QUANTIZE_LOADS, KEPT = SLOTS - LOADS;
+constexpr int AHEAD = SLOTS - 1; /* steps that are on their way */
+constexpr int STEPS = 8;         /* that are known at once */
 constexpr int SLOT_BYTES = SLOT_KB << 10;
 constexpr int UNIT = 16 / element::BYTES; /* elements of 16 bytes */
 constexpr int CHUNK_UNITS = 8 / UNIT;     /* a chunk is 8 columns */
 constexpr int BATCH = 8;                  /* units that a lane reads from shared memory at once */
-static_assert(KEPT >= 1, "a CTA keeps pieces while it loads others");
+static_assert(AHEAD >= 1 && AHEAD + 3 <= STEPS, "a step is found before the one AHEAD of the present one is loaded");
 
 /* ---- pieces ------------------------------------------------------------------------------------------------------ */
 
@@ -59,14 +55,25 @@ struct piece {
     bool is_owned;               /* by a sequence; other rows become 0 */
 };
 
+/* What a CTA does in a step. */
+enum kind {
+    NEW,   /* measures a piece */
+    AGAIN, /* loads a dropped piece again and writes it */
+    NONE   /* nothing, and ends */
+};
+struct step {
+    piece at;
+    kind does;
+    bool is_dropped; /* a NEW piece of which the group goes on in this CTA; otherwise it is written */
+};
+
 struct shared {
     char slots[SLOTS][SLOT_BYTES];
     uint4 signs[32]; /* of a chunk, as a mask of 16-bit elements */
-    u32 words[2][WARPS + 1];
-    piece next[4];
-    piece pieces[WARPS + 1][SLOTS];
+    u32 words[2][WARPS], most;
+    step steps[STEPS];
 };
-static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB), "the launch gives this much");
+static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB, SLOTS), "the launch gives this much");
 
 /* Returns the number of pieces of one key head before a sequence of a packed tensor. */
 DEVICE int pieces_before(const fa_quantize_params &p, const fa_quantize_tensor &t, int sequence) {
@@ -204,12 +211,17 @@ template <int N> struct constant {
     static constexpr int VALUE = N;
 };
 
+/* Rows of a lane in which a number of lines is on its way at once. */
+DEVICE constexpr int rows_at_once(int lines) { return lines == 1 ? 4 : lines == 4 ? 1 : 2; }
+
 /* Calls body with the number of a row's lines as a constant, if the lines are full and few, or with 0. */
 template <class Body> DEVICE void with_lines(const fa_quantize_tensor &t, Body body) {
     if (element::BYTES == 2 && t.lines == 1)
         body(constant<1>());
     else if (element::BYTES == 2 && t.lines == 2)
         body(constant<2>());
+    else if (element::BYTES == 2 && t.lines == 3)
+        body(constant<3>());
     else if (element::BYTES == 2 && t.lines == 4)
         body(constant<4>());
     else
@@ -231,7 +243,7 @@ DEVICE void load(const fa_quantize_params &p, const piece at, char *slot, u64 l2
         return;
     }
     with_lines(t, [&](auto lines) {
-        constexpr int LINES = decltype(lines)::VALUE, ROWS = LINES ? 4 / LINES : 1;
+        constexpr int LINES = decltype(lines)::VALUE, ROWS = LINES ? rows_at_once(LINES) : 1;
         const int num = LINES ? LINES : pitch / 8;
 #pragma unroll ROWS
         for (int row = lane() / 8; row < mine.num; row += 4) {
@@ -317,35 +329,48 @@ template <int N> DEVICE void rotate(block<N> &of) {
 /* 1 / sqrt(n) for a power of two. */
 DEVICE constexpr float norm_of(int n) { return n == 1 ? 1.f : n == 2 ? 0.70710678f : norm_of(n / 4) / 2; }
 
-/* Calls body(of, row, place) for a block of the rows of a slot. The block begins with a column. A lane's row counts
- * from the warp's first row. Its first unit is in a place of the slot, the others are in place ^ i. Lanes without a
- * row of their own have the last row again. The whole warp calls this function. */
+/* The whole warp: loads a block of a row, which begins with a column, and rotates it. The lane's first unit is in a
+ * place of the slot, the others are in place ^ i. */
+template <int N> DEVICE void load_block(const part &mine, const shared &smem, int column, int place, block<N> &of) {
+    typedef block<N> B;
+    const int first = column + B::COLUMNS * (lane() % B::LANES);
+#pragma unroll
+    for (int chunk = 0; chunk < B::COLUMNS / 8; chunk++) {
+        const uint4 signs = smem.signs[place_of(32, 0, first / 8 + chunk)];
+        const u32 masks[4] = {signs.x, signs.y, signs.z, signs.w};
+#pragma unroll
+        for (int i = 0; i < CHUNK_UNITS; i++) {
+            uint4 x = unit_at(mine, place ^ (chunk * CHUNK_UNITS + i));
+            if constexpr (element::BYTES == 4)
+                x.x ^= masks[2 * i] << 16, x.y ^= masks[2 * i] & 0x80000000, x.z ^= masks[2 * i + 1] << 16,
+                    x.w ^= masks[2 * i + 1] & 0x80000000;
+            else
+                x.x ^= masks[0], x.y ^= masks[1], x.z ^= masks[2], x.w ^= masks[3];
+            cvt_f32(x, of.y + 8 * chunk + UNIT * i);
+        }
+    }
+    rotate(of);
+}
+
+/* The place of the lane's first unit. */
+template <int N> DEVICE int place_of_block(int pitch, int row, int column) {
+    return place_of(pitch, row, (column + block<N>::COLUMNS * (lane() % block<N>::LANES)) / UNIT);
+}
+
+/* Calls body(of, row, is_row, place) for a block of the rows of a slot. The block begins with a column. A lane's row
+ * counts from the warp's first row. Lanes without a row of their own have the last row again. The whole warp calls
+ * this function. */
 template <int N, class Body>
 DEVICE void for_rows_of_block(const fa_quantize_tensor &t, const part &mine, const shared &smem, int column,
                               Body body) {
     typedef block<N> B;
-    const int first = column + B::COLUMNS * (lane() % B::LANES), unit = first / UNIT;
 #pragma unroll 1
     for (int from = 0; from < mine.num; from += B::ROWS) {
         B of;
-        const int row = min(from + lane() / B::LANES, mine.num - 1), place = place_of(t.pitch, row, unit);
-#pragma unroll
-        for (int chunk = 0; chunk < B::COLUMNS / 8; chunk++) {
-            const uint4 signs = smem.signs[place_of(32, 0, first / 8 + chunk)];
-            const u32 masks[4] = {signs.x, signs.y, signs.z, signs.w};
-#pragma unroll
-            for (int i = 0; i < CHUNK_UNITS; i++) {
-                uint4 x = unit_at(mine, place ^ (chunk * CHUNK_UNITS + i));
-                if constexpr (element::BYTES == 4)
-                    x.x ^= masks[2 * i] << 16, x.y ^= masks[2 * i] & 0x80000000, x.z ^= masks[2 * i + 1] << 16,
-                        x.w ^= masks[2 * i + 1] & 0x80000000;
-                else
-                    x.x ^= masks[0], x.y ^= masks[1], x.z ^= masks[2], x.w ^= masks[3];
-                cvt_f32(x, of.y + 8 * chunk + UNIT * i);
-            }
-        }
-        rotate(of);
-        body(of, row, from + lane() / B::LANES < mine.num, place);
+        const int row = from + lane() / B::LANES, clamped = min(row, mine.num - 1);
+        const int place = place_of_block<N>(t.pitch, clamped, column);
+        load_block(mine, smem, column, place, of);
+        body(of, clamped, row < mine.num, place);
     }
 }
 
@@ -359,29 +384,64 @@ template <int N = 256, class Body> DEVICE void for_blocks(int d, Body body) {
 
 DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffff) == 0x7f800000; }
 
+/* Returns the larger one of `most` and the block's maximum, which lacks the factor 1 / sqrt(N). */
+template <int N> DEVICE float max_of_block(const part &mine, const block<N> &of, int place, float most) {
+    typedef block<N> B;
+    /* The larger one of |a + b| and |a - b| is |a| + |b|. */
+#pragma unroll
+    for (int i = 0; i < B::HALF; i++) most = fmaxf(most, fabsf(of.y[i]) + fabsf(of.y[i + B::HALF]));
+    /* An infinity makes every column of its block infinite or NaN. */
+    if (!(fabsf(of.y[0]) + fabsf(of.y[B::HALF]) <= 3.402823466e38f))
+        for (int i = 0; i < B::UNITS; i++) {
+            float x[UNIT];
+            cvt_f32(unit_at(mine, place ^ i), x);
+            for (int e = 0; e < UNIT; e++)
+                if (is_infinite(x[e])) most = __int_as_float(0x7f800000);
+        }
+    return most;
+}
+
+/* The rotated rows of a warp in registers, without the last step. HEAD_DIM = 0: none. */
+constexpr int PITCH = HEAD_DIM ? (HEAD_DIM * element::BYTES + 127) / 128 * 8 : 8;
+DEVICE constexpr int rows_of_warp(int rows = 1) {
+    return 16 * PITCH * 2 * rows * WARPS <= SLOT_BYTES ? rows_of_warp(2 * rows) : rows;
+}
+static_assert(HEAD_DIM % 32 == 0, "a lane has 32 columns of each block");
+template <int N> constexpr int TIMES = (rows_of_warp() + block<N>::ROWS - 1) / block<N>::ROWS;
+template <int N> constexpr int TIMES_BEFORE = (HEAD_DIM & 2 * N ? TIMES<2 * N> : 0) + TIMES_BEFORE<2 * N>;
+template <> constexpr int TIMES_BEFORE<256> = 0;
+struct rotated {
+    float y[TIMES_BEFORE<16> ? TIMES_BEFORE<16> : 1][32]; /* [TIMES_BEFORE<N> + i]: block N of the rows from i * block<N>::ROWS on */
+};
+
+/* Calls body(of, from, column, place) for the blocks of N columns that are kept. */
+template <int N, class Body> DEVICE void for_kept_rows(const part &mine, rotated &kept, Body body) {
+#pragma unroll
+    for (int i = 0; i < TIMES<N>; i++) {
+        const int from = i * block<N>::ROWS;
+        if (from < mine.num) body(*(block<N> *)kept.y[TIMES_BEFORE<N> + i], from + lane() / block<N>::LANES);
+    }
+}
+
 /* Returns the maximum of the warp's rows, as the bits of a float. NaN does not count. */
-DEVICE u32 measure(const fa_quantize_params &p, const piece at, const shared &smem, char *slot) {
+DEVICE u32 measure(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, rotated &kept) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
     float most = 0;
     if (ROTATES && t.rotates) {
-        for_blocks(t.d, [&](auto n, int column) {
+        for_blocks(HEAD_DIM ? HEAD_DIM : t.d, [&](auto n, int column) {
             constexpr int N = decltype(n)::VALUE;
-            typedef block<N> B;
             float of_block = 0;
-            for_rows_of_block<N>(t, mine, smem, column, [&](const B &of, int, bool, int place) {
-            /* The larger one of |a + b| and |a - b| is |a| + |b|. */
-#pragma unroll
-                for (int i = 0; i < B::HALF; i++) of_block = fmaxf(of_block, fabsf(of.y[i]) + fabsf(of.y[i + B::HALF]));
-                /* An infinity makes every column of its block infinite or NaN. */
-                if (!(fabsf(of.y[0]) + fabsf(of.y[B::HALF]) <= 3.402823466e38f))
-                    for (int i = 0; i < B::UNITS; i++) {
-                        float x[UNIT];
-                        cvt_f32(unit_at(mine, place ^ i), x);
-                        for (int e = 0; e < UNIT; e++)
-                            if (is_infinite(x[e])) of_block = __int_as_float(0x7f800000);
-                    }
-            });
+            if constexpr (HEAD_DIM > 0)
+                for_kept_rows<N>(mine, kept, [&](block<N> &of, int row) {
+                    const int place = place_of_block<N>(PITCH, min(row, mine.num - 1), column);
+                    load_block(mine, smem, column, place, of);
+                    of_block = max_of_block(mine, of, place, of_block);
+                });
+            else
+                for_rows_of_block<N>(t, mine, smem, column, [&](const block<N> &of, int, bool, int place) {
+                    of_block = max_of_block(mine, of, place, of_block);
+                });
             most = fmaxf(most, of_block * norm_of(N));
         });
     } else {
@@ -436,36 +496,50 @@ DEVICE float descale_of(u32 most) {
     return most == 0 ? 1 : fmaxf(__fdiv_rn(__int_as_float((int)most), 448.f), 1.17549435e-38f);
 }
 
-DEVICE void write_rotated(const fa_quantize_tensor &t, const piece at, const part &mine, const shared &smem,
-                          int of_position, float factor, u64 l2_policy) {
-    for_blocks(t.d, [&](auto n, int column) {
-        constexpr int N = decltype(n)::VALUE;
-        typedef block<N> B;
-        constexpr int HALF = B::HALF;
-        const float2 signs = signs_of_lane<N>();
-        const float of_sums = signs.x * norm_of(N), of_differences = signs.y * norm_of(N);
-        unsigned char *const out = at.out + column + HALF * (lane() % B::LANES);
-        const row_steps steps = steps_of(t, at, of_position, t.d);
-        for_rows_of_block<N>(t, mine, smem, column, [&](const B &of, int row, bool is_row, int) {
-            float sums[HALF], differences[HALF];
+/* The signs and norms of the lane's sums and differences, then the factor of the group. */
+template <int N> struct scales {
+    float of_sums, of_differences, factor;
+};
+
+/* The last step of a block, and its e4m3. */
+template <int N>
+DEVICE void write_block(const block<N> &of, const scales<N> &by, unsigned char *to, bool is_aligned_16, u64 l2_policy) {
+    constexpr int HALF = block<N>::HALF;
+    float sums[HALF], differences[HALF];
 #pragma unroll
-            for (int i = 0; i < HALF; i++) {
-                const float a = of.y[i], b = of.y[i + HALF];
-                sums[i] = fmaf(a + b, of_sums, 0.f) * factor; /* + 0: a zero has no sign */
-                differences[i] = fmaf(a - b, of_differences, 0.f) * factor;
-            }
-            if (!is_row) return;
-            unsigned char *to = out + steps_to(steps, mine.first + row);
-            write_columns<HALF>(to, sums, t.d % 16 == 0, l2_policy);
-            write_columns<HALF>(to + N / 2, differences, t.d % 16 == 0, l2_policy);
-        });
+    for (int i = 0; i < HALF; i++) {
+        const float a = of.y[i], b = of.y[i + HALF];
+        sums[i] = fmaf(a + b, by.of_sums, 0.f) * by.factor; /* + 0: a zero has no sign */
+        differences[i] = fmaf(a - b, by.of_differences, 0.f) * by.factor;
+    }
+    write_columns<HALF>(to, sums, is_aligned_16, l2_policy);
+    write_columns<HALF>(to + N / 2, differences, is_aligned_16, l2_policy);
+}
+
+DEVICE void write_rotated(const fa_quantize_tensor &t, const piece &at, const part &mine, const shared &smem,
+                          rotated &kept, int of_position, float factor, u64 l2_policy) {
+    const row_steps steps = steps_of(t, at, of_position, t.d);
+    for_blocks(HEAD_DIM ? HEAD_DIM : t.d, [&](auto n, int column) {
+        constexpr int N = decltype(n)::VALUE;
+        const float2 signs = signs_of_lane<N>();
+        const scales<N> by = {signs.x * norm_of(N), signs.y * norm_of(N), factor};
+        unsigned char *const out = at.out + column + block<N>::HALF * (lane() % block<N>::LANES);
+        if constexpr (HEAD_DIM > 0)
+            for_kept_rows<N>(mine, kept, [&](const block<N> &of, int row) {
+                if (row < mine.num) write_block(of, by, out + steps_to(steps, mine.first + row), true, l2_policy);
+            });
+        else
+            for_rows_of_block<N>(t, mine, smem, column, [&](const block<N> &of, int row, bool is_row, int) {
+                if (is_row)
+                    write_block(of, by, out + steps_to(steps, mine.first + row), t.d % 16 == 0, l2_policy);
+            });
     });
 }
 
-/* Writes rows of full lines of 16-bit elements. Four units of a lane are on their way at once. */
+/* Writes rows of full lines of 16-bit elements. Four or six units of a lane are on their way at once. */
 template <int LINES>
 DEVICE void write_lines(const row_steps &steps, unsigned char *out, const part &mine, float factor, u64 l2_policy) {
-    constexpr int ROWS = 4 / LINES;
+    constexpr int ROWS = rows_at_once(LINES);
     for (int from = lane() / 8; from < mine.num; from += 4 * ROWS) {
         uint4 x[ROWS][LINES];
 #pragma unroll
@@ -512,7 +586,8 @@ DEVICE void write_chunks(const row_steps &steps, unsigned char *out, const part 
 }
 
 /* most: the group's maximum, as the bits of a float. */
-DEVICE void write(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, u32 most) {
+DEVICE void write(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, rotated &kept,
+                  u32 most) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
     const u64 l2_policy = l2_evict_first();
@@ -520,7 +595,7 @@ DEVICE void write(const fa_quantize_params &p, const piece at, const shared &sme
     const int of_position = p.h_kv * t.g * t.d;
     if (threadIdx.x == 0 && at.descale) *at.descale = descale;
     if (ROTATES && t.rotates) {
-        write_rotated(t, at, mine, smem, of_position, factor, l2_policy);
+        write_rotated(t, at, mine, smem, kept, of_position, factor, l2_policy);
         return;
     }
     const row_steps steps = steps_of(t, at, of_position, t.d);
@@ -562,20 +637,42 @@ DEVICE u32 poll(const fa_quantize_params &p, const piece at, seen &group) {
     return group.most;
 }
 
-/* ---- the kernel -------------------------------------------------------------------------------------------------- */
+/* ---- steps ------------------------------------------------------------------------------------------------------- */
 
-/* A queue of slots. */
-struct queue {
-    u32 slots; /* four bits for each; the oldest is lowest */
-    int num;
+constexpr u32 NO_TICKET = 0xffffffff;
+
+/* What one lane of the scheduler warp knows. links[ticket] is the piece that was dropped before. */
+struct schedule {
+    u32 drawn;    /* the ticket of the next new piece */
+    u32 last, end; /* the last step's ticket, if it is new, and its group's end; otherwise NO_TICKET, 0 */
+    u32 dropped;  /* the youngest dropped piece, or NO_TICKET */
+    bool again;   /* are dropped pieces next? */
 };
-static_assert(SLOTS <= 8, "a queue has room for all slots");
-DEVICE void push(queue &q, int slot) { q.slots |= (u32)slot << 4 * q.num++; }
-DEVICE int pop(queue &q) {
-    const int slot = q.slots & 15;
-    q.slots >>= 4, q.num--;
-    return slot;
+
+/* Finds a step, and says whether the piece of the step before is dropped. */
+DEVICE void find_step(const fa_quantize_params &p, shared &smem, int idx, u32 bad_tensors, schedule &s) {
+    step &before = smem.steps[(idx + STEPS - 1) % STEPS], &to = smem.steps[idx % STEPS];
+    if (s.last != NO_TICKET) {
+        before.is_dropped = s.drawn < s.end;
+        if (before.is_dropped)
+            p.links[s.last] = s.dropped, s.dropped = s.last;
+        else
+            s.again = s.dropped != NO_TICKET;
+    }
+    const u32 ticket = s.again ? s.dropped : s.drawn;
+    to.does = s.again ? AGAIN : ticket < (u32)p.num_pieces ? NEW : NONE;
+    to.is_dropped = false;
+    s.last = NO_TICKET;
+    if (to.does == NONE) return;
+    if (to.does == AGAIN)
+        s.dropped = p.links[ticket], s.again = s.dropped != NO_TICKET;
+    else
+        s.drawn = atom_inc(p.ticket); /* needed only for the next step */
+    to.at = find_piece(p, ticket, bad_tensors);
+    if (to.does == NEW) s.last = ticket, s.end = to.at.end;
 }
+
+/* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
 /* The masks of a chunk's signs. */
 DEVICE uint4 signs_of(u32 bits) {
@@ -585,127 +682,66 @@ DEVICE uint4 signs_of(u32 bits) {
     return {masks[0], masks[1], masks[2], masks[3]};
 }
 
-/* The thread's loads of all but the youngest `pending` pieces have come. */
-DEVICE void wait_for_loads(int pending) {
-    static_assert(LOADS <= 3, "a case for each number");
-    if (pending == 0)
-        cp_async_wait_group<0>();
-    else if (pending == 1)
-        cp_async_wait_group<1>();
-    else
-        cp_async_wait_group<2>();
-    __syncwarp();
-}
-
+/* NOTE: Step k is found while step k - AHEAD - 1 is done, its load begins with step k - AHEAD, and whether its piece is
+ * dropped is known from the barrier of step k - AHEAD on. A slot is free when the step AHEAD + 1 before is done. */
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ fa_quantize_params p) {
     extern __shared__ __align__(16) char memory[];
     shared &smem = *(shared *)memory;
-    const u32 bad = find_bad_tensors(p), num = (u32)p.num_pieces;
+    const u32 bad = find_bad_tensors(p);
     if (threadIdx.x < 32)
         smem.signs[place_of(32, 0, threadIdx.x)] = signs_of((u32)(p.signs[threadIdx.x / 8] >> threadIdx.x % 8 * 8));
-    piece *const mine = smem.pieces[warp()]; /* of the slots; the warp's own copy */
-    queue loading = {}, kept = {};
-    u32 free = (1 << SLOTS) - 1, again = 0;       /* slots; those with dropped pieces */
-    u32 unread = 0;                               /* the next piece's ticket */
-    u32 dropped_word = INCOMPLETE;                /* the maximum of the dropped pieces' group */
-    int num_dropped = 0, num_lost = 0;            /* dropped pieces: not yet written; not yet found */
-    int next_new = 0, next_again = 2, parity = 0; /* places of smem.next */
-    bool has_new = false, has_again = false;      /* are there pieces in these places? */
-    /* Of the scheduler warp: the ticket after the next piece's; links[ticket] is the dropped piece before. */
     const bool schedules = warp() == WARPS;
-    u32 drawn = schedules && lane() == 0 ? atom_inc(p.ticket) : 0, last_dropped = 0;
+    schedule s = {schedules && lane() == 0 ? atom_inc(p.ticket) : 0, NO_TICKET, 0, NO_TICKET, false};
     seen group = {INCOMPLETE, 0, 0};
-    while (true) {
-        /* Load the next piece. Dropped pieces of a complete group go first. */
-        const bool is_again = dropped_word != INCOMPLETE;
-        const bool loads = free && loading.num < LOADS && (is_again ? has_again : has_new && unread < num);
-        if (loads) {
-            const int slot = __ffs(free) - 1;
-            const piece &from = smem.next[is_again ? next_again : next_new];
-            static_assert(sizeof(piece) % 4 == 0 && sizeof(piece) <= 128, "a word for each lane");
-            __syncwarp(); /* no lane reads the slot or its piece */
-            if (lane() < sizeof(piece) / 4) ((u32 *)&mine[slot])[lane()] = ((const u32 *)&from)[lane()];
-            __syncwarp();
-            if (!schedules) {
-                load(p, mine[slot], smem.slots[slot], is_again ? l2_evict_first() : l2_evict_normal());
-                cp_async_commit_group();
-            }
-            push(loading, slot);
-            free &= ~(1u << slot);
-            again = is_again ? again | 1u << slot : again & ~(1u << slot);
-        }
-        /* The scheduler warp finds the piece after it. */
-        const bool finds_new = !is_again && (loads || !has_new);
-        const bool finds_again = is_again && num_lost > 0 && (loads || !has_again);
-        next_new ^= finds_new, next_again ^= finds_again;
-        if (schedules && lane() == 0 && (finds_new || finds_again)) {
-            const u32 ticket = finds_new ? drawn : last_dropped;
-            piece &to = smem.next[finds_new ? next_new : next_again];
-            if (ticket < num) to = find_piece(p, ticket, bad);
-            to.ticket = ticket;
-            if (finds_again)
-                last_dropped = p.links[ticket];
-            else if (ticket < num)
-                drawn = atom_inc(p.ticket); /* needed only for the piece after the next */
-        }
-        num_lost -= finds_again;
-        has_new |= finds_new, has_again = finds_again || (has_again && !(is_again && loads));
-
-        /* Measure the oldest piece. Meanwhile look whether the oldest kept piece's group is complete. */
-        const bool can_load = free && (is_again ? has_again : finds_new || unread < num);
-        const int slot = loading.num == LOADS || (loading.num > 0 && !can_load) ? pop(loading) : -1;
-        const bool measures = slot >= 0 && !(again >> slot & 1);
-        u32 word = measures ? 0 : INCOMPLETE; /* for the scheduler warp, and the maximum of other warps */
+    rotated kept;
+    u32 most = 0; /* of the last complete group */
+    int slot = 0, next_slot = 0;
+    for (int k = -AHEAD - 1;; k++) {
+        const step &now = smem.steps[k & (STEPS - 1)];
+        const kind does = k < 0 ? NONE : now.does;
+        if (k >= 0 && does == NONE) break;
+        const bool waits = does == NEW && !now.is_dropped;
         if (schedules) {
-            word = kept.num > 0 ? poll(p, mine[kept.slots & 15], group) : INCOMPLETE;
-        } else if (slot >= 0) {
-            wait_for_loads(loading.num);
-            if (measures) word = measure(p, mine[slot], smem, smem.slots[slot]);
-        }
-        if (lane() == 0) smem.words[parity][warp()] = word;
-        __syncthreads();
-        if (measures && threadIdx.x == 0) {
-            u32 most = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) most = max(most, smem.words[parity][w]);
-            st_relaxed(p.maxima + mine[slot].ticket, most + 1);
-        }
-        const u32 front_most = smem.words[parity][WARPS];
-        parity ^= 1; /* so one barrier is enough */
-        if (finds_new) unread = smem.next[next_new].ticket;
-
-        /* Write the pieces of the oldest group that are kept, if the group is complete, and a dropped piece. */
-        const bool is_complete = front_most != INCOMPLETE;
-        if (is_complete && num_dropped > 0 && dropped_word == INCOMPLETE) dropped_word = front_most;
-        const u32 end = is_complete ? mine[kept.slots & 15].end : 0;
-        bool writes_dropped = slot >= 0 && !measures;
-        while (true) {
-            const bool is_kept = is_complete && kept.num > 0 && mine[kept.slots & 15].end == end;
-            if (!is_kept && !writes_dropped) break;
-            const int from = is_kept ? pop(kept) : slot;
-            if (!schedules) write(p, mine[from], smem, smem.slots[from], is_kept ? front_most : dropped_word);
-            free |= 1u << from;
-            if (is_kept) continue;
-            writes_dropped = false;
-            if (--num_dropped == 0) dropped_word = INCOMPLETE;
-        }
-
-        /* Keep the measured piece, or drop it: its group goes on, and other pieces of the group have the slots. */
-        if (measures) {
-            const bool is_complete_soon = kept.num < KEPT || mine[kept.slots & 15].end <= unread;
-            if (is_complete_soon || dropped_word != INCOMPLETE) {
-                push(kept, slot);
-            } else {
-                if (schedules && lane() == 0) {
-                    const u32 ticket = mine[slot].ticket;
-                    p.links[ticket] = last_dropped, last_dropped = ticket;
-                }
-                free |= 1u << slot;
-                num_dropped++, num_lost++;
+            if (lane() == 0) find_step(p, smem, k + AHEAD + 1, bad, s);
+        } else {
+            if (k >= -AHEAD) {
+                const step &next = smem.steps[(k + AHEAD) & (STEPS - 1)];
+                __syncwarp(); /* no lane reads the slot */
+                if (next.does != NONE)
+                    load(p, next.at, smem.slots[next_slot], next.does == NEW ? l2_evict_normal() : l2_evict_first());
+                cp_async_commit_group();
+                next_slot = next_slot == SLOTS - 1 ? 0 : next_slot + 1;
             }
-        } else if (slot < 0 && !loads && !finds_new && !finds_again && !is_complete) {
-            if (kept.num == 0 && loading.num == 0 && num_dropped == 0) break;
-            __nanosleep(100);
+            if (does != NONE) {
+                cp_async_wait_group<AHEAD>();
+                __syncwarp();
+                u32 word = 0;
+                if (does == NEW || (HEAD_DIM && p.tensors[now.at.tensor].rotates))
+                    word = measure(p, now.at, smem, smem.slots[slot], kept);
+                if (lane() == 0) smem.words[k & 1][warp()] = word;
+            }
+        }
+        __syncthreads();
+        if (does == NEW && schedules) {
+            if (lane() == 0) {
+                u32 of_piece = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) of_piece = max(of_piece, smem.words[k & 1][w]);
+                st_relaxed(p.maxima + now.at.ticket, of_piece + 1);
+            }
+            if (waits) {
+                u32 of_group;
+                while ((of_group = poll(p, now.at, group)) == INCOMPLETE) {}
+                if (lane() == 0) smem.most = of_group;
+            }
+        }
+        if (waits) {
+            __syncthreads();
+            most = smem.most;
+        }
+        if (!schedules && does != NONE) {
+            if (waits || does == AGAIN) write(p, now.at, smem, smem.slots[slot], kept, most);
+            slot = slot == SLOTS - 1 ? 0 : slot + 1;
         }
     }
 }

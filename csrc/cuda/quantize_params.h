@@ -7,11 +7,9 @@
 enum {
     FA_QUANTIZE_WARPS = 4,
     FA_QUANTIZE_THREADS = 32 * (4 + 1),
-    FA_QUANTIZE_SLOTS = 3,
-    FA_QUANTIZE_LOADS = 2,
     FA_QUANTIZE_MOST_ROWS = (32 << 10) / 128 /* of a slot */
 };
-#define FA_QUANTIZE_SHARED_BYTES(slot_kb) (FA_QUANTIZE_SLOTS * ((slot_kb) << 10) + 2048)
+#define FA_QUANTIZE_SHARED_BYTES(slot_kb, slots) ((slots) * ((slot_kb) << 10) + 2048)
 
 /* One of q, k and v. A row of a sequence and key head is one of its g heads at one position. A piece has 2^log2_rows
  * rows. */

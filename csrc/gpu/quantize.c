@@ -49,10 +49,11 @@ static int choose_row(const fa_quantization *q, int capability) {
     const bool is_large = capability / 10 == 9 || capability / 10 == 10;
     bool rotates = false;
     for (int i = 0; i < 3; i++) rotates = rotates || q->tensors[i].rotates;
-    int row = 0;
-    while (fa_quantize_row(row)->rotates != rotates || (!is_large && fa_quantize_row(row)->slot_kb > SMALLEST_SLOT_KB))
-        row++;
-    return row;
+    for (int row = 0;; row++) {
+        const fa_quantize_columns *const columns = fa_quantize_row(row);
+        const bool fits = is_large || columns->slot_kb <= SMALLEST_SLOT_KB;
+        if (fits && columns->rotates == rotates && (columns->d == 0 || columns->d == q->tensors[0].d)) return row;
+    }
 }
 
 /* The workspace: the ticket, the maxima, the links. */
