@@ -6,17 +6,17 @@
  * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA does steps, and AHEAD steps
  * are on their way to their slots (cp.async):
  *
- *   load  ->  measure, and publish the piece's maximum  ->  wait until the group is complete  ->  write
+ *   load  ->  measure, and publish the piece's maximum  ->  LAG steps later: wait for the group's maximum  ->  write
  *
  * The scheduler warp draws a ticket for each piece, finds the piece, and polls the maxima of the group. The other warps
  * load, measure and write. A published maximum is one word that begins as 0. So the word says as well that the piece
  * is measured, and a CTA needs no fence. Each CTA computes the maximum of a complete group itself.
  *
- * If a CTA draws several pieces of a group, it waits with the last of them. It drops the others after their measure,
- * and lists them. Behind the last piece it loads them again, the youngest first, because the L2 may still hold it.
+ * If a CTA draws many pieces of a group, it keeps the last ones. It drops the others after their measure, and lists
+ * them. Behind the last piece it loads them again, the youngest first, because the L2 may still hold it.
  *
- * A rotated piece of HEAD_DIM columns stays in registers, as floats, from its measure to its write. For other widths a
- * piece is rotated twice, for its maximum and for its e4m3.
+ * A rotated piece of HEAD_DIM columns stays in shared memory, as floats, until it is written. For other widths a piece
+ * is rotated twice, for its maximum and for its e4m3.
  *
  * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits for a
  * group only when it has measured all its pieces of the group, and has drawn a ticket behind the group. Then all pieces
@@ -26,8 +26,8 @@
 #include "ptx_once.cuh"
 #include "quantize_params.h"
 
-#if !defined(ROTATES) || !defined(HEAD_DIM) || !defined(SLOT_KB) || !defined(SLOTS) || !defined(CTAS) || !defined(F32)
-#error "a row of tiles.def: ROTATES, HEAD_DIM, SLOT_KB, SLOTS, CTAS; dtype: F32, or another: 0 or 1"
+#if !defined(ROTATES) || !defined(HEAD_DIM) || !defined(SLOT_KB) || !defined(SLOTS) || !defined(LAG) || !defined(CTAS) || !defined(F32)
+#error "a row of tiles.def: ROTATES, HEAD_DIM, SLOT_KB, SLOTS, LAG, CTAS; dtype: F32, or another: 0 or 1"
 #endif
 
 #ifndef KERNEL
@@ -35,13 +35,13 @@
 #endif
 
 constexpr int THREADS = FA_QUANTIZE_THREADS, WARPS = FA_QUANTIZE_WARPS; /* without the scheduler warp */
-constexpr int AHEAD = SLOTS - 1; /* steps that are on their way */
-constexpr int STEPS = 8;         /* that are known at once */
+constexpr int AHEAD = SLOTS - LAG - 1; /* steps whose loads are on their way */
+constexpr int STEPS = 8;               /* that are known at once */
 constexpr int SLOT_BYTES = SLOT_KB << 10;
 constexpr int UNIT = 16 / element::BYTES; /* elements of 16 bytes */
 constexpr int CHUNK_UNITS = 8 / UNIT;     /* a chunk is 8 columns */
 constexpr int BATCH = 8;                  /* units that a lane reads from shared memory at once */
-static_assert(AHEAD >= 1 && AHEAD + 3 <= STEPS, "a step is found before the one AHEAD of the present one is loaded");
+static_assert(AHEAD >= 1 && LAG >= 1 && LAG + AHEAD + 3 <= STEPS, "steps stay known until they are written");
 
 /* ---- pieces ------------------------------------------------------------------------------------------------------ */
 
@@ -58,22 +58,25 @@ struct piece {
 /* What a CTA does in a step. */
 enum kind {
     NEW,   /* measures a piece */
-    AGAIN, /* loads a dropped piece again and writes it */
-    NONE   /* nothing, and ends */
+    AGAIN, /* loads a dropped piece again */
+    NONE,  /* nothing */
+    END    /* ends */
 };
 struct step {
     piece at;
     kind does;
-    bool is_dropped; /* a NEW piece of which the group goes on in this CTA; otherwise it is written */
+    bool is_dropped; /* a NEW piece that is not written, because the CTA gets more pieces of its group */
 };
 
+constexpr int ROTATED_BYTES = HEAD_DIM ? 2 * SLOT_BYTES : 16; /* of a piece */
 struct shared {
     char slots[SLOTS][SLOT_BYTES];
+    char rotated[LAG][ROTATED_BYTES];
     uint4 signs[32]; /* of a chunk, as a mask of 16-bit elements */
     u32 words[2][WARPS], most;
     step steps[STEPS];
 };
-static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB, SLOTS), "the launch gives this much");
+static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB, SLOTS, LAG, HEAD_DIM), "the launch gives this much");
 
 /* Returns the number of pieces of one key head before a sequence of a packed tensor. */
 DEVICE int pieces_before(const fa_quantize_params &p, const fa_quantize_tensor &t, int sequence) {
@@ -411,20 +414,36 @@ template <int N> constexpr int TIMES = (rows_of_warp() + block<N>::ROWS - 1) / b
 template <int N> constexpr int TIMES_BEFORE = (HEAD_DIM & 2 * N ? TIMES<2 * N> : 0) + TIMES_BEFORE<2 * N>;
 template <> constexpr int TIMES_BEFORE<256> = 0;
 struct rotated {
-    float y[TIMES_BEFORE<16> ? TIMES_BEFORE<16> : 1][32]; /* [TIMES_BEFORE<N> + i]: block N of the rows from i * block<N>::ROWS on */
+    static constexpr int BLOCKS = TIMES_BEFORE<16> ? TIMES_BEFORE<16> : 1;
+    float y[BLOCKS][32]; /* [TIMES_BEFORE<N> + i]: block N of the rows from i * block<N>::ROWS on */
 };
+static_assert(!HEAD_DIM || sizeof(rotated) * 32 * WARPS <= ROTATED_BYTES, "shared memory keeps a rotated piece");
 
-/* Calls body(of, from, column, place) for the blocks of N columns that are kept. */
-template <int N, class Body> DEVICE void for_kept_rows(const part &mine, rotated &kept, Body body) {
+/* Calls body(i, row) for the blocks of N columns. The lane's row may be behind the last one. */
+template <int N, class Body> DEVICE void for_rotated_rows(const part &mine, Body body) {
 #pragma unroll
     for (int i = 0; i < TIMES<N>; i++) {
         const int from = i * block<N>::ROWS;
-        if (from < mine.num) body(*(block<N> *)kept.y[TIMES_BEFORE<N> + i], from + lane() / block<N>::LANES);
+        if (from < mine.num) body(TIMES_BEFORE<N> + i, from + lane() / block<N>::LANES);
     }
 }
 
+/* The thread's words of a rotated piece in shared memory. No other thread reads them. */
+DEVICE float4 &rotated_at(char *memory, int idx, int i) {
+    return ((float4 *)memory)[(idx * 8 + i) * 32 * WARPS + threadIdx.x];
+}
+DEVICE void keep(const rotated &of, char *memory) {
+#pragma unroll
+    for (int idx = 0; idx < rotated::BLOCKS; idx++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float *y = of.y[idx] + 4 * i;
+            rotated_at(memory, idx, i) = make_float4(y[0], y[1], y[2], y[3]);
+        }
+}
+
 /* Returns the maximum of the warp's rows, as the bits of a float. NaN does not count. */
-DEVICE u32 measure(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, rotated &kept) {
+DEVICE u32 measure(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, rotated &y) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
     float most = 0;
@@ -433,8 +452,9 @@ DEVICE u32 measure(const fa_quantize_params &p, const piece at, const shared &sm
             constexpr int N = decltype(n)::VALUE;
             float of_block = 0;
             if constexpr (HEAD_DIM > 0)
-                for_kept_rows<N>(mine, kept, [&](block<N> &of, int row) {
+                for_rotated_rows<N>(mine, [&](int idx, int row) {
                     const int place = place_of_block<N>(PITCH, min(row, mine.num - 1), column);
+                    block<N> &of = *(block<N> *)y.y[idx];
                     load_block(mine, smem, column, place, of);
                     of_block = max_of_block(mine, of, place, of_block);
                 });
@@ -517,7 +537,7 @@ DEVICE void write_block(const block<N> &of, const scales<N> &by, unsigned char *
 }
 
 DEVICE void write_rotated(const fa_quantize_tensor &t, const piece &at, const part &mine, const shared &smem,
-                          rotated &kept, int of_position, float factor, u64 l2_policy) {
+                          char *kept, int of_position, float factor, u64 l2_policy) {
     const row_steps steps = steps_of(t, at, of_position, t.d);
     for_blocks(HEAD_DIM ? HEAD_DIM : t.d, [&](auto n, int column) {
         constexpr int N = decltype(n)::VALUE;
@@ -525,7 +545,10 @@ DEVICE void write_rotated(const fa_quantize_tensor &t, const piece &at, const pa
         const scales<N> by = {signs.x * norm_of(N), signs.y * norm_of(N), factor};
         unsigned char *const out = at.out + column + block<N>::HALF * (lane() % block<N>::LANES);
         if constexpr (HEAD_DIM > 0)
-            for_kept_rows<N>(mine, kept, [&](const block<N> &of, int row) {
+            for_rotated_rows<N>(mine, [&](int idx, int row) {
+                block<N> of;
+#pragma unroll
+                for (int i = 0; i < 8; i++) *(float4 *)(of.y + 4 * i) = rotated_at(kept, idx, i);
                 if (row < mine.num) write_block(of, by, out + steps_to(steps, mine.first + row), true, l2_policy);
             });
         else
@@ -586,7 +609,7 @@ DEVICE void write_chunks(const row_steps &steps, unsigned char *out, const part 
 }
 
 /* most: the group's maximum, as the bits of a float. */
-DEVICE void write(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, rotated &kept,
+DEVICE void write(const fa_quantize_params &p, const piece at, const shared &smem, char *slot, char *kept,
                   u32 most) {
     const fa_quantize_tensor &t = p.tensors[at.tensor];
     const part mine = part_of(t, at, slot);
@@ -643,33 +666,37 @@ constexpr u32 NO_TICKET = 0xffffffff;
 
 /* What one lane of the scheduler warp knows. links[ticket] is the piece that was dropped before. */
 struct schedule {
-    u32 drawn;    /* the ticket of the next new piece */
-    u32 last, end; /* the last step's ticket, if it is new, and its group's end; otherwise NO_TICKET, 0 */
-    u32 dropped;  /* the youngest dropped piece, or NO_TICKET */
-    bool again;   /* are dropped pieces next? */
+    u32 drawn;   /* the ticket of the next new piece */
+    u32 dropped; /* the youngest dropped piece of a group that may go on, or NO_TICKET */
+    u32 again;   /* the next dropped piece that is loaded again, or NO_TICKET */
+    int num_open; /* new pieces that may yet be dropped */
 };
 
-/* Finds a step, and says whether the piece of the step before is dropped. */
+/* Finds step idx. A new piece LAG + 1 steps before is written when all steps before this one are measured. It is
+ * dropped if the CTA has drawn yet another piece of its group. */
 DEVICE void find_step(const fa_quantize_params &p, shared &smem, int idx, u32 bad_tensors, schedule &s) {
-    step &before = smem.steps[(idx + STEPS - 1) % STEPS], &to = smem.steps[idx % STEPS];
-    if (s.last != NO_TICKET) {
-        before.is_dropped = s.drawn < s.end;
+    step &before = smem.steps[(idx + STEPS - LAG - 1) % STEPS], &to = smem.steps[idx % STEPS];
+    if (idx > LAG && before.does == NEW) {
+        s.num_open--;
+        before.is_dropped = s.drawn < before.at.end;
         if (before.is_dropped)
-            p.links[s.last] = s.dropped, s.dropped = s.last;
-        else
-            s.again = s.dropped != NO_TICKET;
+            p.links[before.at.ticket] = s.dropped, s.dropped = before.at.ticket;
+        else if (s.dropped != NO_TICKET)
+            s.again = s.dropped, s.dropped = NO_TICKET;
     }
-    const u32 ticket = s.again ? s.dropped : s.drawn;
-    to.does = s.again ? AGAIN : ticket < (u32)p.num_pieces ? NEW : NONE;
+    const bool is_new = s.again == NO_TICKET;
+    const u32 ticket = is_new ? s.drawn : s.again;
     to.is_dropped = false;
-    s.last = NO_TICKET;
-    if (to.does == NONE) return;
-    if (to.does == AGAIN)
-        s.dropped = p.links[ticket], s.again = s.dropped != NO_TICKET;
+    if (ticket >= (u32)p.num_pieces) {
+        to.does = s.num_open > 0 ? NONE : END;
+        return;
+    }
+    to.does = is_new ? NEW : AGAIN;
+    if (is_new)
+        s.num_open++, s.drawn = atom_inc(p.ticket); /* needed only for the next step */
     else
-        s.drawn = atom_inc(p.ticket); /* needed only for the next step */
+        s.again = p.links[ticket];
     to.at = find_piece(p, ticket, bad_tensors);
-    if (to.does == NEW) s.last = ticket, s.end = to.at.end;
 }
 
 /* ---- the kernel -------------------------------------------------------------------------------------------------- */
@@ -682,8 +709,8 @@ DEVICE uint4 signs_of(u32 bits) {
     return {masks[0], masks[1], masks[2], masks[3]};
 }
 
-/* NOTE: Step k is found while step k - AHEAD - 1 is done, its load begins with step k - AHEAD, and whether its piece is
- * dropped is known from the barrier of step k - AHEAD on. A slot is free when the step AHEAD + 1 before is done. */
+/* NOTE: In round k all warps know steps k - LAG to k + AHEAD. The scheduler warp finds step k + AHEAD + 1, and says
+ * whether the piece of step k + AHEAD - LAG is dropped. Step k + AHEAD gets the slot of step k - LAG - 1. */
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ fa_quantize_params p) {
     extern __shared__ __align__(16) char memory[];
     shared &smem = *(shared *)memory;
@@ -691,57 +718,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     if (threadIdx.x < 32)
         smem.signs[place_of(32, 0, threadIdx.x)] = signs_of((u32)(p.signs[threadIdx.x / 8] >> threadIdx.x % 8 * 8));
     const bool schedules = warp() == WARPS;
-    schedule s = {schedules && lane() == 0 ? atom_inc(p.ticket) : 0, NO_TICKET, 0, NO_TICKET, false};
+    schedule s = {schedules && lane() == 0 ? atom_inc(p.ticket) : 0, NO_TICKET, NO_TICKET, 0};
     seen group = {INCOMPLETE, 0, 0};
-    rotated kept;
-    u32 most = 0; /* of the last complete group */
-    int slot = 0, next_slot = 0;
+    int loaded = 0, measured = 0, written = 0, kept = 0; /* slots; the place of the rotated piece */
     for (int k = -AHEAD - 1;; k++) {
-        const step &now = smem.steps[k & (STEPS - 1)];
-        const kind does = k < 0 ? NONE : now.does;
-        if (k >= 0 && does == NONE) break;
-        const bool waits = does == NEW && !now.is_dropped;
+        const step &now = smem.steps[k & (STEPS - 1)], &old = smem.steps[(k - LAG) & (STEPS - 1)];
+        const kind does = k < 0 ? NONE : now.does, did = k < LAG ? NONE : old.does;
+        const bool writes = did == AGAIN || (did == NEW && !old.is_dropped);
+        bool rotates = false;
+        rotated y;
+        if (did == END) break;
         if (schedules) {
             if (lane() == 0) find_step(p, smem, k + AHEAD + 1, bad, s);
         } else {
             if (k >= -AHEAD) {
                 const step &next = smem.steps[(k + AHEAD) & (STEPS - 1)];
                 __syncwarp(); /* no lane reads the slot */
-                if (next.does != NONE)
-                    load(p, next.at, smem.slots[next_slot], next.does == NEW ? l2_evict_normal() : l2_evict_first());
+                if (next.does <= AGAIN)
+                    load(p, next.at, smem.slots[loaded], next.does == NEW ? l2_evict_normal() : l2_evict_first());
                 cp_async_commit_group();
-                next_slot = next_slot == SLOTS - 1 ? 0 : next_slot + 1;
+                loaded = loaded == SLOTS - 1 ? 0 : loaded + 1;
             }
-            if (does != NONE) {
+            if (does <= AGAIN) {
                 cp_async_wait_group<AHEAD>();
                 __syncwarp();
                 u32 word = 0;
-                if (does == NEW || (HEAD_DIM && p.tensors[now.at.tensor].rotates))
-                    word = measure(p, now.at, smem, smem.slots[slot], kept);
+                rotates = HEAD_DIM && p.tensors[now.at.tensor].rotates;
+                if (does == NEW || rotates) word = measure(p, now.at, smem, smem.slots[measured], y);
                 if (lane() == 0) smem.words[k & 1][warp()] = word;
             }
+            if (k >= 0) measured = measured == SLOTS - 1 ? 0 : measured + 1;
         }
         __syncthreads();
-        if (does == NEW && schedules) {
-            if (lane() == 0) {
+        if (schedules) {
+            if (does == NEW && lane() == 0) {
                 u32 of_piece = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; w++) of_piece = max(of_piece, smem.words[k & 1][w]);
                 st_relaxed(p.maxima + now.at.ticket, of_piece + 1);
             }
-            if (waits) {
+            if (writes) {
                 u32 of_group;
-                while ((of_group = poll(p, now.at, group)) == INCOMPLETE) {}
+                while ((of_group = poll(p, old.at, group)) == INCOMPLETE) {}
                 if (lane() == 0) smem.most = of_group;
             }
         }
-        if (waits) {
-            __syncthreads();
-            most = smem.most;
-        }
-        if (!schedules && does != NONE) {
-            if (waits || does == AGAIN) write(p, now.at, smem, smem.slots[slot], kept, most);
-            slot = slot == SLOTS - 1 ? 0 : slot + 1;
-        }
+        if (writes) __syncthreads();
+        if (schedules) continue;
+        if (writes) write(p, old.at, smem, smem.slots[written], smem.rotated[kept], smem.most);
+        if (k >= LAG) written = written == SLOTS - 1 ? 0 : written + 1;
+        if (rotates) keep(y, smem.rotated[kept]);
+        if (k >= 0) kept = kept == LAG - 1 ? 0 : kept + 1;
     }
 }

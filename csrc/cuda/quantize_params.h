@@ -9,7 +9,7 @@ enum {
     FA_QUANTIZE_THREADS = 32 * (4 + 1),
     FA_QUANTIZE_MOST_ROWS = (32 << 10) / 128 /* of a slot */
 };
-#define FA_QUANTIZE_SHARED_BYTES(slot_kb, slots) ((slots) * ((slot_kb) << 10) + 2048)
+#define FA_QUANTIZE_SHARED_BYTES(slot_kb, slots, lag, d) (((slots) + ((d) > 0 ? 2 * (lag) : 0)) * ((slot_kb) << 10) + 2048)
 
 /* One of q, k and v. A row of a sequence and key head is one of its g heads at one position. A piece has 2^log2_rows
  * rows. */

@@ -234,8 +234,8 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
 /* ---- quantize ---------------------------------------------------------------------------------------------------- */
 
 static const fa_row quantize_rows[] = {
-#define FA_QUANTIZE_TILE(name, rotates, d, slot_kb, slots, ctas) \
-    {"quantize_" #name, {rotates, d, slot_kb, slots, ctas}, 0, FA_QUANTIZE_SHARED_BYTES(slot_kb, slots)},
+#define FA_QUANTIZE_TILE(name, rotates, d, slot_kb, slots, lag, ctas) \
+    {"quantize_" #name, {rotates, d, slot_kb, slots, lag, ctas}, 0, FA_QUANTIZE_SHARED_BYTES(slot_kb, slots, lag, d)},
 #include "cuda/tiles.def"
 };
 
@@ -405,7 +405,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_QUANTIZE] = {.name = "quantize",
                      .files = FILES("quantize.cu", "ptx_once.cuh", "e4m3.cuh", "ptx_sm80.cuh", "element.cuh",
                                     "quantize_params.h"),
-                     .columns = {"ROTATES", "HEAD_DIM", "SLOT_KB", "SLOTS", "CTAS"},
+                     .columns = {"ROTATES", "HEAD_DIM", "SLOT_KB", "SLOTS", "LAG", "CTAS"},
                      .knows = FA_IN_BF16 | FA_IN_F32,
                      .rows = quantize_rows,
                      .num_rows = NUM_ROWS(quantize_rows),

@@ -127,7 +127,7 @@ const fa_decode_sm90_columns *fa_decode_sm90_row(int row);
 
 /* The columns of quantize. */
 typedef struct {
-    int rotates, d, slot_kb, slots, ctas;
+    int rotates, d, slot_kb, slots, lag, ctas;
 } fa_quantize_columns;
 const fa_quantize_columns *fa_quantize_row(int row);
 
