@@ -73,7 +73,7 @@ struct shared {
     char slots[SLOTS][SLOT_BYTES];
     char rotated[LAG][ROTATED_BYTES];
     uint4 signs[32]; /* of a chunk, as a mask of 16-bit elements */
-    u32 words[2][WARPS], most;
+    u32 words[2][WARPS], early[2], late; /* maxima of a piece; of the group that is written */
     step steps[STEPS];
 };
 static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB, SLOTS, LAG, HEAD_DIM), "the launch gives this much");
@@ -650,7 +650,9 @@ DEVICE u32 poll(const fa_quantize_params &p, const piece at, seen &group) {
         u32 words[WORDS], most = group.most;
 #pragma unroll
         for (int i = 0; i < WORDS; i++)
-            words[i] = ld_relaxed(p.maxima + min(group.ticket + 32 * i + lane(), at.end - 1));
+            words[i] = group.ticket + 32 * i < at.end
+                           ? ld_relaxed(p.maxima + min(group.ticket + 32 * i + lane(), at.end - 1))
+                           : 1;
 #pragma unroll
         for (int i = 0; i < WORDS; i++) most = max(most, words[i] - 1);
         most = __reduce_max_sync(0xffffffff, most);
@@ -730,6 +732,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         if (did == END) break;
         if (schedules) {
             if (lane() == 0) find_step(p, smem, k + AHEAD + 1, bad, s);
+            __syncwarp();
+            if (writes) {
+                const u32 of_group = poll(p, old.at, group);
+                if (lane() == 0) smem.early[k & 1] = of_group;
+            }
         } else {
             if (k >= -AHEAD) {
                 const step &next = smem.steps[(k + AHEAD) & (STEPS - 1)];
@@ -750,6 +757,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
             if (k >= 0) measured = measured == SLOTS - 1 ? 0 : measured + 1;
         }
         __syncthreads();
+        u32 most = writes ? smem.early[k & 1] : 0;
+        const bool waits = most == INCOMPLETE;
         if (schedules) {
             if (does == NEW && lane() == 0) {
                 u32 of_piece = 0;
@@ -757,15 +766,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
                 for (int w = 0; w < WARPS; w++) of_piece = max(of_piece, smem.words[k & 1][w]);
                 st_relaxed(p.maxima + now.at.ticket, of_piece + 1);
             }
-            if (writes) {
-                u32 of_group;
-                while ((of_group = poll(p, old.at, group)) == INCOMPLETE) {}
-                if (lane() == 0) smem.most = of_group;
-            }
+            while (waits && most == INCOMPLETE) most = poll(p, old.at, group);
+            if (waits && lane() == 0) smem.late = most;
         }
-        if (writes) __syncthreads();
+        if (waits) __syncthreads();
         if (schedules) continue;
-        if (writes) write(p, old.at, smem, smem.slots[written], smem.rotated[kept], smem.most);
+        if (waits) most = smem.late;
+        if (writes) write(p, old.at, smem, smem.slots[written], smem.rotated[kept], most);
         if (k >= LAG) written = written == SLOTS - 1 ? 0 : written + 1;
         if (rotates) keep(y, smem.rotated[kept]);
         if (k >= 0) kept = kept == LAG - 1 ? 0 : kept + 1;
