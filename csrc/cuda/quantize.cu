@@ -81,7 +81,7 @@ static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB, SLOTS, LAG, HE
 /* Returns the number of pieces of one key head before a sequence of a packed tensor. */
 DEVICE int pieces_before(const fa_quantize_params &p, const fa_quantize_tensor &t, int sequence) {
     const long long rows = (long long)(sequence <= p.b ? t.cu_seqlens[sequence] : t.rows) * t.g;
-    return (int)(rows >> t.log2_rows) + sequence;
+    return (int)(rows / t.piece_rows) + sequence;
 }
 
 /* Sequence p.b of a packed tensor has the rows of no sequence. Sums that make no sense name no sequence. */
@@ -116,9 +116,9 @@ DEVICE piece find_piece(const fa_quantize_params &p, u32 ticket, u32 bad_tensors
         positions = (low < p.b ? t.cu_seqlens[low + 1] : t.rows) - first_position;
     }
     const int rest = idx - p.h_kv * before, head = rest / num;
-    const long long first_row = (long long)(rest - head * num) << t.log2_rows, rows = (long long)positions * t.g;
+    const long long first_row = (long long)(rest - head * num) * t.piece_rows, rows = (long long)positions * t.g;
     const long long position = first_position + first_row / t.g, outer = t.cu_seqlens ? 0 : sequence;
-    at.num = (int)max(min(rows - first_row, 1ll << t.log2_rows), 0ll);
+    at.num = (int)max(min(rows - first_row, (long long)t.piece_rows), 0ll);
     at.first_head = (int)(first_row % t.g);
     at.x = (const element *)t.x + outer * t.stride_b + position * t.stride_row + (long long)head * t.g * t.stride_h;
     at.out = t.out + ((outer * t.rows + position) * p.h_kv + head) * t.g * t.d;
@@ -406,9 +406,7 @@ template <int N> DEVICE float max_of_block(const part &mine, const block<N> &of,
 
 /* The rotated rows of a warp in registers, without the last step. HEAD_DIM = 0: none. */
 constexpr int PITCH = HEAD_DIM ? (HEAD_DIM * element::BYTES + 127) / 128 * 8 : 8;
-DEVICE constexpr int rows_of_warp(int rows = 1) {
-    return 16 * PITCH * 2 * rows * WARPS <= SLOT_BYTES ? rows_of_warp(2 * rows) : rows;
-}
+DEVICE constexpr int rows_of_warp() { return SLOT_BYTES / (16 * PITCH) / WARPS / 4 * 4; }
 static_assert(HEAD_DIM % 32 == 0, "a lane has 32 columns of each block");
 template <int N> constexpr int TIMES = (rows_of_warp() + block<N>::ROWS - 1) / block<N>::ROWS;
 template <int N> constexpr int TIMES_BEFORE = (HEAD_DIM & 2 * N ? TIMES<2 * N> : 0) + TIMES_BEFORE<2 * N>;
