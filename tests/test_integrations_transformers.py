@@ -4,10 +4,9 @@ Each model is compared with the attention that the library has of its own, forwa
 say which kernels were called, because another attention would give the same numbers.
 """
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import fresh_python
 import pytest
 import torch
 from harness_clients import close, counted
@@ -38,7 +37,7 @@ def calls(monkeypatch):
 
 def test_nothing_is_imported():
     code = "import sys, flash_attn.integrations; print({'transformers', 'diffusers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    assert fresh_python.python(code).stdout == "set()\n"
 
 
 def registries():

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import fresh_python
 import pytest
 import torch
 import torch.nn.functional as F
@@ -580,5 +581,6 @@ def test_a_torch_without_the_list_says_so():
         "    try: call()\n"
         "    except RuntimeError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = fresh_python.python(program)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("need torch 2.10") == 2
