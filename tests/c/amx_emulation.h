@@ -55,8 +55,8 @@ static inline float emulated_bf16(uint32_t high_half) {
     return x;
 }
 
-/* C[row][lane] += sum over 16 words of A[row][word] . B[word][lane]. Every place is a constant, so sanitizers would find
- * nothing here. */
+/* C[row][lane] += sum over 16 words of A[row][word] . B[word][lane]. Every place is a constant. So sanitizers would
+ * find nothing here. */
 __attribute__((no_sanitize("address", "undefined"))) static inline void _tile_dpbf16ps(int c, int a, int b) {
     emulated_tile *sums = emulated_tile_at(c), *rows = emulated_tile_at(a), *words = emulated_tile_at(b);
     float even[16][16], odd[16][16]; /* of B */

@@ -275,8 +275,8 @@ static inline u32 prmt(u32 a, u32 b, u32 selector) {
     return bytes;
 }
 
-/* D += A B of a warp. A lane brings its elements of A, of the upper and the lower row in turn, and its elements of B. The
- * products are added in the order of k. */
+/* D += A B of a warp. A lane brings its elements of A, of the upper and the lower row in turn, and its elements of B.
+ * The products are added in the order of k. */
 static __attribute__((noinline)) void emulated_mma(float (&d)[4], const float (&mine)[12]) {
     typedef float vector __attribute__((vector_size(16)));
     const int lane = (int)(emulated_thread.x % 32);
