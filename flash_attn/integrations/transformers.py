@@ -293,6 +293,7 @@ def attention(
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         out = _packed(q, k, v, lengths, window, **options)
     elif is_causal and position_bias is None and _are_packed(attention_mask, position_ids, q, k):
+        window = _window_of(_rule_at(attention_mask), window)
         out = _in_sequences(q, k, v, position_ids, window, **options, are_positions=True)
     elif attention_mask is None or attention_mask.dim() == 2:
         out = _under_rule(q, k, v, attention_mask, window, position_bias, options)
@@ -335,7 +336,7 @@ def _are_packed(mask, position_ids, q, k):
     if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
         return False
     rule = _rule_at(mask)
-    if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
+    if not _hides_nothing(mask) or (rule is not None and (rule.sequences is not None or rule.right != 0)):
         return False
     # A GPU is waited for once in a forward pass.
     return remembered(position_ids, "begin", lambda: bool((position_ids[:, 1:] == position_ids.min()).any()))
@@ -362,9 +363,7 @@ def _under_rule(q, k, v, mask, window, bias, options):
         shift = len_kv - len_q
     if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
         shift = rule.shift
-        if rule.left < 0:
-            rule = rule.and_also(Rule(window[0], window[1] or -1))
-        window = rule.left, rule.right
+        window = _window_of(rule, window)
     elif mask is None and len_q == 1 and window[1] == 0:
         window = window[0], -1
     left, right = window
@@ -391,6 +390,15 @@ def _under_rule(q, k, v, mask, window, bias, options):
     if bias is None and (mask is None or keys_of(mask[:, 0, 0]).is_full):
         return attend(q, k, v, None, window=window, **options)
     return attend_under(q, k, v, mask, window=window, bias=bias, **options)
+
+
+def _window_of(rule, window):
+    """The window of a rule, or the module's if the rule has none or there is no rule. The rule says what is causal."""
+    if rule is None:
+        return window
+    if rule.left < 0:
+        rule = rule.and_also(Rule(window[0], window[1] or -1))
+    return rule.left, rule.right
 
 
 def _sees(left, right, shift, q, k):
