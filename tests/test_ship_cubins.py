@@ -123,7 +123,9 @@ def test_a_folder_of_kept_kernels_that_others_may_write_to(built, tmp_path):
     try:
         manifest, _ = ship(built, "sm_80", FLASH_ATTN_BUILD_CACHE=str(kept))
     except AssertionError as error:
-        assert f"FLASH_ATTN_BUILD_CACHE must be a folder that you and nobody else can write to; it is {kept}" in str(error)
+        assert f"FLASH_ATTN_BUILD_CACHE must be a folder that you and nobody else can write to; it is {kept}" in str(
+            error
+        )
     else:
         assert not manifest
         pytest.skip("no NVRTC")
