@@ -351,6 +351,22 @@ def test_register():
     assert not is_ours()
 
 
+def test_register_in_a_context_outlasts_it():
+    with flash_attn.sdpa():
+        flash_attn.register()
+    assert is_ours()
+    torchs.restore_flash_attention_impl()
+    assert not is_ours()
+
+
+def test_a_context_after_another_was_undone():
+    with flash_attn.sdpa():
+        torchs.restore_flash_attention_impl()
+        with flash_attn.sdpa():
+            assert is_ours()
+    assert not is_ours()
+
+
 def test_another_implementation_comes_back():
     removed = []
 
