@@ -503,7 +503,8 @@ def program(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "command", ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined", "compiled_ahead")
+    "command",
+    ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined", "compiled_ahead"),
 )
 def test_loading(program, command):
     done = subprocess.run([program, command], capture_output=True, text=True, timeout=60)

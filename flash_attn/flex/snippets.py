@@ -1,9 +1,9 @@
 """Mods written as one expression of C.
 
-A snippet becomes a Python function that calls torch's functions, and the tracer takes it as any other mod. So programs,
-kernels, gradients and ``torch.compile`` know nothing of C. The parser knows the kind of every part of a snippet, because
-the kinds of indices and captures are known. So it converts as C converts: a quotient of integers is cut off, and the sum
-of two comparisons is an integer.
+A snippet becomes a Python function that calls torch's functions, and the tracer takes it as any other mod. So
+programs, kernels, gradients and ``torch.compile`` know nothing of C. The kinds of indices and captures are known, and
+so the parser knows the kind of every part. It converts as C converts: a quotient of integers is cut off, and the sum of
+two comparisons is an integer.
 """
 
 import ast
@@ -241,7 +241,11 @@ class _Parser:
         result = self.conditional()
         ends = self.takes(";")
         if self.token.kind != "end":
-            said = f"{self.token.text}: a snippet is one expression, without statements" if ends else self._said(self.token)
+            said = (
+                f"{self.token.text}: a snippet is one expression, without statements"
+                if ends
+                else self._said(self.token)
+            )
             self.fail(f"{'' if ends else 'an operator or '}the end must follow, not {said}", self.token.at)
         return result
 
@@ -429,7 +433,9 @@ class _Parser:
             self.fail(f"{name} takes {NUM_ARGUMENTS[name]} arguments, not {len(x)}", at)
         if name in TESTS or name in OF_REALS:
             x = self.as_tensor(self.as_float(x[0]))
-            return _Part(BOOL if name in TESTS else FLOAT, False, self.call({**TESTS, **OF_REALS}[name], at, x.code), at)
+            return _Part(
+                BOOL if name in TESTS else FLOAT, False, self.call({**TESTS, **OF_REALS}[name], at, x.code), at
+            )
         if name == "abs":
             x = self.as_tensor(self.as_int(x[0]) if x[0].kind == BOOL else x[0])
             return x._replace(code=self.call("abs", at, x.code), at=at, op="")
@@ -457,7 +463,9 @@ def _result_of(parser):
     result = parser.parse()
     if "score" in parser.names:
         if result.kind == BOOL:
-            parser.fail("a comparison is a mask_mod, which has no score: write condition ? score : -INFINITY", result.at)
+            parser.fail(
+                "a comparison is a mask_mod, which has no score: write condition ? score : -INFINITY", result.at
+            )
         return result.code, True
     if result.kind == FLOAT:
         parser.fail("the result is a float without score: write score + .., or for a mask_mod a comparison", result.at)
@@ -510,7 +518,7 @@ def c_mod(text: str, /, **captures: Union[Tensor, float, bool]) -> Union[ScoreMo
         alibi = c_mod("score + slope[h] * (kv_idx - q_idx)", slope=slopes)
         out = flex_attention(query, key, value, alibi, mask_mod=causal)
 
-    A snippet that reads ``score`` is a score_mod. Any other is a mask_mod, and its result is a comparison or an integer.
+    A snippet that reads ``score`` is a score_mod. Any other is a mask_mod; its result is a comparison or an integer.
     Operators, their precedence and conversions are those of C: ``7 / 2`` is 3, and ``%`` has the sign of its left side.
     Integers have 64 bits, floats have 32. Indices, division by 0 and NaN in ``min`` and ``max`` are as in other mods.
 

@@ -215,6 +215,15 @@ def test_more_captures_than_the_parameters_of_hoppers_kernel_hold():
     assert names == [HOPPER[-1], *GENERIC_BACKWARD]
 
 
+def test_sinks_are_one_launch_behind_the_kernel():
+    q, sinks = qkv(grad=False)[0].transpose(1, 2), torch.ones(8)
+    names = names_of(flash_attn.flash_attn_func, q, q, q, sinks=sinks, causal=True)
+    assert len(names) == 2 and names[0].startswith("attn_fwd_sm90_bf16_d128") and names[1] == "sinks_bf16"
+    assert names_of(flash_attn.flash_attn_func, q, q, q, return_lse=True)[1:] == ["sinks_bf16"]  # lse of empty rows
+    cache = torch.empty(1, 64, 8, 128, dtype=torch.bfloat16)
+    assert names_of(flash_attn.flash_attn_with_kvcache, q[:, :1], cache, cache, sinks=sinks)[-1] == "sinks_bf16"
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]
