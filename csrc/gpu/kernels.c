@@ -150,6 +150,8 @@ void fa_asked_kernels_reset(fa_absent_kernels absent) {
     asked.absent = absent, asked.num = asked.room = 0, asked.list = NULL;
 }
 
+bool fa_call_is_rehearsal(void) { return asked.absent == FA_ABSENT_PENDING; }
+
 const fa_asked_kernel *fa_asked_kernels(int *num) { return *num = asked.num, asked.list; }
 
 static bool is_listed(const fa_asked_kernel *kernel) {

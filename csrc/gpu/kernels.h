@@ -28,6 +28,9 @@ typedef enum { FA_ABSENT_NOTED, FA_ABSENT_COMPILED, FA_ABSENT_PENDING } fa_absen
 void fa_asked_kernels_reset(fa_absent_kernels absent);
 const fa_asked_kernel *fa_asked_kernels(int *num);
 
+/* Is this thread's call a rehearsal, which only makes kernels pending? */
+bool fa_call_is_rehearsal(void);
+
 /* Compiles one of the kernels that are pending, into the disk cache. Any thread may call the function, and several may
  * at once. If a call needs a kernel that is compiled now, the call waits for it. False: no kernel was pending. */
 bool fa_kernel_compile_pending(void);

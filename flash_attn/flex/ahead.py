@@ -27,10 +27,13 @@ def _compile_pending():
         pass
 
 
-def _bytes_written(call, tensors, wanted):
-    """Stand-ins of integers, and gradients of captures, are filled with zeros."""
-    filled = [x for x in (*tensors, *call.tensors()) if x is not None and not x.is_floating_point()]
-    return sum(x.numel() * x.element_size() for x in filled) + sum(8 * x.numel() for x in wanted)
+def _bytes_written(call, tensors, inputs, wanted):
+    """Stand-ins of integers, and gradients of captures, are filled with zeros. torch may fill everything else, too."""
+    fills_all = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    captured = [x for x in (*tensors, *call.tensors()) if x is not None]
+    filled = [x for x in captured if fills_all or not x.is_floating_point()]
+    num_bytes = sum(x.numel() * x.element_size() for x in filled) + sum(8 * x.numel() for x in wanted)
+    return num_bytes + fills_all * sum(3 * x.numel() * x.element_size() for x in inputs)
 
 
 def _in_place_of(x):
@@ -50,7 +53,8 @@ def rehearse(call, query, key, value, tensors, is_recorded, capability):
     from . import attention
 
     wanted = [x.requires_grad for x in (query, key, value, *tensors)]
-    if _bytes_written(call, tensors, [x for x in tensors if is_recorded and x.requires_grad]) > MOST_BYTES:
+    learned = [x for x in tensors if is_recorded and x.requires_grad]
+    if _bytes_written(call, tensors, (query, key, value), learned) > MOST_BYTES:
         return 0
     with imagined_gpu(capability, PENDING):
         try:
@@ -76,12 +80,15 @@ def compile_kernels(call, query, key, value, tensors, is_recorded):
     sizes = *query.shape[3:], *value.shape[3:], query.size(2).bit_length(), key.size(2).bit_length()
     grads = is_recorded and tuple(x.requires_grad for x in (query, key, value, *tensors))
     kind = score, mask, plain, query.device, query.dtype, sizes, grads, call.wants_max, call.sequences is None
-    if kind in _rehearsed:
+    if kind in _rehearsed or flash_attn_2_cuda.only_plans():
         return
     _rehearsed.add(kind)
     major, minor = torch.cuda.get_device_capability(query.device)
     if 10 * major + minor not in SMS:
         return
     num = rehearse(call, query, key, value, tensors, is_recorded, 10 * major + minor)
-    for _ in range(min(num, _num_threads())):
-        threading.Thread(target=_compile_pending, name="flash_attn compiles").start()
+    try:
+        for _ in range(min(num, _num_threads())):
+            threading.Thread(target=_compile_pending, name="flash_attn compiles").start()
+    except RuntimeError:  # no more threads can start: the call compiles what it needs
+        pass

@@ -423,6 +423,7 @@ def plain():
 
 # A first call of mods: its kernels are pending, threads compile them, and the call finds them.
 AHEAD = """
+import sys
 import threading
 import torch
 import flash_attn
@@ -453,7 +454,9 @@ def kernels():
 call, tensors = attention.prepare(query, key, None, alibi, causal, blocks)
 for is_recorded, num in ((False, 3), (True, 5)):
     assert not any(kernel.was_there for kernel in kernels()[:num])
+    print("rehearsal", file=sys.stderr, flush=True)
     assert ahead.rehearse(call, query, key, value, tensors, is_recorded, 90) == num
+    print("end", file=sys.stderr, flush=True)
     if is_recorded:
         threads = [threading.Thread(target=ahead._compile_pending) for _ in range(3)]
         for thread in threads:
@@ -469,9 +472,19 @@ for is_recorded, num in ((False, 3), (True, 5)):
 assert len(kernels()) == 5 and all(kernel.was_there for kernel in kernels())
 assert ahead.rehearse(call, query, key, value, tensors, True, 90) == 0
 
+flash_attn_2_cuda.plan_only(True)
+ahead.compile_kernels(call, query, key, value, tensors, True)
+flash_attn_2_cuda.plan_only(False)
+assert not ahead._rehearsed
+
 learned = torch.ones(8, n, n, requires_grad=True)
 call, tensors = attention.prepare(query, key, None, lambda s, b, h, i, j: s + learned[h, i, j], None, None)
 assert ahead.rehearse(call, query, key, value, tensors, True, 90) > 0
+torch.use_deterministic_algorithms(True)
+assert ahead.rehearse(call, query, key, value, tensors, False, 90) > 0
+ahead.MOST_BYTES = 1 << 21  # torch would fill what is empty
+assert ahead.rehearse(call, query, key, value, tensors, False, 90) == 0
+torch.use_deterministic_algorithms(False)
 ahead.MOST_BYTES = 1000  # the host would fill the gradient with zeros
 assert ahead.rehearse(call, query, key, value, tensors, True, 90) == 0
 assert flex_attention(query[:, :, :9], key, value, alibi, mask_mod=causal).device.type == "cpu"  # calls are real again
@@ -480,8 +493,9 @@ print("done")
 
 
 def test_kernels_of_a_first_call_are_compiled_at_once(build):
-    done = build(program=AHEAD)
+    done = build(program=AHEAD, FLASH_ATTN_LOG="plan")
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert " on cuda, tile" in done.stderr and done.stderr.count("rehearsal\nend\n") == 2  # which shows no plan
 
 
 @pytest.fixture(scope="module")
