@@ -84,11 +84,15 @@ bool fa_kernel_compile_pending(void) {
     fa_lock *own = lock_of(p->key);
     fa_lock_acquire(own);
     bool is_kept = fa_cache_read(p->name, p->key, &there);
-    /* A kernel that does not compile is compiled again by the call that needs it, and this call says why. */
     if (!is_kept && fa_compilation_run(p->compilation, &p->cubin, &unused) == FA_OK) {
         is_kept = fa_cache_write(p->name, p->key, &p->cubin);
         fa_compilation_free(p->compilation);
         p->compilation = NULL;
+    } else if (!is_kept) { /* The call that needs the kernel compiles it again, and says why it fails. */
+        char *log, *mods;
+        fa_compile_failure(&log, &mods);
+        free(log);
+        free(mods);
     }
     if (!is_kept && !p->compilation)
         add_pending(p);

@@ -211,14 +211,15 @@ class _Parser:
             return x._replace(kind=FLOAT, code=self.binary(ast.Mult, x.code, self.number(1.0, x.at), x.at))
         return x._replace(kind=FLOAT, code=self.method(x.code, "to", x.at, self.function(dtype, x.at)))
 
-    def as_tensor(self, x):
-        """For functions of torch that take no numbers."""
+    def as_tensor(self, x, dtype=None):
+        """For functions of torch that take no numbers. A float has the dtype of the score."""
         if not x.is_number:
             return x
-        if x.kind == FLOAT and "score" in self.names:
+        if x.kind == FLOAT and "score" in self.names and dtype is None:
             like, words = "score", {}
         else:
-            like, words = "b", {"dtype": self.function({BOOL: "bool", INT: "int64", FLOAT: "float32"}[x.kind], x.at)}
+            dtype = dtype or {BOOL: "bool", INT: "int64", FLOAT: "float32"}[x.kind]
+            like, words = "b", {"dtype": self.function(dtype, x.at)}
         code = self.method(ast.Name(like, ast.Load()), "new_full", x.at, ast.Tuple([], ast.Load()), x.code, **words)
         return x._replace(is_number=False, code=code)
 
@@ -333,7 +334,7 @@ class _Parser:
             self.expect(")", "the type of a cast")
             x = self.unary()
             if kind == "double":
-                return self.as_float(self.as_tensor(x), "float64")._replace(op="(")
+                return self.as_float(self.as_tensor(x, "float64"), "float64")._replace(op="(", at=token.at)
             return {BOOL: self.as_bool, INT: self.as_int, FLOAT: self.as_float}[kind](x)._replace(op="(", at=token.at)
         return self.postfix()
 

@@ -106,6 +106,7 @@ SCORES = [
     ("fmax(score, bias[h][kv_idx])", {"bias": BIAS}, lambda s, b, h, q, k: torch.maximum(s, BIAS[h, k])),
     ("min(score, 0.25) + max(q_idx, 3)", {}, lambda s, b, h, q, k: s.clamp(max=0.25) + q.clamp(min=3)),
     ("clamp(score, -1, n)", {"n": 0.5}, lambda s, b, h, q, k: s.clamp(-1, 0.5)),
+    ("score + (double)0.1 * (double)q_idx", {}, lambda s, b, h, q, k: s + 0.1 * q.double()),
     ("pow(score, 2) + powf(2, -h)", {}, lambda s, b, h, q, k: s * s + torch.exp2(-h.float())),
     ("score + exp(n)", {"n": 1.5}, lambda s, b, h, q, k: s + torch.exp(torch.tensor(1.5))),
     ("score + (int)score + abs(-q_idx) + fabs(score)", {}, lambda s, b, h, q, k: s + s.trunc() + q + s.abs()),
