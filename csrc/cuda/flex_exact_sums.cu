@@ -1,4 +1,4 @@
-/* Adds sums of integers (flex_exact_sums.cuh) to the gradient of a captured tensor. A thread takes elements in turns. */
+/* Adds sums of integers (flex_exact_sums.cuh) to the gradient of a captured tensor. */
 #ifndef DEVICE
 #define DEVICE __device__ __forceinline__
 #endif

@@ -1,5 +1,5 @@
-/* Sums whose bits do not depend on the order of their parts. A sum of floating numbers depends on the order, a sum of
- * integers does not. So the backward runs twice. The first pass finds the largest exponent of the parts of each element.
+/* Sums whose bits do not depend on the order of their parts. A sum of floats depends on its order, a sum of integers
+ * does not. So the backward runs twice. The first pass finds the largest exponent of the parts of each element.
  * The second pass adds the parts as integers, in units of 2^-digits of this exponent. flex_exact_sums.cu makes floating
  * numbers of the sums.
  *

@@ -59,8 +59,8 @@ DEVICE float flex_from_bf16(unsigned short bits) { return __uint_as_float((unsig
 /* Which pairs of a batch and head add to one element of a capture's gradient (csrc/flex/scatters.h). */
 enum flex_kind { FLEX_OF_HEAD, FLEX_OF_QUERY, FLEX_OF_KEY, FLEX_OF_DIFFERENCE, FLEX_OF_PAIR };
 
-/* Adds to an element of a capture's gradient, if that is wanted. A text with FLEX_HAS_EXACT_SUMS takes an order that the
- * address wants to be without effect. */
+/* Adds to an element of a capture's gradient, if that is wanted. With FLEX_HAS_EXACT_SUMS the address may want sums
+ * that do not depend on an order. */
 #ifdef FLEX_HAS_EXACT_SUMS
 #include "flex_exact_sums.cuh"
 template <class T> DEVICE void flex_add_to(long long address, long long place, T value) {

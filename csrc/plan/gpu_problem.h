@@ -95,8 +95,8 @@ size_t fa_key_parts_at(const fa_problem *problem);
 size_t fa_key_parts_bytes(const fa_problem *problem, int num_parts);
 
 /* The sums of the generic backward for gradients of captures whose bits must not depend on an order
- * (cuda/flex_exact_sums.cuh): whether they are wanted, where they lie in the workspace, and their bytes. digits: how many
- * binary digits each part of a sum has, so that a sum of all pairs has 63. */
+ * (cuda/flex_exact_sums.cuh): whether they are wanted, where they lie in the workspace, and their bytes. digits: the
+ * binary digits of each part of a sum, so that a sum of all pairs has 63. */
 bool fa_wants_exact_sums(const fa_problem *problem);
 size_t fa_exact_sums_at(const fa_problem *problem);
 size_t fa_exact_sums_bytes(const fa_problem *problem);
