@@ -266,7 +266,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(S[2 * i], S[2 * i + 1]);
                 const auto &weights = weights_among(P, W);
                 split_weights(S, weights, rest);
-                pin(P), pin(rest); /* compute P here and not later, because dQ runs now */
+                pin(P); /* compute P here and not later, because dQ runs now */
+                if (RESTS > 0) pin(rest);
+                if (FLOAT_WEIGHTS > 0) pin(S);
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
                 wgmma_wait_group<0>(dQ);
@@ -278,14 +280,18 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
                 /* dP = V dO^T, dV += P^T dO */
+                if (DV_FIRST) {
+                    issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
+                    wgmma_wait_group<0>(dV);
+                }
                 start_dp_sum(dP, s.d[r.stage], lane);
                 issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
-                issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
+                if (!DV_FIRST) issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
                 if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
-                wgmma_wait_group<1>(dP);
-                const auto weight = [&](int i) { return weight_of(weights, rest, i); };
+                wgmma_wait_group<!DV_FIRST>(dP);
+                const auto weight = [&](int i) { return i < FLOAT_WEIGHTS ? S[i] : weight_of(weights, rest, i); };
 #if FLEX
                 sums_of_step sums;
                 differentiate_by_mods(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, mod, hidden, query_tile_of(entry),
