@@ -56,12 +56,12 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
-/* At 64 columns the plain kernels keep weights as floats. In fp16 all weights are floats, and dV is done before dP takes
- * the registers of P. In bf16 dP runs beside dV, which leaves registers for 48 floats. */
+/* At 64 columns the plain kernels keep weights as floats. In fp16 all weights are floats, and dV is done before dP
+ * takes the registers of P. In bf16 dP runs beside dV, which leaves registers for 48 floats. */
 constexpr int FLOAT_WEIGHTS = FLEX || WEIGHTED || BLOCK_Q < 128 ? 0 : BF16 ? 48 : S_REGS;
 constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS;
 
-/* Every other weight is kept as 16 bits and a rest, in fewer registers than as a float. The rest is one byte of what
+/* Other weights are kept as 16 bits and a rest, in fewer registers than as floats. The rest is one byte of what
  * rounding took off.
  *
  * of_two            Returns the rests of two weights in the low bytes. `rounded` holds both weights in 16 bits.
