@@ -89,8 +89,8 @@ template <int WIDTH> DEVICE void write_box(void *box, const float *x, float fact
 constexpr bool TAKES_TURNS = FLOAT_WEIGHTS > 0;
 enum { BAR_TURN = 1 }; /* of warpgroup 0; the next barrier is that of warpgroup 1 */
 
-/* Whole warpgroup. The turn passes to the other warpgroup when this thread's P is computed. No P has a sign, so `settle`
- * stores nothing. */
+/* Whole warpgroup. The turn passes to the other warpgroup when this thread's P is computed. No P has a sign, so
+ * `settle` stores nothing. */
 DEVICE void pass_turn(const u32 (&P)[P_REGS], int wg, shared_memory &s) {
     u32 bits = 0;
 #pragma unroll
@@ -318,8 +318,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #else
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight);
 #endif
-                /* In the first step wait until the last work tile's dK has left the place of dS. Later ds_full of the last
-                 * step has said that both warpgroups have the dQ that read this place. */
+                /* In the first step wait until the last work tile's dK has left the place of dS. Later ds_full of the
+                 * last step has said that both warpgroups have the dQ that read this place. */
                 if (step == 0) mbarrier_wait(&s.dk_empty, kv_parity ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
                 /* dK += dS^T Q; dS to both warpgroups */
