@@ -318,9 +318,9 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #else
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight);
 #endif
-                /* Wait for a place for dS. In the first step the last work tile's dK must have left this place. NOTE: ds_full
-                 * of the last step has said that both warpgroups have the dQ that read it. At 96 and 128 columns the code
-                 * without the wait was 1 to 2% slower. */
+                /* Wait for a place for dS. In the first step the last work tile's dK must have left this place.
+                 * NOTE: ds_full of the last step has said that both warpgroups have the dQ that read it. But at 96 and
+                 * 128 columns the code without the wait was 1 to 2% slower. */
                 if (!TAKES_TURNS || step == 0)
                     mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
