@@ -3,8 +3,8 @@
  *   x [b, row, h, d]  ->  out [b, row, h, d] e4m3, descale [b, h_kv]
  *
  * HBM gives each element once. A group has one descale: a sequence and key head of a tensor, or a whole tensor. A
- * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA does steps, and AHEAD steps
- * are on their way to their slots (cp.async):
+ * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA takes its pieces in steps,
+ * through a ring of slots. The pieces of AHEAD steps are on their way to their slots (cp.async):
  *
  *   load  ->  measure, and publish the piece's maximum  ->  LAG steps later: wait for the group's maximum  ->  write
  *
@@ -70,8 +70,10 @@ struct step {
 
 struct shared {
     char slots[SLOTS][SLOT_BYTES];
-    uint4 signs[32]; /* of a chunk, as a mask of 16-bit elements */
-    u32 words[2][WARPS], early[2], late; /* maxima of a piece; of the group that is written */
+    uint4 signs[32];     /* of a chunk, as a mask of 16-bit elements */
+    u32 words[2][WARPS]; /* the warps' maxima of a piece */
+    u32 early[2];        /* the maximum of the group that is written, or INCOMPLETE */
+    u32 late;            /* this maximum after the wait */
     step steps[STEPS];
 };
 static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB), "the launch gives this much");
@@ -583,14 +585,14 @@ constexpr u32 NO_TICKET = 0xffffffff;
 
 /* What one lane of the scheduler warp knows. links[ticket] is the piece that was dropped before. */
 struct schedule {
-    u32 drawn;   /* the ticket of the next new piece */
-    u32 dropped; /* the youngest dropped piece of a group that may go on, or NO_TICKET */
-    u32 again;   /* the next dropped piece that is loaded again, or NO_TICKET */
+    u32 drawn;    /* the ticket of the next new piece */
+    u32 dropped;  /* the youngest dropped piece of a group that may go on, or NO_TICKET */
+    u32 again;    /* the next dropped piece that is loaded again, or NO_TICKET */
     int num_open; /* new pieces that may yet be dropped */
 };
 
-/* Finds step idx. A new piece LAG + 1 steps before is written when all steps before this one are measured. It is
- * dropped if the CTA has drawn yet another piece of its group. */
+/* Finds step idx, and decides about the new piece LAG + 1 steps before. The CTA drops this piece if it has drawn yet
+ * another piece of the group, because the group cannot be complete in time. */
 DEVICE void find_step(const fa_quantize_params &p, shared &smem, int idx, u32 bad_tensors, schedule &s) {
     step &before = smem.steps[(idx + STEPS - LAG - 1) % STEPS], &to = smem.steps[idx % STEPS];
     if (idx > LAG && before.does == NEW) {

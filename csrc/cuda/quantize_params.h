@@ -22,7 +22,7 @@ typedef struct {
     const int *cu_seqlens;                    /* [b + 1]; NULL: dense */
     int rows;                                 /* dense: of a sequence; packed: of the tensor */
     int g, d, rotates;
-    int is_aligned;              /* every row of x consists of aligned pieces of 8 elements */
+    int is_aligned;               /* every row of x consists of aligned pieces of 8 elements */
     int piece_rows, rows_of_warp; /* of a full piece, and of a warp's part of it */
     int units, pitch;   /* of 16 bytes: in the columns of a row, whole chunks of 8; from row to row in shared memory */
     int lines;          /* of 8 units in a row, if the row fills them; otherwise 0 */
