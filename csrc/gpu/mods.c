@@ -205,8 +205,8 @@ static_assert(sizeof(fa_cuda_flex) % sizeof(uint64_t) == 0, "the values follow")
 static void fill_values(const fa_cuda_call *call, fa_variant variant, void *values) {
     const fa_flex *flex = call->problem->flex;
     if (!fa_families[variant.family].takes_mods) return;
-    const bool adds_gradients =
-        variant.family == FA_BWD_SM90 || (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
+    const bool adds_gradients = variant.family == FA_BWD_SM90 || variant.family == FA_BWD_WIDE_SM90 ||
+                                (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
     fa_flex_fill_values(flex->score, variant.mods->mask ? flex->mask : NULL,
                         variant.mods->derivative ? flex->derivative : NULL, adds_gradients ? flex->gradients : NULL,
                         values);
