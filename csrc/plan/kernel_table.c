@@ -408,6 +408,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files = FILES("quantize.cu", "ptx_once.cuh", "e4m3.cuh", "ptx_sm80.cuh", "element.cuh",
                                     "quantize_params.h"),
                      .columns = {"ROTATES", "SLOT_KB", "CTAS"},
+                     .has_89 = true,
                      .knows = FA_IN_BF16 | FA_IN_F32,
                      .rows = quantize_rows,
                      .num_rows = NUM_ROWS(quantize_rows),
