@@ -45,8 +45,8 @@ for head_dim, is_packed, options in json.loads(sys.argv[1]):
         sees = lambda b, h, i, j: (i >= j) & (i // 100 % 2 == 0)
         blocks = create_block_mask(sees, 1, 4 if options["has_mods"] == "of heads" else 1, 300, 300, "cuda", 64)
         biased = lambda s, b, h, i, j: s + 0.1 * (j - i)
-        aux = AuxRequest(lse=True, max_scores=True)
-        out, _ = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), biased, blocks, enable_gqa=True, return_aux=aux)
+        wanted = {"enable_gqa": True, "return_aux": AuxRequest(lse=True, max_scores=True)}
+        out, _ = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), biased, blocks, **wanted)
     else:
         out = flash_attn_func(q, k, v, **options)
     out.backward(torch.ones_like(out))

@@ -1,4 +1,5 @@
-/* Programmable attention in attn_bwd_sm90.cu and attn_bwd_wide_sm90.cu: the list of query tiles that a key tile walks over.
+/* Programmable attention in attn_bwd_sm90.cu and attn_bwd_wide_sm90.cu: the list of query tiles that a key tile walks
+ * over.
  *
  * Without programmable attention the query tiles of a work tile are an interval. With a block mask they are a list
  * (flex_walks.cu), and place n of the interval [0, list_num) is an entry of the list: a query tile and the kind of its

@@ -122,8 +122,7 @@ template <class shared_memory> DEVICE void open_turns(const params &p, shared_me
     ring r; /* of steps */
     lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
         const u32 share = t.share_at(i);
-        if (!t.begins_sum(share, i))
-            wait_turn(turn, t.ends_sum(share, i) || p.in_order ? turn_of(p, t, share, i) : 1);
+        if (!t.begins_sum(share, i)) wait_turn(turn, t.ends_sum(share, i) || p.in_order ? turn_of(p, t, share, i) : 1);
         mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
 #if FLEX
         s.words.set_turn(slot_of(r), i, t.begins_sum(share, i), t.ends_sum(share, i));

@@ -1,6 +1,7 @@
-/* Tests programmable attention in attn_bwd_sm90 and attn_bwd_wide_sm90 (csrc/cuda/attn_bwd_mods.cuh) over random problems and block masks: the
- * work tiles and their lists of query tiles, the turns in which key tiles add to dQ, the pairs that a step hides, and P
- * and the weights of a step. Masks and functions are evaluated pair by pair for comparison.
+/* Tests programmable attention in attn_bwd_sm90 and attn_bwd_wide_sm90 (csrc/cuda/attn_bwd_mods.cuh) over random
+ * problems and block masks: the work tiles and their lists of query tiles, the turns in which key tiles add to dQ, the
+ * pairs that a step hides, and P and the weights of a step. Masks and functions are evaluated pair by pair for
+ * comparison.
  *
  * The kernel's own code does all this on the emulated threads of cuda_emulation.h. Products are not emulated.
  *

@@ -82,7 +82,7 @@ def test_gradients_of_every_score_mod_on_hopper(make, seed):
 @pytest.mark.parametrize("dims", DIMS + WIDE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_random_blocks_on_hopper(dims, dtype):
-    """Query heads of one key head with masks of their own, too, up to 128 columns. Above, heads are not grouped then."""
+    """Query heads of one key head with masks of their own, too. Above 128 columns such heads are not grouped."""
     rng, generator = random.Random(dims[0]), torch.Generator().manual_seed(dims[1])
     mod = lambda b, h, i, j: (i * 7 + j * 3) % 5 != 0  # noqa: E731
     for block in ((128, 128), (64, 96), (192, 32)):
