@@ -52,6 +52,7 @@ typedef enum {
     FA_FLEX_BLOCKS,
     FA_FLEX_CLASSIFY,
     FA_FLEX_LISTS,
+    FA_FLEX_EXACT_SUMS,
     FA_FLEX_WALKS,
     FA_FLEX_HIDDEN,
     FA_BWD_SM80,
