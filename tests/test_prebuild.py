@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import flash_attn_2_cuda
+import fresh_python
 import pytest
 
 import flash_attn
@@ -88,7 +87,7 @@ def nvrtc_is_here():
 @pytest.mark.skipif(nvrtc_is_here(), reason="NVRTC is here")
 def test_without_nvrtc_one_sentence(tmp_path):
     environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path), "FLASH_ATTN_NVRTC": str(tmp_path / "none.so")}
-    done = subprocess.run([sys.executable, "-m", "flash_attn.build"], capture_output=True, text=True, env=environment)
+    done = fresh_python.module("flash_attn.build", env=environment)
     if done.returncode == 0:
         pytest.skip("the system has an NVRTC")
     assert done.returncode == 1 and done.stdout == ""
@@ -102,8 +101,8 @@ def test_kept_kernels_are_listed(tmp_path):
         (tmp_path / f"{name}-{'ab' * 8}-{release}.cubin").write_bytes(bytes(4096))
     (tmp_path / "notes.txt").write_text("no kernel")
     environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "flash_attn.build", "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    done = fresh_python.module("flash_attn.build", "--list", env=environment)
+    assert done.returncode == 0, done.stderr
     row = f"{4:8} KiB  {name}"
     assert done.stdout.splitlines() == [row, row, f"2 kernels in {tmp_path}"]
 
@@ -113,7 +112,7 @@ def test_the_folder_of_kernels(given):
     names = ("FLASH_ATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
     environment = {**{name: x for name, x in os.environ.items() if name not in names}, **given}
     code = "import flash_attn; print(flash_attn.kernel_root())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = fresh_python.python(code, env=environment)
     if not given:
         assert done.returncode == 1 and "there is no home folder" in done.stderr
         return

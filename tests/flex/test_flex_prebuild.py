@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 
@@ -456,8 +456,7 @@ def build(compiler, tmp_path):
     def build(*words, **variables):
         environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
         environment |= {"FLASH_ATTN_NVRTC": str(compiler), **variables}
-        command = [sys.executable, "-W", "ignore", "-m", "flash_attn.build", *words]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        return fresh_python.module("flash_attn.build", *words, env=environment, cwd=tmp_path)
 
     build.folder = tmp_path
     return build
