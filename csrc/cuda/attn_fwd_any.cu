@@ -215,8 +215,10 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
 #endif
     if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? empty_lse : lse;
 #if FLEX
-    if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data)
-        *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : row.max * unit;
+    if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data) {
+        const bool has_nan = sum != sum && row.max < INF; /* fmaxf passes over a score of NaN */
+        *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : has_nan ? sum : row.max * unit;
+    }
 #endif
     const float weight = E4M3 ? p.keep_scale * descale_at(p.v_descale, p, s, head) : p.keep_scale;
     store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head) + v.first, o, half, weight / sum, is_empty,

@@ -159,6 +159,13 @@ DEVICE float lg2(float x) {
     return y;
 }
 
+/* The larger one, or NaN if one is NaN. fmaxf returns the other one then. [max] */
+DEVICE float max_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
+}
+
 /* 1 / x. [rcp] */
 DEVICE float rcp(float x) {
     float y;
