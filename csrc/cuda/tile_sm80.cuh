@@ -5,10 +5,7 @@
 
 #include "tile_any.cuh"
 
-#ifndef TRY_AHEAD
-#define TRY_AHEAD 3
-#endif
-constexpr int AHEAD = TRY_AHEAD; /* 1 to 5 are alike */
+constexpr int AHEAD = 3; /* 1 to 5 are alike */
 constexpr int K_STEPS = HEAD_DIM / 16, BYTES = factor::BYTES;
 
 /* ---- loads ----------------------------------------------------------------------------------------------------- */

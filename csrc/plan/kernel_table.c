@@ -121,16 +121,17 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 #define ROWS_OF_4x1 64
 #define ROWS_OF_4x2 128
 #define ROWS_OF_8x1 128
+#define ROWS_OF_8x2 256
 
 static const fa_row fwd_sm80_rows[] = {
 /* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. */
-#define SHARED(d, rows, kv, stages, q_regs) \
-    (PADDED_ROW(d, 2) * ((stages) * (kv) + ((q_regs) ? MOST((stages) * (kv), rows) : (stages) * (kv) + (rows))) + 16)
-#define FA_FWD_TILE_SM80(d, kv, warps, blocks, stages, q_regs, late, ctas)                    \
-    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #kv "w" #warps "s" #stages, \
-     {d, kv, warps, blocks, stages, q_regs, late, ctas},                                      \
+#define SHARED(d, rows, tiles, q_regs) \
+    (PADDED_ROW(d, 2) * ((q_regs) ? (tiles) + MOST(tiles, rows) : 2 * (tiles) + (rows)) + ((q_regs) ? 4 * (rows) : 0))
+#define FA_FWD_TILE_SM80(d, kv, warps, blocks, stages, q_regs, lane_regs, late, cuts, ctas)   \
+    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #kv "s" #stages,         \
+     {d, kv, warps, blocks, stages, q_regs, lane_regs, late, cuts, ctas},                     \
      FA_SCORE | FA_DROPOUT,                                                                   \
-     SHARED(d, 16 * (warps) * (blocks), kv, stages, q_regs)},
+     SHARED(d, 16 * (warps) * (blocks), (stages) * (kv), q_regs)},
 #include "cuda/tiles.def"
 };
 
@@ -356,7 +357,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
                      .files =
                          FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "Q_REGS", "LATE", "CTAS"},
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "Q_REGS", "LANE_REGS", "LATE",
+                                 "CUTS", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
