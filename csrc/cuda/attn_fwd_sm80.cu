@@ -28,10 +28,9 @@
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, and STAGES of K and V.
  * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), and when P V is added (LATE).
- * It says whether code is cut (CUTS), and gives CTAS of an SM. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) ||         \
-    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CUTS) || !defined(CTAS) || !defined(SCORE) || \
-    !defined(DROPOUT)
+ * It also gives CTAS of an SM. */
+#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
+    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -251,8 +250,6 @@ DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][COL
                 const u32 bits = DROPOUT ? kept[m] >> (4 * n + e) : 3;
                 p[m][k][i] = cvt_x2<factor>(bits & 1 ? s[m][n][e] : 0, bits & 2 ? s[m][n][e + 1] : 0);
             }
-        /* This never happens. ptxas moves instructions over no branch, so it spreads the exponentials (+2 to +5%). */
-        if (CUTS && IS_USUAL && scale_log2 == -INF) trap();
     };
     if (IS_USUAL && LATE == 1) {
 #pragma unroll

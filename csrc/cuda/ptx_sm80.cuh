@@ -138,9 +138,6 @@ DEVICE u32 ld_acquire(const u32 *counter) {
  * value is not uniform for ptxas. [redux.sync] */
 DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
-/* Any thread. Ends the kernel with an error. [trap] */
-DEVICE void trap() { asm volatile("trap;"); }
-
 /* Any thread. Reads %laneid anew, so that ptxas computes dependent values where they are used, instead of keeping them
  * in registers through a loop. [%laneid] */
 DEVICE int laneid() {

@@ -127,10 +127,10 @@ static const fa_row fwd_sm80_rows[] = {
 /* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. */
 #define SHARED(d, rows, tiles, q_regs) \
     (PADDED_ROW(d, 2) * ((q_regs) ? (tiles) + MOST(tiles, rows) : 2 * (tiles) + (rows)) + ((q_regs) ? 4 * (rows) : 0))
-#define FA_FWD_TILE_SM80(d, kv, warps, blocks, stages, q_regs, lane_regs, late, cuts, ctas)   \
-    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #kv "s" #stages,         \
-     {d, kv, warps, blocks, stages, q_regs, lane_regs, late, cuts, ctas},                     \
-     FA_SCORE | FA_DROPOUT,                                                                   \
+#define FA_FWD_TILE_SM80(d, kv, warps, blocks, stages, q_regs, lane_regs, late, ctas) \
+    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #kv "s" #stages, \
+     {d, kv, warps, blocks, stages, q_regs, lane_regs, late, ctas},                   \
+     FA_SCORE | FA_DROPOUT,                                                           \
      SHARED(d, 16 * (warps) * (blocks), (stages) * (kv), q_regs)},
 #include "cuda/tiles.def"
 };
@@ -358,7 +358,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files =
                          FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "Q_REGS", "LANE_REGS", "LATE",
-                                 "CUTS", "CTAS"},
+                                 "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
