@@ -30,7 +30,8 @@
  * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), and when P V is added (LATE).
  * It also gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
-    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
+    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
+    !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -49,7 +50,8 @@ constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG
  * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
 constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
 
-static_assert(HEAD_DIM % 32 == 0 && BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time, a quad stores 32 columns");
+static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns");
+static_assert(BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
 static_assert(!DROPOUT || BLOCK_KV == 16 || BLOCK_KV % 32 == 0, "a dropout patch has 32 keys");
 static_assert(N <= 8, "32 bits say which pairs of a thread count");
 static_assert(STAGES == 1 || (STAGES == 2 && (IS_LATE || !Q_REGS)), "the first V may come while Q is read");
@@ -279,9 +281,10 @@ DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, 
     float weights[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float sum = quad_sum(rows[half].sum), max = rows[half].base == -INF ? -INF : shared.maximum(own_row + 8 * half + lane() / 4);
+        const float sum = quad_sum(rows[half].sum);
+        const float max = rows[half].base == -INF ? -INF : shared.maximum(own_row + 8 * half + lane() / 4);
         const float scaled = __fmul_rn(max, unit * LOG2_E), rest = fmaf(max, unit * LOG2_E, -scaled);
-        const bool is_empty = sum == 0 && scaled == -INF; /* no key seen, or only scores of -inf */
+        const bool is_empty = sum == 0 && scaled == -INF;               /* no key seen, or only scores of -inf */
         const float lag = HEADROOM != 0 ? rows[half].base - scaled : 0; /* P is so much smaller, in log2 */
         const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
         const int i = row + lane() / 4 + 8 * half;

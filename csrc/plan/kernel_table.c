@@ -355,8 +355,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
-                     .files =
-                         FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
+                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "Q_REGS", "LANE_REGS", "LATE",
                                  "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
