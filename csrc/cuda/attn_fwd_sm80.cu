@@ -27,8 +27,8 @@
 #define OF_3 0
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, and STAGES of K and V.
- * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), and when P V is added (LATE).
- * It also gives CTAS of an SM. */
+ * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when P V is added (LATE),
+ * and how many CTAS an SM has. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
     !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
     !defined(DROPOUT)
@@ -70,8 +70,8 @@ struct shared_memory {
     DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
 };
 
-/* Loads key tiles one after the other, from the last one down. LANES threads share a row, and some are idle if a row has fewer pieces of 16
- * bytes. A thread's pieces of a tile lie STEP rows apart. */
+/* Loads key tiles one after the other, from the last one down. LANES threads share a row, and some of them are idle if
+ * a row has fewer pieces of 16 bytes. A thread's pieces of a tile lie STEP rows apart. */
 struct key_loader {
     static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
     static constexpr int STEP = THREADS / LANES, NUM = BLOCK_KV / STEP;
@@ -432,8 +432,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 }
 
 /* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a
- * causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence longer than
- * max_seqlen does several tiles. */
+ * causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence that is
+ * longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     shared_memory &shared = *(shared_memory *)memory;

@@ -25,6 +25,22 @@ typedef struct {
 enum { FA_FLEX_CLASSIFY_THREADS = 128 }; /* of a CTA of flex_classify.cu and flex_lists.cu */
 enum { FA_FLEX_BLOCKS_THREADS = 128, FA_FLEX_WALKS_THREADS = 512, FA_FLEX_HIDDEN_THREADS = 128 }; /* of a CTA */
 
+/* An element of the gradient of a captured tensor, while its parts are added in any order (flex_exact_sums.cuh). */
+typedef struct {
+    long long sum; /* of the parts, in units of 2^-digits of `exponent` */
+    int exponent;  /* 1 + the exponent of the largest part, as a double has it; 0: there is no part */
+    int seen;      /* infinite parts and NaN */
+} fa_cuda_exact_sum;
+
+/* The parameters of flex_exact_sums.cu. */
+enum { FA_FLEX_SUMS_THREADS = 256 };
+typedef struct {
+    const fa_cuda_exact_sum *sums; /* [num] */
+    void *gradient;                /* [num] float; double if is_double */
+    long long num;
+    int digits, is_double;
+} fa_cuda_exact_sums;
+
 /* The parameters of flex_classify.cu. The members of flex_values follow, as many words as the mask_mod needs. */
 typedef struct {
     unsigned char *kinds; /* [b, h, rows, columns] */

@@ -59,10 +59,22 @@ DEVICE float flex_from_bf16(unsigned short bits) { return __uint_as_float((unsig
 /* Which pairs of a batch and head add to one element of a capture's gradient (csrc/flex/scatters.h). */
 enum flex_kind { FLEX_OF_HEAD, FLEX_OF_QUERY, FLEX_OF_KEY, FLEX_OF_DIFFERENCE, FLEX_OF_PAIR };
 
-/* Adds to an element of a capture's gradient, if that is wanted. */
+/* Adds to an element of a capture's gradient, if that is wanted. With FLEX_HAS_EXACT_SUMS the address may want sums
+ * that do not depend on an order. */
+#ifdef FLEX_HAS_EXACT_SUMS
+#include "flex_exact_sums.cuh"
+template <class T> DEVICE void flex_add_to(long long address, long long place, T value) {
+    if (!address || value == T(0)) return;
+    if ((unsigned long long)address >> 58)
+        flex_add_exactly((unsigned long long)address, place, (double)value);
+    else
+        atomicAdd((T *)address + place, value);
+}
+#else
 template <class T> DEVICE void flex_add_to(long long address, long long place, T value) {
     if (address && value != T(0)) atomicAdd((T *)address + place, value);
 }
+#endif
 
 /* ---- integers --------------------------------------------------------------------------------------------------- */
 

@@ -1,6 +1,7 @@
 /* Launches the generic kernels, which serve every problem on every GPU. */
 #include "any_problem.h"
 #include "append.h"
+#include "capture_sums.h"
 #include "launchers.h"
 #include "mods.h"
 #include "parts.h"
@@ -62,6 +63,19 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
     return status == FA_OK ? fa_cuda_launch_probs(call, &a, err) : status;
 }
 
+/* A row of the backward. */
+typedef struct {
+    int row;
+    const fa_cuda_problem *problem;
+    int64_t num_tasks;
+    int threads;
+} bwd_launch;
+
+static fa_status launch_bwd(const fa_cuda_call *call, const void *context, fa_error *err) {
+    const bwd_launch *l = context;
+    return fa_cuda_launch_any(call, FA_BWD_ANY, l->row, l->problem, l->num_tasks, l->threads, err);
+}
+
 fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const int first = call->plan->gpu.row, num_rows = fa_families[FA_BWD_ANY].num_rows;
@@ -81,10 +95,14 @@ fa_status fa_cuda_bwd_any(const fa_cuda_call *call, fa_error *err) {
         a.num_tiles = owns_keys ? fa_count_tiles(p->len_kv, p->total_kv, owns_packed, own)
                                 : fa_count_tiles(p->len_q, p->total_q, owns_packed, own);
         a.num_v_blocks = count_v_blocks(p, tile->d);
-        status = fa_cuda_launch_any(call, FA_BWD_ANY, row, &a,
-                                    (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles *
-                                        (grad == GRAD_dv ? a.num_v_blocks : 1),
-                                    32 * tile->warps, err);
+        const bwd_launch launch = {row, &a,
+                                   (p->b + a.zero_tensors) * (owns_keys ? p->h_kv : p->h) * a.num_tiles *
+                                       (grad == GRAD_dv ? a.num_v_blocks : 1),
+                                   32 * tile->warps};
+        if (grad == GRAD_dq && fa_wants_exact_sums(p))
+            status = fa_cuda_add_exactly(call, launch_bwd, &launch, err);
+        else
+            status = launch_bwd(call, &launch, err);
     }
     return status;
 }

@@ -168,8 +168,10 @@ fa_status fa_variant_options(fa_variant variant, fa_compile_options *options, fa
         const char *constant;
     } constants[] = {FA_DTYPE_FEATURES(DTYPE), FA_FEATURES(FEATURE)};
     const fa_family *family = &fa_families[variant.family];
+    /* GPUs of 8.9 run what is compiled for 8.6. So one cubin serves both. */
+    const int arch = variant.arch == 89 && !family->has_89 ? 86 : variant.arch;
     *options = (fa_compile_options){0};
-    fa_status status = add_option(options, err, "--gpu-architecture=sm_%d%s", variant.arch, family->arch ? "a" : "");
+    fa_status status = add_option(options, err, "--gpu-architecture=sm_%d%s", arch, family->arch ? "a" : "");
     if (status == FA_OK) status = add_option(options, err, "--std=c++17");
     /* A user's functions are computed as torch computes them. */
     if (status == FA_OK && !(variant.features & FA_FLEX)) status = add_option(options, err, "--use_fast_math");

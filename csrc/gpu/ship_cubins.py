@@ -3,6 +3,7 @@
 FLASH_ATTN_CUDA_ARCHS lists architectures in upstream's form, "80;90". The kernels that most calls need go to
 flash_attn/cubins or flash_attn_3/cubins. Each kernel is one file. The file's name contains the hash of source and
 options that the runtime looks for. So a file is never used after its source has changed. manifest.json lists the files.
+FLASH_ATTN_BUILD_CACHE names a folder that keeps the compiled kernels, so that the next build compiles only new ones.
 
 NVRTC compiles the kernels, as at run time. FLASH_ATTN_NVRTC, the system or the CUDA toolkit names the library. Without
 NVRTC or without the variable, a wheel is complete too. Its kernels are then compiled at first use.
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +45,10 @@ def toolkit():
     return nvcc and Path(nvcc).resolve().parents[1]
 
 
+def _module_name(extension):
+    return Path(extension).name.partition(".")[0]
+
+
 def ship(extension, archs, jobs, say=print):
     """Compiles the common kernels of archs into flash_attn/cubins beside the extension, or flash_attn_3/cubins.
 
@@ -54,18 +60,25 @@ def ship(extension, archs, jobs, say=print):
     Returns:
         The manifest, or [] if no kernel was compiled.
     """
-    module_name = Path(extension).name.partition(".")[0]
-    package, generation = ("flash_attn_3", 3) if module_name == "_C" else ("flash_attn", 2)
-    folder = Path(extension).resolve().parent / ("cubins" if generation == 3 else "flash_attn/cubins")
+    place = "cubins" if _module_name(extension) == "_C" else "flash_attn/cubins"
+    folder = Path(extension).resolve().parent / place
     shutil.rmtree(folder, ignore_errors=True)
     if not archs:
         return []
+    with tempfile.TemporaryDirectory() as unless_kept:
+        cache = Path(os.environ.get("FLASH_ATTN_BUILD_CACHE") or unless_kept).resolve()
+        return _ship(extension, archs, jobs, say, folder, cache)
+
+
+def _ship(extension, archs, jobs, say, folder, cache):
+    module_name = _module_name(extension)
+    package, generation = ("flash_attn_3", 3) if module_name == "_C" else ("flash_attn", 2)
     variants = _load("flash_attn_variants", VARIANTS)
     variants.__spec__.loader.exec_module(variants)
     module = _load(module_name, extension)
     kernels = variants.choose(module.cuda_kernels(), archs, False, generation)
     before = {name: os.environ.get(name) for name in ("FLASH_ATTN_CACHE_DIR", "CUDA_HOME")}
-    os.environ["FLASH_ATTN_CACHE_DIR"] = str(folder)
+    os.environ["FLASH_ATTN_CACHE_DIR"] = str(cache)
     if toolkit() and not before["CUDA_HOME"]:
         os.environ["CUDA_HOME"] = str(toolkit())
     try:
@@ -73,7 +86,6 @@ def ship(extension, archs, jobs, say=print):
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(lambda kernel: module.build_cuda_kernel(*kernel[1:]), kernels))
     except RuntimeError as error:
-        shutil.rmtree(folder, ignore_errors=True)
         if "nvidia-cuda-nvrtc" not in str(error):
             raise
         say(
@@ -83,14 +95,19 @@ def ship(extension, archs, jobs, say=print):
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
-    manifest = []
-    for path in sorted(folder.glob("*.cubin")):
-        name, key, _compiler = path.stem.rsplit("-", 2)  # one wheel has kernels of one compiler
-        path = path.rename(path.with_name(f"{name}-{key}.cubin"))
-        content = path.read_bytes()
-        manifest.append(
-            {"name": name, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        )
+    folder.mkdir()
+    manifest = {}  # one cubin can serve two architectures
+    for name, *kernel in kernels:
+        key = f"{module.cuda_kernel_key(*kernel):016x}"
+        found = list(cache.glob(f"{name}-{key}-*.cubin"))
+        if len(found) != 1:
+            raise RuntimeError(f"{cache} (FLASH_ATTN_BUILD_CACHE) has kernels of several releases of NVRTC: empty it")
+        content = found[0].read_bytes()
+        (folder / f"{name}-{key}.cubin").write_bytes(content)
+        manifest[name, key] = {
+            "name": name, "key": key, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()
+        }  # fmt: skip
+    manifest = [manifest[kernel] for kernel in sorted(manifest)]
     (folder / "manifest.json").write_text(json.dumps({"archs": archs, "kernels": manifest}, indent=1) + "\n")
     say(f"{package}: {len(manifest)} GPU kernels for {', '.join(archs)} compiled into {folder}")
     return manifest

@@ -18,7 +18,8 @@ static tile_row tile_row_of(const fa_problem *p) {
 }
 
 static const char *why_not_flex(const fa_problem *p) {
-    NEEDS(!p->deterministic || !fa_wants_capture_gradients(p), FA_CAPTURES_ORDER_REASON);
+    NEEDS(!fa_wants_exact_sums(p) || fa_exact_sums_digits(p) >= 12,
+          "with deterministic it adds to the gradients of captured tensors from up to 2^50 pairs");
     return fa_why_not_blocks(p);
 }
 
@@ -71,6 +72,7 @@ const char *fa_plan_bwd_any(const fa_problem *p, const fa_machine *machine, fa_p
     plan->block_q = 16 * fa_bwd_any_row(row)->blocks * fa_bwd_any_row(row)->warps;
     plan->block_kv = fa_bwd_any_row(row)->walk;
     plan->workspace_bytes = fa_block_map_bytes(p);
+    if (fa_wants_exact_sums(p)) plan->workspace_bytes = fa_exact_sums_at(p) + fa_exact_sums_bytes(p);
     fa_plan_mods(p, plan);
     return NULL;
 }

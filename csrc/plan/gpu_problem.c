@@ -162,6 +162,30 @@ size_t fa_key_parts_bytes(const fa_problem *p, int num_parts) {
     return sizeof(float) * (size_t)(num_parts * p->b * p->h * p->len_q * (1 + p->d_v));
 }
 
+bool fa_wants_exact_sums(const fa_problem *p) { return p->deterministic && fa_wants_capture_gradients(p); }
+
+size_t fa_exact_sums_at(const fa_problem *p) { return (fa_block_map_bytes(p) + 255) / 256 * 256; }
+
+int64_t fa_count_capture(const fa_flex_bound *bound, int32_t capture) {
+    int64_t num = 1;
+    for (int dim = 0; dim < bound->program->captures[capture].rank; dim++) num *= bound->captures[capture].size[dim];
+    return num;
+}
+
+size_t fa_exact_sums_bytes(const fa_problem *p) {
+    int64_t num = 0;
+    for (int32_t i = 0; i < p->flex->derivative->program->num_captures; i++)
+        if (p->flex->gradients[i]) num += fa_count_capture(p->flex->derivative, i);
+    return (size_t)num * sizeof(fa_cuda_exact_sum);
+}
+
+int fa_exact_sums_digits(const fa_problem *p) {
+    const double pairs = (double)p->b * (double)p->h * (double)p->len_q * (double)p->len_kv;
+    int digits = 62;
+    for (double most = 1; most < pairs; most *= 2) digits--;
+    return digits;
+}
+
 bool fa_has_mods(const fa_problem *p) { return p->flex && (p->flex->score || p->flex->mask || p->flex->block_q > 0); }
 
 /* Rows of all heads or batches lie at one address. */

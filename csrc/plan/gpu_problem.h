@@ -94,6 +94,15 @@ bool fa_prefers_key_parts(const fa_problem *problem);
 size_t fa_key_parts_at(const fa_problem *problem);
 size_t fa_key_parts_bytes(const fa_problem *problem, int num_parts);
 
+/* The sums of the generic backward for gradients of captures whose bits must not depend on an order
+ * (cuda/flex_exact_sums.cuh): whether they are wanted, where they lie in the workspace, and their bytes. digits: the
+ * binary digits of each part of a sum, so that a sum of all pairs has 63. */
+bool fa_wants_exact_sums(const fa_problem *problem);
+size_t fa_exact_sums_at(const fa_problem *problem);
+size_t fa_exact_sums_bytes(const fa_problem *problem);
+int fa_exact_sums_digits(const fa_problem *problem);
+int64_t fa_count_capture(const fa_flex_bound *bound, int32_t capture); /* its elements */
+
 /* Does the problem have functions or a block mask? Programmable attention with nothing to program is plain. */
 bool fa_has_mods(const fa_problem *problem);
 

@@ -194,6 +194,7 @@ static const fa_row delta_any_rows[] = {{.name = "attn_delta_any", .serves = FA_
 static const fa_row flex_blocks_rows[] = {{.name = "flex_blocks"}};
 static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
 static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
+static const fa_row flex_exact_sums_rows[] = {{.name = "flex_exact_sums"}};
 static const fa_row flex_hidden_rows[] = {{.name = "flex_hidden"}};
 static const fa_row flex_walks_rows[] = {{.name = "flex_walks"}};
 static const fa_row probs_any_rows[] = {
@@ -341,7 +342,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .chooses = fwd_any_chooses,
                     .takes_mods = true},
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
-                    .files = FILES("attn_bwd_any.cu", TILE_ANY_FILES, FLEX_FILES),
+                    .files = FILES("attn_bwd_any.cu", TILE_ANY_FILES, FLEX_FILES, "flex_exact_sums.cuh"),
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
                     .knows = ANY_KNOWS | FA_FLEX,
                     .rows = bwd_any_rows,
@@ -396,6 +397,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .rows = flex_lists_rows,
                        .num_rows = NUM_ROWS(flex_lists_rows),
                        .chooses = always_chooses},
+    [FA_FLEX_EXACT_SUMS] = {.name = "flex_exact_sums",
+                            .files =
+                                FILES("flex_exact_sums.cu", "flex_exact_sums.cuh", "cuda_flex.h", "cuda_problem.h"),
+                            .rows = flex_exact_sums_rows,
+                            .num_rows = NUM_ROWS(flex_exact_sums_rows),
+                            .chooses = always_chooses},
     [FA_FLEX_WALKS] = {.name = "flex_walks",
                        .files = FILES("flex_walks.cu", "flex_map.cuh", "ptx_launch.cuh", BLOCKS_FILES),
                        .arch = 90,
@@ -433,6 +440,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files = FILES("quantize.cu", "ptx_once.cuh", "e4m3.cuh", "ptx_sm80.cuh", "element.cuh",
                                     "quantize_params.h"),
                      .columns = {"ROTATES", "SLOT_KB", "CTAS"},
+                     .has_89 = true,
                      .knows = FA_IN_BF16 | FA_IN_F32,
                      .rows = quantize_rows,
                      .num_rows = NUM_ROWS(quantize_rows),

@@ -52,6 +52,7 @@ typedef enum {
     FA_FLEX_BLOCKS,
     FA_FLEX_CLASSIFY,
     FA_FLEX_LISTS,
+    FA_FLEX_EXACT_SUMS,
     FA_FLEX_WALKS,
     FA_FLEX_HIDDEN,
     FA_FWD_SM80,
@@ -80,6 +81,7 @@ typedef struct {
     bool (*chooses)(int row, unsigned features); /* does a plan ever take the row for these features? */
     bool aligns_shared; /* relies on dynamic shared memory that begins at FA_SHARED_ALIGNMENT */
     bool takes_mods;    /* with FA_FLEX the text includes the text of a user's functions, FA_MODS_FILE */
+    bool has_89;        /* the text has instructions that came with compute capability 8.9 */
 } fa_family;
 
 extern const fa_family fa_families[FA_NUM_FAMILIES];

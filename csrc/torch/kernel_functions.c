@@ -75,6 +75,17 @@ static PyObject *cuda_kernel_source(PyObject *self, PyObject *args) {
     return list ? Py_BuildValue("(sN)", fa_families[variant.family].files[0], list) : NULL;
 }
 
+static PyObject *cuda_kernel_key(PyObject *self, PyObject *args) {
+    (void)self;
+    fa_variant variant;
+    fa_error err = {""};
+    uint64_t key;
+    if (!read_variant(args, "cuda_kernel_key", &variant)) return NULL;
+    if (!fa_variant_is_chosen(variant)) return PyErr_Format(PyExc_ValueError, "there is no such CUDA kernel");
+    const fa_status status = fa_variant_key(variant, &key, &err);
+    return status == FA_OK ? PyLong_FromUnsignedLongLong(key) : fa_raise(status, &err);
+}
+
 static PyObject *cuda_kernel_folder(PyObject *self, PyObject *unused) {
     (void)self;
     (void)unused;
@@ -136,6 +147,8 @@ PyMethodDef fa_kernel_functions[] = {
      "has it"},
     {"cuda_kernel_source", cuda_kernel_source, METH_VARARGS,
      "cuda_kernel_source(family, row, features, arch) -> (file in csrc/cuda, the compiler's options)"},
+    {"cuda_kernel_key", cuda_kernel_key, METH_VARARGS,
+     "cuda_kernel_key(family, row, features, arch) -> the hash of source and options in the names of files"},
     {"cuda_kernel_folder", cuda_kernel_folder, METH_NOARGS,
      "cuda_kernel_folder() -> the folder that keeps compiled GPU kernels, None without a home folder"},
     {"compile_failure", compile_failure, METH_NOARGS,

@@ -46,6 +46,7 @@ static const char *parameters_of(fa_variant variant) {
     case FA_FLEX_BLOCKS: return "fa_cuda_flex_blocks";
     case FA_FLEX_CLASSIFY: return "classification";
     case FA_FLEX_LISTS: return "fa_cuda_flex_lists";
+    case FA_FLEX_EXACT_SUMS: return "fa_cuda_exact_sums";
     case FA_FLEX_WALKS: return "fa_cuda_flex_walks";
     case FA_FLEX_HIDDEN: return "hidden_params";
     default: return variant.features & FA_FLEX ? "problem" : "fa_cuda_problem";

@@ -119,6 +119,21 @@ static inline unsigned atomicMax(unsigned *place, unsigned x) {
     *place = x > before ? x : before;
     return before;
 }
+static inline int atomicMax(int *place, int x) {
+    const int before = *place;
+    *place = x > before ? x : before;
+    return before;
+}
+static inline void atomicOr(int *place, int x) { *place |= x; }
+static inline unsigned long long atomicAdd(unsigned long long *place, unsigned long long x) {
+    return (*place += x) - x;
+}
+static inline int __double2hiint(double x) {
+    unsigned long long bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (int)(bits >> 32);
+}
+static inline long long __double2ll_rn(double x) { return llrint(x); }
 static inline unsigned atomicAdd(unsigned *place, unsigned x) { return (*place += x) - x; }
 static inline int atomicAdd(int *place, int x) { return (*place += x) - x; }
 static inline float atomicAdd(float *place, float x) { return (*place += x) - x; }

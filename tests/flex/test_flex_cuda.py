@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -116,18 +117,85 @@ def test_what_is_masked_may_be_anything():
         assert out[:, :, :150].isfinite().all() and not out[:, :, 150:].isfinite().any()
 
 
-def test_deterministic_sums_of_captures_are_refused():
-    q, table = (
-        torch.randn(1, 1, 8, 16, device=DEVICE, requires_grad=True),
-        torch.zeros(8, device=DEVICE, requires_grad=True),
-    )
-    out = flex_attention(q, q, q, lambda s, b, h, i, j: s + table[j])
+@pytest.fixture
+def fixed_order():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+DETERMINISTIC = {
+    "slopes": ((4,), lambda x: lambda s, b, h, i, j: s + x[h] * (j - i)),
+    "one number": ((), lambda x: lambda s, b, h, i, j: s * x),
+    "a table": ((4, 999), lambda x: lambda s, b, h, i, j: s + x[h, i - j + 500]),
+    "pairs": ((500, 400), lambda x: lambda s, b, h, i, j: s + x[i, j]),
+    "buckets": ((3,), lambda x: lambda s, b, h, i, j: s + x[(i - j) % 3]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_captures", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic_sums_of_captures(name, of_captures, dtype):
+    """The bits of gradients are the same in each run, and the numbers are those of sums in any order."""
+    shape, mod = DETERMINISTIC[name]
+    random = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 4, n, 32, generator=random).to(dtype) for n in (500, 400, 400)]
+    capture = torch.randn(shape, generator=random).to(of_captures)
+    dout = torch.randn(2, 4, 500, 32, generator=random)
+
+    def run():
+        leaves = [x.to(DEVICE).requires_grad_() for x in (*tensors, capture)]
+        out = flex_attention(*leaves[:3], mod(leaves[3]))
+        return torch.autograd.grad(out, leaves, dout.to(DEVICE, out.dtype))
+
+    flash_attn_2_cuda.set_cuda_kernels("any")
+    want = run()
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="not deterministic"):
-            out.sum().backward()
+        found = [run() for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
+        flash_attn_2_cuda.set_cuda_kernels(None)
+    for again in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(again, found[0]))
+    error = (found[0][3].double() - want[3].double()).norm() / want[3].double().norm()
+    assert error < (2**-8 if of_captures == torch.bfloat16 else 1e-4), error
+
+
+def test_deterministic_sums_of_infinite_parts(fixed_order):
+    """One key's values are infinite, so its parts are, too. Only the element that they reach is not finite."""
+    q, k, v = (torch.randn(1, 1, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        v[0, 0, 7] = INF
+    table = torch.zeros(40, device=DEVICE, requires_grad=True)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(j < 8, s + table[i], -INF) * 1.0)
+    gradient = torch.autograd.grad(out, table, torch.ones_like(out))[0]
+    assert not gradient.isfinite().any()
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: torch.where((j == 7) & (i != 5), -INF, s + table[i]))
+    gradient = torch.autograd.grad(out, table, torch.ones_like(out))[0]
+    assert (~gradient.isfinite()).nonzero().tolist() == [[5]]
+
+
+def test_deterministic_sums_in_a_graph(fixed_order):
+    q = torch.randn(1, 2, 100, 16, device=DEVICE, requires_grad=True)
+    slopes = torch.zeros(2, device=DEVICE, requires_grad=True)
+
+    def step():
+        out = flex_attention(q, q, q, lambda s, b, h, i, j: s + slopes[h] * (j - i))
+        return torch.autograd.grad(out.square().sum(), slopes)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        want = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(3):
+        found.fill_(7)
+        graph.replay()
+        assert torch.equal(found, want)
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
