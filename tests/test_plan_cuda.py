@@ -567,7 +567,11 @@ def test_clusters_where_there_are_few_heads(plan, numbers, cluster):
             "attn_fwd_sm80_bf16_d128_q128kv32s2",
             "it is for compute capability 9.0 (Hopper), and this GPU",
         ),
-        ({"capability": 120, "d": 64}, "attn_fwd_sm80_bf16_d64_q128kv64s2", "it is for compute capability 9.0 (Hopper)"),
+        (
+            {"capability": 120, "d": 64},
+            "attn_fwd_sm80_bf16_d64_q128kv64s2",
+            "it is for compute capability 9.0 (Hopper)",
+        ),
         ({"dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),
         ({"dtype": 2, "d": 129}, "attn_fwd_any_fp32_d256_q64kv16", "it takes fp16 and bf16"),
         ({"pages": 1, "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),

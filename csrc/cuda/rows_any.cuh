@@ -1,5 +1,5 @@
-/* The forwards that read their options at run time share this file: maxima and sums of rows, scores, masks, dropout, and the
- * rows of packed tensors that belong to no sequence. Fragments lie as in tile_any.cuh. */
+/* The forwards that read their options at run time share this file: maxima and sums of quads, scores, masks, dropout,
+ * and the rows of packed tensors that belong to no sequence. Fragments lie as in tile_any.cuh. */
 #ifndef FA_ROWS_ANY_CUH
 #define FA_ROWS_ANY_CUH
 

@@ -1,5 +1,5 @@
-/* The forward and the backward with the instructions of Ampere share this file: loads of tiles, and products of a warp's
- * rows. A warp holds accumulators as in tile_any.cuh. */
+/* The forward and the backward with the instructions of Ampere share this file: loads of tiles, and products of rows of
+ * a warp. The warp holds accumulators as in tile_any.cuh. */
 #ifndef FA_TILE_SM80_CUH
 #define FA_TILE_SM80_CUH
 
