@@ -25,6 +25,7 @@ OWN = {
         "flex/classify.c",
         "flex/dense.c",
         "gpu/flex_classify.c",
+        "gpu/sinks.c",
         "torch/ops_2.c",
         "torch/options.c",
         "torch/direct_2.c",

@@ -49,9 +49,12 @@ def _is_pair(x):
 
 
 def as_window(window_size):
-    """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
+    """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two.
+
+    A backward needs the numbers of its forward, and the caller may write a list in between.
+    """
     if _is_pair(window_size):
-        return window_size
+        return tuple(window_size)
     try:
         left, right = window_size
     except (TypeError, ValueError):
@@ -62,10 +65,22 @@ def as_window(window_size):
     return sides
 
 
+def as_number(x, name):
+    """Returns the number of a tensor of one element. What is no tensor stays, and so does a tensor of another size.
+
+    The backward needs the number of the forward, and the tensor may be written in between.
+    """
+    if not isinstance(x, torch.Tensor) or is_compiling():
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it. A factor of q has a gradient")
+    return x.item() if x.numel() == 1 else x
+
+
 def as_scale(softmax_scale, q):
     """Returns the given scale, or 1 / sqrt(d). The op reports errors of q."""
     if softmax_scale is not None:
-        return softmax_scale
+        return as_number(softmax_scale, "softmax_scale")
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from flash_attn import _vmap
 from flash_attn._arguments import (
     as_int,
+    as_number,
     as_scale,
     as_window,
     check_given,
@@ -253,6 +254,7 @@ def attend(
     tensors = [maybe_contiguous(x) for x in tensors]
     if lengths:
         lengths = (*lengths[:2], as_int(lengths[2], "max_seqlen"), as_int(lengths[3], "max_seqlen"))
+    causal, softcap = as_number(causal, "causal"), as_number(softcap, "softcap")
     mask = as_scale(softmax_scale, tensors[0]), causal, as_window(window_size), softcap
     has_transforms = transforms_are_active()
     if has_transforms:

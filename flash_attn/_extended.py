@@ -349,7 +349,8 @@ def attend(
         lengths = *lengths[:2], *(interface._as_int(x, "max_seqlen") for x in lengths[2:])
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
     softmax_scale = float(interface._as_scale(softmax_scale, q))
-    mask = softmax_scale, causal, *map(int, interface._as_window(window_size)), float(softcap)
+    causal, softcap = interface._as_number(causal, "causal"), float(interface._as_number(softcap, "softcap"))
+    mask = softmax_scale, causal, *map(int, interface._as_window(window_size)), softcap
     leaves = [x for x in (q, k, v, attn_bias, sinks) if x is not None]
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     reasons = {

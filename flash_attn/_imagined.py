@@ -16,23 +16,26 @@ class _State(threading.local):
 
 _state = _State()
 
+NOTED, COMPILED, PENDING = range(3)  # what becomes of kernels that the disk cache lacks
+
 
 @contextlib.contextmanager
-def imagined_gpu(capability, compiles):
+def imagined_gpu(capability, absent):
     """This thread's calls, of tensors on the CPU too, are those of a GPU of this compute capability, 90 for 9.0.
 
-    Their kernels are compiled into the disk cache, or only noted. Backwards run in this thread.
+    Their kernels are noted, compiled into the disk cache, or left to compile_pending_kernel(). Backwards run in this
+    thread.
     """
     if _state.is_on:
         raise RuntimeError("prebuild_call() must not call itself")
     _state.is_on = True
-    flash_attn_2_cuda.imagine_gpu(capability, SMS[capability], compiles)
+    flash_attn_2_cuda.imagine_gpu(capability, SMS[capability], absent)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         _state.is_on = False
-        flash_attn_2_cuda.imagine_gpu(0, 0, False)
+        flash_attn_2_cuda.imagine_gpu(0, 0, NOTED)
 
 
 def is_imagined():

@@ -6,7 +6,7 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 
-from flash_attn._imagined import imagined_gpu, stand_in
+from flash_attn._imagined import COMPILED, NOTED, imagined_gpu, stand_in
 from flash_attn._ops import flash_attn_2_cuda
 from flash_attn._variants import choose, numbers_of
 
@@ -167,7 +167,7 @@ def prebuild_call(
     args, kwargs = _without_meta((args, kwargs), device)
     kernels = []
     for number in numbers:
-        with imagined_gpu(number, compiles):
+        with imagined_gpu(number, COMPILED if compiles else NOTED):
             _run_backward(function(*args, **kwargs))
             found = flash_attn_2_cuda.asked_kernels()
         kernels += [Kernel(name, arch, f"{key:016x}", *rest) for name, arch, key, *rest in found]

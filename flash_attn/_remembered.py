@@ -12,7 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 MOST = 16  # masks of which something is kept
 
 _kept = collections.OrderedDict()
+_noted = {}
 _lock = threading.Lock()
+
+
+def _place(mask):
+    return mask.untyped_storage()._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype
 
 
 def remembered(mask, what, make):
@@ -22,7 +27,7 @@ def remembered(mask, what, make):
     owners of the memory write uncounted. So masks of inference mode and of the CPU are compared with a copy.
     """
     storage = mask.untyped_storage()
-    place = storage._cdata, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype, what
+    place = *_place(mask), what
     is_copied = mask.is_inference() or mask.device.type == "cpu"
     with _lock:
         entry = _kept.get(place)
@@ -50,3 +55,18 @@ def once(mask):
     if mask.is_contiguous() and mask.dim() and mask.shape[-1] % per_word == 0 == mask.storage_offset() % per_word:
         return mask.view(torch.int64)
     return mask
+
+
+def note(mask, value):
+    """Keeps a value for ``noted`` as long as the memory of the mask lives."""
+    with _lock:
+        for place in [place for place, (storage_ref, _) in _noted.items() if storage_ref.expired()]:
+            del _noted[place]
+        _noted[_place(mask)] = StorageWeakRef(mask.untyped_storage()), value
+
+
+def noted(mask):
+    """The value that ``note`` kept for the same part of the same memory, or None. ``mask.detach()`` has it, too."""
+    with _lock:
+        storage_ref, value = _noted.get(_place(mask), (None, None))
+    return value if storage_ref is not None and not storage_ref.expired() else None

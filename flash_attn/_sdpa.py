@@ -183,9 +183,11 @@ def register(*, before_cudnn: bool = True) -> None:
     torch.Size([1, 4, 6, 16])
     >>> torch.nn.attention.restore_flash_attention_impl()
     """
+    global _before
     _check(before_cudnn)
     with _lock:
         _activate(NAME, before_cudnn)
+        _before = NAME  # for the contexts that are open
 
 
 @contextlib.contextmanager
@@ -210,8 +212,8 @@ def sdpa(*, before_cudnn: bool = True) -> Iterator[None]:
     with _lock:
         if _depth == 0:
             _before = torchs.current_flash_attention_impl()
-            if _before != NAME:
-                _activate(NAME, before_cudnn)
+        if not is_active():
+            _activate(NAME, before_cudnn)
         _depth += 1
     try:
         yield

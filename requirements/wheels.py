@@ -41,7 +41,7 @@ def environment(archs, cache):
         "LDFLAGS": "-Wl,--push-state,--no-as-needed,-l:libdl.so.2,--pop-state",
     }
     flags = {name: f"{os.environ.get(name, '')} {value}".strip() for name, value in flags.items()}
-    kernels = {"FLASH_ATTN_CUDA_ARCHS": archs, "FLASH_ATTN_BUILD_CACHE": str(cache)}
+    kernels = {"FLASH_ATTN_CUDA_ARCHS": archs, "FLASH_ATTN_BUILD_CACHE": os.path.abspath(cache)}  # builds run elsewhere
     return {**os.environ, **flags, **kernels, "PYTHONPATH": ""}
 
 

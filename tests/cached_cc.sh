@@ -4,6 +4,9 @@
 # Most guards compile the same files. An object is taken from build/objects-of-tests if the same compiler has compiled
 # the same preprocessed text with the same options, without debugging information. Only what compiled under -Wall and
 # -Wextra without a word is kept. So -Werror would find nothing in what is kept. Other commands are passed on.
+#
+# Beside an object stand the processor seconds before and after its compilation. If CACHED_CC_LOG names a file, each use
+# of an object adds six lines there: the seconds of this script until now, and those of the object (object_cache.py).
 case $1 in -*) set -- gcc "$@" ;; esac
 compiler=$1
 shift
@@ -38,17 +41,25 @@ text=$(mktemp "$cache/text.XXXXXX") || exit
 trap 'rm -f "$text"' EXIT
 "$compiler" "$@" -E -P -o "$text" || exit
 options=$(printf '%s\n' $options | sort -u)
-key=$({ "$compiler" --version && echo "$options $level" && cat "$text"; } | sha256sum) || exit
+version=$("$compiler" --version) || exit
+key=$({ echo "${version#* } $options $level" && cat "$text"; } | sha256sum) || exit # gcc may have several names
 kept=$cache/${key%% *}
 
 exec 9>"$kept.lock"
 flock 9 # another process may compile the same text
 if [ ! -e "$kept.o" ]; then
+    times >"$kept.times"
     "$compiler" "$@" -c -o "$object" >"$text" 2>&1
     status=$?
+    times >>"$kept.times"
     cat "$text" >&2
     if [ $status -ne 0 ] || [ -s "$text" ]; then exit $status; fi
     cp "$object" "$kept.new" && mv "$kept.new" "$kept.o" || exit
 fi
-touch "$kept.o" # object_cache.py removes what no test has used for a long time
+touch "$kept.o" "$kept.times" # object_cache.py removes what no test has used for a long time
+if [ -n "$CACHED_CC_LOG" ]; then
+    times >"$text"
+    cat "$kept.times" >>"$text"
+    cat "$text" >>"$CACHED_CC_LOG"
+fi
 cp "$kept.o" "$object"

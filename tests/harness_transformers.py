@@ -35,6 +35,7 @@ MLA = {
     "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
 }  # fmt: skip
+PEGASUS_X = {**BART, **HALVES, "pad_token_id": 0, "block_size": 8, "num_global_tokens": 4}
 MODELS = {  # the configuration, its options, and the attention to compare with
     "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "sdpa"),
     "Mistral": ("MistralForCausalLM", "MistralConfig", WINDOWED, "sdpa"),
@@ -54,6 +55,8 @@ MODELS = {  # the configuration, its options, and the attention to compare with
     "T5": (
         "T5ForConditionalGeneration", "T5Config", {**T5, "pad_token_id": 0, "decoder_start_token_id": 0}, "sdpa"
     ),
+    "PEGASUS-X": ("PegasusXForConditionalGeneration", "PegasusXConfig", PEGASUS_X, "eager"),
+    "AIMv2": ("Aimv2TextModel", "Aimv2TextConfig", SMALL, "eager"),
     "DeepSeek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", MLA, "sdpa"),
     "Llama4": (
         "Llama4ForCausalLM", "Llama4TextConfig",

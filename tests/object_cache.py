@@ -1,6 +1,7 @@
 """Objects of C files that several tests compile: each file is compiled once (cached_cc.sh)."""
 
 import functools
+import re
 import shlex
 import shutil
 import sysconfig
@@ -37,4 +38,19 @@ def cached(compiler):
 
 def cached_build():
     """The environment variables of a build of an extension that uses the cache."""
-    return {"CC": shlex.join(cached(sysconfig.get_config_var("CC") or "cc"))}
+    compiler, *options = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    return {"CC": shlex.join([*cached(compiler), *options])}
+
+
+def saved_seconds(log):
+    """The processor seconds that the cache has saved, less those that it took, from the file CACHED_CC_LOG."""
+    text = log.read_text() if log.exists() else ""
+    saved, numbers = 0.0, [60 * float(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", text)]
+    for i in range(0, len(numbers), 12):  # user and system, of the shell and of its children
+        taken, (before, after) = numbers[i : i + 4], (numbers[j + 2 : j + 4] for j in (i + 4, i + 8))
+        saved += sum(after) - sum(before) - sum(taken)
+    return saved
+
+
+if __name__ == "__main__":  # for .ci/run
+    print(cached_build()["CC"])

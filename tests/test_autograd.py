@@ -100,6 +100,37 @@ def test_leaves_of_any_layout(device, name):
         torch.testing.assert_close(x, y, rtol=0, atol=atol)
 
 
+CHANGES = {  # an option, and how the caller may write it between forward and backward
+    "window_size": (lambda: [8, 8], lambda x: x.__setitem__(slice(None), [2, 0])),
+    "softmax_scale": (lambda: torch.tensor(0.3), torch.zero_),
+    "softcap": (lambda: torch.tensor(5.0), lambda x: x.fill_(1.0)),
+    "causal": (lambda: torch.tensor(True), torch.zero_),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_backward_has_the_options_of_the_forward(device, name):
+    make, write = CHANGES[name]
+    tensors, option = leaves(device, 2, 40, 4, 64), make()
+    kept = tuple(option) if isinstance(option, list) else option.tolist()
+    want = flash_attn_func(*tensors, **{name: kept})
+    got = flash_attn_func(*tensors, **{name: option})
+    write(option)
+    dout = randn(device, *want.shape)
+    for x, y in zip(torch.autograd.grad(got, tensors, dout), torch.autograd.grad(want, tensors, dout)):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("further", ({}, {"return_lse": True}), ids=str)
+@pytest.mark.parametrize("name", ("softmax_scale", "softcap"))
+def test_a_number_that_requires_grad_is_refused(device, name, further):
+    q, number = randn(device, 1, 5, 2, 32), torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"{name} gets no gradient, and it requires grad: detach it"):
+        flash_attn_func(q, q, q, **{name: number}, **further)
+    with torch.no_grad():
+        flash_attn_func(q, q, q, **{name: number}, **further)
+
+
 @pytest.mark.parametrize("dropout_p", (0.0, 0.3))
 def test_return_attn_probs_changes_no_gradient(device, dropout_p):
     tensors, found = leaves(device, 2, 150, 4, 64), []

@@ -1,10 +1,9 @@
 """The ops without torch's dispatcher (csrc/torch/direct.c). Results are the same, and a watched call gets None."""
 
-import subprocess
-import sys
 import threading
 
 import flash_attn_2_cuda as direct
+import fresh_python
 import pytest
 import torch
 from harness import randn
@@ -263,8 +262,7 @@ with torch.library._scoped_library("flash_attn", "IMPL") as library:
 
 def test_kernels_of_others_are_called():
     """The test runs in a process of its own, because torch's memory of an override outlives the override."""
-    run = [sys.executable, "-c", OVERRIDE, "CPU", "AutogradCPU", "Autograd"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    done = fresh_python.python(OVERRIDE, "CPU", "AutogradCPU", "Autograd")
     assert done.returncode == 0, done.stderr
 
 
@@ -340,4 +338,4 @@ def test_no_module_of_ours_leaves_calls_to_the_dispatcher():
         "import torch, flash_attn, flash_attn.flex_attention; import flash_attn.flex.ops, flash_attn._merge;"
         "print([name for name in torch.library._impls if name.startswith('flash_attn/')])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert fresh_python.python(code).stdout == "[]\n"

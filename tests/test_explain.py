@@ -1,11 +1,10 @@
 """explain() plans a given call, describes the plan in words, and changes nothing."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import flash_attn_2_cuda
+import fresh_python
 import pytest
 import torch
 from harness import randn
@@ -205,8 +204,7 @@ def test_tensors_without_memory():
 
 def run_with_log(value, code):
     code = "import torch; from flash_attn import explain, flash_attn_func as f; q = torch.ones(1, 5, 2, 16);" + code
-    environment = {**os.environ, "FLASH_ATTN_LOG": value}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    return fresh_python.python(code, env={**os.environ, "FLASH_ATTN_LOG": value})
 
 
 def test_it_does_not_log_itself():

@@ -2,9 +2,8 @@
 
 import math
 import re
-import subprocess
-import sys
 
+import fresh_python
 import pytest
 import torch
 from cases import BOTH, DENSE, DTYPES, TILES, TINY, WINDOWS, Case, each, in_dtypes, in_turns
@@ -219,5 +218,5 @@ try:
 except (MemoryError, RuntimeError) as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = fresh_python.python(program)
     assert re.search(r"there are no \d{9,} bytes of memory to work in", done.stdout), done.stdout + done.stderr

@@ -5,15 +5,21 @@ import subprocess
 import sys
 import textwrap
 
+import fresh_python
 import pytest
 
 import flash_attn
 
+ELSEWHERE = os.path.dirname(os.path.abspath(__file__))  # not the root of the source tree
 
-def python(code):
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    elsewhere = os.path.dirname(os.path.abspath(__file__))  # not the root of the source tree
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=elsewhere)
+
+def python(code, is_fork=True):
+    code = textwrap.dedent(code)
+    if is_fork:
+        done = fresh_python.python(code, cwd=ELSEWHERE)
+    else:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ELSEWHERE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -32,13 +38,13 @@ def test_version():
 
 
 def test_without_torch():
-    assert python(f"import sys; sys.modules['torch'] = None\n{IMPORT}") == NEEDS + "is not installed"
+    assert python(f"import sys; sys.modules['torch'] = None\n{IMPORT}", is_fork=False) == NEEDS + "is not installed"
 
 
 @pytest.mark.parametrize("version", ["2.3.1+cu121", "1.13.0", "2.3.0a0+git1234567"])
 def test_with_an_older_torch(version):
     fake = f"import sys, types; sys.modules['torch'] = types.SimpleNamespace(__version__={version!r})"
-    assert python(f"{fake}\n{IMPORT}") == f"{NEEDS}{version} is installed"
+    assert python(f"{fake}\n{IMPORT}", is_fork=False) == f"{NEEDS}{version} is installed"
 
 
 def test_without_the_compiled_module():
@@ -48,13 +54,16 @@ def test_without_the_compiled_module():
 
 def test_import_is_quick_and_light():
     """At most half a second after torch, on any machine. The import takes a few hundredths of a second."""
-    seconds, modules = python("""
+    seconds, modules = python(
+        """
         import sys, time, torch
         before = set(sys.modules)
         start = time.perf_counter()
         import flash_attn
         print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
-    """).split(maxsplit=1)
+    """,
+        is_fork=False,
+    ).split(maxsplit=1)
     assert float(seconds) < 0.5
     light = {"torch.utils.flop_counter", "torch.utils.module_tracker"}  # the first takes our formulas
     others = {name.partition(".")[0] for name in modules.split() if name not in light}
@@ -163,7 +172,7 @@ def test_the_function_named_like_its_module():
     "argument, status, words", [("--help", 0, "Says what is installed"), ("--wrong", 2, "--wrong")]
 )
 def test_the_command_reads_its_arguments(argument, status, words):
-    done = subprocess.run([sys.executable, "-m", "flash_attn", argument], capture_output=True, text=True, timeout=120)
+    done = fresh_python.module("flash_attn", argument)
     assert done.returncode == status and words in done.stdout + done.stderr
 
 

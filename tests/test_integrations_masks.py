@@ -195,6 +195,23 @@ def test_rules(seed):
             close(grad, want.nan_to_num(0), 1e-4)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_rule_beside_positions_that_begin_again(is_causal):
+    """The module of some models knows no window, and a causal module may get a mask that is not causal."""
+    positions = torch.cat([torch.arange(n) for n in (6, 9, 2)])[None]
+    rule = ours.Rule(2, 0) if is_causal else ours.Rule(-1, -1)
+    mask = torch.ones(1, 17, dtype=torch.bool)
+    mask.flash_attn_rule = rule
+    module = torch.nn.Module()
+    module.is_causal = True
+    q, k, v = torch.randn(3, 1, 2, 17, 16, generator=torch.Generator().manual_seed(0))
+    sequences = (positions == 0).cumsum(-1)[0]
+    distance = torch.arange(17) - torch.arange(17)[:, None]
+    near = (sequences == sequences[:, None]) & (distance <= 0) & (distance >= -2)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, near if is_causal else None)
+    close(ours.attention(module, q, k, v, mask, position_ids=positions)[0], expected.transpose(1, 2))
+
+
 # ---- masks that are kept -------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,9 @@ Each model is compared with the attention that the library has of its own, forwa
 say which kernels were called, because another attention would give the same numbers.
 """
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import fresh_python
 import pytest
 import torch
 from harness_clients import close, counted
@@ -38,7 +37,7 @@ def calls(monkeypatch):
 
 def test_nothing_is_imported():
     code = "import sys, flash_attn.integrations; print({'transformers', 'diffusers'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    assert fresh_python.python(code).stdout == "set()\n"
 
 
 def registries():
@@ -164,6 +163,24 @@ def test_packed_sequences(registered, calls, name):
     out = mine(ids[mask.bool()][None], position_ids=positions, use_cache=False).logits[0]
     assert calls == ["flash_attn_varlen_func"] * 2
     close(out, torch.cat([theirs(row[:n][None]).logits[0] for row, n in zip(ids, LENGTHS)]))
+
+
+@SOFT
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_packed_sequences_with_checkpoints(registered, num_rows, use_reentrant):
+    """The backward computes a layer again, and GPT-2's with a detached mask."""
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None].expand(num_rows, -1)
+    ids = torch.randint(1, 97, positions.shape, generator=torch.Generator().manual_seed(1))
+    grads = []
+    for model in models("GPT-2"):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        model(ids, position_ids=positions, use_cache=False).logits.square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for theirs, mine in zip(*grads):
+        close(mine, theirs)
 
 
 @torch.no_grad()
@@ -337,6 +354,19 @@ def test_encoders(registered, name, attention):
             out, expected = (model(ids, attention_mask=mask, **more)[0] for model in (mine, theirs))
         kept = mask.bool() if name == "ModernBERT" else torch.ones_like(mask).bool()
         close(out[kept], expected[kept])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
+@pytest.mark.parametrize("name", ["PEGASUS-X", "AIMv2"])
+def test_decoders_that_say_that_they_are_not_causal(registered, name, attention):
+    """Only the mask says it, so it is made without padding, too."""
+    theirs, mine = models(name, attention)
+    ids, _ = tokens((16, 16))
+    ids[:, -1] = 96
+    options = {"decoder_input_ids": ids[:, :9]} if name == "PEGASUS-X" else {"attention_mask": torch.ones_like(ids)}
+    out, expected = (model(ids, **options)[0] for model in (mine, theirs))
+    close(out, expected)
 
 
 def test_cross_attention_of_equal_lengths(registered):

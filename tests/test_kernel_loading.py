@@ -36,7 +36,7 @@ enum { LOAD = 1, GET, LOOK, ALLOW, FUNCTION, LAUNCH, KEEP };
 static _Thread_local struct {
     int fails_at, with, times; /* the step, the result, how often */
     int loads, unloads, launches, static_shared, compilations, emptied, capturing;
-    bool has_file;
+    bool has_file, cannot_write;
     uint64_t filled, free_bytes;
     const char *launched;
 } state;
@@ -175,8 +175,27 @@ bool fa_cache_read(const char *name, uint64_t key, fa_blob *cubin) {
     return state.has_file;
 }
 bool fa_cache_write(const char *name, uint64_t key, const fa_blob *cubin) {
-    return (void)name, (void)key, (void)cubin, state.has_file = true;
+    return (void)name, (void)key, (void)cubin, state.has_file = !state.cannot_write;
 }
+struct fa_compilation {
+    fa_variant variant;
+};
+fa_status fa_compilation_new(fa_variant variant, fa_compilation **c, fa_error *e) {
+    (void)e;
+    *c = malloc(sizeof **c);
+    (*c)->variant = variant;
+    return FA_OK;
+}
+static atomic_int num_begun, num_ended, fails_to_compile;
+fa_status fa_compilation_run(fa_compilation *c, fa_blob *cubin, fa_error *e) {
+    atomic_fetch_add(&num_begun, 1);
+    for (int i = 0; i < 1000; i++) sched_yield();
+    const fa_status status = fails_to_compile ? FA_EFAILED : fa_variant_compile(c->variant, cubin, e);
+    atomic_fetch_add(&num_ended, 1);
+    return status;
+}
+void fa_compilation_free(fa_compilation *c) { (void)c; }
+void fa_compile_failure(char **log, char **mods) { *log = *mods = NULL; }
 fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *e) {
     char name[FA_VARIANT_NAME_BYTES];
     (void)e;
@@ -249,13 +268,13 @@ static void imagined(void) {
     const fa_gpu imagined_gpu = {.device = FA_MAX_GPUS, .capability = 90, .is_imagined = true};
     const fa_variant with_mods = {FA_FWD_SM90, 0, FA_IN_BF16 | FA_FLEX, 90, .mods_hash = 0x123456789abcdef0};
     int num;
-    fa_asked_kernels_reset(false);
+    fa_asked_kernels_reset(FA_ABSENT_NOTED);
     for (int i = 0; i < 20; i++) CHECK(launch_on(&imagined_gpu, i % 2 ? some : with_mods) == FA_OK);
     const fa_asked_kernel *asked_for = fa_asked_kernels(&num);
     CHECK(num == 2 && asked_for[0].is_absent && asked_for[1].is_absent && !asked_for[0].is_compiled);
     CHECK(state.compilations == 0);
     for (int has_file = 0; has_file < 2; has_file++) {
-        fa_asked_kernels_reset(true);
+        fa_asked_kernels_reset(FA_ABSENT_COMPILED);
         CHECK(launch_on(&imagined_gpu, with_mods) == FA_OK && launch_on(&imagined_gpu, with_mods) == FA_OK);
         asked_for = fa_asked_kernels(&num);
         CHECK(num == 1 && asked_for->is_absent == !has_file && asked_for->is_compiled == !has_file);
@@ -267,8 +286,59 @@ static void imagined(void) {
         CHECK(launch_on(&imagined_gpu, (fa_variant){FA_FWD_ANY, row, FA_IN_F32 * (row >= 6), 80}) == FA_OK);
     fa_asked_kernels(&num);
     CHECK(num == 1 + fa_families[FA_FWD_ANY].num_rows && num > 8);
-    fa_asked_kernels_reset(false);
+    fa_asked_kernels_reset(FA_ABSENT_NOTED);
     CHECK(!fa_asked_kernels(&num) && num == 0);
+}
+
+static void *compile_all(void *unused) {
+    state.cannot_write = true; /* each thread of this test has files of its own */
+    while (fa_kernel_compile_pending()) {}
+    return unused;
+}
+
+/* Kernels that a call on an imagined GPU left pending are compiled later, and once. */
+static void compiled_ahead(void) {
+    const fa_gpu imagined_gpu = {.device = FA_MAX_GPUS, .capability = 90, .is_imagined = true};
+    int num;
+    CHECK(!fa_kernel_compile_pending());
+    for (int writes = 0; writes < 2; writes++) {
+        memset(table, 0, sizeof table);
+        memset(&state, 0, sizeof state);
+        state.cannot_write = !writes;
+        fa_asked_kernels_reset(FA_ABSENT_PENDING);
+        CHECK(launch_on(&imagined_gpu, some) == FA_OK && launch_on(&imagined_gpu, some) == FA_OK);
+        const fa_asked_kernel *asked_for = fa_asked_kernels(&num);
+        CHECK(num == 1 && asked_for->is_absent && !asked_for->is_compiled && state.compilations == 0);
+        CHECK(fa_kernel_compile_pending() && state.compilations == 1 && state.has_file == writes);
+        CHECK(!fa_kernel_compile_pending());
+        CHECK(launch_one(some) == FA_OK && state.compilations == 1 && state.loads == 1);
+    }
+    fa_asked_kernels_reset(FA_ABSENT_PENDING); /* a kernel that is there is not pending */
+    CHECK(launch_on(&imagined_gpu, some) == FA_OK && !fa_kernel_compile_pending());
+    /* a kernel that came to the disk meanwhile is not compiled; one that does not compile is left to its call */
+    for (int fails = 0; fails < 2; fails++) {
+        state.has_file = false;
+        fa_asked_kernels_reset(FA_ABSENT_PENDING);
+        CHECK(launch_on(&imagined_gpu, some) == FA_OK);
+        state.has_file = !fails, state.compilations = 0, fails_to_compile = fails;
+        CHECK(fa_kernel_compile_pending() && !fa_kernel_compile_pending() && state.compilations == 0);
+        memset(table, 0, sizeof table);
+        CHECK(launch_one(some) == FA_OK && state.compilations == fails);
+    }
+    /* a call waits for the thread that compiles its kernel */
+    fails_to_compile = num_begun = num_ended = 0;
+    for (int i = 1; i <= 200; i++) {
+        pthread_t other;
+        memset(table, 0, sizeof table);
+        memset(&state, 0, sizeof state);
+        fa_asked_kernels_reset(FA_ABSENT_PENDING);
+        CHECK(launch_on(&imagined_gpu, some) == FA_OK);
+        pthread_create(&other, NULL, compile_all, NULL);
+        while (num_begun < i) sched_yield();
+        CHECK(launch_one(some) == FA_OK && num_ended == i && state.compilations == 0 && state.loads == 1);
+        pthread_join(other, NULL);
+    }
+    CHECK(!all_pending);
 }
 
 /* Without memory torch gives back what it holds unused, once, and not while a graph records. */
@@ -413,6 +483,7 @@ int main(int argc, char **argv) {
     COMMAND(slots);
     COMMAND(spare_row);
     COMMAND(imagined);
+    COMMAND(compiled_ahead);
     return 0;
 }
 """
@@ -433,7 +504,8 @@ def program(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "command", ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined")
+    "command",
+    ("failures", "static_shared_memory", "launches", "race", "slots", "spare_row", "imagined", "compiled_ahead"),
 )
 def test_loading(program, command):
     done = subprocess.run([program, command], capture_output=True, text=True, timeout=60)

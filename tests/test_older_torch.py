@@ -4,10 +4,9 @@ tests/torch_versions.py checks real releases, by hand.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh_python
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -44,8 +43,7 @@ print("works")
 
 
 def python(code, shim):
-    environment = {**os.environ, "FLASH_ATTN_TORCH_SHIM": shim}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    done = fresh_python.python(code, timeout=300, env={**os.environ, "FLASH_ATTN_TORCH_SHIM": shim})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import flash_attn_2_cuda
+import fresh_python
 import pytest
 
 import flash_attn
@@ -19,7 +18,7 @@ HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|160|192|256)(v\d+)?_
 
 
 ANY = re.compile(
-    r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|quantize)"
+    r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|sinks|quantize)"
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|rotated)(?:_16)?)?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
     r"|attn_fwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+s\d(_score)?(_dropout)?"
@@ -36,7 +35,7 @@ def test_every_kernel_has_a_name_and_a_row():
     assert (
         len(set(any_kernels))
         == len(any_kernels)
-        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 + 6 + 1 + 5 * 3 + 3 + 2 * 8 * (4 + 1) + 2 * 9 * 4
+        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 + 3 + 6 + 1 + 5 * 3 + 3 + 2 * 8 * (4 + 1) + 2 * 9 * 4
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]
@@ -89,7 +88,7 @@ def nvrtc_is_here():
 @pytest.mark.skipif(nvrtc_is_here(), reason="NVRTC is here")
 def test_without_nvrtc_one_sentence(tmp_path):
     environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path), "FLASH_ATTN_NVRTC": str(tmp_path / "none.so")}
-    done = subprocess.run([sys.executable, "-m", "flash_attn.build"], capture_output=True, text=True, env=environment)
+    done = fresh_python.module("flash_attn.build", env=environment)
     if done.returncode == 0:
         pytest.skip("the system has an NVRTC")
     assert done.returncode == 1 and done.stdout == ""
@@ -103,8 +102,8 @@ def test_kept_kernels_are_listed(tmp_path):
         (tmp_path / f"{name}-{'ab' * 8}-{release}.cubin").write_bytes(bytes(4096))
     (tmp_path / "notes.txt").write_text("no kernel")
     environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "flash_attn.build", "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    done = fresh_python.module("flash_attn.build", "--list", env=environment)
+    assert done.returncode == 0, done.stderr
     row = f"{4:8} KiB  {name}"
     assert done.stdout.splitlines() == [row, row, f"2 kernels in {tmp_path}"]
 
@@ -114,7 +113,7 @@ def test_the_folder_of_kernels(given):
     names = ("FLASH_ATTN_CACHE_DIR", "XDG_CACHE_HOME", "HOME")
     environment = {**{name: x for name, x in os.environ.items() if name not in names}, **given}
     code = "import flash_attn; print(flash_attn.kernel_root())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = fresh_python.python(code, env=environment)
     if not given:
         assert done.returncode == 1 and "there is no home folder" in done.stderr
         return

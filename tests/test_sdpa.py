@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import fresh_python
 import pytest
 import torch
 import torch.nn.functional as F
@@ -350,6 +351,22 @@ def test_register():
     assert not is_ours()
 
 
+def test_register_in_a_context_outlasts_it():
+    with flash_attn.sdpa():
+        flash_attn.register()
+    assert is_ours()
+    torchs.restore_flash_attention_impl()
+    assert not is_ours()
+
+
+def test_a_context_after_another_was_undone():
+    with flash_attn.sdpa():
+        torchs.restore_flash_attention_impl()
+        with flash_attn.sdpa():
+            assert is_ours()
+    assert not is_ours()
+
+
 def test_another_implementation_comes_back():
     removed = []
 
@@ -580,5 +597,6 @@ def test_a_torch_without_the_list_says_so():
         "    try: call()\n"
         "    except RuntimeError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = fresh_python.python(program)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("need torch 2.10") == 2

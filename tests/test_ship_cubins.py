@@ -115,6 +115,31 @@ def test_one_cubin_serves_86_and_89_and_later_builds(built, tmp_path):
         ship(built, "sm_86", FLASH_ATTN_BUILD_CACHE=str(kept))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="folders have other rights there")
+def test_a_folder_of_kept_kernels_that_others_may_write_to(built, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    kept.chmod(0o777)
+    try:
+        manifest, _ = ship(built, "sm_80", FLASH_ATTN_BUILD_CACHE=str(kept))
+    except AssertionError as error:
+        assert f"FLASH_ATTN_BUILD_CACHE must be a folder that you and nobody else can write to; it is {kept}" in str(
+            error
+        )
+    else:
+        assert not manifest
+        pytest.skip("no NVRTC")
+
+
+def test_a_relative_folder_of_kept_kernels_is_that_of_the_caller(monkeypatch, tmp_path):
+    """wheels.py builds from a copy of the sources, which it removes."""
+    monkeypatch.syspath_prepend(str(ROOT / "requirements"))
+    monkeypatch.chdir(tmp_path)
+    import wheels
+
+    assert wheels.environment("80", "kept")["FLASH_ATTN_BUILD_CACHE"] == str(tmp_path / "kept")
+
+
 def test_only_quantize_is_compiled_for_89():
     names = {}
     for name, family, row, features, own in flash_attn_2_cuda.cuda_kernels():

@@ -56,8 +56,13 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
-/* A weight is kept as 16 bits and a rest, in fewer registers than as a float. The rest is one byte of what rounding
- * took off.
+/* At 64 columns the plain kernels keep weights as floats. In fp16 all weights are floats, and dV is done before dP
+ * takes the registers of P. In bf16 dP runs beside dV, which leaves registers for 48 floats. */
+constexpr int FLOAT_WEIGHTS = FLEX || WEIGHTED || BLOCK_Q < 128 ? 0 : BF16 ? 48 : S_REGS;
+constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS;
+
+/* Other weights are kept as 16 bits and a rest, in fewer registers than as floats. The rest is one byte of what
+ * rounding took off.
  *
  * of_two            Returns the rests of two weights in the low bytes. `rounded` holds both weights in 16 bits.
  * added             Returns the weight that became `rounded`. Byte i of `four` is the rest of the weight.
@@ -94,9 +99,10 @@ template <> struct weight_rest<fp16> {
 
 /* The sum of dP begins with -D, because there are no registers for D itself. In two cases D is read when dP has come:
  *
- *   dropout                dP is scaled first.
- *   64 columns in fp16     No registers are left for such a sum. */
-constexpr bool STARTS_WITH_D = !DROPOUT && (WIDE || weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128);
+ *   dropout                            dP is scaled first.
+ *   64 columns in fp16, not plain      No registers are left for such a sum. */
+constexpr bool STARTS_WITH_D =
+    !DROPOUT && (WIDE || weight_rest<element>::LEAVES_REGISTERS || BLOCK_Q < 128 || DV_FIRST);
 
 DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
 #pragma unroll
@@ -341,23 +347,23 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
     }
 }
 
-constexpr int REST_REGS = S_REGS / 4;
+constexpr int RESTS = (S_REGS - FLOAT_WEIGHTS) / 4, REST_REGS = RESTS > 0 ? RESTS : 1;
 
-/* Computes the rests of the weights, four in a register. */
+/* Computes the rests of the weights behind the floats, four in a register. */
 DEVICE void split_weights(const float (&weights)[S_REGS], const u32 (&rounded)[P_REGS], u32 (&rest)[REST_REGS]) {
 #pragma unroll
-    for (int i = 0; i < REST_REGS; i++) {
+    for (int i = FLOAT_WEIGHTS / 4; i < S_REGS / 4; i++) {
         u32 two[2];
 #pragma unroll
         for (int k = 0; k < 2; k++)
             two[k] = weight_rest<weight_type>::of_two(weights + 4 * i + 2 * k, rounded[2 * i + k]);
-        rest[i] = prmt(two[0], two[1], 0x5410);
+        rest[i - FLOAT_WEIGHTS / 4] = prmt(two[0], two[1], 0x5410);
     }
 }
 DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS], int i) {
     float two[2];
     unpack_x2<weight_type>(rounded[i / 2], two[0], two[1]);
-    return weight_rest<weight_type>::added(two[i % 2], rest[i / 4], i % 4);
+    return weight_rest<weight_type>::added(two[i % 2], rest[(i - FLOAT_WEIGHTS) / 4], i % 4);
 }
 
 /* Computes dS = P (dP - D) in 16 bits.

@@ -84,6 +84,21 @@ template <int WIDTH> DEVICE void write_box(void *box, const float *x, float fact
     }
 }
 
+/* At 64 columns the exponentials of a step take longer than its dQ. Warpgroups that compute them at the same time share
+ * the unit, and both wait. So the warpgroups take turns. */
+constexpr bool TAKES_TURNS = FLOAT_WEIGHTS > 0;
+enum { BAR_TURN = 1 }; /* of warpgroup 0; the next barrier is that of warpgroup 1 */
+
+/* Whole warpgroup. The turn passes to the other warpgroup when this thread's P is computed. No P has a sign, so
+ * `settle` stores nothing. */
+DEVICE void pass_turn(const u32 (&P)[P_REGS], int wg, shared_memory &s) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < P_REGS; i++) bits |= P[i];
+    settle(__uint_as_float(bits), &s.words);
+    bar_arrive(BAR_TURN + (wg ^ 1), 256);
+}
+
 /* Whole warpgroup. Hands dQ of query tile i over to the writer warp. `dq_at` is this lane's place in stage 0. */
 DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s, const tile &t, u32 dq_at, int wg,
                          int stage, u32 parity, int i, bool is_last) {
@@ -202,6 +217,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     u32 dq_at = smem_address(s.dq[0][wg] + warp * warp_floats(wg) + 4 * lane);
     if (KEEPS_ADDRESSES) ds_at = kept(ds_at), dq_at = kept(dq_at);
 
+    if (TAKES_TURNS && wg == 1) bar_arrive(BAR_TURN, 256); /* warpgroup 0 has the first turn */
+
     float dK[KV_REGS], dV[KV_REGS];
     ring r; /* of steps */
     u32 kv_parity = 0;
@@ -260,13 +277,17 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #else
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
+                if (TAKES_TURNS) bar_sync(BAR_TURN + wg, 256);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #endif
 #pragma unroll
                 for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(S[2 * i], S[2 * i + 1]);
                 const auto &weights = weights_among(P, W);
                 split_weights(S, weights, rest);
-                pin(P), pin(rest); /* compute P here and not later, because dQ runs now */
+                pin(P); /* compute P here and not later, because dQ runs now */
+                if (RESTS > 0) pin(rest);
+                if (FLOAT_WEIGHTS > 0) pin(S);
+                if (TAKES_TURNS) pass_turn(P, wg, s);
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
                 wgmma_wait_group<0>(dQ);
@@ -278,14 +299,18 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
                 /* dP = V dO^T, dV += P^T dO */
+                if (DV_FIRST) {
+                    issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
+                    wgmma_wait_group<0>(dV);
+                }
                 start_dp_sum(dP, s.d[r.stage], lane);
                 issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
-                issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
+                if (!DV_FIRST) issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
                 if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
                 /* dP is there: dS */
-                wgmma_wait_group<1>(dP);
-                const auto weight = [&](int i) { return weight_of(weights, rest, i); };
+                wgmma_wait_group<!DV_FIRST>(dP);
+                const auto weight = [&](int i) { return i < FLOAT_WEIGHTS ? S[i] : weight_of(weights, rest, i); };
 #if FLEX
                 sums_of_step sums;
                 differentiate_by_mods(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, mod, hidden, query_tile_of(entry),
@@ -293,8 +318,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #else
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight);
 #endif
-                /* wait for a place for dS; in the first step the last work tile's dK must have left this place */
-                mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
+                /* Wait for a place for dS. In the first step the last work tile's dK must have left this place.
+                 * NOTE: ds_full of the last step has said that both warpgroups have the dQ that read it. But at 96 and
+                 * 128 columns the code without the wait was 1 to 2% slower. */
+                if (!TAKES_TURNS || step == 0)
+                    mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
                 store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
                 /* dK += dS^T Q; dS to both warpgroups */
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);

@@ -189,15 +189,21 @@ struct consumer : consumer_base {
         for (int i = 0; i < O_REGS; i += 4) sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
         flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
     }
+    DEVICE static float factor_of_rise(float log2) {
+        return LOCAL && log2 < -64 ? __int_as_float(0x7fffffff) : ex2(log2);
+    }
     /* O is added to the sums in the workspace, which stay measured from the row maximum of the first flush. Where the
-     * row maximum has risen beyond the range of fp32 since then, the sums become infinite, and the tile fails. */
+     * row maximum has risen beyond the range of fp32 since then, the sums become infinite, and the tile fails. A row
+     * whose attention chunk hid all keys up to the first flush had no maximum, and its sums are measured from 0. A
+     * maximum far below 0 would make them subnormal, and is NaN instead. */
     DEVICE void flush_to_workspace() {
         if (!has_sums) {
 #pragma unroll
             for (int i = 0; i < O_REGS; i += 4) sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
             flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
         } else {
-            const float x = ex2(softmax.max_log2[0] - flushed_log2[0]), y = ex2(softmax.max_log2[1] - flushed_log2[1]);
+            const float x = factor_of_rise(softmax.max_log2[0] - flushed_log2[0]);
+            const float y = factor_of_rise(softmax.max_log2[1] - flushed_log2[1]);
 #pragma unroll
             for (int i = 0; i < O_REGS; i += 4)
                 red_add_x4((float *)&sums()[i / 4 * 32], O[i] * x, O[i + 1] * x, O[i + 2] * y, O[i + 3] * y);

@@ -262,24 +262,46 @@ static fa_status fail(const fa_nvrtc *nvrtc, fa_variant variant, const char *nam
                    nvrtc->major, nvrtc->minor, name, line, folder);
 }
 
-static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant variant, const char *mods,
-                         fa_blob *cubin, fa_error *err) {
+struct fa_compilation {
+    fa_variant variant; /* without its mods */
     char name[FA_VARIANT_NAME_BYTES];
+    source source;
     fa_compile_options options;
-    fa_variant_name(variant, name);
-    fa_status status = fa_variant_options(variant, &options, err);
-    if (status == FA_OK) status = add_option(&options, err, "-DKERNEL=%s", name);
+};
+
+void fa_compilation_free(fa_compilation *c) {
+    if (!c) return;
+    free_source(&c->source);
+    fa_options_free(&c->options);
+    free(c);
+}
+
+fa_status fa_compilation_new(fa_variant variant, fa_compilation **out, fa_error *err) {
+    fa_compilation *c = calloc(1, sizeof *c);
+    *out = NULL;
+    if (!c) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a compilation");
+    fa_variant_name(variant, c->name);
+    fa_status status = read_source(variant, &c->source, err);
+    if (status == FA_OK) status = fa_variant_options(variant, &c->options, err);
+    if (status == FA_OK) status = add_option(&c->options, err, "-DKERNEL=%s", c->name);
     /* NVRTC before 13.1 takes a lambda with a parameter of type `auto` for a function of the host otherwise. */
-    if (status == FA_OK) status = add_option(&options, err, "--device-as-default-execution-space");
-    nvrtcResult result = 0;
-    if (status == FA_OK) result = nvrtc->nvrtcCompileProgram(program, options.num, (const char *const *)options.list);
-    fa_options_free(&options);
-    if (status != FA_OK) return status;
+    if (status == FA_OK) status = add_option(&c->options, err, "--device-as-default-execution-space");
+    if (status != FA_OK) return fa_compilation_free(c), status;
+    c->variant = variant, c->variant.mods = NULL;
+    *out = c;
+    return FA_OK;
+}
+
+static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, const fa_compilation *c, fa_blob *cubin,
+                         fa_error *err) {
+    const nvrtcResult result =
+        nvrtc->nvrtcCompileProgram(program, c->options.num, (const char *const *)c->options.list);
     if (result != 0)
-        return fail(nvrtc, variant, name, log_of(nvrtc, program), nvrtc->nvrtcGetErrorString(result), mods, err);
+        return fail(nvrtc, c->variant, c->name, log_of(nvrtc, program), nvrtc->nvrtcGetErrorString(result),
+                    c->source.mods, err);
     if (nvrtc->nvrtcGetCUBINSize(program, &cubin->bytes) != 0 || cubin->bytes == 0)
         return fa_fail(err, FA_EFAILED, "flash_attn: NVRTC %d.%d gives no cubin for sm_%d", nvrtc->major, nvrtc->minor,
-                       variant.arch);
+                       c->variant.arch);
     cubin->data = malloc(cubin->bytes);
     if (!cubin->data) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a compiled kernel");
     return nvrtc->nvrtcGetCUBIN(program, cubin->data) == 0
@@ -287,28 +309,33 @@ static fa_status compile(const fa_nvrtc *nvrtc, nvrtcProgram program, fa_variant
                : fa_fail(err, FA_EFAILED, "flash_attn: NVRTC does not hand over its cubin");
 }
 
-fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {
+fa_status fa_compilation_run(fa_compilation *c, fa_blob *cubin, fa_error *err) {
     const fa_nvrtc *nvrtc;
     nvrtcProgram program = NULL;
-    source s;
+    source *s = &c->source;
     *cubin = (fa_blob){0};
     forget_failure();
     fa_status status = fa_nvrtc_get(&nvrtc, err);
-    if (status == FA_OK) status = read_source(variant, &s, err);
     if (status != FA_OK) return status;
-    const nvrtcResult result =
-        nvrtc->nvrtcCreateProgram(&program, s.texts[0], s.names[0], s.num - 1, s.texts + 1, s.names + 1);
-    if (result != 0) {
-        free_source(&s);
+    if (nvrtc->nvrtcCreateProgram(&program, s->texts[0], s->names[0], s->num - 1, s->texts + 1, s->names + 1) != 0)
         return fa_fail(err, FA_ENOMEM, "flash_attn: NVRTC does not take the kernel's source");
-    }
-    status = compile(nvrtc, program, variant, s.mods, cubin, err);
+    status = compile(nvrtc, program, c, cubin, err);
     if (status != FA_OK) {
         free(cubin->data);
         *cubin = (fa_blob){0};
-        failure.mods = s.mods, s.mods = NULL;
+        failure.mods = s->mods, s->mods = NULL;
     }
     nvrtc->nvrtcDestroyProgram(&program);
-    free_source(&s);
+    return status;
+}
+
+fa_status fa_variant_compile(fa_variant variant, fa_blob *cubin, fa_error *err) {
+    const fa_nvrtc *nvrtc;
+    fa_compilation *c = NULL;
+    *cubin = (fa_blob){0};
+    fa_status status = fa_nvrtc_get(&nvrtc, err);
+    if (status == FA_OK) status = fa_compilation_new(variant, &c, err);
+    if (status == FA_OK) status = fa_compilation_run(c, cubin, err);
+    fa_compilation_free(c);
     return status;
 }

@@ -10,26 +10,122 @@
 #include "kernel_source.h"
 #include "system/lock.h"
 
-/* ---- building ahead -------------------------------------------------------------------------------------------- */
-
 static fa_asked_kernel asked_kernel_of(fa_variant variant) {
     fa_asked_kernel kernel = {.arch = variant.arch};
     fa_variant_name(variant, kernel.name);
     return kernel;
 }
 
-/* Looks for the variant on disk, and compiles it if it is absent. */
-static fa_status build(fa_variant variant, bool compiles, fa_asked_kernel *kernel, fa_error *err) {
+/* Whoever compiles a kernel holds its lock, and looks for the kernel before. So two threads that need one kernel do
+ * not both compile it. Different kernels are compiled at once, but for few that share a lock. */
+static fa_lock *lock_of(uint64_t key) {
+    static fa_lock locks[] = {FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT,
+                              FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT,
+                              FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT, FA_LOCK_INIT};
+    return &locks[key % (sizeof locks / sizeof *locks)];
+}
+
+/* ---- pending kernels --------------------------------------------------------------------------------------------- */
+
+/* A kernel that some thread will compile, or one that was compiled and could not be kept on disk. */
+typedef struct pending {
+    struct pending *next;
+    uint64_t key;
+    char name[FA_VARIANT_NAME_BYTES];
+    fa_compilation *compilation; /* NULL: it was compiled */
+    fa_blob cubin;
+} pending;
+static pending *all_pending;
+static fa_lock pending_lock = FA_LOCK_INIT;
+
+static void free_pending(pending *p) {
+    fa_compilation_free(p->compilation);
+    free(p->cubin.data);
+    free(p);
+}
+
+static void add_pending(pending *p) {
+    fa_lock_acquire(&pending_lock);
+    pending **end = &all_pending;
+    while (*end) end = &(*end)->next;
+    *end = p, p->next = NULL;
+    fa_lock_release(&pending_lock);
+}
+
+/* Takes the first kernel that is to be compiled (key NULL), or the one with this key that was compiled. */
+static pending *take_pending(const uint64_t *key) {
+    fa_lock_acquire(&pending_lock);
+    pending **at = &all_pending;
+    while (*at && (key ? (*at)->compilation || (*at)->key != *key : !(*at)->compilation)) at = &(*at)->next;
+    pending *p = *at;
+    if (p) *at = p->next;
+    fa_lock_release(&pending_lock);
+    return p;
+}
+
+static fa_status make_pending(fa_variant variant, const fa_asked_kernel *kernel, fa_error *err) {
+    pending *p = calloc(1, sizeof *p);
+    if (!p) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a kernel's name");
+    p->key = kernel->key;
+    memcpy(p->name, kernel->name, sizeof p->name);
+    const fa_status status = fa_compilation_new(variant, &p->compilation, err);
+    if (status == FA_OK)
+        add_pending(p);
+    else
+        free_pending(p);
+    return status;
+}
+
+bool fa_kernel_compile_pending(void) {
+    fa_error unused = {""};
+    fa_blob there = {0};
+    pending *p = take_pending(NULL);
+    if (!p) return false;
+    fa_lock *own = lock_of(p->key);
+    fa_lock_acquire(own);
+    bool is_kept = fa_cache_read(p->name, p->key, &there);
+    if (!is_kept && fa_compilation_run(p->compilation, &p->cubin, &unused) == FA_OK) {
+        is_kept = fa_cache_write(p->name, p->key, &p->cubin);
+        fa_compilation_free(p->compilation);
+        p->compilation = NULL;
+    } else if (!is_kept) { /* The call that needs the kernel compiles it again, and says why it fails. */
+        char *log, *mods;
+        fa_compile_failure(&log, &mods);
+        free(log);
+        free(mods);
+    }
+    if (!is_kept && !p->compilation)
+        add_pending(p);
+    else
+        free_pending(p);
+    fa_lock_release(own);
+    free(there.data);
+    return true;
+}
+
+/* ---- building ahead ---------------------------------------------------------------------------------------------- */
+
+/* Looks for the variant on disk. If the variant is absent, it may be compiled now. */
+static fa_status build_it(fa_variant variant, fa_absent_kernels absent, fa_asked_kernel *kernel, fa_error *err) {
     fa_blob cubin = {0};
     kernel->is_absent = !fa_cache_read(kernel->name, kernel->key, &cubin);
     fa_status status = FA_OK;
-    if (kernel->is_absent && compiles) {
+    if (kernel->is_absent && absent == FA_ABSENT_PENDING) status = make_pending(variant, kernel, err);
+    if (kernel->is_absent && absent == FA_ABSENT_COMPILED) {
         status = fa_variant_compile(variant, &cubin, err);
         kernel->is_compiled = status == FA_OK;
         if (status == FA_OK && !fa_cache_write(kernel->name, kernel->key, &cubin))
             status = fa_fail(err, FA_EINVAL, "the compiled kernel %s could not be stored", kernel->name);
     }
     free(cubin.data);
+    return status;
+}
+
+static fa_status build(fa_variant variant, fa_absent_kernels absent, fa_asked_kernel *kernel, fa_error *err) {
+    if (absent != FA_ABSENT_COMPILED) return build_it(variant, absent, kernel, err);
+    fa_lock_acquire(lock_of(kernel->key));
+    const fa_status status = build_it(variant, absent, kernel, err);
+    fa_lock_release(lock_of(kernel->key));
     return status;
 }
 
@@ -40,7 +136,7 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
                        (int)variant.family, variant.row, variant.features, variant.arch);
     fa_asked_kernel kernel = asked_kernel_of(variant);
     fa_status status = fa_variant_key(variant, &kernel.key, err);
-    if (status == FA_OK) status = build(variant, true, &kernel, err);
+    if (status == FA_OK) status = build(variant, FA_ABSENT_COMPILED, &kernel, err);
     *compiled = kernel.is_compiled;
     return status;
 }
@@ -48,15 +144,17 @@ fa_status fa_variant_build(fa_variant variant, bool *compiled, fa_error *err) {
 /* ---- kernels of calls on an imagined GPU ------------------------------------------------------------------------- */
 
 static THREAD_LOCAL struct {
-    bool compiles;
+    fa_absent_kernels absent;
     int num, room;
     fa_asked_kernel *list;
 } asked;
 
-void fa_asked_kernels_reset(bool compiles) {
+void fa_asked_kernels_reset(fa_absent_kernels absent) {
     free(asked.list);
-    asked.compiles = compiles, asked.num = asked.room = 0, asked.list = NULL;
+    asked.absent = absent, asked.num = asked.room = 0, asked.list = NULL;
 }
+
+bool fa_call_is_rehearsal(void) { return asked.absent == FA_ABSENT_PENDING; }
 
 const fa_asked_kernel *fa_asked_kernels(int *num) { return *num = asked.num, asked.list; }
 
@@ -79,7 +177,7 @@ static fa_status ask_for(fa_variant variant, fa_error *err) {
         if (!list) return fa_fail(err, FA_ENOMEM, "flash_attn: no memory for a list of kernels");
         asked.list = list, asked.room = room;
     }
-    status = build(variant, asked.compiles, &kernel, err);
+    status = build(variant, asked.absent, &kernel, err);
     if (status == FA_OK) asked.list[asked.num++] = kernel;
     return status;
 }
@@ -166,13 +264,19 @@ static fa_status load(const fa_driver *driver, fa_variant variant, const char *n
 }
 
 /* Finds or compiles a cubin and loads it. The driver keeps its copy of the cubin for the life of the process. */
-static fa_status find(const fa_driver *driver, fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
-    char name[FA_VARIANT_NAME_BYTES];
+static fa_status find_it(const fa_driver *driver, fa_variant variant, const char *name, uint64_t key, const fa_gpu *gpu,
+                         CUkernel *kernel, fa_error *err) {
     fa_blob cubin = {0};
-    uint64_t key;
-    fa_variant_name(variant, name);
-    fa_status status = fa_variant_key(variant, &key, err);
-    if (status != FA_OK) return status;
+    fa_status status = FA_OK;
+    pending *compiled = take_pending(&key);
+    if (compiled) {
+        status = load(driver, variant, name, &compiled->cubin, gpu, kernel, err);
+        if (status == FA_ENOMEM_GPU)
+            add_pending(compiled);
+        else
+            free_pending(compiled);
+        if (status == FA_OK || status == FA_ENOMEM_GPU) return status;
+    }
     if (fa_cache_read(name, key, &cubin)) {
         status = load(driver, variant, name, &cubin, gpu, kernel, err);
         free(cubin.data);
@@ -184,6 +288,18 @@ static fa_status find(const fa_driver *driver, fa_variant variant, const fa_gpu 
     status = load(driver, variant, name, &cubin, gpu, kernel, err);
     if (status == FA_OK || status == FA_ENOMEM_GPU) fa_cache_write(name, key, &cubin);
     free(cubin.data);
+    return status;
+}
+
+static fa_status find(const fa_driver *driver, fa_variant variant, const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
+    char name[FA_VARIANT_NAME_BYTES];
+    uint64_t key;
+    fa_variant_name(variant, name);
+    fa_status status = fa_variant_key(variant, &key, err);
+    if (status != FA_OK) return status;
+    fa_lock_acquire(lock_of(key));
+    status = find_it(driver, variant, name, key, gpu, kernel, err);
+    fa_lock_release(lock_of(key));
     return status;
 }
 

@@ -19,11 +19,21 @@ typedef struct {
     bool is_compiled; /* .. and was compiled */
 } fa_asked_kernel;
 
+/* What becomes of kernels that are absent. */
+typedef enum { FA_ABSENT_NOTED, FA_ABSENT_COMPILED, FA_ABSENT_PENDING } fa_absent_kernels;
+
 /* Each thread has a list of the kernels that its calls on imagined GPUs asked for, each once. The first function
- * empties the list, and says whether kernels that are absent are compiled from now on. The second returns the list,
- * which is valid until the thread's next call. */
-void fa_asked_kernels_reset(bool compiles);
+ * empties the list, and says what becomes of kernels that are absent from now on. The second returns the list, which
+ * is valid until the thread's next call. */
+void fa_asked_kernels_reset(fa_absent_kernels absent);
 const fa_asked_kernel *fa_asked_kernels(int *num);
+
+/* Is this thread's call a rehearsal, which only makes kernels pending? */
+bool fa_call_is_rehearsal(void);
+
+/* Compiles one of the kernels that are pending, into the disk cache. Any thread may call the function, and several may
+ * at once. If a call needs a kernel that is compiled now, the call waits for it. False: no kernel was pending. */
+bool fa_kernel_compile_pending(void);
 
 /* Both functions return a kernel that is ready to launch on the GPU, whose context is current. Any thread may call
  * them. The first function returns false if the kernel is not loaded. The second function loads the kernel if

@@ -86,6 +86,10 @@ def _ship(extension, archs, jobs, say, folder, cache):
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(lambda kernel: module.build_cuda_kernel(*kernel[1:]), kernels))
     except RuntimeError as error:
+        if "could not be stored" in str(error) and os.environ.get("FLASH_ATTN_BUILD_CACHE"):
+            raise RuntimeError(
+                f"FLASH_ATTN_BUILD_CACHE must be a folder that you and nobody else can write to; it is {cache}"
+            ) from error
         if "nvidia-cuda-nvrtc" not in str(error):
             raise
         say(

@@ -48,6 +48,7 @@ typedef enum {
     FA_KVCACHE,
     FA_QUANTIZE,
     FA_COMBINE,
+    FA_SINKS,
     FA_FWD_FP8_SM90,
     FA_FLEX_BLOCKS,
     FA_FLEX_CLASSIFY,

@@ -109,16 +109,16 @@ static PyObject *compile_failure(PyObject *self, PyObject *unused) {
 static PyObject *imagine_gpu(PyObject *self, PyObject *args) {
     (void)self;
     if (PyTuple_Size(args) != 3)
-        return PyErr_Format(PyExc_TypeError, "imagine_gpu(): takes a compute capability, multiprocessors and a bool");
+        return PyErr_Format(PyExc_TypeError, "imagine_gpu(): takes a compute capability, multiprocessors and a number");
     const long capability = PyLong_AsLong(PyTuple_GetItem(args, 0)), num_sms = PyLong_AsLong(PyTuple_GetItem(args, 1));
-    const int compiles = PyObject_IsTrue(PyTuple_GetItem(args, 2));
+    const long absent = PyLong_AsLong(PyTuple_GetItem(args, 2));
     if (PyErr_Occurred()) return NULL;
     if (capability < 0 || capability > 255 || num_sms < 0 || num_sms > INT16_MAX)
         return PyErr_Format(PyExc_ValueError, "imagine_gpu(): there is no GPU of capability %ld with %ld SMs",
                             capability, num_sms);
     fa_environment_read();
     fa_gpu_imagine((int)capability, (int)num_sms);
-    if (capability > 0) fa_asked_kernels_reset(compiles == 1);
+    if (capability > 0) fa_asked_kernels_reset((fa_absent_kernels)absent);
     Py_RETURN_NONE;
 }
 
@@ -135,8 +135,17 @@ static PyObject *asked_kernels(PyObject *self, PyObject *unused) {
         if (!entry || PyList_Append(list, entry) < 0) Py_CLEAR(list);
         Py_XDECREF(entry);
     }
-    fa_asked_kernels_reset(false);
+    fa_asked_kernels_reset(FA_ABSENT_NOTED);
     return list;
+}
+
+static PyObject *compile_pending_kernel(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    bool was_pending;
+    fa_environment_read();
+    Py_BEGIN_ALLOW_THREADS was_pending = fa_kernel_compile_pending();
+    Py_END_ALLOW_THREADS return PyBool_FromLong(was_pending);
 }
 
 PyMethodDef fa_kernel_functions[] = {
@@ -156,9 +165,11 @@ PyMethodDef fa_kernel_functions[] = {
      "this "
      "thread; None: there is none since the last call"},
     {"imagine_gpu", imagine_gpu, METH_VARARGS,
-     "imagine_gpu(capability, num_sms, compiles): from now on calls of this thread are those of a GPU that need not be "
-     "here; they run nothing, and their kernels are compiled into the disk cache, or only noted; capability 0: no "
-     "more"},
+     "imagine_gpu(capability, num_sms, absent): from now on calls of this thread are those of a GPU that need not be "
+     "here; they run nothing, and kernels that the disk cache lacks are noted (0), compiled into it (1), or noted and "
+     "pending (2); capability 0: no more"},
+    {"compile_pending_kernel", compile_pending_kernel, METH_NOARGS,
+     "compile_pending_kernel() -> compiles a kernel that is pending into the disk cache; False: there was none"},
     {"asked_kernels", asked_kernels, METH_NOARGS,
      "asked_kernels() -> (name, arch, key, whether it was there, whether it was compiled) of the kernels that calls on "
      "the imagined GPU asked for since the last call"},

@@ -1,4 +1,4 @@
-/* The epilogue of learned sinks, the size of biases, and the places of packed sequences, on the CPU. A function here
+/* The epilogue of learned sinks, and on the CPU the size of biases and the places of packed sequences. A function here
  * returns None if it cannot serve the call, and has done nothing then. Python does the same with torch's functions. */
 #include "options.h"
 
@@ -8,7 +8,9 @@
 #include "check.h"
 #include "cpu/convert.h"
 #include "cpu/sinks.h"
+#include "failures.h"
 #include "flex_values.h"
+#include "gpu/sinks.h"
 #include "python_tensors.h"
 
 static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
@@ -62,6 +64,15 @@ static fa_status read_on_cpu(PyObject *object, const char *name, fa_flex_tensor 
     return FA_OK;
 }
 
+/* Reads out, which may lie on a GPU, and the others on its device. */
+static fa_status read_beside(const fa_tensor *out, PyObject *object, const char *name, fa_flex_tensor *t,
+                             fa_error *err) {
+    TRY(fa_flex_read_tensor(object, name, t, err));
+    REQUIRE(!present(&t->t) || (t->t.device_type == out->device_type && t->t.device_idx == out->device_idx),
+            "%s is not on the device of out", name);
+    return FA_OK;
+}
+
 /* Reads [b, rows, h, d], or [rows, h, d] of packed sequences. */
 static fa_view view_of_rows(const fa_tensor *t) {
     const bool is_packed = t->ndim == 3;
@@ -83,11 +94,12 @@ static fa_status read_stats(const sinks_call *c, const fa_tensor *t, fa_row_stat
     return FA_OK;
 }
 
-static fa_status read_sinks(sinks_call *c, PyObject *sinks, PyObject *out, PyObject *lse, fa_error *err) {
+/* Everything but the values of the sinks. */
+static fa_status read_shapes(sinks_call *c, PyObject *sinks, PyObject *out, PyObject *lse, fa_error *err) {
     const fa_tensor *o = &c->out.t, *x = &c->sinks.t;
-    TRY(read_on_cpu(out, "out", &c->out, err));
-    TRY(read_on_cpu(lse, "softmax_lse", &c->lse, err));
-    TRY(read_on_cpu(sinks, "sinks", &c->sinks, err));
+    TRY(fa_flex_read_tensor(out, "out", &c->out, err));
+    TRY(read_beside(o, lse, "softmax_lse", &c->lse, err));
+    TRY(read_beside(o, sinks, "sinks", &c->sinks, err));
     REQUIRE(present(o) && present(&c->lse.t) && is_floating(o) && (o->ndim == 3 || o->ndim == 4) &&
                 (last_dim_contiguous(o) || is_empty(o)),
             "out must be floating, with heads and contiguous rows");
@@ -98,13 +110,42 @@ static fa_status read_sinks(sinks_call *c, PyObject *sinks, PyObject *out, PyObj
                       .d = o->size[o->ndim - 1],
                       .out = view_of_rows(o)};
     TRY(read_stats(c, &c->lse.t, &c->s.lse, err));
+    REQUIRE(!present(x) || (is_floating(x) && x->ndim == 1 && x->size[0] == c->s.h),
+            "sinks must have a floating number for each head");
+    return FA_OK;
+}
+
+static fa_status read_sinks(sinks_call *c, PyObject *sinks, PyObject *out, PyObject *lse, fa_error *err) {
+    const fa_tensor *x = &c->sinks.t;
+    TRY(read_shapes(c, sinks, out, lse, err));
+    REQUIRE(c->out.t.device_type == fa_torch.cpu && !fa_gpu_imagined(), "out is not on the CPU");
     if (!present(x)) return FA_OK;
-    REQUIRE(is_floating(x) && x->ndim == 1 && x->size[0] == c->s.h, "sinks must have a floating number for each head");
     c->numbers = malloc(sizeof(double) * (size_t)(2 * c->s.h + 1));
     if (!c->numbers) return fa_fail(err, FA_ENOMEM, "no memory for sinks");
     for (int64_t h = 0; h < c->s.h; h++) c->numbers[h] = (double)(float)element(x->data, dtype_of(x), h * x->stride[0]);
     c->s.sinks = c->numbers, c->s.gradient = c->numbers + c->s.h;
     return FA_OK;
+}
+
+static PyObject *add_sinks_on_gpu(const sinks_call *c) {
+    const fa_tensor *x = &c->sinks.t;
+    const fa_cuda_sinks s = {.device_idx = c->out.t.device_idx,
+                             .dtype = c->s.dtype,
+                             .sinks_dtype = present(x) ? dtype_of(x) : FA_F32,
+                             .b = c->s.b,
+                             .h = c->s.h,
+                             .rows = c->s.rows,
+                             .d = c->s.d,
+                             .out = c->s.out,
+                             .lse = c->s.lse,
+                             .sinks = present(x) && !is_empty(x) ? x->data : NULL,
+                             .sinks_stride = present(x) ? x->stride[0] : 0};
+    fa_error err = {""};
+    fa_status status;
+    if (s.dtype == FA_F64) Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS status = fa_cuda_add_sinks(&s, &err);
+    Py_END_ALLOW_THREADS if (status != FA_OK) return fa_raise(status, &err);
+    Py_RETURN_TRUE;
 }
 
 static PyObject *add_sinks(PyObject *self, PyObject *args) {
@@ -114,7 +155,9 @@ static PyObject *add_sinks(PyObject *self, PyObject *args) {
     fa_error err = {""};
     bool done = false;
     if (!PyArg_UnpackTuple(args, "add_sinks", 3, 3, &out, &lse, &sinks)) return NULL;
-    const fa_status status = read_sinks(&c, sinks, out, lse, &err);
+    fa_status status = read_shapes(&c, sinks, out, lse, &err);
+    if (status == FA_OK && is_on_gpu(&c.out.t)) return add_sinks_on_gpu(&c);
+    if (status == FA_OK) status = read_sinks(&c, sinks, out, lse, &err);
     Py_BEGIN_ALLOW_THREADS done = status == FA_OK && fa_cpu_add_sinks(&c.s, &pool);
     Py_END_ALLOW_THREADS free(c.numbers);
     PyErr_Clear();

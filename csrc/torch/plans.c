@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "gpu/driver.h"
+#include "gpu/kernels.h"
 #include "plan/print.h"
 #include "system/lock.h"
 
@@ -35,6 +37,7 @@ static bool has_room(void) {
 }
 
 void fa_note_plan(const fa_plan *plan) {
+    if (fa_gpu_imagined() && fa_call_is_rehearsal()) return; /* the call itself follows */
     if (fa_logs_plans && !collected.only) {
         char text[PLAN_TEXT_BYTES];
         fa_plan_print(plan, text, sizeof text);
@@ -107,8 +110,15 @@ static PyObject *take_plans(PyObject *self, PyObject *unused) {
     return list;
 }
 
+static PyObject *only_plans(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    return PyBool_FromLong(collected.only);
+}
+
 PyMethodDef fa_plan_functions[] = {
     {"plan_only", plan_only, METH_O, "plan_only(on): while on, calls of this thread are planned but not run"},
+    {"only_plans", only_plans, METH_NOARGS, "only_plans() -> whether plan_only is on for this thread"},
     {"take_plans", take_plans, METH_NOARGS,
      "take_plans() -> the plans collected on this thread since the last call, as dicts"},
     {NULL, NULL, 0, NULL},

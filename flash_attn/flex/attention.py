@@ -22,7 +22,7 @@ from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import check_storage, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
-from . import calls
+from . import ahead, calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
@@ -476,6 +476,8 @@ def flex_attention(
         blocks = _blocks_of(block_mask, mask, query, len_kv, sequences)
         call = Call(scale, score, mask, blocks, wants_max, sequences=sequences)
     tensors = score[1] if score else ()
+    if query.is_cuda and not is_imagined() and not ops.is_watched(*inputs):
+        ahead.compile_kernels(call, query, key, value, tensors, is_recorded)
     with torch.no_grad():
         out, lse, max_scores = attend(call, *map(rows_of, (query, key, value)), tensors)
     if is_recorded:

@@ -48,6 +48,8 @@ class Call:
     def operand(self, x, dtype, shape):
         """The instructions of an operand in a dtype and shape."""
         value = value_of(self.trace, x)
+        if dtype not in TYPES:
+            self.trace.fail(f"a mod cannot compute in {dtype}")
         return [self.builder.cast(n, dtype) for n in value.nodes.expand(shape).flatten().tolist()]
 
     def result(self, nodes, dtype, shape):

@@ -12,7 +12,8 @@ of a layer, and gets this mask:
     [b, 1, len_q, len_kv], bool or float    any other mask
     BlockMask           any other mask, if the name is "flex_attention"
 
-A rule is an attribute of the mask. A model that takes the mask apart loses it. Then the module says what is causal.
+A rule is an attribute of the mask, and noted for its memory, because a checkpoint of activations detaches the mask. A
+model that takes the mask apart loses the rule. Then the module says what is causal.
 """
 
 import functools
@@ -25,7 +26,7 @@ from typing import Optional
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from flash_attn._remembered import remembered
+from flash_attn._remembered import note, noted, remembered
 from flash_attn.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 from flash_attn.integrations import _registration
@@ -37,6 +38,8 @@ NAME = "flash_attn"
 BY_DENSE_MASKS = "fa_dense"  # NAME in models that know no masks [b, len_kv]; a name with "flash" would ask for them
 WITHOUT_GPU = ("flash_attention_2", "flash_attention_3", "flex_attention")
 KNOWN = (NAME, *WITHOUT_GPU)
+# Decoders whose modules say that they are not causal. So their causal mask is never left out.
+SAY_NOT_CAUSAL = ("aimv2_text_model", "pegasus_x")
 
 
 # ---- the mask of a forward pass ------------------------------------------------------------------------------------
@@ -56,9 +59,20 @@ class Rule:
         """The rule that allows what both allow, or None."""
         if self.sequences is not None and other.sequences is not None:
             return None
-        sides = (self.left, other.left), (self.right, other.right)
-        bounds = (min((x for x in side if x >= 0), default=-1) for side in sides)
-        return Rule(*bounds, other.sequences if self.sequences is None else self.sequences)
+        left, right = _nearer(self.left, other.left), _nearer(self.right, other.right)
+        return Rule(left, right, other.sequences if self.sequences is None else self.sequences)
+
+
+def _nearer(bound, other):
+    return max(bound, other) if min(bound, other) < 0 else min(bound, other)
+
+
+def _rule_at(mask):
+    """The rule of a mask that was made here, or None."""
+    rule = getattr(mask, "flash_attn_rule", None)
+    if rule is None and isinstance(mask, torch.Tensor) and not torch.compiler.is_compiling():
+        rule = noted(mask)
+    return rule
 
 
 @functools.cache
@@ -155,6 +169,7 @@ def mask_for_flash(
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
+    allow_is_causal_skip = allow_is_causal_skip and _says_what_is_causal(others.get("config"))
     if attention_mask is not None and torch.jit.is_tracing():
         raise NotImplementedError(
             'torch.jit.trace would keep this attention_mask for all later calls: use attn_implementation="sdpa" for '
@@ -171,7 +186,7 @@ def mask_for_flash(
             allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **others,
         )  # fmt: skip
     rule.shift = int(q_offset) - int(kv_offset)
-    made = getattr(attention_mask, "flash_attn_rule", None)
+    made = _rule_at(attention_mask)
     if made is not None and made.is_same(rule) and attention_mask.shape == (batch_size, kv_length):
         return attention_mask  # generate() asked for it before
     padding = prepare_padding_mask(attention_mask, kv_length, int(kv_offset))
@@ -186,14 +201,19 @@ def mask_for_flash(
     # A tensor of its own with dense strides: a copy that a client makes would have no rule.
     mask = mask.expand(batch_size, kv_length).contiguous().view(batch_size, kv_length)
     mask.flash_attn_rule = rule
+    note(mask, rule)
     return mask
+
+
+def _says_what_is_causal(config):
+    return getattr(config, "model_type", None) not in SAY_NOT_CAUSAL
 
 
 def dense_mask(q_length, kv_length, allow_is_causal_skip=True, **others):
     """The mask of ``sdpa``. It is left out only where it says the same at the first and at the last key."""
     from transformers.masking_utils import sdpa_mask
 
-    skips = allow_is_causal_skip and q_length in (1, kv_length)
+    skips = allow_is_causal_skip and q_length in (1, kv_length) and _says_what_is_causal(others.get("config"))
     return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skips, **others)
 
 
@@ -273,6 +293,7 @@ def attention(
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         out = _packed(q, k, v, lengths, window, **options)
     elif is_causal and position_bias is None and _are_packed(attention_mask, position_ids, q, k):
+        window = _window_of(_rule_at(attention_mask), window)
         out = _in_sequences(q, k, v, position_ids, window, **options, are_positions=True)
     elif attention_mask is None or attention_mask.dim() == 2:
         out = _under_rule(q, k, v, attention_mask, window, position_bias, options)
@@ -302,7 +323,7 @@ def _hides_nothing(mask):
     """Whether a mask hides no padding. Then lengths of sequences say more than the mask."""
     if mask is None:
         return True
-    return hasattr(mask, "flash_attn_rule") and keys_of(mask).is_full
+    return _rule_at(mask) is not None and keys_of(mask).is_full
 
 
 def _are_packed(mask, position_ids, q, k):
@@ -314,8 +335,8 @@ def _are_packed(mask, position_ids, q, k):
         return False
     if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
         return False
-    rule = getattr(mask, "flash_attn_rule", None)
-    if not _hides_nothing(mask) or (rule is not None and rule.sequences is not None):
+    rule = _rule_at(mask)
+    if not _hides_nothing(mask) or (rule is not None and (rule.sequences is not None or rule.right != 0)):
         return False
     # A GPU is waited for once in a forward pass.
     return remembered(position_ids, "begin", lambda: bool((position_ids[:, 1:] == position_ids.min()).any()))
@@ -328,7 +349,7 @@ def _keys_of_bias(bias, num_keys):
 def _under_rule(q, k, v, mask, window, bias, options):
     """Padding ``[b, len_kv]`` with its rule, or no mask. Without a rule the window of the module is at the end."""
     len_q, len_kv = q.shape[1], k.shape[1]
-    rule, shift = getattr(mask, "flash_attn_rule", None), len_kv - len_q
+    rule, shift = _rule_at(mask), len_kv - len_q
     if mask is not None:
         if mask.is_floating_point():
             raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
@@ -342,9 +363,7 @@ def _under_rule(q, k, v, mask, window, bias, options):
         shift = len_kv - len_q
     if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
         shift = rule.shift
-        if rule.left < 0:
-            rule = rule.and_also(Rule(window[0], window[1] or -1))
-        window = rule.left, rule.right
+        window = _window_of(rule, window)
     elif mask is None and len_q == 1 and window[1] == 0:
         window = window[0], -1
     left, right = window
@@ -371,6 +390,15 @@ def _under_rule(q, k, v, mask, window, bias, options):
     if bias is None and (mask is None or keys_of(mask[:, 0, 0]).is_full):
         return attend(q, k, v, None, window=window, **options)
     return attend_under(q, k, v, mask, window=window, bias=bias, **options)
+
+
+def _window_of(rule, window):
+    """The window of a rule, or the module's if the rule has none or there is no rule. The rule says what is causal."""
+    if rule is None:
+        return window
+    if rule.left < 0:
+        rule = rule.and_also(Rule(window[0], window[1] or -1))
+    return rule.left, rule.right
 
 
 def _sees(left, right, shift, q, k):

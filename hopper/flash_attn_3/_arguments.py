@@ -50,6 +50,18 @@ def as_int(x, name):
     return x.item()
 
 
+def as_number(x, name):
+    """Returns the number of a tensor of one element. What is no tensor stays, and so does a tensor of another size.
+
+    The backward needs the number of the forward, and the tensor may be written in between.
+    """
+    if not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it. A factor of q has a gradient")
+    return x.item() if x.numel() == 1 else x
+
+
 def as_window(window_size):
     """Returns ``(left, right)`` as Python integers, from a tuple, a list or a tensor of two."""
     try:

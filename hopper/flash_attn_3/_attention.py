@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from flash_attn_3._arguments import (
     as_int,
+    as_number,
     as_window,
     call_op,
     check_tensors,
@@ -209,6 +210,17 @@ class _Attended(_Attention):
 _record = super(torch.autograd.Function, _Attended).apply
 
 
+def _frozen(lengths, options):
+    """Returns both with Python's numbers, because the caller may write lists and tensors before the backward."""
+    lengths = lengths._replace(
+        max_seqlen_q=as_int(lengths.max_seqlen_q, "max_seqlen_q"),
+        max_seqlen_k=as_int(lengths.max_seqlen_k, "max_seqlen_k"),
+    )
+    names = "softmax_scale", "causal", "attention_chunk", "softcap", "sm_margin"
+    numbers = {name: as_number(getattr(options, name), name) for name in names}
+    return lengths, options._replace(window_size=as_window(options.window_size), **numbers)
+
+
 def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
     """Computes the forward of every function below, and records it if a tensor requires grad."""
     compiling = torch.compiler.is_compiling()
@@ -227,6 +239,8 @@ def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
         return _distributed.attend(attend, tensors, num_heads_q, lengths, options, deterministic, return_lse)
     lengths, options = Lengths(*lengths), Options(*options)
     check_tensors(**dict(zip(("q", "k", "v") if len(tensors) == 3 else ("qkv",), tensors)))
+    if not compiling:
+        lengths, options = _frozen(lengths, options)
     if (
         compiling
         or records_qv

@@ -662,7 +662,8 @@ static void test_16_bytes(void **state) {
     has_16_bytes = false;
     assert_true(good);
 #if defined(CHECK_CUDA)
-    assert_true(num_sm80[FA_FWD] > (int)num_seeds && num_sm80[FA_BWD] > (int)num_seeds);
+    /* two in five forwards read caches */
+    assert_true(num_sm80[FA_FWD] > (int)num_seeds / 2 && num_sm80[FA_BWD] > (int)num_seeds);
 #endif
 }
 

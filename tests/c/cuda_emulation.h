@@ -9,6 +9,9 @@
 #ifndef CUDA_EMULATION_H
 #define CUDA_EMULATION_H
 
+/* C++17's <math.h> declares special functions, too. Reading them takes longer than all the rest. */
+#include <cstddef>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -272,18 +275,35 @@ static inline u32 prmt(u32 a, u32 b, u32 selector) {
     return bytes;
 }
 
-template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+/* D += A B of a warp. A lane brings its elements of A, of the upper and the lower row in turn, and its elements of B.
+ * The products are added in the order of k. */
+static __attribute__((noinline)) void emulated_mma(float (&d)[4], const float (&mine)[12]) {
+    typedef float vector __attribute__((vector_size(16)));
     const int lane = (int)(emulated_thread.x % 32);
-    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const char *all = emulated_exchange(mine, sizeof mine);
-    for (int k = 0; k < 16; k++)
-        for (int e = 0; e < 4; e++) {
-            const int row = lane / 4, column = 2 * (lane % 4) + e % 2;
-            u32 x, y;
-            memcpy(&x, all + 64 * (4 * row + k % 8 / 2) + 4 * (e / 2 + 2 * (k / 8)), 4);
-            memcpy(&y, all + 64 * (4 * column + k % 8 / 2) + 4 * (4 + k / 8), 4);
-            d[e] += cvt_f32(T{(u16)(x >> 16 * (k % 2))}) * cvt_f32(T{(u16)(y >> 16 * (k % 2))});
-        }
+    const char *rows = all + 64 * (lane / 4 * 4), *columns = all + 64 * (lane % 4 * 8) + 32;
+    vector sums, x;
+    memcpy(&sums, d, sizeof sums);
+    for (int k = 0; k < 16; k += 2) {
+        const int from = 64 * (k % 8 / 2), half = k / 8;
+        float y[2], z[2]; /* of the two columns */
+        memcpy(&x, rows + from + 16 * half, sizeof x);
+        memcpy(y, columns + from + 8 * half, sizeof y);
+        memcpy(z, columns + from + 8 * half + 64 * 4, sizeof z);
+        sums += __builtin_shufflevector(x, x, 0, 0, 1, 1) * vector{y[0], z[0], y[0], z[0]};
+        sums += __builtin_shufflevector(x, x, 2, 2, 3, 3) * vector{y[1], z[1], y[1], z[1]};
+    }
+    memcpy(d, &sums, sizeof sums);
+}
+
+template <class T> static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    float mine[12];
+    for (int i = 0; i < 4; i += 2) { /* the columns before 8, and the rest */
+        unpack_x2<T>(a[i], mine[2 * i], mine[2 * i + 2]);
+        unpack_x2<T>(a[i + 1], mine[2 * i + 1], mine[2 * i + 3]);
+    }
+    unpack_x2<T>(b0, mine[8], mine[9]), unpack_x2<T>(b1, mine[10], mine[11]);
+    emulated_mma(d, mine);
 }
 
 /* ptx_once.cuh. */

@@ -29,10 +29,8 @@ typedef struct {
 
 typedef struct {
     jmp_buf state;
-    ucontext_t start;
-    char *stack;
     bool has_started, has_finished, waits_for_cluster;
-    copy copies[MOST_COPIES];
+    copy *copies;
     int num_copies, num_groups;
 } thread;
 /* Threads of the cluster, and of the running CTA. */
@@ -101,6 +99,7 @@ const char *emulated_exchange(const void *mine, size_t bytes) {
 void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_present) {
     const unsigned t = emulated_thread.x;
     if ((uintptr_t)dst % bytes || (is_present && (uintptr_t)src % bytes)) die("cp.async of something not aligned");
+    if (!threads[t].copies) threads[t].copies = malloc(MOST_COPIES * sizeof(copy));
     if (threads[t].num_copies == MOST_COPIES) die("too many copies without a wait");
     memset(dst, 0xff, bytes); /* a read before the wait finds NaN */
     threads[t].copies[threads[t].num_copies++] = (copy){dst, src, bytes, is_present, threads[t].num_groups};
@@ -134,12 +133,23 @@ char *emulated_memory_of(unsigned rank) {
     return rank == cluster_rank ? memory : kept_memory[rank];
 }
 
+/* A coroutine serves one CTA after the other. */
 static void thread_main(void) {
-    kernel(parameters);
-    if (threads[emulated_thread.x].num_copies) die("cp.async was not waited for");
-    threads[emulated_thread.x].has_finished = true;
-    num_idle_turns = 0;
-    _longjmp(scheduler, 1);
+    for (;;) {
+        kernel(parameters);
+        thread *self = &threads[emulated_thread.x];
+        if (self->num_copies) die("cp.async was not waited for");
+        self->has_finished = true;
+        num_idle_turns = 0;
+        if (!_setjmp(self->state)) _longjmp(scheduler, 1);
+    }
+}
+
+/* Nobody may write shared memory behind the bytes of the launch. */
+static void check_end(const char *bytes, unsigned shared_bytes) {
+    const char *end = bytes + shared_bytes;
+    if (end[0] != (char)0xff || memcmp(end, end + 1, sizeof memory - shared_bytes - 1))
+        die("more shared memory used than the table says");
 }
 
 /* Runs a CTA until each of its threads has finished or waits for the cluster. Returns the number of finished
@@ -157,42 +167,40 @@ static unsigned run_block(unsigned num_threads, unsigned shared_bytes) {
         if (!_setjmp(scheduler)) {
             if (threads[t].has_started) _longjmp(threads[t].state, 1);
             threads[t].has_started = true;
-            if (!threads[t].stack) threads[t].stack = malloc(STACK_BYTES);
-            getcontext(&threads[t].start);
-            threads[t].start.uc_stack.ss_sp = threads[t].stack;
-            threads[t].start.uc_stack.ss_size = STACK_BYTES;
-            makecontext(&threads[t].start, thread_main, 0);
-            setcontext(&threads[t].start);
+            static ucontext_t start;
+            getcontext(&start);
+            start.uc_stack.ss_sp = malloc(STACK_BYTES);
+            start.uc_stack.ss_size = STACK_BYTES - t % 128 * 576; /* stacks begin in different lines of the cache */
+            makecontext(&start, thread_main, 0);
+            setcontext(&start);
         }
         const thread *ran = &threads[emulated_thread.x];
         if (ran->has_finished || ran->waits_for_cluster) num_left--, num_finished += ran->has_finished;
     }
-    for (unsigned i = shared_bytes; i < sizeof memory; i++)
-        if (memory[i] != (char)0xff) die("more shared memory used than the table says");
+    check_end(memory, shared_bytes);
     return num_finished;
 }
 
 /* CTAs [first, first + cluster_size) of a row of the grid. */
 static void run_cluster(unsigned first, unsigned num_threads, unsigned shared_bytes, bool backwards) {
     for (unsigned rank = 0; rank < cluster_size; rank++) {
-        if (!kept_memory[rank]) kept_memory[rank] = malloc(sizeof memory);
-        memset(kept_memory[rank], 0xff, sizeof memory);
-        for (unsigned t = 0; t < num_threads; t++)
-            all_threads[rank][t].has_started = all_threads[rank][t].has_finished = false;
+        memset(kept_memory[rank], 0xff, shared_bytes);
+        for (unsigned t = 0; t < num_threads; t++) all_threads[rank][t].has_finished = false;
     }
     for (unsigned num_finished = 0; num_finished < cluster_size * num_threads;) {
         num_finished = 0;
         for (unsigned i = 0; i < cluster_size; i++) {
             cluster_rank = backwards ? cluster_size - 1 - i : i;
             emulated_block.x = first + cluster_rank, threads = all_threads[cluster_rank];
-            memcpy(memory, kept_memory[cluster_rank], sizeof memory);
+            memcpy(memory, kept_memory[cluster_rank], shared_bytes);
             num_finished += run_block(num_threads, shared_bytes);
-            memcpy(kept_memory[cluster_rank], memory, sizeof memory);
+            memcpy(kept_memory[cluster_rank], memory, shared_bytes);
         }
         if (num_finished % (cluster_size * num_threads)) die("not everyone reaches a barrier of the cluster");
         for (unsigned rank = 0; rank < cluster_size; rank++)
             for (unsigned t = 0; t < num_threads; t++) all_threads[rank][t].waits_for_cluster = false;
     }
+    for (unsigned rank = 0; rank < cluster_size && cluster_size > 1; rank++) check_end(kept_memory[rank], shared_bytes);
 }
 
 void emulate_launch(emulated_kernel *function, const void *parameter, const emulated_shape *shape) {
@@ -203,6 +211,11 @@ void emulate_launch(emulated_kernel *function, const void *parameter, const emul
     cluster_size = shape->cluster;
     emulated_grid_size = (triple){shape->grid_x, shape->grid_y, shape->grid_z};
     emulated_block_size = (triple){shape->block, 1, 1};
+    memset(memory, 0xff, sizeof memory);
+    for (unsigned rank = 0; rank < cluster_size; rank++) {
+        if (!kept_memory[rank]) kept_memory[rank] = malloc(sizeof memory);
+        memset(kept_memory[rank], 0xff, sizeof memory);
+    }
     static bool backwards;
     backwards = !backwards; /* kernels must not rely on an order of CTAs */
     const unsigned row = shape->grid_x / cluster_size, num = row * shape->grid_y * shape->grid_z;

@@ -3,6 +3,9 @@
 #ifndef FLEX_DEVICE_H
 #define FLEX_DEVICE_H
 
+/* C++17's <math.h> declares special functions, too. Reading them takes longer than all the rest. */
+#include <cstddef>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
 #include <math.h>
 #include <string.h>
 

@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import fresh_python
 import pytest
 import torch
 
@@ -215,6 +215,15 @@ def test_more_captures_than_the_parameters_of_hoppers_kernel_hold():
     assert names == [HOPPER[-1], *GENERIC_BACKWARD]
 
 
+def test_sinks_are_one_launch_behind_the_kernel():
+    q, sinks = qkv(grad=False)[0].transpose(1, 2), torch.ones(8)
+    names = names_of(flash_attn.flash_attn_func, q, q, q, sinks=sinks, causal=True)
+    assert len(names) == 2 and names[0].startswith("attn_fwd_sm90_bf16_d128") and names[1] == "sinks_bf16"
+    assert names_of(flash_attn.flash_attn_func, q, q, q, return_lse=True)[1:] == ["sinks_bf16"]  # lse of empty rows
+    cache = torch.empty(1, 64, 8, 128, dtype=torch.bfloat16)
+    assert names_of(flash_attn.flash_attn_with_kvcache, q[:, :1], cache, cache, sinks=sinks)[-1] == "sinks_bf16"
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]
@@ -262,7 +271,7 @@ def test_it_is_the_kernel_of_the_plan():
     for archs, capability in (("sm_80", 80), ("sm_90a", 90)):
         q, k, v = qkv(device="cpu")
         kernels = [kernel.name for kernel in kernels_of(flex_attention, q, k, v, alibi, lists(documents), archs=archs)]
-        with _imagined.imagined_gpu(capability, False):
+        with _imagined.imagined_gpu(capability, _imagined.NOTED):
             plan = flash_attn.explain(flex_attention, q, k, v, alibi, lists(documents))
         assert plan.kernel in kernels and plan.backward.kernel in kernels
         assert plan.device == "cuda" and len(kernels) > 4
@@ -412,6 +421,83 @@ def plain():
 """
 
 
+# A first call of mods: its kernels are pending, threads compile them, and the call finds them.
+AHEAD = """
+import sys
+import threading
+import torch
+import flash_attn
+import flash_attn_2_cuda
+from flash_attn.flex import ahead, attention
+from flash_attn.flex_attention import create_block_mask, flex_attention
+
+slopes, n = torch.ones(8), 300
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+query, key, value = torch.empty(3, 1, 8, n, 128, dtype=torch.bfloat16).requires_grad_().unbind()
+mask = create_block_mask(causal, None, None, n, n, device="cpu")
+blocks = attention._blocks_of(mask, None, query, n)
+
+
+def kernels():
+    return flash_attn.prebuild_call(flex_attention, query, key, value, alibi, mask, compiles=False)
+
+
+call, tensors = attention.prepare(query, key, None, alibi, causal, blocks)
+for is_recorded, num in ((False, 3), (True, 5)):
+    assert not any(kernel.was_there for kernel in kernels()[:num])
+    print("rehearsal", file=sys.stderr, flush=True)
+    assert ahead.rehearse(call, query, key, value, tensors, is_recorded, 90) == num
+    print("end", file=sys.stderr, flush=True)
+    if is_recorded:
+        threads = [threading.Thread(target=ahead._compile_pending) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        while flash_attn_2_cuda.compile_pending_kernel():
+            pass
+        assert [kernel.was_there for kernel in kernels()] == 3 * [True] + 2 * [False]
+        for path in flash_attn.kernel_root().iterdir():
+            path.unlink()
+assert len(kernels()) == 5 and all(kernel.was_there for kernel in kernels())
+assert ahead.rehearse(call, query, key, value, tensors, True, 90) == 0
+
+flash_attn_2_cuda.plan_only(True)
+ahead.compile_kernels(call, query, key, value, tensors, True)
+flash_attn_2_cuda.plan_only(False)
+assert not ahead._rehearsed
+
+learned = torch.ones(8, n, n, requires_grad=True)
+call, tensors = attention.prepare(query, key, None, lambda s, b, h, i, j: s + learned[h, i, j], None, None)
+assert ahead.rehearse(call, query, key, value, tensors, True, 90) > 0
+torch.use_deterministic_algorithms(True)
+assert ahead.rehearse(call, query, key, value, tensors, False, 90) > 0
+ahead.MOST_BYTES = 1 << 21  # torch would fill what is empty
+assert ahead.rehearse(call, query, key, value, tensors, False, 90) == 0
+torch.use_deterministic_algorithms(False)
+ahead.MOST_BYTES = 1000  # the host would fill the gradient with zeros
+assert ahead.rehearse(call, query, key, value, tensors, True, 90) == 0
+assert flex_attention(query[:, :, :9], key, value, alibi, mask_mod=causal).device.type == "cpu"  # calls are real again
+print("done")
+"""
+
+
+def test_kernels_of_a_first_call_are_compiled_at_once(build):
+    done = build(program=AHEAD, FLASH_ATTN_LOG="plan")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert " on cuda, tile" in done.stderr and done.stderr.count("rehearsal\nend\n") == 2  # which shows no plan
+
+
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
     if GCC is None:
@@ -429,11 +515,15 @@ def build(compiler, tmp_path):
     (tmp_path / "kernels.py").write_text(MODULE)
     (tmp_path / "cache").mkdir(mode=0o700)
 
-    def build(*words, **variables):
+    def build(*words, program=None, **variables):
         environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
         environment |= {"FLASH_ATTN_NVRTC": str(compiler), **variables}
-        command = [sys.executable, "-W", "ignore", "-m", "flash_attn.build", *words]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        run = {"env": environment, "cwd": tmp_path}
+        return (
+            fresh_python.module("flash_attn.build", *words, **run)
+            if program is None
+            else fresh_python.python(program, **run)
+        )
 
     build.folder = tmp_path
     return build

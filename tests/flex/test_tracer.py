@@ -223,6 +223,7 @@ def test_the_value_of_an_index_is_not_known(use):
         (lambda x: x.cumsum(0), "cumsum"),
         (lambda x: x.add_(1), "add_"),
         (lambda x: torch.lgamma(x), "lgamma"),
+        (lambda x: torch.zeros(9, dtype=torch.float8_e5m2)[x] > 3, "float8_e5m2"),
     ],
 )
 def test_an_operation_that_is_not_supported_is_named(use, name):

@@ -1,12 +1,12 @@
 """Files, headings and results that the documents name exist, and the examples in the documents run."""
 
 import re
-import sys
 from fnmatch import fnmatch
 
+import fresh_python
 import pytest
 import tables
-from toolbox import CSRC, ROOT, relative, run
+from toolbox import CSRC, ROOT, relative
 
 RESULTS = ROOT / "benchmarks" / "results"
 EXPERIMENTS = sorted(CSRC.glob("*/measurements"))
@@ -94,5 +94,7 @@ def test_examples_run_from_top_to_bottom():
     """The examples run one after another in one session, as a reader types them."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    printed = run(sys.executable, "-c", "".join(examples))
+    done = fresh_python.python("".join(examples))
+    printed = done.stdout
+    assert done.returncode == 0, done.stderr
     assert "torch.Size([2, 1024, 8, 64])" in printed and "forward on cpu: attn_fwd" in printed, printed

@@ -43,7 +43,7 @@ def test_only_what_changed_is_compiled(build, tmp_path):
     def install(*more, **environment):
         """(values of the module, names of the files that were compiled)"""
         before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("build/objects-*/*.o")}
-        options = {"cwd": tmp_path, "env": {**os.environ, "CC": "gcc", "PYTHONPATH": "", **environment}}
+        options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": "", **environment}}
         run(sys.executable, *build, *more, **options)
         after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("build/objects-*/*.o")}
         values = run(sys.executable, "-c", "import small; print(small.a, small.b)", **options)

@@ -9,6 +9,7 @@ import tarfile
 import zipfile
 
 import pytest
+from object_cache import cached_build, saved_seconds
 from packages import CLEAN, WORKS, pip, tracked_files
 from toolbox import ROOT, run, tool
 
@@ -83,12 +84,15 @@ YARDSTICK = "".join(
 
 def test_extension_builds_in_seconds(source, tmp_path):
     """The README promises under 20 s on two cores. Processor time excludes waiting for other programs. A slow or shared
-    core has more time: as much more as it takes to compile a fixed text, which takes 1 s where the promise was made."""
+    core has more time: as much more as it takes to compile a fixed text, which takes 1 s where the promise was made.
+    An object that another test has compiled counts with the seconds of that compilation."""
     (tmp_path / "yardstick.c").write_text(YARDSTICK)
     yardstick = [tool("gcc"), "-O2", "-c", tmp_path / "yardstick.c", "-o", tmp_path / "yardstick.o"]
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "o"]
+    log = tmp_path / "seconds"
     slow = processor_seconds(*yardstick)
-    seconds = processor_seconds(*command, cwd=source, env={**os.environ, **CLEAN})
+    environment = {**os.environ, **CLEAN, **cached_build(), "CACHED_CC_LOG": str(log)}
+    seconds = processor_seconds(*command, cwd=source, env=environment) + saved_seconds(log)
     slow = max(1, slow, processor_seconds(*yardstick))
     assert seconds < 2 * 20 * slow, f"{seconds:.1f} s, where the fixed text takes {slow:.2f} s"
     assert (tmp_path / "flash_attn_2_cuda.abi3.so").exists()

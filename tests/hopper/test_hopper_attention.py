@@ -316,6 +316,44 @@ def test_gradients_are_exact_again_and_again():
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
+CHANGES = {  # an option, and how the caller may write it between forward and backward
+    "window_size": [(lambda: [8, 8], lambda x: x.__setitem__(slice(None), [2, 0])), (lambda: i32(8, 8), torch.zero_)],
+    "softmax_scale": [(lambda: torch.tensor(0.3), torch.zero_)],
+    "softcap": [(lambda: torch.tensor(5.0), lambda x: x.fill_(1.0))],
+    "causal": [(lambda: torch.tensor(True), torch.zero_)],
+}
+
+
+@pytest.mark.parametrize("name, make_option, write", [(name, *x) for name in CHANGES for x in CHANGES[name]])
+def test_the_backward_has_the_options_of_the_forward(name, make_option, write):
+    q, k, v = (make(1, 40, 2, 32, grad=True) for _ in range(3))
+    dout, option = torch.randn_like(q), make_option()
+    kept = tuple(option) if isinstance(option, list) else option.tolist()
+    out = flash_attn_func(q, k, v, **{name: option})
+    write(option)
+    expected = gradients(flash_attn_func(q, k, v, **{name: kept}), (q, k, v), dout)
+    for x, y in zip(gradients(out, (q, k, v), dout), expected):
+        assert_equal(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_the_backward_has_the_lengths_of_the_forward():
+    q, k, v = (make(40, 2, 32, grad=True) for _ in range(3))
+    most, cu = i32(25), sums(25, 15)
+    out = flash_attn_varlen_func(q, k, v, cu, cu, most, most)
+    most.zero_()
+    expected = gradients(flash_attn_varlen_func(q, k, v, cu, cu, 25, 25), (q, k, v), torch.ones_like(q))
+    assert all(map(torch.equal, gradients(out, (q, k, v), torch.ones_like(q)), expected))
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
+def test_a_number_that_requires_grad_is_refused(name):
+    q, number = make(1, 5, 2, 32), torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"{name} gets no gradient, and it requires grad: detach it"):
+        flash_attn_func(q, q, q, **{name: number})
+    with torch.no_grad():
+        assert torch.equal(flash_attn_func(q, q, q, **{name: number}), flash_attn_func(q, q, q, **{name: 0.5}))
+
+
 def test_lse_carries_no_gradient():
     q = make(1, 5, 2, 32, grad=True)
     out, lse = flash_attn_func(q, q, q, return_attn_probs=True)

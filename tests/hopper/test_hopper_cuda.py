@@ -100,6 +100,21 @@ def test_fp8_of_many_steps(steps, d):
     torch.testing.assert_close(lse.cpu().nan_to_num(0, 0, 0), true_lse.nan_to_num(0, 0, 0), rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("score", [-200.0, -83.2, -70.0, 0.5, 120.0])
+@pytest.mark.parametrize("d", [128, 192, 256])
+def test_fp8_of_rows_that_see_late_keys(d, score):
+    """The walk comes to the first chunk after 4500 keys. Then O has moved to sums before its rows see a key. All scores
+    are equal, so O is the mean of V. At -83.2 all sums but the last were lost above 128 columns."""
+    num, chunk = 9000, 4500
+    q, k = torch.ones(1, num, 1, d), -torch.ones(1, num, 1, d)
+    v = (torch.arange(num) // 128 % 7).float()[:, None, None].expand(1, num, 1, d)
+    tensors = [x.to(E4M3).cuda() for x in (q, k, v)]
+    out = fa3.flash_attn_func(*tensors, softmax_scale=-score / d, attention_chunk=chunk)
+    for rows in (slice(0, chunk), slice(chunk, num)):
+        expected = v[:, rows].mean(1, keepdim=True).expand(1, chunk, 1, d)
+        torch.testing.assert_close(out[:, rows].cpu().float(), expected, rtol=0.1, atol=0)  # tensor cores cut sums
+
+
 def test_qv():
     q, k, v, qv = make(2, 9, 4, 64), make(2, 50, 1, 64), make(2, 50, 1, 512), make(2, 9, 4, 512)
     compare(fa3.flash_attn_func, q, k, v, qv=qv, causal=True, return_attn_probs=True)

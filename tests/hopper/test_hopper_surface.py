@@ -3,13 +3,12 @@
 import doctest
 import inspect
 import re
-import subprocess
-import sys
 
 import flash_attn_3.flash_attn_config
 import flash_attn_3.flash_attn_interface as fa3
 import flash_attn_config
 import flash_attn_interface
+import fresh_python
 import pytest
 import torch
 from build_hopper import HOPPER
@@ -149,8 +148,8 @@ def test_examples_of_the_readme_run():
         (quantising + "print(out.shape)", "torch.Size([2, 1024, 8, 128])\n"),
     ):
         code = f"import sys; sys.path.insert(0, {str(HOPPER)!r})\n{example}"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout == printed
+        done = fresh_python.python(code)
+        assert done.stdout == printed, done.stderr
 
 
 def test_host_time_of_a_call():

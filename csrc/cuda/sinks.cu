@@ -1,0 +1,81 @@
+/* The epilogue of learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has
+ * come before:
+ *
+ *   lse' = log(exp(lse) + exp(sink))      out' = out exp(lse - lse')
+ *
+ * A row that saw no key keeps out. Its lse is -inf, and comes in as -inf or inf. Without sinks only this lse changes.
+ * `lanes` lanes of a warp take one row of one head. All of them read its lse before one writes it.
+ *
+ * Specification: ../cpu/sinks.c. */
+#include "ptx_sm80.cuh"
+#include "sinks_params.h"
+
+#ifndef F32
+#error "dtype of out: F32, or another: 0 or 1"
+#endif
+
+#ifndef KERNEL
+#define KERNEL sinks
+#endif
+
+/* NOTE: functions of libdevice, because the fast exponential has an error that grows with its argument. */
+extern "C" __device__ float __nv_expf(float);
+extern "C" __device__ float __nv_log1pf(float);
+
+DEVICE float inf() { return __int_as_float(0x7f800000); }
+
+DEVICE float sink_of(const fa_sinks_params &p, int head) {
+    const long long at = head * p.sinks_stride;
+    switch (p.sinks_dtype) {
+    case FA_SINKS_OF_F16: return cvt_f32(fp16{((const unsigned short *)p.sinks)[at]});
+    case FA_SINKS_OF_BF16: return __int_as_float((int)((unsigned)((const unsigned short *)p.sinks)[at] << 16));
+    case FA_SINKS_OF_F32: return ((const float *)p.sinks)[at];
+    default: return (float)((const double *)p.sinks)[at];
+    }
+}
+
+DEVICE float log_of_sum(float a, float b) {
+    const float high = a > b ? a : b, low = a > b ? b : a;
+    if (a != a || b != b) return a + b;
+    return fabsf(high) == inf() ? high : high + __nv_log1pf(__nv_expf(low - high));
+}
+
+/* Multiplies the four words of a piece. */
+DEVICE uint4 scaled(uint4 piece, float factor) {
+    constexpr int ELEMENTS = 16 / element::BYTES;
+    union {
+        uint4 words;
+        element elements[ELEMENTS];
+    } x = {piece};
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) x.elements[i] = cvt<element>(cvt_f32(x.elements[i]) * factor);
+    return x.words;
+}
+
+DEVICE void scale_row(const fa_sinks_params &p, element *row, int lane, float factor) {
+    for (int i = lane; i < p.pieces; i += p.lanes) ((uint4 *)row)[i] = scaled(((uint4 *)row)[i], factor);
+    if (p.pieces > 0) return;
+    for (long long i = lane; i < p.d; i += p.lanes) row[i] = cvt<element>(cvt_f32(row[i]) * factor);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FA_SINKS_WARPS) KERNEL(const fa_sinks_params p) {
+    const int lane = threadIdx.x % p.lanes, rows_of_warp = 32 / p.lanes;
+    const long long warps = (long long)gridDim.x * FA_SINKS_WARPS;
+    long long first = ((long long)blockIdx.x * FA_SINKS_WARPS + threadIdx.x / 32) * rows_of_warp;
+    for (; first < p.num_rows; first += warps * rows_of_warp) {
+        const long long task = first + threadIdx.x % 32 / p.lanes;
+        const bool is_row = task < p.num_rows;
+        const int head = (int)(task % p.h);
+        const long long row = task / p.h % p.rows, b_idx = task / p.h / p.rows;
+        float *lse = p.lse + b_idx * p.lse_stride_b + head * p.lse_stride_h + row * p.lse_stride_row;
+        float before = is_row ? *lse : 0, after;
+        if (before == inf()) before = -inf();
+        after = p.sinks && is_row ? log_of_sum(before, sink_of(p, head)) : before;
+        __syncwarp();
+        if (!is_row) continue;
+        if (lane == 0) *lse = after;
+        if (p.sinks && before != -inf())
+            scale_row(p, (element *)p.out + b_idx * p.out_stride_b + row * p.out_stride_row + head * p.out_stride_h,
+                      lane, __nv_expf(before - after));
+    }
+}
