@@ -1,4 +1,4 @@
-"""compute-sanitizer's racecheck finds no hazard in the kernels for Hopper, and in the backward before Hopper.
+"""compute-sanitizer's racecheck finds no hazard in the kernels for Hopper, and in those before Hopper.
 
 racecheck counts an arrival at an mbarrier for one lane only. If a warp synchronises and its leader arrives for all
 lanes, racecheck reports the accesses of the other lanes. So the test compiles kernels in which all lanes of a warp
@@ -137,7 +137,7 @@ def test_no_hazards_in_8_bits_where_all_lanes_arrive(tmp_path):
     check_all(IN_8_BITS, tmp_path, PROGRAM_IN_8_BITS)
 
 
-def test_no_hazards_in_the_backward_before_hopper():
+def test_no_hazards_before_hopper():
     check_all(BEFORE_HOPPER, Path(flash_attn_2_cuda.__file__).parent, PROGRAM, "any,sm80")
 
 

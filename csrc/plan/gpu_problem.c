@@ -319,3 +319,16 @@ int fa_shared_bytes_of_sm(int capability) {
                                                                     : 100;
     return kib * 1024;
 }
+
+int fa_first_row_of_sm80(const fa_problem *p, const fa_machine *machine, fa_family_id id) {
+    const fa_family *family = &fa_families[id];
+    const int bytes = fa_shared_bytes_of_sm(machine->gpu_capability);
+    int row = 0;
+    for (; row < family->num_rows; row++) {
+        const bool is_fwd = id == FA_FWD_SM80;
+        const int d = is_fwd ? fa_fwd_sm80_row(row)->d : fa_bwd_sm80_row(row)->d;
+        const int ctas = is_fwd ? fa_fwd_sm80_row(row)->ctas : fa_bwd_sm80_row(row)->ctas;
+        if (d >= p->d && ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) <= bytes) break;
+    }
+    return row;
+}

@@ -139,4 +139,8 @@ bool fa_suits_16_bytes(const fa_problem *problem);
 enum { FA_RESERVED_BYTES = 1024 };
 int fa_shared_bytes_of_sm(int capability);
 
+/* The first row of FA_FWD_SM80 or FA_BWD_SM80 that has room for the heads, and whose CTAs have room on an SM; num_rows
+ * if there is none. */
+int fa_first_row_of_sm80(const fa_problem *problem, const fa_machine *machine, fa_family_id family);
+
 #endif

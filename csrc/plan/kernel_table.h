@@ -56,6 +56,7 @@ typedef enum {
     FA_FLEX_EXACT_SUMS,
     FA_FLEX_WALKS,
     FA_FLEX_HIDDEN,
+    FA_FWD_SM80,
     FA_BWD_SM80,
     FA_BWD_DQ_SM80, /* runs after FA_BWD_SM80, with the same rows */
     FA_NUM_FAMILIES
@@ -103,6 +104,12 @@ typedef struct {
     int d, d_v, block_q, block_kv;
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
+
+/* The columns of attn_fwd_sm80. */
+typedef struct {
+    int d, block_kv, warps, blocks, stages, q_regs, lane_regs, late, ctas;
+} fa_fwd_sm80_columns;
+const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row);
 
 /* The columns of attn_bwd_sm80 and attn_bwd_dq_sm80. */
 typedef struct {
