@@ -29,11 +29,14 @@ DEVICE void st_relaxed(u32 *word, u32 x) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(x) : "memory");
 }
 
-/* Other CTAs count at the same time. The function returns the number before. For atom.add ptxas makes code that waits
- * for the result at once. [atom] */
+/* Other CTAs count at the same time. The function returns the number before, below 2^32 - 32. For atom.add, and for a
+ * limit that it knows, ptxas makes code that waits for the result at once. [atom] */
 DEVICE u32 atom_inc(u32 *counter) {
     u32 before;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], -1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(0xffffffff - threadIdx.x % 32)
+                 : "memory");
     return before;
 }
 

@@ -3,29 +3,23 @@
  *   x [b, row, h, d]  ->  out [b, row, h, d] e4m3, descale [b, h_kv]
  *
  * HBM gives each element once. A group has one descale: a sequence and key head of a tensor, or a whole tensor. A
- * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA draws a ticket for each
- * piece:
+ * group consists of pieces, and a piece fits into a slot of shared memory. A persistent CTA does steps, and AHEAD steps
+ * are on their way to their slots (cp.async):
  *
- *   load LOADS - 1 pieces ahead (cp.async)  ->  measure, and publish the piece's maximum  ->  keep the piece in its
- *   slot  ->  the group is complete: write the kept pieces from their slots
+ *   load  ->  measure, and publish the piece's maximum  ->  LAG steps later: wait for the group's maximum  ->  write
  *
- * The scheduler warp draws tickets, finds the next piece and polls the oldest kept group, while the other warps load
- * and measure. One barrier a piece joins them. All warps keep the same state of the slots.
+ * The scheduler warp draws a ticket for each piece, finds the piece, and polls the maxima of the group. The other warps
+ * load, measure and write. A published maximum is one word that begins as 0. So the word says as well that the piece
+ * is measured, and a CTA needs no fence. Each CTA computes the maximum of a complete group itself.
  *
- * A published maximum is one word that begins as 0. So the word says as well that the piece is measured, and a CTA
- * needs no fence. Each CTA computes the maximum of a complete group itself.
- *
- * A large group does not fit into the slots of all CTAs. So a CTA drops a measured piece if KEPT slots are taken by
- * the group and the group goes on. It lists the dropped pieces, and loads them again when the group is complete. The
- * last dropped piece comes first, because the L2 may still hold it.
+ * If a CTA draws many pieces of a group, it keeps the last ones. It drops the others after their measure, and lists
+ * them. Behind the last piece it loads them again, the youngest first, because the L2 may still hold it.
  *
  * A rotated piece is rotated twice, for its maximum and for its e4m3.
  *
- * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits
- * for a group only when its own next unmeasured piece lies behind the group. Then all pieces of the group are drawn.
- * Of the waiting CTAs and the CTAs that measure, one with the earliest group never waits. A slot is always free for
- * a CTA's own next piece of the oldest group, or for its next dropped piece: new pieces wait until no dropped piece
- * is left.
+ * NOTE: No CTA may wait for a CTA that is not resident. Tickets are drawn in the order of the pieces. A CTA waits for a
+ * group only when it has measured all its pieces of the group, and has drawn a ticket behind the group. Then all pieces
+ * of the group are drawn. Of the waiting CTAs, one with the earliest group waits only for CTAs that work.
  *
  * Specification: ../cpu/quantize.c. */
 #include "ptx_once.cuh"
@@ -40,12 +34,14 @@
 #endif
 
 constexpr int THREADS = FA_QUANTIZE_THREADS, WARPS = FA_QUANTIZE_WARPS; /* without the scheduler warp */
-constexpr int SLOTS = FA_QUANTIZE_SLOTS, LOADS = FA_QUANTIZE_LOADS, KEPT = SLOTS - LOADS;
+constexpr int SLOTS = FA_QUANTIZE_SLOTS, LAG = 2;
+constexpr int AHEAD = SLOTS - LAG - 1; /* steps whose loads are on their way */
+constexpr int STEPS = 8;               /* that are known at once */
 constexpr int SLOT_BYTES = SLOT_KB << 10;
 constexpr int UNIT = 16 / element::BYTES; /* elements of 16 bytes */
 constexpr int CHUNK_UNITS = 8 / UNIT;     /* a chunk is 8 columns */
 constexpr int BATCH = 8;                  /* units that a lane reads from shared memory at once */
-static_assert(KEPT >= 1, "a CTA keeps pieces while it loads others");
+static_assert(AHEAD >= 1 && LAG + AHEAD + 3 <= STEPS, "steps stay known until they are written");
 
 /* ---- pieces ------------------------------------------------------------------------------------------------------ */
 
@@ -59,19 +55,31 @@ struct piece {
     bool is_owned;               /* by a sequence; other rows become 0 */
 };
 
+/* What a CTA does in a step. */
+enum kind {
+    NEW,   /* measures a piece */
+    AGAIN, /* loads a dropped piece again */
+    NONE,  /* nothing */
+    END    /* ends */
+};
+struct step {
+    piece at;
+    kind does;
+    bool is_dropped; /* a NEW piece that is not written, because the CTA gets more pieces of its group */
+};
+
 struct shared {
     char slots[SLOTS][SLOT_BYTES];
     uint4 signs[32]; /* of a chunk, as a mask of 16-bit elements */
-    u32 words[2][WARPS + 1];
-    piece next[4];
-    piece pieces[WARPS + 1][SLOTS];
+    u32 words[2][WARPS], early[2], late; /* maxima of a piece; of the group that is written */
+    step steps[STEPS];
 };
 static_assert(sizeof(shared) <= FA_QUANTIZE_SHARED_BYTES(SLOT_KB), "the launch gives this much");
 
 /* Returns the number of pieces of one key head before a sequence of a packed tensor. */
 DEVICE int pieces_before(const fa_quantize_params &p, const fa_quantize_tensor &t, int sequence) {
     const long long rows = (long long)(sequence <= p.b ? t.cu_seqlens[sequence] : t.rows) * t.g;
-    return (int)(rows >> t.log2_rows) + sequence;
+    return (int)(rows / t.piece_rows) + sequence;
 }
 
 /* Sequence p.b of a packed tensor has the rows of no sequence. Sums that make no sense name no sequence. */
@@ -106,9 +114,9 @@ DEVICE piece find_piece(const fa_quantize_params &p, u32 ticket, u32 bad_tensors
         positions = (low < p.b ? t.cu_seqlens[low + 1] : t.rows) - first_position;
     }
     const int rest = idx - p.h_kv * before, head = rest / num;
-    const long long first_row = (long long)(rest - head * num) << t.log2_rows, rows = (long long)positions * t.g;
+    const long long first_row = (long long)(rest - head * num) * t.piece_rows, rows = (long long)positions * t.g;
     const long long position = first_position + first_row / t.g, outer = t.cu_seqlens ? 0 : sequence;
-    at.num = (int)max(min(rows - first_row, 1ll << t.log2_rows), 0ll);
+    at.num = (int)max(min(rows - first_row, (long long)t.piece_rows), 0ll);
     at.first_head = (int)(first_row % t.g);
     at.x = (const element *)t.x + outer * t.stride_b + position * t.stride_row + (long long)head * t.g * t.stride_h;
     at.out = t.out + ((outer * t.rows + position) * p.h_kv + head) * t.g * t.d;
@@ -204,12 +212,17 @@ template <int N> struct constant {
     static constexpr int VALUE = N;
 };
 
+/* Rows of a lane in which a number of lines is on its way at once. */
+DEVICE constexpr int rows_at_once(int lines) { return lines == 1 ? 4 : lines == 4 ? 1 : 2; }
+
 /* Calls body with the number of a row's lines as a constant, if the lines are full and few, or with 0. */
 template <class Body> DEVICE void with_lines(const fa_quantize_tensor &t, Body body) {
     if (element::BYTES == 2 && t.lines == 1)
         body(constant<1>());
     else if (element::BYTES == 2 && t.lines == 2)
         body(constant<2>());
+    else if (element::BYTES == 2 && t.lines == 3)
+        body(constant<3>());
     else if (element::BYTES == 2 && t.lines == 4)
         body(constant<4>());
     else
@@ -231,7 +244,7 @@ DEVICE void load(const fa_quantize_params &p, const piece at, char *slot, u64 l2
         return;
     }
     with_lines(t, [&](auto lines) {
-        constexpr int LINES = decltype(lines)::VALUE, ROWS = LINES ? 4 / LINES : 1;
+        constexpr int LINES = decltype(lines)::VALUE, ROWS = LINES ? rows_at_once(LINES) : 1;
         const int num = LINES ? LINES : pitch / 8;
 #pragma unroll ROWS
         for (int row = lane() / 8; row < mine.num; row += 4) {
@@ -462,10 +475,10 @@ DEVICE void write_rotated(const fa_quantize_tensor &t, const piece at, const par
     });
 }
 
-/* Writes rows of full lines of 16-bit elements. Four units of a lane are on their way at once. */
+/* Writes rows of full lines of 16-bit elements. Four or six units of a lane are on their way at once. */
 template <int LINES>
 DEVICE void write_lines(const row_steps &steps, unsigned char *out, const part &mine, float factor, u64 l2_policy) {
-    constexpr int ROWS = 4 / LINES;
+    constexpr int ROWS = rows_at_once(LINES);
     for (int from = lane() / 8; from < mine.num; from += 4 * ROWS) {
         uint4 x[ROWS][LINES];
 #pragma unroll
@@ -552,7 +565,9 @@ DEVICE u32 poll(const fa_quantize_params &p, const piece at, seen &group) {
         u32 words[WORDS], most = group.most;
 #pragma unroll
         for (int i = 0; i < WORDS; i++)
-            words[i] = ld_relaxed(p.maxima + min(group.ticket + 32 * i + lane(), at.end - 1));
+            words[i] = group.ticket + 32 * i < at.end
+                           ? ld_relaxed(p.maxima + min(group.ticket + 32 * i + lane(), at.end - 1))
+                           : 1; /* a maximum of 0 */
 #pragma unroll
         for (int i = 0; i < WORDS; i++) most = max(most, words[i] - 1);
         most = __reduce_max_sync(0xffffffff, most);
@@ -562,20 +577,46 @@ DEVICE u32 poll(const fa_quantize_params &p, const piece at, seen &group) {
     return group.most;
 }
 
-/* ---- the kernel -------------------------------------------------------------------------------------------------- */
+/* ---- steps ------------------------------------------------------------------------------------------------------- */
 
-/* A queue of slots. */
-struct queue {
-    u32 slots; /* four bits for each; the oldest is lowest */
-    int num;
+constexpr u32 NO_TICKET = 0xffffffff;
+
+/* What one lane of the scheduler warp knows. links[ticket] is the piece that was dropped before. */
+struct schedule {
+    u32 drawn;   /* the ticket of the next new piece */
+    u32 dropped; /* the youngest dropped piece of a group that may go on, or NO_TICKET */
+    u32 again;   /* the next dropped piece that is loaded again, or NO_TICKET */
+    int num_open; /* new pieces that may yet be dropped */
 };
-static_assert(SLOTS <= 8, "a queue has room for all slots");
-DEVICE void push(queue &q, int slot) { q.slots |= (u32)slot << 4 * q.num++; }
-DEVICE int pop(queue &q) {
-    const int slot = q.slots & 15;
-    q.slots >>= 4, q.num--;
-    return slot;
+
+/* Finds step idx. A new piece LAG + 1 steps before is written when all steps before this one are measured. It is
+ * dropped if the CTA has drawn yet another piece of its group. */
+DEVICE void find_step(const fa_quantize_params &p, shared &smem, int idx, u32 bad_tensors, schedule &s) {
+    step &before = smem.steps[(idx + STEPS - LAG - 1) % STEPS], &to = smem.steps[idx % STEPS];
+    if (idx > LAG && before.does == NEW) {
+        s.num_open--;
+        before.is_dropped = s.drawn < before.at.end;
+        if (before.is_dropped)
+            p.links[before.at.ticket] = s.dropped, s.dropped = before.at.ticket;
+        else if (s.dropped != NO_TICKET)
+            s.again = s.dropped, s.dropped = NO_TICKET;
+    }
+    const bool is_new = s.again == NO_TICKET;
+    const u32 ticket = is_new ? s.drawn : s.again;
+    to.is_dropped = false;
+    if (ticket >= (u32)p.num_pieces) {
+        to.does = s.num_open > 0 ? NONE : END;
+        return;
+    }
+    to.does = is_new ? NEW : AGAIN;
+    if (is_new)
+        s.num_open++, s.drawn = atom_inc(p.ticket); /* needed only for the next step */
+    else
+        s.again = p.links[ticket];
+    to.at = find_piece(p, ticket, bad_tensors);
 }
+
+/* ---- the kernel -------------------------------------------------------------------------------------------------- */
 
 /* The masks of a chunk's signs. */
 DEVICE uint4 signs_of(u32 bits) {
@@ -585,127 +626,74 @@ DEVICE uint4 signs_of(u32 bits) {
     return {masks[0], masks[1], masks[2], masks[3]};
 }
 
-/* The thread's loads of all but the youngest `pending` pieces have come. */
-DEVICE void wait_for_loads(int pending) {
-    static_assert(LOADS <= 3, "a case for each number");
-    if (pending == 0)
-        cp_async_wait_group<0>();
-    else if (pending == 1)
-        cp_async_wait_group<1>();
-    else
-        cp_async_wait_group<2>();
-    __syncwarp();
-}
+/* The next one in a ring of slots. */
+DEVICE int after(int slot) { return slot == SLOTS - 1 ? 0 : slot + 1; }
 
+/* NOTE: In round k all warps know steps k - LAG to k + AHEAD. The scheduler warp finds step k + AHEAD + 1, and says
+ * whether the piece of step k + AHEAD - LAG is dropped. Step k + AHEAD gets the slot of step k - LAG - 1. */
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ fa_quantize_params p) {
     extern __shared__ __align__(16) char memory[];
     shared &smem = *(shared *)memory;
-    const u32 bad = find_bad_tensors(p), num = (u32)p.num_pieces;
+    const u32 bad = find_bad_tensors(p);
     if (threadIdx.x < 32)
         smem.signs[place_of(32, 0, threadIdx.x)] = signs_of((u32)(p.signs[threadIdx.x / 8] >> threadIdx.x % 8 * 8));
-    piece *const mine = smem.pieces[warp()]; /* of the slots; the warp's own copy */
-    queue loading = {}, kept = {};
-    u32 free = (1 << SLOTS) - 1, again = 0;       /* slots; those with dropped pieces */
-    u32 unread = 0;                               /* the next piece's ticket */
-    u32 dropped_word = INCOMPLETE;                /* the maximum of the dropped pieces' group */
-    int num_dropped = 0, num_lost = 0;            /* dropped pieces: not yet written; not yet found */
-    int next_new = 0, next_again = 2, parity = 0; /* places of smem.next */
-    bool has_new = false, has_again = false;      /* are there pieces in these places? */
-    /* Of the scheduler warp: the ticket after the next piece's; links[ticket] is the dropped piece before. */
     const bool schedules = warp() == WARPS;
-    u32 drawn = schedules && lane() == 0 ? atom_inc(p.ticket) : 0, last_dropped = 0;
+    schedule s = {schedules && lane() == 0 ? atom_inc(p.ticket) : 0, NO_TICKET, NO_TICKET, 0};
     seen group = {INCOMPLETE, 0, 0};
-    while (true) {
-        /* Load the next piece. Dropped pieces of a complete group go first. */
-        const bool is_again = dropped_word != INCOMPLETE;
-        const bool loads = free && loading.num < LOADS && (is_again ? has_again : has_new && unread < num);
-        if (loads) {
-            const int slot = __ffs(free) - 1;
-            const piece &from = smem.next[is_again ? next_again : next_new];
-            static_assert(sizeof(piece) % 4 == 0 && sizeof(piece) <= 128, "a word for each lane");
-            __syncwarp(); /* no lane reads the slot or its piece */
-            if (lane() < sizeof(piece) / 4) ((u32 *)&mine[slot])[lane()] = ((const u32 *)&from)[lane()];
-            __syncwarp();
-            if (!schedules) {
-                load(p, mine[slot], smem.slots[slot], is_again ? l2_evict_first() : l2_evict_normal());
-                cp_async_commit_group();
-            }
-            push(loading, slot);
-            free &= ~(1u << slot);
-            again = is_again ? again | 1u << slot : again & ~(1u << slot);
-        }
-        /* The scheduler warp finds the piece after it. */
-        const bool finds_new = !is_again && (loads || !has_new);
-        const bool finds_again = is_again && num_lost > 0 && (loads || !has_again);
-        next_new ^= finds_new, next_again ^= finds_again;
-        if (schedules && lane() == 0 && (finds_new || finds_again)) {
-            const u32 ticket = finds_new ? drawn : last_dropped;
-            piece &to = smem.next[finds_new ? next_new : next_again];
-            if (ticket < num) to = find_piece(p, ticket, bad);
-            to.ticket = ticket;
-            if (finds_again)
-                last_dropped = p.links[ticket];
-            else if (ticket < num)
-                drawn = atom_inc(p.ticket); /* needed only for the piece after the next */
-        }
-        num_lost -= finds_again;
-        has_new |= finds_new, has_again = finds_again || (has_again && !(is_again && loads));
+    int loaded = 0, measured = 0, written = 0; /* slots of steps k + AHEAD, k and k - LAG */
+    for (int k = -AHEAD - 1;; k++) {
+        const step &now = smem.steps[k & (STEPS - 1)], &old = smem.steps[(k - LAG) & (STEPS - 1)];
+        const bool measures = k >= 0 && now.does == NEW;
+        const kind did = k < LAG ? NONE : old.does;
+        const bool writes = did == AGAIN || (did == NEW && !old.is_dropped);
+        if (did == END) break;
 
-        /* Measure the oldest piece. Meanwhile look whether the oldest kept piece's group is complete. */
-        const bool can_load = free && (is_again ? has_again : finds_new || unread < num);
-        const int slot = loading.num == LOADS || (loading.num > 0 && !can_load) ? pop(loading) : -1;
-        const bool measures = slot >= 0 && !(again >> slot & 1);
-        u32 word = measures ? 0 : INCOMPLETE; /* for the scheduler warp, and the maximum of other warps */
+        /* The scheduler warp finds a step, and looks at the group that is written. The others load and measure. */
         if (schedules) {
-            word = kept.num > 0 ? poll(p, mine[kept.slots & 15], group) : INCOMPLETE;
-        } else if (slot >= 0) {
-            wait_for_loads(loading.num);
-            if (measures) word = measure(p, mine[slot], smem, smem.slots[slot]);
-        }
-        if (lane() == 0) smem.words[parity][warp()] = word;
-        __syncthreads();
-        if (measures && threadIdx.x == 0) {
-            u32 most = 0;
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) most = max(most, smem.words[parity][w]);
-            st_relaxed(p.maxima + mine[slot].ticket, most + 1);
-        }
-        const u32 front_most = smem.words[parity][WARPS];
-        parity ^= 1; /* so one barrier is enough */
-        if (finds_new) unread = smem.next[next_new].ticket;
-
-        /* Write the pieces of the oldest group that are kept, if the group is complete, and a dropped piece. */
-        const bool is_complete = front_most != INCOMPLETE;
-        if (is_complete && num_dropped > 0 && dropped_word == INCOMPLETE) dropped_word = front_most;
-        const u32 end = is_complete ? mine[kept.slots & 15].end : 0;
-        bool writes_dropped = slot >= 0 && !measures;
-        while (true) {
-            const bool is_kept = is_complete && kept.num > 0 && mine[kept.slots & 15].end == end;
-            if (!is_kept && !writes_dropped) break;
-            const int from = is_kept ? pop(kept) : slot;
-            if (!schedules) write(p, mine[from], smem, smem.slots[from], is_kept ? front_most : dropped_word);
-            free |= 1u << from;
-            if (is_kept) continue;
-            writes_dropped = false;
-            if (--num_dropped == 0) dropped_word = INCOMPLETE;
-        }
-
-        /* Keep the measured piece, or drop it: its group goes on, and other pieces of the group have the slots. */
-        if (measures) {
-            const bool is_complete_soon = kept.num < KEPT || mine[kept.slots & 15].end <= unread;
-            if (is_complete_soon || dropped_word != INCOMPLETE) {
-                push(kept, slot);
-            } else {
-                if (schedules && lane() == 0) {
-                    const u32 ticket = mine[slot].ticket;
-                    p.links[ticket] = last_dropped, last_dropped = ticket;
-                }
-                free |= 1u << slot;
-                num_dropped++, num_lost++;
+            if (lane() == 0) find_step(p, smem, k + AHEAD + 1, bad, s);
+            __syncwarp();
+            if (writes) {
+                const u32 most = poll(p, old.at, group);
+                if (lane() == 0) smem.early[k & 1] = most;
             }
-        } else if (slot < 0 && !loads && !finds_new && !finds_again && !is_complete) {
-            if (kept.num == 0 && loading.num == 0 && num_dropped == 0) break;
-            __nanosleep(100);
+        } else {
+            if (k >= -AHEAD) {
+                const step &next = smem.steps[(k + AHEAD) & (STEPS - 1)];
+                __syncwarp(); /* no lane reads the slot */
+                if (next.does <= AGAIN)
+                    load(p, next.at, smem.slots[loaded], next.does == NEW ? l2_evict_normal() : l2_evict_first());
+                cp_async_commit_group();
+                loaded = after(loaded);
+            }
+            if (k >= 0) {
+                cp_async_wait_group<AHEAD>();
+                __syncwarp();
+                const u32 word = measures ? measure(p, now.at, smem, smem.slots[measured]) : 0;
+                if (lane() == 0) smem.words[k & 1][warp()] = word;
+                measured = after(measured);
+            }
         }
+        __syncthreads();
+
+        /* The scheduler warp publishes the maximum, and waits for the group if it was not complete. */
+        u32 most = writes ? smem.early[k & 1] : 0;
+        const bool waits = most == INCOMPLETE;
+        if (schedules) {
+            if (measures && lane() == 0) {
+                u32 of_piece = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; w++) of_piece = max(of_piece, smem.words[k & 1][w]);
+                st_relaxed(p.maxima + now.at.ticket, of_piece + 1);
+            }
+            while (most == INCOMPLETE) most = poll(p, old.at, group);
+            if (waits && lane() == 0) smem.late = most;
+        }
+        if (waits) {
+            __syncthreads();
+            most = smem.late;
+        }
+        if (schedules || k < LAG) continue;
+        if (writes) write(p, old.at, smem, smem.slots[written], most);
+        written = after(written);
     }
 }

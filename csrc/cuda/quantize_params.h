@@ -7,14 +7,13 @@
 enum {
     FA_QUANTIZE_WARPS = 4,
     FA_QUANTIZE_THREADS = 32 * (4 + 1),
-    FA_QUANTIZE_SLOTS = 3,
-    FA_QUANTIZE_LOADS = 2,
-    FA_QUANTIZE_MOST_ROWS = (32 << 10) / 128 /* of a slot */
+    FA_QUANTIZE_SLOTS = 4,
+    FA_QUANTIZE_MOST_ROWS = (24 << 10) / 128 /* of a slot */
 };
 #define FA_QUANTIZE_SHARED_BYTES(slot_kb) (FA_QUANTIZE_SLOTS * ((slot_kb) << 10) + 2048)
 
-/* One of q, k and v. A row of a sequence and key head is one of its g heads at one position. A piece has 2^log2_rows
- * rows. */
+/* One of q, k and v. A row of a sequence and key head is one of its g heads at one position. A piece has
+ * piece_rows rows, and the last piece of a sequence has the rest. */
 typedef struct {
     const void *x;                            /* [b, row, h, d]; packed: stride_b = 0 */
     long long stride_b, stride_row, stride_h; /* counted in elements */
@@ -24,7 +23,7 @@ typedef struct {
     int rows;                                 /* dense: of a sequence; packed: of the tensor */
     int g, d, rotates;
     int is_aligned;              /* every row of x consists of aligned pieces of 8 elements */
-    int log2_rows, rows_of_warp; /* of a piece, and of a warp's part of it */
+    int piece_rows, rows_of_warp; /* of a full piece, and of a warp's part of it */
     int units, pitch;   /* of 16 bytes: in the columns of a row, whole chunks of 8; from row to row in shared memory */
     int lines;          /* of 8 units in a row, if the row fills them; otherwise 0 */
     unsigned inverse_g; /* 2^32 / g, rounded up; 0 for the number 1 */

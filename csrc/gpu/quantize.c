@@ -15,10 +15,10 @@ static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized
     const int64_t strides =
         (q->b > 1 ? t->x.stride_b : 0) | (t->rows > 1 ? t->x.stride_row : 0) | (t->g * q->h_kv > 1 ? t->x.stride_h : 0);
     const uint64_t low_bits = (uint64_t)(uintptr_t)t->x.data | (uint64_t)(strides * bytes);
-    int log2_rows = 0;
-    while (16 * pitch << (log2_rows + 1) <= slot_kb << 10) log2_rows++;
-    const int64_t rows = t->rows * t->g, whole = rows >> log2_rows;
-    const int64_t dense = rows <= 1 ? 1 : ((rows - 1) >> log2_rows) + 1;
+    const int64_t most_rows = (slot_kb << 10) / (16 * pitch) / FA_QUANTIZE_WARPS;
+    const int64_t rows_of_warp = most_rows < 4 ? most_rows : most_rows / 4 * 4; /* a warp loads four rows at once */
+    const int64_t piece_rows = rows_of_warp * FA_QUANTIZE_WARPS, rows = t->rows * t->g;
+    const int64_t whole = rows / piece_rows, dense = rows <= 1 ? 1 : (rows - 1) / piece_rows + 1;
     return (fa_quantize_tensor){.x = t->x.data,
                                 .stride_b = t->x.stride_b,
                                 .stride_row = t->x.stride_row,
@@ -31,8 +31,8 @@ static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized
                                 .d = (int)t->d,
                                 .rotates = t->rotates,
                                 .is_aligned = low_bits % 16 == 0 && t->d % 8 == 0,
-                                .log2_rows = log2_rows,
-                                .rows_of_warp = (1 << log2_rows) / FA_QUANTIZE_WARPS,
+                                .piece_rows = (int)piece_rows,
+                                .rows_of_warp = (int)rows_of_warp,
                                 .units = (int)units,
                                 .pitch = (int)pitch,
                                 .lines = t->d * bytes == 16 * pitch ? (int)(pitch / 8) : 0,
@@ -41,7 +41,7 @@ static fa_quantize_tensor tensor_of(const fa_quantization *q, const fa_quantized
                                 .num_pieces = (int)(q->h_kv * (t->cu_seqlens ? whole + q->b + 1 : q->b * dense))};
 }
 
-enum { SMALLEST_SLOT_KB = 16 };
+enum { SMALLEST_SLOT_KB = 12 };
 
 /* Returns the row of tiles.def for a call. Large slots are for the GPUs of data centers since Hopper, whose SMs have
  * 227 KB of shared memory. */

@@ -109,6 +109,7 @@ static void run_case(int seed) {
     srand((unsigned)seed);
     fa_error err = {""};
     gpu.capability = seed % 2 ? 80 : 90;
+    gpu.num_sms = PICK(1, 1, 5, 40);
     fa_quantization q = {.device = FA_CPU,
                          .dtype = (fa_dtype)PICK(FA_F16, FA_BF16, FA_BF16, FA_F32),
                          .b = PICK(0, 1, 2, 5, 9),
