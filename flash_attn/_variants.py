@@ -11,8 +11,8 @@ def number_of(arch):
 
 
 def _is_common(name, own, number, generation):
-    """Is the kernel common? On Hopper its own kernels without options are. Elsewhere the generic kernels are, and the
-    backward before Hopper without options. Left out is what only the other package calls: flash_attn (generation 2) or
+    """Is the kernel common? On Hopper its own kernels without options are. Elsewhere the generic kernels are, and
+    those before Hopper without options. Left out is what only the other package calls: flash_attn (generation 2) or
     flash_attn_3."""
     of_3 = re.search(r"^quantize|^combine|_e4m3_|_of3$", name)
     # flash_attn_3's generic forward always has its additions (the lse of a row without keys), its backward rarely.

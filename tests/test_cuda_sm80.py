@@ -1,5 +1,5 @@
-"""The backward with the instructions of Ampere, on any GPU: the cases of the CPU kernels, the same oracle, the same
-tolerances. The generic kernels take the cases that it does not take."""
+"""The forward and the backward with the instructions of Ampere, on any GPU: the cases of the CPU kernels, the same
+oracle, the same tolerances. The generic kernels take the cases that they do not take."""
 
 import flash_attn_2_cuda
 import pytest
@@ -22,6 +22,11 @@ def kernels_before_hopper():
 
 CALM = [case for case in DENSE + PACKED if case.values != "huge"]
 MANY_TILES = each(Case(300, 517, b=1, h=3, h_kv=1), d=(64, 96, 128, 192, 256), dtype=HALF, causal=BOTH)
+
+
+@pytest.mark.parametrize("case", in_dtypes(DENSE + PACKED, HALF) + in_turns(TILES + WINDOWS, HALF), ids=repr)
+def test_forward(case):
+    verify(case)
 
 
 @pytest.mark.parametrize("case", in_dtypes(CALM, HALF) + in_turns(TILES + WINDOWS) + MANY_TILES, ids=repr)
@@ -51,8 +56,8 @@ def randn(*shape):
 @pytest.mark.parametrize("d", (8, 64, 72, 96, 128, 160, 192, 256))
 def test_the_kernel_takes_plain_calls(d):
     q = randn(1, 70, 2, d)
-    kernel = explain(flash_attn_func, q, q, q).backward.kernel
-    assert kernel.startswith("attn_bwd_sm80_bf16_d")
+    plan = explain(flash_attn_func, q, q, q)
+    assert plan.kernel.startswith("attn_fwd_sm80_bf16_d") and plan.backward.kernel.startswith("attn_bwd_sm80_bf16_d")
 
 
 @pytest.mark.parametrize("causal", BOTH)
@@ -80,6 +85,52 @@ def test_repeats_of_a_fixed_order_are_bitwise_equal(d, causal, packed):
     flash_attn_2_cuda.set_cuda_kernels("any")
     for mine, generic in zip(first, torch.autograd.grad(outs[0], leaves, dout), strict=True):
         torch.testing.assert_close(mine, generic, rtol=0, atol=0.01 * generic.abs().max().item())
+
+
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("causal", BOTH)
+def test_scores_that_rise_or_are_huge(d, causal):
+    """Each key has a larger score than the keys after it, by more than the maximum may lag behind. In the second half
+    of the rows scores are so large that products are not fused."""
+    q = torch.ones(1, 600, 2, d, device="cuda", dtype=torch.bfloat16)
+    q[:, 300:] *= 2.0**20
+    k = torch.linspace(4, 1, 600, device="cuda", dtype=torch.bfloat16)[None, :, None, None].expand(1, 600, 2, d)
+    v = torch.randn(1, 600, 2, d, device="cuda", dtype=torch.bfloat16)
+    found = flash_attn_func(q, k.contiguous(), v, causal=causal, softmax_scale=1.0, return_attn_probs=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double())
+    if causal:
+        scores += torch.full((600, 600), -torch.inf, device="cuda").triu(1)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.double())
+    torch.testing.assert_close(found[0].double(), out, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(found[1].double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("causal", BOTH)
+def test_nan_in_v_stays_where_it_is_seen(d, causal):
+    """The last keys of v hold NaN and infinities. Rows that do not see these keys keep their output."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 333, h, d, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    options = {"causal": True} if causal else {"window_size": (70, 20)}
+    before = flash_attn_func(q, k, v, **options)
+    v[:, 300:] = torch.tensor([torch.nan, torch.inf, -torch.inf], device="cuda").repeat(11)[None, :, None, None]
+    after = flash_attn_func(q, k, v, **options)
+    end = 300 if causal else 280
+    torch.testing.assert_close(after[:, :end], before[:, :end], rtol=0.01, atol=0.01)
+    assert not after[:, end:].isfinite().any()
+
+
+@pytest.mark.parametrize("causal", BOTH)
+def test_rows_that_belong_to_nobody(causal):
+    """Rows behind the last sequence are zero, with an lse of -inf. Rows without keys are zero, with an lse of +inf."""
+    q = torch.full((70, 2, 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(90, 2, 64, device="cuda", dtype=torch.bfloat16)
+    q[:50] = torch.randn(50, 2, 64)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 20, 30, 50], [0, 40, 40, 80]))
+    out, lse, _ = flash_attn_varlen_func(q, k, k, cu_q, cu_k, 20, 40, causal=causal, return_attn_probs=True)
+    assert not out[50:].any() and (lse[:, 50:] == -torch.inf).all()
+    assert not out[20:30].any() and (lse[:, 20:30] == torch.inf).all()
+    assert out[:20].isfinite().all() and out[30:50].isfinite().all() and out[:20].any()
 
 
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))

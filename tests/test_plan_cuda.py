@@ -342,6 +342,56 @@ def test_the_backward_before_hopper_wants_tiles_for_half_of_the_multiprocessors(
     assert plan(**{"pass": 1}, capability=80, sms=108, **numbers).startswith(kernel)
 
 
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        (80, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q64kv64s1", "d256_q64kv32s1")),
+        (86, ("d64_q128kv64s2", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+        (89, ("d64_q128kv64s2", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+        (100, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q64kv64s1", "d256_q64kv32s1")),
+        (120, ("d64_q128kv64s2", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+    ],
+    ids=str,
+)
+def test_the_forward_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, names):
+    for d, name in zip((8, 72, 104, 136, 200), names, strict=True):
+        assert plan(capability=capability, d=d).split()[0] == f"attn_fwd_sm80_bf16_{name}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"d": 100}, "it wants a head dimension that is a multiple of 8"),
+        ({"stride": 4}, "with strides that are multiples of 8 elements"),
+        ({"offset": 8}, "to start at multiples of 16 bytes"),
+        ({"dtype": 2}, "it takes fp16 and bf16"),
+        ({"pages": 1}, "it takes no pages, left padding, cache_batch_idx and new keys"),
+        ({"new": 3}, "it takes no pages, left padding, cache_batch_idx and new keys"),
+        ({"d_v": 64}, "it takes v with as many columns as k"),
+        ({"chunk": 7}, "it has no attention_chunk"),
+        ({"h": 0}, "it wants a query head"),
+        ({"masks": 1}, "it takes no mod and no block mask"),
+    ],
+    ids=str,
+)
+def test_what_the_forward_before_hopper_does_not_serve(plan, numbers, words):
+    first, *ruled_out = plan(capability=80, **numbers).splitlines()
+    assert first.startswith("attn_fwd_any_")
+    assert any(line.startswith("attn_fwd_sm80: ") and words in line for line in ruled_out)
+
+
+def test_the_forward_before_hopper_serves_masks_scores_and_dropout(plan):
+    for options, name in (
+        ({"left": 5, "right": 9, "packed": 1}, ""),
+        ({"len_q": 1, "right": 0}, ""),
+        ({"softcap": 9}, "_score"),
+        ({"alibi": 1, "right": 0}, "_score"),
+        ({"dropout": 0.5, "scale": 0}, "_score_dropout"),
+        ({"scale": 1e31}, "_score"),
+    ):
+        assert plan(capability=80, **options).split()[0] == f"attn_fwd_sm80_bf16_d128_q128kv32s2{name}"
+
+
 def test_sums_of_dq_before_hopper(plan):
     """fp32 sums of whole query tiles. Each packed sequence begins a new one. A fixed order counts key tiles."""
     numbers = {"pass": 1, "capability": 80, "b": 2, "h": 4, "d": 128, "len_q": 100, "len_kv": 100}
@@ -375,8 +425,8 @@ def test_sums_of_pieces_are_counted_in_32_bits(plan):
         ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
-        ({"len_q": 1, "softcap": 1001}, "attn_fwd_any_bf16_d128_q128kv64"),
-        ({"len_q": 1, "capability": 80}, "attn_fwd_any_bf16_d128_q128kv64"),
+        ({"len_q": 1, "softcap": 1001}, "attn_fwd_sm80_bf16_d128_q128kv32s2_score"),
+        ({"len_q": 1, "capability": 80}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
     ],
     ids=str,
 )
@@ -514,10 +564,14 @@ def test_clusters_where_there_are_few_heads(plan, numbers, cluster):
     [
         (
             {"capability": 80},
-            "attn_fwd_any_bf16_d128_q128kv64",
+            "attn_fwd_sm80_bf16_d128_q128kv32s2",
             "it is for compute capability 9.0 (Hopper), and this GPU",
         ),
-        ({"capability": 120, "d": 64}, "attn_fwd_any_bf16_d64_q128kv64", "it is for compute capability 9.0 (Hopper)"),
+        (
+            {"capability": 120, "d": 64},
+            "attn_fwd_sm80_bf16_d64_q128kv64s2",
+            "it is for compute capability 9.0 (Hopper)",
+        ),
         ({"dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),
         ({"dtype": 2, "d": 129}, "attn_fwd_any_fp32_d256_q64kv16", "it takes fp16 and bf16"),
         ({"pages": 1, "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),
@@ -542,7 +596,8 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
         ({"chunk": 7}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"packed_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
-        ({"empty": "-inf"}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"empty": "-inf"}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
+        ({"empty": "-inf", "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32_of3"),
         ({"d_v": 64}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"d": 64, "d_v": 192}, "attn_fwd_any_bf16_d192_q64kv64_of3"),
         ({"d": 64, "d_v": 512}, "attn_fwd_any_bf16_d256_q64kv64_of3"),
@@ -735,11 +790,11 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
     assert plan(d=128) == (
         "flash_attn: no kernel takes this call. attn_decode_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
         "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_fp8_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
-        "attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
+        "attn_fwd_sm80: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
     )
     monkeypatch.setenv("KERNELS", "sm90")
     assert (
-        "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_fp8_sm90: it takes float8_e4m3fn; attn_fwd_any: FLASH_ATTN"
+        "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_fp8_sm90: it takes float8_e4m3fn; attn_fwd_sm80: FLASH_ATTN"
     ) in plan(d=128, dtype=2)
 
 

@@ -1,4 +1,5 @@
-/* Programmable attention in attn_bwd_sm90.cu: the list of query tiles that a key tile walks over.
+/* Programmable attention in attn_bwd_sm90.cu and attn_bwd_wide_sm90.cu: the list of query tiles that a key tile walks
+ * over.
  *
  * Without programmable attention the query tiles of a work tile are an interval. With a block mask they are a list
  * (flex_walks.cu), and place n of the interval [0, list_num) is an entry of the list: a query tile and the kind of its
@@ -24,10 +25,15 @@ DEVICE block_kind kind_of(int entry) { return (block_kind)(entry & 3); }
 enum { FIRST_SHARE = 1, LAST_SHARE = 2 };
 struct step_words {
     int entries[2], shares[2];
+    int turns[WIDE ? 4 : 1]; /* of four steps: 4 times the query tile, plus the words of its share */
 
     DEVICE void set_entry(int stage, int entry) { entries[stage] = entry; }
-    DEVICE void set_share(int stage, bool is_first, bool is_last) {
-        shares[stage] = (is_first ? FIRST_SHARE : 0) | (is_last ? LAST_SHARE : 0);
+    static DEVICE int share_of(bool is_first, bool is_last) {
+        return (is_first ? FIRST_SHARE : 0) | (is_last ? LAST_SHARE : 0);
+    }
+    DEVICE void set_share(int stage, bool is_first, bool is_last) { shares[stage] = share_of(is_first, is_last); }
+    DEVICE void set_turn(int slot, int i, bool is_first, bool is_last) {
+        turns[slot] = 4 * i + share_of(is_first, is_last);
     }
 };
 

@@ -219,8 +219,8 @@ struct hidden_pairs {
     /* No entry of a list with bits is full if it reaches beyond an end (flex_walks.cu). */
     DEVICE bool load(const tile &t, int entry) {
         if (kind_of(entry) == FULL_BLOCK) return false;
-        const u32 *from =
-            t.hidden + (long long)query_tile_of(entry) * (HIDDEN_WORDS * HIDDEN_PITCH) + threadIdx.x - 128;
+        const int thread = WIDE ? cluster_rank() * (2 * KEYS) + threadIdx.x % (2 * KEYS) : threadIdx.x - 128;
+        const u32 *from = t.hidden + (long long)query_tile_of(entry) * (HIDDEN_WORDS * HIDDEN_PITCH) + thread;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
         return true;
@@ -435,6 +435,37 @@ DEVICE void give_sums_of_heads(const params &p, const tile &t, const sums_of_hea
     if (FLEX_PARTS && lane < p.heads_per_tile)
         sums_of_step::give_heads(mods(p.flex, p.values, t.b_idx, t.first_head + lane), sums);
 }
+#endif
+
+#if FLEX
+/* The user's functions in a step of attn_bwd_wide_sm90.cu. The warpgroups of P and of dS have one each. */
+struct step_mods {
+    const int entry;
+    const mods mod;
+    hidden_pairs hidden;
+    bool hides = false;
+
+    /* Q of the step is there. looks: are the hidden pairs wanted? */
+    template <class shared_memory>
+    DEVICE step_mods(const params &p, const shared_memory &s, const tile &t, int stage, int head_in_group,
+                     bool looks = true)
+        : entry(uniform(s.words.entries[stage])), mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group) {
+        if (looks) hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
+    }
+    DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
+                             const tile &t) const {
+        exponentiate_by_mods(S, lse, P, p, t, mod, hidden, hides, query_tile_of(entry));
+    }
+    DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
+                              const params &p, const tile &t, sums_of_step &sums, const float (&kept)[S_REGS]) const {
+        differentiate_by_mods(dp, dS, stats, lse, p, t, mod, hidden, query_tile_of(entry), sums,
+                              [&](int i) { return kept[i]; });
+    }
+    DEVICE void give(sums_of_step &sums, const params &p, const tile &t, int head_in_group,
+                     sums_of_heads &of_heads) const {
+        give_sums(sums, p, t, mod, query_tile_of(entry), head_in_group, of_heads);
+    }
+};
 #endif
 
 /* Whole warp. store_ds stores dS of this warp's 16 keys, transposed. A row of shared memory is a query row, 64 keys

@@ -40,6 +40,10 @@ struct tile : listed_queries {
     int slab_head, slab; /* head number of the first query head, and the sequence's first slab */
     int q_row_0, q_batch;   /* coordinates of the sequence's row 0 in the maps of q and dO */
     int kv_row_0, kv_batch; /* the same in the maps of k and v */
+
+    /* Does this key tile begin or complete the sum of dQ of query tile i? `share` is that of listed_queries. */
+    DEVICE bool begins_sum(u32 share, int i) const { return has_list() ? share / 2 == 0 : i >= first_begin; }
+    DEVICE bool ends_sum(u32 share, int i) const { return has_list() ? (bool)(share % 2) : i < last_end; }
 };
 
 /* first_key returns this CTA's first key of a work tile, in its sequence. */

@@ -39,9 +39,13 @@ DEVICE void store_dq_columns(const float (&dq)[REGS], const params &p, element::
     store_rows(x, factors, rows + column, p.dq.stride_row, row, end, min(columns, p.d - column));
 }
 
+/* The place of a step among the words of four steps. open_turns writes the word of a step when the turn of the step
+ * before the last has come, and hence when the step before that one has added. */
+DEVICE int slot_of(const ring &r) { return 2 * r.parity + r.stage; }
+
 /* Whole warpgroup. Waits for the dQ turn, then adds columns of a step's dQ.
  *
- * i, head_in_group   query tile and query head of the step
+ * i, head_in_group   query tile and query head of the step; with mods the tile comes from open_turns
  * r                  place of the step in the rings of the dQ turns
  * place              the columns' place in the sums of a slab
  * column, rest       the first column, and the first column behind a whole chunk */
@@ -49,10 +53,18 @@ template <int REGS, class shared_memory>
 DEVICE void add_dq(float (&dq)[REGS], const params &p, shared_memory &s, const tile &t, int i, int head_in_group,
                    const ring &r, int place, int column, int rest) {
     if (!p.dq.data) return;
+#if FLEX
+    mbarrier_wait(&s.turn_come[r.stage], r.parity);
+    const int turn = uniform(s.words.turns[slot_of(r)]);
+    const bool is_first = turn & FIRST_SHARE, is_last = turn & LAST_SHARE;
+    i = turn >> 2;
+#endif
     const long long slab = (long long)(t.slab_head + head_in_group) * p.num_slabs + t.slab + i;
     float *sums = p.dq_sums + slab * SLAB_FLOATS + place + threadIdx.x % 128 * 4;
+#if !FLEX
     const bool is_first = i >= t.first_begin, is_last = i < t.last_end;
     mbarrier_wait(&s.turn_come[r.stage], r.parity);
+#endif
     if (is_last) {
         if (!is_first) {
 #pragma unroll
@@ -95,7 +107,8 @@ template <class shared_memory, class work_on_step>
 DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step work) {
     lead_through_tiles(s, [&](const tile &t) {
 #pragma unroll 1
-        for (int i = t.queries.end - 1; i >= t.queries.begin && p.dq.data; i--) {
+        for (int place = t.queries.end - 1; place >= t.queries.begin && p.dq.data; place--) {
+            const int i = query_tile_of(t.entry_at(place));
             u32 *turn = p.turns + ((long long)t.slab_head * p.num_slabs + t.slab + i) * 2 + cluster_rank();
 #pragma unroll 1
             for (int g = 0; g < p.heads_per_tile; g++, turn += 2ll * p.num_slabs) work(t, i, turn);
@@ -108,8 +121,12 @@ DEVICE void lead_through_steps(const params &p, shared_memory &s, work_on_step w
 template <class shared_memory> DEVICE void open_turns(const params &p, shared_memory &s) {
     ring r; /* of steps */
     lead_through_steps(p, s, [&](const tile &t, int i, const u32 *turn) {
-        if (i < t.first_begin) wait_turn(turn, i < t.last_end || p.in_order ? turn_of(p, t, t.share_at(i), i) : 1);
+        const u32 share = t.share_at(i);
+        if (!t.begins_sum(share, i)) wait_turn(turn, t.ends_sum(share, i) || p.in_order ? turn_of(p, t, share, i) : 1);
         mbarrier_wait(&s.turn_come[r.stage], r.parity ^ 1);
+#if FLEX
+        s.words.set_turn(slot_of(r), i, t.begins_sum(share, i), t.ends_sum(share, i));
+#endif
         mbarrier_arrive(&s.turn_come[r.stage]);
         r.next();
     });
@@ -124,7 +141,7 @@ template <class shared_memory> DEVICE void end_turns(const params &p, shared_mem
     lead_through_steps(p, s, [&](const tile &t, int i, u32 *turn) {
         mbarrier_wait(&s.dq_added[r.stage], r.parity);
         mbarrier_arrive(&s.turn_come[r.stage]);
-        if (i >= t.last_end) end_turn(turn);
+        if (!t.ends_sum(t.share_at(i), i)) end_turn(turn);
         r.next();
     });
 }

@@ -12,7 +12,7 @@ static_assert(CHUNKS == 3 && DO_STAGES == 2, "the rings have two stages");
 
 /* Steps of 16 columns of K and V that stay in registers, as many as there is room for. They save products the reading
  * of their first operand from shared memory. */
-constexpr bool HOLDS = !SCORE && !DROPOUT;
+constexpr bool HOLDS = !SCORE && !DROPOUT && !FLEX;
 constexpr int K_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 12 : 10;
 constexpr int V_STEPS_HELD = !HOLDS ? 0 : D_V == 128 ? 8 : D_V == 160 ? 10 : 5;
 
@@ -145,10 +145,17 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], threadIdx.x % 32);
                 issue_scores_of_held<HEAD_DIM, false>(S, K, k_desc, q_desc_0 + r.stage * Q_STAGE);
+#if FLEX /* a mask is looked at while S is on its way */
+                const step_mods user(p, s, t, r.stage, head_in_group);
+#endif
                 /* S is there: P, to the other warpgroup too */
                 wgmma_wait_group<0>(S);
+#if FLEX
+                user.exponentiate(S, lse, P, p, t);
+#else
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
+#endif
                 /* P has a place: Q came because dK of the last step but one was there, which was made of the last P. */
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
@@ -193,6 +200,9 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         const int num_steps = uniform((t.queries.end - t.queries.begin) * p.heads_per_tile);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
+#if FLEX
+        sums_of_heads of_heads;
+#endif
 
         if (num_steps > 0) {
             mbarrier_wait(&s.v_full, kv_parity);
@@ -210,6 +220,11 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 start_dp_sum(dP, s.d[r.stage], threadIdx.x % 32);
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
                 issue_scores_of_held<D_V, STARTS_WITH_D>(dP, V, v_desc, do_desc_0 + r.stage * DO_STAGE);
+#if FLEX
+                const int head_in_group = place_of_step(p, 0, step).head_in_group;
+                const step_mods user(p, s, t, r.stage, head_in_group, KEEPS_SCORES);
+                sums_of_step sums;
+#endif
                 /* wait P; dP is there: release dO, compute dS */
                 mbarrier_wait(&s.p_full[r.stage], r.parity);
 #pragma unroll
@@ -219,7 +234,11 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 }
                 wgmma_wait_group<0>(dP);
                 if (arrives) arrive_in_both(&s.do_empty[r.stage]);
+#if FLEX
+                user.differentiate(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, sums, W);
+#else
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; });
+#endif
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));
@@ -234,10 +253,16 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 } else if (arrives) {
                     mbarrier_arrive(&s.ds_full[r.stage]);
                 }
+#if FLEX /* gradients of captures, while dK runs */
+                user.give(sums, p, t, head_in_group, of_heads);
+#endif
                 r.next();
             }
             wgmma_wait_group<0>(dK);
             if (arrives) arrive_in_both(&s.q_empty[r.stage ^ 1]), mbarrier_arrive(&s.v_empty);
+#if FLEX
+            give_sums_of_heads(p, t, of_heads);
+#endif
             kv_parity ^= 1;
         }
         store(dK, p.scale, p.dk, t, first_key(t) + 16 * warp, p.d);

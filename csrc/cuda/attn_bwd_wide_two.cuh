@@ -149,9 +149,15 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 start_dq(dQ, s, operands, last, !is_first);
                 /* S is there: P, to the other warpgroup too. The other warpgroup has read the last P, because its dS is
                  * there. */
+#if FLEX
+                const step_mods user(p, s, t, r.stage, head_in_group);
+                wgmma_wait_group<1>(S);
+                user.exponentiate(S, lse, P, p, t);
+#else
                 wgmma_wait_group<1>(S);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
+#endif
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
                     s.p[i * 32 + threadIdx.x % 128] = make_float4(S[i], S[i + 1], S[i + 2], S[i + 3]);
@@ -205,6 +211,9 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
         const int q_begin = uniform(t.queries.begin), q_end = uniform(t.queries.end);
 #pragma unroll
         for (int i = 0; i < KV_REGS; i++) dK[i] = 0;
+#if FLEX
+        sums_of_heads of_heads;
+#endif
 
         if (q_begin < q_end) {
             int q_tile = q_end - 1, head_in_group = 0, last_q_tile = -1, last_head = 0;
@@ -239,7 +248,13 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 }
                 wgmma_wait_group<0>(dP);
                 if (arrives) arrive_in_both(&s.do_empty[do_stage(r)]);
+#if FLEX
+                const step_mods user(p, s, t, r.stage, head_in_group, KEEPS_SCORES);
+                sums_of_step sums;
+                user.differentiate(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, sums, W);
+#else
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; });
+#endif
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);
                 store_ds_rows(dS, smem_address(own));
@@ -254,6 +269,9 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 } else if (arrives) {
                     mbarrier_arrive(&s.ds_full[r.stage]);
                 }
+#if FLEX /* gradients of captures, while dK runs */
+                user.give(sums, p, t, head_in_group, of_heads);
+#endif
                 /* add dQ. An addition in front of dS is 5 to 14% slower, because the other CTA and both next dQ wait
                  * for dS. */
                 if (!is_first) add_last_dq(dQ, p, s, t, last, 1);
@@ -265,6 +283,9 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
             const last_step last = step_before(r, last_q_tile, last_head);
             wgmma_wait_group<0>(dK);
             if (arrives) arrive_in_both(&s.q_empty[last.stage]), mbarrier_arrive(&s.v_empty);
+#if FLEX
+            give_sums_of_heads(p, t, of_heads);
+#endif
             finish_dq(p, s, operands, t, last, 1);
             pin(dK);
             kv_parity ^= 1;

@@ -57,6 +57,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
             const u32 share = t.share_at(i);
+            /* NOTE: these are begins_sum and ends_sum. Calls of them would reorder the plain kernels' instructions. */
             const bool is_first = t.has_list() ? share / 2 == 0 : i >= t.first_begin;
             const bool is_last = t.has_list() ? share % 2 : i < t.last_end;
             s.words.set_share(w, is_first, is_last);

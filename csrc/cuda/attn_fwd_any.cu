@@ -32,6 +32,7 @@
 #endif
 
 #include "tile_any.cuh"
+#include "rows_any.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
 constexpr int MIN_CTAS = OF_3 && CTAS > 2 ? 2 : CTAS; /* attention chunks need registers */
@@ -44,22 +45,6 @@ struct shared_memory {
     factor q[BLOCK_Q * PITCH], k[STAGES][BLOCK_KV * PITCH], v[STAGES][BLOCK_KV * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
-
-/* A row_state is the state of one row of a thread: the largest score so far and the sum of the exponentials. A
- * thread has two rows in each block. */
-struct row_state {
-    float max, sum;
-};
-
-DEVICE float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 1));
-    return fmaxf(x, __shfl_xor_sync(WHOLE_WARP, x, 2));
-}
-
-DEVICE float quad_sum(float x) {
-    x += __shfl_xor_sync(WHOLE_WARP, x, 1);
-    return x + __shfl_xor_sync(WHOLE_WARP, x, 2);
-}
 
 /* S becomes P = 2^(factor S - base), with base = factor max, and O is rescaled to a new maximum. base is rounded.
  * All scores of a row have the same base, so the rounding cancels in the quotient. lse adds the part that was
@@ -106,44 +91,6 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
                 for (int e = 0; e < 4; e++) o[m][c][e] *= rescale[m][e / 2];
 }
 
-/* Applies softcap and ALiBi to the scores of a block of rows from `row` on and of keys from `first` on. */
-DEVICE void change_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
-                          int first) {
-    const scorer score(p, s, head);
-    float unused;
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            scores[n][e] =
-                score(scores[n][e], row + lane() / 4 + e / 2 * 8, first + 8 * n + 2 * (lane() % 4) + e % 2, unused);
-}
-
-/* Scores of keys that a row does not see become -inf. Bit 4 n + e of the result says that the pair of element e of
- * fragment n counts. */
-DEVICE u32 mask_scores(const fa_cuda_problem &p, const sequence &s, float (&scores)[N][4], int row, int first) {
-    u32 seen = 0;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int i = row + lane() / 4 + 8 * half;
-        int begin = first_key_of_window(p, s, i), end = i < s.len_q ? end_key_of_window(p, s, i) : 0;
-        if (OF_3 && p.attention_chunk > 0) {
-            const int chunk = chunk_begin(i + s.len_kv - s.len_q, p.attention_chunk);
-            begin = max(begin, chunk), end = min(end, chunk + p.attention_chunk);
-        }
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; e++) {
-                const int j = first + 8 * n + 2 * (lane() % 4) + e % 2;
-                const bool sees = j >= begin && j < end;
-                seen |= (u32)sees << (4 * n + e);
-                if (!sees) scores[n][e] = -INF;
-            }
-    }
-    return seen;
-}
-
 #if FLEX
 /* Applies the user's functions to a block of rows from `row` on and of keys from `first` on: the score_mod, and the
  * mask of a tile of this kind. Pairs of score -inf are masked, too. The result is mask_scores'.
@@ -171,17 +118,6 @@ DEVICE u32 apply_mods(const mods &mod, const sequence &s, float scale, float (&s
     return seen;
 }
 #endif
-
-/* Dropout comes after the normalisation and therefore after the sum. */
-DEVICE void drop_scores(const fa_cuda_problem &p, const sequence &s, int head, float (&scores)[N][4], int row,
-                        int first) {
-    const u32 kept = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, first);
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (!(kept >> (4 * n + e) & 1)) scores[n][e] = 0;
-}
 
 #if FLEX
 /* Writes the columns of a row of a part. */
@@ -215,8 +151,10 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
 #endif
     if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? empty_lse : lse;
 #if FLEX
-    if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data)
-        *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : row.max * unit;
+    if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data) {
+        const bool has_nan = sum != sum && row.max < INF; /* fmaxf passes over a score of NaN */
+        *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : has_nan ? sum : row.max * unit;
+    }
 #endif
     const float weight = E4M3 ? p.keep_scale * descale_at(p.v_descale, p, s, head) : p.keep_scale;
     store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head) + v.first, o, half, weight / sum, is_empty,
@@ -335,16 +273,6 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
         for (int half = 0; half < 2; half++)
             finish_row(p, s, head, v_columns, part, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half,
                        rows[m][half], unit);
-}
-
-/* Packed rows behind the last sequence belong to no sequence. The LSE of such a row becomes -inf, and its o becomes
- * zero if zero_tensors is set. */
-DEVICE void fill_unowned_rows(const fa_cuda_problem &p, int head, int first, int step) {
-    for (int row = first; row < p.total_q; row += step) {
-        if (threadIdx.x == 0) p.lse.data[head * p.lse.stride_h + row] = -INF;
-        element::output *o = (element::output *)p.o.data + row * p.o.stride_row + head * p.o.stride_h;
-        for (int i = threadIdx.x; i < (OF_3 ? p.d_v : p.d) && p.zero_tensors; i += blockDim.x) o[i] = element::output{};
-    }
 }
 
 /* A task is one tile of one head of one sequence, for one block of columns of v and one part of the keys. The last tile

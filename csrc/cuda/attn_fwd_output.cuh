@@ -27,6 +27,26 @@ DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int
     if (rows_left > 8) dst[8] = lse[1] == INF ? p.empty_lse : lse[1];
 }
 
+#if FLEX_MAX
+/* Where max_scores of a row lies. */
+DEVICE float *max_score_at(const params &p, const tile &t, int row) {
+    return p.flex.max_scores.data + t.b_idx * p.flex.max_scores.stride_b + t.head * p.flex.max_scores.stride_h + row;
+}
+
+/* Stores the largest score of each row, in natural units. */
+DEVICE void store_max(const online_softmax &softmax, const params &p, const tile &t, int first_row) {
+    const int lane = threadIdx.x % 32, row = first_row + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float x = softmax.highest[r];
+        x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, 1));
+        x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, 2));
+        if (!FLEX_SCORE) x *= p.score_scale;
+        if (lane % 4 == 0 && row + 8 * r < t.len_q) *max_score_at(p, t, row + 8 * r) = x;
+    }
+}
+#endif
+
 /* Stores O times factor in 16 bits by TMA, chunk by chunk. Each warp passes its 16 rows through shared memory.
  * o_smem is the place of the first chunk. The next chunk lies O_ROWS rows behind it. */
 DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
@@ -76,6 +96,9 @@ DEVICE void store_zeros(const params &p, const tile &t, int first_row) {
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     if (lane < rows)
         p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] = p.empty_lse;
+#if FLEX_MAX
+    if (lane < rows) *max_score_at(p, t, first_row + lane) = -INF;
+#endif
 }
 
 #endif

@@ -189,6 +189,9 @@ struct consumer : consumer_base {
             if (!FINDS_EARLY) hides = find_hidden(hidden, entry);
         }
         if (hides) hidden.hide(S);
+#if FLEX_MAX
+        keep_highest(S, softmax);
+#endif
 #endif
         const bool is_raised = is_special && (IS_FIRST || walk.needs_max(place) || overflows(S, softmax, scale_log2));
         if (is_raised) {
@@ -254,6 +257,9 @@ struct consumer : consumer_base {
         make_infinite(S, scale_log2);
 #if FLEX
         const u64 seen = scores_above_inf(S);
+#if FLEX_MAX
+        keep_highest(S, softmax);
+#endif
 #else
         const u64 seen = 0;
 #endif
@@ -294,6 +300,9 @@ struct consumer : consumer_base {
         else
             store_directly(O, factor, p, t, first_row);
         store_lse(lse, p, t, first_row);
+#if FLEX_MAX
+        store_max(softmax, p, t, first_row);
+#endif
     }
     /* Stores O of the tile before. A row strip that failed is not stored: the scheduler will give its tile out
      * again. */

@@ -19,6 +19,9 @@ struct online_softmax {
     float max[2];      /* m; -inf while the row has seen no score above -inf */
     float max_log2[2]; /* c m + HEADROOM, which exponents subtract; 0 without m */
     float sum[2];      /* of P, over this thread's columns */
+#if FLEX_MAX
+    float highest[2] = {-INF, -INF}; /* score of this thread's columns, masked ones aside; NaN if one is NaN */
+#endif
 };
 
 /* ---- scores ---------------------------------------------------------------------------------------------------- */
@@ -163,6 +166,19 @@ DEVICE float max_of_quad(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
+
+#if FLEX_MAX
+/* The row maximum m lags, so the largest score is kept beside m. */
+DEVICE void keep_highest(const float (&S)[S_REGS], online_softmax &softmax) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float even = softmax.highest[r], odd = -INF;
+#pragma unroll
+        for (int i = 2 * r; i < S_REGS; i += 4) even = max_nan(even, S[i]), odd = max_nan(odd, S[i + 1]);
+        softmax.highest[r] = max_nan(even, odd);
+    }
+}
+#endif
 
 /* Raises m to the largest score. The caller multiplies by alpha what it has summed under the old m. is_exact says
  * that m has been the largest score before, too. */

@@ -134,6 +134,10 @@ DEVICE u32 ld_acquire(const u32 *counter) {
     return value;
 }
 
+/* Whole warp, with the same x in every lane. Returns x, which ptxas then knows to be uniform. A shuffled or loaded
+ * value is not uniform for ptxas. [redux.sync] */
+DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
+
 /* Any thread. Reads %laneid anew, so that ptxas computes dependent values where they are used, instead of keeping them
  * in registers through a loop. [%laneid] */
 DEVICE int laneid() {
@@ -157,6 +161,13 @@ DEVICE float lg2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+/* The larger one, or NaN if one is NaN. fmaxf returns the other one then. [max] */
+DEVICE float max_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
 }
 
 /* 1 / x. [rcp] */

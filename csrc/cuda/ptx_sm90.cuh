@@ -16,10 +16,6 @@
 template <int N> DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
-/* Whole warp, with the same x in every lane. Returns x, which ptxas then knows to be uniform. A shuffled or loaded
- * value is not uniform for ptxas. [redux.sync] */
-DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
-
 /* Whole warp. Returns x, which ptxas then keeps in its register. Otherwise ptxas computes a value that follows from the
  * thread's number again at each use, behind an S2R. [shfl.sync] */
 DEVICE u32 kept(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }

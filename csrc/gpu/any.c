@@ -60,9 +60,7 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
                                     (p->b + packed) * p->h * a.num_tiles * a.num_v_blocks * a.num_parts,
                                     32 * fa_fwd_any_row(row)->warps, err);
     if (status == FA_OK && a.num_parts > 1) status = combine_parts(call, &a, err);
-    if (status == FA_OK && p->s_dmask)
-        status = fa_cuda_launch_any(call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, err);
-    return status;
+    return status == FA_OK ? fa_cuda_launch_probs(call, &a, err) : status;
 }
 
 /* A row of the backward. */

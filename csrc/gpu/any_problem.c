@@ -132,6 +132,13 @@ int fa_count_tiles(int64_t len, int64_t total, bool packed, int rows) {
     return len <= rows ? 1 : (int)((len + rows - 1) / rows);
 }
 
+fa_status fa_cuda_launch_probs(const fa_cuda_call *call, const fa_cuda_problem *problem, fa_error *err) {
+    enum { THREADS = 128 };
+    const fa_problem *p = call->problem;
+    if (!p->s_dmask) return FA_OK;
+    return fa_cuda_launch_any(call, FA_PROBS_ANY, 0, problem, p->b * p->h * p->s_dmask_rows, THREADS, err);
+}
+
 fa_status fa_cuda_launch_delta(const fa_cuda_call *call, fa_error *err) {
     enum { DELTA_ROWS = 16, DELTA_THREADS = 8 * DELTA_ROWS };
     const fa_problem *p = call->problem;

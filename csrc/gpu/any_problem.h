@@ -17,6 +17,9 @@ fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int 
 /* Returns the number of CTAs of one head: the tiles of `rows` rows in the longest sequence, at least one. */
 int fa_count_tiles(int64_t len, int64_t total, bool packed, int rows);
 
+/* Launches the kernel of the attention probabilities, if the problem wants them. */
+fa_status fa_cuda_launch_probs(const fa_cuda_call *call, const fa_cuda_problem *problem, fa_error *err);
+
 /* Launches the kernel that computes softmax_d. */
 fa_status fa_cuda_launch_delta(const fa_cuda_call *call, fa_error *err);
 

@@ -125,7 +125,7 @@ static_assert(sizeof(fa_cuda_flex_walks) % sizeof(uint64_t) == 0, "the values fo
 static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_walks *walks, int64_t masks,
                                    fa_error *err) {
     enum { CTAS = 1 << 11, MOST_Y = (1 << 16) - 1 }; /* two rounds of an H100 */
-    const fa_mods all = fa_mods_of(call->problem, false);
+    const fa_mods all = fa_mods_of(call->problem, NULL);
     const fa_mods mods = {.mask = all.mask, .is_wide = all.is_wide};
     const fa_variant variant = {FA_FLEX_HIDDEN, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
     const int64_t blocks = walks->own_tile / FA_ROWS_OF_A_WARPGROUP;
@@ -205,8 +205,8 @@ static_assert(sizeof(fa_cuda_flex) % sizeof(uint64_t) == 0, "the values follow")
 static void fill_values(const fa_cuda_call *call, fa_variant variant, void *values) {
     const fa_flex *flex = call->problem->flex;
     if (!fa_families[variant.family].takes_mods) return;
-    const bool adds_gradients =
-        variant.family == FA_BWD_SM90 || (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
+    const bool adds_gradients = variant.family == FA_BWD_SM90 || variant.family == FA_BWD_WIDE_SM90 ||
+                                (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
     fa_flex_fill_values(flex->score, variant.mods->mask ? flex->mask : NULL,
                         variant.mods->derivative ? flex->derivative : NULL, adds_gradients ? flex->gradients : NULL,
                         values);
@@ -219,7 +219,7 @@ fa_status fa_cuda_launch_with_mods(const fa_cuda_call *call, fa_variant variant,
         return fa_cuda_launch(call, variant, launch, parameters, err);
     }
     flex_parameters a;
-    const fa_mods mods = fa_mods_of(call->problem, call->plan->gpu.has_hidden);
+    const fa_mods mods = fa_mods_of(call->problem, call->plan);
     const fa_cuda_flex flex = flex_of(call);
     if (num_bytes + sizeof flex + fa_flex_values_bytes(mods.score, mods.mask, mods.derivative) > sizeof a)
         return fa_fail(err, FA_EUNSUPPORTED,

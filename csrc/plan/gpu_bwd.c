@@ -45,6 +45,8 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     int row = first_row(p, id, wanted, plan);
     if (row < 0) row = first_row(p, id = FA_BWD_WIDE_SM90, wanted, plan);
     NEEDS(row >= 0, "it has no tile for this head dimension");
+    NEEDS(id == FA_BWD_SM90 || !fa_has_masks_in_groups(p),
+          "above 128 columns it takes one block mask for all query heads of a key head");
     const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
     const int64_t sms = id == FA_BWD_SM90 ? machine->gpu_sms : 0;
     const fa_bwd_workspace w = fa_bwd_workspace_of(p, t->d, t->block_q, t->block_kv, sms);

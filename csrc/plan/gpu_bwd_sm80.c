@@ -23,12 +23,7 @@ const char *fa_plan_bwd_sm80(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL), "the problem has more rows than 2^30");
 
     const fa_family *family = &fa_families[FA_BWD_SM80];
-    const int most_shared = fa_shared_bytes_of_sm(machine->gpu_capability);
-    int row = 0; /* the first that has room for the heads, and whose CTAs have room on an SM */
-    while (row < family->num_rows &&
-           (fa_bwd_sm80_row(row)->d < p->d ||
-            fa_bwd_sm80_row(row)->ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) > most_shared))
-        row++;
+    const int row = fa_first_row_of_sm80(p, machine, FA_BWD_SM80);
     NEEDS(row < family->num_rows, "it has no tile for this head dimension in this GPU's shared memory");
     const fa_bwd_sm80_columns *t = fa_bwd_sm80_row(row);
     NEEDS(!has_too_few_tiles(p, t->block_kv, machine->gpu_sms),

@@ -52,12 +52,15 @@ enum { LARGEST_TILE = 1024 }; /* rows that a tile may have behind the end of its
 
 static const fa_flex_program *program_of(const fa_flex_bound *bound) { return bound ? bound->program : NULL; }
 
-fa_mods fa_mods_of(const fa_problem *p, bool has_hidden) {
+fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
     const fa_flex *flex = p->flex;
+    const bool has_hidden = plan && plan->gpu.has_hidden;
+    /* The generic kernel has the row maximum at hand, and looks when it runs whether the maximum is wanted. */
+    const bool has_max = plan && plan->gpu.family == FA_FWD_SM90 && flex->max_scores.data;
     const fa_flex_bound *mask = has_hidden ? NULL : flex->mask;
     const fa_flex_bound *bounds[] = {flex->score, mask, p->pass == FA_BWD ? flex->derivative : NULL};
     const int64_t heads = p->b > p->h ? p->b : p->h, rows = p->len_q > p->len_kv ? p->len_q : p->len_kv;
-    fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false, has_hidden};
+    fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false, has_hidden, has_max};
     const int64_t most = flex->q_offset ? INT32_MAX : (heads > rows ? heads : rows) + LARGEST_TILE;
     for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], most);
     return mods;
@@ -65,8 +68,8 @@ fa_mods fa_mods_of(const fa_problem *p, bool has_hidden) {
 
 uint64_t fa_mods_hash(const fa_mods *mods) {
     const fa_flex_program *programs[] = {mods->score, mods->mask, mods->derivative};
-    uint64_t hashes[4] = {0, 0, 0, mods->is_wide + 2 * mods->has_hidden};
-    bool has_mods = mods->has_hidden;
+    uint64_t hashes[4] = {0, 0, 0, mods->is_wide + 2 * mods->has_hidden + 4 * mods->has_max};
+    bool has_mods = mods->has_hidden || mods->has_max;
     for (int i = 0; i < 3; i++)
         if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;
     return has_mods ? fa_hash(0, hashes, sizeof hashes) : 0;
@@ -186,7 +189,9 @@ int fa_exact_sums_digits(const fa_problem *p) {
     return digits;
 }
 
-bool fa_has_mods(const fa_problem *p) { return p->flex && (p->flex->score || p->flex->mask || p->flex->block_q > 0); }
+bool fa_has_mods(const fa_problem *p) {
+    return p->flex && (p->flex->score || p->flex->mask || p->flex->block_q > 0 || p->flex->max_scores.data);
+}
 
 /* Rows of all heads or batches lie at one address. */
 static bool is_expanded(const fa_problem *p, const fa_view *t, int64_t heads) {
@@ -247,7 +252,7 @@ static bool is_short(const fa_flex_bound *bound) {
 }
 
 const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes) {
-    const fa_mods mods = fa_mods_of(p, false);
+    const fa_mods mods = fa_mods_of(p, NULL);
     const size_t values_bytes = fa_flex_values_bytes(mods.score, mods.mask, mods.derivative);
     NEEDS(parameter_bytes + sizeof(fa_cuda_flex) + values_bytes <= FA_MOST_PARAMETER_BYTES,
           "its parameters have no room for so many captured tensors and numbers");
@@ -282,7 +287,7 @@ const char *fa_why_not_captures_of_sm90(const fa_problem *p) {
 
 void fa_plan_mods(const fa_problem *p, fa_plan *plan) {
     if (!p->flex) return;
-    const fa_mods mods = fa_mods_of(p, plan->gpu.has_hidden);
+    const fa_mods mods = fa_mods_of(p, plan);
     plan->gpu.mods = fa_mods_hash(&mods);
 }
 
@@ -313,4 +318,17 @@ int fa_shared_bytes_of_sm(int capability) {
                     : capability / 10 >= 9 && capability / 10 <= 11 ? 228
                                                                     : 100;
     return kib * 1024;
+}
+
+int fa_first_row_of_sm80(const fa_problem *p, const fa_machine *machine, fa_family_id id) {
+    const fa_family *family = &fa_families[id];
+    const int bytes = fa_shared_bytes_of_sm(machine->gpu_capability);
+    int row = 0;
+    for (; row < family->num_rows; row++) {
+        const bool is_fwd = id == FA_FWD_SM80;
+        const int d = is_fwd ? fa_fwd_sm80_row(row)->d : fa_bwd_sm80_row(row)->d;
+        const int ctas = is_fwd ? fa_fwd_sm80_row(row)->ctas : fa_bwd_sm80_row(row)->ctas;
+        if (d >= p->d && ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) <= bytes) break;
+    }
+    return row;
 }

@@ -58,8 +58,8 @@ unsigned fa_cuda_features(const fa_problem *problem);
 unsigned fa_any_features(const fa_problem *problem);
 
 /* The user's functions in the kernels of a problem with flex, and their hash: 0 if there is no function. The derivative
- * belongs to the backward. */
-fa_mods fa_mods_of(const fa_problem *problem, bool has_hidden);
+ * belongs to the backward. plan NULL: all functions, whatever the kernels of a plan leave to others. */
+fa_mods fa_mods_of(const fa_problem *problem, const fa_plan *plan);
 uint64_t fa_mods_hash(const fa_mods *mods);
 
 /* Does the backward add to gradients of captures? */
@@ -103,7 +103,8 @@ size_t fa_exact_sums_bytes(const fa_problem *problem);
 int fa_exact_sums_digits(const fa_problem *problem);
 int64_t fa_count_capture(const fa_flex_bound *bound, int32_t capture); /* its elements */
 
-/* Does the problem have functions or a block mask? Programmable attention with nothing to program is plain. */
+/* Does the problem have functions or a block mask, or does it want max_scores? Programmable attention with nothing to
+ * program is plain. */
 bool fa_has_mods(const fa_problem *problem);
 
 /* Why can a kernel for Hopper not take the functions and the block mask? NULL: it can. parameter_bytes: the size of its
@@ -137,5 +138,9 @@ bool fa_suits_16_bytes(const fa_problem *problem);
  * each CTA's belong to the driver. */
 enum { FA_RESERVED_BYTES = 1024 };
 int fa_shared_bytes_of_sm(int capability);
+
+/* The first row of FA_FWD_SM80 or FA_BWD_SM80 that has room for the heads, and whose CTAs have room on an SM; num_rows
+ * if there is none. */
+int fa_first_row_of_sm80(const fa_problem *problem, const fa_machine *machine, fa_family_id family);
 
 #endif

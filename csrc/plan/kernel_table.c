@@ -115,9 +115,30 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
     return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
 }
 
+/* ---- attn_fwd_sm80 --------------------------------------------------------------------------------------------- */
+
+#define MOST(x, y)  ((x) > (y) ? (x) : (y))
+#define ROWS_OF_4x1 64
+#define ROWS_OF_4x2 128
+#define ROWS_OF_8x1 128
+#define ROWS_OF_8x2 256
+
+static const fa_row fwd_sm80_rows[] = {
+/* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. */
+#define SHARED(d, rows, tiles, q_regs) \
+    (PADDED_ROW(d, 2) * ((q_regs) ? (tiles) + MOST(tiles, rows) : 2 * (tiles) + (rows)) + ((q_regs) ? 4 * (rows) : 0))
+#define FA_FWD_TILE_SM80(d, kv, warps, blocks, stages, q_regs, lane_regs, late, ctas) \
+    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #kv "s" #stages, \
+     {d, kv, warps, blocks, stages, q_regs, lane_regs, late, ctas},                   \
+     FA_SCORE | FA_DROPOUT,                                                           \
+     SHARED(d, 16 * (warps) * (blocks), (stages) * (kv), q_regs)},
+#include "cuda/tiles.def"
+};
+
+const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_columns *)fwd_sm80_rows[row].columns; }
+
 /* ---- attn_bwd_sm80 --------------------------------------------------------------------------------------------- */
 
-#define MOST(x, y) ((x) > (y) ? (x) : (y))
 /* The struct shared_memory of attn_bwd_sm80.cu. V has a place of its own, or comes to registers through the place of
  * the query tiles. dS has two places where each key has one warp. Where more warps share keys, P has one of them. */
 #define SM80_SHARED(d, q, kv, stages, v_regs)                                                                 \
@@ -146,8 +167,6 @@ const fa_bwd_sm80_columns *fa_bwd_sm80_row(int row) { return (const fa_bwd_sm80_
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */
 
 #define ROWS_OF_2x1 32
-#define ROWS_OF_4x1 64
-#define ROWS_OF_4x2 128
 
 static const fa_row fwd_any_rows[] = {
 #define FA_FWD_TILE_ANY(d, block_kv, warps, blocks, stages, ctas, bytes)       \
@@ -299,10 +318,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true},
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
                           .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_wide_two.cuh", "attn_bwd_wide_three.cuh",
-                                         "attn_bwd_wide_parts.cuh", BWD_STEP_FILES, BWD_FILES),
+                                         "attn_bwd_wide_parts.cuh", BWD_STEP_FILES, BWD_FILES, FLEX_FILES,
+                                         "attn_bwd_captures.cuh", "cuda_problem.h"),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
-                          .knows = FA_ALL_FEATURES | FA_IN_BF16,
+                          .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
+                          .takes_mods = true,
                           .rows = bwd_wide_sm90_rows,
                           .num_rows = NUM_ROWS(bwd_wide_sm90_rows),
                           .chooses = bwd_sm90_chooses,
@@ -316,7 +337,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = FILES("attn_fwd_any.cu", TILE_ANY_FILES, FLEX_FILES),
+                    .files = FILES("attn_fwd_any.cu", "rows_any.cuh", TILE_ANY_FILES, FLEX_FILES),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = ANY_KNOWS | FA_IN_E4M3 | FA_FLEX,
                     .rows = fwd_any_rows,
@@ -337,8 +358,16 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .rows = delta_any_rows,
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
+    [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
+                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "Q_REGS", "LANE_REGS", "LATE",
+                                 "CTAS"},
+                     .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                     .rows = fwd_sm80_rows,
+                     .num_rows = NUM_ROWS(fwd_sm80_rows),
+                     .chooses = always_chooses},
     [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
-                     .files = FILES("attn_bwd_sm80.cu", BWD_SM80_FILES, TILE_ANY_FILES),
+                     .files = FILES("attn_bwd_sm80.cu", "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
                                  "V_REGS", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,

@@ -56,6 +56,7 @@ typedef enum {
     FA_FLEX_EXACT_SUMS,
     FA_FLEX_WALKS,
     FA_FLEX_HIDDEN,
+    FA_FWD_SM80,
     FA_BWD_SM80,
     FA_BWD_DQ_SM80, /* runs after FA_BWD_SM80, with the same rows */
     FA_NUM_FAMILIES
@@ -104,6 +105,12 @@ typedef struct {
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 
+/* The columns of attn_fwd_sm80. */
+typedef struct {
+    int d, block_kv, warps, blocks, stages, q_regs, lane_regs, late, ctas;
+} fa_fwd_sm80_columns;
+const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row);
+
 /* The columns of attn_bwd_sm80 and attn_bwd_dq_sm80. */
 typedef struct {
     int d, block_q, block_kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas;
@@ -139,7 +146,7 @@ enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 /* The programs of a kernel (flex/program.h). NULL: there is no such function. */
 typedef struct {
     const fa_flex_program *score, *mask, *derivative;
-    bool is_wide, has_hidden; /* of their text (flex/source.h) */
+    bool is_wide, has_hidden, has_max; /* of their text (flex/source.h) */
 } fa_mods;
 #define FA_MODS_FILE "flex_mods.cuh"
 

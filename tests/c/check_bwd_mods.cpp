@@ -1,6 +1,7 @@
-/* Tests programmable attention in attn_bwd_sm90 (csrc/cuda/attn_bwd_mods.cuh) over random problems and block masks: the
- * work tiles and their lists of query tiles, the turns in which key tiles add to dQ, the pairs that a step hides, and P
- * and the weights of a step. Masks and functions are evaluated pair by pair for comparison.
+/* Tests programmable attention in attn_bwd_sm90 and attn_bwd_wide_sm90 (csrc/cuda/attn_bwd_mods.cuh) over random
+ * problems and block masks: the work tiles and their lists of query tiles, the turns in which key tiles add to dQ, the
+ * pairs that a step hides, and P and the weights of a step. Masks and functions are evaluated pair by pair for
+ * comparison.
  *
  * The kernel's own code does all this on the emulated threads of cuda_emulation.h. Products are not emulated.
  *
@@ -119,7 +120,7 @@ static void make_problem() {
     p.len_q = PICK(1, 63, around - 1, around, around + 1, 650), p.len_kv = PICK(1, 127, around, around + 1, 129, 650);
     q_tiles = ceil_div(p.len_q, BLOCK_Q), kv_tiles = ceil_div(p.len_kv, BLOCK_KV);
     p.window_left = p.window_right = -1;
-    p.flex.mask_b = PICK(1, p.b), p.flex.mask_h = PICK(1, p.h);
+    p.flex.mask_b = PICK(1, p.b), p.flex.mask_h = WIDE && heads_of_key > 1 ? 1 : PICK(1, p.h);
     num_masks = p.flex.mask_b * p.flex.mask_h;
     const bool has_blocks = below(5), splits = has_blocks && heads_of_key > 1 && p.flex.mask_h > 1;
     if (has_blocks) {
@@ -133,7 +134,7 @@ static void make_problem() {
     }
     p.mask_b = p.flex.mask_b, p.mask_h = p.flex.mask_h;
     /* plan/bwd_workspace.h; without masks of their own, heads may be split, too */
-    p.pieces = splits ? heads_of_key : heads_of_key % 2 == 0 && below(2) ? 2 : 1;
+    p.pieces = splits ? heads_of_key : !WIDE && heads_of_key % 2 == 0 && below(2) ? 2 : 1;
     p.heads_per_tile = heads_of_key / p.pieces, p.heads_inverse = FA_HEADS_INVERSE(p.heads_per_tile);
     p.num_kv_tiles = kv_tiles, p.num_tiles = kv_tiles * p.b * h_kv * p.pieces;
     p.num_slabs = q_tiles;
@@ -148,7 +149,7 @@ static long num_pairs;
 
 /* Compares a step of one thread. */
 static void check_step(const tile &t, int entry, int head) {
-    emulated_thread.x = 128 + below(256);
+    emulated_thread.x = 128 + below(256), emulated_block.x = below(CTAS);
     const mods mod(p.flex, p.values, t.b_idx, head);
     const place at = place_of(t, query_tile_of(entry));
     const int row = at.row - (t.len_kv - t.len_q);
@@ -213,9 +214,9 @@ static void check_tile(int idx) {
         int &turn = turns[t.b_idx][head][i], all = 0;
         for (int j = 0; j < kv_tiles; j++) all += kind_of_tiles(mask_at(t.b_idx, head), i, j) != EMPTY_BLOCK;
         EXPECT(turn_of(p, t, share, i) == (u32)turn);
-        EXPECT((t.has_list() ? share / 2 == 0 : i >= t.first_begin) == (turn == 0));
+        EXPECT(t.begins_sum(share, i) == (turn == 0));
         turn++;
-        EXPECT((t.has_list() ? (bool)(share % 2) : i < t.last_end) == (turn == all));
+        EXPECT(t.ends_sum(share, i) == (turn == all));
         check_step(t, entry, head);
     }
     for (int g = 0; g < p.heads_per_tile; g++)

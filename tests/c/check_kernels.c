@@ -642,23 +642,28 @@ static void test_infinite_scores(void **state) {
     assert_true(good);
 }
 
-/* Aligned problems go to attn_bwd_sm80, but for 192 and 256 columns on a GPU with little shared memory. */
-static void test_bwd_of_16_bytes(void **state) {
+/* Aligned problems go to attn_fwd_sm80 and attn_bwd_sm80, but for the backward of 192 and 256 columns on a GPU with
+ * little shared memory. */
+static void test_16_bytes(void **state) {
     (void)state;
     const uint64_t first = 7000, num_seeds = getenv("ALL_SEEDS") ? 200 : 20;
     bool good = has_16_bytes = true;
 #if defined(CHECK_CUDA)
-    num_sm80 = 0;
+    num_sm80[FA_FWD] = num_sm80[FA_BWD] = 0;
 #endif
     for (uint64_t seed = first; seed < first + num_seeds; seed++) {
         const fa_dtype dtype = seed % 3 ? FA_BF16 : FA_F16;
-        good = check_case(seed, FA_BWD, dtype, false) && good;
-        good = check_nonfinite(seed, FA_BWD, dtype, (plant[]){ANY_NONFINITE, INFINITE_SCORES}[seed / 10 % 2]) && good;
+        for (int pass = FA_FWD; pass <= FA_BWD; pass++) {
+            const plant kind = (plant[]){ANY_NONFINITE, INFINITE_SCORES}[seed / 10 % 2];
+            good = check_case(seed, (fa_pass)pass, dtype, false) && good;
+            good = check_nonfinite(seed, (fa_pass)pass, dtype, kind) && good;
+        }
     }
     has_16_bytes = false;
     assert_true(good);
 #if defined(CHECK_CUDA)
-    assert_true(num_sm80 > (int)num_seeds);
+    /* two in five forwards read caches */
+    assert_true(num_sm80[FA_FWD] > (int)num_seeds / 2 && num_sm80[FA_BWD] > (int)num_seeds);
 #endif
 }
 
@@ -744,7 +749,7 @@ int main(int argc, char **argv) {
         machine.isa_legal[isa] = isa == FA_ISA_AVX512BF16 || isa == FA_ISA_AMX;
     if (is_emulation) machine.isa = FA_ISA_AMX;
     for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
-    has_16_bytes = argc > 3 && !strcmp(argv[3], "--16-bytes"); /* replays a case of test_bwd_of_16_bytes */
+    has_16_bytes = argc > 3 && !strcmp(argv[3], "--16-bytes"); /* replays a case of test_16_bytes */
     if (argc > 2 && !strcmp(argv[1], "--seed")) return replay(strtoull(argv[2], NULL, 10));
     if (argc > 1 && !strcmp(argv[1], "--time")) return time_kernels(argc > 2 ? argv[2] : ""), 0;
     const struct CMUnitTest tests[] = {
@@ -774,7 +779,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_denormals),
         cmocka_unit_test(test_nonfinite),
         cmocka_unit_test(test_infinite_scores),
-        cmocka_unit_test(test_bwd_of_16_bytes),
+        cmocka_unit_test(test_16_bytes),
     };
     const struct CMUnitTest emulated_tests[] = {
         cmocka_unit_test(test_fwd_bf16),      cmocka_unit_test(test_bwd_bf16),
@@ -788,7 +793,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_fwd_f16),     cmocka_unit_test(test_bwd_f32),
         cmocka_unit_test(test_bwd_bf16),    cmocka_unit_test(test_bwd_f16),
         cmocka_unit_test(test_nonfinite),   cmocka_unit_test(test_infinite_scores),
-        cmocka_unit_test(test_fwd_e4m3),    cmocka_unit_test(test_bwd_of_16_bytes),
+        cmocka_unit_test(test_fwd_e4m3),    cmocka_unit_test(test_16_bytes),
     };
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
     if (is_emulation) return cmocka_run_group_tests(emulated_tests, NULL, NULL);

@@ -56,8 +56,8 @@ static const char *parameters_of(fa_variant variant) {
 /* Writes the text of a user's functions to BUILD_FOLDER/<name>.mods. */
 static fa_status write_mods(const char *name, const fa_mods *mods, fa_error *err) {
     char path[512], *text;
-    fa_status status =
-        fa_flex_source(mods->score, mods->mask, mods->derivative, mods->is_wide, mods->has_hidden, &text, err);
+    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, mods->is_wide, mods->has_hidden,
+                                      mods->has_max, &text, err);
     if (status != FA_OK) return status;
     snprintf(path, sizeof path, BUILD_FOLDER "/%s.mods", name);
     mkdir(path, 0777);
@@ -158,16 +158,17 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
 }
 
-static int num_sm80; /* problems that attn_bwd_sm80 has served */
+static int num_sm80[2]; /* problems that attn_fwd_sm80 and attn_bwd_sm80 have served */
 
 static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
     fa_error err = {""};
     cuda_run_make(&run, p, at_end);
-    fa_cuda_launcher *const launcher = p->pass == FA_FWD                    ? fa_cuda_fwd_any
-                                       : run.plan.gpu.family == FA_BWD_SM80 ? fa_cuda_bwd_sm80
-                                                                            : fa_cuda_bwd_any;
-    num_sm80 += run.plan.gpu.family == FA_BWD_SM80;
+    const bool is_sm80 = run.plan.gpu.family == FA_FWD_SM80 || run.plan.gpu.family == FA_BWD_SM80;
+    fa_cuda_launcher *const launcher = p->pass == FA_FWD ? is_sm80 ? fa_cuda_fwd_sm80 : fa_cuda_fwd_any
+                                       : is_sm80         ? fa_cuda_bwd_sm80
+                                                         : fa_cuda_bwd_any;
+    num_sm80[p->pass] += is_sm80;
     if (launcher(&run.call, &err)) fail_msg("%s", err.text);
 }
 

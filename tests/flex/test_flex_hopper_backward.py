@@ -17,6 +17,7 @@ from flash_attn.flex_attention import flex_attention
 
 pytestmark = pytest.mark.skipif(not on_hopper, reason="there is no Hopper GPU")
 DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (24, 8)]
+WIDE = [(136, 136), (192, 128), (192, 192), (256, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,14 @@ def only_hoppers_kernels(request):
     flash_attn_2_cuda.set_cuda_kernels(None if "make" in request.fixturenames else "sm90")
     yield
     flash_attn_2_cuda.set_cuda_kernels(None)
+
+
+def drawn(rng, shape, dims, dtype):
+    """tensors_of, without grouped heads above 128 columns, where masks of the heads of a group have generic kernels."""
+    q, *others = tensors_of(rng, shape, dims, dtype)
+    if max(dims) > 128:
+        others = [torch.cat([x, x.flip(-1)], 1)[:, : q.shape[1]] for x in others]
+    return [q, *others]
 
 
 def compare(tensors, score_mod=None, *args, leaves=(), wide_mod=None, wants_qkv=True, **kwargs):
@@ -55,7 +64,7 @@ def test_gradients_of_every_mask_on_hopper(make, seed):
     rng = random.Random(1000 * seed + CATALOGUE.index(make))
     shape = shape_of(rng)
     block = rng.choice([None, 128, 128, 64, (256, 128), (16, 24), (128, 64)])
-    compare(tensors_of(rng, shape, rng.choice(DIMS)), None, make(rng, shape), block)
+    compare(tensors_of(rng, shape, rng.choice(DIMS if seed == 0 else WIDE)), None, make(rng, shape), block)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -66,25 +75,37 @@ def test_gradients_of_every_score_mod_on_hopper(make, seed):
     score_mod, leaves = make(rng, shape)
     mask_mod = rng.choice([None, lambda b, h, i, j: i >= j, lambda b, h, i, j: (i + j + h) % 3 != 0])
     block = rng.choice([None, 128]) if mask_mod else None
-    compare(tensors_of(rng, shape, rng.choice(DIMS)), score_mod, mask_mod, block, leaves=leaves)
+    dims = rng.choice(DIMS if seed == 0 else WIDE)
+    compare(tensors_of(rng, shape, dims), score_mod, mask_mod, block, leaves=leaves)
 
 
-@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("dims", DIMS + WIDE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_random_blocks_on_hopper(dims, dtype):
-    """Query heads of one key head with masks of their own, too."""
+    """Query heads of one key head with masks of their own, too. Above 128 columns such heads are not grouped."""
     rng, generator = random.Random(dims[0]), torch.Generator().manual_seed(dims[1])
     mod = lambda b, h, i, j: (i * 7 + j * 3) % 5 != 0  # noqa: E731
     for block in ((128, 128), (64, 96), (192, 32)):
         for masks in ((2, 4), (1, 1), (2, 1), (1, 4)):
             lengths = 5 * block[0] - 17, 6 * block[1] - 5
             block_mask, mask = random_blocks(rng, generator, mod, masks, lengths, block)
-            compare(tensors_of(rng, (2, 4, *lengths), dims, dtype), mask=mask, block_mask=block_mask)
+            draw = drawn if masks[1] > 1 else tensors_of
+            compare(draw(rng, (2, 4, *lengths), dims, dtype), mask=mask, block_mask=block_mask)
 
 
-def test_gradients_of_rows_that_see_nothing_on_hopper():
+def test_masks_of_heads_of_a_group_have_generic_kernels_above_128_columns():
+    tensors = tensors_of(random.Random(8), (1, 4, 300, 300), (192, 192), torch.bfloat16)
+    mod = lambda b, h, i, j: (i >= j) & ((i + h) % 3 != 0)  # noqa: E731
+    with pytest.raises(RuntimeError, match="above 128 columns it takes one block mask for all query heads"):
+        compare(tensors, None, mod, 64)
+    flash_attn_2_cuda.set_cuda_kernels(None)
+    compare(tensors, None, mod, 64)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 192), (256, 256)])
+def test_gradients_of_rows_that_see_nothing_on_hopper(dims):
     """Their dq is 0, though keys that others see are inf."""
-    tensors = tensors_of(random.Random(0), (1, 2, 300, 300), (128, 128), torch.bfloat16)
+    tensors = drawn(random.Random(0), (1, 2, 300, 300), dims, torch.bfloat16)
     compare(tensors, lambda s, b, h, i, j: torch.where(i % 2 == 0, s, -INF))
     compare(tensors, None, lambda b, h, i, j: (i // 64 != 2) & (i % 5 != 0), 64)
     tensors[1][:, :, 200:] = INF
@@ -94,13 +115,13 @@ def test_gradients_of_rows_that_see_nothing_on_hopper():
     assert not dq[:, :, 100:251].any()
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_gradients_of_long_sequences_on_hopper(dims):
     """More work tiles than multiprocessors, and walks of very different lengths. dk and dv repeat, and in a fixed order
     dq repeats, too."""
     n, document = 1700, torch.tensor([0] * 100 + [1] * 900 + [2] * 200 + [3] * 500)
     mod = lambda b, h, i, j: (document[i] == document[j]) & (i >= j)  # noqa: E731
-    tensors = tensors_of(random.Random(2), (2, 16, n, n), dims, torch.bfloat16)
+    tensors = drawn(random.Random(2), (2, 16, n, n), dims, torch.bfloat16)
     compare(tensors, None, mod, 128)
     compare(tensors, lambda s, b, h, i, j: s - (i - j) * 0.01 * (h + 1), mod, (64, 256))
     kwargs = prepared(tensors, None, mod, 128)[1]
@@ -116,14 +137,15 @@ def test_gradients_of_long_sequences_on_hopper(dims):
         assert all(map(torch.equal, result, results[0]))
 
 
-def test_a_graph_of_gradients_is_replayed_with_other_lists_on_hopper():
+@pytest.mark.parametrize("dims", [(128, 128), (192, 192), (256, 256)])
+def test_a_graph_of_gradients_is_replayed_with_other_lists_on_hopper(dims):
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
     mod = lambda b, h, i, j: i >= j  # noqa: E731
     made = [random_blocks(rng, generator, mod, (1, 2), (700, 900), (128, 128)) for _ in range(3)]
     lists = made[0][0]
-    tensors = tensors_of(rng, (1, 2, 700, 900), (128, 128), torch.bfloat16)
+    tensors = drawn(rng, (1, 2, 700, 900), dims, torch.bfloat16)
     ours = [x.cuda().requires_grad_() for x in tensors]
-    dout = torch.randn(1, 2, 700, 128, device="cuda", dtype=torch.bfloat16)
+    dout = torch.randn(1, 2, 700, dims[1], device="cuda", dtype=torch.bfloat16)
 
     def step():
         return torch.autograd.grad(flex_attention(*ours, block_mask=lists, enable_gqa=True), ours, dout)
@@ -194,13 +216,13 @@ KINDS += ["differences in half", "buckets", "pairs"]
 causal = lambda b, h, i, j: i >= j  # noqa: E731
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_captures_on_hopper(kind, dims):
     rng = random.Random(KINDS.index(kind) + dims[0])
     (mod, leaves), wide_mod = captures(kind, 4, 411), captures(kind, 4, 411, is_wide=True)
     for lengths in ((300, 411), (129, 64), (257, 1)):
-        tensors = tensors_of(rng, (2, 4, *lengths), dims, [torch.bfloat16, torch.float16][KINDS.index(kind) % 2])
+        tensors = drawn(rng, (2, 4, *lengths), dims, [torch.bfloat16, torch.float16][KINDS.index(kind) % 2])
         compare(tensors, mod, leaves=leaves, wide_mod=wide_mod)
         compare(tensors, mod, causal, rng.choice([None, 64, 128]), leaves=leaves, wide_mod=wide_mod)
 

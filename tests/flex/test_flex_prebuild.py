@@ -93,8 +93,8 @@ def test_gradients_of_captures():
     mod = lambda s, b, h, i, j: s + learned[h] * (i - j)  # noqa: E731
     for grad in (True, False):
         assert names_of(flex_attention, *qkv(grad=grad), mod) == [HOPPER[-1], *HOPPER_BACKWARD]
-    for other in (qkv(d=192), qkv(dtype=torch.float32)):
-        assert "attn_bwd_any" in names_of(flex_attention, *other, mod)[-1]
+    assert names_of(flex_attention, *qkv(d=192), mod)[-1] == "attn_bwd_wide_sm90_bf16_d192_q64kv128_flex_#"
+    assert "attn_bwd_any" in names_of(flex_attention, *qkv(dtype=torch.float32), mod)[-1]
     learned = torch.empty(8, device="meta", dtype=torch.float64, requires_grad=True)
     assert names_of(flex_attention, *qkv(), mod)[1:] == GENERIC_BACKWARD
     learned = torch.empty(8, device="meta", requires_grad=True)
@@ -154,7 +154,31 @@ def test_few_queries_over_many_keys_have_parts(heads, keys, parts):
     )
     assert with_offset == (wanted if parts else generic)
     largest = names_of(flex_attention, query, *cache, mod, return_aux=AuxRequest(max_scores=True))
-    assert largest == generic
+    assert largest == ["attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
+
+
+def test_max_scores_have_hoppers_kernel():
+    """Another text than without. A call that has no mods has such a kernel, too."""
+    aux = AuxRequest(max_scores=True)
+    names = [
+        [kernel.name for kernel in kernels_of(flex_attention, *qkv(grad=False), *mods, return_aux=wanted)][-1]
+        for mods in ((alibi, lists(documents)), ())
+        for wanted in (None, aux)
+    ]
+    assert len(set(names)) == 4 and all(x.startswith("attn_fwd_sm90_bf16_d128_q128kv128") for x in names)
+    assert ["_flex_" in x for x in names] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("d, row", [(136, "d160"), (192, "d192"), (256, "d256")])
+@pytest.mark.parametrize("heads, keys, of_heads", [(8, 2, 1), (8, 8, 8), (8, 2, 8)])
+def test_backward_of_more_than_128_columns(d, row, heads, keys, of_heads):
+    """Masks of their own for the heads of a group have generic kernels."""
+    sizes = [(1, heads, LENGTH, d), (1, keys, LENGTH, d), (1, keys, LENGTH, d)]
+    q, k, v = (torch.empty(size, dtype=torch.bfloat16, device="meta", requires_grad=True) for size in sizes)
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j + h, 1, of_heads, LENGTH, LENGTH, device="cpu")
+    names = names_of(flex_attention, q, k, v, alibi, block_mask, enable_gqa=True)
+    is_grouped = keys < heads and of_heads > 1
+    assert names[-1].startswith("attn_bwd_any_" if is_grouped else f"attn_bwd_wide_sm90_bf16_{row}_q64kv128_flex_")
 
 
 def test_masks_and_captures_may_lie_anywhere():

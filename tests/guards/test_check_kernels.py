@@ -80,6 +80,7 @@ MODS = """
 #define FLEX_DERIVATIVE 1
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
+#define FLEX_MAX 0
 struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
@@ -97,7 +98,7 @@ DEVICE void flex_add_sums(const flex_values &, const flex_sums &, int, int) {}
 
 def kernels_with_mods():
     """Hopper's rows of the backward without options, which take mods: {name: arguments of cuda_kernel_source}."""
-    wanted = re.compile(r"attn_bwd_sm90_(bf16_d\d+|fp16_d64)_q\d+kv\d+")
+    wanted = re.compile(r"attn_bwd_(wide_)?sm90_(bf16_d\d+(v\d+)?|fp16_d64)_q\d+kv\d+")
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
 

@@ -1,0 +1,455 @@
+/* Attention forward with the instructions of Ampere:
+ *
+ *   O = softmax(scale Q K^T + mask) V,  lse = log-sum-exp of each row
+ *
+ *   q, o [b, len_q, h, d]    k, v [b, len_kv, h_kv, d], dense or packed    lse [b, h, len_q] float
+ *
+ * A CTA owns BLOCK_Q rows of one head and walks over the keys that these rows see, BLOCK_KV at a time. A warp owns 16
+ * BLOCKS rows, with their O in registers. P leaves registers as the first operand of O += P V. Tensor cores have work
+ * while the special-function unit computes exponentials. LATE says how:
+ *
+ *   2   barrier | load K of i+1, V of i | S = Q K^T | O += P V of step i-1, meanwhile P of step i
+ *   1   barrier | load V | S = Q K^T | barrier | load K of i+1 | O += P V of 16 keys, meanwhile P of the next 16 keys
+ *   0   the same, but P V begins when P is complete
+ *
+ * With LATE 2 the new P of 16 keys takes the place of the old P of 16 keys that have just been multiplied.
+ *
+ * The maximum of a row lags behind. O is rescaled only where a score exceeds the maximum by 2^LAG. With LATE 2 a step
+ * does not even look for its maximum. If the sums of a step turn out to be too large, its scores are made again.
+ *
+ * Masked pairs are left out and never multiplied by zero. A tile of V may hold NaN or inf, and some row may see only
+ * a part of the tile. Such a tile goes through FMAs that skip masked pairs.
+ *
+ * Which limit binds: the issue of instructions at 64 columns; latencies and shared memory above.
+ *
+ * Specification: ../cpu/reference.c. */
+#define F32  0
+#define OF_3 0
+
+/* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, and STAGES of K and V.
+ * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when P V is added (LATE),
+ * and how many CTAS an SM has. */
+#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
+    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
+    !defined(DROPOUT)
+#error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
+#endif
+#ifndef KERNEL
+#define KERNEL attn_fwd_sm80
+#endif
+
+#include "rows_any.cuh"
+#include "tile_sm80.cuh"
+#include "quads.cuh"
+
+constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
+/* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
+ * bf16 may be as large as floats, so there P is at most 1, and sums of P V stay floats. fp16 needs the range of P. */
+constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG2 = LAG - HEADROOM;
+/* A step does not look for its maximum, and does its scores again if its sums turn out to be too large. K must still be
+ * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
+constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
+
+static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns");
+static_assert(BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
+static_assert(!DROPOUT || BLOCK_KV == 16 || BLOCK_KV % 32 == 0, "a dropout patch has 32 keys");
+static_assert(N <= 8, "32 bits say which pairs of a thread count");
+static_assert(STAGES == 1 || (STAGES == 2 && (IS_LATE || !Q_REGS)), "the first V may come while Q is read");
+
+struct shared_memory {
+    factor k[STAGES][BLOCK_KV * PITCH];
+    union {
+        factor v[STAGES][BLOCK_KV * PITCH];
+        factor q_once[Q_REGS ? BLOCK_Q * PITCH : 8]; /* on the way to registers, before the first V */
+    };
+    union {
+        factor q[Q_REGS ? 8 : BLOCK_Q * PITCH];
+        float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie behind its rows */
+    };
+
+    DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
+};
+
+/* Loads key tiles one after the other, from the last one down. LANES threads share a row, and some of them are idle if
+ * a row has fewer pieces of 16 bytes. A thread's pieces of a tile lie STEP rows apart. */
+struct key_loader {
+    static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
+    static constexpr int STEP = THREADS / LANES, NUM = BLOCK_KV / STEP;
+    static_assert(BLOCK_KV % STEP == 0, "no thread has less to do");
+    const factor *from; /* the first of the thread's pieces of the next tile */
+
+    DEVICE static int top() { return threadIdx.x / LANES; }
+    DEVICE static int left() { return threadIdx.x % LANES * 8; }
+    DEVICE key_loader(const factor *rows, long long stride) : from(rows + top() * stride + left()) {}
+    /* Of num_rows rows so many lie behind the thread's first; none if the thread's columns do not exist. */
+    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : -(1 << 30); }
+    /* Rows behind num_own become zero. */
+    DEVICE void load(factor *tile, long long stride, int num_own) {
+        const u32 to = smem_address(tile + top() * PITCH + left());
+        if (LANES == PIECES || left() < HEAD_DIM)
+#pragma unroll
+            for (int i = 0; i < NUM; i++)
+                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
+        from -= BLOCK_KV * stride;
+    }
+};
+
+/* P [16 BLOCKS, BLOCK_KV] of a warp, as first operands of 16 keys each. */
+typedef u32 weights[BLOCKS][N / 2][4];
+
+/* ---- products -------------------------------------------------------------------------------------------------- */
+
+/* Runs work(k, c) of `weights` beside O += P V of a tile, after the products of keys [16 k, 16 k + 16) with columns
+ * [16 c, 16 c + 16). Without ADDS only the work is done. */
+template <bool ADDS, class worker>
+DEVICE void add_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, const factor *v, const worker &work) {
+    constexpr int PAIRS = COLUMNS / 2;
+    const int l = LANE_REGS ? lane() : laneid();
+    const u32 row = smem_address(v + l % 16 * PITCH + l / 16 * 8);
+    if (!ADDS) {
+#pragma unroll
+        for (int i = 0; i < N / 2 * PAIRS; i++) work(i / PAIRS, i % PAIRS);
+        return;
+    }
+    pipelined<N / 2 * PAIRS>(
+        [&](u32(&b)[4], int i) { ldmatrix_x4_trans(b, row + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES); },
+        [&](const u32(&b)[4], int i) {
+            const int k = i / PAIRS, c = i % PAIRS * 2;
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                mma_m16n8k16<factor>(o[m][c], p[m][k], b[0], b[1]);
+                mma_m16n8k16<factor>(o[m][c + 1], p[m][k], b[2], b[3]);
+            }
+            work(k, c / 2);
+        });
+}
+
+/* O += P V by FMAs that skip pairs that do not count. Bit 4 n + e of `counts` belongs to element e of fragment n. The
+ * lane that holds two weights of a row sends them to the other three lanes of its rows. */
+DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, const factor *v,
+                            const u32 (&counts)[BLOCKS]) {
+#pragma unroll 1
+    for (int owner = 0; owner < 4; owner++) {
+        const int from = lane() / 4 * 4 + owner;
+        u32 bits[BLOCKS];
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++) bits[m] = __shfl_sync(WHOLE_WARP, counts[m], from);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            u32 pairs[2 * BLOCKS]; /* the weights of two keys, for each row */
+#pragma unroll
+            for (int r = 0; r < 2 * BLOCKS; r++)
+                pairs[r] = __shfl_sync(WHOLE_WARP, p[r / 2][n / 2][n % 2 * 2 + r % 2], from);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const factor *row = v + (8 * n + 2 * owner + e) * PITCH;
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+                    float x[2];
+                    unpack_x2<factor>(*(const u32 *)(row + column_of(c)), x[0], x[1]);
+#pragma unroll
+                    for (int r = 0; r < 2 * BLOCKS; r++) {
+                        float pair[2];
+                        unpack_x2<factor>(pairs[r], pair[0], pair[1]);
+                        if (bits[r / 2] >> (4 * n + r % 2 * 2 + e) & 1)
+#pragma unroll
+                            for (int i = 0; i < 2; i++) o[r / 2][c][r % 2 * 2 + i] += pair[e] * x[i];
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* ---- softmax --------------------------------------------------------------------------------------------------- */
+
+/* The state of one row of a thread: P = 2^(scale_log2 S - base), for the lagging maximum. base is rounded. All scores
+ * of a row have the same base, so the rounding cancels in the quotient. base is -INF while no score has been found. */
+struct lagging_row {
+    float base, sum;
+};
+
+DEVICE float base_of(float max, float scale_log2) { return __fmul_rn(max, scale_log2) + HEADROOM; }
+
+/* Beyond this base a fused product would differ from base by more than an exponent should see. */
+DEVICE bool is_large(float base) { return fabsf(base) > 0x1p24f; }
+
+/* Finds the largest scores of the rows. fmaxf ignores NaN, but NaN reaches the output through the sum. */
+DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = -INF;
+#pragma unroll
+            for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+            largest[m][half] = quad_max(x);
+        }
+}
+
+/* Does a score exceed its lagging maximum by too much, or is a score NaN, or has a row no maximum yet? */
+DEVICE bool lags_behind(const float (&largest)[BLOCKS][2], const lagging_row (&rows)[BLOCKS][2], float scale_log2) {
+    bool lags = false;
+#pragma unroll
+    for (int r = 0; r < 2 * BLOCKS; r++)
+        lags |= !(fmaf(largest[r / 2][r % 2], scale_log2, -rows[r / 2][r % 2].base) <= MOST_LOG2);
+    return lags;
+}
+
+/* Raises the maxima of the warp's rows, and rescales the sums and O. Returns whether a base of the thread is large. */
+DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2], float (&o)[BLOCKS][COLUMNS][4],
+                  const float (&largest)[BLOCKS][2], float scale_log2) {
+    bool has_large = false;
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            lagging_row &row = rows[m][half];
+            const float wanted = base_of(largest[m][half], scale_log2);
+            if (wanted > row.base) {
+                const float rescale = ex2(row.base - wanted);
+                row = {wanted, row.sum * rescale};
+                if (lane() % 4 == 0) shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) o[m][c][2 * half] *= rescale, o[m][c][2 * half + 1] *= rescale;
+            }
+            has_large |= row.base != -INF && is_large(row.base);
+        }
+    return has_large;
+}
+
+/* S becomes P in the order of operands. kept says which elements dropout keeps. sums are those of this step.
+ * IS_USUAL: no row has a large base, and P V of the step before is added meanwhile. */
+template <bool IS_USUAL>
+DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][COLUMNS][4], float (&sums)[BLOCKS][2],
+                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const factor *v,
+                    const u32 (&kept)[BLOCKS]) {
+    constexpr int PARTS = COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
+    float bases[BLOCKS][2];
+#pragma unroll
+    for (int r = 0; r < 2 * BLOCKS; r++) {
+        const float base = rows[r / 2][r % 2].base;
+        bases[r / 2][r % 2] = !IS_USUAL && base == -INF ? 0 : base;
+        sums[r / 2][r % 2] = 0;
+    }
+    /* Makes one of PARTS parts of P of keys [16 k, 16 k + 16). */
+    const auto make = [&](int k, int part) {
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) {
+            if (i * PARTS / ELEMENTS != part) continue;
+            const int m = i / 8, half = i % 4 / 2;
+            float &x = s[m][2 * k + i % 8 / 4][i % 4];
+            const float base = bases[m][half];
+            x = ex2(IS_USUAL || !is_large(base) ? fmaf(x, scale_log2, -base) : __fmul_rn(x, scale_log2) - base);
+            sums[m][half] += x;
+        }
+        if (part < PARTS - 1) return;
+#pragma unroll
+        for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int n = 2 * k + i / 2, e = i % 2 * 2;
+                const u32 bits = DROPOUT ? kept[m] >> (4 * n + e) : 3;
+                p[m][k][i] = cvt_x2<factor>(bits & 1 ? s[m][n][e] : 0, bits & 2 ? s[m][n][e + 1] : 0);
+            }
+    };
+    if (IS_USUAL && LATE == 1) {
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) make(0, part);
+        add_values<true>(o, p, v, [&](int k, int part) {
+            if (k + 1 < N / 2) make(k + 1, part);
+        });
+    } else {
+        add_values<IS_USUAL && IS_LATE>(o, p, v, make);
+    }
+}
+
+/* Is a sum of the step so large that some P may exceed 2^MOST_LOG2? A sum is NaN if a score is NaN, or if a row has no
+ * maximum yet. */
+DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
+    bool is = false;
+#pragma unroll
+    for (int r = 0; r < 2 * BLOCKS; r++) is |= !(sums[r / 2][r % 2] <= 1 << MOST_LOG2);
+    return is;
+}
+
+/* ---- a tile of rows -------------------------------------------------------------------------------------------- */
+
+/* Writes o and lse of a block of 16 rows from `row` on. */
+DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, int row, float (&o)[COLUMNS][4],
+                         const lagging_row (&rows)[2], shared_memory &shared, int own_row, float unit) {
+    float weights[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float sum = quad_sum(rows[half].sum);
+        const float max = rows[half].base == -INF ? -INF : shared.maximum(own_row + 8 * half + lane() / 4);
+        const float scaled = __fmul_rn(max, unit * LOG2_E), rest = fmaf(max, unit * LOG2_E, -scaled);
+        const bool is_empty = sum == 0 && scaled == -INF;               /* no key seen, or only scores of -inf */
+        const float lag = HEADROOM != 0 ? rows[half].base - scaled : 0; /* P is so much smaller, in log2 */
+        const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
+        const int i = row + lane() / 4 + 8 * half;
+        if (lane() % 4 == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = is_empty ? p.empty_lse : lse;
+        weights[half] = is_empty ? 0 : p.keep_scale / sum;
+        if (is_empty)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
+    }
+    store_rows((const float (&)[4 * COLUMNS]) o, weights, (element::output *)p.o.data + query_offset(p.o, s, 0, head),
+               p.o.stride_row, row, s.len_q, p.d);
+}
+
+/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
+DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
+    const int head_kv = head / (p.h / p.h_kv), own_row = WARP_ROWS * uniform(warp()), warp_row = first_row + own_row;
+    const tile_walk keys = keys_of(p, s, first_row, min(first_row + BLOCK_Q, s.len_q) - 1);
+    /* The keys that the warp's rows see. */
+    tile_walk own = keys_of(p, s, warp_row, min(warp_row + WARP_ROWS, s.len_q) - 1);
+    if (warp_row >= s.len_q) own.begin = own.end = 0;
+    const interval_walk<BLOCK_KV> walk(keys);
+    const float unit = SCORE ? 1 : p.scale, scale_log2 = unit * LOG2_E; /* the exponent scales plain scores */
+    lagging_row rows[BLOCKS][2];
+    float o[BLOCKS][COLUMNS][4];
+    weights probs;
+    u32 q_regs[BLOCKS][K_STEPS][4];
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++) {
+        rows[m][0] = rows[m][1] = {-INF, 0};
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
+    }
+
+    /* The last keys come first. They have the mask of the diagonal, and often the largest scores. */
+    const auto first_of = [&](int step) { return walk.first(walk.num - 1 - step); };
+    /* No problem of this kernel has pages. */
+    const auto loader_of = [&](const fa_cuda_view &kv) {
+        return key_loader((const factor *)kv.data + s.kv_batch * kv.stride_b +
+                              (long long)(s.kv_row + first_of(0)) * kv.stride_row + head_kv * kv.stride_h,
+                          kv.stride_row);
+    };
+    key_loader next_k = loader_of(p.k), next_v = loader_of(p.v);
+    const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
+    const auto load_k = [&](int step) {
+        if (walk.exists(step)) next_k.load(shared.k[step % STAGES], p.k.stride_row, num_own + step * BLOCK_KV);
+    };
+    const auto load_v = [&](int step) {
+        if (step >= 0 && walk.exists(step))
+            next_v.load(shared.v[step % STAGES], p.v.stride_row, num_own + step * BLOCK_KV);
+    };
+    if (walk.exists(0)) {
+        load_rows<BLOCK_Q>(Q_REGS ? shared.q_once : shared.q,
+                           (const factor *)p.q.data + query_offset(p.q, s, first_row, head), p.q.stride_row,
+                           s.len_q - first_row, p.d);
+        load_k(0);
+        if (STAGES == 2 && !IS_LATE) load_v(0);
+        cp_async_commit_group();
+        if (Q_REGS) {
+            wait_for_tiles<0>();
+            load_operands(q_regs, shared.q_once + own_row * PITCH);
+        }
+    }
+
+    bool has_probs = false, has_large = false;
+#pragma unroll 1
+    for (int step = 0; walk.exists(step - IS_LATE); step++) {
+        /* The step whose P V is added in this step. */
+        const int first = first_of(step), v_step = step - IS_LATE, v_first = first_of(v_step);
+        factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
+        wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the step before */
+        if (STAGES == 2) load_k(step + 1);
+        load_v(STAGES == 1 ? v_step : v_step + 1);
+        cp_async_commit_group();
+
+        const bool sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
+        float scores[BLOCKS][N][4], sums[BLOCKS][2];
+        u32 kept[BLOCKS] = {};
+        const auto make_scores = [&] {
+            const int l = LANE_REGS ? lane() : laneid();
+            multiply_own<Q_REGS>(scores, q_regs, smem_address(shared.q + (own_row + l % 16) * PITCH + l / 16 * 8),
+                                 smem_address(k + (l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8));
+            const bool is_whole = !is_partial<BLOCK_KV>(first, own.full_begin, own.full_end);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                if (SCORE) change_scores(p, s, head, scores[m], warp_row + 16 * m, first);
+                if (!is_whole) mask_scores(p, s, scores[m], warp_row + 16 * m, first);
+                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(warp_row + 16 * m, first);
+            }
+        };
+        if (sees) make_scores();
+        if (STAGES == 1) {
+            wait_for_tiles<0>(); /* V has come, and all warps have read K */
+            load_k(step + 1);
+            cp_async_commit_group();
+        }
+        const bool v_is_whole = v_step < 0 || !is_partial<BLOCK_KV>(v_first, keys.full_begin, keys.full_end);
+        const bool is_exact = !v_is_whole && uniform(has_nan_or_inf<BLOCK_KV>(v));
+        const auto add = [&] {
+            if (is_exact) {
+                u32 counts[BLOCKS];
+                float unused[N][4] = {};
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++) counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, v_first);
+                add_seen_values(o, probs, v, counts);
+            } else {
+                add_values<true>(o, probs, v, [](int, int) {});
+            }
+        };
+        const auto add_sums = [&] {
+#pragma unroll
+            for (int r = 0; r < 2 * BLOCKS; r++) rows[r / 2][r % 2].sum += sums[r / 2][r % 2];
+        };
+
+        float largest[BLOCKS][2];
+        if (sees && !TRIES_FIRST) find_largest(largest, scores);
+        bool is_usual = LATE > 0 && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
+        if (is_usual && !TRIES_FIRST) is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
+        if (is_usual) {
+            softmax<true>(scores, probs, o, sums, rows, scale_log2, v, kept);
+            if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
+                is_usual = has_probs = false; /* P V has been added, and P is made again */
+                make_scores();
+            } else {
+                add_sums();
+            }
+        }
+        if (!is_usual) {
+            if (IS_LATE && has_probs) add();
+            if (sees) {
+                if (TRIES_FIRST) find_largest(largest, scores);
+                if (TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
+                    has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2));
+                softmax<false>(scores, probs, o, sums, rows, scale_log2, v, kept);
+                add_sums();
+                if (!IS_LATE) add();
+            }
+        }
+        has_probs = sees;
+    }
+
+    __syncwarp(); /* the lanes know the maxima of their rows */
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+        finish_block(p, s, head, warp_row + 16 * m, o[m], rows[m], shared, own_row + 16 * m, unit);
+}
+
+/* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a
+ * causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence that is
+ * longer than max_seqlen does several tiles. */
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
+    extern __shared__ __align__(16) char memory[];
+    shared_memory &shared = *(shared_memory *)memory;
+    const bool is_packed = p.cu_seqlens_q != nullptr;
+    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;
+    for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {
+        const int tile = p.num_tiles - 1 - (int)(task % p.num_tiles);
+        const int head = (int)(task / p.num_tiles % p.h), b_idx = (int)(task / p.num_tiles / p.h);
+        if (b_idx == p.b) {
+            fill_unowned_rows(p, head, clamp(p.cu_seqlens_q[p.b], 0, p.total_q) + tile, p.num_tiles);
+            continue;
+        }
+        const sequence s = sequence_at(p, b_idx);
+        for (int row = tile * BLOCK_Q; row < s.len_q; row += p.num_tiles * BLOCK_Q) {
+            attend(p, shared, s, head, row);
+            __syncthreads(); /* all warps have read Q, K and V */
+        }
+    }
+}

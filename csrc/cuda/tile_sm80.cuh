@@ -1,0 +1,93 @@
+/* The forward and the backward with the instructions of Ampere share this file: loads of tiles, and products of rows of
+ * a warp. The warp holds accumulators as in tile_any.cuh. */
+#ifndef FA_TILE_SM80_CUH
+#define FA_TILE_SM80_CUH
+
+#include "tile_any.cuh"
+
+constexpr int AHEAD = 3; /* 1 to 5 are alike */
+constexpr int K_STEPS = HEAD_DIM / 16, BYTES = factor::BYTES;
+
+/* ---- loads ----------------------------------------------------------------------------------------------------- */
+
+/* Copies ROWS rows of `columns` elements to a tile in shared memory. Rows from num_rows on and other columns become
+ * zero. Each thread copies pieces of 16 bytes. */
+template <int ROWS>
+DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int num_rows, int columns) {
+    constexpr int PIECES = HEAD_DIM / 8, NUM = ROWS * PIECES / THREADS;
+    /* Where the threads take whole rows, a thread stays in its column and goes down in steps of STEP rows. */
+    constexpr int STEP = THREADS % PIECES == 0 ? THREADS / PIECES : 0;
+    static_assert(ROWS * PIECES % THREADS == 0, "no thread has less to do");
+    const int top = threadIdx.x / PIECES, left = threadIdx.x % PIECES * 8;
+    const factor *from = rows + top * stride + left;
+    const u32 to = smem_address(tile + top * PITCH + left);
+    const int num_own = left < columns ? num_rows - top : 0;
+#pragma unroll
+    for (int i = 0; i < NUM; i++) {
+        if (STEP) {
+            cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
+        } else {
+            const int piece = threadIdx.x + i * THREADS, row = piece / PIECES, column = piece % PIECES * 8;
+            cp_async_16(smem_address(tile + row * PITCH + column), rows + row * stride + column,
+                        row < num_rows && column < columns);
+        }
+    }
+}
+
+/* ---- products -------------------------------------------------------------------------------------------------- */
+
+/* Loads the warp's 16 BLOCKS rows of a tile in shared memory as first operands. */
+DEVICE void load_operands(u32 (&regs)[BLOCKS][K_STEPS][4], const factor *rows) {
+    const u32 row = smem_address(rows + lane() % 16 * PITCH + lane() / 16 * 8);
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int k = 0; k < K_STEPS; k++) ldmatrix_x4(regs[m][k], row + (16 * m * PITCH + 16 * k) * BYTES);
+}
+
+/* Runs multiply(regs, i) for i in [0, NUM), after load(regs, i). The loads run AHEAD of the products, because a load
+ * takes as long as several products. */
+template <int NUM, class loader, class multiplier>
+DEVICE void pipelined(const loader &load, const multiplier &multiply) {
+    u32 regs[AHEAD + 1][4];
+#pragma unroll
+    for (int i = 0; i < AHEAD && i < NUM; i++) load(regs[i], i);
+#pragma unroll
+    for (int i = 0; i < NUM; i++) {
+        if (i + AHEAD < NUM) load(regs[(i + AHEAD) % (AHEAD + 1)], i + AHEAD);
+        multiply(regs[i % (AHEAD + 1)], i);
+    }
+}
+
+/* X [16 BLOCKS, 8 N] = A B^T. The warp's rows A are in registers, or begin at own_row in shared memory. B begins at
+ * row. */
+template <bool IS_IN_REGS, int N>
+DEVICE void multiply_own(float (&x)[BLOCKS][N][4], const u32 (&own)[BLOCKS][K_STEPS][4], u32 own_row, u32 row) {
+    constexpr int PAIRS = N / 2, PLACES = AHEAD / PAIRS + 2;
+    u32 a[PLACES][BLOCKS][4];
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
+    pipelined<K_STEPS * PAIRS>(
+        [&](u32(&b)[4], int i) {
+            const int k = i / PAIRS, n = i % PAIRS * 2;
+            if (!IS_IN_REGS && n == 0)
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+                    ldmatrix_x4(a[k % PLACES][m], own_row + (16 * m * PITCH + 16 * k) * BYTES);
+            ldmatrix_x4(b, row + (8 * n * PITCH + 16 * k) * BYTES);
+        },
+        [&](const u32(&b)[4], int i) {
+            const int k = i / PAIRS, n = i % PAIRS * 2;
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                const u32 *from = IS_IN_REGS ? own[m][k] : a[k % PLACES][m],
+                          regs[4] = {from[0], from[1], from[2], from[3]};
+                mma_m16n8k16<factor>(x[m][n], regs, b[0], b[1]);
+                mma_m16n8k16<factor>(x[m][n + 1], regs, b[2], b[3]);
+            }
+        });
+}
+
+#endif

@@ -1,0 +1,29 @@
+/* Planner of attn_fwd_sm80: its requirements, and its row of cuda/tiles.def. */
+#include "gpu_planners.h"
+#include "gpu_problem.h"
+
+const char *fa_plan_fwd_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    const double largest_scale = 1e30; /* with log2 e, and with its products, a larger scale would leave the floats */
+    const char *why = fa_why_not_of_3(p, FA_EMPTY_NEG);
+    if (why) return why;
+    NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
+    NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && p->len_new == 0 && !p->rotary_cos,
+          "it takes no pages, left padding, cache_batch_idx and new keys");
+    NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(fa_suits_16_bytes(p),
+          "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
+    NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL), "the problem has more rows than 2^30");
+
+    const fa_family *family = &fa_families[FA_FWD_SM80];
+    const int row = fa_first_row_of_sm80(p, machine, FA_FWD_SM80);
+    NEEDS(row < family->num_rows, "it has no tile for this head dimension");
+    const fa_fwd_sm80_columns *t = fa_fwd_sm80_row(row);
+    plan->gpu.family = FA_FWD_SM80;
+    plan->gpu.row = row;
+    plan->gpu.features = fa_cuda_features(p) & (FA_SCORE | FA_DROPOUT | FA_IN_BF16);
+    if (!(p->scale < largest_scale)) plan->gpu.features |= FA_SCORE;
+    plan->block_q = 16 * t->warps * t->blocks;
+    plan->block_kv = t->block_kv;
+    return NULL;
+}
