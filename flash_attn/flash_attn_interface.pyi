@@ -4,6 +4,7 @@
 from typing import Literal, overload
 from torch import Tensor
 from flash_attn._arguments import as_int as _as_int
+from flash_attn._arguments import as_number as _as_number
 from flash_attn._arguments import as_scale as _as_scale
 from flash_attn._arguments import as_window as _as_window
 from flash_attn._arguments import distinct as _distinct
@@ -35,6 +36,7 @@ __all__ = [
     "FlashAttnVarlenKVPackedFunc",
     "FlashAttnVarlenQKVPackedFunc",
     "_as_int",
+    "_as_number",
     "_as_scale",
     "_as_window",
     "_backward",
