@@ -8,7 +8,8 @@ import torch.multiprocessing as mp
 def on_ranks(function, tmp_path, world_size=2, backend="gloo"):
     """Runs ``function(rank, group)`` on every rank. An exception on any rank fails the test. The function must be
     importable. With backend "nccl" each rank has a GPU."""
-    mp.get_context("forkserver").set_forkserver_preload(["torch", "flash_attn"])  # imported once for all ranks
+    # Imported once for all ranks, and in this order: the ops then take distributed tensors from the start.
+    mp.get_context("forkserver").set_forkserver_preload(["torch.distributed.tensor", "flash_attn"])
     args = function, world_size, str(tmp_path / "rendezvous"), backend
     mp.start_processes(_rank, args=args, nprocs=world_size, start_method="forkserver")
 

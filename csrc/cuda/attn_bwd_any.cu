@@ -35,7 +35,9 @@
 #define KERNEL attn_bwd_any
 #endif
 
-#define FLEX_HAS_EXACT_SUMS
+#if FLEX
+#include "flex_exact_sums.cuh"
+#endif
 #include "tile_any.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, OWN = WARP_ROWS * WARPS, N = WALK / 8;

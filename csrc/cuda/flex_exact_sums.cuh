@@ -10,6 +10,8 @@
 
 #include "cuda_flex.h"
 
+#define FLEX_HAS_EXACT_SUMS
+
 enum { PLUS_INF_SEEN = 1, MINUS_INF_SEEN = 2, NAN_SEEN = 4 };
 enum { INFINITE_EXPONENT = 0x7ff, EXPONENT_BIAS = 1022 }; /* a finite number of exponent e is below 2^(e - bias) */
 

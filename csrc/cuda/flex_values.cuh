@@ -62,7 +62,6 @@ enum flex_kind { FLEX_OF_HEAD, FLEX_OF_QUERY, FLEX_OF_KEY, FLEX_OF_DIFFERENCE, F
 /* Adds to an element of a capture's gradient, if that is wanted. With FLEX_HAS_EXACT_SUMS the address may want sums
  * that do not depend on an order. */
 #ifdef FLEX_HAS_EXACT_SUMS
-#include "flex_exact_sums.cuh"
 template <class T> DEVICE void flex_add_to(long long address, long long place, T value) {
     if (!address || value == T(0)) return;
     if ((unsigned long long)address >> 58)

@@ -286,7 +286,8 @@ static void check_places(unsigned (*below)(unsigned)) {
 typedef fa_attn_fwd_params params;
 constexpr int NUM_CTAS = 1;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL;
-static int uniform(int x) { return x; }
+static int uniform_alone(int x) { return x; }
+#define uniform uniform_alone
 #include "cuda/attn_fwd_tiles.cuh"
 
 static sequence_set set;
