@@ -97,7 +97,10 @@ def test_scores_of_any_size_on_hopper(step):
     """Scores that rise or fall from key tile to key tile by more than floats reach, and scores of -inf."""
     tensors = tensors_of(random.Random(1), (1, 2, 300, 700), (128, 128))
     for sign in (1, -1):
-        mod = lambda s, b, h, i, j, sign=sign: s + sign * torch.where(j // 128 > 0, step, 0.0) * (j // 128)  # noqa: E731
+
+        def mod(s, b, h, i, j, sign=sign):
+            return s + sign * torch.where(j // 128 > 0, step, 0.0) * (j // 128)
+
         for wants_max in (False, True):
             compare(tensors, mod, wants_max=wants_max)
     compare(tensors, lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -INF), wants_max=True)
