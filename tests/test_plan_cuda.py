@@ -195,6 +195,12 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
         ({"sms": 27}, 5),
         ({"sms": 20}, 0),  # 12 tiles are too many
         ({"len_q": 64}, 0),  # two steps do not pay for a cut
+        # All tiles are cut where a CTA has few of them, because a head's last tile takes longer.
+        ({"b": 4, "h": 16, "h_kv": 1, "len_q": 4096, "len_kv": 4096}, 128),
+        ({"b": 4, "h": 16, "h_kv": 2, "len_q": 4096, "len_kv": 4096}, 256),
+        ({"b": 4, "h": 16, "h_kv": 4, "len_q": 4096, "len_kv": 4096}, 0),  # would save 2%
+        ({"b": 1, "h": 1, "h_kv": 1, "len_q": 8192, "len_kv": 16384}, 128),
+        ({"b": 1, "h": 1, "h_kv": 1, "len_q": 4096, "len_kv": 16384}, 0),  # pieces would have fewer than 64 steps
         # Cuts along the query heads, into two or more pieces with 1024 rows in total, or 1536 or 6144 if there are many
         # tiles.
         ({"right": 0}, 0),
