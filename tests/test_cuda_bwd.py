@@ -177,9 +177,7 @@ CUT_TILES = [
 
 
 @pytest.mark.parametrize("deterministic", BOTH)
-@pytest.mark.parametrize(
-    "case", [replace(c, d=d, dtype="bf16") for c in CUT_TILES for d in (64, 96, 128)], ids=repr
-)
+@pytest.mark.parametrize("case", [replace(c, d=d, dtype="bf16") for c in CUT_TILES for d in (64, 96, 128)], ids=repr)
 def test_key_tiles_that_are_cut(case, deterministic):
     """The pieces add dK and dV in their order."""
     verify(case, deterministic=deterministic, repeats=10 if deterministic else 0)

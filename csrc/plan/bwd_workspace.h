@@ -30,8 +30,8 @@ static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles,
 
 /* Returns the number of pieces into which to cut all key tiles along their q_tiles query tiles. 1: they stay whole.
  * The last key tile of a head completes the sums of dQ, and takes 1.22 times as long as others. Where a CTA has few
- * tiles, the last ones to end are such tiles. Time is counted in steps. Begin and end of a piece take 3. A piece keeps 64
- * steps, and a cut must save 4%. */
+ * tiles, the last ones to end are such tiles. Time is counted in steps. A piece's beginning and end take 3. A piece
+ * keeps 64 steps, and a cut must save 4%. */
 static inline int64_t fa_bwd_pieces_of_all(int64_t tiles, int64_t sms, int64_t q_tiles, int64_t steps) {
     double best_time = 0;
     int64_t best = 1;
