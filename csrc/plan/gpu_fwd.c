@@ -46,7 +46,7 @@ static int heads_in_group(const fa_problem *p) {
  * on an H100 with 64 sequences, 16 heads and head_dim 64:
  *   length 17 16.5 and 19.9 us;  length 128 32.2 and 34.3 us;  length 256 58.4 and 60.1 us.
  * With many tiles CTAs drift apart, and the counter evens out their ends. 128 tokens, 16 heads, head_dim 128:
- *   4 tiles a CTA 31.9 and 32.7 us;  8 tiles 54.5 and 55.2 us;  16 tiles 99.9 and 98.8 us;  31 tiles 190.6 and 185.6. */
+ *   8 tiles a CTA 54.5 and 55.2 us;  16 tiles 99.9 and 98.8 us;  31 tiles 190.6 and 185.6 us. */
 static bool is_dynamic(const fa_problem *p, int64_t q_tiles, int64_t tiles, int64_t ctas) {
     enum { SHORT = 256, FEW_TILES = 12 };
     const bool is_short = !p->cu_seqlens_q && q_tiles == 1 && p->len_kv <= SHORT && tiles <= FEW_TILES * ctas;
