@@ -26,11 +26,11 @@
 #define F32  0
 #define OF_3 0
 
-/* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, and STAGES of K and V.
- * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when P V is added (LATE),
- * and how many CTAS an SM has. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
-    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
+/* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
+ * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when
+ * P V is added (LATE), and how many CTAS an SM has. */
+#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
+    !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
     !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
@@ -42,7 +42,10 @@
 #include "tile_sm80.cuh"
 #include "quads.cuh"
 
-constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
+/* SPLIT warps share WARP_ROWS rows: they divide the keys of S and the columns of O. */
+constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
+constexpr int OWN_KEYS = BLOCK_KV / SPLIT, OWN_COLUMNS = COLUMNS / SPLIT, N = OWN_KEYS / 8;
+constexpr int P_PITCH = BLOCK_KV + 8; /* like PITCH: eight rows begin in different groups of four banks */
 /* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
  * bf16 may be as large as floats, so there P is at most 1, and sums of P V stay floats. fp16 needs the range of P. */
 constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG2 = LAG - HEADROOM;
@@ -50,9 +53,11 @@ constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG
  * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
 constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
 
-static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns");
-static_assert(BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
-static_assert(!DROPOUT || BLOCK_KV == 16 || BLOCK_KV % 32 == 0, "a dropout patch has 32 keys");
+static_assert(8 * OWN_COLUMNS % 32 == 0, "a quad stores 32 columns");
+static_assert(OWN_KEYS % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
+static_assert(!DROPOUT || OWN_KEYS == 16 || OWN_KEYS % 32 == 0, "a dropout patch has 32 keys");
+static_assert(SPLIT == 1 || (IS_LATE && STAGES == 1 && !Q_REGS), "P goes through shared memory at the end of a step");
+static_assert(SPLIT <= 3, "there is room for 4 floats behind a row of Q");
 static_assert(N <= 8, "32 bits say which pairs of a thread count");
 static_assert(STAGES == 1 || (STAGES == 2 && (IS_LATE || !Q_REGS)), "the first V may come while Q is read");
 
@@ -66,8 +71,11 @@ struct shared_memory {
         factor q[Q_REGS ? 8 : BLOCK_Q * PITCH];
         float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie behind its rows */
     };
+    factor p[SPLIT > 1 ? BLOCK_Q * P_PITCH : 8]; /* P of the step before, if other warps read it */
 
     DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
+    /* What a warp tells the warps that share its rows: a maximum or a sum of its keys. */
+    DEVICE float &part(int row, int idx) { return ((float *)(q + row * PITCH + HEAD_DIM))[1 + idx]; }
 };
 
 /* Loads key tiles one after the other, from the last one down. LANES threads share a row, and some of them are idle if
@@ -94,39 +102,56 @@ struct key_loader {
     }
 };
 
-/* P [16 BLOCKS, BLOCK_KV] of a warp, as first operands of 16 keys each. */
+/* P [16 BLOCKS, OWN_KEYS] of a warp, as first operands of 16 keys each. */
 typedef u32 weights[BLOCKS][N / 2][4];
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* Runs work(k, c) of `weights` beside O += P V of a tile, after the products of keys [16 k, 16 k + 16) with columns
- * [16 c, 16 c + 16). Without ADDS only the work is done. */
+/* P of a step: in registers, or all keys of the warp's rows at `rows` in shared memory. */
+struct weights_source {
+    const weights &regs;
+    const factor *rows;
+};
+
+/* Runs work(i) of O += P V of a tile, after the products of 16 keys and 16 columns number i. The columns begin at `v`.
+ * Without ADDS only the work is done. */
 template <bool ADDS, class worker>
-DEVICE void add_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, const factor *v, const worker &work) {
-    constexpr int PAIRS = COLUMNS / 2;
+DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source &p, const factor *v,
+                       const worker &work) {
+    constexpr int PAIRS = OWN_COLUMNS / 2, NUM = BLOCK_KV / 16 * PAIRS, PLACES = AHEAD / PAIRS + 2;
     const int l = LANE_REGS ? lane() : laneid();
     const u32 row = smem_address(v + l % 16 * PITCH + l / 16 * 8);
+    const u32 p_row = SPLIT > 1 ? smem_address(p.rows + l % 16 * P_PITCH + l / 16 * 8) : 0;
+    u32 a[PLACES][BLOCKS][4];
+    const auto &shared = a;
     if (!ADDS) {
 #pragma unroll
-        for (int i = 0; i < N / 2 * PAIRS; i++) work(i / PAIRS, i % PAIRS);
+        for (int i = 0; i < NUM; i++) work(i);
         return;
     }
-    pipelined<N / 2 * PAIRS>(
-        [&](u32(&b)[4], int i) { ldmatrix_x4_trans(b, row + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES); },
+    pipelined<NUM>(
+        [&](u32(&b)[4], int i) {
+            if (SPLIT > 1 && i % PAIRS == 0)
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+                    ldmatrix_x4(a[i / PAIRS % PLACES][m], p_row + (16 * m * P_PITCH + 16 * (i / PAIRS)) * BYTES);
+            ldmatrix_x4_trans(b, row + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES);
+        },
         [&](const u32(&b)[4], int i) {
             const int k = i / PAIRS, c = i % PAIRS * 2;
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
-                mma_m16n8k16<factor>(o[m][c], p[m][k], b[0], b[1]);
-                mma_m16n8k16<factor>(o[m][c + 1], p[m][k], b[2], b[3]);
+                const u32(&w)[4] = *(SPLIT > 1 ? &shared[k % PLACES][m] : &p.regs[m][k % (N / 2)]);
+                mma_m16n8k16<factor>(o[m][c], w, b[0], b[1]);
+                mma_m16n8k16<factor>(o[m][c + 1], w, b[2], b[3]);
             }
-            work(k, c / 2);
+            work(i);
         });
 }
 
 /* O += P V by FMAs that skip pairs that do not count. Bit 4 n + e of `counts` belongs to element e of fragment n. The
  * lane that holds two weights of a row sends them to the other three lanes of its rows. */
-DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, const factor *v,
+DEVICE void add_seen_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights &p, const factor *v,
                             const u32 (&counts)[BLOCKS]) {
 #pragma unroll 1
     for (int owner = 0; owner < 4; owner++) {
@@ -144,7 +169,7 @@ DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, co
             for (int e = 0; e < 2; e++) {
                 const factor *row = v + (8 * n + 2 * owner + e) * PITCH;
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) {
+                for (int c = 0; c < OWN_COLUMNS; c++) {
                     float x[2];
                     unpack_x2<factor>(*(const u32 *)(row + column_of(c)), x[0], x[1]);
 #pragma unroll
@@ -161,6 +186,36 @@ DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, co
     }
 }
 
+/* The same with P in shared memory. The rows of P and of the sequence begin at `rows` and at `row`. */
+DEVICE void add_seen_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *rows, const factor *v,
+                            const fa_cuda_problem &p, const sequence &s, int row, int first) {
+#pragma unroll 1
+    for (int j = 0; j < BLOCK_KV; j++)
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            const int own = 8 * r + lane() / 4, i = row + own, key = first + j;
+            if (i >= s.len_q || key < first_key_of_window(p, s, i) || key >= end_key_of_window(p, s, i)) continue;
+            const float weight = cvt_f32(rows[own * P_PITCH + j]);
+#pragma unroll
+            for (int c = 0; c < OWN_COLUMNS; c++) {
+                float x[2];
+                unpack_x2<factor>(*(const u32 *)(v + j * PITCH + column_of(c)), x[0], x[1]);
+                o[r / 2][c][r % 2 * 2] += weight * x[0], o[r / 2][c][r % 2 * 2 + 1] += weight * x[1];
+            }
+        }
+}
+
+/* Stores P of a warp's keys for the warps that share its rows. */
+DEVICE void store_weights(factor *rows, const weights &p) {
+    u32 *row = (u32 *)(rows + lane() / 4 * P_PITCH + 2 * (lane() % 4));
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int k = 0; k < N / 2; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) row[(8 * m + 4 * (i % 2)) * P_PITCH + 8 * k + 4 * (i / 2)] = p[m][k][i];
+}
+
 /* ---- softmax --------------------------------------------------------------------------------------------------- */
 
 /* The state of one row of a thread: P = 2^(scale_log2 S - base), for the lagging maximum. base is rounded. All scores
@@ -174,8 +229,8 @@ DEVICE float base_of(float max, float scale_log2) { return __fmul_rn(max, scale_
 /* Beyond this base a fused product would differ from base by more than an exponent should see. */
 DEVICE bool is_large(float base) { return fabsf(base) > 0x1p24f; }
 
-/* Finds the largest scores of the rows. fmaxf ignores NaN, but NaN reaches the output through the sum. */
-DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
+/* Finds the largest of a thread's scores in its rows. fmaxf ignores NaN, but NaN reaches the output through the sum. */
+DEVICE void find_own_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
@@ -183,7 +238,34 @@ DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N
             float x = -INF;
 #pragma unroll
             for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-            largest[m][half] = quad_max(x);
+            largest[m][half] = x;
+        }
+}
+
+/* Finds the largest scores of the rows. */
+DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
+    find_own_largest(largest, s);
+#pragma unroll
+    for (int r = 0; r < 2 * BLOCKS; r++) largest[r / 2][r % 2] = quad_max(largest[r / 2][r % 2]);
+}
+
+/* Makes the largest of a thread's scores the largest of the rows, whose keys other warps have, too. All threads call
+ * this function. */
+DEVICE void share_largest(shared_memory &shared, int own_row, int part, float (&largest)[BLOCKS][2], bool sees) {
+    if (sees)
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            const float own = quad_max(largest[r / 2][r % 2]);
+            if (lane() % 4 == 0) shared.part(own_row + 8 * r + lane() / 4, part) = own;
+        }
+    __syncthreads();
+    if (sees)
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            float &x = largest[r / 2][r % 2];
+            x = -INF;
+#pragma unroll
+            for (int i = 0; i < SPLIT; i++) x = fmaxf(x, shared.part(own_row + 8 * r + lane() / 4, i));
         }
 }
 
@@ -197,8 +279,8 @@ DEVICE bool lags_behind(const float (&largest)[BLOCKS][2], const lagging_row (&r
 }
 
 /* Raises the maxima of the warp's rows, and rescales the sums and O. Returns whether a base of the thread is large. */
-DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2], float (&o)[BLOCKS][COLUMNS][4],
-                  const float (&largest)[BLOCKS][2], float scale_log2) {
+DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2], float (&o)[BLOCKS][OWN_COLUMNS][4],
+                  const float (&largest)[BLOCKS][2], float scale_log2, bool writes) {
     bool has_large = false;
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -209,9 +291,9 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
             if (wanted > row.base) {
                 const float rescale = ex2(row.base - wanted);
                 row = {wanted, row.sum * rescale};
-                if (lane() % 4 == 0) shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
+                if (writes && lane() % 4 == 0) shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) o[m][c][2 * half] *= rescale, o[m][c][2 * half + 1] *= rescale;
+                for (int c = 0; c < OWN_COLUMNS; c++) o[m][c][2 * half] *= rescale, o[m][c][2 * half + 1] *= rescale;
             }
             has_large |= row.base != -INF && is_large(row.base);
         }
@@ -221,10 +303,10 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
 /* S becomes P in the order of operands. kept says which elements dropout keeps. sums are those of this step.
  * IS_USUAL: no row has a large base, and P V of the step before is added meanwhile. */
 template <bool IS_USUAL>
-DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][COLUMNS][4], float (&sums)[BLOCKS][2],
-                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const factor *v,
-                    const u32 (&kept)[BLOCKS]) {
-    constexpr int PARTS = COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
+DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN_COLUMNS][4], float (&sums)[BLOCKS][2],
+                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const weights_source &last,
+                    const factor *v, const u32 (&kept)[BLOCKS]) {
+    constexpr int PARTS = SPLIT * OWN_COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
     float bases[BLOCKS][2];
 #pragma unroll
     for (int r = 0; r < 2 * BLOCKS; r++) {
@@ -256,11 +338,11 @@ DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][COL
     if (IS_USUAL && LATE == 1) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++) make(0, part);
-        add_values<true>(o, p, v, [&](int k, int part) {
-            if (k + 1 < N / 2) make(k + 1, part);
+        add_values<true>(o, last, v, [&](int i) {
+            if (i / PARTS + 1 < N / 2) make(i / PARTS + 1, i % PARTS);
         });
     } else {
-        add_values<IS_USUAL && IS_LATE>(o, p, v, make);
+        add_values<IS_USUAL && IS_LATE>(o, last, v, [&](int i) { make(i / PARTS, i % PARTS); });
     }
 }
 
@@ -275,32 +357,43 @@ DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
 
 /* ---- a tile of rows -------------------------------------------------------------------------------------------- */
 
-/* Writes o and lse of a block of 16 rows from `row` on. */
-DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, int row, float (&o)[COLUMNS][4],
-                         const lagging_row (&rows)[2], shared_memory &shared, int own_row, float unit) {
+/* Writes o and lse of a block of 16 rows from `row` on. Of o the columns from `column` on are written. */
+DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, int row, int column,
+                         float (&o)[OWN_COLUMNS][4], const lagging_row (&rows)[2], shared_memory &shared, int own_row,
+                         float unit) {
     float weights[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float sum = quad_sum(rows[half].sum);
-        const float max = rows[half].base == -INF ? -INF : shared.maximum(own_row + 8 * half + lane() / 4);
+        const int shared_row = own_row + 8 * half + lane() / 4;
+        float sum = 0;
+        if (SPLIT > 1)
+#pragma unroll
+            for (int i = 0; i < SPLIT; i++) sum += shared.part(shared_row, i);
+        else
+            sum = quad_sum(rows[half].sum);
+        const float max = rows[half].base == -INF ? -INF : shared.maximum(shared_row);
         const float scaled = __fmul_rn(max, unit * LOG2_E), rest = fmaf(max, unit * LOG2_E, -scaled);
         const bool is_empty = sum == 0 && scaled == -INF;               /* no key seen, or only scores of -inf */
         const float lag = HEADROOM != 0 ? rows[half].base - scaled : 0; /* P is so much smaller, in log2 */
         const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
         const int i = row + lane() / 4 + 8 * half;
-        if (lane() % 4 == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = is_empty ? p.empty_lse : lse;
+        if (lane() % 4 == 0 && column == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = is_empty ? p.empty_lse : lse;
         weights[half] = is_empty ? 0 : p.keep_scale / sum;
         if (is_empty)
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
+            for (int c = 0; c < OWN_COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
     }
-    store_rows((const float (&)[4 * COLUMNS]) o, weights, (element::output *)p.o.data + query_offset(p.o, s, 0, head),
-               p.o.stride_row, row, s.len_q, p.d);
+    store_rows((const float (&)[4 * OWN_COLUMNS]) o, weights,
+               (element::output *)p.o.data + query_offset(p.o, s, 0, head) + column, p.o.stride_row, row, s.len_q,
+               p.d - column);
 }
 
 /* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
 DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
-    const int head_kv = head / (p.h / p.h_kv), own_row = WARP_ROWS * uniform(warp()), warp_row = first_row + own_row;
+    const int head_kv = head / (p.h / p.h_kv);
+    const int part = SPLIT > 1 ? uniform(warp() % SPLIT) : 0, own_key = part * OWN_KEYS;
+    const int own_column = part * (8 * OWN_COLUMNS);
+    const int own_row = WARP_ROWS * uniform(warp() / SPLIT), warp_row = first_row + own_row;
     const tile_walk keys = keys_of(p, s, first_row, min(first_row + BLOCK_Q, s.len_q) - 1);
     /* The keys that the warp's rows see. */
     tile_walk own = keys_of(p, s, warp_row, min(warp_row + WARP_ROWS, s.len_q) - 1);
@@ -308,14 +401,16 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     const interval_walk<BLOCK_KV> walk(keys);
     const float unit = SCORE ? 1 : p.scale, scale_log2 = unit * LOG2_E; /* the exponent scales plain scores */
     lagging_row rows[BLOCKS][2];
-    float o[BLOCKS][COLUMNS][4];
+    float o[BLOCKS][OWN_COLUMNS][4];
     weights probs;
+    factor *const p_rows = shared.p + own_row * P_PITCH;
+    const weights_source last = {probs, p_rows};
     u32 q_regs[BLOCKS][K_STEPS][4];
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
         rows[m][0] = rows[m][1] = {-INF, 0};
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
+        for (int c = 0; c < OWN_COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
     }
 
     /* The last keys come first. They have the mask of the diagonal, and often the largest scores. */
@@ -355,42 +450,55 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         const int first = first_of(step), v_step = step - IS_LATE, v_first = first_of(v_step);
         factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
         wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the step before */
+        if (SPLIT > 1 && has_probs) store_weights(p_rows + own_key, probs);
         if (STAGES == 2) load_k(step + 1);
         load_v(STAGES == 1 ? v_step : v_step + 1);
         cp_async_commit_group();
 
         const bool sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
-        float scores[BLOCKS][N][4], sums[BLOCKS][2];
+        float scores[BLOCKS][N][4], sums[BLOCKS][2], largest[BLOCKS][2];
         u32 kept[BLOCKS] = {};
         const auto make_scores = [&] {
             const int l = LANE_REGS ? lane() : laneid();
             multiply_own<Q_REGS>(scores, q_regs, smem_address(shared.q + (own_row + l % 16) * PITCH + l / 16 * 8),
-                                 smem_address(k + (l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8));
-            const bool is_whole = !is_partial<BLOCK_KV>(first, own.full_begin, own.full_end);
+                                 smem_address(k + (own_key + l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8));
+            const bool is_whole = !is_partial<OWN_KEYS>(first + own_key, own.full_begin, own.full_end);
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
-                if (SCORE) change_scores(p, s, head, scores[m], warp_row + 16 * m, first);
-                if (!is_whole) mask_scores(p, s, scores[m], warp_row + 16 * m, first);
-                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(warp_row + 16 * m, first);
+                if (SCORE) change_scores(p, s, head, scores[m], warp_row + 16 * m, first + own_key);
+                if (!is_whole) mask_scores(p, s, scores[m], warp_row + 16 * m, first + own_key);
+                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(warp_row + 16 * m, first + own_key);
             }
         };
         if (sees) make_scores();
+        bool lags = false; /* does a maximum lag behind, in the CTA if warps share rows? */
         if (STAGES == 1) {
-            wait_for_tiles<0>(); /* V has come, and all warps have read K */
+            if (SPLIT > 1) {
+                cp_async_wait_group<0>();
+                if (sees) {
+                    find_own_largest(largest, scores);
+                    lags = lags_behind(largest, rows, scale_log2);
+                }
+                lags = __syncthreads_or(lags); /* V and P have come, too, and all warps have read K */
+            } else {
+                wait_for_tiles<0>(); /* V has come, and all warps have read K */
+            }
             load_k(step + 1);
             cp_async_commit_group();
         }
         const bool v_is_whole = v_step < 0 || !is_partial<BLOCK_KV>(v_first, keys.full_begin, keys.full_end);
         const bool is_exact = !v_is_whole && uniform(has_nan_or_inf<BLOCK_KV>(v));
         const auto add = [&] {
-            if (is_exact) {
+            if (is_exact && SPLIT > 1) {
+                add_seen_shared(o, p_rows, v + own_column, p, s, warp_row, v_first);
+            } else if (is_exact) {
                 u32 counts[BLOCKS];
                 float unused[N][4] = {};
 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++) counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, v_first);
                 add_seen_values(o, probs, v, counts);
             } else {
-                add_values<true>(o, probs, v, [](int, int) {});
+                add_values<true>(o, last, v + own_column, [](int) {});
             }
         };
         const auto add_sums = [&] {
@@ -398,12 +506,12 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             for (int r = 0; r < 2 * BLOCKS; r++) rows[r / 2][r % 2].sum += sums[r / 2][r % 2];
         };
 
-        float largest[BLOCKS][2];
-        if (sees && !TRIES_FIRST) find_largest(largest, scores);
-        bool is_usual = LATE > 0 && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
-        if (is_usual && !TRIES_FIRST) is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
+        if (sees && !TRIES_FIRST && SPLIT == 1) find_largest(largest, scores);
+        bool is_usual = LATE > 0 && sees && (!IS_LATE || has_probs) && !is_exact && !has_large && !lags;
+        if (is_usual && !TRIES_FIRST && SPLIT == 1)
+            is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
         if (is_usual) {
-            softmax<true>(scores, probs, o, sums, rows, scale_log2, v, kept);
+            softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v + own_column, kept);
             if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
                 is_usual = has_probs = false; /* P V has been added, and P is made again */
                 make_scores();
@@ -413,11 +521,12 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         }
         if (!is_usual) {
             if (IS_LATE && has_probs) add();
+            if (SPLIT > 1 && lags) share_largest(shared, own_row, part, largest, sees);
             if (sees) {
                 if (TRIES_FIRST) find_largest(largest, scores);
-                if (TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
-                    has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2));
-                softmax<false>(scores, probs, o, sums, rows, scale_log2, v, kept);
+                if (SPLIT > 1 ? lags : TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
+                    has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2, part == 0));
+                softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v + own_column, kept);
                 add_sums();
                 if (!IS_LATE) add();
             }
@@ -425,10 +534,19 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         has_probs = sees;
     }
 
-    __syncwarp(); /* the lanes know the maxima of their rows */
+    if (SPLIT > 1) {
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            const float sum = quad_sum(rows[r / 2][r % 2].sum);
+            if (lane() % 4 == 0) shared.part(own_row + 8 * r + lane() / 4, part) = sum;
+        }
+        __syncthreads();
+    } else {
+        __syncwarp(); /* the lanes know the maxima of their rows */
+    }
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
-        finish_block(p, s, head, warp_row + 16 * m, o[m], rows[m], shared, own_row + 16 * m, unit);
+        finish_block(p, s, head, warp_row + 16 * m, own_column, o[m], rows[m], shared, own_row + 16 * m, unit);
 }
 
 /* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a
