@@ -84,20 +84,24 @@ struct key_loader {
     static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
     static constexpr int STEP = THREADS / LANES, NUM = BLOCK_KV / STEP;
     static_assert(BLOCK_KV % STEP == 0, "no thread has less to do");
+    static constexpr int NONE = -(1 << 30);
     const factor *from; /* the first of the thread's pieces of the next tile */
 
     DEVICE static int top() { return threadIdx.x / LANES; }
     DEVICE static int left() { return threadIdx.x % LANES * 8; }
     DEVICE key_loader(const factor *rows, long long stride) : from(rows + top() * stride + left()) {}
     /* Of num_rows rows so many lie behind the thread's first; none if the thread's columns do not exist. */
-    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : -(1 << 30); }
-    /* Rows behind num_own become zero. */
-    DEVICE void load(factor *tile, long long stride, int num_own) {
-        const u32 to = smem_address(tile + top() * PITCH + left());
+    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : NONE; }
+    /* The thread's first piece of a tile that begins at `tile` in shared memory. */
+    DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + left()) * BYTES; }
+    /* Loads to the tile whose first piece of the thread has the address `to`. Rows behind num_own become zero. If all
+     * rows exist, num_own only says whether the thread's columns do. */
+    template <bool ALL_EXIST> DEVICE void load(u32 to, long long stride, int num_own) {
         if (LANES == PIECES || left() < HEAD_DIM)
 #pragma unroll
             for (int i = 0; i < NUM; i++)
-                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
+                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride,
+                            ALL_EXIST ? num_own > NONE + (1 << 29) : i * STEP < num_own);
         from -= BLOCK_KV * stride;
     }
 };
@@ -107,21 +111,18 @@ typedef u32 weights[BLOCKS][N / 2][4];
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* P of a step: in registers, or all keys of the warp's rows at `rows` in shared memory. */
+/* P of a step: in registers, or all keys of the warp's rows in shared memory, from the lane's address `row` on. */
 struct weights_source {
     const weights &regs;
-    const factor *rows;
+    u32 row;
 };
 
-/* Runs work(i) of O += P V of a tile, after the products of 16 keys and 16 columns number i. The columns begin at `v`.
- * Without ADDS only the work is done. */
+/* Runs work(i) of O += P V of a tile, after the products of 16 keys and 16 columns number i. The columns begin at the
+ * lane's address `v`. Without ADDS only the work is done. */
 template <bool ADDS, class worker>
-DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source &p, const factor *v,
+DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source &p, u32 v,
                        const worker &work) {
     constexpr int PAIRS = OWN_COLUMNS / 2, NUM = BLOCK_KV / 16 * PAIRS, PLACES = AHEAD / PAIRS + 2;
-    const int l = LANE_REGS ? lane() : laneid();
-    const u32 row = smem_address(v + l % 16 * PITCH + l / 16 * 8);
-    const u32 p_row = SPLIT > 1 ? smem_address(p.rows + l % 16 * P_PITCH + l / 16 * 8) : 0;
     u32 a[PLACES][BLOCKS][4];
     const auto &shared = a;
     if (!ADDS) {
@@ -134,8 +135,8 @@ DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source 
             if (SPLIT > 1 && i % PAIRS == 0)
 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++)
-                    ldmatrix_x4(a[i / PAIRS % PLACES][m], p_row + (16 * m * P_PITCH + 16 * (i / PAIRS)) * BYTES);
-            ldmatrix_x4_trans(b, row + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES);
+                    ldmatrix_x4(a[i / PAIRS % PLACES][m], p.row + (16 * m * P_PITCH + 16 * (i / PAIRS)) * BYTES);
+            ldmatrix_x4_trans(b, v + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES);
         },
         [&](const u32(&b)[4], int i) {
             const int k = i / PAIRS, c = i % PAIRS * 2;
@@ -305,7 +306,7 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
 template <bool IS_USUAL>
 DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN_COLUMNS][4], float (&sums)[BLOCKS][2],
                     const lagging_row (&rows)[BLOCKS][2], float scale_log2, const weights_source &last,
-                    const factor *v, const u32 (&kept)[BLOCKS]) {
+                    u32 v, const u32 (&kept)[BLOCKS]) {
     constexpr int PARTS = SPLIT * OWN_COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
     float bases[BLOCKS][2];
 #pragma unroll
@@ -354,6 +355,14 @@ DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
     for (int r = 0; r < 2 * BLOCKS; r++) is |= !(sums[r / 2][r % 2] <= 1 << MOST_LOG2);
     return is;
 }
+
+/* Steps without a mask at the tensors' ends have a text of their own. */
+struct plain_step {
+    static constexpr bool value = true;
+};
+struct any_step {
+    static constexpr bool value = false;
+};
 
 /* ---- a tile of rows -------------------------------------------------------------------------------------------- */
 
@@ -404,7 +413,6 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     float o[BLOCKS][OWN_COLUMNS][4];
     weights probs;
     factor *const p_rows = shared.p + own_row * P_PITCH;
-    const weights_source last = {probs, p_rows};
     u32 q_regs[BLOCKS][K_STEPS][4];
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
@@ -423,110 +431,164 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     };
     key_loader next_k = loader_of(p.k), next_v = loader_of(p.v);
     const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
-    const auto load_k = [&](int step) {
-        if (walk.exists(step)) next_k.load(shared.k[step % STAGES], p.k.stride_row, num_own + step * BLOCK_KV);
+    /* Addresses in shared memory. Without pins ptxas would compute them anew in each step (-5%). */
+    const u32 base = uniform(smem_address(&shared)), own_piece = pinned(key_loader::piece_of(base));
+    const auto address = [&](const void *place) { return base + (u32)((const char *)place - (const char *)&shared); };
+    const auto in_rows = [&](u32 tile, int pitch) { /* the lane's rows of tiles that ldmatrix reads so: Q, P and V */
+        const int l = laneid();
+        return tile + (l % 16 * pitch + l / 16 * 8) * BYTES;
     };
-    const auto load_v = [&](int step) {
-        if (step >= 0 && walk.exists(step))
-            next_v.load(shared.v[step % STAGES], p.v.stride_row, num_own + step * BLOCK_KV);
+    const auto in_keys = [&](u32 tile) { /* and of K */
+        const int l = laneid();
+        return tile + ((l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8) * BYTES;
+    };
+    const u32 rows_of_0 = LANE_REGS ? pinned(in_rows(base, PITCH)) : 0;
+    const u32 keys_of_0 = LANE_REGS ? pinned(in_keys(base)) : 0;
+    const auto rows_at = [&](const factor *tile) {
+        return LANE_REGS ? rows_of_0 + (address(tile) - base) : in_rows(address(tile), PITCH);
+    };
+    const auto keys_at = [&](const factor *tile) {
+        return LANE_REGS ? keys_of_0 + (address(tile) - base) : in_keys(address(tile));
+    };
+    const auto load_k = [&](auto kind, int step) {
+        constexpr bool IS_PLAIN = decltype(kind)::value;
+        if (IS_PLAIN || walk.exists(step))
+            next_k.load<IS_PLAIN>(own_piece + (address(shared.k[step % STAGES]) - base), p.k.stride_row,
+                                  IS_PLAIN ? num_own : num_own + step * BLOCK_KV);
+    };
+    const auto load_v = [&](auto kind, int step) {
+        constexpr bool IS_PLAIN = decltype(kind)::value;
+        if (IS_PLAIN || (step >= 0 && walk.exists(step)))
+            next_v.load<IS_PLAIN>(own_piece + (address(shared.v[step % STAGES]) - base), p.v.stride_row,
+                                  IS_PLAIN ? num_own : num_own + step * BLOCK_KV);
     };
     if (walk.exists(0)) {
         load_rows<BLOCK_Q>(Q_REGS ? shared.q_once : shared.q,
                            (const factor *)p.q.data + query_offset(p.q, s, first_row, head), p.q.stride_row,
                            s.len_q - first_row, p.d);
-        load_k(0);
-        if (STAGES == 2 && !IS_LATE) load_v(0);
+        load_k(any_step(), 0);
+        if (STAGES == 2 && !IS_LATE) load_v(any_step(), 0);
         cp_async_commit_group();
         if (Q_REGS) {
             wait_for_tiles<0>();
             load_operands(q_regs, shared.q_once + own_row * PITCH);
         }
     }
+    /* In a plain step all rows of the CTA see all keys of this step and of the step before, and all tiles to load exist
+     * as a whole. */
+    const bool has_all_rows = first_row + BLOCK_Q <= s.len_q;
+    const int plain_begin = max(1, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV) + 1);
+    const int plain_end =
+        has_all_rows ? uniform(min(walk.num - 1, (first_of(0) - keys.full_begin) / BLOCK_KV + 1)) : 0;
 
     bool has_probs = false, has_large = false;
 #pragma unroll 1
     for (int step = 0; walk.exists(step - IS_LATE); step++) {
-        /* The step whose P V is added in this step. */
-        const int first = first_of(step), v_step = step - IS_LATE, v_first = first_of(v_step);
-        factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
-        wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the step before */
-        if (SPLIT > 1 && has_probs) store_weights(p_rows + own_key, probs);
-        if (STAGES == 2) load_k(step + 1);
-        load_v(STAGES == 1 ? v_step : v_step + 1);
-        cp_async_commit_group();
-
-        const bool sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
+        const int v_step = step - IS_LATE; /* P V of this step is added */
+        const factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
+        const u32 v_at = rows_at(v + own_column);
+        const weights_source last = {probs, SPLIT > 1 ? in_rows(address(p_rows), P_PITCH) : 0};
         float scores[BLOCKS][N][4], sums[BLOCKS][2], largest[BLOCKS][2];
         u32 kept[BLOCKS] = {};
-        const auto make_scores = [&] {
-            const int l = LANE_REGS ? lane() : laneid();
-            multiply_own<Q_REGS>(scores, q_regs, smem_address(shared.q + (own_row + l % 16) * PITCH + l / 16 * 8),
-                                 smem_address(k + (own_key + l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8));
-            const bool is_whole = !is_partial<OWN_KEYS>(first + own_key, own.full_begin, own.full_end);
+        bool sees = true, is_exact = false, is_usual = LATE > 0;
+        bool lags = false; /* does a maximum lag behind, in the CTA if warps share rows? */
+        const auto make_scores = [&](auto kind) {
+            const int key = first_of(step) + own_key;
+            multiply_own<Q_REGS>(scores, q_regs, rows_at(shared.q + own_row * PITCH), keys_at(k + own_key * PITCH));
+            const bool is_whole =
+                decltype(kind)::value || !is_partial<OWN_KEYS>(key, own.full_begin, own.full_end);
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
-                if (SCORE) change_scores(p, s, head, scores[m], warp_row + 16 * m, first + own_key);
-                if (!is_whole) mask_scores(p, s, scores[m], warp_row + 16 * m, first + own_key);
-                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(warp_row + 16 * m, first + own_key);
-            }
-        };
-        if (sees) make_scores();
-        bool lags = false; /* does a maximum lag behind, in the CTA if warps share rows? */
-        if (STAGES == 1) {
-            if (SPLIT > 1) {
-                cp_async_wait_group<0>();
-                if (sees) {
-                    find_own_largest(largest, scores);
-                    lags = lags_behind(largest, rows, scale_log2);
-                }
-                lags = __syncthreads_or(lags); /* V and P have come, too, and all warps have read K */
-            } else {
-                wait_for_tiles<0>(); /* V has come, and all warps have read K */
-            }
-            load_k(step + 1);
-            cp_async_commit_group();
-        }
-        const bool v_is_whole = v_step < 0 || !is_partial<BLOCK_KV>(v_first, keys.full_begin, keys.full_end);
-        const bool is_exact = !v_is_whole && uniform(has_nan_or_inf<BLOCK_KV>(v));
-        const auto add = [&] {
-            if (is_exact && SPLIT > 1) {
-                add_seen_shared(o, p_rows, v + own_column, p, s, warp_row, v_first);
-            } else if (is_exact) {
-                u32 counts[BLOCKS];
-                float unused[N][4] = {};
-#pragma unroll
-                for (int m = 0; m < BLOCKS; m++) counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, v_first);
-                add_seen_values(o, probs, v, counts);
-            } else {
-                add_values<true>(o, last, v + own_column, [](int) {});
+                const int row = warp_row + 16 * m;
+                if (SCORE) change_scores(p, s, head, scores[m], row, key);
+                if (!is_whole) mask_scores(p, s, scores[m], row, key);
+                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, key);
             }
         };
         const auto add_sums = [&] {
 #pragma unroll
             for (int r = 0; r < 2 * BLOCKS; r++) rows[r / 2][r % 2].sum += sums[r / 2][r % 2];
         };
-
-        if (sees && !TRIES_FIRST && SPLIT == 1) find_largest(largest, scores);
-        bool is_usual = LATE > 0 && sees && (!IS_LATE || has_probs) && !is_exact && !has_large && !lags;
-        if (is_usual && !TRIES_FIRST && SPLIT == 1)
-            is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
-        if (is_usual) {
-            softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v + own_column, kept);
-            if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
-                is_usual = has_probs = false; /* P V has been added, and P is made again */
-                make_scores();
-            } else {
-                add_sums();
+        /* The usual step. If is_usual is false afterwards, P is not made yet. */
+        const auto take_step = [&](auto kind) {
+            constexpr bool IS_PLAIN = decltype(kind)::value;
+            wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
+            if (SPLIT > 1 && (IS_PLAIN || has_probs)) store_weights(p_rows + own_key, probs);
+            if (STAGES == 2) load_k(kind, step + 1);
+            load_v(kind, STAGES == 1 ? v_step : v_step + 1);
+            cp_async_commit_group();
+            if (!IS_PLAIN) {
+                const int first = first_of(step);
+                sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
             }
-        }
+            if (!IS_PLAIN) {
+                if (STAGES == 2 && v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end))
+                    is_exact = uniform(has_nan_or_inf<BLOCK_KV>(v));
+                is_usual = is_usual && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
+            }
+            if (TRIES_FIRST ? is_usual : sees) make_scores(kind);
+            if (STAGES == 1) {
+                if (SPLIT > 1) {
+                    if (sees) {
+                        find_own_largest(largest, scores);
+                        lags = lags_behind(largest, rows, scale_log2);
+                    }
+                    cp_async_wait_group<0>();
+                    lags = __syncthreads_or(lags); /* V and P have come, too, and all warps have read K */
+                } else {
+                    wait_for_tiles<0>(); /* V has come, and all warps have read K */
+                }
+                load_k(kind, step + 1);
+                cp_async_commit_group();
+            }
+            if (!IS_PLAIN && STAGES == 1) {
+                if (v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end))
+                    is_exact = uniform(has_nan_or_inf<BLOCK_KV>(v));
+                is_usual = is_usual && !is_exact;
+            }
+            if (SPLIT > 1) is_usual = is_usual && !lags;
+            if (!TRIES_FIRST && SPLIT == 1) {
+                if (sees) find_largest(largest, scores);
+                if (is_usual) is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
+            }
+            if (is_usual) {
+                softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept);
+                if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
+                    is_usual = has_probs = false; /* P V has been added, and P is made again */
+                } else {
+                    add_sums();
+                }
+            }
+        };
+        if (step >= plain_begin && step < plain_end && (!IS_LATE || has_probs) && !has_large)
+            take_step(plain_step());
+        else
+            take_step(any_step());
+        const auto add = [&] {
+            if (is_exact && SPLIT > 1) {
+                add_seen_shared(o, p_rows, v + own_column, p, s, warp_row, first_of(v_step));
+            } else if (is_exact) {
+                u32 counts[BLOCKS];
+                float unused[N][4] = {};
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+                    counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, first_of(v_step));
+                add_seen_values(o, probs, v, counts);
+            } else {
+                add_values<true>(o, last, v_at, [](int) {});
+            }
+        };
         if (!is_usual) {
             if (IS_LATE && has_probs) add();
             if (SPLIT > 1 && lags) share_largest(shared, own_row, part, largest, sees);
             if (sees) {
-                if (TRIES_FIRST) find_largest(largest, scores);
+                if (TRIES_FIRST) {
+                    make_scores(any_step());
+                    find_largest(largest, scores);
+                }
                 if (SPLIT > 1 ? lags : TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
                     has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2, part == 0));
-                softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v + own_column, kept);
+                softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept);
                 add_sums();
                 if (!IS_LATE) add();
             }

@@ -138,6 +138,9 @@ DEVICE u32 ld_acquire(const u32 *counter) {
  * value is not uniform for ptxas. [redux.sync] */
 DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
+/* Whole warp. Returns x, which ptxas then keeps in a register: it does not see that x could be computed anew. */
+DEVICE u32 pinned(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
+
 /* Any thread. Reads %laneid anew, so that ptxas computes dependent values where they are used, instead of keeping them
  * in registers through a loop. [%laneid] */
 DEVICE int laneid() {

@@ -324,6 +324,7 @@ template <class T> static inline u32 max_x2(u32 a, u32 b) {
 static inline u32 cvt_e4m3x2(float low, float high) { return cvt<e4m3>(low).bits | (u32)cvt<e4m3>(high).bits << 8; }
 
 static inline int uniform(int x) { return __reduce_max_sync(~0u, x); }
+static inline u32 pinned(u32 x) { return x; }
 static inline int laneid() { return (int)(emulated_thread.x % 32); }
 static inline float ex2(float x) { return exp2f(x); }
 static inline float lg2(float x) { return log2f(x); }
