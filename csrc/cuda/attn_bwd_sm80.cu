@@ -33,10 +33,10 @@
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows and BLOCK_KV keys, WARPS with BLOCKS times 16 keys each, and
  * CHUNK rows whose scores are in registers at the same time. The row also gives STAGES of Q and dO, says whether K
- * and V are in registers (K_REGS, V_REGS), and gives CTAS of an SM. */
+ * and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || \
-    !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) || !defined(CTAS) ||        \
-    !defined(SCORE) || !defined(DROPOUT)
+    !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) || !defined(AHEAD) ||       \
+    !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -154,11 +154,8 @@ DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *
         });
 }
 
-/* Fragments of dQ that a warp has at a time. */
-#ifndef DQ_GROUP_N
-#define DQ_GROUP_N (SPLIT > 1 && DQ_COLUMNS % 4 == 0 ? 4 : SPLIT > 1 && DQ_COLUMNS > 4 ? 2 : DQ_COLUMNS)
-#endif
-constexpr int DQ_GROUP = DQ_GROUP_N;
+/* Columns of dQ that a warp has at a time, in fragments. */
+constexpr int DQ_GROUP = DQ_COLUMNS > 4 ? 2 : DQ_COLUMNS;
 
 /* In tiles with a mask, weights of pairs that do not see each other lie in shared memory as -0. Other weights are never
  * -0 there. */

@@ -28,10 +28,10 @@
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
  * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when
- * P V is added (LATE), and how many CTAS an SM has. */
+ * P V is added (LATE), how many loads run AHEAD of products, and how many CTAS an SM has. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
-    !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
-    !defined(DROPOUT)
+    !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) || !defined(CTAS) ||      \
+    !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -71,8 +71,9 @@ struct shared_memory {
         factor q[Q_REGS ? 8 : BLOCK_Q * PITCH];
         float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie behind its rows */
     };
-    factor p[SPLIT > 1 ? BLOCK_Q * P_PITCH : 8]; /* P of the step before, if other warps read it */
 
+    /* P of the step before lies behind Q, if other warps read it. */
+    DEVICE factor *p() { return q + BLOCK_Q * PITCH; }
     DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
     /* What a warp tells the warps that share its rows: a maximum or a sum of its keys. */
     DEVICE float &part(int row, int idx) { return ((float *)(q + row * PITCH + HEAD_DIM))[1 + idx]; }
@@ -96,13 +97,22 @@ struct key_loader {
     DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + left()) * BYTES; }
     /* Loads to the tile whose first piece of the thread has the address `to`. Rows behind num_own become zero. If all
      * rows exist, num_own only says whether the thread's columns do. */
-    template <bool ALL_EXIST> DEVICE void load(u32 to, long long stride, int num_own) {
+    DEVICE void load(u32 to, long long stride, int num_own) {
         if (LANES == PIECES || left() < HEAD_DIM)
 #pragma unroll
             for (int i = 0; i < NUM; i++)
-                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride,
-                            ALL_EXIST ? num_own > NONE + (1 << 29) : i * STEP < num_own);
+                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
         from -= BLOCK_KV * stride;
+    }
+    /* Does the same for piece i of NUM, where all rows exist. num_own says whether the thread's columns do. */
+    DEVICE void load_piece(int i, u32 to, long long stride, int num_own) {
+        const bool has_columns = num_own > NONE + (1 << 29);
+        const u32 dst = to + i * STEP * PITCH * BYTES;
+        if (LANES == PIECES)
+            cp_async_16(dst, from + i * STEP * stride, has_columns);
+        else
+            cp_async_16_if(left() < HEAD_DIM, dst, from + i * STEP * stride, has_columns);
+        if (i == NUM - 1) from -= BLOCK_KV * stride;
     }
 };
 
@@ -302,11 +312,12 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
 }
 
 /* S becomes P in the order of operands. kept says which elements dropout keeps. sums are those of this step.
- * IS_USUAL: no row has a large base, and P V of the step before is added meanwhile. */
-template <bool IS_USUAL>
+ * IS_USUAL: no row has a large base, and P V of the step before is added meanwhile. Then beside(i) runs after product i
+ * of 16 keys and 16 columns. */
+template <bool IS_USUAL, class worker>
 DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN_COLUMNS][4], float (&sums)[BLOCKS][2],
                     const lagging_row (&rows)[BLOCKS][2], float scale_log2, const weights_source &last,
-                    u32 v, const u32 (&kept)[BLOCKS]) {
+                    u32 v, const u32 (&kept)[BLOCKS], const worker &beside) {
     constexpr int PARTS = SPLIT * OWN_COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
     float bases[BLOCKS][2];
 #pragma unroll
@@ -341,9 +352,13 @@ DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN
         for (int part = 0; part < PARTS; part++) make(0, part);
         add_values<true>(o, last, v, [&](int i) {
             if (i / PARTS + 1 < N / 2) make(i / PARTS + 1, i % PARTS);
+            beside(i);
         });
     } else {
-        add_values<IS_USUAL && IS_LATE>(o, last, v, [&](int i) { make(i / PARTS, i % PARTS); });
+        add_values<IS_USUAL && IS_LATE>(o, last, v, [&](int i) {
+            make(i / PARTS, i % PARTS);
+            beside(i);
+        });
     }
 }
 
@@ -354,6 +369,12 @@ DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
 #pragma unroll
     for (int r = 0; r < 2 * BLOCKS; r++) is |= !(sums[r / 2][r % 2] <= 1 << MOST_LOG2);
     return is;
+}
+
+/* Plain steps load piece i of `num` beside product place_of_load of `parts`. With one stage a tile must come before the
+ * barrier in the middle of the step. */
+constexpr int place_of_load(int i, int num, int parts) {
+    return Q_REGS || (STAGES == 1 && SPLIT == 1) ? 0 : STAGES == 1 ? i : i * parts / num;
 }
 
 /* Steps without a mask at the tensors' ends have a text of their own. */
@@ -412,7 +433,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     lagging_row rows[BLOCKS][2];
     float o[BLOCKS][OWN_COLUMNS][4];
     weights probs;
-    factor *const p_rows = shared.p + own_row * P_PITCH;
+    factor *const p_rows = shared.p() + own_row * P_PITCH;
     u32 q_regs[BLOCKS][K_STEPS][4];
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
@@ -442,6 +463,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         const int l = laneid();
         return tile + ((l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8) * BYTES;
     };
+    const auto k_place = [&](int step) { return address(shared.k[step % STAGES]) - base; };
+    const auto v_place = [&](int step) { return address(shared.v[step % STAGES]) - base; };
     const u32 rows_of_0 = LANE_REGS ? pinned(in_rows(base, PITCH)) : 0;
     const u32 keys_of_0 = LANE_REGS ? pinned(in_keys(base)) : 0;
     const auto rows_at = [&](const factor *tile) {
@@ -450,24 +473,19 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     const auto keys_at = [&](const factor *tile) {
         return LANE_REGS ? keys_of_0 + (address(tile) - base) : in_keys(address(tile));
     };
-    const auto load_k = [&](auto kind, int step) {
-        constexpr bool IS_PLAIN = decltype(kind)::value;
-        if (IS_PLAIN || walk.exists(step))
-            next_k.load<IS_PLAIN>(own_piece + (address(shared.k[step % STAGES]) - base), p.k.stride_row,
-                                  IS_PLAIN ? num_own : num_own + step * BLOCK_KV);
+    const auto load_k = [&](int step) {
+        if (walk.exists(step)) next_k.load(own_piece + k_place(step), p.k.stride_row, num_own + step * BLOCK_KV);
     };
-    const auto load_v = [&](auto kind, int step) {
-        constexpr bool IS_PLAIN = decltype(kind)::value;
-        if (IS_PLAIN || (step >= 0 && walk.exists(step)))
-            next_v.load<IS_PLAIN>(own_piece + (address(shared.v[step % STAGES]) - base), p.v.stride_row,
-                                  IS_PLAIN ? num_own : num_own + step * BLOCK_KV);
+    const auto load_v = [&](int step) {
+        if (step >= 0 && walk.exists(step))
+            next_v.load(own_piece + v_place(step), p.v.stride_row, num_own + step * BLOCK_KV);
     };
     if (walk.exists(0)) {
         load_rows<BLOCK_Q>(Q_REGS ? shared.q_once : shared.q,
                            (const factor *)p.q.data + query_offset(p.q, s, first_row, head), p.q.stride_row,
                            s.len_q - first_row, p.d);
-        load_k(any_step(), 0);
-        if (STAGES == 2 && !IS_LATE) load_v(any_step(), 0);
+        load_k(0);
+        if (STAGES == 2 && !IS_LATE) load_v(0);
         cp_async_commit_group();
         if (Q_REGS) {
             wait_for_tiles<0>();
@@ -492,9 +510,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         u32 kept[BLOCKS] = {};
         bool sees = true, is_exact = false, is_usual = LATE > 0;
         bool lags = false; /* does a maximum lag behind, in the CTA if warps share rows? */
-        const auto make_scores = [&](auto kind) {
+        const auto make_scores = [&](auto kind, const auto &beside) {
             const int key = first_of(step) + own_key;
-            multiply_own<Q_REGS>(scores, q_regs, rows_at(shared.q + own_row * PITCH), keys_at(k + own_key * PITCH));
+            multiply_own<Q_REGS>(scores, q_regs, rows_at(shared.q + own_row * PITCH), keys_at(k + own_key * PITCH),
+                                 beside);
             const bool is_whole =
                 decltype(kind)::value || !is_partial<OWN_KEYS>(key, own.full_begin, own.full_end);
 #pragma unroll
@@ -505,6 +524,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, key);
             }
         };
+        const auto nothing = [](int) {};
         const auto add_sums = [&] {
 #pragma unroll
             for (int r = 0; r < 2 * BLOCKS; r++) rows[r / 2][r % 2].sum += sums[r / 2][r % 2];
@@ -514,9 +534,33 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             constexpr bool IS_PLAIN = decltype(kind)::value;
             wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
             if (SPLIT > 1 && (IS_PLAIN || has_probs)) store_weights(p_rows + own_key, probs);
-            if (STAGES == 2) load_k(kind, step + 1);
-            load_v(kind, STAGES == 1 ? v_step : v_step + 1);
-            cp_async_commit_group();
+            /* Plain steps load K and V piece by piece beside products. */
+            constexpr int NUM = key_loader::NUM, S_PARTS = K_STEPS * N / 2, PV_PARTS = BLOCK_KV / 16 * OWN_COLUMNS / 2;
+            const auto load_beside_s = [&](int i) {
+                constexpr int ALL = STAGES == 2 ? 2 * NUM : NUM;
+#pragma unroll
+                for (int j = 0; j < ALL; j++)
+                    if (IS_PLAIN && i == place_of_load(j, ALL, S_PARTS)) {
+                        if (STAGES == 2 && j < NUM)
+                            next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own);
+                        else
+                            next_v.load_piece(j % NUM, own_piece + v_place(STAGES == 1 ? v_step : v_step + 1),
+                                              p.v.stride_row, num_own);
+                    }
+                if (IS_PLAIN && i == S_PARTS - 1) cp_async_commit_group();
+            };
+            const auto load_beside_pv = [&](int i) {
+#pragma unroll
+                for (int j = 0; j < NUM; j++)
+                    if (IS_PLAIN && STAGES == 1 && i == place_of_load(j, NUM, PV_PARTS))
+                        next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own);
+                if (IS_PLAIN && STAGES == 1 && i == PV_PARTS - 1) cp_async_commit_group();
+            };
+            if (!IS_PLAIN) {
+                if (STAGES == 2) load_k(step + 1);
+                load_v(STAGES == 1 ? v_step : v_step + 1);
+                cp_async_commit_group();
+            }
             if (!IS_PLAIN) {
                 const int first = first_of(step);
                 sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
@@ -526,7 +570,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                     is_exact = uniform(has_nan_or_inf<BLOCK_KV>(v));
                 is_usual = is_usual && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
             }
-            if (TRIES_FIRST ? is_usual : sees) make_scores(kind);
+            if (TRIES_FIRST ? is_usual : sees) make_scores(kind, load_beside_s);
             if (STAGES == 1) {
                 if (SPLIT > 1) {
                     if (sees) {
@@ -538,8 +582,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 } else {
                     wait_for_tiles<0>(); /* V has come, and all warps have read K */
                 }
-                load_k(kind, step + 1);
-                cp_async_commit_group();
+                if (!IS_PLAIN) {
+                    load_k(step + 1);
+                    cp_async_commit_group();
+                }
             }
             if (!IS_PLAIN && STAGES == 1) {
                 if (v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end))
@@ -552,12 +598,15 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 if (is_usual) is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
             }
             if (is_usual) {
-                softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept);
+                softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept, load_beside_pv);
                 if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
                     is_usual = has_probs = false; /* P V has been added, and P is made again */
                 } else {
                     add_sums();
                 }
+            } else if (IS_PLAIN && STAGES == 1) {
+                load_k(step + 1);
+                cp_async_commit_group();
             }
         };
         if (step >= plain_begin && step < plain_end && (!IS_LATE || has_probs) && !has_large)
@@ -575,7 +624,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                     counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, first_of(v_step));
                 add_seen_values(o, probs, v, counts);
             } else {
-                add_values<true>(o, last, v_at, [](int) {});
+                add_values<true>(o, last, v_at, nothing);
             }
         };
         if (!is_usual) {
@@ -583,12 +632,12 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             if (SPLIT > 1 && lags) share_largest(shared, own_row, part, largest, sees);
             if (sees) {
                 if (TRIES_FIRST) {
-                    make_scores(any_step());
+                    make_scores(any_step(), nothing);
                     find_largest(largest, scores);
                 }
                 if (SPLIT > 1 ? lags : TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
                     has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2, part == 0));
-                softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept);
+                softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept, nothing);
                 add_sums();
                 if (!IS_LATE) add();
             }

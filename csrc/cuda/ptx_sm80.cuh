@@ -26,6 +26,13 @@ DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
                  : "memory");
 }
 
+/* Any thread: the same if does_copy is true. Otherwise nothing is written. There is no branch. */
+DEVICE void cp_async_16_if(bool does_copy, u32 dst, const void *src, bool is_present) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(dst),
+                 "l"(src), "r"(is_present ? 16 : 0), "r"((u32)does_copy)
+                 : "memory");
+}
+
 /* Any thread: the same. The L2 reads lines of 128 bytes, and l2_policy says how long it keeps them. */
 DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),

@@ -186,6 +186,9 @@ static inline u32 smem_address(const void *shared) { return (u32)((const char *)
 static inline void cp_async_16(u32 dst, const void *src, bool is_present) {
     emulated_cp_async(memory + dst, src, 16, is_present);
 }
+static inline void cp_async_16_if(bool does_copy, u32 dst, const void *src, bool is_present) {
+    if (does_copy) cp_async_16(dst, src, is_present);
+}
 template <int BYTES> static inline void cp_async(u32 dst, const void *src, bool is_present) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "what the hardware copies");
     emulated_cp_async(memory + dst, src, BYTES, is_present);
