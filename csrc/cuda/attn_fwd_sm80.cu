@@ -12,7 +12,14 @@
  *   1   barrier | load V | S = Q K^T | barrier | load K of i+1 | O += P V of 16 keys, meanwhile P of the next 16 keys
  *   0   the same, but P V begins when P is complete
  *
+ * SPLIT 2, above 128 columns, is LATE 2 with one stage and P in shared memory. Two warps share 32 rows there:
+ *
+ *   barrier | load V of i-1, store P of i-1 | S = Q K^T | barrier | load K of i+1 | O += P V of i-1, meanwhile P of i
+ *
  * With LATE 2 the new P of 16 keys takes the place of the old P of 16 keys that have just been multiplied.
+ *
+ * Most steps are plain: they need no mask and no check of lengths, and have a text of their own. There the loads are
+ * issued piece by piece beside the products, and ptxas mixes the products of S with those of P V.
  *
  * The maximum of a row lags behind. O is rescaled only where a score exceeds the maximum by 2^LAG. With LATE 2 a step
  * does not even look for its maximum. If the sums of a step turn out to be too large, its scores are made again.
@@ -20,7 +27,7 @@
  * Masked pairs are left out and never multiplied by zero. A tile of V may hold NaN or inf, and some row may see only
  * a part of the tile. Such a tile goes through FMAs that skip masked pairs.
  *
- * Which limit binds: the issue of instructions at 64 columns; latencies and shared memory above.
+ * Which limit binds: latencies. Two warps share a quarter of an SM, and wait for ldmatrix and barriers.
  *
  * Specification: ../cpu/reference.c. */
 #define F32  0
@@ -30,8 +37,8 @@
  * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when
  * P V is added (LATE), how many loads run AHEAD of products, and how many CTAS an SM has. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
-    !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) || !defined(CTAS) ||      \
-    !defined(SCORE) || !defined(DROPOUT)
+    !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) ||   \
+    !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -130,8 +137,7 @@ struct weights_source {
 /* Runs work(i) of O += P V of a tile, after the products of 16 keys and 16 columns number i. The columns begin at the
  * lane's address `v`. Without ADDS only the work is done. */
 template <bool ADDS, class worker>
-DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source &p, u32 v,
-                       const worker &work) {
+DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source &p, u32 v, const worker &work) {
     constexpr int PAIRS = OWN_COLUMNS / 2, NUM = BLOCK_KV / 16 * PAIRS, PLACES = AHEAD / PAIRS + 2;
     u32 a[PLACES][BLOCKS][4];
     const auto &shared = a;
@@ -290,8 +296,9 @@ DEVICE bool lags_behind(const float (&largest)[BLOCKS][2], const lagging_row (&r
 }
 
 /* Raises the maxima of the warp's rows, and rescales the sums and O. Returns whether a base of the thread is large. */
-DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2], float (&o)[BLOCKS][OWN_COLUMNS][4],
-                  const float (&largest)[BLOCKS][2], float scale_log2, bool writes) {
+DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2],
+                  float (&o)[BLOCKS][OWN_COLUMNS][4], const float (&largest)[BLOCKS][2], float scale_log2,
+                  bool writes) {
     bool has_large = false;
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -302,7 +309,8 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
             if (wanted > row.base) {
                 const float rescale = ex2(row.base - wanted);
                 row = {wanted, row.sum * rescale};
-                if (writes && lane() % 4 == 0) shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
+                if (writes && lane() % 4 == 0)
+                    shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
 #pragma unroll
                 for (int c = 0; c < OWN_COLUMNS; c++) o[m][c][2 * half] *= rescale, o[m][c][2 * half + 1] *= rescale;
             }
@@ -316,8 +324,8 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
  * of 16 keys and 16 columns. */
 template <bool IS_USUAL, class worker>
 DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN_COLUMNS][4], float (&sums)[BLOCKS][2],
-                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const weights_source &last,
-                    u32 v, const u32 (&kept)[BLOCKS], const worker &beside) {
+                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const weights_source &last, u32 v,
+                    const u32 (&kept)[BLOCKS], const worker &beside) {
     constexpr int PARTS = SPLIT * OWN_COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
     float bases[BLOCKS][2];
 #pragma unroll
@@ -452,16 +460,16 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     };
     key_loader next_k = loader_of(p.k), next_v = loader_of(p.v);
     const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
-    /* Addresses in shared memory. Without pins ptxas would compute them anew in each step (-5%). */
+    /* Addresses in shared memory. Without pins ptxas would compute them anew in each step. */
     const u32 base = uniform(smem_address(&shared)), own_piece = pinned(key_loader::piece_of(base));
     const auto address = [&](const void *place) { return base + (u32)((const char *)place - (const char *)&shared); };
     const auto in_rows = [&](u32 tile, int pitch) { /* the lane's rows of tiles that ldmatrix reads so: Q, P and V */
-        const int l = laneid();
-        return tile + (l % 16 * pitch + l / 16 * 8) * BYTES;
+                                                    const int l = laneid();
+                                                    return tile + (l % 16 * pitch + l / 16 * 8) * BYTES;
     };
     const auto in_keys = [&](u32 tile) { /* and of K */
-        const int l = laneid();
-        return tile + ((l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8) * BYTES;
+                                         const int l = laneid();
+                                         return tile + ((l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8) * BYTES;
     };
     const auto k_place = [&](int step) { return address(shared.k[step % STAGES]) - base; };
     const auto v_place = [&](int step) { return address(shared.v[step % STAGES]) - base; };
@@ -496,8 +504,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
      * as a whole. */
     const bool has_all_rows = first_row + BLOCK_Q <= s.len_q;
     const int plain_begin = max(1, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV) + 1);
-    const int plain_end =
-        has_all_rows ? uniform(min(walk.num - 1, (first_of(0) - keys.full_begin) / BLOCK_KV + 1)) : 0;
+    const int plain_end = has_all_rows ? uniform(min(walk.num - 1, (first_of(0) - keys.full_begin) / BLOCK_KV + 1)) : 0;
 
     bool has_probs = false, has_large = false;
 #pragma unroll 1
@@ -514,8 +521,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             const int key = first_of(step) + own_key;
             multiply_own<Q_REGS>(scores, q_regs, rows_at(shared.q + own_row * PITCH), keys_at(k + own_key * PITCH),
                                  beside);
-            const bool is_whole =
-                decltype(kind)::value || !is_partial<OWN_KEYS>(key, own.full_begin, own.full_end);
+            const bool is_whole = decltype(kind)::value || !is_partial<OWN_KEYS>(key, own.full_begin, own.full_end);
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
                 const int row = warp_row + 16 * m;
@@ -528,6 +534,11 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         const auto add_sums = [&] {
 #pragma unroll
             for (int r = 0; r < 2 * BLOCKS; r++) rows[r / 2][r % 2].sum += sums[r / 2][r % 2];
+        };
+        /* Does V of v_step hold NaN or inf, and does some row not see all its keys? */
+        const auto hides_nan_or_inf = [&] {
+            return v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end) &&
+                   uniform(has_nan_or_inf<BLOCK_KV>(v));
         };
         /* The usual step. If is_usual is false afterwards, P is not made yet. */
         const auto take_step = [&](auto kind) {
@@ -566,8 +577,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
             }
             if (!IS_PLAIN) {
-                if (STAGES == 2 && v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end))
-                    is_exact = uniform(has_nan_or_inf<BLOCK_KV>(v));
+                if (STAGES == 2) is_exact = hides_nan_or_inf();
                 is_usual = is_usual && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
             }
             if (TRIES_FIRST ? is_usual : sees) make_scores(kind, load_beside_s);
@@ -588,8 +598,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 }
             }
             if (!IS_PLAIN && STAGES == 1) {
-                if (v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end))
-                    is_exact = uniform(has_nan_or_inf<BLOCK_KV>(v));
+                is_exact = hides_nan_or_inf();
                 is_usual = is_usual && !is_exact;
             }
             if (SPLIT > 1) is_usual = is_usual && !lags;

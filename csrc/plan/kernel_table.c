@@ -117,11 +117,11 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 
 /* ---- attn_fwd_sm80 --------------------------------------------------------------------------------------------- */
 
-#define MOST(x, y)  ((x) > (y) ? (x) : (y))
+#define MOST(x, y) ((x) > (y) ? (x) : (y))
 /* Rows of a CTA: WARPS of BLOCKS times 16 rows, which SPLIT warps share. */
-#define ROWS_OF_4x1     64
-#define ROWS_OF_4x2     128
-#define ROWS_OF_8x1     128
+#define ROWS_OF_4x1   64
+#define ROWS_OF_4x2   128
+#define ROWS_OF_8x1   128
 #define ROWS_OF_4x1x1 64
 #define ROWS_OF_4x2x1 128
 #define ROWS_OF_8x1x1 128
@@ -133,14 +133,13 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 static const fa_row fwd_sm80_rows[] = {
 /* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. P
  * has a place where warps share rows. */
-#define SHARED(d, rows, kv, stages, q_regs, split)                                                               \
-    (PADDED_ROW(d, 2) *                                                                                          \
-         ((q_regs) ? (stages) * (kv) + MOST((stages) * (kv), rows) : 2 * (stages) * (kv) + (rows)) +             \
+#define SHARED(d, rows, kv, stages, q_regs, split)                                                                  \
+    (PADDED_ROW(d, 2) * ((q_regs) ? (stages) * (kv) + MOST((stages) * (kv), rows) : 2 * (stages) * (kv) + (rows)) + \
      ((q_regs) ? 4 * (rows) : 0) + ((split) > 1 ? PADDED_ROW(kv, 2) * (rows) : 0))
-#define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas) \
+#define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas)             \
     {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks##x##split) "kv" #kv "s" #stages Q_REGS_##q_regs, \
-     {d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas},                   \
-     FA_SCORE | FA_DROPOUT,                                                                  \
+     {d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas},                               \
+     FA_SCORE | FA_DROPOUT,                                                                                     \
      SHARED(d, 16 * (warps) * (blocks) / (split), kv, stages, q_regs, split)},
 #include "cuda/tiles.def"
 };
@@ -155,15 +154,15 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_
     (PADDED_ROW(d, 2) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
      2 * (kv) * PADDED_ROW(q, 2) + 16 * (q) + 16)
 #define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, serves, shared_bytes) \
-    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                             \
+    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                                    \
      {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas},                                       \
-     serves,                                                                                               \
+     serves,                                                                                                      \
      shared_bytes},
 
 static const fa_row bwd_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas)                             \
-    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, FA_SCORE | FA_DROPOUT, \
-             SM80_SHARED(d, q, kv, stages, v_regs))
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas)      \
+    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, \
+             FA_SCORE | FA_DROPOUT, SM80_SHARED(d, q, kv, stages, v_regs))
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_dq_sm80_rows[] = {
