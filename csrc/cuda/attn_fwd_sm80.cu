@@ -62,7 +62,6 @@ constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCO
 
 static_assert(8 * OWN_COLUMNS % 32 == 0, "a quad stores 32 columns");
 static_assert(OWN_KEYS % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
-static_assert(!DROPOUT || OWN_KEYS == 16 || OWN_KEYS % 32 == 0, "a dropout patch has 32 keys");
 static_assert(SPLIT == 1 || (IS_LATE && STAGES == 1 && !Q_REGS), "P goes through shared memory at the end of a step");
 static_assert(SPLIT <= 3, "there is room for 4 floats behind a row of Q");
 static_assert(N <= 8, "32 bits say which pairs of a thread count");
@@ -79,8 +78,8 @@ struct shared_memory {
         float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie behind its rows */
     };
 
-    /* P of the step before lies behind Q, if other warps read it. */
-    DEVICE factor *p() { return q + BLOCK_Q * PITCH; }
+    /* P of the step before lies behind this struct, if other warps read it. */
+    DEVICE factor *p() { return (factor *)(this + 1); }
     DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
     /* What a warp tells the warps that share its rows: a maximum or a sum of its keys. */
     DEVICE float &part(int row, int idx) { return ((float *)(q + row * PITCH + HEAD_DIM))[1 + idx]; }
@@ -381,7 +380,7 @@ DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
 
 /* Plain steps load piece i of `num` beside product place_of_load of `parts`. With one stage a tile must come before the
  * barrier in the middle of the step. */
-constexpr int place_of_load(int i, int num, int parts) {
+DEVICE constexpr int place_of_load(int i, int num, int parts) {
     return Q_REGS || (STAGES == 1 && SPLIT == 1) ? 0 : STAGES == 1 ? i : i * parts / num;
 }
 
