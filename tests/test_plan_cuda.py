@@ -276,11 +276,11 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv96w12", "d256_q64kv64w8")),
+        (80, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
         (86, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (87, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv96w12", "d256_q64kv64w8")),
+        (87, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
         (89, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (100, ("d64_q64kv128w4", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv96w12", "d256_q64kv64w8")),
+        (100, ("d64_q64kv128w4", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
         (120, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
     ],
     ids=str,

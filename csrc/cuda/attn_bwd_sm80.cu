@@ -155,7 +155,7 @@ DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *
 }
 
 /* Columns of dQ that a warp has at a time, in fragments. */
-constexpr int DQ_GROUP = DQ_COLUMNS > 4 ? 2 : DQ_COLUMNS;
+constexpr int DQ_GROUP = SPLIT > 1 && DQ_COLUMNS > 4 ? 2 : DQ_COLUMNS;
 
 /* In tiles with a mask, weights of pairs that do not see each other lie in shared memory as -0. Other weights are never
  * -0 there. */
