@@ -384,7 +384,9 @@ DEVICE constexpr int place_of_load(int i, int num, int parts) {
     return Q_REGS || (STAGES == 1 && SPLIT == 1) ? 0 : STAGES == 1 ? i : i * parts / num;
 }
 
-/* Steps without a mask at the tensors' ends have a text of their own. */
+/* Steps without a mask at the tensors' ends have a text of their own. With softcap, ALiBi or dropout the second text
+ * would spill up to 370 bytes. */
+constexpr bool HAS_PLAIN_STEPS = !SCORE && !DROPOUT;
 struct plain_step {
     static constexpr bool value = true;
 };
@@ -617,7 +619,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 cp_async_commit_group();
             }
         };
-        if (step >= plain_begin && step < plain_end && (!IS_LATE || has_probs) && !has_large)
+        if (HAS_PLAIN_STEPS && step >= plain_begin && step < plain_end && (!IS_LATE || has_probs) && !has_large)
             take_step(plain_step());
         else
             take_step(any_step());
