@@ -351,11 +351,11 @@ def test_the_backward_before_hopper_wants_tiles_for_half_of_the_multiprocessors(
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q64kv64s1", "d256_q64kv32s1")),
-        (86, ("d64_q128kv64s2", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
-        (89, ("d64_q128kv64s2", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
-        (100, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q64kv64s1", "d256_q64kv32s1")),
-        (120, ("d64_q128kv64s2", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+        (80, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s1", "d256_q128kv64s1")),
+        (86, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+        (89, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+        (100, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s1", "d256_q128kv64s1")),
+        (120, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
     ],
     ids=str,
 )
@@ -576,7 +576,7 @@ def test_clusters_where_there_are_few_heads(plan, numbers, cluster):
         ),
         (
             {"capability": 120, "d": 64},
-            "attn_fwd_sm80_bf16_d64_q128kv64s2",
+            "attn_fwd_sm80_bf16_d64_q128kv64s2r",
             "it is for compute capability 9.0 (Hopper)",
         ),
         ({"dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),
@@ -670,7 +670,7 @@ def test_generic_kernels_name_what_they_do_not_take(plan, numbers, words):
 def test_backward_of_every_dtype(plan):
     for dtype, name in enumerate(("fp16", "bf16", "fp32")):
         found = {d: plan(**{"pass": 1}, capability=80, dtype=dtype, d=d).split()[0] for d in (1, 64, 65, 128, 129, 256)}
-        pattern = rf"attn_bwd_(any_{name}_dq|sm80_{name})_d(64|96|128|192|256)_q\d+kv\d+(w8)?"
+        pattern = rf"attn_bwd_(any_{name}_dq|sm80_{name})_d(64|96|128|192|256)_q\d+kv\d+(w\d+)?"
         assert all(re.fullmatch(pattern, kernel) for kernel in found.values())
         assert all(("sm80" in kernel) == (name != "fp32" and d % 8 == 0) for d, kernel in found.items())
         assert all(int(re.search(r"_d(\d+)", kernel)[1]) >= d for d, kernel in found.items())

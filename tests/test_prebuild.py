@@ -21,9 +21,9 @@ ANY = re.compile(
     r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|sinks|bias_shift|quantize)"
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|rotated)(?:_12)?)?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
-    r"|attn_fwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+s\d(_score)?(_dropout)?"
-    r"|attn_bwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d(_score)?(_dropout)?"
-    r"|attn_bwd_dq_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d|flex_blocks|flex_lists|flex_exact_sums"
+    r"|attn_fwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+s\dr?(_score)?(_dropout)?"
+    r"|attn_bwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+(_score)?(_dropout)?"
+    r"|attn_bwd_dq_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+|flex_blocks|flex_lists|flex_exact_sums"
 )
 
 

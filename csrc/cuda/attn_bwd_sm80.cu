@@ -33,10 +33,10 @@
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows and BLOCK_KV keys, WARPS with BLOCKS times 16 keys each, and
  * CHUNK rows whose scores are in registers at the same time. The row also gives STAGES of Q and dO, says whether K
- * and V are in registers (K_REGS, V_REGS), and gives CTAS of an SM. */
+ * and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || \
-    !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) || !defined(CTAS) ||        \
-    !defined(SCORE) || !defined(DROPOUT)
+    !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) || !defined(AHEAD) ||       \
+    !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -154,6 +154,9 @@ DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *
         });
 }
 
+/* Columns of dQ that a warp has at a time, in fragments. */
+constexpr int DQ_GROUP = SPLIT > 1 && DQ_COLUMNS > 4 ? 2 : DQ_COLUMNS;
+
 /* In tiles with a mask, weights of pairs that do not see each other lie in shared memory as -0. Other weights are never
  * -0 there. */
 constexpr u32 UNSEEN = 0x8000;
@@ -184,47 +187,52 @@ DEVICE void accumulate_seen(float (&o)[BLOCKS_OF_O][NUM_COLUMNS][4], const facto
 }
 
 /* dQ [BLOCK_Q, HEAD_DIM] / scale += dS K, perhaps without unseen pairs. Each warp computes its part of dQ and adds the
- * part to the sums. */
+ * part to the sums, DQ_GROUP columns at a time: more additions in a row than that would wait for each other. */
 DEVICE void add_dq(const params &p, const factor *ds, const factor *k, long long slab, bool skips_unseen) {
     const int l = laneid();
     const int first_block = warp() / (WARPS / DQ_WARPS) * DQ_BLOCKS, first = warp() % (WARPS / DQ_WARPS) * DQ_COLUMNS;
     const u32 ds_row = smem_address(ds + (l / 16 * 8 + l % 8) * DS_PITCH + 16 * first_block + l / 8 % 2 * 8);
     const u32 k_row = smem_address(k + l % 16 * PITCH + 8 * first + l / 16 * 8);
-    float dq[DQ_BLOCKS][DQ_COLUMNS][4];
+    float *const sums = sums_at(p, slab, first_block, first, l);
+    constexpr bool KEEPS = DQ_GROUP < DQ_COLUMNS; /* the warp's dS are read once */
+    constexpr int PAIRS = DQ_GROUP / 2, PLACES = KEEPS ? BLOCK_KV / 16 : AHEAD / PAIRS + 2;
+    u32 a[PLACES][DQ_BLOCKS][4];
 #pragma unroll
-    for (int m = 0; m < DQ_BLOCKS; m++)
+    for (int group = 0; group < DQ_COLUMNS; group += DQ_GROUP) {
+        float dq[DQ_BLOCKS][DQ_GROUP][4];
 #pragma unroll
-        for (int c = 0; c < DQ_COLUMNS; c++) dq[m][c][0] = dq[m][c][1] = dq[m][c][2] = dq[m][c][3] = 0;
-    if (skips_unseen) {
-        accumulate_seen<BLOCK_KV, DS_PITCH, 1>(dq, ds + 16 * first_block + l / 4, k + 8 * first + 2 * (l % 4));
-    } else {
-        constexpr int PAIRS = DQ_COLUMNS / 2, PLACES = AHEAD / PAIRS + 2;
-        u32 a[PLACES][DQ_BLOCKS][4];
-        pipelined<BLOCK_KV / 16 * PAIRS>(
-            [&](u32(&b)[4], int i) {
-                const int key = i / PAIRS, c = i % PAIRS * 2;
-                if (c == 0)
+        for (int m = 0; m < DQ_BLOCKS; m++)
 #pragma unroll
-                    for (int m = 0; m < DQ_BLOCKS; m++)
-                        ldmatrix_x4_trans(a[key % PLACES][m], ds_row + (16 * key * DS_PITCH + 16 * m) * BYTES);
-                ldmatrix_x4_trans(b, k_row + (16 * key * PITCH + 8 * c) * BYTES);
-            },
-            [&](const u32(&b)[4], int i) {
-                const int key = i / PAIRS, c = i % PAIRS * 2;
+            for (int c = 0; c < DQ_GROUP; c++) dq[m][c][0] = dq[m][c][1] = dq[m][c][2] = dq[m][c][3] = 0;
+        if (skips_unseen) {
+            accumulate_seen<BLOCK_KV, DS_PITCH, 1>(dq, ds + 16 * first_block + l / 4,
+                                                   k + 8 * (first + group) + 2 * (l % 4));
+        } else {
+            pipelined<BLOCK_KV / 16 * PAIRS>(
+                [&](u32(&b)[4], int i) {
+                    const int key = i / PAIRS, c = group + i % PAIRS * 2;
+                    if (i % PAIRS == 0 && (!KEEPS || group == 0))
 #pragma unroll
-                for (int m = 0; m < DQ_BLOCKS; m++) {
-                    mma_m16n8k16<factor>(dq[m][c], a[key % PLACES][m], b[0], b[1]);
-                    mma_m16n8k16<factor>(dq[m][c + 1], a[key % PLACES][m], b[2], b[3]);
-                }
-            });
+                        for (int m = 0; m < DQ_BLOCKS; m++)
+                            ldmatrix_x4_trans(a[key % PLACES][m], ds_row + (16 * key * DS_PITCH + 16 * m) * BYTES);
+                    ldmatrix_x4_trans(b, k_row + (16 * key * PITCH + 8 * c) * BYTES);
+                },
+                [&](const u32(&b)[4], int i) {
+                    const int key = i / PAIRS, c = i % PAIRS * 2;
+#pragma unroll
+                    for (int m = 0; m < DQ_BLOCKS; m++) {
+                        mma_m16n8k16<factor>(dq[m][c], a[key % PLACES][m], b[0], b[1]);
+                        mma_m16n8k16<factor>(dq[m][c + 1], a[key % PLACES][m], b[2], b[3]);
+                    }
+                });
+        }
+#pragma unroll
+        for (int m = 0; m < DQ_BLOCKS; m++)
+#pragma unroll
+            for (int c = 0; c < DQ_GROUP; c++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) red_add(sums + (m * DQ_COLUMNS + group + c) * 128 + 32 * e, dq[m][c][e]);
     }
-    float *sums = sums_at(p, slab, first_block, first, l);
-#pragma unroll
-    for (int m = 0; m < DQ_BLOCKS; m++)
-#pragma unroll
-        for (int c = 0; c < DQ_COLUMNS; c++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) red_add(sums + (m * DQ_COLUMNS + c) * 128 + 32 * e, dq[m][c][e]);
 }
 
 /* Stores P^T or dS^T [16 BLOCKS, CHUNK] of a warp. */

@@ -12,7 +12,14 @@
  *   1   barrier | load V | S = Q K^T | barrier | load K of i+1 | O += P V of 16 keys, meanwhile P of the next 16 keys
  *   0   the same, but P V begins when P is complete
  *
+ * SPLIT 2, above 128 columns, is LATE 2 with one stage and P in shared memory. Two warps share 32 rows there:
+ *
+ *   barrier | load V of i-1, store P of i-1 | S = Q K^T | barrier | load K of i+1 | O += P V of i-1, meanwhile P of i
+ *
  * With LATE 2 the new P of 16 keys takes the place of the old P of 16 keys that have just been multiplied.
+ *
+ * Most steps are plain: they need no mask and no check of lengths, and have a text of their own. There the loads are
+ * issued piece by piece beside the products, and ptxas mixes the products of S with those of P V.
  *
  * The maximum of a row lags behind. O is rescaled only where a score exceeds the maximum by 2^LAG. With LATE 2 a step
  * does not even look for its maximum. If the sums of a step turn out to be too large, its scores are made again.
@@ -20,18 +27,18 @@
  * Masked pairs are left out and never multiplied by zero. A tile of V may hold NaN or inf, and some row may see only
  * a part of the tile. Such a tile goes through FMAs that skip masked pairs.
  *
- * Which limit binds: the issue of instructions at 64 columns; latencies and shared memory above.
+ * Which limit binds: latencies. Two warps share a quarter of an SM, and wait for ldmatrix and barriers.
  *
  * Specification: ../cpu/reference.c. */
 #define F32  0
 #define OF_3 0
 
-/* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows, and STAGES of K and V.
- * The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when P V is added (LATE),
- * and how many CTAS an SM has. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
-    !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(CTAS) || !defined(SCORE) ||      \
-    !defined(DROPOUT)
+/* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
+ * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when
+ * P V is added (LATE), how many loads run AHEAD of products, and how many CTAS an SM has. */
+#if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
+    !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) ||   \
+    !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -42,7 +49,10 @@
 #include "tile_sm80.cuh"
 #include "quads.cuh"
 
-constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
+/* SPLIT warps share WARP_ROWS rows: they divide the keys of S and the columns of O. */
+constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
+constexpr int OWN_KEYS = BLOCK_KV / SPLIT, OWN_COLUMNS = COLUMNS / SPLIT, N = OWN_KEYS / 8;
+constexpr int P_PITCH = BLOCK_KV + 8; /* like PITCH: eight rows begin in different groups of four banks */
 /* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
  * bf16 may be as large as floats, so there P is at most 1, and sums of P V stay floats. fp16 needs the range of P. */
 constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG2 = LAG - HEADROOM;
@@ -50,9 +60,10 @@ constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG
  * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
 constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
 
-static_assert(HEAD_DIM % 32 == 0, "a quad stores 32 columns");
-static_assert(BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
-static_assert(!DROPOUT || BLOCK_KV == 16 || BLOCK_KV % 32 == 0, "a dropout patch has 32 keys");
+static_assert(8 * OWN_COLUMNS % 32 == 0, "a quad stores 32 columns");
+static_assert(OWN_KEYS % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
+static_assert(SPLIT == 1 || (IS_LATE && STAGES == 1 && !Q_REGS), "P goes through shared memory at the end of a step");
+static_assert(SPLIT <= 3, "there is room for 4 floats behind a row of Q");
 static_assert(N <= 8, "32 bits say which pairs of a thread count");
 static_assert(STAGES == 1 || (STAGES == 2 && (IS_LATE || !Q_REGS)), "the first V may come while Q is read");
 
@@ -67,7 +78,11 @@ struct shared_memory {
         float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie behind its rows */
     };
 
+    /* P of the step before lies behind this struct, if other warps read it. */
+    DEVICE factor *p() { return (factor *)(this + 1); }
     DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
+    /* What a warp tells the warps that share its rows: a maximum or a sum of its keys. */
+    DEVICE float &part(int row, int idx) { return ((float *)(q + row * PITCH + HEAD_DIM))[1 + idx]; }
 };
 
 /* Loads key tiles one after the other, from the last one down. LANES threads share a row, and some of them are idle if
@@ -76,57 +91,83 @@ struct key_loader {
     static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
     static constexpr int STEP = THREADS / LANES, NUM = BLOCK_KV / STEP;
     static_assert(BLOCK_KV % STEP == 0, "no thread has less to do");
+    static constexpr int NONE = -(1 << 30);
     const factor *from; /* the first of the thread's pieces of the next tile */
 
     DEVICE static int top() { return threadIdx.x / LANES; }
     DEVICE static int left() { return threadIdx.x % LANES * 8; }
     DEVICE key_loader(const factor *rows, long long stride) : from(rows + top() * stride + left()) {}
     /* Of num_rows rows so many lie behind the thread's first; none if the thread's columns do not exist. */
-    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : -(1 << 30); }
-    /* Rows behind num_own become zero. */
-    DEVICE void load(factor *tile, long long stride, int num_own) {
-        const u32 to = smem_address(tile + top() * PITCH + left());
+    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : NONE; }
+    /* The thread's first piece of a tile that begins at `tile` in shared memory. */
+    DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + left()) * BYTES; }
+    /* Loads to the tile whose first piece of the thread has the address `to`. Rows behind num_own become zero. If all
+     * rows exist, num_own only says whether the thread's columns do. */
+    DEVICE void load(u32 to, long long stride, int num_own) {
         if (LANES == PIECES || left() < HEAD_DIM)
 #pragma unroll
             for (int i = 0; i < NUM; i++)
                 cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
         from -= BLOCK_KV * stride;
     }
+    /* Does the same for piece i of NUM, where all rows exist. num_own says whether the thread's columns do. */
+    DEVICE void load_piece(int i, u32 to, long long stride, int num_own) {
+        const bool has_columns = num_own > NONE + (1 << 29);
+        const u32 dst = to + i * STEP * PITCH * BYTES;
+        if (LANES == PIECES)
+            cp_async_16(dst, from + i * STEP * stride, has_columns);
+        else
+            cp_async_16_if(left() < HEAD_DIM, dst, from + i * STEP * stride, has_columns);
+        if (i == NUM - 1) from -= BLOCK_KV * stride;
+    }
 };
 
-/* P [16 BLOCKS, BLOCK_KV] of a warp, as first operands of 16 keys each. */
+/* P [16 BLOCKS, OWN_KEYS] of a warp, as first operands of 16 keys each. */
 typedef u32 weights[BLOCKS][N / 2][4];
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
-/* Runs work(k, c) of `weights` beside O += P V of a tile, after the products of keys [16 k, 16 k + 16) with columns
- * [16 c, 16 c + 16). Without ADDS only the work is done. */
+/* P of a step: in registers, or all keys of the warp's rows in shared memory, from the lane's address `row` on. */
+struct weights_source {
+    const weights &regs;
+    u32 row;
+};
+
+/* Runs work(i) of O += P V of a tile, after the products of 16 keys and 16 columns number i. The columns begin at the
+ * lane's address `v`. Without ADDS only the work is done. */
 template <bool ADDS, class worker>
-DEVICE void add_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, const factor *v, const worker &work) {
-    constexpr int PAIRS = COLUMNS / 2;
-    const int l = LANE_REGS ? lane() : laneid();
-    const u32 row = smem_address(v + l % 16 * PITCH + l / 16 * 8);
+DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source &p, u32 v, const worker &work) {
+    constexpr int PAIRS = OWN_COLUMNS / 2, NUM = BLOCK_KV / 16 * PAIRS, PLACES = AHEAD / PAIRS + 2;
+    u32 a[PLACES][BLOCKS][4];
+    const auto &shared = a;
     if (!ADDS) {
 #pragma unroll
-        for (int i = 0; i < N / 2 * PAIRS; i++) work(i / PAIRS, i % PAIRS);
+        for (int i = 0; i < NUM; i++) work(i);
         return;
     }
-    pipelined<N / 2 * PAIRS>(
-        [&](u32(&b)[4], int i) { ldmatrix_x4_trans(b, row + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES); },
+    pipelined<NUM>(
+        [&](u32(&b)[4], int i) {
+            if (SPLIT > 1 && i % PAIRS == 0)
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+                    ldmatrix_x4(a[i / PAIRS % PLACES][m], p.row + (16 * m * P_PITCH + 16 * (i / PAIRS)) * BYTES);
+            ldmatrix_x4_trans(b, v + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES);
+        },
         [&](const u32(&b)[4], int i) {
             const int k = i / PAIRS, c = i % PAIRS * 2;
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
-                mma_m16n8k16<factor>(o[m][c], p[m][k], b[0], b[1]);
-                mma_m16n8k16<factor>(o[m][c + 1], p[m][k], b[2], b[3]);
+                const u32(&w)[4] = *(SPLIT > 1 ? &shared[k % PLACES][m] : &p.regs[m][k % (N / 2)]);
+                mma_m16n8k16<factor>(o[m][c], w, b[0], b[1]);
+                mma_m16n8k16<factor>(o[m][c + 1], w, b[2], b[3]);
             }
-            work(k, c / 2);
+            work(i);
         });
 }
 
 /* O += P V by FMAs that skip pairs that do not count. Bit 4 n + e of `counts` belongs to element e of fragment n. The
  * lane that holds two weights of a row sends them to the other three lanes of its rows. */
-DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, const factor *v,
+DEVICE void add_seen_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights &p, const factor *v,
                             const u32 (&counts)[BLOCKS]) {
 #pragma unroll 1
     for (int owner = 0; owner < 4; owner++) {
@@ -144,7 +185,7 @@ DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, co
             for (int e = 0; e < 2; e++) {
                 const factor *row = v + (8 * n + 2 * owner + e) * PITCH;
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) {
+                for (int c = 0; c < OWN_COLUMNS; c++) {
                     float x[2];
                     unpack_x2<factor>(*(const u32 *)(row + column_of(c)), x[0], x[1]);
 #pragma unroll
@@ -161,6 +202,36 @@ DEVICE void add_seen_values(float (&o)[BLOCKS][COLUMNS][4], const weights &p, co
     }
 }
 
+/* The same with P in shared memory. The rows of P and of the sequence begin at `rows` and at `row`. */
+DEVICE void add_seen_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *rows, const factor *v,
+                            const fa_cuda_problem &p, const sequence &s, int row, int first) {
+#pragma unroll 1
+    for (int j = 0; j < BLOCK_KV; j++)
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            const int own = 8 * r + lane() / 4, i = row + own, key = first + j;
+            if (i >= s.len_q || key < first_key_of_window(p, s, i) || key >= end_key_of_window(p, s, i)) continue;
+            const float weight = cvt_f32(rows[own * P_PITCH + j]);
+#pragma unroll
+            for (int c = 0; c < OWN_COLUMNS; c++) {
+                float x[2];
+                unpack_x2<factor>(*(const u32 *)(v + j * PITCH + column_of(c)), x[0], x[1]);
+                o[r / 2][c][r % 2 * 2] += weight * x[0], o[r / 2][c][r % 2 * 2 + 1] += weight * x[1];
+            }
+        }
+}
+
+/* Stores P of a warp's keys for the warps that share its rows. */
+DEVICE void store_weights(factor *rows, const weights &p) {
+    u32 *row = (u32 *)(rows + lane() / 4 * P_PITCH + 2 * (lane() % 4));
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int k = 0; k < N / 2; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) row[(8 * m + 4 * (i % 2)) * P_PITCH + 8 * k + 4 * (i / 2)] = p[m][k][i];
+}
+
 /* ---- softmax --------------------------------------------------------------------------------------------------- */
 
 /* The state of one row of a thread: P = 2^(scale_log2 S - base), for the lagging maximum. base is rounded. All scores
@@ -174,8 +245,8 @@ DEVICE float base_of(float max, float scale_log2) { return __fmul_rn(max, scale_
 /* Beyond this base a fused product would differ from base by more than an exponent should see. */
 DEVICE bool is_large(float base) { return fabsf(base) > 0x1p24f; }
 
-/* Finds the largest scores of the rows. fmaxf ignores NaN, but NaN reaches the output through the sum. */
-DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
+/* Finds the largest of a thread's scores in its rows. fmaxf ignores NaN, but NaN reaches the output through the sum. */
+DEVICE void find_own_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
@@ -183,7 +254,34 @@ DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N
             float x = -INF;
 #pragma unroll
             for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-            largest[m][half] = quad_max(x);
+            largest[m][half] = x;
+        }
+}
+
+/* Finds the largest scores of the rows. */
+DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
+    find_own_largest(largest, s);
+#pragma unroll
+    for (int r = 0; r < 2 * BLOCKS; r++) largest[r / 2][r % 2] = quad_max(largest[r / 2][r % 2]);
+}
+
+/* Makes the largest of a thread's scores the largest of the rows, whose keys other warps have, too. All threads call
+ * this function. */
+DEVICE void share_largest(shared_memory &shared, int own_row, int part, float (&largest)[BLOCKS][2], bool sees) {
+    if (sees)
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            const float own = quad_max(largest[r / 2][r % 2]);
+            if (lane() % 4 == 0) shared.part(own_row + 8 * r + lane() / 4, part) = own;
+        }
+    __syncthreads();
+    if (sees)
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            float &x = largest[r / 2][r % 2];
+            x = -INF;
+#pragma unroll
+            for (int i = 0; i < SPLIT; i++) x = fmaxf(x, shared.part(own_row + 8 * r + lane() / 4, i));
         }
 }
 
@@ -197,8 +295,9 @@ DEVICE bool lags_behind(const float (&largest)[BLOCKS][2], const lagging_row (&r
 }
 
 /* Raises the maxima of the warp's rows, and rescales the sums and O. Returns whether a base of the thread is large. */
-DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2], float (&o)[BLOCKS][COLUMNS][4],
-                  const float (&largest)[BLOCKS][2], float scale_log2) {
+DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS][2],
+                  float (&o)[BLOCKS][OWN_COLUMNS][4], const float (&largest)[BLOCKS][2], float scale_log2,
+                  bool writes) {
     bool has_large = false;
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -209,9 +308,10 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
             if (wanted > row.base) {
                 const float rescale = ex2(row.base - wanted);
                 row = {wanted, row.sum * rescale};
-                if (lane() % 4 == 0) shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
+                if (writes && lane() % 4 == 0)
+                    shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) o[m][c][2 * half] *= rescale, o[m][c][2 * half + 1] *= rescale;
+                for (int c = 0; c < OWN_COLUMNS; c++) o[m][c][2 * half] *= rescale, o[m][c][2 * half + 1] *= rescale;
             }
             has_large |= row.base != -INF && is_large(row.base);
         }
@@ -219,12 +319,13 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
 }
 
 /* S becomes P in the order of operands. kept says which elements dropout keeps. sums are those of this step.
- * IS_USUAL: no row has a large base, and P V of the step before is added meanwhile. */
-template <bool IS_USUAL>
-DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][COLUMNS][4], float (&sums)[BLOCKS][2],
-                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const factor *v,
-                    const u32 (&kept)[BLOCKS]) {
-    constexpr int PARTS = COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
+ * IS_USUAL: no row has a large base, and P V of the step before is added meanwhile. Then beside(i) runs after product i
+ * of 16 keys and 16 columns. */
+template <bool IS_USUAL, class worker>
+DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN_COLUMNS][4], float (&sums)[BLOCKS][2],
+                    const lagging_row (&rows)[BLOCKS][2], float scale_log2, const weights_source &last, u32 v,
+                    const u32 (&kept)[BLOCKS], const worker &beside) {
+    constexpr int PARTS = SPLIT * OWN_COLUMNS / 2, ELEMENTS = 8 * BLOCKS; /* of 16 keys */
     float bases[BLOCKS][2];
 #pragma unroll
     for (int r = 0; r < 2 * BLOCKS; r++) {
@@ -256,11 +357,15 @@ DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][COL
     if (IS_USUAL && LATE == 1) {
 #pragma unroll
         for (int part = 0; part < PARTS; part++) make(0, part);
-        add_values<true>(o, p, v, [&](int k, int part) {
-            if (k + 1 < N / 2) make(k + 1, part);
+        add_values<true>(o, last, v, [&](int i) {
+            if (i / PARTS + 1 < N / 2) make(i / PARTS + 1, i % PARTS);
+            beside(i);
         });
     } else {
-        add_values<IS_USUAL && IS_LATE>(o, p, v, make);
+        add_values<IS_USUAL && IS_LATE>(o, last, v, [&](int i) {
+            make(i / PARTS, i % PARTS);
+            beside(i);
+        });
     }
 }
 
@@ -273,34 +378,61 @@ DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
     return is;
 }
 
+/* Plain steps load piece i of `num` beside product place_of_load of `parts`. With one stage a tile must come before the
+ * barrier in the middle of the step. */
+DEVICE constexpr int place_of_load(int i, int num, int parts) {
+    return Q_REGS || (STAGES == 1 && SPLIT == 1) ? 0 : STAGES == 1 ? i : i * parts / num;
+}
+
+/* Steps without a mask at the tensors' ends have a text of their own. With softcap, ALiBi or dropout the second text
+ * would spill up to 370 bytes. */
+constexpr bool HAS_PLAIN_STEPS = !SCORE && !DROPOUT;
+struct plain_step {
+    static constexpr bool value = true;
+};
+struct any_step {
+    static constexpr bool value = false;
+};
+
 /* ---- a tile of rows -------------------------------------------------------------------------------------------- */
 
-/* Writes o and lse of a block of 16 rows from `row` on. */
-DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, int row, float (&o)[COLUMNS][4],
-                         const lagging_row (&rows)[2], shared_memory &shared, int own_row, float unit) {
+/* Writes o and lse of a block of 16 rows from `row` on. Of o the columns from `column` on are written. */
+DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, int row, int column,
+                         float (&o)[OWN_COLUMNS][4], const lagging_row (&rows)[2], shared_memory &shared, int own_row,
+                         float unit) {
     float weights[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const float sum = quad_sum(rows[half].sum);
-        const float max = rows[half].base == -INF ? -INF : shared.maximum(own_row + 8 * half + lane() / 4);
+        const int shared_row = own_row + 8 * half + lane() / 4;
+        float sum = 0;
+        if (SPLIT > 1)
+#pragma unroll
+            for (int i = 0; i < SPLIT; i++) sum += shared.part(shared_row, i);
+        else
+            sum = quad_sum(rows[half].sum);
+        const float max = rows[half].base == -INF ? -INF : shared.maximum(shared_row);
         const float scaled = __fmul_rn(max, unit * LOG2_E), rest = fmaf(max, unit * LOG2_E, -scaled);
         const bool is_empty = sum == 0 && scaled == -INF;               /* no key seen, or only scores of -inf */
         const float lag = HEADROOM != 0 ? rows[half].base - scaled : 0; /* P is so much smaller, in log2 */
         const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
         const int i = row + lane() / 4 + 8 * half;
-        if (lane() % 4 == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = is_empty ? p.empty_lse : lse;
+        if (lane() % 4 == 0 && column == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = is_empty ? p.empty_lse : lse;
         weights[half] = is_empty ? 0 : p.keep_scale / sum;
         if (is_empty)
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
+            for (int c = 0; c < OWN_COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
     }
-    store_rows((const float (&)[4 * COLUMNS]) o, weights, (element::output *)p.o.data + query_offset(p.o, s, 0, head),
-               p.o.stride_row, row, s.len_q, p.d);
+    store_rows((const float (&)[4 * OWN_COLUMNS]) o, weights,
+               (element::output *)p.o.data + query_offset(p.o, s, 0, head) + column, p.o.stride_row, row, s.len_q,
+               p.d - column);
 }
 
 /* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
 DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
-    const int head_kv = head / (p.h / p.h_kv), own_row = WARP_ROWS * uniform(warp()), warp_row = first_row + own_row;
+    const int head_kv = head / (p.h / p.h_kv);
+    const int part = SPLIT > 1 ? uniform(warp() % SPLIT) : 0, own_key = part * OWN_KEYS;
+    const int own_column = part * (8 * OWN_COLUMNS);
+    const int own_row = WARP_ROWS * uniform(warp() / SPLIT), warp_row = first_row + own_row;
     const tile_walk keys = keys_of(p, s, first_row, min(first_row + BLOCK_Q, s.len_q) - 1);
     /* The keys that the warp's rows see. */
     tile_walk own = keys_of(p, s, warp_row, min(warp_row + WARP_ROWS, s.len_q) - 1);
@@ -308,14 +440,15 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     const interval_walk<BLOCK_KV> walk(keys);
     const float unit = SCORE ? 1 : p.scale, scale_log2 = unit * LOG2_E; /* the exponent scales plain scores */
     lagging_row rows[BLOCKS][2];
-    float o[BLOCKS][COLUMNS][4];
+    float o[BLOCKS][OWN_COLUMNS][4];
     weights probs;
+    factor *const p_rows = shared.p() + own_row * P_PITCH;
     u32 q_regs[BLOCKS][K_STEPS][4];
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
         rows[m][0] = rows[m][1] = {-INF, 0};
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
+        for (int c = 0; c < OWN_COLUMNS; c++) o[m][c][0] = o[m][c][1] = o[m][c][2] = o[m][c][3] = 0;
     }
 
     /* The last keys come first. They have the mask of the diagonal, and often the largest scores. */
@@ -328,12 +461,33 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     };
     key_loader next_k = loader_of(p.k), next_v = loader_of(p.v);
     const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
+    /* Addresses in shared memory. Without pins ptxas would compute them anew in each step. */
+    const u32 base = uniform(smem_address(&shared)), own_piece = pinned(key_loader::piece_of(base));
+    const auto address = [&](const void *place) { return base + (u32)((const char *)place - (const char *)&shared); };
+    const auto in_rows = [&](u32 tile, int pitch) { /* the lane's rows of tiles that ldmatrix reads so: Q, P and V */
+                                                    const int l = laneid();
+                                                    return tile + (l % 16 * pitch + l / 16 * 8) * BYTES;
+    };
+    const auto in_keys = [&](u32 tile) { /* and of K */
+                                         const int l = laneid();
+                                         return tile + ((l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8) * BYTES;
+    };
+    const auto k_place = [&](int step) { return address(shared.k[step % STAGES]) - base; };
+    const auto v_place = [&](int step) { return address(shared.v[step % STAGES]) - base; };
+    const u32 rows_of_0 = LANE_REGS ? pinned(in_rows(base, PITCH)) : 0;
+    const u32 keys_of_0 = LANE_REGS ? pinned(in_keys(base)) : 0;
+    const auto rows_at = [&](const factor *tile) {
+        return LANE_REGS ? rows_of_0 + (address(tile) - base) : in_rows(address(tile), PITCH);
+    };
+    const auto keys_at = [&](const factor *tile) {
+        return LANE_REGS ? keys_of_0 + (address(tile) - base) : in_keys(address(tile));
+    };
     const auto load_k = [&](int step) {
-        if (walk.exists(step)) next_k.load(shared.k[step % STAGES], p.k.stride_row, num_own + step * BLOCK_KV);
+        if (walk.exists(step)) next_k.load(own_piece + k_place(step), p.k.stride_row, num_own + step * BLOCK_KV);
     };
     const auto load_v = [&](int step) {
         if (step >= 0 && walk.exists(step))
-            next_v.load(shared.v[step % STAGES], p.v.stride_row, num_own + step * BLOCK_KV);
+            next_v.load(own_piece + v_place(step), p.v.stride_row, num_own + step * BLOCK_KV);
     };
     if (walk.exists(0)) {
         load_rows<BLOCK_Q>(Q_REGS ? shared.q_once : shared.q,
@@ -347,77 +501,153 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             load_operands(q_regs, shared.q_once + own_row * PITCH);
         }
     }
+    /* In a plain step all rows of the CTA see all keys of this step and of the step before, and all tiles to load exist
+     * as a whole. */
+    const bool has_all_rows = first_row + BLOCK_Q <= s.len_q;
+    const int plain_begin = max(1, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV) + 1);
+    const int plain_end = has_all_rows ? uniform(min(walk.num - 1, (first_of(0) - keys.full_begin) / BLOCK_KV + 1)) : 0;
 
     bool has_probs = false, has_large = false;
 #pragma unroll 1
     for (int step = 0; walk.exists(step - IS_LATE); step++) {
-        /* The step whose P V is added in this step. */
-        const int first = first_of(step), v_step = step - IS_LATE, v_first = first_of(v_step);
-        factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
-        wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the step before */
-        if (STAGES == 2) load_k(step + 1);
-        load_v(STAGES == 1 ? v_step : v_step + 1);
-        cp_async_commit_group();
-
-        const bool sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
-        float scores[BLOCKS][N][4], sums[BLOCKS][2];
+        const int v_step = step - IS_LATE; /* P V of this step is added */
+        const factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
+        const u32 v_at = rows_at(v + own_column);
+        const weights_source last = {probs, SPLIT > 1 ? in_rows(address(p_rows), P_PITCH) : 0};
+        float scores[BLOCKS][N][4], sums[BLOCKS][2], largest[BLOCKS][2];
         u32 kept[BLOCKS] = {};
-        const auto make_scores = [&] {
-            const int l = LANE_REGS ? lane() : laneid();
-            multiply_own<Q_REGS>(scores, q_regs, smem_address(shared.q + (own_row + l % 16) * PITCH + l / 16 * 8),
-                                 smem_address(k + (l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8));
-            const bool is_whole = !is_partial<BLOCK_KV>(first, own.full_begin, own.full_end);
+        bool sees = true, is_exact = false, is_usual = LATE > 0;
+        bool lags = false; /* does a maximum lag behind, in the CTA if warps share rows? */
+        const auto make_scores = [&](auto kind, const auto &beside) {
+            const int key = first_of(step) + own_key;
+            multiply_own<Q_REGS>(scores, q_regs, rows_at(shared.q + own_row * PITCH), keys_at(k + own_key * PITCH),
+                                 beside);
+            const bool is_whole = decltype(kind)::value || !is_partial<OWN_KEYS>(key, own.full_begin, own.full_end);
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) {
-                if (SCORE) change_scores(p, s, head, scores[m], warp_row + 16 * m, first);
-                if (!is_whole) mask_scores(p, s, scores[m], warp_row + 16 * m, first);
-                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(warp_row + 16 * m, first);
+                const int row = warp_row + 16 * m;
+                if (SCORE) change_scores(p, s, head, scores[m], row, key);
+                if (!is_whole) mask_scores(p, s, scores[m], row, key);
+                if (DROPOUT) kept[m] = dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, key);
             }
         };
-        if (sees) make_scores();
-        if (STAGES == 1) {
-            wait_for_tiles<0>(); /* V has come, and all warps have read K */
-            load_k(step + 1);
-            cp_async_commit_group();
-        }
-        const bool v_is_whole = v_step < 0 || !is_partial<BLOCK_KV>(v_first, keys.full_begin, keys.full_end);
-        const bool is_exact = !v_is_whole && uniform(has_nan_or_inf<BLOCK_KV>(v));
-        const auto add = [&] {
-            if (is_exact) {
-                u32 counts[BLOCKS];
-                float unused[N][4] = {};
-#pragma unroll
-                for (int m = 0; m < BLOCKS; m++) counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, v_first);
-                add_seen_values(o, probs, v, counts);
-            } else {
-                add_values<true>(o, probs, v, [](int, int) {});
-            }
-        };
+        const auto nothing = [](int) {};
         const auto add_sums = [&] {
 #pragma unroll
             for (int r = 0; r < 2 * BLOCKS; r++) rows[r / 2][r % 2].sum += sums[r / 2][r % 2];
         };
-
-        float largest[BLOCKS][2];
-        if (sees && !TRIES_FIRST) find_largest(largest, scores);
-        bool is_usual = LATE > 0 && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
-        if (is_usual && !TRIES_FIRST) is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
-        if (is_usual) {
-            softmax<true>(scores, probs, o, sums, rows, scale_log2, v, kept);
-            if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
-                is_usual = has_probs = false; /* P V has been added, and P is made again */
-                make_scores();
-            } else {
-                add_sums();
+        /* Does V of v_step hold NaN or inf, and does some row not see all its keys? */
+        const auto hides_nan_or_inf = [&] {
+            return v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end) &&
+                   uniform(has_nan_or_inf<BLOCK_KV>(v));
+        };
+        /* The usual step. If is_usual is false afterwards, P is not made yet. */
+        const auto take_step = [&](auto kind) {
+            constexpr bool IS_PLAIN = decltype(kind)::value;
+            wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
+            if (SPLIT > 1 && (IS_PLAIN || has_probs)) store_weights(p_rows + own_key, probs);
+            /* Plain steps load K and V piece by piece beside products. */
+            constexpr int NUM = key_loader::NUM, S_PARTS = K_STEPS * N / 2, PV_PARTS = BLOCK_KV / 16 * OWN_COLUMNS / 2;
+            const auto load_beside_s = [&](int i) {
+                constexpr int ALL = STAGES == 2 ? 2 * NUM : NUM;
+#pragma unroll
+                for (int j = 0; j < ALL; j++)
+                    if (IS_PLAIN && i == place_of_load(j, ALL, S_PARTS)) {
+                        if (STAGES == 2 && j < NUM)
+                            next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own);
+                        else
+                            next_v.load_piece(j % NUM, own_piece + v_place(STAGES == 1 ? v_step : v_step + 1),
+                                              p.v.stride_row, num_own);
+                    }
+                if (IS_PLAIN && i == S_PARTS - 1) cp_async_commit_group();
+            };
+            const auto load_beside_pv = [&](int i) {
+#pragma unroll
+                for (int j = 0; j < NUM; j++)
+                    if (IS_PLAIN && STAGES == 1 && i == place_of_load(j, NUM, PV_PARTS))
+                        next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own);
+                if (IS_PLAIN && STAGES == 1 && i == PV_PARTS - 1) cp_async_commit_group();
+            };
+            if (!IS_PLAIN) {
+                if (STAGES == 2) load_k(step + 1);
+                load_v(STAGES == 1 ? v_step : v_step + 1);
+                cp_async_commit_group();
             }
-        }
+            if (!IS_PLAIN) {
+                const int first = first_of(step);
+                sees = walk.exists(step) && first < own.end && first + BLOCK_KV > own.begin;
+            }
+            if (!IS_PLAIN) {
+                if (STAGES == 2) is_exact = hides_nan_or_inf();
+                is_usual = is_usual && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
+            }
+            if (TRIES_FIRST ? is_usual : sees) make_scores(kind, load_beside_s);
+            if (STAGES == 1) {
+                if (SPLIT > 1) {
+                    if (sees) {
+                        find_own_largest(largest, scores);
+                        lags = lags_behind(largest, rows, scale_log2);
+                    }
+                    cp_async_wait_group<0>();
+                    lags = __syncthreads_or(lags); /* V and P have come, too, and all warps have read K */
+                } else {
+                    wait_for_tiles<0>(); /* V has come, and all warps have read K */
+                }
+                if (!IS_PLAIN) {
+                    load_k(step + 1);
+                    cp_async_commit_group();
+                }
+            }
+            if (!IS_PLAIN && STAGES == 1) {
+                is_exact = hides_nan_or_inf();
+                is_usual = is_usual && !is_exact;
+            }
+            if (SPLIT > 1) is_usual = is_usual && !lags;
+            if (!TRIES_FIRST && SPLIT == 1) {
+                if (sees) find_largest(largest, scores);
+                if (is_usual) is_usual = !__any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2));
+            }
+            if (is_usual) {
+                softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept, load_beside_pv);
+                if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
+                    is_usual = has_probs = false; /* P V has been added, and P is made again */
+                } else {
+                    add_sums();
+                }
+            } else if (IS_PLAIN && STAGES == 1) {
+                load_k(step + 1);
+                cp_async_commit_group();
+            }
+        };
+        if (HAS_PLAIN_STEPS && step >= plain_begin && step < plain_end && (!IS_LATE || has_probs) && !has_large)
+            take_step(plain_step());
+        else
+            take_step(any_step());
+        const auto add = [&] {
+            if (is_exact && SPLIT > 1) {
+                add_seen_shared(o, p_rows, v + own_column, p, s, warp_row, first_of(v_step));
+            } else if (is_exact) {
+                u32 counts[BLOCKS];
+                float unused[N][4] = {};
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++)
+                    counts[m] = mask_scores(p, s, unused, warp_row + 16 * m, first_of(v_step));
+                add_seen_values(o, probs, v, counts);
+            } else {
+                add_values<true>(o, last, v_at, nothing);
+            }
+        };
         if (!is_usual) {
             if (IS_LATE && has_probs) add();
+            if (SPLIT > 1 && lags) share_largest(shared, own_row, part, largest, sees);
             if (sees) {
-                if (TRIES_FIRST) find_largest(largest, scores);
-                if (TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
-                    has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2));
-                softmax<false>(scores, probs, o, sums, rows, scale_log2, v, kept);
+                if (TRIES_FIRST) {
+                    make_scores(any_step(), nothing);
+                    find_largest(largest, scores);
+                }
+                if (SPLIT > 1 ? lags : TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
+                    has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2, part == 0));
+                softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept, nothing);
                 add_sums();
                 if (!IS_LATE) add();
             }
@@ -425,10 +655,19 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         has_probs = sees;
     }
 
-    __syncwarp(); /* the lanes know the maxima of their rows */
+    if (SPLIT > 1) {
+#pragma unroll
+        for (int r = 0; r < 2 * BLOCKS; r++) {
+            const float sum = quad_sum(rows[r / 2][r % 2].sum);
+            if (lane() % 4 == 0) shared.part(own_row + 8 * r + lane() / 4, part) = sum;
+        }
+        __syncthreads();
+    } else {
+        __syncwarp(); /* the lanes know the maxima of their rows */
+    }
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
-        finish_block(p, s, head, warp_row + 16 * m, o[m], rows[m], shared, own_row + 16 * m, unit);
+        finish_block(p, s, head, warp_row + 16 * m, own_column, o[m], rows[m], shared, own_row + 16 * m, unit);
 }
 
 /* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a

@@ -26,6 +26,13 @@ DEVICE void cp_async_16(u32 dst, const void *src, bool is_present) {
                  : "memory");
 }
 
+/* Any thread: the same if does_copy is true. Otherwise nothing is written. There is no branch. */
+DEVICE void cp_async_16_if(bool does_copy, u32 dst, const void *src, bool is_present) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p cp.async.cg.shared.global [%0], [%1], 16, %2;}" ::"r"(dst),
+                 "l"(src), "r"(is_present ? 16 : 0), "r"((u32)does_copy)
+                 : "memory");
+}
+
 /* Any thread: the same. The L2 reads lines of 128 bytes, and l2_policy says how long it keeps them. */
 DEVICE void cp_async_16(u32 dst, const void *src, bool is_present, u64 l2_policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src),
@@ -137,6 +144,9 @@ DEVICE u32 ld_acquire(const u32 *counter) {
 /* Whole warp, with the same x in every lane. Returns x, which ptxas then knows to be uniform. A shuffled or loaded
  * value is not uniform for ptxas. [redux.sync] */
 DEVICE int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
+
+/* Whole warp. Returns x, which ptxas then keeps in a register: it does not see that x could be computed anew. */
+DEVICE u32 pinned(u32 x) { return __shfl_sync(0xffffffffu, x, threadIdx.x % 32); }
 
 /* Any thread. Reads %laneid anew, so that ptxas computes dependent values where they are used, instead of keeping them
  * in registers through a loop. [%laneid] */

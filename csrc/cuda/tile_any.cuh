@@ -395,8 +395,8 @@ struct dropout {
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const int at = column / 8 + n;
-            if (n == 0 || n % 4 == 0) draw(words, row / 16, at / 4, lane());
-            const u32 word = N < 4 ? (at % 4 == 0   ? words[0]
+            if (n == 0 || (N % 4 ? at : n) % 4 == 0) draw(words, row / 16, at / 4, lane());
+            const u32 word = N % 4 ? (at % 4 == 0   ? words[0]
                                       : at % 4 == 1 ? words[1]
                                       : at % 4 == 2 ? words[2]
                                                     : words[3])

@@ -5,7 +5,6 @@
 
 #include "tile_any.cuh"
 
-constexpr int AHEAD = 3; /* 1 to 5 are alike */
 constexpr int K_STEPS = HEAD_DIM / 16, BYTES = factor::BYTES;
 
 /* ---- loads ----------------------------------------------------------------------------------------------------- */
@@ -60,9 +59,10 @@ DEVICE void pipelined(const loader &load, const multiplier &multiply) {
 }
 
 /* X [16 BLOCKS, 8 N] = A B^T. The warp's rows A are in registers, or begin at own_row in shared memory. B begins at
- * row. */
-template <bool IS_IN_REGS, int N>
-DEVICE void multiply_own(float (&x)[BLOCKS][N][4], const u32 (&own)[BLOCKS][K_STEPS][4], u32 own_row, u32 row) {
+ * row. beside(i) runs after product i of 16 columns of A and 16 rows of B. */
+template <bool IS_IN_REGS, int N, class worker>
+DEVICE void multiply_own(float (&x)[BLOCKS][N][4], const u32 (&own)[BLOCKS][K_STEPS][4], u32 own_row, u32 row,
+                         const worker &beside) {
     constexpr int PAIRS = N / 2, PLACES = AHEAD / PAIRS + 2;
     u32 a[PLACES][BLOCKS][4];
 #pragma unroll
@@ -87,7 +87,13 @@ DEVICE void multiply_own(float (&x)[BLOCKS][N][4], const u32 (&own)[BLOCKS][K_ST
                 mma_m16n8k16<factor>(x[m][n], regs, b[0], b[1]);
                 mma_m16n8k16<factor>(x[m][n + 1], regs, b[2], b[3]);
             }
+            beside(i);
         });
+}
+
+template <bool IS_IN_REGS, int N>
+DEVICE void multiply_own(float (&x)[BLOCKS][N][4], const u32 (&own)[BLOCKS][K_STEPS][4], u32 own_row, u32 row) {
+    multiply_own<IS_IN_REGS>(x, own, own_row, row, [](int) {});
 }
 
 #endif

@@ -23,7 +23,7 @@ const char *fa_plan_fwd_sm80(const fa_problem *p, const fa_machine *machine, fa_
     plan->gpu.row = row;
     plan->gpu.features = fa_cuda_features(p) & (FA_SCORE | FA_DROPOUT | FA_IN_BF16);
     if (!(p->scale < largest_scale)) plan->gpu.features |= FA_SCORE;
-    plan->block_q = 16 * t->warps * t->blocks;
+    plan->block_q = 16 * t->warps * t->blocks / t->split;
     plan->block_kv = t->block_kv;
     return NULL;
 }

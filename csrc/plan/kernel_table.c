@@ -117,21 +117,30 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 
 /* ---- attn_fwd_sm80 --------------------------------------------------------------------------------------------- */
 
-#define MOST(x, y)  ((x) > (y) ? (x) : (y))
-#define ROWS_OF_4x1 64
-#define ROWS_OF_4x2 128
-#define ROWS_OF_8x1 128
-#define ROWS_OF_8x2 256
+#define MOST(x, y) ((x) > (y) ? (x) : (y))
+/* Rows of a CTA: WARPS of BLOCKS times 16 rows, which SPLIT warps share. */
+#define ROWS_OF_4x1   64
+#define ROWS_OF_4x2   128
+#define ROWS_OF_8x1   128
+#define ROWS_OF_4x1x1 64
+#define ROWS_OF_4x2x1 128
+#define ROWS_OF_8x1x1 128
+#define ROWS_OF_8x2x1 256
+#define ROWS_OF_8x2x2 128
+#define Q_REGS_0
+#define Q_REGS_1 "r"
 
 static const fa_row fwd_sm80_rows[] = {
-/* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. */
-#define SHARED(d, rows, tiles, q_regs) \
-    (PADDED_ROW(d, 2) * ((q_regs) ? (tiles) + MOST(tiles, rows) : 2 * (tiles) + (rows)) + ((q_regs) ? 4 * (rows) : 0))
-#define FA_FWD_TILE_SM80(d, kv, warps, blocks, stages, q_regs, lane_regs, late, ctas) \
-    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks) "kv" #kv "s" #stages, \
-     {d, kv, warps, blocks, stages, q_regs, lane_regs, late, ctas},                   \
-     FA_SCORE | FA_DROPOUT,                                                           \
-     SHARED(d, 16 * (warps) * (blocks), (stages) * (kv), q_regs)},
+/* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. P
+ * has a place where warps share rows. */
+#define SHARED(d, rows, kv, stages, q_regs, split)                                                                  \
+    (PADDED_ROW(d, 2) * ((q_regs) ? (stages) * (kv) + MOST((stages) * (kv), rows) : 2 * (stages) * (kv) + (rows)) + \
+     ((q_regs) ? 4 * (rows) : 0) + ((split) > 1 ? PADDED_ROW(kv, 2) * (rows) : 0))
+#define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas)             \
+    {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks##x##split) "kv" #kv "s" #stages Q_REGS_##q_regs, \
+     {d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas},                               \
+     FA_SCORE | FA_DROPOUT,                                                                                     \
+     SHARED(d, 16 * (warps) * (blocks) / (split), kv, stages, q_regs, split)},
 #include "cuda/tiles.def"
 };
 
@@ -144,21 +153,21 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_
 #define SM80_SHARED(d, q, kv, stages, v_regs)                                                                 \
     (PADDED_ROW(d, 2) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
      2 * (kv) * PADDED_ROW(q, 2) + 16 * (q) + 16)
-#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas, serves, shared_bytes) \
-    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                             \
-     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas},                                       \
-     serves,                                                                                               \
+#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, serves, shared_bytes) \
+    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                                    \
+     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas},                                       \
+     serves,                                                                                                      \
      shared_bytes},
 
 static const fa_row bwd_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas)                             \
-    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas, FA_SCORE | FA_DROPOUT, \
-             SM80_SHARED(d, q, kv, stages, v_regs))
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas)      \
+    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, \
+             FA_SCORE | FA_DROPOUT, SM80_SHARED(d, q, kv, stages, v_regs))
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_dq_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas) \
-    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas, 0, 0)
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas) \
+    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, 0, 0)
 #include "cuda/tiles.def"
 };
 
@@ -361,8 +370,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
                      .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "Q_REGS", "LANE_REGS", "LATE",
-                                 "CTAS"},
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS", "LANE_REGS",
+                                 "LATE", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
@@ -370,7 +379,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
                      .files = FILES("attn_bwd_sm80.cu", "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                 "V_REGS", "CTAS"},
+                                 "V_REGS", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = bwd_sm80_rows,
                      .num_rows = NUM_ROWS(bwd_sm80_rows),
@@ -378,7 +387,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_DQ_SM80] = {.name = "attn_bwd_dq_sm80",
                         .files = FILES("attn_bwd_dq_sm80.cu", BWD_SM80_FILES, ANY_FILES, "score.cuh"),
                         .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                    "V_REGS", "CTAS"},
+                                    "V_REGS", "AHEAD", "CTAS"},
                         .knows = FA_IN_BF16,
                         .rows = bwd_dq_sm80_rows,
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),

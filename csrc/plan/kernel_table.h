@@ -63,7 +63,7 @@ typedef enum {
     FA_NUM_FAMILIES
 } fa_family_id;
 
-enum { FA_MAX_COLUMNS = 10, FA_SHARED_ALIGNMENT = 1024 };
+enum { FA_MAX_COLUMNS = 11, FA_SHARED_ALIGNMENT = 1024 };
 
 typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's name, then the shape */
@@ -108,13 +108,13 @@ const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 
 /* The columns of attn_fwd_sm80. */
 typedef struct {
-    int d, block_kv, warps, blocks, stages, q_regs, lane_regs, late, ctas;
+    int d, block_kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas;
 } fa_fwd_sm80_columns;
 const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row);
 
 /* The columns of attn_bwd_sm80 and attn_bwd_dq_sm80. */
 typedef struct {
-    int d, block_q, block_kv, warps, blocks, chunk, stages, k_regs, v_regs, ctas;
+    int d, block_q, block_kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas;
 } fa_bwd_sm80_columns;
 const fa_bwd_sm80_columns *fa_bwd_sm80_row(int row);
 

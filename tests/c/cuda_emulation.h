@@ -186,6 +186,9 @@ static inline u32 smem_address(const void *shared) { return (u32)((const char *)
 static inline void cp_async_16(u32 dst, const void *src, bool is_present) {
     emulated_cp_async(memory + dst, src, 16, is_present);
 }
+static inline void cp_async_16_if(bool does_copy, u32 dst, const void *src, bool is_present) {
+    if (does_copy) cp_async_16(dst, src, is_present);
+}
 template <int BYTES> static inline void cp_async(u32 dst, const void *src, bool is_present) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "what the hardware copies");
     emulated_cp_async(memory + dst, src, BYTES, is_present);
@@ -324,6 +327,7 @@ template <class T> static inline u32 max_x2(u32 a, u32 b) {
 static inline u32 cvt_e4m3x2(float low, float high) { return cvt<e4m3>(low).bits | (u32)cvt<e4m3>(high).bits << 8; }
 
 static inline int uniform(int x) { return __reduce_max_sync(~0u, x); }
+static inline u32 pinned(u32 x) { return x; }
 static inline int laneid() { return (int)(emulated_thread.x % 32); }
 static inline float ex2(float x) { return exp2f(x); }
 static inline float lg2(float x) { return log2f(x); }
