@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(case, dtype, isa):
     results = []
     threads = torch.get_num_threads()
     try:
-        for n in (1, 2, 3, 7):
+        for n in (1, 7) if isa == "reference" else (1, 2, 7):
             torch.set_num_threads(n)
             got = ours(case, True, deterministic=True)
             results.append([x for name in ("out", "lse", "dq", "dk", "dv") for x in getattr(got, name)])
