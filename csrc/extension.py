@@ -24,6 +24,7 @@ OWN = {
         "cpu/sinks.c",
         "flex/classify.c",
         "flex/dense.c",
+        "gpu/bias_shift.c",
         "gpu/flex_classify.c",
         "gpu/sinks.c",
         "torch/ops_2.c",

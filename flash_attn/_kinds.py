@@ -67,6 +67,7 @@ _TENSOR = _is_tensor, "a tensor"
 _KINDS = {
     "dropout_p": (_is_float, "a number from 0 to less than 1"),
     "softmax_scale": (lambda x: x is None or _is_float(x), "a number or None"),
+    "scale": (lambda x: x is None or _is_float(x), "a number or None"),
     "softcap": (_is_float, "a number, 0 for none"),
     "causal": (_is_flag, "True or False"),
     "deterministic": (_is_flag, "True or False"),

@@ -18,7 +18,7 @@ HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|160|192|256)(v\d+)?_
 
 
 ANY = re.compile(
-    r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|sinks|quantize)"
+    r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|sinks|bias_shift|quantize)"
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|rotated)(?:_12)?)?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
     r"|attn_fwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+s\d(_score)?(_dropout)?"
@@ -35,7 +35,7 @@ def test_every_kernel_has_a_name_and_a_row():
     assert (
         len(set(any_kernels))
         == len(any_kernels)
-        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 + 3 + 6 + 1 + 5 * 3 + 3 + 2 * 8 * (4 + 1) + 2 * 9 * 4
+        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 * 3 + 6 + 1 + 5 * 3 + 3 + 2 * 8 * (4 + 1) + 2 * 9 * 4
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]

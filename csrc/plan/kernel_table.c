@@ -201,6 +201,7 @@ static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row sinks_rows[] = {{.name = "sinks"}};
+static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
 static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
@@ -445,6 +446,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                   .rows = sinks_rows,
                   .num_rows = NUM_ROWS(sinks_rows),
                   .chooses = always_chooses},
+    [FA_BIAS_SHIFT] = {.name = "bias_shift",
+                       .files = FILES("bias_shift.cu", "bias_shift_params.h", "element.cuh", "ptx_sm80.cuh"),
+                       .knows = FA_IN_BF16 | FA_IN_F32,
+                       .rows = bias_shift_rows,
+                       .num_rows = NUM_ROWS(bias_shift_rows),
+                       .chooses = always_chooses},
     [FA_QUANTIZE] = {.name = "quantize",
                      .files = FILES("quantize.cu", "ptx_once.cuh", "e4m3.cuh", "ptx_sm80.cuh", "element.cuh",
                                     "quantize_params.h"),

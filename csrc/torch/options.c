@@ -10,6 +10,7 @@
 #include "cpu/sinks.h"
 #include "failures.h"
 #include "flex_values.h"
+#include "gpu/bias_shift.h"
 #include "gpu/sinks.h"
 #include "python_tensors.h"
 
@@ -241,6 +242,36 @@ static PyObject *biases_are_high(PyObject *self, PyObject *args) {
     return PyBool_FromLong(found);
 }
 
+/* Returns the shift of each row, [b, h, rows], or 1 in place of a size, for a bias on a GPU. */
+static PyObject *shift_of_biases(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *bias, *least;
+    fa_flex_tensor t;
+    fa_error err = {""};
+    fa_outputs outputs = {.num = 0};
+    void *data = NULL;
+    if (!PyArg_UnpackTuple(args, "shift_of_biases", 2, 2, &bias, &least)) return NULL;
+    fa_bias_shift of = {.least = (float)PyFloat_AsDouble(least), .size = {1, 1, 1, 1}};
+    fa_status status = fa_torch.wrap ? fa_flex_read_tensor(bias, "attn_bias", &t, &err) : FA_EINVAL;
+    if (status != FA_OK || !present(&t.t) || !is_on_gpu(&t.t) || !is_floating(&t.t) || t.t.ndim > 4 ||
+        t.t.dtype == fa_torch.f64) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    for (int64_t i = 0; i < t.t.ndim; i++) {
+        of.size[4 - t.t.ndim + i] = t.t.size[i];
+        of.stride[4 - t.t.ndim + i] = t.t.stride[i];
+    }
+    of.device_idx = t.t.device_idx, of.dtype = dtype_of(&t.t), of.bias = t.t.data;
+    status = fa_make_output(&outputs, &t.t, 3, of.size, (int64_t[]){of.size[1] * of.size[2], of.size[2], 1},
+                            fa_torch.f32, &data, &err);
+    of.shift = data;
+    Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = fa_cuda_bias_shift(&of, &err);
+    Py_END_ALLOW_THREADS if (status == FA_OK) return fa_results_of(NULL, &outputs);
+    fa_drop_outputs(&outputs);
+    return fa_raise(status, &err);
+}
+
 /* ---- packed sequences -------------------------------------------------------------------------------------------- */
 
 /* For each row: the first and the last key that it sees, the key beside it, its sequence, its place there, and the
@@ -317,6 +348,9 @@ PyMethodDef fa_options_functions[] = {
      "in softmax_lse"},
     {"gradient_of_sinks", gradient_of_sinks, METH_VARARGS,
      "gradient_of_sinks(sinks, out, softmax_lse, dout, dlse) -> the gradient of sinks on the CPU"},
+    {"shift_of_biases", shift_of_biases, METH_VARARGS,
+     "shift_of_biases(attn_bias, least) -> the shift of each row of a bias on a GPU, fp32 [b, h, rows]: the largest "
+     "bias of a row if it is finite and below least, else 0"},
     {"biases_are_high", biases_are_high, METH_VARARGS,
      "biases_are_high(attn_bias, least, any_prefix) -> is the largest bias of every row on the CPU at least this "
      "number, "

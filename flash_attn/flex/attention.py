@@ -17,9 +17,10 @@ from torch.nn.attention import flex_attention as upstream
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
 
-from .._arguments import has_distributed
+from .._arguments import as_number, has_distributed
 from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
+from .._kinds import check_kinds
 from .._ops import check_storage, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
 from . import ahead, calls
@@ -457,7 +458,7 @@ def flex_attention(
     mask = _mask_of(mask_mod if block_mask is None else block_mask.mask_mod, query.device)
     if key.size(0) != query.size(0) and block_table is None:
         key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
-    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else float(scale)
+    scale = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else _number_of(scale)
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     inputs = (query, key, value, *(score[1] if score else ()))
@@ -501,6 +502,13 @@ def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, retur
     out, lse, max_scores = found
     wants_max = return_aux is not None and return_aux.max_scores
     return _results(out, lse, max_scores if wants_max else None, return_lse, return_aux)
+
+
+def _number_of(scale):
+    if type(scale) is float:
+        return scale
+    check_kinds({"scale": scale})
+    return float(as_number(scale, "scale"))
 
 
 def plain_of(score, mask, shift):
@@ -566,7 +574,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
         return None
     if block_mask is None and mask is not None and plain is None:
         return None  # blocks are to be found
-    scale = None if scale is None else float(scale)
+    scale = None if scale is None else _number_of(scale)
     if plain is not None:
         programs = None, None
     else:

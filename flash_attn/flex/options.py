@@ -11,7 +11,10 @@ Row i of a sequence sees the keys from first to last, without those that attn_ma
 to the key beside the row. Packed sequences are one long sequence. Tensors of its rows say where first and last lie.
 """
 
+import flash_attn_2_cuda
 import torch
+
+from .._dispatch import transforms_are_active
 
 BLOCK = 128
 LEAST_BIAS = -1000  # of a row that needs no shift
@@ -50,6 +53,14 @@ class Places:
             return bias.amax(-1)
         _, last = self.bounds(bias.device)
         return bias[:, :, 0].cummax(-1).values[..., last.clamp(0, len_kv - 1)]
+
+    def shift_on_gpu(self, bias):
+        """What shift_of_rows returns without sinks, by one launch. None: there is no kernel for such a bias."""
+        least, most = self._window
+        if least is None and most is not None and bias.dim() > 0 and bias.shape[-1] > 1:
+            if bias.dim() < 2 or bias.shape[-2] == 1:
+                return None  # a bias of keys alone, which the causal mask cuts
+        return flash_attn_2_cuda.shift_of_biases(bias, LEAST_BIAS)
 
     def of_rows(self, x):
         """``[b, h, len_q]``, or 1 in place of a size, as a row of the kernels has it."""
@@ -103,6 +114,9 @@ class PackedPlaces(Places):
     def bounds(self, device):
         return self._bounds
 
+    def shift_on_gpu(self, bias):
+        return None
+
     def largest(self, bias):
         return bias.amax(-1)
 
@@ -122,6 +136,10 @@ def shift_of_rows(places, attn_bias, sinks, dtype):
     """
     if attn_bias is None or 0 in attn_bias.shape:
         return None
+    if sinks is None and dtype == torch.float32 and not (torch.compiler.is_compiling() or transforms_are_active()):
+        shift = places.shift_on_gpu(attn_bias)
+        if shift is not None:
+            return shift
     dtype = torch.promote_types(dtype, attn_bias.dtype)
     largest = places.largest(attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)).to(dtype)
     is_low = (largest < LEAST_BIAS) & ~largest.isinf()

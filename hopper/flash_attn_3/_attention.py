@@ -221,10 +221,19 @@ def _frozen(lengths, options):
     return lengths, options._replace(window_size=as_window(options.window_size), **numbers)
 
 
+def _refuse_gradients_of_descales(descales):
+    """A descale of an FP8 tensor gets no gradient, and the result would not show it."""
+    for name, x in zip(Options._fields[1:4], descales):
+        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it")
+
+
 def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
     """Computes the forward of every function below, and records it if a tensor requires grad."""
     compiling = torch.compiler.is_compiling()
-    qv = options[0]
+    qv, *descales = options[:4]
+    if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
+        _refuse_gradients_of_descales(descales)
     # The direct function does not look at qv. A backward through qv must reach our node, which refuses it.
     records_qv = qv is not None and isinstance(qv, torch.Tensor) and qv.requires_grad and torch.is_grad_enabled()
     if not (compiling or return_lse or records_qv) and len(tensors) == 3:

@@ -11,7 +11,7 @@ from flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn.flex.options import PackedPlaces, Places, blocks_of
+from flash_attn.flex.options import PackedPlaces, Places, blocks_of, shift_of_rows
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
 DEVICES = ["cpu", GPU]
@@ -120,6 +120,31 @@ def test_sinks_alone(window, device, dropout_p=0.0):
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     for has, wants in zip(gradients([out], ours, [dout.to(device)]), gradients([want], wide, [dout.double()])):
         close(has.cpu(), wants, 8e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_shift_of_rows_on_a_gpu(dtype):
+    """One launch gives what torch's functions give."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    places = Places(37, 300, (-1, -1))
+    for shape in ((2, 3, 37, 300), (37, 300), (3, 1, 300), (300,), (2, 1, 37, 1), (1, 1, 1, 1), ()):
+        bias = torch.randn(shape, device="cuda").to(dtype)
+        low = torch.full_like(bias, -2000) - bias.abs()
+        for x in (
+            bias,
+            low,
+            torch.where(torch.rand_like(bias) < 0.01, bias, low),
+            low - INF,
+            torch.full_like(bias, -1000),
+        ):
+            if x.dim() and x.shape[-1] > 1:
+                x = x.clone()
+                (x[..., 0, :] if x.dim() > 1 else x)[..., -1] = float("nan") if x.dim() > 1 else -INF
+            for y in (x, x[..., ::3], x[..., -1:].expand(*x.shape[:-1], 70)) if x.dim() else (x,):
+                got = shift_of_rows(places, y, None, torch.float32)
+                wide = y.reshape((1,) * (4 - y.dim()) + y.shape).amax(-1).float()
+                assert torch.equal(got, torch.where((wide < -1000) & ~wide.isinf(), wide, 0.0))
 
 
 LOWEST = torch.finfo(torch.float32).min

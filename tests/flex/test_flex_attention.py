@@ -351,7 +351,8 @@ ERRORS = [
     ({"dtypes": (torch.float8_e4m3fn,) * 3}, NotImplementedError, "q is float8_e4m3fn"),
     ({"dtypes": (torch.int32,) * 3}, NotImplementedError, "q is int32"),
     ({"scale": 1e31}, RuntimeError, "scale must be between"),
-    ({"scale": "a"}, ValueError, "float"),
+    ({"scale": "a"}, TypeError, "scale must be a number or None; it is 'a', of type str"),
+    ({"scale": torch.tensor(0.3, requires_grad=True)}, RuntimeError, "scale gets no gradient"),
     ({"mask_mod": lambda b, h, q, k: q - k}, AssertionError, "must return torch.bool"),
 ]
 

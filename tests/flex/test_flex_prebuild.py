@@ -248,6 +248,16 @@ def test_sinks_are_one_launch_behind_the_kernel():
     assert names_of(flash_attn.flash_attn_with_kvcache, q[:, :1], cache, cache, sinks=sinks)[-1] == "sinks_bf16"
 
 
+def test_the_shift_of_a_bias_is_one_launch_before_the_kernel():
+    q = qkv(grad=False)[0].transpose(1, 2)
+    for bias in (torch.ones(8, LENGTH, LENGTH), torch.ones(8, LENGTH, 1), torch.ones(LENGTH).half(), torch.ones(())):
+        names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=bias)
+        assert names[0] == ("bias_shift_fp16" if bias.dtype == torch.float16 else "bias_shift_fp32") and len(names) > 1
+    for bias, causal in ((torch.ones(8, LENGTH, LENGTH).double(), False), (torch.ones(LENGTH), True)):
+        names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=bias, causal=causal)
+        assert not any(name.startswith("bias_shift") for name in names)
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]

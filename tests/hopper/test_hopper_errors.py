@@ -107,6 +107,10 @@ CASES = [
     (lambda: varlen(cu_seqlens_k=None), "k must have 4 dimensions"),
     (lambda: op(out_=t(2, 4, 2, 64)), "out_ must have shape (batch_size, seqlen_q, num_heads, head_size_v)"),
     # descales
+    (
+        lambda: func(dtype=E4M3, q_descale=torch.ones(2, 2, requires_grad=True)),
+        "q_descale gets no gradient, and it requires grad: detach it",
+    ),
     (lambda: func(dtype=E4M3, q_descale=torch.ones(2, 4)), "q_descale must have shape (batch_size, num_heads_k)"),
     (lambda: func(dtype=E4M3, v_descale=torch.ones(2)), "v_descale must have 2 dimensions"),
     (lambda: func(dtype=E4M3, k_descale=torch.ones(2, 2).half()), "k_descale must have dtype fp32"),
