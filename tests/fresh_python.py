@@ -1,7 +1,7 @@
 """Programs in processes of their own. Each process is a fork of a kept process that has imported torch and nothing of
 this package. An import of torch takes two seconds of a processor.
 
-A test about the import of torch, about the options of Python or about the memory of a process starts Python itself.
+A test about the import of torch or about the options of Python starts Python itself.
 """
 
 import atexit

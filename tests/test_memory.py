@@ -1,12 +1,11 @@
 """Memory is linear in the lengths and does not leak. Any number of threads and any Python thread give the same bits."""
 
 import resource
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import flash_attn_2_cuda
+import fresh_python
 import pytest
 import torch
 from cases import Case
@@ -58,11 +57,12 @@ print("grown by", peak() - before)
     ],
 )
 def test_length_8192_stores_no_scores(dtype, packed, options):
-    """One head, forward and backward, with tensors of 0.5 to 2 MiB each. The scores would be 128 MiB in 16 bit."""
+    """One head, forward and backward, with tensors of 0.5 to 2 MiB each. The scores would be 128 MiB in 16 bit.
+
+    A fork has a peak of its own, which begins with what the import of torch has left.
+    """
     text = repr((dtype, packed, options)).replace("tensor(", "torch.tensor(")
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, text], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
-    )
+    done = fresh_python.python(PEAK, text, cwd=Path(__file__).parent, timeout=300)
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout.split()[-1])
     assert grown < 64, f"{grown} MiB more at length 8192"
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(case, dtype, isa):
     results = []
     threads = torch.get_num_threads()
     try:
-        for n in (1, 2, 3, 7):
+        for n in (1, 7) if isa == "reference" else (1, 2, 7):
             torch.set_num_threads(n)
             got = ours(case, True, deterministic=True)
             results.append([x for name in ("out", "lse", "dq", "dk", "dv") for x in getattr(got, name)])

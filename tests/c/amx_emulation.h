@@ -8,7 +8,8 @@
 
 #define VEC_BF16_WORDS
 #define FA_CPU_VEC_AVX512_H /* vec_scalar.h replaces vec_avx512.h */
-#include "cpu/vec_scalar.h"
+#define VERBS               "cpu/vec_scalar.h"
+#include "outlined_verbs.h"
 
 typedef struct {
     uint32_t word[16][16]; /* [row][64 bytes] */

@@ -150,7 +150,7 @@ static double *filled(const fa_view *t, int64_t b, int64_t rows, int64_t h, int6
 }
 
 static fa_row_stats stats(int64_t b, int64_t h, int64_t rows, bool at_end) {
-    return (fa_row_stats){guarded_alloc((size_t)(b * h * rows) * sizeof(float), 4, at_end), h * rows, rows};
+    return (fa_row_stats){guarded_alloc((size_t)(b * h * rows) * sizeof(float), 4, at_end), h * rows, rows, 0};
 }
 
 /* Makes a list of the blocks of a kind, in any order, among numbers that are no blocks. */

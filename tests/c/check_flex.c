@@ -72,7 +72,7 @@ static fa_view new_tensor(const flex_case *c, int64_t len, int64_t h, int64_t d,
 
 static fa_row_stats new_stats(const fa_problem *p) {
     float *data = guarded_alloc((size_t)(p->b * p->h * p->len_q) * 4, 4, true);
-    return (fa_row_stats){data, p->h * p->len_q, p->len_q};
+    return (fa_row_stats){data, p->h * p->len_q, p->len_q, 0};
 }
 
 static void make_values(flex_case *c) {

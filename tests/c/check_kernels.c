@@ -334,7 +334,7 @@ static void test_e4m3_codes(void **state) {
             fa_problem p = {.dtype = FA_E4M3, .b = 1, .h = 1, .h_kv = 1, .d = 8, .d_v = 256, .scale = 1};
             p.len_q = p.total_q = len_q, p.len_kv = p.total_kv = 1, p.window_left = p.window_right = -1;
             p.q = (fa_view){q, 0, 8, 8}, p.k = (fa_view){k, 0, 8, 8}, p.v = (fa_view){v, 0, 256, 256};
-            p.o = (fa_view){o, 0, 256, 256}, p.lse = (fa_row_stats){lse, 0, 20};
+            p.o = (fa_view){o, 0, 256, 256}, p.lse = (fa_row_stats){lse, 0, 20, 0};
             run_on((fa_isa)isa, 1, &p, true);
             for (int64_t i = 0; i < len_q * 256; i++) {
                 const float x = fa_f32_from_bf16(o[i]), expected = fa_f32_from_e4m3(v[i % 256]);

@@ -82,7 +82,7 @@ fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
         if (has_mods && write_mods(name, variant.mods, err) != FA_OK) return FA_EFAILED;
         int at = snprintf(
             command, sizeof command,
-            CXX " -std=c++17 -O1 -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
+            CXX " -std=c++17 -Og -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
                 "-include cuda_emulation.h -include flex_device.h -I" CSRC_FOLDER " -I" CSRC_FOLDER "/cuda"
                 " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d"
                 " -DFLEX=%d -DSCORE=%d -DDROPOUT=%d -I" BUILD_FOLDER "/%s.mods",

@@ -2,10 +2,9 @@
 
 import functools
 import random
-import subprocess
-import sys
 
 import flash_attn_2_cuda
+import fresh_python
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -290,5 +289,6 @@ print(grown * 1024 - sum(x.nbytes for x in lists))
 
 
 def test_memory_grows_with_the_number_of_blocks():
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    done = fresh_python.python(MEMORY)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 50 << 20

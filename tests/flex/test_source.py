@@ -42,52 +42,69 @@ def part(mod, score=None):
     return program.text, tensors, numbers
 
 
-def compiled(text, folder, begin, result, value, end):
+def compiled(texts, folder, begin, result, value, end):
+    """A function for each text. One compiler takes all texts, each in a namespace of its own."""
     entry = ENTRY.replace("BEGIN", begin).replace("RESULT", result).replace("VALUE", value).replace("END", end)
-    source, library = folder / "text.cpp", folder / "text.so"
-    source.write_text('#include "flex_device.h"\n' + text + entry)
+    number = len(list(folder.iterdir()))
+    source, library = folder / f"text{number}.cpp", folder / f"text{number}.so"
+    parts = [f"namespace of_{i} {{\n{text}{entry.replace('run(', f'run_{i}(')}}}\n" for i, text in enumerate(texts)]
+    source.write_text("".join(['#include "flex_device.h"\n#include "flex_values.cuh"\n', *parts]))
     folders = [f"-I{ROOT / 'tests/c'}", f"-I{ROOT / 'csrc/cuda'}"]
     command = [COMPILER, "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-DFLEX_DEVICE_ALONE", *folders]
     subprocess.run([*command, "-o", library, source], check=True)
-    return ctypes.CDLL(library).run
+    return [getattr(ctypes.CDLL(library), f"run_{i}") for i in range(len(texts))]
 
 
 def run(made, folder, out, score=None, grad=None, begin="", value="", end=""):
     """Compiles a text and runs it for every index of `out`."""
-    text, values = made
+    return run_all([made], folder, [out], [score], grad, begin, value, end)[0]
+
+
+def run_all(made, folder, outs, scores, grad=None, begin="", value="", end=""):
+    """Compiles texts and runs each for every index of its element of `outs`."""
     names = {torch.bool: "bool", torch.float32: "float"}
-    function = compiled(text, folder, begin, names[out.dtype], value, end)
-    words = (ctypes.c_longlong * (len(values) // 8)).from_buffer_copy(values)
-    pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (score, grad, out)]
-    function(words, (ctypes.c_longlong * 4)(*out.shape), *pointers)
-    return out
+    functions = compiled([text for text, _ in made], folder, begin, names[outs[0].dtype], value, end)
+    for function, (_, values), out, score in zip(functions, made, outs, scores, strict=True):
+        words = (ctypes.c_longlong * (len(values) // 8)).from_buffer_copy(values)
+        pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (score, grad, out)]
+        function(words, (ctypes.c_longlong * 4)(*out.shape), *pointers)
+    return outs
 
 
-def masked(mod, folder, shape=SHAPE):
-    bound = part(mod)
-    made = flash_attn_2_cuda.flex_source(None, bound, None)
-    return run(made, folder, torch.empty(shape, dtype=torch.bool), value="flex_mask(*x, b, h, q, k)")
+def masked_by_all(mods, folder, shape=SHAPE):
+    bound = list(map(part, mods))
+    made = [flash_attn_2_cuda.flex_source(None, each, None) for each in bound]
+    outs = [torch.empty(shape, dtype=torch.bool) for _ in mods]
+    return run_all(made, folder, outs, [None] * len(mods), value="flex_mask(*x, b, h, q, k)")
 
 
 def scored(mod, folder, score):
-    bound = part(mod, torch.float32)  # its tensors must live as long as the values
-    made = flash_attn_2_cuda.flex_source(bound, None, None)
-    return run(made, folder, torch.empty_like(score), score, value="flex_score(*x, score[i], b, h, q, k)")
+    return scored_by_all([mod], folder, score)[0]
 
 
-@pytest.mark.parametrize("make", CATALOGUE, ids=lambda make: make.__name__)
-def test_a_mask_has_its_programs_values(make, tmp_path):
-    mod = make(random.Random(3), SHAPE)
-    assert torch.equal(masked(mod, tmp_path), evaluated(mod, SHAPE))
+def scored_by_all(mods, folder, score):
+    bound = [part(mod, torch.float32) for mod in mods]  # their tensors must live as long as the values
+    made = [flash_attn_2_cuda.flex_source(each, None, None) for each in bound]
+    scores, outs = [score] * len(mods), [torch.empty_like(score) for _ in mods]
+    return run_all(made, folder, outs, scores, value="flex_score(*x, score[i], b, h, q, k)")
 
 
-@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
-def test_a_score_has_its_programs_values(make, tmp_path):
-    mod, _ = make(random.Random(3), SHAPE)
+def close(got, want, name, **tolerances):
+    torch.testing.assert_close(got, want, equal_nan=True, msg=lambda text: f"{name}: {text}", **tolerances)
+
+
+def test_masks_have_their_programs_values(tmp_path):
+    mods = [make(random.Random(3), SHAPE) for make in CATALOGUE]
+    for make, mod, got in zip(CATALOGUE, mods, masked_by_all(mods, tmp_path), strict=True):
+        assert torch.equal(got, evaluated(mod, SHAPE)), make.__name__
+
+
+def test_scores_have_their_programs_values(tmp_path):
+    mods = [make(random.Random(3), SHAPE)[0] for make in SCORES]
     score = torch.randn(SHAPE) * 4
     score[0, 0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    want = evaluated(mod, SHAPE, score).float()
-    torch.testing.assert_close(scored(mod, tmp_path, score), want, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for make, mod, got in zip(SCORES, mods, scored_by_all(mods, tmp_path, score), strict=True):
+        close(got, evaluated(mod, SHAPE, score).float(), make.__name__, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("large", ["number", "capture", "empty", None])
@@ -105,8 +122,8 @@ def test_a_text_of_64_bits_serves_what_is_large(large, tmp_path):
     assert ("flex_load_if" in text) == (large is not None) and ("(int)x.words" in text) == (large is None)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_an_expression_has_its_programs_values(seed, tmp_path):
+def random_expression(seed):
+    """(kind of the result, function of a score and its indices)"""
     rng, all_tables = random.Random(seed), tables(seed)
     leaves = {
         "int": ["q", "k", "h", *(str(dtype) for dtype in INTEGERS)],
@@ -121,16 +138,21 @@ def test_an_expression_has_its_programs_values(seed, tmp_path):
         env = {"q": q - 3, "k": k, "h": h} | {str(dtype): table[at] for dtype, table in all_tables.items()}
         return root(env)
 
-    if kind == "bool":
+    def mask(b, h, q, k):
+        return mod(None, b, h, q, k)
 
-        def mask(b, h, q, k):
-            return mod(None, b, h, q, k)
+    return kind, mask if kind == "bool" else mod
 
-        assert torch.equal(masked(mask, tmp_path), evaluated(mask, SHAPE))
-    else:
-        score = torch.zeros(SHAPE)
-        want = evaluated(mod, SHAPE, score).float()
-        torch.testing.assert_close(scored(mod, tmp_path, score), want, rtol=0, atol=0, equal_nan=True)
+
+def test_expressions_have_their_programs_values(tmp_path):
+    expressions = {seed: random_expression(seed) for seed in range(20)}
+    masks = {seed: mod for seed, (kind, mod) in expressions.items() if kind == "bool"}
+    scores = {seed: mod for seed, (kind, mod) in expressions.items() if kind != "bool"}
+    for (seed, mod), got in zip(masks.items(), masked_by_all(list(masks.values()), tmp_path), strict=True):
+        assert torch.equal(got, evaluated(mod, SHAPE)), seed
+    score = torch.zeros(SHAPE)
+    for (seed, mod), got in zip(scores.items(), scored_by_all(list(scores.values()), tmp_path, score), strict=True):
+        close(got, evaluated(mod, SHAPE, score).float(), seed, rtol=0, atol=0)
 
 
 def test_functions_have_their_programs_values(tmp_path):
@@ -138,14 +160,13 @@ def test_functions_have_their_programs_values(tmp_path):
     functions = [getattr(home, name.split(".")[-1]) for home, name in zip(functions, FUNCTIONS)]
     score = torch.linspace(-12, 12, 140).repeat(7, 1)[None, None]
     score[..., :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
-    for number, function in enumerate(functions):
-        folder = tmp_path / str(number)
-        folder.mkdir()
 
-        def mod(score, b, h, q, k, function=function):
-            return torch.where(q < 3, function(score), function(score.double()).float())
+    def mod_of(function):
+        return lambda score, b, h, q, k: torch.where(q < 3, function(score), function(score.double()).float())
 
-        got, want = scored(mod, folder, score), evaluated(mod, score.shape, score)
+    mods = list(map(mod_of, functions))
+    for mod, got in zip(mods, scored_by_all(mods, tmp_path, score), strict=True):
+        want = evaluated(mod, score.shape, score)
         torch.testing.assert_close(got, want, rtol=5e-7, atol=5e-7, equal_nan=True)
 
 
@@ -155,46 +176,56 @@ def test_a_gather_reads_every_dtype_and_stride(dtype, tmp_path):
     if dtype == torch.float16:
         table[0, 0, 0, :6] = torch.tensor([6e-8, -3e-5, torch.inf, -torch.inf, torch.nan, -0.0], dtype=dtype)
     views = [table, table.transpose(0, 1)[::2], table[..., ::2], table[:1].expand(4, 3, 8, 300), table[:0, :, 2:3, 1:]]
-    for number, view in enumerate(views):
-        folder = tmp_path / str(number)
-        folder.mkdir()
 
-        def mod(score, b, h, q, k, view=view):
-            return view[b, h, q, k - 2]
+    def mod_of(view):
+        return lambda score, b, h, q, k: view[b, h, q, k - 2]
 
-        score = torch.zeros(2, 3, 8, 310)
+    mods, score = list(map(mod_of, views)), torch.zeros(2, 3, 8, 310)
+    for mod, got in zip(mods, scored_by_all(mods, tmp_path, score), strict=True):
         want = evaluated(mod, score.shape, score)
-        got = scored(mod, folder, score)
         torch.testing.assert_close(got, want.float(), rtol=0, atol=0, equal_nan=True)
 
 
+class Derivative:
+    """The text of the derivative of a score, next to a mask, with its inputs, gradients and expected results."""
+
+    def __init__(self, make):
+        mod, _ = make(random.Random(3), SHAPE)
+        program, tensors, numbers = tracer.program_of(mod, torch.float32)
+        wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+        text, order = derivative_of(program, wanted)
+        taken = tuple(tensors[i].detach() for i in order)
+        kinds = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in taken]
+        self.gradients = tuple(
+            torch.zeros(x.shape, dtype=kind) if i in wanted else None for i, x, kind in zip(order, taken, kinds)
+        )
+        self.score_part = program.text, tuple(x.detach() for x in tensors), numbers
+        self.mask_part = part(CATALOGUE[5](random.Random(3), SHAPE))
+        self.derivative = text, taken, numbers
+        parts = self.score_part, self.mask_part, self.derivative
+        self.made = flash_attn_2_cuda.flex_source(*parts, self.gradients)
+
+    def check(self, got, score, grad, name):
+        want, sums = oracle_derivative.run(*self.derivative, grids(*SHAPE), score, grad)
+        close(got.double(), want.double(), name, rtol=3e-5, atol=3e-5)
+        for i, gradient in enumerate(self.gradients):
+            if gradient is not None:
+                close(gradient.double(), sums[i], name, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("keeps_sums", [False, True])
-@pytest.mark.parametrize("make", SCORES, ids=lambda make: make.__name__)
-def test_a_derivative_has_its_programs_values(make, keeps_sums, tmp_path):
+def test_derivatives_have_their_programs_values(keeps_sums, tmp_path):
     """Next to a score and a mask. The sums of a head may stay in registers until its end."""
-    mod, _ = make(random.Random(3), SHAPE)
-    program, tensors, numbers = tracer.program_of(mod, torch.float32)
-    wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
-    text, order = derivative_of(program, wanted)
-    taken = tuple(tensors[i].detach() for i in order)
-    kinds = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in taken]
-    gradients = tuple(
-        torch.zeros(x.shape, dtype=kind) if i in wanted else None for i, x, kind in zip(order, taken, kinds)
-    )
     generator = torch.Generator().manual_seed(1)
     score, grad = (torch.randn(SHAPE, generator=generator) * 2 for _ in range(2))
     score[..., 7], grad[..., 7:9] = -torch.inf, 0.0
-    score_part = program.text, tuple(x.detach() for x in tensors), numbers
-    mask_part = part(CATALOGUE[5](random.Random(3), SHAPE))
-    made = flash_attn_2_cuda.flex_source(score_part, mask_part, (text, taken, numbers), gradients)
     arguments = "*x, sums, score[i], grad[i], b, h, q, k" if keeps_sums else "*x, score[i], grad[i], b, h, q, k"
     begin, end = ("flex_sums sums = {};", "flex_add_sums(*x, sums, b, h);") if keeps_sums else ("", "")
-    got = run(made, tmp_path, torch.empty(SHAPE), score, grad, begin, f"flex_derivative({arguments})", end)
-    want, sums = oracle_derivative.run(text, taken, numbers, grids(*SHAPE), score, grad)
-    torch.testing.assert_close(got.double(), want.double(), rtol=3e-5, atol=3e-5)
-    for i, gradient in enumerate(gradients):
-        if gradient is not None:
-            torch.testing.assert_close(gradient.double(), sums[i], rtol=1e-4, atol=1e-4)
+    derivatives = [Derivative(make) for make in SCORES]
+    made, outs = [each.made for each in derivatives], [torch.empty(SHAPE) for _ in derivatives]
+    run_all(made, tmp_path, outs, [score] * len(made), grad, begin, f"flex_derivative({arguments})", end)
+    for make, each, got in zip(SCORES, derivatives, outs, strict=True):
+        each.check(got, score, grad, make.__name__)
 
 
 def everything():

@@ -12,6 +12,7 @@ from object_cache import INSTALLED_FLAGS, SETUP_FLAGS, cached
 from toolbox import CSRC, ROOT, lacking, run, tool
 
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer"
+EMULATION_FLAGS = "-Og --param asan-instrumentation-with-call-threshold=0"
 BUILDS = {
     "gcc": ("gcc", "-O2"),
     "clang, a quarter of the cases": ("clang", "-O2 -DFEW_SEEDS=1"),
@@ -24,7 +25,11 @@ def make_options(compiler, flags):
     engine = INSTALLED_FLAGS if compiler == "gcc" else ["-fPIC", *SETUP_FLAGS]
     plain, engine = (engine, []) if SANITIZERS in flags else ([], engine)
     variables = {"CC": cached(tool(compiler)), "ENGINE_FLAGS": engine, "PLAIN_FLAGS": plain}
-    return f"CFLAGS={flags}", *(f"{name}={shlex.join(words)}" for name, words in variables.items())
+    return (
+        f"CFLAGS={flags}",
+        f"EMULATION_FLAGS={EMULATION_FLAGS}",
+        *(f"{name}={shlex.join(words)}" for name, words in variables.items()),
+    )
 
 
 @pytest.mark.parametrize(("compiler", "flags"), BUILDS.values(), ids=BUILDS)

@@ -1,5 +1,6 @@
 """The layers of csrc: includes follow one table of arrows, and the files have no circle of includes."""
 
+import functools
 import re
 
 import pytest
@@ -30,6 +31,7 @@ MORE.update(dict.fromkeys(("flex/program.c", "plan/gpu_problem.c"), {"system"}))
 FOREIGN = {"Python.h": "torch", "torch/": "none", "cuda": "none", "nvrtc.h": "none", "dlfcn.h": "system"}
 
 
+@functools.cache
 def host_files():
     """Sources and headers of the extension; of csrc/cuda what the host includes."""
     found = [path for path in CSRC.rglob("*") if path.suffix in {".c", ".h", ".def"}]
