@@ -15,7 +15,8 @@ is mostly matrix products of its weights, which are PyTorch's for all of them.
 Padded batches have lengths from an eighth of the longest to the longest, evenly spread. Each round runs all
 implementations in random order. A figure is the best of the rounds, and a ratio the median over the rounds. The output
 of each implementation is compared with that of eager, or of sdpa, before anything is timed. One thread is timed by its
-own clock, which stops while other programs run.
+own clock, which stops while other programs run. "without_attention" is the model with the sum of q, k and v in place of
+its attention, which no implementation can beat. "limit" in the table is its speed as a multiple of that of sdpa.
 
 Writes clients.csv to the folder --out, beside the rows of other machines.
 """
@@ -40,6 +41,7 @@ from flash_attn._measure import machine
 from flash_attn.integrations.transformers import register
 
 WAYS = ("flash_attn", "sdpa", "eager")
+NOTHING = "without_attention"
 SHAPES = {  # class, configuration, options; the options are those of the published models, with fewer layers
     "MiniLM": ("BertModel", "BertConfig", {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 12}),
     "BERT": ("BertModel", "BertConfig", {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}),
@@ -134,6 +136,13 @@ def run(model, cell, ids, mask, past=None):
         return torch.cat(found, 1)
 
 
+def nothing(module, query, key, value, attention_mask, **options):
+    """The sum of the last rows of q, k and v, as an attention would return it."""
+    groups, rows = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (x[:, :, -rows:].repeat_interleave(groups, 1) if groups > 1 else x[:, :, -rows:] for x in (key, value))
+    return (query + key + value).transpose(1, 2).contiguous(), None
+
+
 def attention_of(cell, way, mask):
     """A call of the attention of a layer, with the mask that the implementation makes once for all layers."""
     _, config, options = SHAPES[cell.model]
@@ -165,7 +174,7 @@ def calls_of(cell):
         return {way: attention_of(cell, way, mask) for way in WAYS[:2]}, num_tokens
     model = built(cell.model, cell.dtype)
     calls, pasts = {}, {}
-    for way in WAYS:
+    for way in (*WAYS, NOTHING):
         if cell.action == "generate":
             model.set_attn_implementation(way)
             with torch.no_grad():
@@ -181,10 +190,10 @@ def calls_of(cell):
 
 def measure(cell, seconds):
     calls, num_tokens = calls_of(cell)
-    ways = list(calls)
+    ways, compared = list(calls), [way for way in calls if way != NOTHING]
     found = {way: call() for way, call in calls.items()}
-    limit, exact = 1e-4 if cell.dtype == "float32" else 0.1, found[ways[-1]]
-    for way in ways[:-1]:
+    limit, exact = 1e-4 if cell.dtype == "float32" else 0.1, found[compared[-1]]
+    for way in compared[:-1]:
         error = (found[way] - exact).abs().max().item()
         assert error <= limit * max(exact.abs().max().item(), 1), f"{cell}: {way} differs by {error}"
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -219,11 +228,16 @@ def main():
         return
     torch.set_num_threads(options.threads)
     register()
+    transformers.AttentionInterface.register(NOTHING, nothing)
     path = options.out / "clients.csv"
-    print(f"{'tokens per second':46} {'flash_attn':>11} {'sdpa':>9} {'ratio':>6} {'eager':>9} {'ratio':>6}")
+    print(
+        f"{'tokens per second':46} {'flash_attn':>11} {'sdpa':>9} {'ratio':>6} {'eager':>9} {'ratio':>6} {'limit':>6}"
+    )
     for cell in chosen:
         found = list(measure(cell, options.seconds))
-        against = "".join(f" {row['theirs']:9} {row['ratio']:6.2f}" for row in found)
+        against = "".join(f" {row['theirs']:9} {row['ratio']:6.2f}" for row in found if row["against"] != NOTHING)
+        rates = {row["against"]: row["theirs"] for row in found}
+        against += f" {rates[NOTHING] / rates['sdpa']:6.2f}" if NOTHING in rates else ""
         print(f"{cell!s:46} {found[0]['ours']:11}{against}", flush=True)
         save(found, path, list(found[0]), KEY)  # each cell at once: all cells take long
     print(f"rows: {path}")
