@@ -34,17 +34,21 @@ def variants():
         yield name, family, row, features, arch or ARCHS[i % len(ARCHS)]
 
 
+# ptxas runs the products of these one by one, because registers run out. What this costs was not measured.
+SERIALIZED = re.compile(r"attn_bwd_sm90_(bf16|fp16)_d128_q64kv128_local(_varlen)?_(score|dropout)")
+
+
 def most_spilled(name, arch):
     """The largest allowed spill in bytes a thread. The warps that feed the backward have 24 registers and spill values
     that they read once a tile. The backward's many options together spill a little everywhere. Generic kernels of 256
     columns spill a few addresses. So do the warps beside the consumers of the forward in 8 bits. One generic forward of
     128 columns spills, too. What this costs was not measured. The kernels before Hopper use all registers. The backward
     spills what it reads once a step, and was faster in measurements than with smaller tiles that do not spill. The
-    forward spills a few bytes at 96 columns, and more on GPUs after Hopper."""
+    forward spills a few bytes at 96 columns, most with dropout, and more on GPUs after Hopper."""
     if name == "attn_fwd_any_bf16_d128_q128kv64_of3":
         return 92
     if name.startswith("attn_fwd_sm80_"):
-        return 128 if arch >= 100 else 64
+        return 128 if arch >= 100 else 96 if "_d96_" in name and "dropout" in name else 64
     if name.startswith("attn_bwd_sm80_"):
         return {0: 160, 1: 260, 2: 700}[len(re.findall("score|dropout", name))]
     if name.startswith("attn_bwd_") and "sm90" in name:
@@ -62,6 +66,6 @@ def test_kernel_compiles_clean(variant, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log
-    assert "warning" not in log and not re.search(r"\(C75\d\d\)", log), log
+    assert "warning" not in log and bool(re.search(r"\(C75\d\d\)", log)) == bool(SERIALIZED.fullmatch(variant[0])), log
     spilled = [int(stores) for stores in re.findall(r"(\d+) bytes spill stores", log)]
     assert spilled and max(spilled) <= most_spilled(variant[0], variant[-1]), log

@@ -197,7 +197,7 @@ def test_other_functions():
     q, k, v = (torch.empty(1, 64, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
     bias = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     names = names_of(flash_attn.flash_attn_func, q, k, v, attn_bias=bias)
-    assert names == [HOPPER[-1], *HOPPER_BACKWARD]
+    assert names == ["bias_shift_bf16", HOPPER[-1], *HOPPER_BACKWARD]
     names = names_of(flash_attn.flash_attn_func, q, k, v, 0.1, causal=True)
     assert names[0].endswith("_causal_dropout")
 
@@ -209,7 +209,7 @@ def test_options_with_a_window_have_blocks():
     for device in ("meta", "cpu"):
         inputs = [torch.empty_like(x, device=device).requires_grad_() for x in (q, k, v)]
         names = names_of(flash_attn.flash_attn_func, *inputs, **options)
-        assert names[:3] == HOPPER and all("_bwd_" in x for x in names[3:])
+        assert names[:4] == ["bias_shift_bf16", *HOPPER] and all("_bwd_" in x for x in names[4:])
 
 
 def test_mods_share_a_kernel_that_reads_none():
