@@ -34,8 +34,8 @@
 #define OF_3 0
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
- * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), when
- * P V is added (LATE), how many loads run AHEAD of products, and how many CTAS an SM has. */
+ * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), and
+ * when P V is added (LATE). It gives how many loads run AHEAD of products, and the CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
     !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) ||   \
     !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)

@@ -360,7 +360,7 @@ def flex_attention(
         value: ``[B, Hkv, S, Ev]``.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, applied to ``scale * q.k``. None keeps the score.
         block_mask: a ``BlockMask``. Its mask_mod is evaluated in partial blocks. None allows everything.
-        scale: default ``1 / sqrt(E)``.
+        scale: a number, default ``1 / sqrt(E)``. It gets no gradient, so a tensor that requires grad raises.
         enable_gqa: allows fewer heads of key and value than of query.
         return_lse: returns ``(out, lse)``; ``return_aux`` is the newer form.
         kernel_options: hints that no kernel here needs. ``BACKEND="TRITON"`` calls PyTorch's own function.
@@ -505,6 +505,7 @@ def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, retur
 
 
 def _number_of(scale):
+    """A float. A tensor of one element gives its value, and raises if its gradient would be lost."""
     if type(scale) is float:
         return scale
     check_kinds({"scale": scale})
