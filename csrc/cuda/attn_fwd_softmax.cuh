@@ -119,16 +119,14 @@ struct hidden_pairs {
         }
         if (reaches_end) {
 #pragma unroll IN_LOOPS ? 1 : S_REGS
-            for (int i = 0; i < S_REGS; i++)
-                words[i / 32] |= (u32)(column_of(i) >= p.len_kv - key) << i % 32;
+            for (int i = 0; i < S_REGS; i++) words[i / 32] |= (u32)(column_of(i) >= p.len_kv - key) << i % 32;
         }
         return true;
     }
     DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
     DEVICE void hide(float (&S)[S_REGS]) const {
 #pragma unroll
-        for (int i = 0; i < S_REGS; i++)
-            S[i] = has(i) ? -INF : S[i];
+        for (int i = 0; i < S_REGS; i++) S[i] = has(i) ? -INF : S[i];
     }
 };
 #endif
@@ -250,12 +248,12 @@ DEVICE void exponentiate_exactly(float (&S)[S_REGS], const online_softmax &softm
 
 #if FLEX
 /* S becomes P in a step of a work tile that is repeated: by score_by_mod, hide, make_infinite, raise_max,
- * exponentiate_exactly and sum_rows, of which the first two may be the user's functions. key and row are those of
- * score_by_mod. Returns a bit for each register of S, that says whether its pair counts. Those of score -inf do not.
+ * exponentiate_exactly and sum_rows. key and row are those of score_by_mod. Returns a bit for each register of S, that
+ * says whether its pair counts. Those of score -inf do not.
  *
- * NOTE: repetitions are rare, so their text is to be short: NVRTC took a third of its time for the unrolled loops. S goes
- * through local memory instead. The local array must have another type than S. Otherwise NVRTC makes one array of both,
- * S is not in registers, and ptxas runs products one by one (C7514). Whole warp. */
+ * NOTE: repetitions are rare, so their text is to be short: NVRTC took a quarter of its time for a repetition with
+ * unrolled loops. S goes through local memory instead. The local array must have another type than S. Otherwise NVRTC
+ * makes one array of both, S is not in registers, and ptxas runs products one by one (C7514). Whole warp. */
 DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2], const params &p,
                                  const score_head &q_head, const hidden_pairs &hidden, bool hides, int key, int row,
                                  float scale_log2) {
