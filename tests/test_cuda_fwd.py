@@ -288,8 +288,9 @@ def test_another_stream_and_many_calls_at_once():
 @pytest.mark.parametrize("d", (96, 128, 192, 256))
 def test_packed_sequences_give_what_each_gives_alone(d, causal):
     """More sequences than the kernel examines together, some of which have unused keys. As above, every third head
-    repeats tiles. By then the kernel has begun tiles of later sequences. The head dimensions have only one size of
-    tile, because a short sequence alone would take another size."""
+    repeats tiles. By then the kernel has begun tiles of later sequences. A sequence alone must take the same size of
+    tile. So the head dimensions have one size only, and 128 columns another one for up to 128 keys: there a sequence
+    is packed alone, with the maxima of all."""
     torch.manual_seed(0)
     lengths = torch.randint(65, 400, (2, 70))
     lengths[:, ::9] = torch.tensor([0, 1, 64, 65, 127, 128, 129, 257])
@@ -306,10 +307,15 @@ def test_packed_sequences_give_what_each_gives_alone(d, causal):
     out, lse, *_ = _flash_attn_varlen_forward(q, k, v, cu_q.cuda(), cu_k.cuda(), *whole, seqused_k=used.cuda())
     for i in range(70):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i] + used[i])
-        alone, alone_lse, *_ = _flash_attn_forward(
-            q[None, rows], k[None, keys], v[None, keys], 0.0, scale, causal, -1, -1, 0.0, None, False
-        )
-        assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
+        if d == 128 and used[i] <= 128:
+            ends = (torch.tensor([0, x], dtype=torch.int32, device="cuda") for x in (lengths[0, i], used[i]))
+            alone, alone_lse, *_ = _flash_attn_varlen_forward(q[rows], k[keys], v[keys], *ends, *whole)
+        else:
+            alone, alone_lse, *_ = _flash_attn_forward(
+                q[None, rows], k[None, keys], v[None, keys], 0.0, scale, causal, -1, -1, 0.0, None, False
+            )
+            alone, alone_lse = alone[0], alone_lse[0]
+        assert torch.equal(out[rows], alone) and torch.equal(lse[:, rows], alone_lse)
 
 
 def test_bad_offsets_stay_inside_the_tensors():
