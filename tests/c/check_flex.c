@@ -232,17 +232,30 @@ static bool is_visible(const flex_case *c, int64_t b, int64_t h, int64_t i, int6
     return kind == 2 || (kind == 1 && allowed);
 }
 
+/* Four sums, because an addition waits for the one before it. */
+static double dot(const double *x, const double *y, int64_t n) {
+    double sum[4] = {0, 0, 0, 0};
+    int64_t t = 0;
+    for (; t + 4 <= n; t += 4)
+        for (int64_t l = 0; l < 4; l++) sum[l] += x[t + l] * y[t + l];
+    for (; t < n; t++) sum[0] += x[t] * y[t];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+static void add_scaled(double *acc, double factor, const double *x, int64_t n) {
+    for (int64_t t = 0; t < n; t++) acc[t] += factor * x[t];
+}
+
 static void naive_row(const flex_case *c, naive *n, int64_t b, int64_t h, int64_t i, bool backward) {
     const fa_problem *p = &c->p;
     const int64_t kv = h / (p->h / p->h_kv), row = (b * p->h + h) * p->len_q + i, keys = (b * p->h_kv + kv) * p->len_kv;
     double *s = malloc((size_t)(p->len_kv + 1) * 16), *factor = s + p->len_kv + 1, largest = -INFINITY, sum = 0;
     const double *q = n->q + row * p->d, *dout = n->dout + row * p->d_v;
     for (int64_t j = 0; j < p->len_kv; j++) {
-        const double *k = n->k + (keys + j) * p->d;
-        double qk = 0;
-        for (int64_t t = 0; t < p->d; t++) qk += q[t] * k[t];
+        s[j] = -INFINITY;
+        if (!is_visible(c, b, h, i, j)) continue;
+        const double qk = dot(q, n->k + (keys + j) * p->d, p->d);
         s[j] = score_of(c->score, &c->values, p->scale * qk, h, i, j, &factor[j]);
-        if (!is_visible(c, b, h, i, j)) s[j] = -INFINITY;
         largest = fmax(largest, s[j]);
     }
     for (int64_t j = 0; j < p->len_kv; j++) {
@@ -253,25 +266,17 @@ static void naive_row(const flex_case *c, naive *n, int64_t b, int64_t h, int64_
     n->lse[row] = sum > 0 ? largest + log(sum) : -INFINITY;
     double delta = c->flex.dlse.data ? -c->flex.dlse.data[row] : 0;
     double *o = n->o + row * p->d_v;
-    for (int64_t j = 0; j < p->len_kv; j++) {
-        const double *v = n->v + (keys + j) * p->d_v;
-        for (int64_t t = 0; t < p->d_v && s[j] > 0; t++) o[t] += s[j] / sum * v[t];
-    }
-    for (int64_t t = 0; t < p->d_v && backward; t++) delta += o[t] * dout[t];
+    for (int64_t j = 0; j < p->len_kv; j++)
+        if (s[j] > 0) add_scaled(o, s[j] / sum, n->v + (keys + j) * p->d_v, p->d_v);
+    if (backward) delta += dot(o, dout, p->d_v);
     for (int64_t j = 0; j < p->len_kv && backward; j++) {
         if (!(s[j] > 0)) continue;
         const double prob = s[j] / sum, *k = n->k + (keys + j) * p->d, *v = n->v + (keys + j) * p->d_v;
-        double dp = 0;
-        for (int64_t t = 0; t < p->d_v; t++) {
-            dp += dout[t] * v[t];
-            n->dv[(keys + j) * p->d_v + t] += prob * dout[t];
-        }
-        const double after = prob * (dp - delta), ds = after * factor[j] * p->scale;
+        add_scaled(n->dv + (keys + j) * p->d_v, prob, dout, p->d_v);
+        const double after = prob * (dot(dout, v, p->d_v) - delta), ds = after * factor[j] * p->scale;
         add_gradient(c->score, &c->values, after, h, i, j, n->slope, n->bias, n->rel);
-        for (int64_t t = 0; t < p->d; t++) {
-            n->dq[row * p->d + t] += ds * k[t];
-            n->dk[(keys + j) * p->d + t] += ds * q[t];
-        }
+        add_scaled(n->dq + row * p->d, ds, k, p->d);
+        add_scaled(n->dk + (keys + j) * p->d, ds, q, p->d);
     }
     free(s);
 }

@@ -43,17 +43,18 @@ static void naive_store(fa_dtype dtype, fa_view *view, int64_t offset, const flo
     for (int64_t t = 0; t < columns; t++) ((double *)view->data)[offset + t] = rounded(row[t] * factor, dtype);
 }
 
-static void naive_head(const fa_problem *p, const fa_sequence *s, int64_t head, naive_results *out, float *dk_sum,
-                       float *dv_sum) {
+/* The factor of a tensor's rows: 1, or the descale of FA_E4M3. */
+static float naive_factor(const fa_problem *p, const fa_descale *descale, int64_t b_idx, int64_t head_kv) {
+    return p->dtype == FA_E4M3 ? fa_descale_of(descale, b_idx, head_kv) : 1;
+}
+
+/* k and v are the rows of the head's keys. */
+static void naive_head(const fa_problem *p, const fa_sequence *s, int64_t head, const float *k, const float *v,
+                       naive_results *out, float *dk_sum, float *dv_sum) {
     int64_t n_q = s->len_q, n_kv = s->len_kv, d = p->d, d_v = p->d_v, head_kv = head / (p->h / p->h_kv);
     fa_dtype dtype = fa_output_dtype(p->dtype);
     bool backward = p->pass == FA_BWD;
-    const fa_descale *descales[] = {&p->q_descale, &p->k_descale, &p->v_descale};
-    float factor[3] = {1, 1, 1};
-    for (int n = 0; n < 3 && p->dtype == FA_E4M3; n++) factor[n] = fa_descale_of(descales[n], s->b_idx, head_kv);
-    float *q = naive_rows(p, &p->q, s, n_q, head, false, d, factor[0]);
-    float *k = naive_rows(p, &p->k, s, n_kv, head_kv, true, d, factor[1]);
-    float *v = naive_rows(p, &p->v, s, n_kv, head_kv, true, d_v, factor[2]);
+    float *q = naive_rows(p, &p->q, s, n_q, head, false, d, naive_factor(p, &p->q_descale, s->b_idx, head_kv));
     float *qv = p->qv.data ? naive_rows(p, &p->qv, s, n_q, head, false, d_v, 1) : NULL;
     float *dout = backward ? naive_rows(p, &p->dout, s, n_q, head, false, d_v, 1) : NULL;
     float *prob = malloc((size_t)(n_kv + 1) * sizeof *prob), *slope_tanh = malloc((size_t)(n_kv + 1) * sizeof *prob);
@@ -106,7 +107,7 @@ static void naive_head(const fa_problem *p, const fa_sequence *s, int64_t head, 
     }
     for (int64_t i = 0; i < n_kv * d && backward; i++) dk_sum[i] += rounded(dk[i] * (float)p->scale, dtype);
     for (int64_t i = 0; i < n_kv * d_v && backward; i++) dv_sum[i] += rounded(dv[i], dtype);
-    float *all[] = {q, k, v, qv, dout, prob, slope_tanh, dk, dv};
+    float *all[] = {q, qv, dout, prob, slope_tanh, dk, dv};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -117,13 +118,16 @@ static void naive_attention(const fa_problem *p, naive_results *out) {
         for (int64_t head_kv = 0; head_kv < p->h_kv; head_kv++) {
             float *dk = calloc((size_t)(s.len_kv * p->d + 1), sizeof *dk);
             float *dv = calloc((size_t)(s.len_kv * p->d_v + 1), sizeof *dv);
-            for (int64_t i = 0; i < g; i++) naive_head(p, &s, head_kv * g + i, out, dk, dv);
+            const float of_k = naive_factor(p, &p->k_descale, b_idx, head_kv);
+            const float of_v = naive_factor(p, &p->v_descale, b_idx, head_kv);
+            float *k = naive_rows(p, &p->k, &s, s.len_kv, head_kv, true, p->d, of_k);
+            float *v = naive_rows(p, &p->v, &s, s.len_kv, head_kv, true, p->d_v, of_v);
+            for (int64_t i = 0; i < g; i++) naive_head(p, &s, head_kv * g + i, k, v, out, dk, dv);
             for (int64_t j = 0; j < s.len_kv && p->pass == FA_BWD; j++) {
                 naive_store(p->dtype, &out->dk, fa_key_offset(p, &out->dk, &s, j, head_kv), dk + j * p->d, p->d, 1);
                 naive_store(p->dtype, &out->dv, fa_key_offset(p, &out->dv, &s, j, head_kv), dv + j * p->d_v, p->d_v, 1);
             }
-            free(dk);
-            free(dv);
+            free(k), free(v), free(dk), free(dv);
         }
     }
 }
