@@ -18,9 +18,10 @@ demo: $(VENV)/package
 	$(PY) -m flash_attn
 	$(PY) benchmarks/minilm.py
 
-# MALLOC_PERTURB_ fills fresh memory with rubbish, so that a row that nobody wrote shows.
+# MALLOC_PERTURB_ fills fresh memory with rubbish, so that a row that nobody wrote shows. The tests start hundreds of
+# processes. So Python keeps what it has compiled, even if the environment says that it should not.
 test: $(VENV)/package $(VENV)/test
-	MALLOC_PERTURB_=181 $(PY) -m pytest -n auto --dist worksteal $(TESTS)
+	PYTHONDONTWRITEBYTECODE= MALLOC_PERTURB_=181 $(PY) -m pytest -n auto --dist worksteal $(TESTS)
 
 bench: $(VENV)/package
 	$(PY) benchmarks/bench_cpu.py
