@@ -106,9 +106,17 @@ static struct { /* one sequence; arrays are [query tiles][key tiles] */
     int found[MAX_HEADS][MAX_TILES];
 } truth[MAX_SEQUENCES];
 
-/* chunk: of attention_chunk; 0: off */
-static bool is_in_chunk(int diagonal, int key, int chunk) {
-    return chunk == 0 || floor((double)diagonal / chunk) == key / chunk;
+/* The keys [begin, end) that a row sees, by the definition of each mask. chunk: of attention_chunk; 0: off. */
+struct key_range {
+    int begin, end;
+};
+static key_range range_of_row(int diagonal, int len_kv, int left, int right, int chunk) {
+    key_range x = {left < 0 ? 0 : max(diagonal - left, 0), right < 0 ? len_kv : min(diagonal + right + 1, len_kv)};
+    if (chunk > 0) {
+        const int first = (int)floor((double)diagonal / chunk) * chunk; /* of the row's own chunk */
+        x.begin = max(x.begin, first), x.end = min(x.end, first + chunk);
+    }
+    return x;
 }
 
 static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_kv, int left, int right, int chunk) {
@@ -118,15 +126,11 @@ static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_
         for (bool &full : x.full[i])
             full = !IS_BACKWARD || (i + 1) * BLOCK_Q <= len_q; /* rows past the end are masked there */
     for (int i = 0; i < len_q; i++) {
-        const int diagonal = i + len_kv - len_q;
+        const key_range seen = range_of_row(i + len_kv - len_q, len_kv, left, right, chunk);
         for (int j = 0; j < x.kv_tiles; j++) {
-            bool some = false, all = true;
-            for (int key = j * BLOCK_KV; key < (j + 1) * BLOCK_KV; key++) {
-                const bool is_seen = key < len_kv && (left < 0 || key >= diagonal - left) &&
-                                     (right < 0 || key <= diagonal + right) && is_in_chunk(diagonal, key, chunk);
-                some |= is_seen, all &= is_seen;
-            }
-            x.sees[i / BLOCK_Q][j] |= some, x.full[i / BLOCK_Q][j] &= all;
+            const int first = j * BLOCK_KV, behind = first + BLOCK_KV;
+            x.sees[i / BLOCK_Q][j] |= max(seen.begin, first) < min(seen.end, behind);
+            x.full[i / BLOCK_Q][j] &= seen.begin <= first && behind <= seen.end;
         }
     }
 }
@@ -293,15 +297,11 @@ static int uniform_alone(int x) { return x; }
 static sequence_set set;
 static tile t;
 
-/* The keys that one row sees, by the definition of the window. */
 static interval seen_keys(const params &p, int row, int len_q, int len_kv) {
-    const int diagonal = row + len_kv - len_q, right = CAUSAL ? 0 : LOCAL ? p.window_right : -1;
-    const int left = LOCAL ? p.window_left : -1, chunk = LOCAL ? p.attention_chunk : 0;
-    interval seen = {left < 0 ? 0 : max(diagonal - left, 0),
-                     right < 0 ? len_kv : max(min(diagonal + right + 1, len_kv), 0)};
-    while (seen.begin < seen.end && !is_in_chunk(diagonal, seen.begin, chunk)) seen.begin++;
-    while (seen.begin < seen.end && !is_in_chunk(diagonal, seen.end - 1, chunk)) seen.end--;
-    return seen;
+    const int right = CAUSAL ? 0 : LOCAL ? p.window_right : -1;
+    const key_range seen =
+        range_of_row(row + len_kv - len_q, len_kv, LOCAL ? p.window_left : -1, right, LOCAL ? p.attention_chunk : 0);
+    return {seen.begin, max(seen.end, 0)};
 }
 
 /* Producer and consumers walk over the same key tiles, each once. A key tile that needs no mask is seen whole by all 16

@@ -74,13 +74,16 @@ static bool sees(int b_idx, int head, int i, int j) {
     return kind == FULL_BLOCK || (kind == PARTIAL_BLOCK && flex_mask(p.values, b_idx, head, i, j));
 }
 
-/* The kind of a pair of tiles, found pair by pair. */
+/* The kind of a pair of tiles, found pair by pair once a problem. */
+static signed char tile_kinds[MOST_MASKS][MOST_TILES][MOST_TILES];
 static int kind_of_tiles(int mask, int q_tile, int kv_tile) {
+    signed char &known = tile_kinds[mask][q_tile][kv_tile];
+    if (known >= 0) return known;
     unsigned seen = 0;
     for (int i = q_tile * BLOCK_Q; i < min((q_tile + 1) * BLOCK_Q, p.len_q); i++)
         for (int j = kv_tile * BLOCK_KV; j < min((kv_tile + 1) * BLOCK_KV, p.len_kv); j++)
             seen |= 1u << kind_at(mask, i, j);
-    return seen & (seen - 1) ? MIXED_BLOCKS : __ffs(seen) - 1;
+    return known = (signed char)(seen & (seen - 1) ? MIXED_BLOCKS : __ffs(seen) - 1);
 }
 
 /* Fills walks, order and ranks, as flex_walks.cu says. */
@@ -113,6 +116,7 @@ static void make_lists(bool has_order) {
 
 static void make_problem() {
     memset(&p, 0, sizeof p);
+    memset(tile_kinds, -1, sizeof tile_kinds);
     const int h_kv = 1 + (int)below(3);
     heads_of_key = PICK(1, 1, 2, 4);
     p.b = 1 + (int)below(MOST_BATCHES), p.h_kv = h_kv, p.h = h_kv * heads_of_key;
