@@ -36,17 +36,20 @@ case $other,$compiles,$source,$object,$warns,$debug in
 *) exec "$compiler" "$@" ${compiles:+-c} ${object:+-o "$object"} ;;
 esac
 
-cache=$(dirname "$0")/../build/objects-of-tests
+cache=${0%/*}/../build/objects-of-tests
 text=$(mktemp "$cache/text.XXXXXX") || exit
 trap 'rm -f "$text"' EXIT
 "$compiler" "$@" -E -P -o "$text" || exit
 options=$(printf '%s\n' $options | sort -u)
 version=$("$compiler" --version) || exit
-key=$({ echo "${version#* } $options $level" && cat "$text"; } | sha256sum) || exit # gcc may have several names
+echo "${version#* } $options $level" >>"$text" || exit # gcc may have several names
+key=$(sha256sum <"$text") || exit
 kept=$cache/${key%% *}
 
-exec 9>"$kept.lock"
-flock 9 # another process may compile the same text
+if [ ! -e "$kept.o" ]; then
+    exec 9>"$kept.lock"
+    flock 9 # another process may compile the same text
+fi
 if [ ! -e "$kept.o" ]; then
     times >"$kept.times"
     "$compiler" "$@" -c -o "$object" >"$text" 2>&1
