@@ -63,9 +63,29 @@ static void die(const char *why) {
     abort();
 }
 
+/* The next thread after t that can run. There must be one. */
+static unsigned next_thread(unsigned t) {
+    do t = t + 1 == emulated_block_size.x ? 0 : t + 1;
+    while (threads[t].has_finished || threads[t].waits_for_cluster);
+    return t;
+}
+
+/* Back to the scheduler, which counts the threads that can run. */
+static void stop(void) {
+    if (!__builtin_setjmp(threads[emulated_thread.x].state)) go_on(scheduler);
+}
+
+/* Threads take turns. The scheduler starts a thread. Then one thread jumps to the next. */
 static void yield(void) {
     if (++num_idle_turns > 100000) die("not everyone reaches a barrier");
-    if (!__builtin_setjmp(threads[emulated_thread.x].state)) go_on(scheduler);
+    thread *self = &threads[emulated_thread.x];
+    const unsigned next = next_thread(emulated_thread.x);
+    if (!threads[next].has_started) {
+        stop();
+    } else if (!__builtin_setjmp(self->state)) {
+        emulated_thread.x = next;
+        go_on(threads[next].state);
+    }
 }
 
 static unsigned arrive(meeting *m, int num) {
@@ -129,7 +149,7 @@ void emulated_cp_async_wait_group(int pending) {
 
 void emulated_cluster_sync(void) {
     threads[emulated_thread.x].waits_for_cluster = true;
-    while (threads[emulated_thread.x].waits_for_cluster) yield();
+    stop();
 }
 
 char *emulated_memory_of(unsigned rank) {
@@ -145,8 +165,22 @@ static void thread_main(void) {
         if (self->num_copies) die("cp.async was not waited for");
         self->has_finished = true;
         num_idle_turns = 0;
-        if (!__builtin_setjmp(self->state)) go_on(scheduler);
+        stop();
     }
+}
+
+/* Starts the thread, or goes on with it. */
+__attribute__((noinline, noclone, noreturn)) static void run_thread(void) {
+    const unsigned t = emulated_thread.x;
+    if (threads[t].has_started) go_on(threads[t].state);
+    threads[t].has_started = true;
+    static ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = malloc(STACK_BYTES);
+    start.uc_stack.ss_size = STACK_BYTES - t % 128 * 576; /* stacks begin in different lines of the cache */
+    makecontext(&start, thread_main, 0);
+    setcontext(&start);
+    abort();
 }
 
 /* Nobody may write shared memory behind the bytes of the launch. */
@@ -159,25 +193,14 @@ static void check_end(const char *bytes, unsigned shared_bytes) {
 /* Runs a CTA until each of its threads has finished or waits for the cluster. Returns the number of finished
  * threads. */
 static unsigned run_block(unsigned num_threads, unsigned shared_bytes) {
-    volatile unsigned num_left = num_threads, num_finished = 0;
-    const unsigned first = (emulated_block.x + emulated_block.y) * 37 % num_threads; /* the order varies with the CTA */
-    for (volatile unsigned turn = 0; num_left > 0; turn++) {
-        const unsigned t = (first + turn) % num_threads;
-        if (threads[t].has_finished || threads[t].waits_for_cluster) {
-            if (turn < num_threads) num_left--, num_finished += threads[t].has_finished;
-            continue;
-        }
-        emulated_thread.x = t;
-        if (!__builtin_setjmp(scheduler)) {
-            if (threads[t].has_started) go_on(threads[t].state);
-            threads[t].has_started = true;
-            static ucontext_t start;
-            getcontext(&start);
-            start.uc_stack.ss_sp = malloc(STACK_BYTES);
-            start.uc_stack.ss_size = STACK_BYTES - t % 128 * 576; /* stacks begin in different lines of the cache */
-            makecontext(&start, thread_main, 0);
-            setcontext(&start);
-        }
+    volatile unsigned num_left = 0, num_finished = 0;
+    for (unsigned t = 0; t < num_threads; t++)
+        num_left += !threads[t].has_finished, num_finished += threads[t].has_finished;
+    /* The order varies with the CTA. */
+    emulated_thread.x = ((emulated_block.x + emulated_block.y) * 37 + num_threads - 1) % num_threads;
+    while (num_left > 0) {
+        emulated_thread.x = next_thread(emulated_thread.x);
+        if (!__builtin_setjmp(scheduler)) run_thread();
         const thread *ran = &threads[emulated_thread.x];
         if (ran->has_finished || ran->waits_for_cluster) num_left--, num_finished += ran->has_finished;
     }
