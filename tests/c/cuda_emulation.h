@@ -9,9 +9,8 @@
 #ifndef CUDA_EMULATION_H
 #define CUDA_EMULATION_H
 
-/* C++17's <math.h> declares special functions, too. Reading them takes longer than all the rest. */
-#include <cstddef>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+/* The headers of C alone. Reading those of C++ takes as long as all the rest. */
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>

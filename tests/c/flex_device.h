@@ -3,9 +3,8 @@
 #ifndef FLEX_DEVICE_H
 #define FLEX_DEVICE_H
 
-/* C++17's <math.h> declares special functions, too. Reading them takes longer than all the rest. */
-#include <cstddef>
-#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+/* The headers of C alone. Reading those of C++ takes as long as all the rest. */
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <string.h>
 
