@@ -42,13 +42,32 @@ def test_kernels_meet_the_reference(compiler, flags, tmp_path):
     assert "[  SKIPPED ]" not in printed, printed
 
 
-def test_generic_gpu_kernels_meet_the_reference(tmp_path):
+# Programs of tests/c with emulated GPU kernels. A group shares the kernels that it compiles.
+GPU_PROGRAMS = {
+    "dense and packed": ["cuda"],
+    "with mods": ["cuda_flex", "flex_classify", "flex_walks"],
+    "decode and small kernels": ["cuda_decode", "cuda_combine", "quantize"],
+}
+
+
+@pytest.mark.parametrize("programs", GPU_PROGRAMS.values(), ids=GPU_PROGRAMS)
+def test_generic_gpu_kernels_meet_the_reference(programs, tmp_path):
     """The texts of the GPU kernels are compiled for the CPU (tests/c/cuda_emulation.h)."""
     if not list(Path("/usr/include").glob("**/cmocka.h")):
         lacking("cmocka.h is not installed: apt-get install libcmocka-dev")
+    files = [tmp_path / f"check_{program}" for program in programs]
     command = [tool("make"), "-j", str(os.cpu_count()), "-C", ROOT / "tests" / "c", *make_options("gcc", "-O2")]
-    printed = run(*command, f"CXX={tool('g++')}", f"BUILD={tmp_path}", "check_cuda")
-    assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
+    run(*command, f"CXX={tool('g++')}", f"BUILD={tmp_path}", *files)
+    for file in files:
+        printed = run(file, cwd=ROOT / "tests" / "c")
+        assert "[  PASSED  ]" in printed and "[  SKIPPED ]" not in printed, printed
+
+
+def test_every_program_of_the_makefile_runs():
+    """`make check_cuda` runs the programs of all groups."""
+    makefile = (ROOT / "tests" / "c" / "Makefile").read_text()
+    listed = re.search(r"^check_cuda: \$\(addprefix \$\(BUILD\)/check_,(.*)\)$", makefile, re.MULTILINE)[1].split()
+    assert sorted(listed) == sorted(sum(GPU_PROGRAMS.values(), []))
 
 
 def compile_emulation(object_file):
