@@ -26,8 +26,8 @@ typedef struct {
     int group;
 } copy;
 
-/* Where a coroutine or the scheduler goes on. gcc's own functions take half as long as setjmp and longjmp. They forbid a
- * jump in the function that the jump returns to. */
+/* Where a coroutine or the scheduler goes on. gcc's own functions take half as long as setjmp and longjmp. They forbid
+ * a jump in the function that the jump returns to. */
 typedef void *place[5];
 __attribute__((noinline, noclone, noreturn)) static void go_on(place where) { __builtin_longjmp(where, 1); }
 

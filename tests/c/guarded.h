@@ -4,8 +4,8 @@
  *   [no access] data ................ [no access]        at_end false
  *   [no access] ................ data [no access]        at_end true
  *
- * Every byte starts as 0xff, which is a NaN in fp16, bf16, fp32 and fp64. A freed block is inaccessible, too, and serves
- * later blocks of its size: fresh pages would take a fifth of the time of some tests. */
+ * Every byte starts as 0xff, which is a NaN in fp16, bf16, fp32 and fp64. A freed block is inaccessible, too, and
+ * serves later blocks of its size. Fresh pages would take a fifth of the time of some tests. */
 #ifndef FA_TEST_GUARDED_H
 #define FA_TEST_GUARDED_H
 
