@@ -267,8 +267,19 @@ def test_a_mask_that_repeats_rows_is_copied_once():
     mask = torch.ones(2, 1, 1, 9, dtype=torch.bool).expand(2, 4, 7, 9)
     assert once(mask).shape == (2, 1, 1, 9)
     words = torch.ones(2, 24, dtype=torch.bool)
-    assert once(words).shape == (2, 3) and once(words[:, 1:9]).shape == (2, 8)
+    assert once(words).shape == (6,) and once(words[:, 1:9]).shape == (2, 8)
     assert once(words.view(-1)[1:17]).shape == (16,)  # a word would begin between words of the memory
+    assert once(words.view(48).as_strided((48, 1, 1), (1, 1, 1))[:8].transpose(0, 2)).shape == (1,)
+
+
+def test_a_mask_with_any_strides_of_sizes_of_one():
+    q = k = v = torch.randn(1, 136, 2, 16)
+    mask = torch.rand(136) > 0.5
+    odd = mask.as_strided((1, 1, 1, 136), (1, 3, 1, 1))
+    assert odd.is_contiguous()
+    want = flash_attn_func(q, k, v, attn_mask=mask)
+    for _ in range(2):
+        assert flash_attn_func(q, k, v, attn_mask=odd).equal(want)
 
 
 def test_blocks_of_a_dense_mask_are_found_once(monkeypatch):
