@@ -245,7 +245,7 @@ static bool find_seen_keys(const fa_tensor *t, int64_t at, int64_t keys, int32_t
     return all_zero;
 }
 
-/* Leaves hidden keys out. FA_OK also if the mask is of another kind, and stays. It stays beside a causal mask, too, whose
+/* Leaves hidden keys out. FA_OK also if the mask is of another kind, and stays. Beside a causal mask it stays, too: the
  * diagonal would follow the keys that are left. */
 static fa_status read_key_mask(fa_call *c, key_mask *m, fa_error *err) {
     const fa_tensor *t = &c->attn_bias;
