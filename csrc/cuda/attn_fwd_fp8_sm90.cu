@@ -358,7 +358,7 @@ struct consumer : consumer_base {
 
         /* The question whether P fits is asked before the wait for P V, which hides the vote. */
         bool may_exceed = false;
-        if (!IS_FIRST && !SPLITS_SOFTMAX) may_exceed = any_exceeds(largest, limits);
+        if (!IS_FIRST && !PV_FIRST && !SPLITS_SOFTMAX) may_exceed = any_exceeds(largest, limits);
 
         /* wait O; release V; rescale O to the new row maximum */
         if (!IS_FIRST && !PV_FIRST) {
@@ -372,7 +372,7 @@ struct consumer : consumer_base {
         if (SPLITS_SOFTMAX && !IS_FIRST)
             exponentiate_rows(S, softmax, scale_log2, false, true), sum_rows(S, softmax, largest, false, true);
         round_to_bytes(S, P);
-        if (!IS_FIRST && SPLITS_SOFTMAX) may_exceed = any_exceeds(largest, limits);
+        if (!IS_FIRST && (PV_FIRST || SPLITS_SOFTMAX)) may_exceed = any_exceeds(largest, limits);
         return may_exceed;
     }
     /* The same in a plain step, whose row maximum stays, and whose key tile is not the last. */
