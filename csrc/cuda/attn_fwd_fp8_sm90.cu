@@ -61,8 +61,8 @@ constexpr bool IS_WIDE = HEAD_DIM > 128;
 constexpr int PRODUCER_REGS = WGS == 3 ? 32 : IS_WIDE ? 24 : 40;
 constexpr int CONSUMER_REGS = WGS == 3 ? 160 : IS_WIDE ? 240 : 232;
 constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
-/* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. Above 128 columns the
- * place has only sums, and only those of the first registers of O. The others lie in the workspace. */
+/* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. Above 128 columns
+ * the place has only sums, and only those of the first registers of O. The others lie in the workspace. */
 constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;
 constexpr int SMEM_COLUMNS = D_V <= 128 ? D_V : D_V == 192 && CAUSAL ? 96 : 0, SMEM_SUM_REGS = SMEM_COLUMNS / 2;
 constexpr int O_ELEMENTS = SMEM_COLUMNS ? 2 * BLOCK_Q * SMEM_COLUMNS : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
@@ -133,8 +133,8 @@ DEVICE bool some_p_exceeds(const float (&P)[S_REGS], const float (&limits)[2]) {
 struct consumer : consumer_base {
     u32 (&Q)[Q_REGS]; /* the row block's Q as an operand */
 
-    DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS], u32 (&Q)[Q_REGS],
-                    online_softmax &softmax)
+    DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
+                    u32 (&Q)[Q_REGS], online_softmax &softmax)
         : consumer_base(p, smem, wg, O, P, softmax), Q(Q) {
 #pragma unroll
         for (int i = 0; i < Q_REGS; i++) Q[i] = 0;
