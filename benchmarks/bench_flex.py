@@ -3,13 +3,18 @@
     python benchmarks/bench_flex.py                                          every case
     python benchmarks/bench_flex.py --device cuda --lengths 1024 4096 16384 --dims 64 128
     python benchmarks/bench_flex.py --cases causal window --lengths 1024
+    python benchmarks/bench_flex.py --cases causal alibi table --fresh       first calls that find no kernel on the disk
 
 The calls of a problem run one after the other, in a random order in every turn. A figure is the median over as many
 turns as fill --seconds, five at least, after the first call of each. On a CPU PyTorch's backward of flex_attention is
 refused, so only its forward is timed. There scaled_dot_product_attention with a dense mask or bias stands beside ours.
 
+The case sinks is a causal mask with a learned sink for each head: flash_attn_func of ours, and the output of PyTorch's
+function times sigmoid(lse - sink).
+
 TFLOPS count 4 d operations for each visible pair of query and key forward and 10 d backward. ``first_ms`` is the time
-of the first call, with everything that is compiled in it. ``mask_ms`` is the time to make our block mask, the first
+of the first call, with everything that is compiled in it. With --fresh the caches of kernels are empty folders, and
+NVRTC's own cache is off. ``mask_ms`` is the time to make our block mask, the first
 time. ``tiny_us`` is the host's time of a call with 16 queries and 16 keys.
 
 Writes flex_cpu.csv or flex_DEVICE.csv to the folder --out. A row replaces the older row of the same case.
@@ -18,7 +23,9 @@ Writes flex_cpu.csv or flex_DEVICE.csv to the folder --out. A row replaces the o
 import argparse
 import datetime
 import math
+import os
 import random
+import tempfile
 import time
 from statistics import median
 
@@ -27,6 +34,7 @@ import torch.nn.functional as F
 from _results import add_out, command, need_gpu, save
 from torch.nn.attention import flex_attention as theirs
 
+from flash_attn import flash_attn_func
 from flash_attn._measure import cpu_name
 from flash_attn.flex_attention import create_block_mask, flex_attention
 
@@ -72,6 +80,10 @@ def table(h, n, device):
     return None, lambda score, b, h, q, kv: score + bias[h, q - kv + n], [bias]
 
 
+def sinks(h, n, device):
+    return see_past, None, [torch.zeros(h, device=device, requires_grad=True)]
+
+
 CASES = {
     "none": nothing,
     "causal": causal,
@@ -80,6 +92,7 @@ CASES = {
     "softcap": softcap,
     "alibi": alibi,
     "table": table,
+    "sinks": sinks,
 }
 
 
@@ -133,6 +146,8 @@ def calls_of(case, mods, q, k, v, block_mask):
         _, their_score_mod, learned = CASES[case](q.shape[1], q.shape[2], device)
         for x in learned:
             x.requires_grad_(False)
+    if case == "sinks":
+        return sinks_calls(compiled, q, k, v, qkv, block_mask, mods[2][0])
     calls = {
         "flash_attn": lambda: flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask),
         "flex": lambda: compiled(*qkv, score_mod=their_score_mod, block_mask=block_mask),
@@ -141,6 +156,18 @@ def calls_of(case, mods, q, k, v, block_mask):
         mask = dense_mask(mods, q.shape[1], q.shape[2], q.dtype, device)
         calls["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return calls
+
+
+def sinks_calls(compiled, q, k, v, qkv, block_mask, sink):
+    def ours():
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_func(*rows, causal=True, sinks=sink).transpose(1, 2)
+
+    def theirs_with_sinks():
+        out, lse = compiled(*qkv, block_mask=block_mask, return_lse=True)
+        return (out * torch.sigmoid(lse - sink[:, None]).unsqueeze(-1)).to(out.dtype)
+
+    return {"flash_attn": ours, "flex": theirs_with_sinks}
 
 
 def forward_only(call):
@@ -212,7 +239,7 @@ def measure(case, n, d, options, base, rng):
         if device == "cuda" or name == "flash_attn" or (name == "sdpa" and not learned):
             makes[name, "bwd"] = lambda call=call: backward_of(call, leaves, dout)
     calls, first = first_calls(makes, device)
-    tiny = tiny_microseconds(CASES[case], h, d, dtype, device)
+    tiny = None if case == "sinks" else tiny_microseconds(CASES[case], h, d, dtype, device)
     for (name, which), ms in in_turns(calls, options.seconds, device, rng).items():
         operations = (4 if which == "fwd" else 10) * d * b * h * visible
         row = {**base, "case": case, "kernel": name, "pass": which, "dtype": options.dtype, "d": d, "b": b, "h": h}
@@ -221,6 +248,15 @@ def measure(case, n, d, options, base, rng):
         if name == "flash_attn" and which == "fwd":
             row.update(mask_ms=round(1000 * took, 3), tiny_us=tiny)
         yield row
+
+
+def empty_the_caches():
+    """For this process. NVRTC keeps its cubins in a cache of the driver, which has no folder for one process."""
+    folder = tempfile.mkdtemp(prefix="bench_flex_")
+    os.environ["CUDA_CACHE_DISABLE"] = "1"
+    for name in ("FLASH_ATTN_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ[name] = os.path.join(folder, name)
+        os.mkdir(os.environ[name], mode=0o700)
 
 
 def main():
@@ -234,8 +270,11 @@ def main():
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
+    parser.add_argument("--fresh", action="store_true", help="with empty caches of kernels, for first_ms")
     add_out(parser)
     options = parser.parse_args()
+    if options.fresh:
+        empty_the_caches()
     if options.device == "cuda":
         need_gpu()
     options.dtype = options.dtype or ("fp32" if options.device == "cpu" else "bf16")

@@ -166,20 +166,19 @@ def test_a_fixed_order_of_many_tiles(d, causal, h):
         torch.testing.assert_close(x, torch.cat(parts), atol=2e-2, rtol=2e-2)
 
 
-CUT_ALONG_HEADS = [
+CUT_TILES = [
     Case(600, 700, b=1, h=8, h_kv=1, causal=True),  # 2 pieces of 4 query heads
     Case(1100, 1300, b=1, h=16, h_kv=1, causal=True),  # 8 pieces of 2 query heads
     Case(600, 500, h=12, h_kv=2, window=(300, 100), dropout=0.2, alibi="h"),  # 2 pieces of 3 query heads
     Case((700, 0, 5, 450), (700, 9, 0, 600), h=16, h_kv=2, causal=True, softcap=5.0),
     Case((700, 0, 5, 450), (700, 9, 0, 600), h=8, h_kv=2),
+    Case(1100, 4100, b=4, h=16, h_kv=1),  # 4 pieces of whole groups, or 2 at 64 columns
 ]
 
 
 @pytest.mark.parametrize("deterministic", BOTH)
-@pytest.mark.parametrize(
-    "case", [replace(c, d=d, dtype="bf16") for c in CUT_ALONG_HEADS for d in (64, 96, 128)], ids=repr
-)
-def test_key_tiles_cut_along_the_query_heads(case, deterministic):
+@pytest.mark.parametrize("case", [replace(c, d=d, dtype="bf16") for c in CUT_TILES for d in (64, 96, 128)], ids=repr)
+def test_key_tiles_that_are_cut(case, deterministic):
     """The pieces add dK and dV in their order."""
     verify(case, deterministic=deterministic, repeats=10 if deterministic else 0)
 

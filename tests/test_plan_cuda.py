@@ -195,6 +195,12 @@ def test_kernel_of_the_backward(plan, numbers, kernel):
         ({"sms": 27}, 5),
         ({"sms": 20}, 0),  # 12 tiles are too many
         ({"len_q": 64}, 0),  # two steps do not pay for a cut
+        # All tiles are cut where a CTA has few of them, because a head's last tile takes longer.
+        ({"b": 4, "h": 16, "h_kv": 1, "len_q": 4096, "len_kv": 4096}, 128),
+        ({"b": 4, "h": 16, "h_kv": 2, "len_q": 4096, "len_kv": 4096}, 256),
+        ({"b": 4, "h": 16, "h_kv": 4, "len_q": 4096, "len_kv": 4096}, 0),  # would save 2%
+        ({"b": 1, "h": 1, "h_kv": 1, "len_q": 8192, "len_kv": 16384}, 128),
+        ({"b": 1, "h": 1, "h_kv": 1, "len_q": 4096, "len_kv": 16384}, 0),  # pieces would have fewer than 64 steps
         # Cuts along the query heads, into two or more pieces with 1024 rows in total, or 1536 or 6144 if there are many
         # tiles.
         ({"right": 0}, 0),
@@ -468,9 +474,10 @@ def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
         ({"b": 32, "h_kv": 4}, 32, 1, 132),
         ({"b": 1, "h": 16, "h_kv": 16, "len_q": 8192, "len_kv": 8192}, 8, 1, 132),  # of 4 MiB, fewer than 16: 32 MiB
         ({"b": 1, "h": 16, "h_kv": 16, "len_q": 131072, "len_kv": 131072}, 1, 1, 132),
-        ({"b": 512, "len_q": 100, "len_kv": 256}, 256, 0, 132),  # one short tile each
-        ({"b": 512, "len_q": 100, "len_kv": 257}, 128, 1, 132),
-        ({"b": 512, "len_q": 100, "len_kv": 256, "packed": 1}, 256, 1, 132),
+        ({"b": 128, "len_q": 100, "len_kv": 256}, 256, 0, 132),  # one short tile each
+        ({"b": 512, "len_q": 100, "len_kv": 256}, 256, 1, 132),  # so many that CTAs drift apart
+        ({"b": 128, "len_q": 100, "len_kv": 257}, 128, 1, 132),
+        ({"b": 128, "len_q": 100, "len_kv": 256, "packed": 1}, 256, 1, 132),
         ({"b": 0}, 0, 0, 0),
         ({"sms": 16}, 8, 1, 16),
         ({"b": 32, "margin": 12}, 64, 1, 120),  # sm_margin

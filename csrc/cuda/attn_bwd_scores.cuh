@@ -56,9 +56,9 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
-/* At 64 columns the plain kernels keep weights as floats. In fp16 all weights are floats, and dV is done before dP
- * takes the registers of P. In bf16 dP runs beside dV, which leaves registers for 48 floats. */
-constexpr int FLOAT_WEIGHTS = FLEX || WEIGHTED || BLOCK_Q < 128 ? 0 : BF16 ? 48 : S_REGS;
+/* The plain kernels keep weights as floats. At 64 columns and in fp16 all weights are floats, and dV is done before dP
+ * takes the registers of P. Else dP runs beside dV, which leaves registers for 48 of 64 floats, or 16 of 32. */
+constexpr int FLOAT_WEIGHTS = FLEX || WEIGHTED || WIDE ? 0 : BLOCK_Q < 128 ? 16 : BF16 ? 48 : S_REGS;
 constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS;
 
 /* Other weights are kept as 16 bits and a rest, in fewer registers than as floats. The rest is one byte of what

@@ -86,7 +86,7 @@ template <int WIDTH> DEVICE void write_box(void *box, const float *x, float fact
 
 /* At 64 columns the exponentials of a step take longer than its dQ. Warpgroups that compute them at the same time share
  * the unit, and both wait. So the warpgroups take turns. */
-constexpr bool TAKES_TURNS = FLOAT_WEIGHTS > 0;
+constexpr bool TAKES_TURNS = FLOAT_WEIGHTS > 0 && BLOCK_Q == 128;
 enum { BAR_TURN = 1 }; /* of warpgroup 0; the next barrier is that of warpgroup 1 */
 
 /* Whole warpgroup. The turn passes to the other warpgroup when this thread's P is computed. No P has a sign, so

@@ -131,12 +131,12 @@ DEVICE interval queries_of(const params &p, int kv_tile, int len_q, int len_kv) 
 
 /* Whole warp. Returns work tile number idx of the launch. With a causal mask the longest work tiles come first. Tiles
  * of one head wait for each other. The head number therefore runs fastest, so that tiles of one head begin apart.
- * Pieces of one tile begin apart, too, because one piece of every key head comes before the next pieces. */
+ * Pieces of one tile begin apart, too, because one piece of every cut tile comes before the next pieces. */
 DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     tile t;
     t.pieces = 1, t.piece = 0;
     if (CUTS_QUERIES && idx >= p.num_whole) {
-        t.pieces = p.pieces, t.idx = (idx - p.num_whole) / p.pieces, t.piece = idx - p.num_whole - t.idx * p.pieces;
+        t.pieces = p.pieces, t.piece = (idx - p.num_whole) / p.num_cut, t.idx = idx - p.num_whole - t.piece * p.num_cut;
         idx = p.num_whole + t.idx;
     }
     const int pieces = CUTS_HEADS ? p.pieces : 1; /* of a key head: each piece has query heads of its own */

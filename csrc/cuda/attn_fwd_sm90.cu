@@ -128,10 +128,10 @@ struct consumer : consumer_base {
 
 #if FLEX
     /* Finds the pairs of a key tile that do not see each other. May there be any? */
-    DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
+    template <bool IN_LOOPS> DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
         const int j = key_tile_of(entry);
         return FLEX_HIDDEN ? hidden.load(tile_of(THIS_TILE), kind_of(entry), j, row_block)
-                           : hidden.find(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+                           : hidden.find<IN_LOOPS>(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
     }
 #endif
 
@@ -162,7 +162,9 @@ struct consumer : consumer_base {
         hidden_pairs hidden;
         bool hides = false;
         constexpr bool FINDS_EARLY = FLEX_HIDDEN || !FLEX_SCORE; /* while S is on its way */
-        if (FINDS_EARLY) hides = find_hidden(hidden, entry);
+        if (FINDS_EARLY) hides = find_hidden<false>(hidden, entry);
+        int is_rare = is_special || hides; /* One branch asks for both, because S waits for each branch. */
+        pin(is_rare);
 #else
         const int j = place;
 #endif
@@ -186,14 +188,20 @@ struct consumer : consumer_base {
 #if FLEX
         if (FLEX_SCORE) {
             score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
-            if (!FINDS_EARLY) hides = find_hidden(hidden, entry);
+            if (!FINDS_EARLY) hides = find_hidden<false>(hidden, entry), is_rare |= hides;
         }
-        if (hides) hidden.hide(S);
 #if FLEX_MAX
+        if (hides) hidden.hide(S), hides = false;
         keep_highest(S, softmax);
 #endif
-#endif
+        bool is_raised = false;
+        if (is_rare) {
+            if (hides) hidden.hide(S);
+            is_raised = is_special && (IS_FIRST || walk.needs_max(place) || overflows(S, softmax, scale_log2));
+        }
+#else
         const bool is_raised = is_special && (IS_FIRST || walk.needs_max(place) || overflows(S, softmax, scale_log2));
+#endif
         if (is_raised) {
             if (!FLEX && walk.is_partial(place))
                 mask_scores(S, p, tile_of(THIS_TILE).len_kv, j * BLOCK_KV + column, diagonal);
@@ -237,7 +245,6 @@ struct consumer : consumer_base {
     DEVICE void repeat_step() {
         const tile &t = tile_of(THIS_TILE);
         float S[S_REGS], alpha[2];
-        int largest[2] = {0, 0};
 #if FLEX
         wait_k(); /* The entry comes with K. */
         const int entry = entry_of(walk.next), j = key_tile_of(entry), first_key = j * BLOCK_KV;
@@ -246,28 +253,25 @@ struct consumer : consumer_base {
 #endif
         compute_s(S);
 
-        if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
 #if FLEX
         hidden_pairs hidden;
-        if (FLEX_SCORE) score_by_mod(S, p, q_head, first_key + column, diagonal);
-        if (find_hidden(hidden, entry)) hidden.hide(S);
-#else
-        mask_scores(S, p, t.len_kv, first_key + column, diagonal);
-#endif
-        make_infinite(S, scale_log2);
-#if FLEX
-        const u64 seen = scores_above_inf(S);
-#if FLEX_MAX
-        keep_highest(S, softmax);
-#endif
+        const bool hides = find_hidden<true>(hidden, entry);
+        const u64 seen = exponentiate_in_loops(S, softmax, alpha, p, q_head, hidden, hides, first_key + column,
+                                               diagonal, scale_log2);
+        rescale_o(alpha);
+        round_p(S);
 #else
         const u64 seen = 0;
-#endif
+        int largest[2] = {0, 0};
+        if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
+        mask_scores(S, p, t.len_kv, first_key + column, diagonal);
+        make_infinite(S, scale_log2);
         raise_max(S, softmax, alpha, scale_log2, true);
         rescale_o(alpha);
         exponentiate_exactly(S, softmax, scale_log2);
         sum_rows(S, softmax, largest, true, true);
         drop_and_round_p(S, j);
+#endif
 
         wait_v();
 #if FLEX

@@ -86,7 +86,9 @@ struct hidden_pairs {
     }
 
     /* Says whether there may be such a pair. `kind` is that of the key tile, and key and row are those of
-     * score_by_mod. While a partial tile is looked at, S is still on its way. Whole warp. */
+     * score_by_mod. While a partial tile is looked at, S is still on its way. IN_LOOPS has the mask_mod once in the
+     * text. Whole warp. */
+    template <bool IN_LOOPS>
     DEVICE bool find(const params &p, const score_head &q_head, block_kind kind, int key, int row) {
         const int lane = threadIdx.x % 32, first_key = key - 2 * (lane % 4), first_row = row - lane / 4;
         const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
@@ -98,10 +100,10 @@ struct hidden_pairs {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = 0;
         if (kind == PARTIAL_BLOCK) {
-#pragma unroll
+#pragma unroll IN_LOOPS ? 1 : S_REGS
             for (int i = 0; i < S_REGS; i++)
-                if (!mod.sees_in_block(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i)))
-                    words[i / 32] |= 1u << i % 32;
+                words[i / 32] |= (u32)!mod.sees_in_block(PARTIAL_BLOCK, row + 8 * row_of(i), key + column_of(i))
+                                 << i % 32;
         } else if (kind != FULL_BLOCK) {
             const mods mapped(p.flex, p.values, q_head.b_idx, q_head.head);
 #pragma unroll
@@ -116,26 +118,17 @@ struct hidden_pairs {
                     }
         }
         if (reaches_end) {
-#pragma unroll
-            for (int i = 0; i < S_REGS; i++)
-                if (column_of(i) >= p.len_kv - key) words[i / 32] |= 1u << i % 32;
+#pragma unroll IN_LOOPS ? 1 : S_REGS
+            for (int i = 0; i < S_REGS; i++) words[i / 32] |= (u32)(column_of(i) >= p.len_kv - key) << i % 32;
         }
         return true;
     }
+    DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
     DEVICE void hide(float (&S)[S_REGS]) const {
 #pragma unroll
-        for (int i = 0; i < S_REGS; i++)
-            if (words[i / 32] >> i % 32 & 1) S[i] = -INF;
+        for (int i = 0; i < S_REGS; i++) S[i] = has(i) ? -INF : S[i];
     }
 };
-
-/* A bit for each register of S, that says whether its pair counts. Those of score -inf do not. */
-DEVICE u64 scores_above_inf(const float (&S)[S_REGS]) {
-    u64 bits = 0;
-#pragma unroll
-    for (int i = 0; i < S_REGS; i++) bits |= (u64)(S[i] != -INF) << i;
-    return bits;
-}
 #endif
 
 /* ---- the row maximum ------------------------------------------------------------------------------------------- */
@@ -180,22 +173,26 @@ DEVICE void keep_highest(const float (&S)[S_REGS], online_softmax &softmax) {
 }
 #endif
 
-/* Raises m to the largest score. The caller multiplies by alpha what it has summed under the old m. is_exact says
- * that m has been the largest score before, too. */
+/* Raises m of row r to the largest score, of which x is that of this thread's columns. The caller multiplies by alpha
+ * what it has summed under the old m. is_exact says that m has been the largest score before, too. */
+DEVICE void raise_max_of_row(online_softmax &softmax, float (&alpha)[2], int r, float largest, float scale_log2,
+                             bool is_exact) {
+    const float old = softmax.max[r], old_log2 = softmax.max_log2[r];
+    const float x = max_of_quad(largest), x_log2 = x * scale_log2 + element::HEADROOM;
+    softmax.max[r] = fmaxf(old, x);
+    softmax.max_log2[r] = softmax.max[r] == -INF ? 0 : old == -INF ? x_log2 : fmaxf(old_log2, x_log2);
+    const float change = is_exact ? (old - softmax.max[r]) * scale_log2 : old_log2 - softmax.max_log2[r];
+    alpha[r] = ex2(old == -INF ? -INF : change);
+    softmax.sum[r] *= alpha[r];
+}
 DEVICE void raise_max(const float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2], float scale_log2,
                       bool is_exact) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const float old = softmax.max[r], old_log2 = softmax.max_log2[r];
         float even = -INF, odd = -INF;
 #pragma unroll
         for (int i = 2 * r; i < S_REGS; i += 4) even = fmaxf(even, S[i]), odd = fmaxf(odd, S[i + 1]);
-        const float x = max_of_quad(fmaxf(even, odd)), x_log2 = x * scale_log2 + element::HEADROOM;
-        softmax.max[r] = fmaxf(old, x);
-        softmax.max_log2[r] = softmax.max[r] == -INF ? 0 : old == -INF ? x_log2 : fmaxf(old_log2, x_log2);
-        const float change = is_exact ? (old - softmax.max[r]) * scale_log2 : old_log2 - softmax.max_log2[r];
-        alpha[r] = ex2(old == -INF ? -INF : change);
-        softmax.sum[r] *= alpha[r];
+        raise_max_of_row(softmax, alpha, r, fmaxf(even, odd), scale_log2, is_exact);
     }
 }
 
@@ -248,6 +245,61 @@ DEVICE void exponentiate_exactly(float (&S)[S_REGS], const online_softmax &softm
         S[i] = ex2(fmaf(S[i] - m, scale_log2, -element::HEADROOM));
     }
 }
+
+#if FLEX
+/* S becomes P in a step of a work tile that is repeated: by score_by_mod, hide, make_infinite, raise_max,
+ * exponentiate_exactly and sum_rows. key and row are those of score_by_mod. Returns a bit for each register of S, that
+ * says whether its pair counts. Those of score -inf do not.
+ *
+ * NOTE: repetitions are rare, so their text is to be short: NVRTC took a quarter of its time for a repetition with
+ * unrolled loops. S goes through local memory instead. The local array must have another type than S. Otherwise NVRTC
+ * makes one array of both, S is not in registers, and ptxas runs products one by one (C7514). Whole warp. */
+DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2], const params &p,
+                                 const score_head &q_head, const hidden_pairs &hidden, bool hides, int key, int row,
+                                 float scale_log2) {
+    const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
+    u32 bits[S_REGS];
+    float largest[2] = {-INF, -INF}, m[2], sum[2] = {0, 0};
+    u64 seen = 0;
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) bits[i] = __float_as_uint(S[i]);
+#pragma unroll 1
+    for (int i = 0; i < S_REGS; i++) {
+        float x = __uint_as_float(bits[i]);
+        if (FLEX_SCORE) x = mod.score(__fmul_rn(x, p.score_scale), row + 8 * row_of(i), key + column_of(i));
+        if (hides && hidden.has(i)) x = -INF;
+        if (fabsf(x * scale_log2) == INF) x *= INF;
+        bits[i] = __float_as_uint(x);
+        seen |= (u64)(x != -INF) << i;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float own = row_of(i) == r ? x : -INF;
+            largest[r] = fmaxf(largest[r], own);
+#if FLEX_MAX
+            softmax.highest[r] = max_nan(softmax.highest[r], own);
+#endif
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        raise_max_of_row(softmax, alpha, r, largest[r], scale_log2, true);
+        m[r] = softmax.max[r] == -INF ? 0 : softmax.max[r];
+    }
+#pragma unroll 1
+    for (int i = 0; i < S_REGS; i++) {
+        const float x = __uint_as_float(bits[i]) - (row_of(i) ? m[1] : m[0]);
+        const float prob = ex2(fmaf(x, scale_log2, -element::HEADROOM));
+        bits[i] = __float_as_uint(prob);
+#pragma unroll
+        for (int r = 0; r < 2; r++) sum[r] += row_of(i) == r ? prob : 0;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) softmax.sum[r] += sum[r];
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) S[i] = __uint_as_float(bits[i]);
+    return seen;
+}
+#endif
 
 /* S becomes P, for the rows asked for. */
 DEVICE void exponentiate_rows(float (&S)[S_REGS], const online_softmax &softmax, float scale_log2, bool first_row,

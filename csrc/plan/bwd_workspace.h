@@ -7,7 +7,7 @@
 typedef struct {
     int64_t num_slabs, num_heads; /* slabs of one head; heads (packed), or heads of all sequences (dense) */
     int64_t num_tiles;            /* key tiles of all heads; packed: an upper bound */
-    int64_t num_cut, pieces;      /* the last num_cut key tiles are cut into pieces */
+    int64_t num_cut, pieces;      /* the last num_cut key tiles, or all, are cut into pieces */
     int64_t head_pieces;          /* pieces along the query heads of a key head; 1: tiles are cut along the queries */
     size_t dq_sums, stats, kv_sums, turns, kv_turns, tile_counter; /* offsets in bytes */
     size_t bytes;
@@ -23,6 +23,22 @@ static inline int64_t fa_bwd_pieces(int64_t tiles, int64_t sms, int64_t q_tiles,
     for (int64_t n = 2; n <= 16 && n <= q_tiles; n++) {
         const int64_t rounds = (tiles * n + sms - 1) / sms, time = rounds * ((steps + n - 1) / n + 2) + n;
         if ((behind || rounds > 1) && 3 * time >= 2 * (steps + 2)) continue;
+        if (time < best_time) best = n, best_time = time;
+    }
+    return best;
+}
+
+/* Returns the number of pieces into which to cut all key tiles along their q_tiles query tiles. 1: they stay whole.
+ * The last key tile of a head completes the sums of dQ, and takes 1.22 times as long as others. Where a CTA has few
+ * tiles, the last ones to end are such tiles. Time is counted in steps. A piece's beginning and end take 3. A piece
+ * keeps 64 steps, and a cut must save 4%. */
+static inline int64_t fa_bwd_pieces_of_all(int64_t tiles, int64_t sms, int64_t q_tiles, int64_t steps) {
+    double best_time = 0;
+    int64_t best = 1;
+    for (int64_t n = 1; n <= 16 && n <= q_tiles && (n == 1 || steps / n >= 64); n *= 2) {
+        const int64_t rounds = (tiles * n + sms - 1) / sms;
+        const double own = (double)steps / (double)n, time = (double)rounds * (own + 3) + 0.22 * own;
+        if (n == 1) best_time = 0.96 * time;
         if (time < best_time) best = n, best_time = time;
     }
     return best;
@@ -70,6 +86,8 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
         const int64_t rest = w.num_tiles % sms, q_tiles = (p->len_q + block_q - 1) / block_q;
         w.pieces = fa_bwd_pieces(rest, sms, q_tiles, q_tiles * (p->h / p->h_kv), w.num_tiles > sms);
         w.num_cut = w.pieces > 1 ? rest : 0;
+        const int64_t of_all = fa_bwd_pieces_of_all(w.num_tiles, sms, q_tiles, q_tiles * (p->h / p->h_kv));
+        if (of_all > 1) w.pieces = of_all, w.num_cut = w.num_tiles;
     } else if (sms > 0) {
         if (packed) w.num_tiles = (p->total_kv / block_kv + p->b) * p->h_kv; /* upper bound */
         w.pieces = w.head_pieces = fa_bwd_head_pieces(p, w.num_tiles, sms, block_kv);

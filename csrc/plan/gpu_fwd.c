@@ -12,12 +12,15 @@ static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
  * matters with few keys. Short sequences wait for memory rather than for products. They wait longest if a step needs
  * more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys a step:
  *   length 100: 36.7 us with 192 rows and 128 keys, 29.3 with 128 rows and 64 keys;
- *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys. */
+ *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys.
+ * At head_dim 128 it takes, with 16 heads, 128 rows, and 128 or 64 keys a step:
+ *   4 sequences of 4096 queries: 77 keys 74.7 and 58.7 us, 128 keys 73.0 and 58.5, 256 keys 82.0 and 89.3;
+ *   80 sequences of length 200:  109.2 and 113.6 us. */
 static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns *t) {
-    enum { FEW_KEYS = 128, SHORT = 256 };
+    enum { FEW_KEYS = 128, SHORT = 256 * 64 }; /* elements of a head's keys */
     const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS;
     const int64_t cost = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs) * round_up(keys, t->block_kv) * t->cost;
-    return p->len_kv <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
+    return p->len_kv * t->d <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
 }
 
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */
@@ -39,12 +42,14 @@ static int heads_in_group(const fa_problem *p) {
 }
 
 /* Do CTAs take their next work tile from a counter? They do not if each CTA has only one tile. They also do not if
- * tiles are alike and so short that they end before the counter answers. Measured without and with the counter, on an
- * H100 with 64 sequences, 16 heads and head_dim 64:
- *   length 17 16.5 and 19.9 us;  length 128 32.2 and 34.3 us;  length 256 58.4 and 60.1 us. */
+ * tiles are alike, few, and so short that they end before the counter answers. Measured without and with the counter,
+ * on an H100 with 64 sequences, 16 heads and head_dim 64:
+ *   length 17 16.5 and 19.9 us;  length 128 32.2 and 34.3 us;  length 256 58.4 and 60.1 us.
+ * With many tiles CTAs drift apart, and the counter evens out their ends. 128 tokens, 16 heads, head_dim 128:
+ *   8 tiles a CTA 54.5 and 55.2 us;  16 tiles 99.9 and 98.8 us;  31 tiles 190.6 and 185.6 us. */
 static bool is_dynamic(const fa_problem *p, int64_t q_tiles, int64_t tiles, int64_t ctas) {
-    enum { SHORT = 256 };
-    const bool is_short = !p->cu_seqlens_q && q_tiles == 1 && p->len_kv <= SHORT;
+    enum { SHORT = 256, FEW_TILES = 12 };
+    const bool is_short = !p->cu_seqlens_q && q_tiles == 1 && p->len_kv <= SHORT && tiles <= FEW_TILES * ctas;
     return tiles > ctas && !is_short;
 }
 
