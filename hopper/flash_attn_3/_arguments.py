@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flash_attn_3._kinds import check_kinds, in_names_of_the_caller
 from flash_attn_3._ops import _C
 
 Window = Union[Sequence[int], Tensor]  # (left, right)
@@ -75,6 +76,40 @@ def check_tensors(**tensors):
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor; it is of type {type(x).__name__}")
+
+
+def is_flag(x):
+    return x is True or x is False or x is None
+
+
+def is_int(x):
+    return type(x) is int
+
+
+def only_flags(values):
+    """The values that are True or False. An op would take them for the numbers 1 and 0."""
+    return [x for x in values if isinstance(x, bool)]
+
+
+def call_named(function, named, optional=(), flags=(), integers=(), renamed=None):
+    """Returns ``function()``. If the call fails, the error names the argument of the caller.
+
+    Args:
+        named: a function without arguments that returns the caller's arguments by name.
+        optional: names of those that may be None, although _kinds.py says something else.
+        flags, integers: values that torch's parser would cut to a flag or to an integer without a word.
+        renamed: maps the op's names of arguments to the caller's.
+    """
+    if torch.compiler.is_compiling():
+        return function()
+    try:
+        if not (all(map(is_flag, flags)) and all(map(is_int, integers))):
+            check_kinds(named(), optional)
+        return function()
+    except Exception as error:
+        failure = error
+    check_kinds(named(), optional)
+    raise failure if renamed is None else in_names_of_the_caller(failure, renamed)
 
 
 def distinct(*arguments):
