@@ -78,17 +78,19 @@ def check_tensors(**tensors):
             raise TypeError(f"{name} must be a tensor; it is of type {type(x).__name__}")
 
 
-def is_flag(x):
-    return x is True or x is False or x is None
-
-
 def is_int(x):
     return type(x) is int
 
 
-def only_flags(values):
-    """The values that are True or False. An op would take them for the numbers 1 and 0."""
-    return [x for x in values if isinstance(x, bool)]
+def _has_others(flags, integers):
+    """Is any of the values one that torch's parser would cut to a flag or to an integer without a word?"""
+    for x in flags:
+        if x is not True and x is not False and x is not None:
+            return True
+    for x in integers:
+        if type(x) is not int and x is not None:
+            return True
+    return False
 
 
 def call_named(function, named, optional=(), flags=(), integers=(), renamed=None):
@@ -97,13 +99,13 @@ def call_named(function, named, optional=(), flags=(), integers=(), renamed=None
     Args:
         named: a function without arguments that returns the caller's arguments by name.
         optional: names of those that may be None, although _kinds.py says something else.
-        flags, integers: values that torch's parser would cut to a flag or to an integer without a word.
+        flags, integers: values that are looked at before the call, because torch's parser takes nearly everything.
         renamed: maps the op's names of arguments to the caller's.
     """
     if torch.compiler.is_compiling():
         return function()
     try:
-        if not (all(map(is_flag, flags)) and all(map(is_int, integers))):
+        if _has_others(flags, integers):
             check_kinds(named(), optional)
         return function()
     except Exception as error:

@@ -20,7 +20,6 @@ from flash_attn_3._arguments import (
     distinct,
     has_distributed,
     maybe_contiguous,
-    only_flags,
 )
 from flash_attn_3._ops import _C, ops, refuse_backward, register_once
 
@@ -242,7 +241,6 @@ def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, r
         from flash_attn_3 import _distributed  # imports torch.distributed.tensor, which a plain call does not need
 
         return _distributed.attend(attend, tensors, num_heads_q, lengths, options, deterministic, return_lse)
-    lengths, options = Lengths(*lengths), Options(*options)
     check_tensors(**dict(zip(NAMES[len(tensors)], tensors)))
     if not compiling:
         lengths, options = _frozen(lengths, options)
@@ -273,17 +271,17 @@ def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
             return _record(*tensors, (out, lengths, Options(*options), deterministic))
         if out is not None:
             return out
-    o = Options(*options)
+    lengths, o = Lengths(*lengths), Options(*options)
     return call_named(
-        lambda: _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, records_qv),
+        lambda: _attend(tensors, num_heads_q, lengths, o, deterministic, return_lse, records_qv),
         lambda: {
-            **dict(zip(NAMES[len(tensors)], tensors)), **dict(zip(Lengths._fields, lengths)), **o._asdict(),
-            "num_heads_q": num_heads_q, "deterministic": deterministic, "return_attn_probs": return_lse,
+            **dict(zip(NAMES[len(tensors)], tensors)), **lengths._asdict(), **o._asdict(), "num_heads_q": num_heads_q,
+            "deterministic": deterministic, "return_attn_probs": return_lse,
         },
-        optional=_OPTIONAL,
-        flags=(o.causal, o.pack_gqa, deterministic, return_lse),
-        integers=(o.attention_chunk, o.num_splits, o.sm_margin, *only_flags(lengths)),
-        renamed=_RENAMED if len(tensors) == 1 else None,
+        _OPTIONAL,
+        (o.causal, o.pack_gqa, deterministic, return_lse),
+        (o.attention_chunk, o.num_splits, o.sm_margin, lengths.max_seqlen_q, lengths.max_seqlen_k),
+        _RENAMED if len(tensors) == 1 else None,
     )  # fmt: skip
 
 

@@ -16,9 +16,7 @@ from flash_attn_3._arguments import (
     check_tensors,
     has_distributed,
     maybe_contiguous,
-    only_flags,
 )
-from flash_attn_3._kinds import check_kinds
 from flash_attn_3._ops import _C, ops, output_dtype
 
 
@@ -159,7 +157,13 @@ def flash_attn_with_kvcache(
         lambda: {**named, "return_softmax_lse": return_softmax_lse},
         optional=("k", "v", "cu_seqlens_q", "max_seqlen_q"),
         flags=(causal, rotary_interleaved, pack_gqa, return_softmax_lse),
-        integers=(attention_chunk, num_splits, sm_margin, *only_flags((cache_seqlens, max_seqlen_q))),
+        integers=(
+            attention_chunk,
+            num_splits,
+            sm_margin,
+            max_seqlen_q,
+            cache_seqlens if isinstance(cache_seqlens, bool) else None,
+        ),
     )
     return (out, softmax_lse) if return_softmax_lse else out
 
@@ -251,8 +255,6 @@ def get_scheduler_metadata(
 
     def call():
         check_tensors(cache_seqlens=cache_seqlens)
-        if not torch.compiler.is_compiling():
-            check_kinds(named, _OPTIONAL)  # torch's parser takes nearly everything for an integer
         left, right = as_window(window_size)
         return call_op(
             ops.get_scheduler_metadata.default, batch_size, as_int(max_seqlen_q, "max_seqlen_q"),
@@ -262,7 +264,11 @@ def get_scheduler_metadata(
             attention_chunk, has_softcap, num_splits, pack_gqa, sm_margin,
         )  # fmt: skip
 
-    return call_named(call, lambda: named, _OPTIONAL, renamed=_RENAMED)
+    integers = (
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size,
+        max_seqlen_k_new, attention_chunk, num_splits, sm_margin,
+    )  # fmt: skip
+    return call_named(call, lambda: named, _OPTIONAL, (causal, has_softcap, pack_gqa), integers, _RENAMED)
 
 
 _OPTIONAL = ("cu_seqlens_q",)
