@@ -92,7 +92,10 @@ _KINDS = {
     "max_seqlen": (_is_length, "an integer, or a tensor of one"),
     "max_seqlen_q": (_is_length, "an integer, or a tensor of one"),
     "max_seqlen_k": (_is_length, "an integer, or a tensor of one"),
-    "cache_seqlens": (lambda x: x is None or _is_tensor(x) or _is_int(x), "a tensor, an integer or None"),
+    "cache_seqlens": (
+        lambda x: x is None or _is_tensor(x) or _is_int(x) or _is_long(x),  # another sentence tells the largest number
+        "a tensor, an integer or None",
+    ),
     # of flash_attn_3
     "pack_gqa": (_is_flag, "True, False or None"),
     "has_softcap": _FLAG,
