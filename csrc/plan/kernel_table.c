@@ -153,21 +153,22 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_
 #define SM80_SHARED(d, q, kv, stages, v_regs)                                                                 \
     (PADDED_ROW(d, 2) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
      2 * (kv) * PADDED_ROW(q, 2) + 16 * (q) + 16)
-#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, serves, shared_bytes) \
-    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                                    \
-     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas},                                       \
-     serves,                                                                                                      \
+#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, serves, \
+                 shared_bytes)                                                                            \
+    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                            \
+     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas},                         \
+     serves,                                                                                              \
      shared_bytes},
 
 static const fa_row bwd_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas)      \
-    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, \
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas)      \
+    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, \
              FA_SCORE | FA_DROPOUT, SM80_SHARED(d, q, kv, stages, v_regs))
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_dq_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas) \
-    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, 0, 0)
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas) \
+    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, 0, 0)
 #include "cuda/tiles.def"
 };
 
@@ -379,7 +380,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
                      .files = FILES("attn_bwd_sm80.cu", "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                 "V_REGS", "AHEAD", "CTAS"},
+                                 "V_REGS", "KEPT", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = bwd_sm80_rows,
                      .num_rows = NUM_ROWS(bwd_sm80_rows),
@@ -387,7 +388,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_DQ_SM80] = {.name = "attn_bwd_dq_sm80",
                         .files = FILES("attn_bwd_dq_sm80.cu", BWD_SM80_FILES, ANY_FILES, "score.cuh"),
                         .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                    "V_REGS", "AHEAD", "CTAS"},
+                                    "V_REGS", "KEPT", "AHEAD", "CTAS"},
                         .knows = FA_IN_BF16,
                         .rows = bwd_dq_sm80_rows,
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
