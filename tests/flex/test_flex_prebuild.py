@@ -248,14 +248,29 @@ def test_sinks_are_one_launch_behind_the_kernel():
     assert names_of(flash_attn.flash_attn_with_kvcache, q[:, :1], cache, cache, sinks=sinks)[-1] == "sinks_bf16"
 
 
+@pytest.mark.parametrize("options", [{}, {"attn_bias": torch.ones(8, LENGTH, LENGTH)}, {"return_lse": True}], ids=str)
+def test_the_gradient_of_sinks_is_one_launch_behind_the_backward(options):
+    q, sinks = (x.requires_grad_() for x in (qkv()[0].detach().transpose(1, 2), torch.ones(8)))
+    names = names_of(flash_attn.flash_attn_func, q, q, q, sinks=sinks, **options)
+    assert names.count("sinks_bf16") == names.count("sinks_grad") == 1 and names[-1] == "sinks_grad"
+    assert names.index("sinks_bf16") < min(names.index(name) for name in names if "bwd" in name)
+    assert "sinks_grad" not in names_of(flash_attn.flash_attn_func, q, q, q, sinks=sinks.detach(), **options)
+
+
 def test_the_shift_of_a_bias_is_one_launch_before_the_kernel():
     q = qkv(grad=False)[0].transpose(1, 2)
+    cu = torch.tensor([0, LENGTH], dtype=torch.int32)
     for bias in (torch.ones(8, LENGTH, LENGTH), torch.ones(8, LENGTH, 1), torch.ones(LENGTH).half(), torch.ones(())):
-        names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=bias)
-        assert names[0] == ("bias_shift_fp16" if bias.dtype == torch.float16 else "bias_shift_fp32") and len(names) > 1
-    for bias, causal in ((torch.ones(8, LENGTH, LENGTH).double(), False), (torch.ones(LENGTH), True)):
-        names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=bias, causal=causal)
-        assert not any(name.startswith("bias_shift") for name in names)
+        for options in ({}, {"causal": True}, {"sinks": torch.ones(8)}):
+            for call in (
+                (flash_attn.flash_attn_func, q, q, q),
+                (flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu, cu, LENGTH, LENGTH),
+            ):
+                names = names_of(*call, attn_bias=bias, **options)
+                assert names[0] == ("bias_shift_fp16" if bias.dtype == torch.float16 else "bias_shift_fp32")
+                assert not any(name.startswith("bias_shift") for name in names[1:]) and len(names) > 1
+    names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=torch.ones(8, LENGTH, LENGTH).double())
+    assert not any(name.startswith("bias_shift") for name in names)
 
 
 def test_several_architectures():
