@@ -4,7 +4,7 @@ import flash_attn_2_cuda
 import pytest
 import torch
 
-from flash_attn import _sinks, flash_attn_func
+from flash_attn import _sinks, flash_attn_func, flash_attn_varlen_func
 from flash_attn.flex import options
 
 INF = float("inf")
@@ -97,6 +97,27 @@ def test_rows_behind_the_last_sequence_have_no_part_in_the_gradient(device):
         ends = torch.tensor(ends, dtype=torch.int32, device=device)
         grad = flash_attn_2_cuda.gradient_of_sinks(sinks.to(device), lse, delta, None, ends)
         assert grad.tolist() == [want] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_sinks_of_packed_sequences(dtype, device):
+    """It is the sum of those of the sequences alone. Rows behind the last sequence have softmax_d of old memory."""
+    generator = torch.Generator().manual_seed(2)
+    total, ends = 900, [0, 150, 150, 400]
+    q, k, v, dout = (numbers(generator, device, total, 2, 64).to(dtype) for _ in range(4))
+    sinks, cu = numbers(generator, device, 2).requires_grad_(), torch.tensor(ends, dtype=torch.int32, device=device)
+    q.requires_grad_()
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 250, 250, sinks=sinks, causal=True)
+    poison = [torch.full((2, total + 128 * 3), float("nan"), device=device) for _ in range(4)]
+    del poison
+    grad = torch.autograd.grad(out, (q, sinks), dout)[1]
+    want = torch.zeros_like(sinks)
+    for first, end in zip(ends, ends[1:]):
+        if end > first:
+            out = flash_attn_func(*(x[None, first:end] for x in (q, k, v)), sinks=sinks, causal=True)
+            want += torch.autograd.grad(out, sinks, dout[None, first:end])[0]
+    torch.testing.assert_close(grad, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)
