@@ -13,7 +13,7 @@ from flash_attn._arguments import NAMES, check_given, has_distributed, split
 from flash_attn._autocast import follow_autocast
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
-from flash_attn._ops import check_storage
+from flash_attn._ops import check_storage, is_freed
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -120,10 +120,17 @@ def _extended(tensors, lengths, *options):
     return attend(*split(tensors), lengths, *options)
 
 
+def _splits(packed, parts, varlen):
+    """Is this a plain tensor of so many parts, qkv or kv? It may be anything."""
+    if type(packed) is not torch.Tensor or packed.is_nested or is_freed(packed):
+        return False
+    return packed.dim() == 5 - varlen and packed.shape[-3] == parts
+
+
 def attend_extended(tensors, lengths, *options):
     """Computes a call with options that upstream does not have."""
-    if not is_compiling() and len(tensors) == 3:
-        results = _short_way()(*tensors, lengths, *options)
+    if not is_compiling() and (len(tensors) == 3 or _splits(tensors[-1], 4 - len(tensors), len(lengths) > 0)):
+        results = _short_way()(*split(tensors), lengths, *options)
         if results is not None:
             return results
     return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))

@@ -53,8 +53,8 @@ class _Bindable:
 
     def bind(self, values):
         """``(program, tensors, numbers)`` of a call."""
-        values = values + self.fixed if self.fixed else values
-        return self.program, tuple([values[i] for i in self.tensors]), tuple([values[i] for i in self.numbers])
+        value = (values + self.fixed if self.fixed else values).__getitem__
+        return self.program, tuple(map(value, self.tensors)), tuple(map(value, self.numbers))
 
 
 def _stand_in(dims, dtype):
@@ -164,7 +164,7 @@ def _kept_on_gpu(tensor, what, make):
     """
     if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
     return remembered(tensor, (what, stream), make)
 
 
@@ -285,8 +285,8 @@ def attend(
                 return None
     if attn_mask is not None:
         mask = _dims(attn_mask, shape)
-        if mask is None or attn_mask.dtype != torch.bool or is_freed(attn_mask):
-            return None
+        if mask is None or attn_mask.dtype != torch.bool or (on_cpu and is_freed(attn_mask)):
+            return None  # C looks at the storage, too, but on the CPU torch reads the mask before
     kind = _mods_of_kind(
         torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes,
         _kind_of(bias, attn_bias), None if shift is None else _kind_of([n != 1 for n in shift.shape], shift), mask,
@@ -302,10 +302,11 @@ def attend(
         if places is None:
             return None
         values[FIRST:LEN_SHIFT] = places
-    score, bound_mask = (None if x is None else x.bind(values) for x in (score_of, mask_of))
+    score = None if score_of is None else score_of.bind(values)
+    bound_mask = None if mask_of is None else mask_of.bind(values)
     if on_cpu and bound_mask is not None:
         blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
-    programs = [None if x is None else (x[0].text, x[1], x[2]) for x in (score, bound_mask)]
+    programs = [x and (x[0].text, *x[1:]) for x in (score, bound_mask)]
     if lengths:
         found = flash_attn_2_cuda.direct_varlen_mods(
             q, k, v, *lengths, *options, None, *programs, blocks, return_max_logits

@@ -112,7 +112,8 @@ class _FlexAttention(torch.autograd.Function):
         query, key, value, out, lse, *tensors = saved
         tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[2:]
         query, key, value = map(rows_of, (query, key, value))
-        grads, _ = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+        with torch.no_grad():
+            grads, _ = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
         return None, None, *without_second_derivative(grads, dout, dlse, *saved)
 
 
@@ -120,11 +121,10 @@ class _FlexAttention(torch.autograd.Function):
 _record = super(torch.autograd.Function, _FlexAttention).apply
 
 
-@torch.no_grad()
 def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic=False):
     """The backward: the gradients of query, key and value, and of the tensors of the score_mod. Others are None.
 
-    Behind them softmax_d, fp32 ``[b, h, rows]``, or None where ops do not return it.
+    Behind them softmax_d, fp32 ``[b, h, rows]``, or None where ops do not return it. The caller records no gradients.
     """
     query, key, value = inputs
     wants_q, wants_k, wants_v, *wanted = wanted

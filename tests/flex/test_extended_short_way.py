@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+import flash_attn
 from flash_attn import _extended, _extended_directly, flash_attn_func, flash_attn_varlen_func
 
 INF = float("inf")
@@ -114,6 +115,26 @@ def test_packed(monkeypatch, as_on_gpu, lengths_q, lengths_kv, option, mask):
     def call():
         return flash_attn_varlen_func(*tensors, *cu, *longest, **MASKS[mask], **words)
 
+    same(*both_ways(monkeypatch, call, leaves), 3e-5)
+
+
+@pytest.mark.parametrize("option", ["bias", "mask", "sinks", "everything", "lse"])
+@pytest.mark.parametrize("form", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
+def test_tensors_in_one(monkeypatch, form, option):
+    """Packed q, k and v, or k and v. The gradient is packed, too."""
+    is_qkv, lengths = "qkv" in form, (4, 7)
+    words = {name: make(2, 4, 7, 7) for name, make in OPTIONS[option].items()}
+    one = leaf(2, 7, 3 if is_qkv else 2, 4 if is_qkv else 2, 24)
+    tensors = [one] if is_qkv else [leaf(2, 7, 4, 24, seed=1), one]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    places = () if "varlen" not in form else (cu, 7) if is_qkv else (cu, cu, 7, 7)
+    function = getattr(flash_attn, f"flash_attn_{form}_func")
+
+    def call():
+        given = [x.flatten(0, 1) for x in tensors] if places else tensors
+        return function(*given, *places, causal=True, **words)
+
+    leaves = [*tensors, *(x for x in words.values() if torch.is_tensor(x) and x.requires_grad)]
     same(*both_ways(monkeypatch, call, leaves), 3e-5)
 
 
