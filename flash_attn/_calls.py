@@ -120,17 +120,25 @@ def _extended(tensors, lengths, *options):
     return attend(*split(tensors), lengths, *options)
 
 
-def _splits(packed, parts, varlen):
-    """Is this a plain tensor of so many parts, qkv or kv? It may be anything."""
+def _parts(tensors, varlen):
+    """q, k and v of plain tensors, or None. The tensors may be anything.
+
+    ``unbind`` is one operation with one gradient, and ``split`` several.
+    """
+    if len(tensors) == 3:
+        return tensors
+    *given, packed = tensors
     if type(packed) is not torch.Tensor or packed.is_nested or is_freed(packed):
-        return False
-    return packed.dim() == 5 - varlen and packed.shape[-3] == parts
+        return None
+    fits = packed.dim() == 5 - varlen and packed.shape[-3] == 3 - len(given)
+    return (*given, *packed.unbind(-3)) if fits else None
 
 
 def attend_extended(tensors, lengths, *options):
     """Computes a call with options that upstream does not have."""
-    if not is_compiling() and (len(tensors) == 3 or _splits(tensors[-1], 4 - len(tensors), len(lengths) > 0)):
-        results = _short_way()(*split(tensors), lengths, *options)
+    parts = None if is_compiling() else _parts(tensors, len(lengths) > 0)
+    if parts is not None:
+        results = _short_way()(*parts, lengths, *options)
         if results is not None:
             return results
     return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))
