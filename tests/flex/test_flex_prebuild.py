@@ -344,6 +344,21 @@ def test_compiled_functions(name):
     assert not any(re.match("sinks|bias_shift", x) for x in names)
 
 
+@pytest.mark.skipif(GCC is None, reason="there is no gcc")
+def test_inductor_keeps_what_a_second_backward_needs():
+    """The backward of out, and that of out and lse."""
+    torch.compiler.reset()
+    tensors = [torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    sinks, bias = (torch.empty(n, device="meta", requires_grad=True) for n in ((2,), (64, 64)))
+
+    @torch.compile(dynamic=True)
+    def step(q, k, v, sinks, bias):
+        return flash_attn.flash_attn_func(q, k, v, sinks=sinks, attn_bias=bias, causal=True, return_lse=True)
+
+    names = names_of(step, *tensors, sinks, bias)
+    assert [name.split("_bf16")[0] for name in names] == ["attn_fwd_sm90", "attn_bwd_prep", "attn_bwd_sm90"]
+
+
 def test_several_architectures():
     kernels = kernels_of(flex_attention, *qkv(grad=False), alibi, archs=["sm_80", "sm_90", "sm_120"])
     assert [kernel.arch for kernel in kernels] == [80, 90, 120]
