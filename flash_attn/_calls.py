@@ -170,6 +170,8 @@ def attend_with_cache(*arguments, sinks=None):
         for flag in (arguments[12], arguments[15], arguments[18]):
             if flag is not True and flag is not False:
                 check_kinds(*named())
+        if type(arguments[17]) is not int or isinstance(arguments[7], bool):  # the parser makes integers of them, too
+            check_kinds(*named())
         return _cache.attend_with_cache(*arguments[:-1])
     except Exception as error:
         failure = error

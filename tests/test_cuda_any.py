@@ -1,5 +1,7 @@
 """The generic kernels on a GPU: every case of the CPU kernels, the same oracle, the same tolerances."""
 
+import dataclasses
+
 import flash_attn_2_cuda
 import harness_kvcache
 import pytest
@@ -67,7 +69,7 @@ def test_many_tiles(case):
 @pytest.mark.parametrize("dtype", ("fp32", "bf16", "fp16"))
 @pytest.mark.parametrize("case", harness_kvcache.CASES, ids=repr)
 def test_cache(case, dtype):
-    harness_kvcache.run(harness_kvcache.replace(case, dtype=dtype), "cuda")
+    harness_kvcache.run(dataclasses.replace(case, dtype=dtype), "cuda")
 
 
 # ---- what a GPU adds -------------------------------------------------------------------------------------------------

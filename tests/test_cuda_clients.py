@@ -136,7 +136,9 @@ def test_continuous_batching(calls, monkeypatch, attention, graphs):
 
 
 def check_step(name, backend, context=contextlib.nullcontext):
-    exact, theirs = (step(name, "native", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
+    """Beside plain arithmetic: PyTorch's choice on Hopper, cuDNN, gave NaN in the gradient of Flux now and then."""
+    with sdpa_kernel(SDPBackend.MATH):
+        exact, theirs = (step(name, "native", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
     with context():
         mine = step(name, backend, "cuda", torch.bfloat16)
     no_farther(mine[0], theirs[0], exact[0])

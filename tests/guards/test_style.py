@@ -1,5 +1,6 @@
 """Formatting, and a text check for each mistake that was made once."""
 
+import ast
 import re
 
 import pytest
@@ -54,6 +55,41 @@ def test_tests_share_code_through_other_modules():
         if re.match(r"\s*(from|import) test_", line)
     ]
     assert found == []
+
+
+def names_of(tree):
+    """The names that a module has when its text has run, imported ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+
+
+def test_helpers_of_tests_have_the_names_that_tests_use():
+    """Most tests of GPUs are skipped elsewhere, so a wrong name would stand until a GPU runs them."""
+    trees = {path: ast.parse(path.read_text()) for path in map(ROOT.joinpath, git_files("tests/*.py"))}
+    helpers = {path.stem: set(names_of(tree)) for path, tree in trees.items() if not path.stem.startswith("test_")}
+    used = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in helpers:
+                used += [(path, node.module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in helpers:
+                used.append((path, node.value.id, node.attr))
+    local = {(path, name) for path, tree in trees.items() for name in names_of(tree)}
+    imported = {
+        (path, alias.name) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Import)
+        for alias in node.names
+    }  # fmt: skip
+    wrong = [
+        f"{relative(path)}: {module}.{name}"
+        for path, module, name in used
+        if name not in helpers[module] and ((path, module) in imported or (path, module) not in local)
+    ]
+    assert len(used) > 500 and not wrong, wrong
 
 
 def test_lines_are_short():
