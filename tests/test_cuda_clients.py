@@ -12,6 +12,7 @@ import torch
 from harness import need
 from harness_clients import counted
 from harness_cuda import no_gpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn
 
