@@ -28,7 +28,7 @@ def remembered(mask, what, make):
     """
     storage = mask.untyped_storage()
     place = *_place(mask), what
-    is_copied = mask.is_inference() or mask.device.type == "cpu"
+    is_copied = mask.is_inference() or mask.is_cpu
     with _lock:
         entry = _kept.get(place)
     if entry is not None:

@@ -49,6 +49,7 @@ typedef enum {
     FA_QUANTIZE,
     FA_COMBINE,
     FA_SINKS,
+    FA_SINKS_GRAD,
     FA_BIAS_SHIFT,
     FA_FWD_FP8_SM90,
     FA_FLEX_BLOCKS,
