@@ -38,7 +38,13 @@ import torch
 import torch.nn.functional as F
 from _results import add_out, need_gpu, save
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, sdpa
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    sdpa,
+)
 from flash_attn._measure import machine
 from flash_attn.flash_attn_interface import _flash_attn_forward
 from flash_attn.flex_attention import create_block_mask, flex_attention
@@ -125,6 +131,7 @@ def option_calls(q, k, v):
     n, h = q.shape[1:3]
     bias = torch.zeros(1, 1, n, n, device=q.device, requires_grad=q.requires_grad)
     mask, sinks = torch.ones(n, n, dtype=torch.bool, device=q.device), torch.zeros(h, device=q.device)
+    qkv = torch.stack([x.detach() for x in (q, k, v)], 2).requires_grad_(q.requires_grad)
     return {
         "flash_attn_func, attn_bias": lambda: flash_attn_func(q, k, v, attn_bias=bias),
         "flash_attn_func, attn_mask": lambda: flash_attn_func(q, k, v, attn_mask=mask),
@@ -132,6 +139,7 @@ def option_calls(q, k, v):
         "flash_attn_func, sinks and attn_bias": lambda: flash_attn_func(q, k, v, sinks=sinks, attn_bias=bias),
         "flash_attn_func, return_lse": lambda: flash_attn_func(q, k, v, return_lse=True),
         "flash_attn_func, return_max_logits": lambda: flash_attn_func(q, k, v, return_max_logits=True),
+        "flash_attn_qkvpacked_func, attn_bias": lambda: flash_attn_qkvpacked_func(qkv, attn_bias=bias),
     }
 
 

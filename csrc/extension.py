@@ -21,6 +21,7 @@ MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 # The files that only flash_attn has, and those that only flash_attn_3 has.
 OWN = {
     2: {
+        "cpu/bias_shift.c",
         "cpu/sinks.c",
         "flex/classify.c",
         "flex/dense.c",

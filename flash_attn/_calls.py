@@ -13,7 +13,7 @@ from flash_attn._arguments import NAMES, check_given, has_distributed, split
 from flash_attn._autocast import follow_autocast
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
-from flash_attn._ops import check_storage
+from flash_attn._ops import check_storage, is_freed
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -120,10 +120,25 @@ def _extended(tensors, lengths, *options):
     return attend(*split(tensors), lengths, *options)
 
 
+def _parts(tensors, varlen):
+    """q, k and v of plain tensors, or None. The tensors may be anything.
+
+    ``unbind`` is one operation with one gradient, and ``split`` several.
+    """
+    if len(tensors) == 3:
+        return tensors
+    *given, packed = tensors
+    if type(packed) is not torch.Tensor or packed.is_nested or is_freed(packed):
+        return None
+    fits = packed.dim() == 5 - varlen and packed.shape[-3] == 3 - len(given)
+    return (*given, *packed.unbind(-3)) if fits else None
+
+
 def attend_extended(tensors, lengths, *options):
     """Computes a call with options that upstream does not have."""
-    if not is_compiling() and len(tensors) == 3:
-        results = _short_way()(*tensors, lengths, *options)
+    parts = None if is_compiling() else _parts(tensors, len(lengths) > 0)
+    if parts is not None:
+        results = _short_way()(*parts, lengths, *options)
         if results is not None:
             return results
     return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))
@@ -155,6 +170,8 @@ def attend_with_cache(*arguments, sinks=None):
         for flag in (arguments[12], arguments[15], arguments[18]):
             if flag is not True and flag is not False:
                 check_kinds(*named())
+        if type(arguments[17]) is not int or isinstance(arguments[7], bool):  # the parser makes integers of them, too
+            check_kinds(*named())
         return _cache.attend_with_cache(*arguments[:-1])
     except Exception as error:
         failure = error

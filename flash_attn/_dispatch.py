@@ -50,6 +50,11 @@ def call(function, op, num_inputs, *arguments):
 transforms_are_active = torch._C._are_functorch_transforms_active
 
 
+def is_unseen():
+    """May C compute here what is written with torch's functions? No tracer, transform or mode looks at them."""
+    return not (is_compiling() or transforms_are_active() or torch._C._len_torch_dispatch_stack())
+
+
 _NOT_TRACED = (
     "flash_attn cannot be compiled inside grad, vmap and the like of torch.func: wrap the transformed function in "
     "torch.compiler.disable"

@@ -6,14 +6,14 @@ There are two ways to the kernels, and one epilogue behind both:
     mods            attn_bias, attn_mask, return_max_logits, and an lse with a gradient (flash_attn/flex/options.py)
 
 The epilogue adds the sinks to the results of the kernels (_sinks.py), and gives out' and lse'. The backward needs no
-kernel of its own. With out' and lse' in place of out and lse, the kernels compute the gradients of a softmax that has
-the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``.
+kernels of its own for q, k and v. With out' and lse' in place of out and lse, the kernels compute the gradients of a
+softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``, where
+softmax_d is what the backward wrote for each row.
 
 In the graphs of torch.compile the second way is the operator of flex_attention (flash_attn/flex/graph.py), which has
 the same epilogue.
 """
 
-import flash_attn_2_cuda
 import torch
 from torch.autograd import forward_ad
 
@@ -60,7 +60,7 @@ class _Plain:
         else:
             results = interface._flash_attn_forward(q, k, v, *options)
         out, lse, _, rng_state = results
-        return out, torch.where(lse == INF, -INF, lse), None, (rng_state if dropout_p else None,)
+        return out, lse, None, (rng_state if dropout_p else None,)
 
     @staticmethod
     def backward(way, inputs, tensors, saved, out, lse, dout, dlse, wanted):
@@ -71,21 +71,23 @@ class _Plain:
         grads = [empty_like(x) if is_wanted else None for x, is_wanted in zip(inputs, wanted)]
         is_packed = len(cu_seqlens) > 0
         zero_tensors = (out.is_cpu,) if is_packed else ()
-        interface._backward(
+        softmax_d = interface._backward(
             is_packed, interface.maybe_contiguous(dout), *inputs, out, lse, *grads, *cu_seqlens, *max_lengths,
             dropout_p, *mask, alibi_slopes, deterministic, saved[0], *zero_tensors,
         )  # fmt: skip
-        return (*grads, *[None] * len(tensors))
+        return (*grads, *[None] * len(tensors)), softmax_d, cu_seqlens[0] if is_packed else None
 
 
 class Mods:
     """The kernels of flex_attention, whose tensors are ``[b, h, len, d]``. Packed sequences are one batch.
 
-    ``names``: what the caller calls the tensors of the mods. None: the caller does not know the tensor.
+    ``names``: what the caller calls the tensors of the mods. None: the caller does not know the tensor. ``shift``: what
+    the mods subtract from the scores of rows, fp32, or None.
     """
 
-    def __init__(self, call, is_packed, deterministic, names):
+    def __init__(self, call, is_packed, deterministic, names, shift):
         self.call, self.is_packed, self.deterministic, self.names = call, is_packed, deterministic, names
+        self.shift = shift
 
     def _to(self, x):
         return flex.rows_of((x.unsqueeze(0) if self.is_packed else x).transpose(1, 2))
@@ -106,11 +108,11 @@ class Mods:
         for name, x in zip(self.names, (*tensors, *saved)):
             if name is not None:
                 check_storage(name, x)
-        dq, dk, dv, *sums = flex.gradients(
+        (dq, dk, dv, *sums), softmax_d = flex.gradients(
             self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
             self._row(dlse), wanted, self.deterministic,
         )  # fmt: skip
-        return *map(self._from, (dq, dk, dv)), *sums
+        return (*map(self._from, (dq, dk, dv)), *sums), softmax_d, None
 
 
 # ---- the epilogue and autograd --------------------------------------------------------------------------------------
@@ -120,6 +122,10 @@ def _kind(way):
     return _Plain if isinstance(way, tuple) else Mods
 
 
+def _shift_of(way):
+    return None if isinstance(way, tuple) else way.shift
+
+
 class _Extended(torch.autograd.Function):
     @staticmethod
     def forward(ctx, way, *inputs):
@@ -127,8 +133,8 @@ class _Extended(torch.autograd.Function):
         sinks, q, k, v, *tensors = inputs
         q, k, v = map(interface.maybe_contiguous, (q, k, v))
         out, lse, max_scores, saved = _kind(way).forward(way, q, k, v, tensors)
-        if sinks is not None:
-            lse = add_sinks(out, lse, sinks)
+        if sinks is not None or _kind(way) is _Plain:
+            lse = add_sinks(out, lse, sinks, _shift_of(way))
         _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved)
         if max_scores is None:
             return out, lse
@@ -178,10 +184,15 @@ def _gradients(ctx, needed, everything, dout, dlse):
     tensors, saved = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     wants_sinks, *wanted = needed
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = [None] * len(wanted)
+    grads, softmax_d, cu_seqlens_q = [None] * len(wanted), None, None
     if any(wanted):
-        grads = _kind(ctx.way).backward(ctx.way, (q, k, v), tensors, saved, out, lse, dout, dlse, wanted)
-    return gradient_of_sinks(sinks, out, lse, dout, dlse) if wants_sinks else None, *grads
+        grads, softmax_d, cu_seqlens_q = _kind(ctx.way).backward(
+            ctx.way, (q, k, v), tensors, saved, out, lse, dout, dlse, wanted
+        )
+    if not wants_sinks:
+        return None, *grads
+    softmax_d = softmax_d if k.numel() > 0 else None  # without keys the kernels may have written nothing
+    return gradient_of_sinks(sinks, out, lse, dout, dlse, softmax_d, _shift_of(ctx.way), cu_seqlens_q), *grads
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------
@@ -292,7 +303,7 @@ def _names_of(captures, given):
 
 def _way_of_mods(
     q, k, scale, lengths, places, score_mod, mask_mod, deterministic, alibi_slopes, attn_bias, attn_mask, window,
-    wants_max,
+    wants_max, shift,
 ):  # fmt: skip
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
@@ -304,7 +315,8 @@ def _way_of_mods(
         blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "attn_mask": attn_mask}
-    return Mods(call, is_packed, deterministic, _names_of((*tensors, *call.tensors()), given)), tensors
+    names = _names_of((*tensors, *call.tensors()), given)
+    return Mods(call, is_packed, deterministic, names, shift), tensors
 
 
 def _in_a_graph(q, k, v, scale, lengths, score_mod, mask_mod, sinks, deterministic, wants_max):
@@ -372,23 +384,24 @@ def attend(
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
         places, shift, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sinks)
-        of_rows = None if shift is None else (shift.squeeze(0) if lengths else shift).float()
-        if sinks is not None and shift is not None:  # a gradient of sinks passes this
-            sinks = sinks[:, None] - of_rows
+        shift = None if shift is None else shift.float()
+        of_rows = None if shift is None else shift.squeeze(0) if lengths else shift
         if torch.compiler.is_dynamo_compiling():
+            if sinks is not None and shift is not None:  # a gradient of sinks passes this
+                sinks = sinks[:, None] - of_rows
             out, lse, max_scores = _in_a_graph(
                 q, k, v, softmax_scale, lengths, *functions, sinks, deterministic, return_max_logits
             )
         else:
             way, tensors = _way_of_mods(
                 q, k, softmax_scale, lengths, places, *functions, deterministic, alibi_slopes, attn_bias, attn_mask,
-                mask[1:4], return_max_logits,
+                mask[1:4], return_max_logits, shift,
             )  # fmt: skip
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None
         if shift is not None:
             lse = lse + of_rows if return_lse else None
-            max_scores = max_scores + shift.float() if return_max_logits else None
+            max_scores = max_scores + shift if return_max_logits else None
     results = [out, *([lse] if return_lse else [])]
     if return_max_logits:
         results.append(max_logits_of(max_scores))
@@ -432,11 +445,8 @@ def with_sinks(sinks, q, function, *arguments):
     check_tensor("q", q)
     check_sinks(sinks, q)
     out, lse = function(q, *arguments)
-    if not (torch.compiler.is_compiling() or transforms_are_active()):
-        if flash_attn_2_cuda.add_sinks(out, lse, sinks):
-            return out, lse
     with torch.no_grad():
-        return out, add_sinks(out, torch.where(lse == INF, -INF, lse), sinks)
+        return out, add_sinks(out, lse, sinks)
 
 
 def max_logits_of(max_scores):

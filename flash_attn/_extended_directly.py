@@ -26,6 +26,7 @@ from flash_attn.flex.tracer import program_of
 
 # The places of values in a list: tensors, then numbers.
 NO_PLACES = (None,) * 6  # of the rows of packed sequences
+ALL_PLACES = (1 << len(NO_PLACES)) - 1
 BIAS, MASK, SLOPES, SHIFT, FIRST = range(5)
 LEN_SHIFT, LEFT, RIGHT, CAP, NUM_VALUES = range(FIRST + len(NO_PLACES), FIRST + len(NO_PLACES) + 5)
 NAMES = {BIAS: "attn_bias", MASK: "attn_mask", SLOPES: "alibi_slopes"}
@@ -52,8 +53,8 @@ class _Bindable:
 
     def bind(self, values):
         """``(program, tensors, numbers)`` of a call."""
-        values = values + self.fixed if self.fixed else values
-        return self.program, tuple([values[i] for i in self.tensors]), tuple([values[i] for i in self.numbers])
+        value = (values + self.fixed if self.fixed else values).__getitem__
+        return self.program, tuple(map(value, self.tensors)), tuple(map(value, self.numbers))
 
 
 def _stand_in(dims, dtype):
@@ -61,21 +62,27 @@ def _stand_in(dims, dtype):
     return torch.zeros([2 if is_read else 1 for is_read in dims], dtype=dtype, device="cpu")
 
 
+def _kind_of(dims, tensor):
+    """The dimensions and the dtype of a tensor, which may be None."""
+    return None if tensor is None else (tuple(dims), tensor.dtype)
+
+
 @functools.cache
-def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, bias_dtype, shift, mask, has_left, has_right):
+def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, has_left, has_right):
     """The score_mod and the mask_mod of a kind, or None in their place, and which places they read, as bits.
 
-    None: there are no such programs. slopes, bias, shift, mask: the dimensions that tensors have, or None.
+    None: there are no such programs. slopes, bias, shift, mask: the dimensions that tensors have, or None. Those of
+    bias and shift come with a dtype.
     """
     x = {}
     if bias is not None:
-        x[BIAS] = _stand_in(bias, bias_dtype)
+        x[BIAS] = _stand_in(*bias)
     if mask is not None:
         x[MASK] = _stand_in(mask, torch.bool)
     if slopes is not None:
         x[SLOPES] = _stand_in(slopes, torch.float32)
     if shift is not None:
-        x[SHIFT] = _stand_in(shift, score_dtype)
+        x[SHIFT] = _stand_in(*shift)
     values = {index: number for number, index in STAND_INS.items()}
     if is_packed:
         x.update({FIRST + i: _stand_in((True,), torch.int64) for i in range(len(NO_PLACES))})
@@ -157,7 +164,7 @@ def _kept_on_gpu(tensor, what, make):
     """
     if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
     return remembered(tensor, (what, stream), make)
 
 
@@ -168,30 +175,37 @@ def _anchor(device):
         return torch.zeros(1, device=device)
 
 
+# NOTE: torch.no_grad as a decorator of an inner function takes 10 us whenever the inner function is made.
+
+
 def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
     """The lists of the blocks of a window, or None."""
-
-    @torch.inference_mode(False)
-    def make():
-        return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
-
-    return _kept_on_gpu(_anchor(device), (len_q, len_kv, window, is_exact), make) if len_q and len_kv else None
+    if not (len_q and len_kv):
+        return None
+    what = len_q, len_kv, window, is_exact
+    return _kept_on_gpu(_anchor(device), what, functools.partial(_blocks_of_dense, *what, device))
 
 
-def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
-    """The places of packed sequences, and the lists of their blocks."""
+@torch.inference_mode(False)
+def _blocks_of_dense(len_q, len_kv, window, is_exact, device):
+    return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def make():
-        places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
-        device = cu_seqlens_q.device
-        lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if total_q and total_kv else None
-        return places.tensors, lists
 
+def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
+    """The places of packed sequences, and the lists of their blocks. what: total_q, total_kv, window, is_exact."""
     same = cu_seqlens_k if cu_seqlens_k is cu_seqlens_q else _kept_on_gpu(cu_seqlens_k, "sums", object)
     keys = "both" if same is cu_seqlens_q else same  # the same object as long as nobody changes these sums
-    return _kept_on_gpu(cu_seqlens_q, (keys, total_q, total_kv, window, is_exact), make)
+    make = functools.partial(_places_of_packed, cu_seqlens_q, cu_seqlens_k, *what)
+    return _kept_on_gpu(cu_seqlens_q, (keys, *what), make)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
+    places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
+    device = cu_seqlens_q.device
+    lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if total_q and total_kv else None
+    return places.tensors, lists
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------
@@ -240,7 +254,7 @@ def attend(
         shape, of_kernel = (len(lengths[0]) - 1, q.shape[1], lengths[2], lengths[3]), (1, q.shape[1], len(q), len(k))
     else:
         shape = of_kernel = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    slopes = bias = mask = bias_dtype = shift = None
+    slopes = bias = mask = shift = None
     if alibi_slopes is not None:
         slopes = _dims(alibi_slopes, shape[:2])
         if slopes is None or alibi_slopes.requires_grad or alibi_slopes.dim() == 0:
@@ -254,41 +268,45 @@ def attend(
     elif not on_cpu and (left >= 0 or right >= 0):
         blocks = _dense_on_gpu(*shape[2:], (left, right), q.device, attn_mask is None)
     if attn_bias is not None:
-        bias, bias_dtype = _dims(attn_bias, shape), attn_bias.dtype
-        cut = left < 0 <= right and not lengths
-        if bias is None or not bias_dtype.is_floating_point or bias_dtype.itemsize == 1 or 0 in attn_bias.shape:
+        bias, dtype = _dims(attn_bias, shape), attn_bias.dtype
+        if bias is None or not dtype.is_floating_point or dtype.itemsize == 1 or 0 in attn_bias.shape:
             return None
-        if not on_cpu:
-            if sinks is not None or attn_bias.device != q.device or is_freed(attn_bias):
+        if attn_bias.device != q.device or (sinks is not None and not _extended.fit_sinks(sinks, q)):
+            return None
+        is_cut = left < 0 <= right and not lengths and not bias[2]
+        if not on_cpu or not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, is_cut):
+            if lengths and on_cpu:
+                places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, ALL_PLACES)
+            if not lengths:
+                shift = mods.shift_of_dense(attn_bias, sinks, *shape[2:], left, right)
+            elif places is not None:
+                shift = mods.shift_of_packed(attn_bias, sinks, *places[3:5])
+            if shift is None:
                 return None
-            if bias_dtype == torch.float64 and q.dtype != torch.float64:
-                return None  # the shift is no number of fp32
-            of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*shape[2:], (left, right))
-            shift = mods.shift_of_rows(of, attn_bias, None, torch.float32)
-        elif not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, cut and not bias[2]):
-            return None  # rows with a shift
     if attn_mask is not None:
         mask = _dims(attn_mask, shape)
-        if mask is None or attn_mask.dtype != torch.bool or is_freed(attn_mask):
-            return None
+        if mask is None or attn_mask.dtype != torch.bool or (on_cpu and is_freed(attn_mask)):
+            return None  # C looks at the storage, too, but on the CPU torch reads the mask before
     kind = _mods_of_kind(
-        torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes, bias,
-        bias_dtype, None if shift is None else tuple([n != 1 for n in shift.shape]), mask, left >= 0, right >= 0,
+        torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes,
+        _kind_of(bias, attn_bias), None if shift is None else _kind_of([n != 1 for n in shift.shape], shift), mask,
+        left >= 0, right >= 0,
     )  # fmt: skip
     if kind is None:
         return None
     score_of, mask_of, needed = kind
     values = [attn_bias, attn_mask, alibi_slopes, shift, *NO_PLACES, shape[3] - shape[2], left, right, float(softcap)]
     if lengths:
-        if on_cpu:
+        if on_cpu and shift is None:
             places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, needed)
         if places is None:
             return None
         values[FIRST:LEN_SHIFT] = places
-    score, bound_mask = (None if x is None else x.bind(values) for x in (score_of, mask_of))
+    score = None if score_of is None else score_of.bind(values)
+    bound_mask = None if mask_of is None else mask_of.bind(values)
     if on_cpu and bound_mask is not None:
         blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
-    programs = [None if x is None else (x[0].text, x[1], x[2]) for x in (score, bound_mask)]
+    programs = [x and (x[0].text, *x[1:]) for x in (score, bound_mask)]
     if lengths:
         found = flash_attn_2_cuda.direct_varlen_mods(
             q, k, v, *lengths, *options, None, *programs, blocks, return_max_logits
@@ -298,33 +316,34 @@ def attend(
     if found is None:
         return None
     out, lse, *rest = found
+    of_rows = None if shift is None else shift.float()
     if sinks is not None:
-        lse = _with_sinks(out, lse, sinks, q)
+        lse = _with_sinks(out, lse, sinks, q, of_rows)
         if lse is None:
             return None
     if is_recorded:
         call = flex.Call(softmax_scale, score, bound_mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
-        way, tensors = _extended.Mods(call, len(lengths) > 0, deterministic, names), score[1] if score else ()
+        way = _extended.Mods(call, len(lengths) > 0, deterministic, names, of_rows)
+        tensors = score[1] if score else ()
         out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
     results = [out]
     if return_lse:
-        results.append(lse if shift is None else lse + (shift.squeeze(0) if lengths else shift))
+        results.append(lse if shift is None else lse + (of_rows.squeeze(0) if lengths else of_rows))
     if return_max_logits:
-        results.append(_extended.max_logits_of(rest[0] if shift is None else rest[0] + shift))
+        results.append(_extended.max_logits_of(rest[0] if shift is None else rest[0] + of_rows))
     return tuple(results) if len(results) > 1 else out
 
 
-def _with_sinks(out, lse, sinks, q):
+def _with_sinks(out, lse, sinks, q, shift=None):
     """lse with sinks, which may be None, and -inf for a row without keys. out is written. None: sinks do not fit."""
-    if flash_attn_2_cuda.add_sinks(out, lse, sinks):
+    if flash_attn_2_cuda.add_sinks(out, lse, sinks, shift):
         return lse
-    if out.is_cpu or (sinks is not None and not _extended.fit_sinks(sinks, q)):
+    if sinks is not None and not _extended.fit_sinks(sinks, q):
         return None
     with torch.no_grad():
-        lse = torch.where(lse == _extended.INF, -_extended.INF, lse)
-        return lse if sinks is None else add_sinks(out, lse, sinks)
+        return add_sinks(out, lse, sinks, shift)
 
 
 def _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded):

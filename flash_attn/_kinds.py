@@ -2,7 +2,7 @@
 
 The ops check everything about right kinds: shapes, dtypes and values. They name an argument of a wrong kind as torch's
 parser does. So after a failure this file looks at the arguments, in the caller's names. A call that succeeds pays
-nothing.
+nothing. hopper/flash_attn_3/_kinds.py is a link to this file, so that both packages have it.
 """
 
 import numbers
@@ -15,6 +15,8 @@ def came(x):
     """What came instead, in words."""
     if isinstance(x, torch.Tensor):
         return f"it is a tensor of shape {tuple(x.shape)} and dtype {str(x.dtype).removeprefix('torch.')}"
+    if _is_long(x):
+        return f"it is an int of {x.bit_length()} bits"
     text = repr(x) if isinstance(x, (str, bytes, numbers.Number, tuple, list)) else ""
     return f"it is {text}, of type {_type(x)}" if 0 < len(text) <= 60 else f"it is of type {_type(x)}"
 
@@ -33,8 +35,14 @@ def _is_integer_dtype(dtype):
     return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
+def _is_long(x):
+    """The ops have integers of 64 bits."""
+    return isinstance(x, int) and not -(2**63) <= x < 2**63
+
+
 def _is_int(x):
-    return _is_scalar(x, (numbers.Integral, torch.SymInt), _is_integer_dtype) and not isinstance(x, bool)
+    is_int = _is_scalar(x, (numbers.Integral, torch.SymInt), _is_integer_dtype)
+    return is_int and not isinstance(x, bool) and not _is_long(x)
 
 
 def _is_length(x):
@@ -64,38 +72,63 @@ def _is_tensor(x):
 
 # kind: (test, what is allowed, in words)
 _TENSOR = _is_tensor, "a tensor"
+_FLAG = _is_flag, "True or False"
+_INT = _is_int, "an integer"
+_INT_OR_NONE = (lambda x: x is None or _is_int(x)), "an integer or None"
 _KINDS = {
     "dropout_p": (_is_float, "a number from 0 to less than 1"),
     "softmax_scale": (lambda x: x is None or _is_float(x), "a number or None"),
     "scale": (lambda x: x is None or _is_float(x), "a number or None"),
     "softcap": (_is_float, "a number, 0 for none"),
-    "causal": (_is_flag, "True or False"),
-    "deterministic": (_is_flag, "True or False"),
-    "return_attn_probs": (_is_flag, "True or False"),
-    "return_lse": (_is_flag, "True or False"),
-    "return_max_logits": (_is_flag, "True or False"),
-    "return_softmax_lse": (_is_flag, "True or False"),
-    "rotary_interleaved": (_is_flag, "True or False"),
+    "causal": _FLAG,
+    "deterministic": _FLAG,
+    "return_attn_probs": _FLAG,
+    "return_lse": _FLAG,
+    "return_max_logits": _FLAG,
+    "return_softmax_lse": _FLAG,
+    "rotary_interleaved": _FLAG,
     "window_size": (_is_window, "(left, right), two integers"),
-    "num_splits": (_is_int, "an integer"),
+    "num_splits": _INT,
     "max_seqlen": (_is_length, "an integer, or a tensor of one"),
     "max_seqlen_q": (_is_length, "an integer, or a tensor of one"),
     "max_seqlen_k": (_is_length, "an integer, or a tensor of one"),
-    "cache_seqlens": (lambda x: x is None or _is_tensor(x) or _is_int(x), "a tensor, an integer or None"),
+    "cache_seqlens": (
+        lambda x: x is None or _is_tensor(x) or _is_int(x) or _is_long(x),  # another sentence tells the largest number
+        "a tensor, an integer or None",
+    ),
+    # of flash_attn_3
+    "pack_gqa": (_is_flag, "True, False or None"),
+    "has_softcap": _FLAG,
+    "hadamard": _FLAG,
+    "attention_chunk": _INT,
+    "sm_margin": _INT,
+    "batch_size": _INT,
+    "num_heads_q": _INT,
+    "num_heads_kv": _INT,
+    "headdim": _INT,
+    "headdim_v": _INT_OR_NONE,
+    "page_size": _INT_OR_NONE,
+    "max_seqlen_k_new": _INT,
+    "qkv_dtype": (lambda x: isinstance(x, torch.dtype), "a torch.dtype"),
+    "out_dtype": (lambda x: x is None or isinstance(x, torch.dtype), "a torch.dtype or None"),
 }
-_REQUIRED = {"q", "k", "v", "kv", "qkv", "k_cache", "v_cache", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"}
+_REQUIRED = {"q", "k", "v", "kv", "qkv", "k_cache", "v_cache", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"} | {
+    "out_partial", "lse_partial",
+}  # fmt: skip
 
 
 def check_kinds(arguments, optional=()):
-    """Raises TypeError for the first argument of a wrong kind. ``arguments`` maps names to values."""
+    """Raises TypeError for the first argument of a wrong kind.
+
+    ``arguments`` maps names to values. Those that are named in ``optional`` may be None.
+    """
     for name, x in arguments.items():
-        is_required = name in _REQUIRED and name not in optional
-        if name in _KINDS:
-            is_right, allowed = _KINDS[name]
-        elif is_required:
-            is_right, allowed = _TENSOR
-        else:
-            is_right, allowed = (lambda x: x is None or _is_tensor(x)), "a tensor or None"
+        is_right, allowed = _KINDS.get(name, _TENSOR)
+        is_optional = name in optional or (name not in _KINDS and name not in _REQUIRED)
+        if is_optional:
+            if x is None:
+                continue
+            allowed += ", or None" if "," in allowed else " or None"
         if not is_right(x):
             of_tensor = allowed.startswith("a tensor") and not isinstance(x, torch.Tensor)
             text = f"{name} must be {allowed}; {f'it is of type {_type(x)}' if of_tensor else came(x)}"
@@ -108,7 +141,8 @@ def check_layout_of_memory(name, x):
     """Raises for tensors without plain memory. Jagged q, k and v have been taken apart before."""
     if x.is_nested:
         raise TypeError(
-            f"{name} must be a plain tensor; it is nested (flash_attn_func and its packed forms take jagged q, k and v)"
+            f"{name} must be a plain tensor; it is nested (flash_attn.flash_attn_func and its packed forms take "
+            "jagged q, k and v)"
         )
     if x.is_quantized:
         raise TypeError(f"{name} must be a plain tensor; it is quantized, of dtype {x.dtype}")

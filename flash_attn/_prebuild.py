@@ -1,5 +1,6 @@
 """Compiles GPU kernels before their first use, and says where they are kept."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Union
@@ -127,6 +128,13 @@ def _run_backward(results):
             torch.autograd.grad(some, leaves, gradients, retain_graph=True, allow_unused=True)
 
 
+def _backwards_may_repeat():
+    """A context in which compiled functions keep the buffers of their backward, as ``_run_backward`` needs."""
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext()
+
+
 def prebuild_call(
     function: Callable[..., Any],
     *args: Any,
@@ -143,8 +151,8 @@ def prebuild_call(
     the call would load there. If a result requires grad, so are the kernels of the backward. Nothing is computed.
 
     Args:
-        function: an attention function of this package, ``create_block_mask``, or a function that calls them. What else
-            it does is done on memory whose contents mean nothing.
+        function: an attention function of this package, ``create_block_mask``, or a function that calls them, perhaps
+            compiled by ``torch.compile``. What else it does is done on memory whose contents mean nothing.
         args, kwargs: its arguments. Tensors on "meta" have shape, strides and dtype, and take no memory. Tensors on the
             CPU and on a GPU will do, too. Block masks, and tensors that mods capture, may lie anywhere.
         archs: names like those of :func:`prebuild`.
@@ -167,7 +175,7 @@ def prebuild_call(
     args, kwargs = _without_meta((args, kwargs), device)
     kernels = []
     for number in numbers:
-        with imagined_gpu(number, COMPILED if compiles else NOTED):
+        with imagined_gpu(number, COMPILED if compiles else NOTED), _backwards_may_repeat():
             _run_backward(function(*args, **kwargs))
             found = flash_attn_2_cuda.asked_kernels()
         kernels += [Kernel(name, arch, f"{key:016x}", *rest) for name, arch, key, *rest in found]

@@ -28,7 +28,7 @@ def remembered(mask, what, make):
     """
     storage = mask.untyped_storage()
     place = *_place(mask), what
-    is_copied = mask.is_inference() or mask.device.type == "cpu"
+    is_copied = mask.is_inference() or mask.is_cpu
     with _lock:
         entry = _kept.get(place)
     if entry is not None:
@@ -53,7 +53,7 @@ def once(mask):
     mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
     per_word = 8 // mask.element_size()
     if mask.is_contiguous() and mask.dim() and mask.shape[-1] % per_word == 0 == mask.storage_offset() % per_word:
-        return mask.view(torch.int64)
+        return mask.view(-1).view(torch.int64)  # a size of 1 may have any stride, which a view of words would refuse
     return mask
 
 

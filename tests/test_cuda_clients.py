@@ -12,6 +12,7 @@ import torch
 from harness import need
 from harness_clients import counted
 from harness_cuda import no_gpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn
 
@@ -136,7 +137,9 @@ def test_continuous_batching(calls, monkeypatch, attention, graphs):
 
 
 def check_step(name, backend, context=contextlib.nullcontext):
-    exact, theirs = (step(name, "native", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
+    """Beside plain arithmetic: PyTorch's choice on Hopper, cuDNN, gave NaN in the gradient of Flux now and then."""
+    with sdpa_kernel(SDPBackend.MATH):
+        exact, theirs = (step(name, "native", "cuda", dtype) for dtype in (torch.float32, torch.bfloat16))
     with context():
         mine = step(name, backend, "cuda", torch.bfloat16)
     no_farther(mine[0], theirs[0], exact[0])

@@ -12,6 +12,7 @@ from transformers import masking_utils
 from flash_attn import flash_attn_func
 from flash_attn import flex_attention as our_flex
 from flash_attn._remembered import once, remembered
+from flash_attn.integrations import _attend
 
 
 @pytest.fixture
@@ -44,6 +45,43 @@ def test_a_mask_with_holes(registered, name):
         with torch.set_grad_enabled(grad):
             out, expected = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (mine, theirs))
         close(out, expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_packed_sequences_beside_padding(grad):
+    module, ids = torch.nn.Module(), torch.tensor([[0, 0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2, 2]])
+    padding = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 0, 1, 1, 1, 1]]).bool()
+    function = masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(ids)
+    )
+    q, k, v = torch.randn(3, 2, 2, 7, 16, requires_grad=grad)
+    mask = ours.mask_for_flash(2, 7, 7, mask_function=function, attention_mask=padding)
+    dense = masking_utils.sdpa_mask(
+        batch_size=2, q_length=7, kv_length=7, mask_function=function, attention_mask=padding,
+        allow_is_causal_skip=False, device="cpu",
+    )  # fmt: skip
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense).transpose(1, 2)
+    close(ours.attention(module, q, k, v, mask)[0][padding], expected[padding])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("window", [(-1, 0), (2, 0), (-1, 1), (-1, -1)])
+def test_fewer_keys_than_rows(window, grad):
+    """The last row is beside the last key. The first rows see no key, or those of a window to the right."""
+    q, k, v = (torch.randn(2, n, 2, 16, requires_grad=grad) for n in (8, 5, 5))
+    for holes in ([1, 1, 0, 1, 1], [1, 1, 1, 1, 0]):
+        mask = torch.tensor([holes, [1] * 5]).bool()
+        own = torch.nn.functional.pad(mask, (3, 0), value=True) if window != (-1, -1) else torch.ones(2, 8).bool()
+        expected = flash_attn_func(q, k, v, attn_mask=mask[:, None, None], window_size=window)
+        close(_attend.attend(q, k, v, mask, scale=None, window=window)[own], expected[own])
+
+
+@torch.no_grad()
+def test_keys_with_strides_of_their_columns():
+    q, k, v = torch.randn(3, 2, 5, 2, 16)
+    k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (k, v))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5]).bool()
+    close(_attend.attend(q, k, v, mask, scale=None), flash_attn_func(q, k, v, attn_mask=mask[:, None, None]))
 
 
 @pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
@@ -267,8 +305,19 @@ def test_a_mask_that_repeats_rows_is_copied_once():
     mask = torch.ones(2, 1, 1, 9, dtype=torch.bool).expand(2, 4, 7, 9)
     assert once(mask).shape == (2, 1, 1, 9)
     words = torch.ones(2, 24, dtype=torch.bool)
-    assert once(words).shape == (2, 3) and once(words[:, 1:9]).shape == (2, 8)
+    assert once(words).shape == (6,) and once(words[:, 1:9]).shape == (2, 8)
     assert once(words.view(-1)[1:17]).shape == (16,)  # a word would begin between words of the memory
+    assert once(words.view(48).as_strided((48, 1, 1), (1, 1, 1))[:8].transpose(0, 2)).shape == (1,)
+
+
+def test_a_mask_with_any_strides_of_sizes_of_one():
+    q = k = v = torch.randn(1, 136, 2, 16)
+    mask = torch.rand(136) > 0.5
+    odd = mask.as_strided((1, 1, 1, 136), (1, 3, 1, 1))
+    assert odd.is_contiguous()
+    want = flash_attn_func(q, k, v, attn_mask=mask)
+    for _ in range(2):
+        assert flash_attn_func(q, k, v, attn_mask=odd).equal(want)
 
 
 def test_blocks_of_a_dense_mask_are_found_once(monkeypatch):

@@ -152,6 +152,25 @@ def test_padding(sides, rows, lowest):
     assert plan.kernel.endswith("_bias") == (sides == "hole")
 
 
+@pytest.mark.parametrize("len_q", [40, 12, 50])
+@pytest.mark.parametrize("rows", [1, "all"])
+def test_padding_beside_a_causal_mask(len_q, rows):
+    """The hidden keys stay, because the causal mask counts from the first key."""
+    q, k, v = inputs(2, 2, 2, len_q, 40, 16, torch.float32)
+    mask = torch.zeros(2, 1, 1 if rows == 1 else len_q, 40)
+    mask[0, ..., 25:] = mask[1, ..., :3] = mask[1, ..., 9:] = -INF
+    future = torch.ones(len_q, 40, dtype=torch.bool).triu(1)
+    expected = exact(q, k, v, attn_mask=mask.masked_fill(future, -INF))
+    with flash_attn.sdpa():
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=mask)
+        dout = randn(*out.shape, seed=7)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, True, attn_mask=mask
+        )
+    for x, y in zip((out, *grads), expected):
+        assert torch.allclose(x, y.nan_to_num().float(), atol=1e-5)
+
+
 def test_padding_in_many_sequences(active):
     q, k, v = inputs(100, 1, 1, 3, 9, 8, torch.float32)
     seen = torch.arange(9) < torch.arange(100)[:, None, None, None] % 9 + 1

@@ -2,48 +2,36 @@
 
 #include <math.h>
 
-#include "convert.h"
+#include "element.h"
 
-static float *stat_of(const fa_row_stats *s, int64_t b, int64_t h, int64_t row) {
-    return s->data + b * s->stride_b + h * s->stride_h + row * (s->stride_row ? s->stride_row : 1);
+static float *at_row(const fa_sink_rows *x, int64_t b, int64_t h, int64_t row) {
+    return x->data + b * x->stride_b + h * x->stride_h + row * x->stride_row;
 }
 
-static int64_t place_of(const fa_view *v, int64_t b, int64_t h, int64_t row) {
-    return b * v->stride_b + h * v->stride_h + row * v->stride_row;
+/* The sink beside the scores of a row. */
+static double sink_of_row(const fa_sinks *s, int64_t b, int64_t h, int64_t row) {
+    const double sink = (double)(float)fa_element(s->sinks.data, s->sinks.dtype, h * s->sinks.stride);
+    return s->shift.data ? sink - (double)*at_row(&s->shift, b, h, row) : sink;
 }
 
 /* ---- elements of each dtype -------------------------------------------------------------------------------------- */
 
 #define SAME(x) (x)
-#define SCALE(name, type, wide, load, store)                                                                        \
-    static void scale_##name(void *data, int64_t at, int64_t num, double factor) {                                  \
-        type *x = (type *)data + at;                                                                                \
-        const wide f = (wide)factor;                                                                                \
-        for (int64_t i = 0; i < num; i++) x[i] = store(load(x[i]) * f);                                             \
-    }                                                                                                               \
-    static double dot_##name(const void *a, int64_t at_a, const void *b, int64_t at_b, int64_t step, int64_t num) { \
-        const type *x = (const type *)a + at_a, *y = (const type *)b + at_b;                                        \
-        double sum = 0;                                                                                             \
-        for (int64_t i = 0; i < num; i++) sum += (double)load(x[i]) * (double)load(y[i * step]);                    \
-        return sum;                                                                                                 \
+#define SCALE(name, type, wide, load, store)                                       \
+    static void scale_##name(void *data, int64_t at, int64_t num, double factor) { \
+        type *x = (type *)data + at;                                               \
+        const wide f = (wide)factor;                                               \
+        for (int64_t i = 0; i < num; i++) x[i] = store(load(x[i]) * f);            \
     }
 SCALE(f32, float, float, SAME, SAME)
 SCALE(f64, double, double, SAME, SAME)
 SCALE(f16, uint16_t, float, fa_f32_from_f16, fa_f16_from_f32)
 SCALE(bf16, uint16_t, float, fa_f32_from_bf16, fa_bf16_from_f32)
 
-typedef struct {
-    void (*scale)(void *data, int64_t at, int64_t num, double factor);
-    double (*dot)(const void *a, int64_t at_a, const void *b, int64_t at_b, int64_t step, int64_t num);
-} elements;
+typedef void scale_row(void *data, int64_t at, int64_t num, double factor);
 
-static elements elements_of(fa_dtype dtype) {
-    switch (dtype) {
-    case FA_F16: return (elements){scale_f16, dot_f16};
-    case FA_BF16: return (elements){scale_bf16, dot_bf16};
-    case FA_F64: return (elements){scale_f64, dot_f64};
-    default: return (elements){scale_f32, dot_f32};
-    }
+static scale_row *scale_of(fa_dtype dtype) {
+    return dtype == FA_F16 ? scale_f16 : dtype == FA_BF16 ? scale_bf16 : dtype == FA_F64 ? scale_f64 : scale_f32;
 }
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
@@ -56,17 +44,17 @@ static double log_of_sum(double a, double b) {
 
 static void add_to_rows(int64_t begin, int64_t end, void *ctx) {
     const fa_sinks *s = ctx;
-    const elements of = elements_of(s->dtype);
+    scale_row *scale = scale_of(s->dtype);
     for (int64_t task = begin; task < end; task++)
         for (int64_t h = 0; h < s->h; h++) {
             const int64_t b = task / s->rows, row = task % s->rows;
-            float *lse = stat_of(&s->lse, b, h, row);
+            float *lse = at_row(&s->lse, b, h, row);
             if (*lse == INFINITY) *lse = -INFINITY;
-            if (!s->sinks) continue;
-            const float before = *lse, after = (float)log_of_sum((double)before, s->sinks[h]);
+            if (!s->sinks.data) continue;
+            const float before = *lse, after = (float)log_of_sum((double)before, sink_of_row(s, b, h, row));
+            const int64_t place = b * s->out.stride_b + h * s->out.stride_h + row * s->out.stride_row;
             *lse = after;
-            if (before != -INFINITY)
-                of.scale(s->out.data, place_of(&s->out, b, h, row), s->d, (double)expf(before - after));
+            if (before != -INFINITY) scale(s->out.data, place, s->d, (double)expf(before - after));
         }
 }
 
@@ -78,20 +66,16 @@ bool fa_cpu_add_sinks(const fa_sinks *s, const fa_pool *pool) {
 
 static void add_up_heads(int64_t begin, int64_t end, void *ctx) {
     const fa_sinks *s = ctx;
-    const elements of = elements_of(s->dtype);
+    const int64_t rows = s->end && *s->end < s->rows ? *s->end : s->rows;
     for (int64_t h = begin; h < end; h++) {
         double sum = 0;
         for (int64_t b = 0; b < s->b; b++)
-            for (int64_t row = 0; row < s->rows; row++) {
-                const double lse = (double)*stat_of(&s->lse, b, h, row);
-                const double probability = isinf(lse) ? 0 : exp(s->sinks[h] - lse);
-                if (probability == 0) continue;
-                double addend = -of.dot(s->out.data, place_of(&s->out, b, h, row), s->dout.data,
-                                        place_of(&s->dout, b, h, row), s->dout_stride_d, s->d);
-                if (s->dlse.data) addend += (double)*stat_of(&s->dlse, b, h, row);
-                sum += probability * addend;
+            for (int64_t row = 0; row < rows; row++) {
+                const double lse = (double)*at_row(&s->lse, b, h, row);
+                const double probability = isinf(lse) ? 0 : exp(sink_of_row(s, b, h, row) - lse);
+                if (probability != 0) sum -= probability * (double)*at_row(&s->delta, b, h, row);
             }
-        s->gradient[h] = sum;
+        fa_set_element(s->gradient, s->sinks.dtype, h, sum);
     }
 }
 

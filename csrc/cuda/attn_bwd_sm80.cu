@@ -36,7 +36,7 @@
  * and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || \
     !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) || !defined(AHEAD) ||       \
-    !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
+    !defined(KEPT) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -47,6 +47,18 @@
 #include "tile_sm80.cuh"
 #include "attn_bwd_sm80.cuh"
 #include "quads.cuh"
+
+/* Where a thread finds its rows, by KEPT: in registers from KEPT 1 on, its own lane too with KEPT 2. Otherwise the
+ * places are computed anew in each step. Without free registers that is faster. */
+constexpr bool KEEPS_PLACES = KEPT >= 1, KEEPS_LANE = KEPT == 2;
+template <bool IS_KEPT> struct lane_place {
+    DEVICE operator int() const { return laneid(); }
+};
+template <> struct lane_place<true> {
+    int place = pinned(lane());
+    DEVICE operator int() const { return place; }
+};
+typedef lane_place<KEEPS_LANE> lane_type;
 
 constexpr int N = CHUNK / 8, WARP_KEYS = 16 * BLOCKS;
 /* SPLIT warps share WARP_KEYS keys: they divide the rows of S and dP, and the columns of dK and dV. */
@@ -102,9 +114,10 @@ struct query_walk {
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
 /* dV or dK [16 BLOCKS, HEAD_DIM] += W B. W are the warp's weights, and B are CHUNK rows from `rows` on. */
-DEVICE void accumulate_pairs(float (&o)[BLOCKS][OWN_COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *rows) {
+DEVICE void accumulate_pairs(float (&o)[BLOCKS][OWN_COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *rows,
+                             lane_type own_lane) {
     constexpr int PAIRS = OWN_COLUMNS / 2;
-    const int l = laneid();
+    const int l = own_lane;
     const u32 row = smem_address(rows + l % 16 * PITCH + l / 16 * 8);
     u32 a[N / 2][BLOCKS][4];
 #pragma unroll
@@ -129,9 +142,10 @@ DEVICE void accumulate_pairs(float (&o)[BLOCKS][OWN_COLUMNS][4], const float (&w
 }
 
 /* The same with the weights of all BLOCK_Q rows, which begin at `weights` in shared memory. */
-DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *weights, const factor *rows) {
+DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *weights, const factor *rows,
+                              lane_type own_lane) {
     constexpr int PAIRS = OWN_COLUMNS / 2, PLACES = AHEAD / PAIRS + 2;
-    const int l = laneid();
+    const int l = own_lane;
     const u32 row = smem_address(rows + l % 16 * PITCH + l / 16 * 8);
     const u32 weight = smem_address(weights + l % 16 * DS_PITCH + l / 16 * 8);
     u32 a[PLACES][BLOCKS][4];
@@ -188,8 +202,9 @@ DEVICE void accumulate_seen(float (&o)[BLOCKS_OF_O][NUM_COLUMNS][4], const facto
 
 /* dQ [BLOCK_Q, HEAD_DIM] / scale += dS K, perhaps without unseen pairs. Each warp computes its part of dQ and adds the
  * part to the sums, DQ_GROUP columns at a time: more additions in a row than that would wait for each other. */
-DEVICE void add_dq(const params &p, const factor *ds, const factor *k, long long slab, bool skips_unseen) {
-    const int l = laneid();
+DEVICE void add_dq(const params &p, const factor *ds, const factor *k, int slab, bool skips_unseen,
+                   lane_type own_lane) {
+    const int l = own_lane;
     const int first_block = warp() / (WARPS / DQ_WARPS) * DQ_BLOCKS, first = warp() % (WARPS / DQ_WARPS) * DQ_COLUMNS;
     const u32 ds_row = smem_address(ds + (l / 16 * 8 + l % 8) * DS_PITCH + 16 * first_block + l / 8 % 2 * 8);
     const u32 k_row = smem_address(k + l % 16 * PITCH + 8 * first + l / 16 * 8);
@@ -236,8 +251,9 @@ DEVICE void add_dq(const params &p, const factor *ds, const factor *k, long long
 }
 
 /* Stores P^T or dS^T [16 BLOCKS, CHUNK] of a warp. */
-template <bool MARKS> DEVICE void store_weights(factor *ds, const float (&x)[BLOCKS][N][4], const u32 (&seen)[BLOCKS]) {
-    const int l = laneid();
+template <bool MARKS>
+DEVICE void store_weights(factor *ds, const float (&x)[BLOCKS][N][4], const u32 (&seen)[BLOCKS], lane_type own_lane) {
+    const int l = own_lane;
     u32 *row = (u32 *)(ds + l / 4 * DS_PITCH + 2 * (l % 4));
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
@@ -259,14 +275,15 @@ struct weigher {
     const fa_cuda_problem &p;
     const sequence &s;
     int head;
+    lane_type own_lane;
     float scale_log2;
 
-    DEVICE weigher(const fa_cuda_problem &p, const sequence &s, int head)
-        : p(p), s(s), head(head), scale_log2((SCORE ? 1 : p.scale) * LOG2_E) {}
+    DEVICE weigher(const fa_cuda_problem &p, const sequence &s, int head, lane_type own_lane)
+        : p(p), s(s), head(head), own_lane(own_lane), scale_log2((SCORE ? 1 : p.scale) * LOG2_E) {}
 
     /* S becomes P. With SCORE the derivatives of the scores come, too. */
     DEVICE void exponentiate(float (&x)[N][4], float (&derivatives)[N][4], const float *lse, int key, int row) const {
-        const int l = laneid(), left = 2 * (l % 4);
+        const int l = own_lane, left = 2 * (l % 4);
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const float2 lses = *(const float2 *)(lse + 8 * n + left);
@@ -283,7 +300,7 @@ struct weigher {
     /* P and dP become z P and dS. */
     DEVICE void weigh(float (&x)[N][4], float (&dp)[N][4], const float (&derivatives)[N][4], const float *delta,
                       int key, int row) const {
-        const int left = 2 * (laneid() % 4);
+        const int left = 2 * (own_lane % 4);
         u32 kept = 0;
         if (DROPOUT) kept = dropout(p, s.b_idx, head).kept_rows_are_keys<N>(key, row);
 #pragma unroll
@@ -386,6 +403,7 @@ DEVICE void store_gradient(const fa_cuda_problem &p, const sequence &s, int head
 /* Computes dK and dV of keys [first_key, first_key + BLOCK_KV) of one key head, and adds to dQ. */
 DEVICE void make_gradients(const params &all, shared_memory &shared, const sequence &s, int head_kv, int first_key) {
     const fa_cuda_problem &p = all.problem;
+    const lane_type own_lane = {};
     const int num_heads = p.h / p.h_kv, own_key = WARP_KEYS * (warp() / SPLIT), warp_key = first_key + own_key;
     const int own_column = warp() % SPLIT * (8 * OWN_COLUMNS), own_row = warp() % SPLIT * OWN_ROWS;
     const tile_walk seen = rows_of(p, s, first_key, min(first_key + BLOCK_KV, s.len_kv) - 1);
@@ -402,9 +420,22 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         load_rows<BLOCK_KV>(tile, (const factor *)view.data + key_offset(p, view, s, first_key, head_kv),
                             view.stride_row, s.len_kv - first_key, p.d);
     };
-    const auto load_queries = [&](factor *tile, const fa_cuda_view &view, query_place at) {
-        load_rows<BLOCK_Q>(tile, (const factor *)view.data + query_offset(view, s, at.row, at.head), view.stride_row,
-                           s.len_q - at.row, p.d);
+    typedef tile_loader<BLOCK_Q> query_loader;
+    const auto loader_of = [&](const fa_cuda_view &view, query_place at) {
+        return query_loader((const factor *)view.data + query_offset(view, s, at.row, at.head), view.stride_row);
+    };
+    const int first_slab = slab_at(all, s, start.head, start.row);
+    query_loader next_q = loader_of(p.q, start), next_dout = loader_of(p.dout, start);
+    const u32 own_piece = query_loader::piece_of(smem_address(&shared));
+    const auto load_queries = [&](const factor *tile, query_loader &next, const fa_cuda_view &view, query_place at) {
+        const u32 to = own_piece + (u32)((const char *)tile - (const char *)&shared);
+        if (!KEEPS_PLACES) next = loader_of(view, at);
+        if (KEEPS_PLACES && at.row + BLOCK_Q <= s.len_q)
+            next.load(to, view.stride_row, query_loader::left() < p.d);
+        else
+            next.load_rows(to, view.stride_row, query_loader::num_own(s.len_q - at.row, p.d));
+        next.from +=
+            at.row < walk.last ? BLOCK_Q * view.stride_row : view.stride_h - (walk.last - walk.first) * view.stride_row;
     };
     /* The lse and the delta of one row come to registers first, and to shared memory at the end of the step. */
     float next_lse = INF, next_delta = 0;
@@ -423,23 +454,28 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         }
     };
     const auto load = [&](query_place at, int slot) {
-        load_queries(shared.tiles[slot].q, p.q, at);
-        load_queries(shared.tiles[slot].dout, p.dout, at);
+        load_queries(shared.tiles[slot].q, next_q, p.q, at);
+        load_queries(shared.tiles[slot].dout, next_dout, p.dout, at);
         cp_async_commit_group();
         load_stats(at);
+    };
+    /* The slabs of a head's query tiles lie side by side. */
+    const auto slab_of = [&](query_place at) {
+        if (!KEEPS_PLACES) return slab_at(all, s, at.head, at.row);
+        return first_slab + (at.head - start.head) * all.num_slabs + (at.row - start.row) / BLOCK_Q;
     };
     /* The dQ of a step is added in the next step. */
     const auto finish_step = [&](query_place at, int slot, bool skips_unseen) {
         if (!p.dq.data) return;
-        const long long slab = slab_at(all, s, at.head, at.row);
+        const int slab = slab_of(at);
         if (takes_turns) {
             const int first = max(first_key_of_window(p, s, at.row), 0) / BLOCK_KV;
             wait_for_turn(all.turns + slab, (unsigned)(first_key / BLOCK_KV - first));
         }
-        add_dq(all, shared.ds[slot], shared.k, slab, skips_unseen);
+        add_dq(all, shared.ds[slot], shared.k, slab, skips_unseen, own_lane);
     };
     const auto end_turn = [&](query_place at) {
-        if (p.dq.data && all.turns && threadIdx.x == 0) red_release_inc(all.turns + slab_at(all, s, at.head, at.row));
+        if (p.dq.data && all.turns && threadIdx.x == 0) red_release_inc(all.turns + slab_of(at));
     };
 
 #pragma unroll
@@ -481,11 +517,11 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
                 for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
-            if (SPLIT > 1) store_weights<true>(stored_p, x, none);
-            store_weights<true>(stored_ds, x, none);
+            if (SPLIT > 1) store_weights<true>(stored_p, x, none, own_lane);
+            store_weights<true>(stored_ds, x, none, own_lane);
             return false;
         }
-        const int l = laneid();
+        const int l = own_lane;
         const int offset = (row + l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8;
         const int own_offset = (own_key + l % 16) * PITCH + l / 16 * 8;
         multiply_own<K_REGS>(x, k_regs, smem_address(shared.k + own_offset), smem_address(tile.q + offset));
@@ -502,21 +538,21 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             if (IS_MASKED) sees[m] = weights.mask(x[m], dp[m], stats.lse + row, warp_key + 16 * m, first_row + row);
         }
         if (SPLIT > 1) {
-            store_weights<IS_MASKED>(stored_p, x, sees);
-            store_weights<IS_MASKED>(stored_ds, dp, sees);
+            store_weights<IS_MASKED>(stored_p, x, sees, own_lane);
+            store_weights<IS_MASKED>(stored_ds, dp, sees, own_lane);
         } else if (IS_MASKED && __any_sync(WHOLE_WARP, is_exact)) {
             const int first = row * PITCH + 2 * (l % 4);
-            store_weights<true>(stored_ds, x, sees);
+            store_weights<true>(stored_ds, x, sees, own_lane);
             __syncwarp();
             accumulate_seen<CHUNK, 1, DS_PITCH>(dv, stored_ds + l / 4 * DS_PITCH, tile.dout + first);
             __syncwarp();
-            store_weights<true>(stored_ds, dp, sees);
+            store_weights<true>(stored_ds, dp, sees, own_lane);
             __syncwarp();
             accumulate_seen<CHUNK, 1, DS_PITCH>(dk, stored_ds + l / 4 * DS_PITCH, tile.q + first);
         } else {
-            store_weights<IS_MASKED>(stored_ds, dp, sees);
-            accumulate_pairs(dv, x, tile.dout + row * PITCH);
-            accumulate_pairs(dk, dp, tile.q + row * PITCH);
+            store_weights<IS_MASKED>(stored_ds, dp, sees, own_lane);
+            accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
+            accumulate_pairs(dk, dp, tile.q + row * PITCH, own_lane);
         }
         return is_exact;
     };
@@ -530,13 +566,14 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         cp_async_wait_group<0>();
         const bool has_silent = __syncthreads_or(threadIdx.x < BLOCK_Q && fabsf(next_lse) == INF);
         if (step > LAG) end_turn(LAG == 1 ? walk.before(walk.before(now)) : walk.before(now));
-        if (STAGES == 2 && step + 1 < num_steps) load(walk.after(now), 1 - slot);
         const bool skips = last_skips, adds_first = WARPS < 8 || warp() < WARPS / 2;
         if (LAG == 1 && step > 0 && adds_first) finish_step(walk.before(now), 1 - slot, skips);
+        /* The copies come after products, which need no addresses. */
+        if (STAGES == 2 && step + 1 < num_steps) load(walk.after(now), 1 - slot);
         const query_tile &tile = shared.tiles[slot];
         const bool is_whole =
             has_all_keys && !is_partial<BLOCK_Q>(now.row, seen.full_begin, seen.full_end) && !has_silent;
-        const weigher weights(p, s, now.head);
+        const weigher weights(p, s, now.head, own_lane);
         bool is_exact = false; /* with SPLIT: weights meet rows with NaN or inf that they may not see */
         last_skips = !is_whole && k_has_nan_or_inf;
 #pragma unroll 1
@@ -548,13 +585,13 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         }
         if (SPLIT > 1) {
             const factor *p = shared.p + own_key * DS_PITCH, *ds = shared.ds[0] + own_key * DS_PITCH;
-            const int l = laneid(), column = own_column + 2 * (l % 4);
+            const int l = own_lane, column = own_column + 2 * (l % 4);
             if (__syncthreads_or(is_exact)) { /* all warps have stored their weights */
                 accumulate_seen<BLOCK_Q, 1, DS_PITCH>(dv, p + l / 4 * DS_PITCH, tile.dout + column);
                 accumulate_seen<BLOCK_Q, 1, DS_PITCH>(dk, ds + l / 4 * DS_PITCH, tile.q + column);
             } else {
-                accumulate_shared(dv, p, tile.dout + own_column);
-                accumulate_shared(dk, ds, tile.q + own_column);
+                accumulate_shared(dv, p, tile.dout + own_column, own_lane);
+                accumulate_shared(dk, ds, tile.q + own_column, own_lane);
             }
             if (STAGES == 1) {
                 __syncthreads(); /* all warps have read the query tile */

@@ -20,18 +20,18 @@ static_assert(WARPS % DQ_WARPS == 0 && HEAD_DIM % (WARPS / DQ_WARPS * 16) == 0,
 typedef fa_attn_bwd_sm80_params params;
 
 /* Returns the number of the slab of row `row` of a sequence, which is a multiple of BLOCK_Q. */
-DEVICE long long slab_at(const params &p, const sequence &s, int head, int row) {
-    if (!p.problem.cu_seqlens_q) return ((long long)s.b_idx * p.problem.h + head) * p.num_slabs + row / BLOCK_Q;
-    return (long long)head * p.num_slabs + s.q_row / BLOCK_Q + s.b_idx + row / BLOCK_Q;
+DEVICE int slab_at(const params &p, const sequence &s, int head, int row) {
+    if (!p.problem.cu_seqlens_q) return (s.b_idx * p.problem.h + head) * p.num_slabs + row / BLOCK_Q;
+    return head * p.num_slabs + s.q_row / BLOCK_Q + s.b_idx + row / BLOCK_Q;
 }
 
 /* Returns the place of a lane's register 0 of the fragment in block m of rows and fragment c of columns of a tile.
  * Register e lies 32 e behind. */
-DEVICE float *sums_at(const params &p, long long slab, int m, int c, int lane) {
+DEVICE float *sums_at(const params &p, int slab, int m, int c, int lane) {
     const int fragment =
         ((m / DQ_BLOCKS * (WARPS / DQ_WARPS) + c / DQ_COLUMNS) * DQ_BLOCKS + m % DQ_BLOCKS) * DQ_COLUMNS +
         c % DQ_COLUMNS;
-    return p.dq_sums + slab * (BLOCK_Q * HEAD_DIM) + fragment * 128 + lane;
+    return p.dq_sums + (long long)slab * (BLOCK_Q * HEAD_DIM) + fragment * 128 + lane;
 }
 
 #endif

@@ -15,8 +15,8 @@
  *       before the rounding of a P would show in O. A step asks for both in one vote.
  *
  *   O   The tensor cores keep 14 bits of a sum of 8-bit products. So after FLUSH_STEPS steps the registers of O are
- *       added to sums of 32 bits, and begin again at zero. The sums lie in shared memory. Above 128 columns there is no
- *       room, and they lie in the workspace.
+ *       added to sums of 32 bits, and begin again at zero. The sums lie in shared memory. Above 128 columns there is
+ *       little room, and they lie in the workspace. With a causal mask half of 192 columns has room.
  *
  * A work tile that failed is repeated as in attn_fwd_sm90.cu. A work tile is also repeated if its factor of the scores
  * is no positive normal float.
@@ -53,14 +53,19 @@ constexpr int V_LEADING_BYTES = 0;
 /* NOTE: without TMA there is nothing to wait for. But without the wait ptxas takes the loop's matrix descriptors for
  * values that differ between threads. */
 constexpr bool WAITS_FOR_STORES = true;
-/* 256 columns of O beside 128 keys of S and P leave the other warps 24 registers. */
-constexpr bool IS_WIDE = HEAD_DIM / 2 + BLOCK_KV / 2 + BLOCK_KV / 8 > 200;
+/* A row block's Q is in registers during its work tile. Shared memory then has less to move in each step. */
+constexpr bool HOLDS_Q = HEAD_DIM == 192;
+constexpr int Q_REGS = HOLDS_Q ? HEAD_DIM / 8 : 1;
+/* 256 columns of O beside 128 keys of S and P leave the other warps 24 registers. So do 192 columns of Q and O. */
+constexpr bool IS_WIDE = HEAD_DIM > 128;
 constexpr int PRODUCER_REGS = WGS == 3 ? 32 : IS_WIDE ? 24 : 40;
 constexpr int CONSUMER_REGS = WGS == 3 ? 160 : IS_WIDE ? 240 : 232;
 constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
-/* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. */
+/* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. Above 128 columns
+ * the place has only sums, and only those of the first registers of O. The others lie in the workspace. */
 constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;
-constexpr int O_ELEMENTS = SUMS_IN_SMEM ? 2 * BLOCK_Q * D_V : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
+constexpr int SMEM_COLUMNS = D_V <= 128 ? D_V : D_V == 192 && CAUSAL ? 96 : 0, SMEM_SUM_REGS = SMEM_COLUMNS / 2;
+constexpr int O_ELEMENTS = SMEM_COLUMNS ? 2 * BLOCK_Q * SMEM_COLUMNS : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
 constexpr int FLUSH_STEPS = FA_FLUSH_KEYS(D_V) / BLOCK_KV;
 /* Plain steps have a loop of their own. Where P V ends amid or after the exponentials, its wait would be in the loop
  * and in the rare code, and the warps of a warpgroup must not meet in different waits. */
@@ -91,6 +96,17 @@ DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc,
     wgmma_commit_group();
 }
 
+/* S = Q K^T for the 64 rows of a warpgroup, with Q in registers. */
+DEVICE void issue_scores_of_registers(float (&S)[S_REGS], const u32 (&Q)[Q_REGS], u32 k_desc) {
+    constexpr u32 high = matrix_descriptor_high(ROW_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < D_QK; k += 32)
+        wgmma<BLOCK_KV, element>::rs<high>(
+            S, Q + k / 8, k_desc + matrix_descriptor_bytes(k / CHUNK * BLOCK_KV * ROW_BYTES + k % CHUNK), k > 0);
+    wgmma_commit_group();
+}
+
 /* ---- the row maximum ------------------------------------------------------------------------------------------- */
 
 /* The factor that makes exponents of 2 of S: positive and normal, or else the work tile is repeated. */
@@ -115,7 +131,14 @@ DEVICE bool some_p_exceeds(const float (&P)[S_REGS], const float (&limits)[2]) {
 /* P V, the step with its flush, and the end of a work tile. attn_fwd_consumer.cuh has the rest, and calls these
  * functions. */
 struct consumer : consumer_base {
-    using consumer_base::consumer_base;
+    u32 (&Q)[Q_REGS]; /* the row block's Q as an operand */
+
+    DEVICE consumer(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
+                    u32 (&Q)[Q_REGS], online_softmax &softmax)
+        : consumer_base(p, smem, wg, O, P, softmax), Q(Q) {
+#pragma unroll
+        for (int i = 0; i < Q_REGS; i++) Q[i] = 0;
+    }
 
     int next_flush = 0;         /* O is flushed after the step of this key tile. */
     float flushed_log2[2] = {}; /* the max_log2 that the sums are measured from */
@@ -127,10 +150,32 @@ struct consumer : consumer_base {
     }
 
     /* The place of O of the warp's row strip. */
-    DEVICE element::output *o_smem() const { return smem.o + (SUMS_IN_SMEM ? (4 * wg + warp) * 2 * 16 * D_V : 0); }
+    DEVICE element::output *o_smem() const { return smem.o + (4 * wg + warp) * 2 * 16 * SMEM_COLUMNS; }
 
     /* ---- parts of a step ---- */
 
+    /* Four registers of Q are an operand of 64 rows and 32 columns. */
+    DEVICE void load_q_registers() {
+        const int row = 64 * row_block + 16 * warp + lane % 16;
+        const u32 q = smem_address(smem.q[q_stage_of(THIS_TILE)]) + row * ROW_BYTES;
+        constexpr int VECTORS = ROW_BYTES / 16;
+#pragma unroll
+        for (int k = 0; k < D_QK / 32; k++) {
+            u32 m[4];
+            const int chunk = 2 * k / VECTORS, vector = 2 * k % VECTORS + lane / 16;
+            ldmatrix_x4(m, q + chunk * BLOCK_Q * ROW_BYTES + swizzled<ROW_BYTES>(vector, row) * 16);
+#pragma unroll
+            for (int i = 0; i < 4; i++) Q[4 * k + i] = m[i];
+        }
+    }
+    DEVICE void issue_s(float (&S)[S_REGS]) {
+        if constexpr (HOLDS_Q) {
+            pin(Q);
+            issue_scores_of_registers(S, Q, k_desc_0 + k_ring.stage * K_STAGE);
+        } else {
+            consumer_base::issue_s(S);
+        }
+    }
     DEVICE void issue_pv() {
         issue_output(O, P, v_desc_0 + v_ring.stage * V_STAGE, has_o_values);
         has_o_values = 1;
@@ -151,16 +196,22 @@ struct consumer : consumer_base {
     /* ---- sums of 32 bits ---- */
 
     /* The thread's sums: four registers of O, then the next lane's. No other thread reads them. */
-    DEVICE float4 *sums() const {
-        if (SUMS_IN_SMEM) return (float4 *)o_smem() + lane;
-        return (float4 *)p.sums + (long long)((blockIdx.x * WGS + wg) * 4 + warp) * 16 * D_V / 4 + lane;
+    DEVICE float4 *sums_in_smem(int i) const { return (float4 *)o_smem() + lane + i / 4 * 32; }
+    DEVICE float4 *sums_in_workspace(int i) const {
+        return (float4 *)p.sums + (long long)((blockIdx.x * WGS + wg) * 4 + warp) * 16 * D_V / 4 + lane + i / 4 * 32;
     }
     DEVICE float4 load_sums(int i) const {
-        return SUMS_IN_SMEM ? sums()[i / 4 * 32] : ld_global_in_order(&sums()[i / 4 * 32]);
+        return i < SMEM_COLUMNS / 2 ? *sums_in_smem(i) : ld_global_in_order(sums_in_workspace(i));
     }
-    /* O += the sums. Of the workspace only a few loads are on their way, because there are no more registers. */
+    DEVICE void store_sums(int i, float4 x) const {
+        if (i < SMEM_SUM_REGS)
+            *sums_in_smem(i) = x;
+        else
+            *sums_in_workspace(i) = x;
+    }
+    /* O += the sums. Of the workspace as many loads are on their way as the registers of S and P have room for. */
     DEVICE void add_sums() {
-        constexpr int BATCH = SUMS_IN_SMEM ? 1 : 4;
+        constexpr int BATCH = SUMS_IN_SMEM ? 1 : O_REGS / 8;
         float alpha[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) alpha[r] = ex2(flushed_log2[r] - softmax.max_log2[r]);
@@ -186,7 +237,7 @@ struct consumer : consumer_base {
             __syncwarp();
         }
 #pragma unroll
-        for (int i = 0; i < O_REGS; i += 4) sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
+        for (int i = 0; i < O_REGS; i += 4) store_sums(i, make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]));
         flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
     }
     DEVICE static float factor_of_rise(float log2) {
@@ -199,14 +250,20 @@ struct consumer : consumer_base {
     DEVICE void flush_to_workspace() {
         if (!has_sums) {
 #pragma unroll
-            for (int i = 0; i < O_REGS; i += 4) sums()[i / 4 * 32] = make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]);
+            for (int i = 0; i < O_REGS; i += 4) store_sums(i, make_float4(O[i], O[i + 1], O[i + 2], O[i + 3]));
             flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
         } else {
             const float x = factor_of_rise(softmax.max_log2[0] - flushed_log2[0]);
             const float y = factor_of_rise(softmax.max_log2[1] - flushed_log2[1]);
 #pragma unroll
             for (int i = 0; i < O_REGS; i += 4)
-                red_add_x4((float *)&sums()[i / 4 * 32], O[i] * x, O[i + 1] * x, O[i + 2] * y, O[i + 3] * y);
+                if (i < SMEM_SUM_REGS) {
+                    const float4 old = *sums_in_smem(i);
+                    *sums_in_smem(i) = make_float4(fmaf(O[i], x, old.x), fmaf(O[i + 1], x, old.y),
+                                                   fmaf(O[i + 2], y, old.z), fmaf(O[i + 3], y, old.w));
+                } else {
+                    red_add_x4((float *)sums_in_workspace(i), O[i] * x, O[i + 1] * x, O[i + 2] * y, O[i + 3] * y);
+                }
         }
     }
     DEVICE void flush() {
@@ -233,7 +290,7 @@ struct consumer : consumer_base {
 #pragma unroll 1
             for (int i = 0; i < O_REGS; i += 4) {
                 const float4 x = load_sums(i);
-                sums()[i / 4 * 32] = make_float4(x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]);
+                store_sums(i, make_float4(x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]));
             }
         }
         flushed_log2[0] = softmax.max_log2[0], flushed_log2[1] = softmax.max_log2[1];
@@ -299,6 +356,10 @@ struct consumer : consumer_base {
         limits[0] = limit_of_e4m3(softmax.sum[0]), limits[1] = limit_of_e4m3(softmax.sum[1]);
         sum_rows(S, softmax, largest, true, !SPLITS_SOFTMAX || IS_FIRST);
 
+        /* The question whether P fits is asked before the wait for P V, which hides the vote. */
+        bool may_exceed = false;
+        if (!IS_FIRST && !PV_FIRST && !SPLITS_SOFTMAX) may_exceed = any_exceeds(largest, limits);
+
         /* wait O; release V; rescale O to the new row maximum */
         if (!IS_FIRST && !PV_FIRST) {
             settle(SPLITS_SOFTMAX ? softmax.sum[0] : softmax.sum[0] + softmax.sum[1], smem.o);
@@ -311,7 +372,8 @@ struct consumer : consumer_base {
         if (SPLITS_SOFTMAX && !IS_FIRST)
             exponentiate_rows(S, softmax, scale_log2, false, true), sum_rows(S, softmax, largest, false, true);
         round_to_bytes(S, P);
-        return !IS_FIRST && any_exceeds(largest, limits);
+        if (!IS_FIRST && (PV_FIRST || SPLITS_SOFTMAX)) may_exceed = any_exceeds(largest, limits);
+        return may_exceed;
     }
     /* The same in a plain step, whose row maximum stays, and whose key tile is not the last. */
     DEVICE bool compute_plain_p(float (&S)[S_REGS], float (&limits)[2], int j) {
@@ -470,6 +532,7 @@ struct consumer : consumer_base {
 /* Takes the place of the function of attn_fwd_consumer.cuh. */
 DEVICE void compute_tile(consumer &c) {
     c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
+    if constexpr (HOLDS_Q) c.load_q_registers();
     c.skip_unseen_steps();
     c.run_steps();
 }
@@ -504,6 +567,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         if (warp >= 2) transposer(smem, warp - 2).run();
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        consume<consumer>(p, smem, wg - 1);
+        float O[O_REGS];
+        u32 P[P_REGS], Q[Q_REGS];
+        online_softmax softmax;
+        consumer c(p, smem, wg - 1, O, P, Q, softmax);
+        run(c);
     }
 }

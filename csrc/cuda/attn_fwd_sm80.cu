@@ -85,39 +85,18 @@ struct shared_memory {
     DEVICE float &part(int row, int idx) { return ((float *)(q + row * PITCH + HEAD_DIM))[1 + idx]; }
 };
 
-/* Loads key tiles one after the other, from the last one down. LANES threads share a row, and some of them are idle if
- * a row has fewer pieces of 16 bytes. A thread's pieces of a tile lie STEP rows apart. */
-struct key_loader {
-    static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
-    static constexpr int STEP = THREADS / LANES, NUM = BLOCK_KV / STEP;
-    static_assert(BLOCK_KV % STEP == 0, "no thread has less to do");
-    static constexpr int NONE = -(1 << 30);
-    const factor *from; /* the first of the thread's pieces of the next tile */
+/* Loads key tiles one after the other, from the last one down. */
+struct key_loader : tile_loader<BLOCK_KV> {
+    using tile_loader::tile_loader;
 
-    DEVICE static int top() { return threadIdx.x / LANES; }
-    DEVICE static int left() { return threadIdx.x % LANES * 8; }
-    DEVICE key_loader(const factor *rows, long long stride) : from(rows + top() * stride + left()) {}
-    /* Of num_rows rows so many lie behind the thread's first; none if the thread's columns do not exist. */
-    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : NONE; }
-    /* The thread's first piece of a tile that begins at `tile` in shared memory. */
-    DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + left()) * BYTES; }
-    /* Loads to the tile whose first piece of the thread has the address `to`. Rows behind num_own become zero. If all
-     * rows exist, num_own only says whether the thread's columns do. */
+    /* If all rows exist, num_own only says whether the thread's columns do. */
     DEVICE void load(u32 to, long long stride, int num_own) {
-        if (LANES == PIECES || left() < HEAD_DIM)
-#pragma unroll
-            for (int i = 0; i < NUM; i++)
-                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
+        load_rows(to, stride, num_own);
         from -= BLOCK_KV * stride;
     }
-    /* Does the same for piece i of NUM, where all rows exist. num_own says whether the thread's columns do. */
+    /* Does the same for piece i of NUM, where all rows exist. */
     DEVICE void load_piece(int i, u32 to, long long stride, int num_own) {
-        const bool has_columns = num_own > NONE + (1 << 29);
-        const u32 dst = to + i * STEP * PITCH * BYTES;
-        if (LANES == PIECES)
-            cp_async_16(dst, from + i * STEP * stride, has_columns);
-        else
-            cp_async_16_if(left() < HEAD_DIM, dst, from + i * STEP * stride, has_columns);
+        tile_loader::load_piece(i, to, stride, num_own > NONE + (1 << 29));
         if (i == NUM - 1) from -= BLOCK_KV * stride;
     }
 };

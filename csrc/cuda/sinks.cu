@@ -4,11 +4,11 @@
  *   lse' = log(exp(lse) + exp(sink))      out' = out exp(lse - lse')
  *
  * A row that saw no key keeps out. Its lse is -inf, and comes in as -inf or inf. Without sinks only this lse changes.
+ * Where a shift was subtracted from the scores of a row, it is subtracted from the sink, too. lse' is that without it.
  * `lanes` lanes of a warp take one row of one head. All of them read its lse before one writes it.
  *
  * Specification: ../cpu/sinks.c. */
-#include "ptx_sm80.cuh"
-#include "sinks_params.h"
+#include "sinks.cuh"
 
 #ifndef F32
 #error "dtype of out: F32, or another: 0 or 1"
@@ -17,22 +17,6 @@
 #ifndef KERNEL
 #define KERNEL sinks
 #endif
-
-/* NOTE: functions of libdevice, because the fast exponential has an error that grows with its argument. */
-extern "C" __device__ float __nv_expf(float);
-extern "C" __device__ float __nv_log1pf(float);
-
-DEVICE float inf() { return __int_as_float(0x7f800000); }
-
-DEVICE float sink_of(const fa_sinks_params &p, int head) {
-    const long long at = head * p.sinks_stride;
-    switch (p.sinks_dtype) {
-    case FA_SINKS_OF_F16: return cvt_f32(fp16{((const unsigned short *)p.sinks)[at]});
-    case FA_SINKS_OF_BF16: return __int_as_float((int)((unsigned)((const unsigned short *)p.sinks)[at] << 16));
-    case FA_SINKS_OF_F32: return ((const float *)p.sinks)[at];
-    default: return (float)((const double *)p.sinks)[at];
-    }
-}
 
 DEVICE float log_of_sum(float a, float b) {
     const float high = a > b ? a : b, low = a > b ? b : a;
@@ -67,14 +51,14 @@ extern "C" __global__ void __launch_bounds__(32 * FA_SINKS_WARPS) KERNEL(const f
         const bool is_row = task < p.num_rows;
         const int head = (int)(task % p.h);
         const long long row = task / p.h % p.rows, b_idx = task / p.h / p.rows;
-        float *lse = p.lse + b_idx * p.lse_stride_b + head * p.lse_stride_h + row * p.lse_stride_row;
+        float *lse = at_row(p.lse, b_idx, head, row);
         float before = is_row ? *lse : 0, after;
         if (before == inf()) before = -inf();
-        after = p.sinks && is_row ? log_of_sum(before, sink_of(p, head)) : before;
+        after = p.sinks.data && is_row ? log_of_sum(before, sink_of_row(p.sinks, p.shift, b_idx, head, row)) : before;
         __syncwarp();
         if (!is_row) continue;
         if (lane == 0) *lse = after;
-        if (p.sinks && before != -inf())
+        if (p.sinks.data && before != -inf())
             scale_row(p, (element *)p.out + b_idx * p.out_stride_b + row * p.out_stride_row + head * p.out_stride_h,
                       lane, __nv_expf(before - after));
     }

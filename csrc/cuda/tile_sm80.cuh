@@ -33,6 +33,45 @@ DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int nu
     }
 }
 
+/* Loads tiles of ROWS rows. LANES threads share a row, and some of them are idle if a row has fewer pieces of 16 bytes. A
+ * thread stays in its columns, and its pieces of a tile lie STEP rows apart. */
+template <int ROWS> struct tile_loader {
+    static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
+    static constexpr int STEP = THREADS / LANES, NUM = ROWS / STEP;
+    static_assert(ROWS % STEP == 0, "no thread has less to do");
+    static constexpr int NONE = -(1 << 30);
+    const factor *from; /* the first of the thread's pieces of the next tile */
+
+    DEVICE static int top() { return threadIdx.x / LANES; }
+    DEVICE static int left() { return threadIdx.x % LANES * 8; }
+    DEVICE tile_loader(const factor *rows, long long stride) : from(rows + top() * stride + left()) {}
+    /* Of num_rows rows so many lie behind the thread's first; none if the thread's columns do not exist. */
+    DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : NONE; }
+    /* The thread's first piece of a tile that begins at `tile` in shared memory. */
+    DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + left()) * BYTES; }
+
+    /* Loads to the tile whose first piece of the thread has the address `to`. Rows behind num_own become zero. */
+    DEVICE void load_rows(u32 to, long long stride, int num_own) const {
+        if (LANES == PIECES || left() < HEAD_DIM)
+#pragma unroll
+            for (int i = 0; i < NUM; i++)
+                cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
+    }
+    /* Does the same for piece i of NUM, where all rows exist. */
+    DEVICE void load_piece(int i, u32 to, long long stride, bool has_columns) const {
+        const u32 dst = to + i * STEP * PITCH * BYTES;
+        if (LANES == PIECES)
+            cp_async_16(dst, from + i * STEP * stride, has_columns);
+        else
+            cp_async_16_if(left() < HEAD_DIM, dst, from + i * STEP * stride, has_columns);
+    }
+    /* Does the same for all pieces. */
+    DEVICE void load(u32 to, long long stride, bool has_columns) const {
+#pragma unroll
+        for (int i = 0; i < NUM; i++) load_piece(i, to, stride, has_columns);
+    }
+};
+
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
 /* Loads the warp's 16 BLOCKS rows of a tile in shared memory as first operands. */

@@ -4,21 +4,31 @@
 #include "cuda/bias_shift_params.h"
 #include "launch.h"
 #include "memory.h"
+#include "sinks.h"
+
+/* All batches, heads or rows share a bias of size 1. */
+static int64_t stride_of(const fa_bias_shift *of, int dim) { return of->size[dim] == 1 ? 0 : of->stride[dim]; }
 
 fa_status fa_cuda_bias_shift(const fa_bias_shift *of, fa_error *err) {
     fa_cuda_place place;
     const fa_bias_shift_params a = {
         .bias = of->bias,
-        .stride_b = of->stride[0],
-        .stride_h = of->stride[1],
-        .stride_row = of->stride[2],
+        .stride_b = stride_of(of, 0),
+        .stride_h = stride_of(of, 1),
+        .stride_row = stride_of(of, 2),
         .stride_key = of->stride[3],
         .shift = of->shift,
-        .least = of->least,
-        .h = (int)of->size[1],
-        .rows = of->size[2],
+        .sinks = fa_cuda_read_sinks(&of->sinks),
+        .sequence = (const long long *)of->sequence,
+        .row = (const long long *)of->row,
+        .least = (float)of->least,
+        .h = (int)of->of_shift[1],
+        .is_cut = of->is_cut,
+        .last = of->last,
+        .rows = of->of_shift[2],
         .keys = of->size[3],
-        .num_rows = of->size[0] * of->size[1] * of->size[2],
+        .rows_of_bias = of->size[2],
+        .num_rows = of->of_shift[0] * of->of_shift[1] * of->of_shift[2],
     };
     if (a.num_rows == 0) return FA_OK;
     fa_status status = fa_cuda_enter(of->device_idx, &place, err);

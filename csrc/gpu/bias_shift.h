@@ -1,19 +1,10 @@
-/* The shift of rows of attn_bias on a GPU (flash_attn/flex/options.py). */
+/* The shift of rows of attn_bias on a GPU (row_options.h). */
 #ifndef FA_GPU_BIAS_SHIFT_H
 #define FA_GPU_BIAS_SHIFT_H
 
-#include "flash_attn.h"
+#include "row_options.h"
 
-typedef struct {
-    int device_idx;
-    fa_dtype dtype; /* of bias: fp16, bf16 or fp32 */
-    const void *bias;
-    int64_t size[4], stride[4]; /* [b, h, rows, keys] */
-    float *shift;               /* [b, h, rows] contiguous */
-    float least;
-} fa_bias_shift;
-
-/* shift: the largest bias of each row, if it is finite and below `least`, else 0. On PyTorch's stream. */
+/* On PyTorch's stream. The bias is fp16, bf16 or fp32. */
 fa_status fa_cuda_bias_shift(const fa_bias_shift *of, fa_error *err);
 
 #endif

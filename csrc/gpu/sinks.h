@@ -1,20 +1,15 @@
-/* Learned sinks on a GPU (cpu/sinks.h). */
+/* Learned sinks on a GPU (row_options.h), on PyTorch's stream. */
 #ifndef FA_GPU_SINKS_H
 #define FA_GPU_SINKS_H
 
-#include "flash_attn.h"
+#include "cuda/sinks_params.h"
+#include "row_options.h"
 
-typedef struct {
-    int device_idx;
-    fa_dtype dtype, sinks_dtype; /* of out: fp16, bf16 or fp32; of sinks: one of these or fp64 */
-    int64_t b, h, rows, d;
-    fa_view out;
-    fa_row_stats lse;
-    const void *sinks; /* [h]; NULL: none */
-    int64_t sinks_stride;
-} fa_cuda_sinks;
+/* Writes out' and lse'. Without sinks, inf becomes -inf in lse, and nothing else happens. */
+fa_status fa_cuda_add_sinks(const fa_sinks *sinks, fa_error *err);
+fa_status fa_cuda_gradient_of_sinks(const fa_sinks *sinks, fa_error *err);
 
-/* Writes out' and lse' on PyTorch's stream. Without sinks, inf becomes -inf in lse, and nothing else happens. */
-fa_status fa_cuda_add_sinks(const fa_cuda_sinks *sinks, fa_error *err);
+/* The numbers as a kernel reads them. */
+fa_cuda_sink_values fa_cuda_read_sinks(const fa_sink_values *sinks);
 
 #endif

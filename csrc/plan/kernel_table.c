@@ -153,21 +153,22 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_
 #define SM80_SHARED(d, q, kv, stages, v_regs)                                                                 \
     (PADDED_ROW(d, 2) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
      2 * (kv) * PADDED_ROW(q, 2) + 16 * (q) + 16)
-#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, serves, shared_bytes) \
-    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                                    \
-     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas},                                       \
-     serves,                                                                                                      \
+#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, serves, \
+                 shared_bytes)                                                                            \
+    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                            \
+     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas},                         \
+     serves,                                                                                              \
      shared_bytes},
 
 static const fa_row bwd_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas)      \
-    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, \
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas)      \
+    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, \
              FA_SCORE | FA_DROPOUT, SM80_SHARED(d, q, kv, stages, v_regs))
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_dq_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas) \
-    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, ahead, ctas, 0, 0)
+#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas) \
+    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, 0, 0)
 #include "cuda/tiles.def"
 };
 
@@ -210,6 +211,7 @@ static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row sinks_rows[] = {{.name = "sinks"}};
+static const fa_row sinks_grad_rows[] = {{.name = "sinks_grad"}};
 static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
 static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
@@ -291,6 +293,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define TILE_ANY_FILES ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh", "e4m3.cuh"
 #define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
 #define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", "cuda_problem.h", "integers.cuh"
+#define SINKS_FILES    "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"
 #define BWD_SM80_FILES "attn_bwd_sm80.cuh", "attn_bwd_sm80_params.h", "quads.cuh"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
@@ -379,7 +382,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
                      .files = FILES("attn_bwd_sm80.cu", "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                 "V_REGS", "AHEAD", "CTAS"},
+                                 "V_REGS", "KEPT", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = bwd_sm80_rows,
                      .num_rows = NUM_ROWS(bwd_sm80_rows),
@@ -387,7 +390,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_DQ_SM80] = {.name = "attn_bwd_dq_sm80",
                         .files = FILES("attn_bwd_dq_sm80.cu", BWD_SM80_FILES, ANY_FILES, "score.cuh"),
                         .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                    "V_REGS", "AHEAD", "CTAS"},
+                                    "V_REGS", "KEPT", "AHEAD", "CTAS"},
                         .knows = FA_IN_BF16,
                         .rows = bwd_dq_sm80_rows,
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
@@ -450,13 +453,18 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .num_rows = NUM_ROWS(combine_rows),
                     .chooses = always_chooses},
     [FA_SINKS] = {.name = "sinks",
-                  .files = FILES("sinks.cu", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),
+                  .files = FILES("sinks.cu", SINKS_FILES),
                   .knows = FA_IN_BF16 | FA_IN_F32,
                   .rows = sinks_rows,
                   .num_rows = NUM_ROWS(sinks_rows),
                   .chooses = always_chooses},
+    [FA_SINKS_GRAD] = {.name = "sinks_grad",
+                       .files = FILES("sinks_grad.cu", SINKS_FILES),
+                       .rows = sinks_grad_rows,
+                       .num_rows = NUM_ROWS(sinks_grad_rows),
+                       .chooses = always_chooses},
     [FA_BIAS_SHIFT] = {.name = "bias_shift",
-                       .files = FILES("bias_shift.cu", "bias_shift_params.h", "element.cuh", "ptx_sm80.cuh"),
+                       .files = FILES("bias_shift.cu", "bias_shift_params.h", SINKS_FILES),
                        .knows = FA_IN_BF16 | FA_IN_F32,
                        .rows = bias_shift_rows,
                        .num_rows = NUM_ROWS(bias_shift_rows),

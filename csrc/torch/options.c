@@ -1,12 +1,10 @@
-/* The epilogue of learned sinks, and on the CPU the size of biases and the places of packed sequences. A function here
- * returns None if it cannot serve the call, and has done nothing then. Python does the same with torch's functions. */
+/* The epilogue of learned sinks and its gradient, the shift of low biases, and on the CPU the places of packed
+ * sequences. A function here returns None if it cannot serve the call, and has done nothing then. Python does the same
+ * with torch's functions. */
 #include "options.h"
 
-#include <math.h>
-#include <stdlib.h>
-
 #include "check.h"
-#include "cpu/convert.h"
+#include "cpu/bias_shift.h"
 #include "cpu/sinks.h"
 #include "failures.h"
 #include "flex_values.h"
@@ -18,8 +16,6 @@ static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
     return fa_torch.torch_parallel_for(0, n, 1, fn, ctx) == 0;
 }
 static const fa_pool pool = {torch_parallel_for};
-
-/* ---- elements ---------------------------------------------------------------------------------------------------- */
 
 static bool is_floating(const fa_tensor *t) {
     return t->dtype == fa_torch.f16 || t->dtype == fa_torch.bf16 || t->dtype == fa_torch.f32 ||
@@ -33,243 +29,223 @@ static fa_dtype dtype_of(const fa_tensor *t) {
                                        : FA_F32;
 }
 
-static double element(const void *data, fa_dtype dtype, int64_t at) {
-    switch (dtype) {
-    case FA_F16: return (double)fa_f32_from_f16(((const uint16_t *)data)[at]);
-    case FA_BF16: return (double)fa_f32_from_bf16(((const uint16_t *)data)[at]);
-    case FA_F64: return ((const double *)data)[at];
-    default: return (double)((const float *)data)[at];
-    }
-}
-
-static void set_element(void *data, fa_dtype dtype, int64_t at, double x) {
-    switch (dtype) {
-    case FA_F16: ((uint16_t *)data)[at] = fa_f16_from_f32((float)x); break;
-    case FA_BF16: ((uint16_t *)data)[at] = fa_bf16_from_f32((float)x); break;
-    case FA_F64: ((double *)data)[at] = x; break;
-    default: ((float *)data)[at] = (float)x; break;
-    }
+static fa_status read_beside(const fa_tensor *like, PyObject *object, const char *name, fa_flex_tensor *t,
+                             fa_error *err) {
+    TRY(fa_flex_read_tensor(object, name, t, err));
+    REQUIRE(!present(&t->t) || (t->t.device_type == like->device_type && t->t.device_idx == like->device_idx),
+            "%s must be on the device of %s", name, like->name);
+    return FA_OK;
 }
 
 /* ---- sinks ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    fa_flex_tensor sinks, out, lse, dout, dlse;
-    double *numbers; /* owned: the sinks, then their gradient */
+    fa_flex_tensor sinks, out, lse, delta, shift, ends;
     fa_sinks s;
 } sinks_call;
 
-static fa_status read_on_cpu(PyObject *object, const char *name, fa_flex_tensor *t, fa_error *err) {
-    TRY(fa_flex_read_tensor(object, name, t, err));
-    REQUIRE(!present(&t->t) || (t->t.device_type == fa_torch.cpu && !fa_gpu_imagined()), "%s is not on the CPU", name);
-    return FA_OK;
-}
-
-/* Reads out, which may lie on a GPU, and the others on its device. */
-static fa_status read_beside(const fa_tensor *out, PyObject *object, const char *name, fa_flex_tensor *t,
-                             fa_error *err) {
-    TRY(fa_flex_read_tensor(object, name, t, err));
-    REQUIRE(!present(&t->t) || (t->t.device_type == out->device_type && t->t.device_idx == out->device_idx),
-            "%s is not on the device of out", name);
-    return FA_OK;
-}
-
-/* Reads [b, rows, h, d], or [rows, h, d] of packed sequences. */
-static fa_view view_of_rows(const fa_tensor *t) {
-    const bool is_packed = t->ndim == 3;
-    return (fa_view){t->data, is_packed ? 0 : t->stride[0], .stride_row = t->stride[t->ndim - 3],
-                     .stride_h = t->stride[t->ndim - 2]};
-}
-
-/* Reads [b, h, rows], or [h, rows]. */
-static fa_status read_stats(const sinks_call *c, const fa_tensor *t, fa_row_stats *stats, fa_error *err) {
-    const int64_t size[] = {c->s.b, c->s.h, c->s.rows}, is_packed = c->out.t.ndim == 3;
+/* Reads a number for each of the heads, if there are sinks. */
+static fa_status read_values(const fa_tensor *t, int64_t h, fa_sink_values *values, fa_error *err) {
     if (!present(t)) return FA_OK;
-    TRY(check_shape(t, 3 - is_packed, size + is_packed, "(b, h, rows)", err));
-    REQUIRE(t->dtype == fa_torch.f32, "%s must be fp32", t->name);
-    *stats = (fa_row_stats){.data = t->data,
-                            .stride_b = is_packed ? 0 : t->stride[0],
-                            .stride_h = t->stride[t->ndim - 2],
-                            .stride_row = t->stride[t->ndim - 1]};
-    REQUIRE(stats->stride_row > 0 || c->s.rows <= 1, "%s repeats its rows", t->name);
+    REQUIRE(is_floating(t) && t->ndim == 1 && t->size[0] == h, "sinks must have a floating number for each head");
+    *values = (fa_sink_values){is_empty(t) ? NULL : t->data, t->stride[0], dtype_of(t)};
     return FA_OK;
 }
 
-/* Everything but the values of the sinks. */
-static fa_status read_shapes(sinks_call *c, PyObject *sinks, PyObject *out, PyObject *lse, fa_error *err) {
-    const fa_tensor *o = &c->out.t, *x = &c->sinks.t;
-    TRY(fa_flex_read_tensor(out, "out", &c->out, err));
-    TRY(read_beside(o, lse, "softmax_lse", &c->lse, err));
-    TRY(read_beside(o, sinks, "sinks", &c->sinks, err));
-    REQUIRE(present(o) && present(&c->lse.t) && is_floating(o) && (o->ndim == 3 || o->ndim == 4) &&
+/* Reads [b, h, rows], or [h, rows] of packed sequences. There may be rows behind the call's. With repeats 1 stands for
+ * any size. */
+static fa_status read_rows(const sinks_call *c, const fa_tensor *t, bool repeats, fa_sink_rows *rows, fa_error *err) {
+    const int64_t of_call[] = {c->s.b, c->s.h, c->s.rows};
+    int64_t stride[3] = {0};
+    if (!present(t)) return FA_OK;
+    REQUIRE(t->dtype == fa_torch.f32 && (t->ndim == 3 || (t->ndim == 2 && c->s.b == 1)), "%s must be fp32 [b, h, rows]",
+            t->name);
+    for (int i = 0; i < 3; i++) {
+        const int64_t dim = i - (3 - t->ndim), size = dim < 0 ? 1 : t->size[dim];
+        REQUIRE(size == of_call[i] || (i == 2 && size > of_call[i]) || (repeats && size == 1),
+                "%s must have a number for each row", t->name);
+        stride[i] = size > 1 ? t->stride[dim] : 0;
+    }
+    *rows = (fa_sink_rows){t->data, stride[0], stride[1], stride[2]};
+    return FA_OK;
+}
+
+static fa_status read_forward(sinks_call *c, PyObject *const *objects, fa_error *err) {
+    const fa_tensor *o = &c->out.t, *lse = &c->lse.t;
+    TRY(fa_flex_read_tensor(objects[0], "out", &c->out, err));
+    TRY(read_beside(o, objects[1], "softmax_lse", &c->lse, err));
+    TRY(read_beside(o, objects[2], "sinks", &c->sinks, err));
+    TRY(read_beside(o, objects[3], "the shift", &c->shift, err));
+    REQUIRE(present(o) && present(lse) && is_floating(o) && (o->ndim == 3 || o->ndim == 4) &&
                 (last_dim_contiguous(o) || is_empty(o)),
             "out must be floating, with heads and contiguous rows");
-    c->s = (fa_sinks){.dtype = dtype_of(o),
-                      .b = o->ndim == 4 ? o->size[0] : 1,
+    const bool is_packed = o->ndim == 3;
+    c->s = (fa_sinks){.device_idx = o->device_idx,
+                      .dtype = dtype_of(o),
+                      .b = is_packed ? 1 : o->size[0],
                       .h = o->size[o->ndim - 2],
                       .rows = o->size[o->ndim - 3],
                       .d = o->size[o->ndim - 1],
-                      .out = view_of_rows(o)};
-    TRY(read_stats(c, &c->lse.t, &c->s.lse, err));
-    REQUIRE(!present(x) || (is_floating(x) && x->ndim == 1 && x->size[0] == c->s.h),
-            "sinks must have a floating number for each head");
-    return FA_OK;
-}
-
-static fa_status read_sinks(sinks_call *c, PyObject *sinks, PyObject *out, PyObject *lse, fa_error *err) {
-    const fa_tensor *x = &c->sinks.t;
-    TRY(read_shapes(c, sinks, out, lse, err));
-    REQUIRE(c->out.t.device_type == fa_torch.cpu && !fa_gpu_imagined(), "out is not on the CPU");
-    if (!present(x)) return FA_OK;
-    c->numbers = malloc(sizeof(double) * (size_t)(2 * c->s.h + 1));
-    if (!c->numbers) return fa_fail(err, FA_ENOMEM, "no memory for sinks");
-    for (int64_t h = 0; h < c->s.h; h++) c->numbers[h] = (double)(float)element(x->data, dtype_of(x), h * x->stride[0]);
-    c->s.sinks = c->numbers, c->s.gradient = c->numbers + c->s.h;
-    return FA_OK;
-}
-
-static PyObject *add_sinks_on_gpu(const sinks_call *c) {
-    const fa_tensor *x = &c->sinks.t;
-    const fa_cuda_sinks s = {.device_idx = c->out.t.device_idx,
-                             .dtype = c->s.dtype,
-                             .sinks_dtype = present(x) ? dtype_of(x) : FA_F32,
-                             .b = c->s.b,
-                             .h = c->s.h,
-                             .rows = c->s.rows,
-                             .d = c->s.d,
-                             .out = c->s.out,
-                             .lse = c->s.lse,
-                             .sinks = present(x) && !is_empty(x) ? x->data : NULL,
-                             .sinks_stride = present(x) ? x->stride[0] : 0};
-    fa_error err = {""};
-    fa_status status;
-    if (s.dtype == FA_F64) Py_RETURN_NONE;
-    Py_BEGIN_ALLOW_THREADS status = fa_cuda_add_sinks(&s, &err);
-    Py_END_ALLOW_THREADS if (status != FA_OK) return fa_raise(status, &err);
-    Py_RETURN_TRUE;
+                      .out = {o->data, is_packed ? 0 : o->stride[0], .stride_row = o->stride[o->ndim - 3],
+                              .stride_h = o->stride[o->ndim - 2]}};
+    REQUIRE(lse->ndim == o->ndim - 1 && lse->size[lse->ndim - 1] == c->s.rows, "softmax_lse must have the rows of out");
+    TRY(read_rows(c, lse, false, &c->s.lse, err));
+    REQUIRE(c->s.lse.stride_row > 0 || c->s.rows <= 1, "softmax_lse must have memory for each row");
+    TRY(read_rows(c, &c->shift.t, true, &c->s.shift, err));
+    return read_values(&c->sinks.t, c->s.h, &c->s.sinks, err);
 }
 
 static PyObject *add_sinks(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *out, *lse, *sinks;
-    sinks_call c = {.numbers = NULL};
+    PyObject *objects[4] = {NULL, NULL, NULL, Py_None};
+    sinks_call c = {.s = {.b = 0}};
     fa_error err = {""};
     bool done = false;
-    if (!PyArg_UnpackTuple(args, "add_sinks", 3, 3, &out, &lse, &sinks)) return NULL;
-    fa_status status = read_shapes(&c, sinks, out, lse, &err);
-    if (status == FA_OK && is_on_gpu(&c.out.t)) return add_sinks_on_gpu(&c);
-    if (status == FA_OK) status = read_sinks(&c, sinks, out, lse, &err);
-    Py_BEGIN_ALLOW_THREADS done = status == FA_OK && fa_cpu_add_sinks(&c.s, &pool);
-    Py_END_ALLOW_THREADS free(c.numbers);
+    if (!PyArg_UnpackTuple(args, "add_sinks", 3, 4, &objects[0], &objects[1], &objects[2], &objects[3])) return NULL;
+    fa_status status = read_forward(&c, objects, &err);
+    const bool on_gpu = status == FA_OK && is_on_gpu(&c.out.t);
+    if (on_gpu && c.s.dtype == FA_F64) Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS if (on_gpu) status = fa_cuda_add_sinks(&c.s, &err);
+    done = status == FA_OK && (on_gpu || fa_cpu_add_sinks(&c.s, &pool));
+    Py_END_ALLOW_THREADS if (on_gpu && !done) return fa_raise(status, &err);
     PyErr_Clear();
     if (done) Py_RETURN_TRUE;
     Py_RETURN_NONE;
 }
 
-static fa_status read_gradients(sinks_call *c, PyObject *dout, PyObject *dlse, fa_error *err) {
-    const fa_tensor *t = &c->dout.t, *o = &c->out.t;
-    TRY(read_on_cpu(dout, "dout", &c->dout, err));
-    TRY(read_on_cpu(dlse, "dlse", &c->dlse, err));
-    REQUIRE(present(t) && c->s.sinks && t->dtype == o->dtype, "dout must have the dtype of out");
-    TRY(check_shape(t, o->ndim, o->size, "that of out", err));
-    c->s.dout = view_of_rows(t), c->s.dout_stride_d = t->stride[t->ndim - 1];
-    return read_stats(c, &c->dlse.t, &c->s.dlse, err);
+static fa_status read_backward(sinks_call *c, PyObject *const *objects, fa_error *err) {
+    const fa_tensor *lse = &c->lse.t, *ends = &c->ends.t;
+    TRY(fa_flex_read_tensor(objects[1], "softmax_lse", &c->lse, err));
+    REQUIRE(present(lse) && (lse->ndim == 2 || lse->ndim == 3), "softmax_lse must have heads and rows");
+    TRY(read_beside(lse, objects[0], "sinks", &c->sinks, err));
+    TRY(read_beside(lse, objects[2], "softmax_d", &c->delta, err));
+    TRY(read_beside(lse, objects[3], "the shift", &c->shift, err));
+    TRY(read_beside(lse, objects[4], "cu_seqlens_q", &c->ends, err));
+    c->s = (fa_sinks){.device_idx = lse->device_idx,
+                      .b = lse->ndim == 3 ? lse->size[0] : 1,
+                      .h = lse->size[lse->ndim - 2],
+                      .rows = lse->size[lse->ndim - 1]};
+    REQUIRE(present(&c->sinks.t) && present(&c->delta.t), "sinks and softmax_d must be tensors");
+    TRY(read_rows(c, lse, false, &c->s.lse, err));
+    TRY(read_rows(c, &c->delta.t, false, &c->s.delta, err));
+    TRY(read_rows(c, &c->shift.t, true, &c->s.shift, err));
+    TRY(read_values(&c->sinks.t, c->s.h, &c->s.sinks, err));
+    if (!present(ends)) return FA_OK;
+    REQUIRE(ends->dtype == fa_torch.i32 && ends->ndim == 1 && ends->size[0] >= 1 && contiguous(ends),
+            "cu_seqlens_q must be running sums");
+    c->s.end = (const int32_t *)ends->data + (ends->size[0] - 1);
+    return FA_OK;
 }
 
 static PyObject *gradient_of_sinks(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *sinks, *out, *lse, *dout, *dlse;
-    sinks_call c = {.numbers = NULL};
+    PyObject *objects[5];
+    sinks_call c = {.s = {.b = 0}};
     fa_error err = {""};
     fa_outputs outputs = {.num = 0};
-    void *data = NULL;
     bool done = false;
-    if (!PyArg_UnpackTuple(args, "gradient_of_sinks", 5, 5, &sinks, &out, &lse, &dout, &dlse)) return NULL;
-    fa_status status = fa_torch.wrap ? read_sinks(&c, sinks, out, lse, &err) : FA_EINVAL;
-    if (status == FA_OK) status = read_gradients(&c, dout, dlse, &err);
+    if (!PyArg_UnpackTuple(args, "gradient_of_sinks", 5, 5, &objects[0], &objects[1], &objects[2], &objects[3],
+                           &objects[4]))
+        return NULL;
+    fa_status status = fa_torch.wrap ? read_backward(&c, objects, &err) : FA_EINVAL;
+    const bool on_gpu = status == FA_OK && is_on_gpu(&c.lse.t);
     if (status == FA_OK)
-        status = fa_make_output(&outputs, &c.sinks.t, 1, &c.s.h, (int64_t[]){1}, c.sinks.t.dtype, &data, &err);
-    Py_BEGIN_ALLOW_THREADS done = status == FA_OK && fa_cpu_gradient_of_sinks(&c.s, &pool);
-    Py_END_ALLOW_THREADS for (int64_t h = 0; done && h < c.s.h; h++)
-        set_element(data, dtype_of(&c.sinks.t), h, c.s.gradient[h]);
-    free(c.numbers);
-    PyErr_Clear();
-    if (done) return fa_results_of(NULL, &outputs);
+        status = fa_make_output(&outputs, &c.sinks.t, 1, &c.s.h, (int64_t[]){1}, c.sinks.t.dtype, &c.s.gradient, &err);
+    Py_BEGIN_ALLOW_THREADS if (on_gpu && status == FA_OK) status = fa_cuda_gradient_of_sinks(&c.s, &err);
+    done = status == FA_OK && (on_gpu || fa_cpu_gradient_of_sinks(&c.s, &pool));
+    Py_END_ALLOW_THREADS if (done) return fa_results_of(NULL, &outputs);
     fa_drop_outputs(&outputs);
+    if (on_gpu) return fa_raise(status, &err);
+    PyErr_Clear();
     Py_RETURN_NONE;
 }
 
 /* ---- low biases -------------------------------------------------------------------------------------------------- */
 
-/* Is the largest bias of every row at least `least`, or -inf? With any_prefix: of all first keys of a row, however many
- * they are, because a causal mask may cut a bias of keys alone. A NaN may make it false. */
-static bool is_high(const fa_tensor *t, double least, bool any_prefix) {
-    const fa_dtype dtype = dtype_of(t);
-    const int64_t keys = t->size[t->ndim - 1];
-    int64_t at[4] = {0}, place = 0;
-    for (;;) {
-        double largest = -INFINITY;
-        for (int64_t j = 0; j < keys && !(largest >= least); j++) {
-            const double x = element(t->data, dtype, place + j * t->stride[t->ndim - 1]);
-            if (isnan(x)) return false;
-            if (x > largest) largest = x;
-            if (any_prefix && largest < least && largest != -INFINITY) return false;
-        }
-        if (largest < least && largest != -INFINITY) return false;
-        int64_t dim = t->ndim - 2;
-        while (dim >= 0) {
-            place += t->stride[dim];
-            if (++at[dim] < t->size[dim]) break;
-            place -= at[dim] * t->stride[dim];
-            at[dim--] = 0;
-        }
-        if (dim < 0) return true;
+static fa_status read_bias(PyObject *object, fa_flex_tensor *bias, fa_bias_shift *of, fa_error *err) {
+    const fa_tensor *t = &bias->t;
+    TRY(fa_flex_read_tensor(object, "attn_bias", bias, err));
+    REQUIRE(present(t) && is_floating(t) && t->ndim <= 4, "attn_bias must be floating, of at most 4 dimensions");
+    of->device_idx = t->device_idx, of->dtype = dtype_of(t), of->bias = t->data;
+    for (int i = 0; i < 4; i++) {
+        const int64_t dim = i - (4 - t->ndim);
+        of->size[i] = dim < 0 ? 1 : t->size[dim], of->stride[i] = dim < 0 ? 0 : t->stride[dim];
     }
+    return FA_OK;
 }
 
 static PyObject *biases_are_high(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *bias, *least, *any_prefix;
-    fa_flex_tensor t;
+    PyObject *object, *least, *is_cut;
+    fa_flex_tensor bias;
+    fa_bias_shift of = {.device_idx = 0};
     fa_error err = {""};
     bool found = false;
-    if (!PyArg_UnpackTuple(args, "biases_are_high", 3, 3, &bias, &least, &any_prefix)) return NULL;
-    const double bound = PyFloat_AsDouble(least);
-    const fa_status status = read_on_cpu(bias, "attn_bias", &t, &err);
-    Py_BEGIN_ALLOW_THREADS found = status == FA_OK && present(&t.t) && is_floating(&t.t) && t.t.ndim >= 1 &&
-                                   t.t.ndim <= 4 && (is_empty(&t.t) || is_high(&t.t, bound, any_prefix == Py_True));
+    if (!PyArg_UnpackTuple(args, "biases_are_high", 3, 3, &object, &least, &is_cut)) return NULL;
+    of.least = PyFloat_AsDouble(least), of.is_cut = is_cut == Py_True;
+    const fa_status status = read_bias(object, &bias, &of, &err);
+    Py_BEGIN_ALLOW_THREADS found =
+        status == FA_OK && !is_on_gpu(&bias.t) && (is_empty(&bias.t) || fa_cpu_biases_are_high(&of));
     Py_END_ALLOW_THREADS PyErr_Clear();
     return PyBool_FromLong(found);
 }
 
-/* Returns the shift of each row, [b, h, rows], or 1 in place of a size, for a bias on a GPU. */
+/* Reads where the bias of each row lies: of packed sequences, or of rows that a causal mask cuts. */
+static fa_status read_places(PyObject *const *objects, const fa_tensor *bias, fa_flex_tensor places[2],
+                             fa_bias_shift *of, fa_error *err) {
+    static const char *const names[] = {"the sequences of rows", "the places of rows"};
+    for (int i = 0; i < 2; i++) TRY(read_beside(bias, objects[i], names[i], &places[i], err));
+    const fa_tensor *t = &places[0].t, *row = &places[1].t;
+    if (!present(t)) return FA_OK;
+    REQUIRE(present(row) && t->ndim == 1 && row->ndim == 1 && t->size[0] == row->size[0] && t->dtype == fa_torch.i64 &&
+                row->dtype == fa_torch.i64 && contiguous(t) && contiguous(row),
+            "the places of packed rows must be two lists of int64");
+    of->sequence = t->data, of->row = row->data;
+    of->of_shift[0] = 1, of->of_shift[2] = t->size[0];
+    return FA_OK;
+}
+
+static fa_status read_shift(PyObject *const *objects, fa_flex_tensor tensors[4], fa_bias_shift *of, fa_error *err) {
+    const fa_tensor *bias = &tensors[0].t, *sinks = &tensors[1].t;
+    TRY(read_bias(objects[0], &tensors[0], of, err));
+    REQUIRE(!is_empty(bias) && !(is_on_gpu(bias) && of->dtype == FA_F64), "no kernel serves this bias");
+    TRY(read_beside(bias, objects[2], "sinks", &tensors[1], err));
+    const int64_t h = present(sinks) && sinks->ndim == 1 ? sinks->size[0] : of->size[1];
+    REQUIRE(of->size[1] == 1 || of->size[1] == h, "attn_bias must have the heads of sinks");
+    TRY(read_values(sinks, h, &of->sinks, err));
+    of->of_shift[0] = of->size[0], of->of_shift[1] = h, of->of_shift[2] = of->size[2];
+    if (objects[3] != Py_None) {
+        of->is_cut = true;
+        of->of_shift[2] = PyLong_AsLongLong(objects[3]), of->last = PyLong_AsLongLong(objects[4]);
+        REQUIRE(!PyErr_Occurred() && of->of_shift[2] >= 0, "rows and keys must be integers");
+    }
+    return read_places(objects + 5, bias, &tensors[2], of, err);
+}
+
 static PyObject *shift_of_biases(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *bias, *least;
-    fa_flex_tensor t;
+    PyObject *objects[7];
+    fa_flex_tensor tensors[4];
+    fa_bias_shift of = {.device_idx = 0};
     fa_error err = {""};
     fa_outputs outputs = {.num = 0};
-    void *data = NULL;
-    if (!PyArg_UnpackTuple(args, "shift_of_biases", 2, 2, &bias, &least)) return NULL;
-    fa_bias_shift of = {.least = (float)PyFloat_AsDouble(least), .size = {1, 1, 1, 1}};
-    fa_status status = fa_torch.wrap ? fa_flex_read_tensor(bias, "attn_bias", &t, &err) : FA_EINVAL;
-    if (status != FA_OK || !present(&t.t) || !is_on_gpu(&t.t) || !is_floating(&t.t) || t.t.ndim > 4 ||
-        t.t.dtype == fa_torch.f64) {
-        PyErr_Clear();
-        Py_RETURN_NONE;
-    }
-    for (int64_t i = 0; i < t.t.ndim; i++) {
-        of.size[4 - t.t.ndim + i] = t.t.size[i];
-        of.stride[4 - t.t.ndim + i] = t.t.stride[i];
-    }
-    of.device_idx = t.t.device_idx, of.dtype = dtype_of(&t.t), of.bias = t.t.data;
-    status = fa_make_output(&outputs, &t.t, 3, of.size, (int64_t[]){of.size[1] * of.size[2], of.size[2], 1},
-                            fa_torch.f32, &data, &err);
-    of.shift = data;
-    Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = fa_cuda_bias_shift(&of, &err);
+    if (!PyArg_UnpackTuple(args, "shift_of_biases", 7, 7, &objects[0], &objects[1], &objects[2], &objects[3],
+                           &objects[4], &objects[5], &objects[6]))
+        return NULL;
+    of.least = PyFloat_AsDouble(objects[1]);
+    fa_status status = fa_torch.wrap && !PyErr_Occurred() ? read_shift(objects, tensors, &of, &err) : FA_EINVAL;
+    const bool on_gpu = status == FA_OK && is_on_gpu(&tensors[0].t);
+    const int64_t *n = of.of_shift, stride[] = {n[1] * n[2], n[2], 1};
+    if (status == FA_OK)
+        status = fa_make_output(&outputs, &tensors[0].t, 3, n, stride, of.dtype == FA_F64 ? fa_torch.f64 : fa_torch.f32,
+                                &of.shift, &err);
+    Py_BEGIN_ALLOW_THREADS if (on_gpu && status == FA_OK) status = fa_cuda_bias_shift(&of, &err);
+    if (!on_gpu && status == FA_OK) fa_cpu_bias_shift(&of);
     Py_END_ALLOW_THREADS if (status == FA_OK) return fa_results_of(NULL, &outputs);
     fa_drop_outputs(&outputs);
-    return fa_raise(status, &err);
+    if (on_gpu) return fa_raise(status, &err);
+    PyErr_Clear();
+    Py_RETURN_NONE;
 }
 
 /* ---- packed sequences -------------------------------------------------------------------------------------------- */
@@ -301,9 +277,9 @@ static void fill_places(const int32_t *cu_q, const int32_t *cu_k, int64_t b, con
 }
 
 static fa_status read_sums(PyObject *object, const char *name, int64_t num, fa_flex_tensor *t, fa_error *err) {
-    TRY(read_on_cpu(object, name, t, err));
-    REQUIRE(present(&t->t) && t->t.dtype == fa_torch.i32 && t->t.ndim == 1 && t->t.size[0] >= 2 && contiguous(&t->t) &&
-                (num < 0 || t->t.size[0] == num),
+    TRY(fa_flex_read_tensor(object, name, t, err));
+    REQUIRE(present(&t->t) && !is_on_gpu(&t->t) && t->t.dtype == fa_torch.i32 && t->t.ndim == 1 && t->t.size[0] >= 2 &&
+                contiguous(&t->t) && (num < 0 || t->t.size[0] == num),
             "%s must be running sums", name);
     return FA_OK;
 }
@@ -344,21 +320,28 @@ static PyObject *packed_places(PyObject *self, PyObject *args) {
 
 PyMethodDef fa_options_functions[] = {
     {"add_sinks", add_sinks, METH_VARARGS,
-     "add_sinks(out, softmax_lse, sinks) -> True: both tensors of the CPU were written. sinks None: +inf becomes -inf "
-     "in softmax_lse"},
+     "add_sinks(out, softmax_lse, sinks, shift=None) -> True: out and softmax_lse were written. sinks None: +inf "
+     "becomes "
+     "-inf in softmax_lse. shift: fp32 [b, h, rows], or 1 in place of a size, was subtracted from the scores"},
     {"gradient_of_sinks", gradient_of_sinks, METH_VARARGS,
-     "gradient_of_sinks(sinks, out, softmax_lse, dout, dlse) -> the gradient of sinks on the CPU"},
+     "gradient_of_sinks(sinks, softmax_lse, softmax_d, shift, cu_seqlens_q) -> the gradient of sinks. softmax_lse is "
+     "that "
+     "with sinks, and softmax_d is what the backward wrote. With cu_seqlens_q rows behind the last sequence do not "
+     "count"},
     {"shift_of_biases", shift_of_biases, METH_VARARGS,
-     "shift_of_biases(attn_bias, least) -> the shift of each row of a bias on a GPU, fp32 [b, h, rows]: the largest "
-     "bias of a row if it is finite and below least, else 0"},
+     "shift_of_biases(attn_bias, least, sinks, rows, last, sequence, row) -> the shift of each row, [b, h, rows], or 1 "
+     "in "
+     "place of a size: the largest bias of a row if it is finite and below least, and the sink is not far above it, "
+     "else "
+     "0. rows and last: row i of so many sees the keys up to i + last. sequence and row: where the bias of each row of "
+     "packed sequences lies. All but two may be None. The shift is fp32, or fp64 for a bias of fp64"},
     {"biases_are_high", biases_are_high, METH_VARARGS,
-     "biases_are_high(attn_bias, least, any_prefix) -> is the largest bias of every row on the CPU at least this "
-     "number, "
-     "or infinite? any_prefix: of all first keys, too. False: perhaps not"},
+     "biases_are_high(attn_bias, least, is_cut) -> is the largest bias of every row on the CPU at least this number, "
+     "or "
+     "infinite? is_cut: of all first keys, too. False: perhaps not"},
     {"packed_places", packed_places, METH_VARARGS,
      "packed_places(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, left, right, wanted) -> six tensors int64 [total_q] "
      "of the CPU, or None where a bit of wanted is 0: the first and the last key that a row sees, the key beside it, "
-     "its "
-     "sequence, its place there, and the first key of the sequence"},
+     "its sequence, its place there, and the first key of the sequence"},
     {NULL, NULL, 0, NULL},
 };

@@ -245,12 +245,13 @@ static bool find_seen_keys(const fa_tensor *t, int64_t at, int64_t keys, int32_t
     return all_zero;
 }
 
-/* Leaves hidden keys out. FA_OK also if the mask is of another kind, and stays. */
+/* Leaves hidden keys out. FA_OK also if the mask is of another kind, and stays. Beside a causal mask it stays, too: the
+ * diagonal would follow the keys that are left. */
 static fa_status read_key_mask(fa_call *c, key_mask *m, fa_error *err) {
     const fa_tensor *t = &c->attn_bias;
     const int64_t b = c->q.size[0], len_q = c->q.size[1], len_kv = c->k.size[1], n = t->ndim;
     m->first = NULL;
-    if (!present(t) || c->causal || (n != 2 && n != 4) || is_empty(t) || len_kv >= INT32_MAX) return FA_OK;
+    if (!present(t) || c->window_right >= 0 || (n != 2 && n != 4) || is_empty(t) || len_kv >= INT32_MAX) return FA_OK;
     if (t->dtype != fa_torch.f32 && t->dtype != fa_torch.f16 && t->dtype != fa_torch.bf16) return FA_OK;
     const int64_t rows = t->size[n - 2], of_b = n == 4 && t->size[0] > 1 ? t->stride[0] : 0;
     const bool is_shared = n == 2 || t->size[1] == 1 || t->stride[1] == 0;

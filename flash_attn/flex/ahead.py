@@ -65,8 +65,8 @@ def rehearse(call, query, key, value, tensors, is_recorded, capability):
             tensors = _in_place_of(tuple(tensors))
             with torch.no_grad():
                 out, lse, _ = attention.attend(copy, *inputs, tensors)
-            if is_recorded:
-                attention.gradients(copy, inputs, tensors, out, lse, out, None, wanted)
+                if is_recorded:
+                    attention.gradients(copy, inputs, tensors, out, lse, out, None, wanted)
         except RuntimeError:
             pass
         return sum(not was_there for _, _, _, was_there, _ in flash_attn_2_cuda.asked_kernels())

@@ -112,7 +112,8 @@ class _FlexAttention(torch.autograd.Function):
         query, key, value, out, lse, *tensors = saved
         tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[2:]
         query, key, value = map(rows_of, (query, key, value))
-        grads = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+        with torch.no_grad():
+            grads, _ = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
         return None, None, *without_second_derivative(grads, dout, dlse, *saved)
 
 
@@ -120,9 +121,11 @@ class _FlexAttention(torch.autograd.Function):
 _record = super(torch.autograd.Function, _FlexAttention).apply
 
 
-@torch.no_grad()
 def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic=False):
-    """The backward: the gradients of query, key and value, and of the tensors of the score_mod. Others are None."""
+    """The backward: the gradients of query, key and value, and of the tensors of the score_mod. Others are None.
+
+    Behind them softmax_d, fp32 ``[b, h, rows]``, or None where ops do not return it. The caller records no gradients.
+    """
     query, key, value = inputs
     wants_q, wants_k, wants_v, *wanted = wanted
     if dout is None:
@@ -139,11 +142,11 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         )  # fmt: skip
         for i, x in zip(wanted, found):
             sums[i] = x.to(tensors[i].dtype)
-        return *grads, *sums
+        return (*grads, *sums), None
     dq = torch.empty_like(query) if wants_q else None
     dk = torch.empty_like(key) if wants_k else None
     dv = torch.empty_like(value) if wants_v else None
-    derivative, places_of_sums = None, None
+    derivative, places_of_sums, softmax_d = None, None, torch.empty_like(lse)
     if call.score is not None:
         for i in wanted:
             sums[i] = torch.zeros(tensors[i].shape, dtype=sum_dtype(tensors[i]), device=query.device)
@@ -160,7 +163,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         dq,
         dk,
         dv,
-        torch.empty_like(lse),
+        softmax_d,
         call.scale,
         call.plain,
         call.score_with(tensors),
@@ -171,7 +174,8 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         deterministic,
         call.sequences,
     )
-    return dq, dk, dv, *(x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors))
+    sums = [x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors)]
+    return (dq, dk, dv, *sums), softmax_d
 
 
 def prepare(query, key, scale, score_mod=None, mask_mod=None, blocks=None, wants_max=False):

@@ -145,11 +145,11 @@ def create_mask(
     num = _num_arguments(mod_fn)
     if num not in (4, 5):
         raise AssertionError(f"a mask_mod has 4 arguments, a score_mod has 5; {mod_fn} has {num}")
-    scores = torch.zeros(shape) if num == 5 else None
+    scores = torch.zeros(shape, device=device) if num == 5 else None
     program, tensors, numbers = mod_of(mod_fn, torch.float32 if num == 5 else None, device)
     if get_proxy_mode() is not None:
         raise RuntimeError("create_mask cannot be recorded: it is no op; make the mask outside of make_fx")
-    out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)))
+    out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)), device=device)
     flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores)
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
 

@@ -119,7 +119,9 @@ def program_of_graph(graph, captures, score, device):
         program, values = bound
     tensors, numbers = values
     floats = [x for x, type in zip(numbers, program.types) if type == ops.F64]
-    floats = [x if isinstance(x, torch.Tensor) else torch.scalar_tensor(x, dtype=torch.float64) for x in floats]
+    floats = [
+        x if isinstance(x, torch.Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device="cpu") for x in floats
+    ]
     ints = [x for x, type in zip(numbers, program.types) if type != ops.F64]
     return program, [on_device(x, device) for x in tensors], [_int(x) for x in ints], floats
 

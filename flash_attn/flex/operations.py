@@ -54,7 +54,7 @@ class Call:
 
     def result(self, nodes, dtype, shape):
         nodes = list(nodes)
-        return Value(self.trace, torch.tensor(nodes, dtype=torch.int64).reshape(shape), dtype)
+        return Value(self.trace, torch.tensor(nodes, dtype=torch.int64, device="cpu").reshape(shape), dtype)
 
 
 def _meta(x):
@@ -464,7 +464,7 @@ def load(row):
         rest = iter(place)
         index = [trace.builder.constant(next(rest)) if i is None else i for i in row.indices]
         nodes.append(trace.builder.emit("gather", TYPES[dtype], *index, words=(source,)))
-    return torch.tensor(nodes, dtype=torch.int64).reshape(shape)
+    return torch.tensor(nodes, dtype=torch.int64, device="cpu").reshape(shape)
 
 
 def _getitem(call):
@@ -544,7 +544,9 @@ def _gather_vectors(trace, capture, kept, places, shape):
         for i, node in zip(places, each):
             kept[i] = node
         rows.append(Row(trace, capture, tuple(kept)).nodes)
-    nodes = torch.stack(rows).reshape(*shape, *rows[0].shape) if rows else torch.empty(shape, dtype=torch.int64)
+    nodes = torch.empty(shape, dtype=torch.int64, device="cpu")
+    if rows:
+        nodes = torch.stack(rows).reshape(*shape, *rows[0].shape)
     free_before = sum(x is None for x in kept[: places[0]])
     free_between = any(kept[i] is None for i in range(places[0], places[-1]))
     if free_before and not free_between:

@@ -14,7 +14,7 @@ to the key beside the row. Packed sequences are one long sequence. Tensors of it
 import flash_attn_2_cuda
 import torch
 
-from .._dispatch import transforms_are_active
+from .._dispatch import is_unseen
 
 BLOCK = 128
 LEAST_BIAS = -1000  # of a row that needs no shift
@@ -54,13 +54,9 @@ class Places:
         _, last = self.bounds(bias.device)
         return bias[:, :, 0].cummax(-1).values[..., last.clamp(0, len_kv - 1)]
 
-    def shift_on_gpu(self, bias):
-        """What shift_of_rows returns without sinks, by one launch. None: there is no kernel for such a bias."""
-        least, most = self._window
-        if least is None and most is not None and bias.dim() > 0 and bias.shape[-1] > 1:
-            if bias.dim() < 2 or bias.shape[-2] == 1:
-                return None  # a bias of keys alone, which the causal mask cuts
-        return flash_attn_2_cuda.shift_of_biases(bias, LEAST_BIAS)
+    def shift(self, bias, sinks):
+        """What shift_of_rows returns, by C. None: C has nothing for such a bias."""
+        return shift_of_dense(bias, sinks, *self._lengths, *(-1 if x is None else x for x in self._window))
 
     def of_rows(self, x):
         """``[b, h, len_q]``, or 1 in place of a size, as a row of the kernels has it."""
@@ -114,8 +110,8 @@ class PackedPlaces(Places):
     def bounds(self, device):
         return self._bounds
 
-    def shift_on_gpu(self, bias):
-        return None
+    def shift(self, bias, sinks):
+        return shift_of_packed(bias, sinks, *self._rows)
 
     def largest(self, bias):
         return bias.amax(-1)
@@ -126,18 +122,31 @@ class PackedPlaces(Places):
         return x[sequence, :, local.clamp(0, length - 1)].t()[None]
 
 
+def shift_of_dense(bias, sinks, len_q, len_kv, left, right):
+    """The shift by C, or None. A bias of keys alone is cut by a causal mask."""
+    is_cut = left < 0 <= right and bias.dim() > 0 and bias.shape[-1] > 1 and (bias.dim() == 1 or bias.shape[-2] == 1)
+    cut = (len_q, len_kv - len_q + right) if is_cut else (None, None)
+    return flash_attn_2_cuda.shift_of_biases(bias, LEAST_BIAS, sinks, *cut, None, None)
+
+
+def shift_of_packed(bias, sinks, sequence, row):
+    """The shift of packed sequences by C, or None."""
+    return flash_attn_2_cuda.shift_of_biases(bias, LEAST_BIAS, sinks, None, None, sequence, row)
+
+
 @torch.no_grad()
 def shift_of_rows(places, attn_bias, sinks, dtype):
     """The shift of each row, ``[b, h, rows]`` or 1 in place of a size, or None without attn_bias.
 
-    dtype: that of the scores. The shift of a bias in fp64 is fp64, because fp32 has not all of its values.
+    dtype: that of the scores. The shift of a bias in fp64 is fp64, because fp32 has not all of its values. C computes
+    it, except in graphs and in transforms.
 
     A row whose sink is far above its scores needs none: its probabilities are 0.
     """
     if attn_bias is None or 0 in attn_bias.shape:
         return None
-    if sinks is None and dtype == torch.float32 and not (torch.compiler.is_compiling() or transforms_are_active()):
-        shift = places.shift_on_gpu(attn_bias)
+    if is_unseen():
+        shift = places.shift(attn_bias, sinks)
         if shift is not None:
             return shift
     dtype = torch.promote_types(dtype, attn_bias.dtype)

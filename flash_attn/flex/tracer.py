@@ -482,7 +482,7 @@ class Value(_Tensor):
 
     def __init__(self, trace, nodes, dtype):
         super().__init__(trace)
-        self._nodes = nodes if isinstance(nodes, torch.Tensor) else torch.tensor(nodes)
+        self._nodes = nodes if isinstance(nodes, torch.Tensor) else torch.tensor(nodes, device="cpu")
         self.dtype, self.device = dtype, torch.device("cpu")
 
     @property

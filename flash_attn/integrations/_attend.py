@@ -13,7 +13,12 @@ import torch
 
 from flash_attn._remembered import remembered
 from flash_attn.bert_padding import index_first_axis, pad_input
-from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    maybe_contiguous,
+)
 
 ALL = (-1, -1)
 
@@ -98,13 +103,15 @@ def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, si
     if keys.is_full:
         return flash_attn_func(q, k, v, dropout, **options)
     if not dropout and keys.lie_together and not wants_gradients(q, k, v, sinks):
+        k, v = map(maybe_contiguous, (k, v))
         left_pad = None if keys.start_at_0 else keys.first
         if window == ALL:
             return flash_attn_with_kvcache(q, k, v, cache_seqlens=keys.end, cache_leftpad=left_pad, **options)
         if window[1] == 0:  # only rows of padding see padding behind a sequence
             return flash_attn_with_kvcache(q, k, v, cache_seqlens=len_kv, cache_leftpad=left_pad, **options)
-    if window not in (ALL, (-1, 0)) and not keys.lie_together:
-        refuse_dropout(dropout, "a window and a mask with holes")
+    has_far_rows = window != ALL and len_q > len_kv  # the first rows have no positions among the keys
+    if has_far_rows or (window not in (ALL, (-1, 0)) and not keys.lie_together):
+        refuse_dropout(dropout, "a mask of fewer keys than rows" if has_far_rows else "a window and a mask with holes")
         return flash_attn_func(q, k, v, attn_mask=key_mask[:, None, None], **options)
     places, cu_seqlens, longest = packed_of(key_mask)
     k, v = (index_first_axis(x.flatten(0, 1), places) for x in (k, v))

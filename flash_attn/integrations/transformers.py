@@ -374,7 +374,7 @@ def _under_rule(q, k, v, mask, window, bias, options):
     k, v, bias = k[:, :len_kv], v[:, :len_kv], _keys_of_bias(bias, len_kv)
     mask = mask if mask is None or len_kv == mask.shape[1] else mask[:, :len_kv]
     if rule is not None and rule.sequences is not None:
-        if bias is None and shift == 0 and len_q == len_kv == rule.sequences.shape[1]:
+        if bias is None and shift == 0 and len_q == len_kv == rule.sequences.shape[1] and keys_of(mask).is_full:
             return _in_sequences(q, k, v, rule.sequences, (left, right), **options)
         ids = rule.sequences
         same = (ids[:, shift : shift + len_q, None] == ids[:, None, :len_kv]) & mask[:, None]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from flash_attn_3._kinds import check_kinds, in_names_of_the_caller
 from flash_attn_3._ops import _C
 
 Window = Union[Sequence[int], Tensor]  # (left, right)
@@ -75,6 +76,42 @@ def check_tensors(**tensors):
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor; it is of type {type(x).__name__}")
+
+
+def is_int(x):
+    return type(x) is int
+
+
+def _has_others(flags, integers):
+    """Is any of the values one that torch's parser would cut to a flag or to an integer without a word?"""
+    for x in flags:
+        if x is not True and x is not False and x is not None:
+            return True
+    for x in integers:
+        if type(x) is not int and x is not None:
+            return True
+    return False
+
+
+def call_named(function, named, optional=(), flags=(), integers=(), renamed=None):
+    """Returns ``function()``. If the call fails, the error names the argument of the caller.
+
+    Args:
+        named: a function without arguments that returns the caller's arguments by name.
+        optional: names of those that may be None, although _kinds.py says something else.
+        flags, integers: values that are looked at before the call, because torch's parser takes nearly everything.
+        renamed: maps the op's names of arguments to the caller's.
+    """
+    if torch.compiler.is_compiling():
+        return function()
+    try:
+        if _has_others(flags, integers):
+            check_kinds(named(), optional)
+        return function()
+    except Exception as error:
+        failure = error
+    check_kinds(named(), optional)
+    raise failure if renamed is None else in_names_of_the_caller(failure, renamed)
 
 
 def distinct(*arguments):

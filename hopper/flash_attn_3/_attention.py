@@ -14,6 +14,7 @@ from flash_attn_3._arguments import (
     as_int,
     as_number,
     as_window,
+    call_named,
     call_op,
     check_tensors,
     distinct,
@@ -40,6 +41,11 @@ Options = namedtuple(
 )
 
 DENSE = Lengths()
+
+# The caller's names of the tensors. A dense call has no lengths.
+NAMES = {1: ("qkv",), 3: ("q", "k", "v")}
+_RENAMED = dict.fromkeys("qkv", "qkv")
+_OPTIONAL = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "num_heads_q"
 
 
 def run_forward(q, k, v, lengths, options):
@@ -228,26 +234,14 @@ def _refuse_gradients_of_descales(descales):
             raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it")
 
 
-def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
-    """Computes the forward of every function below, and records it if a tensor requires grad."""
+def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, records_qv):
+    """Computes and records what no direct function served."""
     compiling = torch.compiler.is_compiling()
-    qv, *descales = options[:4]
-    if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
-        _refuse_gradients_of_descales(descales)
-    # The direct function does not look at qv. A backward through qv must reach our node, which refuses it.
-    records_qv = qv is not None and isinstance(qv, torch.Tensor) and qv.requires_grad and torch.is_grad_enabled()
-    if not (compiling or return_lse or records_qv) and len(tensors) == 3:
-        out = _C.direct_attention(*tensors, *lengths, *options)
-        if type(out) is tuple:
-            return _record(*tensors, (out, lengths, Options(*options), deterministic))
-        if out is not None:
-            return out
     if has_distributed((*tensors, *lengths, *options)):
         from flash_attn_3 import _distributed  # imports torch.distributed.tensor, which a plain call does not need
 
         return _distributed.attend(attend, tensors, num_heads_q, lengths, options, deterministic, return_lse)
-    lengths, options = Lengths(*lengths), Options(*options)
-    check_tensors(**dict(zip(("q", "k", "v") if len(tensors) == 3 else ("qkv",), tensors)))
+    check_tensors(**dict(zip(NAMES[len(tensors)], tensors)))
     if not compiling:
         lengths, options = _frozen(lengths, options)
     if (
@@ -260,6 +254,35 @@ def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
         return _Attention.apply(len(tensors), *rest)
     results = run_forward(*_split(tensors, num_heads_q), lengths, options)
     return tuple(results) if return_lse else results[0]
+
+
+def attend(tensors, num_heads_q, lengths, options, deterministic, return_lse):
+    """Computes the forward of every function below, and records it if a tensor requires grad."""
+    compiling = torch.compiler.is_compiling()
+    qv, *descales = options[:4]
+    if getattr(tensors[0], "dtype", None) == torch.float8_e4m3fn:
+        _refuse_gradients_of_descales(descales)
+    # The direct function does not look at qv. A backward through qv must reach our node, which refuses it.
+    records_qv = qv is not None and isinstance(qv, torch.Tensor) and qv.requires_grad and torch.is_grad_enabled()
+    is_plain = return_lse is False and (deterministic is False or deterministic is True)
+    if is_plain and not (compiling or records_qv) and len(tensors) == 3:
+        out = _C.direct_attention(*tensors, *lengths, *options)
+        if type(out) is tuple:
+            return _record(*tensors, (out, lengths, Options(*options), deterministic))
+        if out is not None:
+            return out
+    lengths, o = Lengths(*lengths), Options(*options)
+    return call_named(
+        lambda: _attend(tensors, num_heads_q, lengths, o, deterministic, return_lse, records_qv),
+        lambda: {
+            **dict(zip(NAMES[len(tensors)], tensors)), **lengths._asdict(), **o._asdict(), "num_heads_q": num_heads_q,
+            "deterministic": deterministic, "return_attn_probs": return_lse,
+        },
+        _OPTIONAL,
+        (o.causal, o.pack_gqa, deterministic, return_lse),
+        (o.attention_chunk, o.num_splits, o.sm_margin, lengths.max_seqlen_q, lengths.max_seqlen_k),
+        _RENAMED if len(tensors) == 1 else None,
+    )  # fmt: skip
 
 
 # ---- autograd of the op itself -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from flash_attn_3._arguments import call_op, has_distributed
+from flash_attn_3._arguments import call_named, call_op, has_distributed
 from flash_attn_3._ops import ops, register_once
 
 _combine_op = ops._combine.default
@@ -48,6 +48,21 @@ def _copy_to(out, combined):
     return out.copy_(combined)
 
 
+def _combine(out_partial, lse_partial, out, out_dtype):
+    if has_distributed((out_partial, lse_partial, out)):
+        from flash_attn_3 import _distributed
+
+        return _distributed.combine(flash_attn_combine, out_partial, lse_partial, out, out_dtype)
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    records = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (out_partial, lse_partial)
+    )
+    if not (is_traced or records):  # this op takes half as long, because autograd ignores it
+        return tuple(call_op(ops.fwd_combine.default, out_partial, lse_partial, out, out_dtype))
+    combined, lse = call_op(_combine_op, out_partial, lse_partial, out_dtype)
+    return (combined if out is None else _copy_to(out, combined)), lse
+
+
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Optional[Tensor] = None, out_dtype: Optional[torch.dtype] = None
 ) -> tuple[Tensor, Tensor]:
@@ -76,15 +91,7 @@ def flash_attn_combine(
     >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-6)
     True
     """
-    if has_distributed((out_partial, lse_partial, out)):
-        from flash_attn_3 import _distributed
-
-        return _distributed.combine(flash_attn_combine, out_partial, lse_partial, out, out_dtype)
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    records = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in (out_partial, lse_partial)
+    return call_named(
+        lambda: _combine(out_partial, lse_partial, out, out_dtype),
+        lambda: {"out_partial": out_partial, "lse_partial": lse_partial, "out": out, "out_dtype": out_dtype},
     )
-    if not (is_traced or records):  # this op takes half as long, because autograd ignores it
-        return tuple(call_op(ops.fwd_combine.default, out_partial, lse_partial, out, out_dtype))
-    combined, lse = call_op(_combine_op, out_partial, lse_partial, out_dtype)
-    return (combined if out is None else _copy_to(out, combined)), lse

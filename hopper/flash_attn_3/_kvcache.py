@@ -11,6 +11,7 @@ from flash_attn_3._arguments import (
     Window,
     as_int,
     as_window,
+    call_named,
     call_op,
     check_tensors,
     has_distributed,
@@ -130,7 +131,7 @@ def flash_attn_with_kvcache(
     """
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (return_softmax_lse is False or return_softmax_lse is True):
         attend = _C.direct_kvcache_forward if return_softmax_lse else _C.direct_kvcache_attention
         results = attend(
             q, k_cache, v_cache, k, v, qv, cu_seqlens_q, cu_seqlens_k_new, cache_seqlens, max_seqlen_q, page_table,
@@ -141,33 +142,53 @@ def flash_attn_with_kvcache(
         if results is not None:
             return results
     _warn_of_gradients(q, k_cache, v_cache, k, v, qv)
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     named = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad, "page_table": page_table, "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k_new": cu_seqlens_k_new, "max_seqlen_q": max_seqlen_q, "rotary_seqlens": rotary_seqlens,
-        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
+        "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "softmax_scale": softmax_scale,
+        "causal": causal, "window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap,
+        "rotary_interleaved": rotary_interleaved, "scheduler_metadata": scheduler_metadata, "num_splits": num_splits,
+        "pack_gqa": pack_gqa, "sm_margin": sm_margin,
     }  # fmt: skip
+    out, softmax_lse = call_named(
+        lambda: _attend(named),
+        lambda: {**named, "return_softmax_lse": return_softmax_lse},
+        optional=("k", "v", "cu_seqlens_q", "max_seqlen_q"),
+        flags=(causal, rotary_interleaved, pack_gqa, return_softmax_lse),
+        integers=(
+            attention_chunk,
+            num_splits,
+            sm_margin,
+            max_seqlen_q,
+            cache_seqlens if isinstance(cache_seqlens, bool) else None,
+        ),
+    )
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _attend(named):
+    """Returns ``(out, softmax_lse)`` of a call that no direct function served. Its arguments come by name."""
+    (
+        q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+        page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
+        softmax_scale, causal, window_size, attention_chunk, softcap, rotary_interleaved, scheduler_metadata,
+        num_splits, pack_gqa, sm_margin,
+    ) = named.values()  # fmt: skip
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if has_distributed(named.values()):
         from flash_attn_3 import _distributed
 
-        options = {
-            "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
-            "attention_chunk": attention_chunk, "softcap": softcap, "rotary_interleaved": rotary_interleaved,
-            "scheduler_metadata": scheduler_metadata, "num_splits": num_splits, "pack_gqa": pack_gqa,
-            "sm_margin": sm_margin,
-        }  # fmt: skip
-        out, softmax_lse = _distributed.attend_with_cache({**named, **options})
-        return (out, softmax_lse) if return_softmax_lse else out
+        return _distributed.attend_with_cache(named)
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     q = maybe_contiguous(q)
     if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
         raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
-        b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((b,), cache_seqlens, dtype=torch.int32, device=q.device)
+        shape = q.shape[:1] if cu_seqlens_q is None else (max(cu_seqlens_q.numel() - 1, 0),)
+        cache_seqlens = torch.full(shape, cache_seqlens, dtype=torch.int32, device=q.device)
     elif cache_seqlens is not None:
         check_tensors(cache_seqlens=cache_seqlens)
     out = q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]), dtype=output_dtype(q))
@@ -179,7 +200,7 @@ def flash_attn_with_kvcache(
         q_descale, k_descale, v_descale, softmax_scale, causal, left, right, attention_chunk, softcap,
         rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
     )  # fmt: skip
-    return (out, softmax_lse) if return_softmax_lse else out
+    return out, softmax_lse
 
 
 def get_scheduler_metadata(
@@ -222,12 +243,33 @@ def get_scheduler_metadata(
     >>> get_scheduler_metadata(2, 1, 16, 4, 2, 64, lengths).dtype
     torch.int32
     """
-    check_tensors(cache_seqlens=cache_seqlens)
-    left, right = as_window(window_size)
-    return call_op(
-        ops.get_scheduler_metadata.default, batch_size, as_int(max_seqlen_q, "max_seqlen_q"),
-        as_int(max_seqlen_k, "max_seqlen_k"), num_heads_q, num_heads_kv, headdim,
-        headdim if headdim_v is None else headdim_v, qkv_dtype, maybe_contiguous(cache_seqlens), cu_seqlens_q, None,
-        cu_seqlens_k_new, None, cache_leftpad, page_size, max_seqlen_k_new, causal, left, right, attention_chunk,
-        has_softcap, num_splits, pack_gqa, sm_margin,
+    named = {
+        "batch_size": batch_size, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+        "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "headdim": headdim, "cache_seqlens": cache_seqlens,
+        "qkv_dtype": qkv_dtype, "headdim_v": headdim_v, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new, "cache_leftpad": cache_leftpad, "page_size": page_size,
+        "max_seqlen_k_new": max_seqlen_k_new, "causal": causal, "window_size": window_size,
+        "attention_chunk": attention_chunk, "has_softcap": has_softcap, "num_splits": num_splits, "pack_gqa": pack_gqa,
+        "sm_margin": sm_margin,
+    }  # fmt: skip
+
+    def call():
+        check_tensors(cache_seqlens=cache_seqlens)
+        left, right = as_window(window_size)
+        return call_op(
+            ops.get_scheduler_metadata.default, batch_size, as_int(max_seqlen_q, "max_seqlen_q"),
+            as_int(max_seqlen_k, "max_seqlen_k"), num_heads_q, num_heads_kv, headdim,
+            headdim if headdim_v is None else headdim_v, qkv_dtype, maybe_contiguous(cache_seqlens), cu_seqlens_q,
+            None, cu_seqlens_k_new, None, cache_leftpad, page_size, max_seqlen_k_new, causal, left, right,
+            attention_chunk, has_softcap, num_splits, pack_gqa, sm_margin,
+        )  # fmt: skip
+
+    integers = (
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v, page_size,
+        max_seqlen_k_new, attention_chunk, num_splits, sm_margin,
     )  # fmt: skip
+    return call_named(call, lambda: named, _OPTIONAL, (causal, has_softcap, pack_gqa), integers, _RENAMED)
+
+
+_OPTIONAL = ("cu_seqlens_q",)
+_RENAMED = {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}

@@ -6,7 +6,8 @@ from typing import Literal, Union
 import torch
 from torch import Tensor
 
-from flash_attn_3._arguments import call_op, check_tensors, maybe_contiguous
+from flash_attn_3._arguments import call_named, call_op, check_tensors, maybe_contiguous
+from flash_attn_3._kinds import came
 from flash_attn_3._ops import ops
 
 
@@ -52,18 +53,38 @@ def quantize(
     >>> out.dtype, out.shape
     (torch.bfloat16, torch.Size([1, 128, 2, 64]))
     """
+    if not isinstance(per, str) or per not in ("head", "tensor"):
+        raise ValueError(f'per must be "head" or "tensor"; {came(per)}')
+    sums = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
+    if len(sums) != 2:
+        raise ValueError(f"cu_seqlens must be a tensor, a pair of tensors or None; it has {len(sums)} elements")
+
+    def named():
+        changed = {"cu_seqlens": cu_seqlens} if isinstance(cu_seqlens, Tensor) else dict(zip(_SUMS, sums))
+        return {"q": q, "k": k, "v": v, **changed, "hadamard": hadamard}
+
+    return call_named(
+        lambda: _quantize(q, k, v, *sums, per == "tensor", hadamard),
+        named,
+        optional=("cu_seqlens", *_SUMS),
+        flags=(hadamard,),
+        renamed=dict.fromkeys(_SUMS, "cu_seqlens") if isinstance(cu_seqlens, Tensor) else None,
+    )
+
+
+_SUMS = "cu_seqlens_q", "cu_seqlens_k"
+
+
+def _quantize(q, k, v, cu_seqlens_q, cu_seqlens_k, per_tensor, hadamard):
     check_tensors(q=q, k=k, v=v)
-    if per not in ("head", "tensor"):
-        raise ValueError(f'per must be "head" or "tensor"; it is {per!r}')
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"quantize has no gradient, and {name} requires grad: detach it, or use torch.no_grad()")
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
     *tensors, q_descale, k_descale, v_descale = call_op(
-        ops.quantize.default, *map(maybe_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, per == "tensor", hadamard
+        ops.quantize.default, *map(maybe_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, per_tensor, hadamard
     )
     descales = (q_descale, k_descale, v_descale)
-    if per == "tensor":
+    if per_tensor:
         b = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         descales = [x.expand(b, k.shape[-2]) for x in descales]
     return *tensors, *descales

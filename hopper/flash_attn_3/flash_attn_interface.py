@@ -15,11 +15,12 @@ does only the work that must happen before an op is called (_arguments.py).
 
 from typing import Optional, Union
 
-from torch import Tensor
+from torch import Tensor, strided
 
-from flash_attn_3._arguments import Length, Window, as_int, call_op, check_tensors, maybe_contiguous, round_multiple
+from flash_attn_3._arguments import Length, Window, as_int, call_op, is_int, maybe_contiguous, round_multiple
 from flash_attn_3._attention import DENSE, attend, run_backward
 from flash_attn_3._combine import flash_attn_combine
+from flash_attn_3._kinds import check_kinds
 from flash_attn_3._kvcache import flash_attn_with_kvcache, get_scheduler_metadata
 from flash_attn_3._ops import forget_own_kernels, ops, register_once
 from flash_attn_3._quantize import quantize
@@ -227,7 +228,9 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4).shape
     torch.Size([2, 5, 4, 16])
     """
-    check_tensors(qkv=qkv)
+    is_right = isinstance(qkv, Tensor) and qkv.layout == strided and (num_heads_q is None or is_int(num_heads_q))
+    if not is_right:
+        check_kinds({"qkv": qkv, "num_heads_q": num_heads_q}, ("num_heads_q",))
     if num_heads_q is None:
         fits = qkv.dim() == 5 and qkv.shape[-3] == 3
         assert fits, f"qkv must have shape (batch_size, seqlen, 3, num_heads, head_size); it has {tuple(qkv.shape)}"

@@ -1,10 +1,12 @@
 """The short way of flash_attn_func's options on the CPU gives what the long way gives, and is taken."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
+import flash_attn
 from flash_attn import _extended, _extended_directly, flash_attn_func, flash_attn_varlen_func
 
 INF = float("inf")
@@ -19,14 +21,14 @@ def mask_of(*shape):
     return torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.3
 
 
-def both_ways(monkeypatch, call, leaves, is_long=False):
+def both_ways(monkeypatch, call, leaves):
     """Results and gradients of the short way and of the long way."""
     found = []
     for short in (True, False):
         with monkeypatch.context() as patch:
-            if short and not is_long:
+            if short:
                 patch.setattr(_extended, "attend", lambda *_: pytest.fail("the short way was not taken"))
-            elif not short:
+            else:
                 patch.setattr(_extended_directly, "_plain", lambda *_: None)
                 patch.setattr(_extended_directly.flash_attn_2_cuda, "direct_mods", lambda *_: None)
                 patch.setattr(_extended_directly.flash_attn_2_cuda, "direct_varlen_mods", lambda *_: None)
@@ -80,11 +82,6 @@ def as_on_gpu(request, monkeypatch):
     return request.param != "cpu"
 
 
-def goes_long(as_on_gpu, option):
-    """A bias with sinks, or one whose shift does not fit fp32."""
-    return as_on_gpu and (option == "everything" or "fp64" in option)
-
-
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("len_q, len_kv", [(8, 8), (150, 170)])
@@ -96,9 +93,9 @@ def test_dense(monkeypatch, as_on_gpu, len_q, len_kv, option, mask):
     def call():
         return flash_attn_func(*tensors, **MASKS[mask], **words)
 
-    same(*both_ways(monkeypatch, call, leaves, goes_long(as_on_gpu, option)), 3e-5)
+    same(*both_ways(monkeypatch, call, leaves), 3e-5)
     with torch.no_grad():
-        same(*both_ways(monkeypatch, call, leaves, goes_long(as_on_gpu, option)), 3e-5)
+        same(*both_ways(monkeypatch, call, leaves), 3e-5)
 
 
 @pytest.mark.parametrize("mask", ["no mask", "causal", "window"])
@@ -118,7 +115,27 @@ def test_packed(monkeypatch, as_on_gpu, lengths_q, lengths_kv, option, mask):
     def call():
         return flash_attn_varlen_func(*tensors, *cu, *longest, **MASKS[mask], **words)
 
-    same(*both_ways(monkeypatch, call, leaves, goes_long(as_on_gpu, option)), 3e-5)
+    same(*both_ways(monkeypatch, call, leaves), 3e-5)
+
+
+@pytest.mark.parametrize("option", ["bias", "mask", "sinks", "everything", "lse"])
+@pytest.mark.parametrize("form", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
+def test_tensors_in_one(monkeypatch, form, option):
+    """Packed q, k and v, or k and v. The gradient is packed, too."""
+    is_qkv, lengths = "qkv" in form, (4, 7)
+    words = {name: make(2, 4, 7, 7) for name, make in OPTIONS[option].items()}
+    one = leaf(2, 7, 3 if is_qkv else 2, 4 if is_qkv else 2, 24)
+    tensors = [one] if is_qkv else [leaf(2, 7, 4, 24, seed=1), one]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    places = () if "varlen" not in form else (cu, 7) if is_qkv else (cu, cu, 7, 7)
+    function = getattr(flash_attn, f"flash_attn_{form}_func")
+
+    def call():
+        given = [x.flatten(0, 1) for x in tensors] if places else tensors
+        return function(*given, *places, causal=True, **words)
+
+    leaves = [*tensors, *(x for x in words.values() if torch.is_tensor(x) and x.requires_grad)]
+    same(*both_ways(monkeypatch, call, leaves), 3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -132,41 +149,44 @@ def test_dtypes(monkeypatch, dtype):
     same(*both_ways(monkeypatch, call, [*tensors, bias, sinks]), 1e-6 if dtype == torch.float64 else 2e-2)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("low", [-1e9, -2000.0])
-@pytest.mark.parametrize("causal", [False, True])
-def test_rows_of_low_biases_go_the_long_way(monkeypatch, causal, low):
-    """Such rows need a shift. A bias of keys alone is cut by a causal mask: the first rows see only low biases."""
-    tensors = [leaf(1, 12, 2, 16, seed=s) for s in range(3)]
-    bias = torch.zeros(1, 1, 1, 12)
-    bias[..., :4] = low
-    taken = []
-    real = _extended.attend
-    monkeypatch.setattr(_extended, "attend", lambda *args: (taken.append(1), real(*args))[1])
-    flash_attn_func(*tensors, causal=causal, attn_bias=bias)
-    assert len(taken) == causal
-    flash_attn_func(*tensors, causal=causal, attn_bias=torch.full((12, 12), low))
-    assert len(taken) == causal + 1
-    flash_attn_func(*tensors, causal=causal, attn_bias=torch.full((12, 12), -INF))  # sees nothing, and needs none
-    assert len(taken) == causal + 1
-
-
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_low_biases_as_on_a_gpu(monkeypatch, is_packed):
-    """The shift of such rows is subtracted before the kernel, and added to lse and max_logits."""
-    monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
-    tensors = [leaf(2, 12, 2, 16, seed=s) for s in range(3)]
-    bias = torch.randn(2, 1, 12, 12, generator=torch.Generator().manual_seed(4))
-    bias[0, :, 3:7] -= 1e9
-    bias[1, :, :, :5] = -2000.0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_low_biases(monkeypatch, as_on_gpu, dtype, is_packed, low, has_sinks):
+    """The shift of such rows is subtracted before the kernel, and added to lse and max_logits.
+
+    Two sinks are far above the biases of some rows, which need no shift then.
+    """
+    tensors = [leaf(2, 12, 4, 16, seed=s) for s in range(3)]
+    bias = torch.randn(2, 1, 12, 12, generator=torch.Generator().manual_seed(4)).to(dtype)
+    bias[0, :, 3:7] += low
+    bias[1, :, :, :5] = low
+    bias[1, :, 9] = -INF
     words = {"causal": True, "attn_bias": bias.requires_grad_(), "return_lse": True, "return_max_logits": True}
+    sinks = torch.tensor([low - 2, low + 999, -500, 3]).requires_grad_()
     cu = torch.tensor([0, 12, 24], dtype=torch.int32)
 
     def call():
+        given = {**words, "sinks": sinks if has_sinks else None}
         if is_packed:
-            return flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), cu, cu, 12, 12, **words)
-        return flash_attn_func(*tensors, **words)
+            return flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), cu, cu, 12, 12, **given)
+        return flash_attn_func(*tensors, **given)
 
-    same(*both_ways(monkeypatch, call, [*tensors, bias]), 3e-5)
+    same(*both_ways(monkeypatch, call, [*tensors, bias, *[sinks] * has_sinks]), 3e-5)
+
+
+@pytest.mark.parametrize("low", [-1e9, -2000.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_low_biases_of_keys(monkeypatch, as_on_gpu, causal, low):
+    """A causal mask cuts a bias of keys alone: the first rows see only low biases."""
+    tensors = [leaf(1, 12, 2, 16, seed=s) for s in range(3)]
+    for shape in ((1, 1, 1, 12), (12,), (2, 1, 12)):
+        bias = torch.zeros(shape)
+        bias[..., :4] = low
+        for given in (bias, torch.full(shape, low), torch.full(shape, -INF)):
+            call = functools.partial(flash_attn_func, *tensors, causal=causal, attn_bias=given, return_lse=True)
+            same(*both_ways(monkeypatch, call, tensors), 3e-5)
 
 
 def test_what_is_kept_of_packed_sequences_follows_them(monkeypatch):
@@ -204,9 +224,8 @@ def test_every_kind_has_programs(is_packed, has_shift):
             is_packed,
             True,
             (True,),
-            dims,
-            torch.bfloat16,
-            dims[:3] if has_shift else None,
+            (dims, torch.bfloat16),
+            (dims[:3], torch.float32) if has_shift else None,
             dims,
             True,
             True,

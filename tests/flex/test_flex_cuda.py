@@ -311,16 +311,60 @@ else:
 """
 
 
+OPTIONS = """
+import sys, torch, flash_attn
+
+device = sys.argv[1]
+dtype = torch.bfloat16
+q, k, v = (torch.zeros(2, 200, 4, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+bias = torch.zeros(4, 200, 200, device=device, requires_grad=True)
+sinks = torch.zeros(4, device=device, requires_grad=True)
+mask = torch.ones(200, 200, dtype=torch.bool, device=device)
+cu = torch.tensor([0, 90, 200, 400], dtype=torch.int32, device=device)
+
+
+def all_of(q, k, v, bias, sinks, mask, cu):
+    found = []
+    for options in (
+        {"sinks": sinks}, {"attn_bias": bias, "sinks": sinks, "causal": True},
+        {"attn_mask": mask, "window_size": (60, 5), "return_lse": True}, {"return_max_logits": True},
+    ):
+        found.append(flash_attn.flash_attn_func(q, k, v, **options))
+        packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        found.append(flash_attn.flash_attn_varlen_func(*packed, cu, cu, 200, 200, **options))
+    return found
+
+
+if sys.argv[2] == "compiled":
+    all_of = torch.compile(all_of, backend="aot_eager", fullgraph=True)
+if device == "meta":
+    arch = "sm_%d%d" % torch.cuda.get_device_capability()
+    flash_attn.prebuild_call(all_of, q, k, v, bias, sinks, mask, cu, archs=arch)
+else:
+    found = [x if isinstance(x, tuple) else (x,) for x in all_of(q, k, v, bias, sinks, mask, cu)]
+    sum(x.float().sum() for results in found for x in results if x.requires_grad).backward()
+"""
+
+
+def files_after(program, *arguments, folder):
+    """The kernels in a folder after a program ran, and their places on the disk."""
+    environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(folder)}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
+    subprocess.run([sys.executable, "-c", program, *arguments], env=environment, check=True)
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_call_with_options_finds_its_prebuilt_kernels(way, tmp_path):
+    prebuilt = files_after(OPTIONS, "meta", way, folder=tmp_path)
+    assert len(prebuilt) >= 12 and files_after(OPTIONS, "cuda", way, folder=tmp_path) == prebuilt
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_call_finds_its_prebuilt_kernels(dtype, tmp_path):
     """The call finds all of its kernels in the folder, and loads all that are there."""
-
-    def run(device, folder):
-        environment = {**os.environ, "FLASH_ATTN_CACHE_DIR": str(folder)}
-        environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-        subprocess.run([sys.executable, "-c", PREBUILT, device, dtype], env=environment, check=True)
-        return {path.name: path.stat().st_ino for path in folder.iterdir()}
-
-    prebuilt = run("meta", tmp_path / "ahead")
-    assert len(prebuilt) >= 6 and run("cuda", tmp_path / "ahead") == prebuilt
-    assert run("cuda", tmp_path / "at first use").keys() == prebuilt.keys()
+    prebuilt = files_after(PREBUILT, "meta", dtype, folder=tmp_path / "ahead")
+    assert len(prebuilt) >= 6 and files_after(PREBUILT, "cuda", dtype, folder=tmp_path / "ahead") == prebuilt
+    assert files_after(PREBUILT, "cuda", dtype, folder=tmp_path / "at first use").keys() == prebuilt.keys()

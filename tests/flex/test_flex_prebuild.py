@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import flash_attn
-from flash_attn import _imagined
+from flash_attn import _extended, _extended_directly, _imagined
+from flash_attn.flex import calls
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,14 +249,114 @@ def test_sinks_are_one_launch_behind_the_kernel():
     assert names_of(flash_attn.flash_attn_with_kvcache, q[:, :1], cache, cache, sinks=sinks)[-1] == "sinks_bf16"
 
 
+@pytest.mark.parametrize("options", [{}, {"attn_bias": torch.ones(8, LENGTH, LENGTH)}, {"return_lse": True}], ids=str)
+def test_the_gradient_of_sinks_is_one_launch_behind_the_backward(options):
+    q, sinks = (x.requires_grad_() for x in (qkv()[0].detach().transpose(1, 2), torch.ones(8)))
+    names = names_of(flash_attn.flash_attn_func, q, q, q, sinks=sinks, **options)
+    assert names.count("sinks_bf16") == names.count("sinks_grad") == 1 and names[-1] == "sinks_grad"
+    assert names.index("sinks_bf16") < min(names.index(name) for name in names if "bwd" in name)
+    assert "sinks_grad" not in names_of(flash_attn.flash_attn_func, q, q, q, sinks=sinks.detach(), **options)
+
+
 def test_the_shift_of_a_bias_is_one_launch_before_the_kernel():
     q = qkv(grad=False)[0].transpose(1, 2)
+    cu = torch.tensor([0, LENGTH], dtype=torch.int32)
     for bias in (torch.ones(8, LENGTH, LENGTH), torch.ones(8, LENGTH, 1), torch.ones(LENGTH).half(), torch.ones(())):
-        names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=bias)
-        assert names[0] == ("bias_shift_fp16" if bias.dtype == torch.float16 else "bias_shift_fp32") and len(names) > 1
-    for bias, causal in ((torch.ones(8, LENGTH, LENGTH).double(), False), (torch.ones(LENGTH), True)):
-        names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=bias, causal=causal)
-        assert not any(name.startswith("bias_shift") for name in names)
+        for options in ({}, {"causal": True}, {"sinks": torch.ones(8)}):
+            for call in (
+                (flash_attn.flash_attn_func, q, q, q),
+                (flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu, cu, LENGTH, LENGTH),
+            ):
+                names = names_of(*call, attn_bias=bias, **options)
+                assert names[0] == ("bias_shift_fp16" if bias.dtype == torch.float16 else "bias_shift_fp32")
+                assert not any(name.startswith("bias_shift") for name in names[1:]) and len(names) > 1
+    names = names_of(flash_attn.flash_attn_func, q, q, q, attn_bias=torch.ones(8, LENGTH, LENGTH).double())
+    assert not any(name.startswith("bias_shift") for name in names)
+
+
+def of_options(name, device="meta", grad=True, length=LENGTH, heads=8):
+    """Options of flash_attn_func."""
+    dtype, shape = torch.float32, (heads, length, length)
+    made = {
+        "attn_bias": lambda: torch.zeros(shape, device=device, requires_grad=grad),
+        "attn_mask": lambda: torch.ones(shape[1:], dtype=torch.bool, device=device),
+        "sinks": lambda: torch.zeros(heads, device=device, requires_grad=grad),
+        "alibi_slopes": lambda: torch.zeros(heads, device=device, dtype=dtype),
+        "softcap": lambda: 20.0, "causal": lambda: True, "window_size": lambda: (50, 9),
+        "return_lse": lambda: True, "return_max_logits": lambda: True,
+    }  # fmt: skip
+    return {part: made[part]() for part in name.split()}
+
+
+OPTIONS = [
+    "attn_bias", "attn_bias causal", "attn_mask", "attn_mask window_size", "sinks", "sinks attn_bias", "return_lse",
+    "return_max_logits causal", "return_lse sinks", "attn_bias attn_mask sinks alibi_slopes softcap causal return_lse",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is_packed):
+    """A program is a part of a kernel's name. An imagined GPU goes the long way, and a call on a GPU the short way."""
+    found = {"long": [], "short": []}
+
+    def noted(way, function, at):
+        def call(*args):
+            mods = [None if x is None else (x[0], len(x[1]), len(x[2])) for x in args[at : at + 2]]
+            found[way].append((mods, args[at + 2] is None))
+            return function(*args)
+
+        return call
+
+    directly = _extended_directly.flash_attn_2_cuda
+    q, options = torch.zeros(1, LENGTH, 8, 64, requires_grad=True), of_options(name, "cpu")
+    cu = torch.tensor([0, LENGTH], dtype=torch.int32)
+
+    def step():
+        if is_packed:
+            return flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, LENGTH, LENGTH, **options)
+        return flash_attn.flash_attn_func(q, q, q, **options)
+
+    monkeypatch.setattr(calls, "forward", noted("long", calls.forward, 8))
+    kernels_of(step)
+    monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
+    monkeypatch.setattr(_extended, "attend", lambda *_: pytest.fail("the short way was not taken"))
+    for function, at in (("direct_mods", 11), ("direct_varlen_mods", 16)):
+        monkeypatch.setattr(directly, function, noted("short", getattr(directly, function), at))
+    step()
+    assert found["long"] == found["short"] and (len(found["long"]) == 1 or name == "sinks")
+
+
+@pytest.mark.parametrize("name", ["sinks attn_bias causal", "attn_mask return_lse", "sinks return_lse"])
+def test_compiled_functions(name):
+    """A graph has kernels of its own. Sinks are torch's operations there, and there are no lists of blocks."""
+    torch.compiler.reset()
+    q = torch.zeros(1, LENGTH, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    options = of_options(name, "cpu")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(q):
+        return flash_attn.flash_attn_func(q, q, q, **options)
+
+    names = names_of(step, q)
+    for kind in ("attn_fwd_sm90_", "attn_bwd_sm90_", "attn_bwd_prep_"):
+        assert any(x.startswith(kind) for x in names)
+    assert not any(re.match("sinks|bias_shift", x) for x in names)
+
+
+@pytest.mark.skipif(GCC is None, reason="there is no gcc")
+def test_inductor_keeps_what_a_second_backward_needs():
+    """The backward of out, and that of out and lse."""
+    torch.compiler.reset()
+    tensors = [torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    sinks, bias = (torch.empty(n, device="meta", requires_grad=True) for n in ((2,), (64, 64)))
+
+    @torch.compile(dynamic=True)
+    def step(q, k, v, sinks, bias):
+        return flash_attn.flash_attn_func(q, k, v, sinks=sinks, attn_bias=bias, causal=True, return_lse=True)
+
+    names = names_of(step, *tensors, sinks, bias)
+    assert [name.split("_bf16")[0] for name in names] == ["attn_fwd_sm90", "attn_bwd_prep", "attn_bwd_sm90"]
 
 
 def test_several_architectures():

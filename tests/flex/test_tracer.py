@@ -9,7 +9,9 @@ import torch
 from catalogue import CATALOGUE
 from oracle_flex import evaluated, expected, vmapped
 
+from flash_attn import flash_attn_func
 from flash_attn.flex import tracer
+from flash_attn.flex_attention import create_block_mask, create_mask, flex_attention
 
 SHAPE = (2, 2, 70, 140)
 
@@ -251,3 +253,25 @@ def test_errors_of_torch_name_the_mod():
         return q >= k
 
     refused(refused_mod, NotImplementedError, "must not write")
+
+
+def test_a_default_device_is_not_that_of_the_tracer():
+    """A mod is traced with tensors on the CPU, whatever device PyTorch's factories have by default."""
+    table, pairs = torch.randn(2, 40), torch.randn(40, 3)
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+
+    def score_mod(score, b, h, i, j):
+        return score + table[h, (i - j).abs()] + pairs[torch.stack([i, j])].sum()
+
+    def mask_mod(b, h, i, j):
+        return (i >= j) | (pairs[j, 1] > 0)
+
+    with torch.device("meta"):
+        block_mask = create_block_mask(mask_mod, None, None, 40, 40, "cpu")
+        mask = create_mask(mask_mod, None, None, 40, 40, "cpu")
+        scores = create_mask(score_mod, 1, 2, 40, 40, "cpu")
+        out = flex_attention(q, k, v, score_mod, block_mask)
+        with_bias = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), attn_bias=table[:, None])
+    assert mask[0, 0].equal((torch.arange(40) <= torch.arange(40)[:, None]) | (pairs[:, 1] > 0)) and scores.all()
+    assert out.equal(flex_attention(q, k, v, score_mod, block_mask))
+    assert with_bias.equal(flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), attn_bias=table[:, None]))

@@ -152,6 +152,22 @@ def test_extreme_descales(set_isa, len_q, softcap, other):
     assert seen == {"nan", "plain"} | ({"huge"} if not softcap else set())
 
 
+@pytest.mark.parametrize("factor", [INF, -INF, float("nan"), 0.0, -1.5, 2.0**-90])
+@pytest.mark.parametrize("len_q", [1, 40], ids=["decode", "forward"])
+def test_special_descales_of_v(engine, len_q, factor):
+    """The descale multiplies the sum over v, and rows that see no key are 0 with every descale."""
+    q, k, v = (torch.randint(-2, 3, (1, n, 2, 32)).float() for n in (len_q, 30, 30))
+    v[..., :8], v[..., 8:16], v[..., 16:24] = 1, -2, 0
+    options = {"v_descale": torch.full((1, 2), factor), "window_size": (-1, 0) if len_q > 1 else (-1, -1)}
+    out = flash_attn_func(*(x.to(E4M3) for x in (q, k, v)), softmax_scale=1 / 64, **options).float()
+    empty = max(len_q - 30, 0)
+    assert (out[:, :empty] == 0).all()
+    sums = torch.tensor([1.0, -2.0, 0.0]).repeat_interleave(8)
+    assert_equal(
+        out[:, empty:, :, :24], (sums * factor).expand(1, len_q - empty, 2, 24), rtol=1e-2, atol=0, equal_nan=True
+    )
+
+
 def test_descales_are_ignored_unless_fp8():
     q = make(1, 4, 2, 32)
     wrong = torch.zeros(7, dtype=torch.int64)

@@ -115,6 +115,35 @@ def test_fp8_of_rows_that_see_late_keys(d, score):
         torch.testing.assert_close(out[:, rows].cpu().float(), expected, rtol=0.1, atol=0)  # tensor cores cut sums
 
 
+SPECIAL = (INF, -INF, float("nan"), 0.0, -1.5, 2.0**-90)
+
+
+@pytest.mark.parametrize("factor", SPECIAL, ids=str)
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("len_q, d", [(1, 64), (200, 64), (200, 128), (200, 192), (200, 256)])
+def test_fp8_of_special_factors(len_q, d, softcap, name, factor):
+    """Whole numbers have exact products. The sums over v are all positive, all negative, 0, or of both signs. Signs of
+    infinities are compared where the sum does not nearly vanish, because devices round it differently."""
+    q, k, v = (torch.randint(-2, 3, (2, n, 2, d)).float() for n in (len_q, 150, 150))
+    v[..., :8], v[..., 8:16], v[..., 16:24] = 1, -2, 0
+    tensors = [x.to(E4M3) for x in (q, k, v)]
+    options = {"softmax_scale": 1 / 64, "softcap": softcap, "attention_chunk": 60, "return_attn_probs": True}
+    one = torch.ones(2, 2)
+    special = {name: torch.where(torch.tensor([[True, False], [False, True]]), factor, one)}
+    plain, _ = fa3.flash_attn_func(*tensors, **options)
+    expected, true_lse = fa3.flash_attn_func(*tensors, **special, **options)
+    moved = {key: x.cuda() for key, x in special.items()}
+    out, lse = (x.cpu() for x in fa3.flash_attn_func(*(x.cuda() for x in tensors), **moved, **options))
+    is_clear = (plain.abs() > 0.1) | (plain == 0) | expected.isfinite()
+    assert is_clear[..., :24].all() and is_clear.float().mean() > 0.5
+    for x, truth in ((out.float()[is_clear], expected.float()[is_clear]), (lse, true_lse)):
+        assert torch.equal(x.isnan(), truth.isnan())
+        is_infinite = truth.isinf()
+        assert torch.equal(x.isinf(), is_infinite) and torch.equal(x[is_infinite], truth[is_infinite])
+        torch.testing.assert_close(x, truth, rtol=5e-2, atol=5e-2, equal_nan=True)
+
+
 def test_qv():
     q, k, v, qv = make(2, 9, 4, 64), make(2, 50, 1, 64), make(2, 50, 1, 512), make(2, 9, 4, 512)
     compare(fa3.flash_attn_func, q, k, v, qv=qv, causal=True, return_attn_probs=True)

@@ -189,8 +189,8 @@ CASES = [
     (lambda: combine(out=torch.zeros(2, 3, 4, 9)), "out must have shape"),
     (lambda: combine(lse_partial=torch.zeros(2, 2, 3, 3)), "lse_partial must have shape"),
     (lambda: fa3.get_scheduler_metadata(2, 1, 8, 4, 3, 64, i32(1, 2)), "Number of heads in key/value must divide"),
-    (lambda: fa3.get_scheduler_metadata(3, 1, 8, 4, 2, 64, i32(1, 2)), "seqused_k must have shape (batch_size)"),
-    (lambda: fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 64, i32(1, 2).long()), "seqused_k must have dtype int32"),
+    (lambda: fa3.get_scheduler_metadata(3, 1, 8, 4, 2, 64, i32(1, 2)), "cache_seqlens must have shape (batch_size)"),
+    (lambda: fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 64, i32(1, 2).long()), "cache_seqlens must have dtype int32"),
     (lambda: fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 64, i32(1, 2), torch.int8), "FlashAttention only supports fp16"),
 ]  # fmt: skip
 

@@ -294,9 +294,9 @@ Q, K = (1, 4, 4, 16), (1, 4, 2, 16)
         (((1, 4, 4, 264), K, K), {}, "q must have a head_size of 1 to 256"),
         ((Q, K, (1, 4, 2, 520)), {}, "v must have a head_size of 1 to 512"),
         (((1, 4, 4, 20), (1, 4, 2, 20), K), {"hadamard": True}, "hadamard needs a head_size that is a multiple of 8"),
-        ((Q[1:], K[1:], K[1:]), {"cu_seqlens": [1, 4]}, "cu_seqlens_q must begin with 0"),
-        ((Q[1:], K[1:], K[1:]), {"cu_seqlens": [0, 5]}, "cu_seqlens_q must not decrease, and must not exceed the 4"),
-        ((Q[1:], K[1:], K[1:]), {"cu_seqlens": []}, "cu_seqlens_q must have shape"),
+        ((Q[1:], K[1:], K[1:]), {"cu_seqlens": [1, 4]}, "^cu_seqlens must begin with 0"),
+        ((Q[1:], K[1:], K[1:]), {"cu_seqlens": [0, 5]}, "^cu_seqlens must not decrease, and must not exceed the 4"),
+        ((Q[1:], K[1:], K[1:]), {"cu_seqlens": []}, "^cu_seqlens must have shape"),
         ((Q, K, K), {"cu_seqlens": [0, 4]}, "q must have 3 dimensions"),
     ],
 )
@@ -316,7 +316,7 @@ def test_errors_of_dtypes():
     ]:
         with pytest.raises(RuntimeError, match=message):
             quantize(*tensors)
-    with pytest.raises(RuntimeError, match="cu_seqlens_q must have dtype int32; it is int64"):
+    with pytest.raises(RuntimeError, match="^cu_seqlens must have dtype int32; it is int64"):
         quantize(q[0], k[0], v[0], torch.tensor([0, 4]))
     with pytest.raises(RuntimeError, match="cu_seqlens_k must have shape"):
         quantize(q[0], k[0], v[0], (sums_of([4], "cpu"), sums_of([2, 2], "cpu")))

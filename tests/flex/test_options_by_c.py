@@ -1,0 +1,174 @@
+"""What C does to rows for options, against torch's functions: the shift of low biases, sinks, and their gradient."""
+
+import flash_attn_2_cuda
+import pytest
+import torch
+
+from flash_attn import _sinks, flash_attn_func, flash_attn_varlen_func
+from flash_attn.flex import options
+
+INF = float("inf")
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+DEVICES = ["cpu", GPU]
+
+SHIFTS = {  # of a bias and sinks: the sizes of the bias, and whether heads have sinks
+    "rows": ((2, 3, 9, 11), False), "sinks": ((2, 3, 9, 11), True), "sinks of one bias": ((1, 1, 9, 11), True),
+    "keys": ((11,), True), "keys of heads": ((3, 1, 11), False), "one": ((), True), "rows alone": ((9, 1), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shifts_of_rows(monkeypatch, name, dtype, device):
+    """Dense and packed calls, with windows. Tensors have strides."""
+    shape, has_sinks = SHIFTS[name]
+    generator = torch.Generator().manual_seed(len(name))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 9, 14], [0, 4, 15]))
+    for low in (0, -1500, -2e4):
+        bias = torch.randn([2 * n for n in shape], generator=generator) * 700 + low
+        bias = torch.where(torch.rand(bias.shape, generator=generator) < 0.05, -INF, bias).to(dtype)
+        bias = bias.to(device)[tuple(slice(None, None, 2) for _ in shape)]
+        sinks = torch.tensor([low - 5.0, 0, low, 0, -INF, 0], device=device)[::2] if has_sinks else None
+        for window in ((-1, -1), (-1, 0), (-1, 3), (4, 0), (2, 2)):
+            for places in (options.Places(9, 11, window), options.PackedPlaces(cu_q, cu_k, 16, 17, window)):
+                found = options.shift_of_rows(places, bias, sinks, torch.float32)
+                with monkeypatch.context() as patch:
+                    patch.setattr(options, "is_unseen", lambda: False)
+                    want = options.shift_of_rows(places, bias, sinks, torch.float32)
+                assert found.dtype == want.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+                assert torch.equal(found.expand(want.shape), want) and found.dim() == 3
+
+
+def test_a_nan_is_no_low_bias():
+    bias = torch.full((3, 4), -5000.0)
+    bias[0, 1] = bias[1, 3] = float("nan")
+    for places, want in (
+        (options.Places(3, 4, (-1, -1)), [0, 0, -5000]),
+        (options.Places(3, 4, (-1, 0)), [0, 0, -5000]),
+    ):
+        assert options.shift_of_rows(places, bias, None, torch.float32).flatten().tolist() == want
+
+
+def numbers(generator, device, *shape):
+    return torch.randn(shape, generator=generator).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "dtype, shift",
+    [(torch.float32, None), (torch.bfloat16, "rows"), (torch.float16, "heads"), (torch.float64, "one")],
+    ids=str,
+)
+@pytest.mark.parametrize("b, h, rows", [(2, 3, 5), (1, 2, 4097), (700, 2, 1), (3, 33, 600), (2, 3, 0)])
+def test_sinks_and_their_gradient(monkeypatch, b, h, rows, dtype, shift, device):
+    """dtype is that of sinks. Some rows saw no key, and softmax_d has more rows than lse."""
+    generator = torch.Generator().manual_seed(rows)
+    sinks = numbers(generator, device, 2 * h).to(dtype)[::2]
+    sinks[0] = -INF
+    out, dout = (numbers(generator, device, b, rows, h, 24) for _ in range(2))
+    lse = numbers(generator, device, b, h, rows)
+    lse[..., ::3], lse[..., 1::5] = -INF, INF
+    out[:, ::3], out[:, 1::5] = 0, 0
+    dlse, delta = numbers(generator, device, b, h, rows), torch.full((b, h, rows + 9), float("nan"), device=device)
+    if shift is not None:
+        shift = numbers(generator, device, *{"rows": (b, h, rows), "heads": (1, h, 1), "one": (1, 1, 1)}[shift])
+    found = []
+    for unseen in (True, False):
+        mine, after = out.clone(), lse.clone()
+        with monkeypatch.context() as patch:
+            patch.setattr(_sinks, "is_unseen", lambda: unseen)  # noqa: B023
+            after = _sinks.add_sinks(mine, after, sinks, shift)
+            delta[..., :rows] = _sinks._delta(mine, dout, dlse)
+            given = (delta, shift) if unseen else (None, shift)
+            grad = _sinks.gradient_of_sinks(sinks, mine, after, dout, dlse, *given)
+        assert grad.dtype == dtype and grad.shape == sinks.shape
+        found.append((mine, after, grad))
+    for has, wants in zip(*found):
+        tolerance = 2e-5 if has.dtype in (torch.float32, torch.float64) else 1e-2
+        torch.testing.assert_close(has, wants, rtol=tolerance, atol=tolerance * max(1, rows * b) ** 0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_behind_the_last_sequence_have_no_part_in_the_gradient(device):
+    lse, delta, sinks = torch.zeros(2, 9, device=device), torch.ones(2, 9 + 256, device=device), torch.zeros(2)
+    delta[:, 6:] = float("nan")
+    for ends, want in (([0, 2, 6], -6.0), ([0, 0], 0.0)):
+        ends = torch.tensor(ends, dtype=torch.int32, device=device)
+        grad = flash_attn_2_cuda.gradient_of_sinks(sinks.to(device), lse, delta, None, ends)
+        assert grad.tolist() == [want] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_sinks_of_packed_sequences(dtype, device):
+    """It is the sum of those of the sequences alone. Rows behind the last sequence have softmax_d of old memory."""
+    generator = torch.Generator().manual_seed(2)
+    total, ends = 900, [0, 150, 150, 400]
+    q, k, v, dout = (numbers(generator, device, total, 2, 64).to(dtype) for _ in range(4))
+    sinks, cu = numbers(generator, device, 2).requires_grad_(), torch.tensor(ends, dtype=torch.int32, device=device)
+    q.requires_grad_()
+    out = flash_attn_varlen_func(q, k, v, cu, cu, 250, 250, sinks=sinks, causal=True)
+    poison = [torch.full((2, total + 128 * 3), float("nan"), device=device) for _ in range(4)]
+    del poison
+    grad = torch.autograd.grad(out, (q, sinks), dout)[1]
+    want = torch.zeros_like(sinks)
+    for first, end in zip(ends, ends[1:]):
+        if end > first:
+            out = flash_attn_func(*(x[None, first:end] for x in (q, k, v)), sinks=sinks, causal=True)
+            want += torch.autograd.grad(out, sinks, dout[None, first:end])[0]
+    torch.testing.assert_close(grad, want, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_sinks_has_the_same_bits_each_time(device):
+    generator = torch.Generator().manual_seed(0)
+    lse, delta = (numbers(generator, device, 3, 4, 5000) for _ in range(2))
+    sinks = numbers(generator, device, 4)
+    grads = [flash_attn_2_cuda.gradient_of_sinks(sinks, lse, delta, None, None) for _ in range(5)]
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+def test_what_does_not_fit_gets_none():
+    out, lse, sinks = torch.zeros(2, 5, 3, 8), torch.zeros(2, 3, 5), torch.zeros(3)
+    for wrong in (
+        (out, lse[:, :, :4], sinks), (out, lse, sinks[:2]), (out, lse.double(), sinks), (out, lse, sinks.int()),
+        (out.int(), lse, sinks), (out, lse[:, :, :1].expand(2, 3, 5), sinks), (out, lse, sinks, lse[:, :, :2]),
+        (out, lse, sinks, lse.double()),
+    ):  # fmt: skip
+        assert flash_attn_2_cuda.add_sinks(*wrong) is None
+    for wrong in (
+        (sinks[:2], lse, lse, None, None), (sinks, lse, lse[:, :, :4], None, None), (sinks, lse, None, None, None),
+        (sinks, lse, lse.double(), None, None), (sinks, lse, lse, None, torch.zeros(2)),
+        (sinks, sinks, lse, None, None),
+    ):  # fmt: skip
+        assert flash_attn_2_cuda.gradient_of_sinks(*wrong) is None
+    bias, places = torch.zeros(2, 3, 5, 7), torch.zeros(5, dtype=torch.int64)
+    for wrong in (
+        (bias.int(), -1, None, None, None, None, None), (bias[None], -1, None, None, None, None, None),
+        (bias, -1, sinks[:2], None, None, None, None), (bias[:0], -1, None, None, None, None, None),
+        (bias, -1, None, None, None, places, places[:4]), (bias, -1, None, None, None, places.int(), places),
+    ):  # fmt: skip
+        assert flash_attn_2_cuda.shift_of_biases(*wrong) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wanted", ["sinks alone", "sinks and v", "all"])
+def test_gradients_of_some_inputs(wanted, device):
+    """Without gradients of q, k and v no backward runs, and softmax_d comes from torch's functions."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [numbers(generator, device, 2, 30, 2, 16) for _ in range(3)] + [numbers(generator, device, 2)]
+    dout = numbers(generator, device, 2, 30, 2, 16)
+    leaves = {"sinks alone": tensors[3:], "sinks and v": tensors[2:], "all": tensors}[wanted]
+    grads = []
+    for attn_bias in (None, torch.zeros(30, 30, device=device)):
+        for x in tensors:
+            x.requires_grad_(any(x is y for y in leaves))
+        out = flash_attn_func(*tensors[:3], sinks=tensors[3], attn_bias=attn_bias, causal=True)
+        grads.append(torch.autograd.grad(out, leaves, dout)[-1])
+    for x in tensors:
+        x.requires_grad_()
+    out = flash_attn_func(*tensors[:3], sinks=tensors[3], causal=True)
+    want = torch.autograd.grad(out, tensors, dout)[-1]
+    for grad in grads:
+        torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
