@@ -33,8 +33,8 @@ DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int nu
     }
 }
 
-/* Loads tiles of ROWS rows. LANES threads share a row, and some of them are idle if a row has fewer pieces of 16 bytes. A
- * thread stays in its columns, and its pieces of a tile lie STEP rows apart. */
+/* Loads tiles of ROWS rows. LANES threads share a row, and some of them are idle if a row has fewer pieces of 16 bytes.
+ * A thread stays in its columns, and its pieces of a tile lie STEP rows apart. */
 template <int ROWS> struct tile_loader {
     static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
     static constexpr int STEP = THREADS / LANES, NUM = ROWS / STEP;
