@@ -486,13 +486,17 @@ static fa_status execute_cuda_backward(const fa_call *c, fa_outputs *outputs, fa
     if (!is_for_torch(status) || !torchs.cuda_backward || c->q.device_type != fa_torch.cuda) return status;
     double scale;
     tensor *t = outputs->tensor;
+    fa_outputs undefined = {.num = 0}; /* an undefined state has no handle here, and torch's function wants one */
+    if (!c->rng_state.handle) TRY(make_undefined(&undefined, err));
     fa_note_torch(c->pass, FA_CUDA, err->text);
-    return torch_said(torchs.cuda_backward(c->dout.handle, c->q.handle, c->k.handle, c->v.handle, c->out.handle,
-                                           c->softmax_lse.handle, c->unread[0].handle, c->unread[1].handle,
-                                           c->max_seqlen_q, c->max_seqlen_k, c->dropout_p, c->causal,
-                                           c->rng_state.handle, c->unread[2].handle, scale_of(c, &scale), &t[0], &t[1],
-                                           &t[2]),
-                      3, outputs, err);
+    status = torch_said(torchs.cuda_backward(c->dout.handle, c->q.handle, c->k.handle, c->v.handle, c->out.handle,
+                                             c->softmax_lse.handle, c->unread[0].handle, c->unread[1].handle,
+                                             c->max_seqlen_q, c->max_seqlen_k, c->dropout_p, c->causal,
+                                             undefined.num ? undefined.tensor[0] : c->rng_state.handle,
+                                             c->unread[2].handle, scale_of(c, &scale), &t[0], &t[1], &t[2]),
+                        3, outputs, err);
+    fa_drop_outputs(&undefined);
+    return status;
 }
 
 /* ---- varlen_attn: tensors [b, len, h, d], or packed [tokens, h, d] ----------------------------------------------- */
