@@ -22,6 +22,7 @@ DEVICE void finish(const params &p, const sequence &s, int head, int first_row) 
     const int lane = threadIdx.x % 32;
     const long long slab = slab_at(p, s, head, first_row);
     element::output *dq = (element::output *)a.dq.data + query_offset(a.dq, s, 0, head);
+#pragma unroll 1 /* ptxas would keep the addresses of all pieces, and spill some on compute capability 12.0 */
     for (int i = threadIdx.x / 32; i < BLOCK_Q / 16 * PIECES; i += NUM_WARPS) {
         const int block = i / PIECES, piece = i % PIECES, row = first_row + 16 * block;
         float x[16], factor[2];
