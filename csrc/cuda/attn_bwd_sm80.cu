@@ -11,7 +11,7 @@
  * dS goes there:
  *
  *   step i   barrier | load Q, dO of i+1 | S = K Q^T | P | dP = V dO^T | dS, store | dV += P^T dO | dK += dS^T Q
- *            and, before S in half of the warps and after dK in the others: dQ of i-1 += dS K
+ *            and, before the loads in half of the warps and after dK in the others: dQ of i-1 += dS K
  *
  * dQ needs dS of all warps, so it follows one step later. A step then has one barrier, and dS has two places. Because
  * half of the warps add dQ at another time, exponentials of some warps meet products of others (+8%).
@@ -434,6 +434,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             next.load(to, view.stride_row, query_loader::left() < p.d);
         else
             next.load_rows(to, view.stride_row, query_loader::num_own(s.len_q - at.row, p.d));
+        if (!KEEPS_PLACES) return;
         next.from +=
             at.row < walk.last ? BLOCK_Q * view.stride_row : view.stride_h - (walk.last - walk.first) * view.stride_row;
     };

@@ -19,7 +19,8 @@ static_assert(WARPS % DQ_WARPS == 0 && HEAD_DIM % (WARPS / DQ_WARPS * 16) == 0,
 
 typedef fa_attn_bwd_sm80_params params;
 
-/* Returns the number of the slab of row `row` of a sequence, which is a multiple of BLOCK_Q. */
+/* Returns the number of the slab of row `row` of a sequence, which is a multiple of BLOCK_Q. An int
+ * counts slabs, because the sums of one take 16 KB or more. */
 DEVICE int slab_at(const params &p, const sequence &s, int head, int row) {
     if (!p.problem.cu_seqlens_q) return (s.b_idx * p.problem.h + head) * p.num_slabs + row / BLOCK_Q;
     return head * p.num_slabs + s.q_row / BLOCK_Q + s.b_idx + row / BLOCK_Q;

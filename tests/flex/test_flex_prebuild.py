@@ -344,7 +344,7 @@ def test_compiled_functions(name):
     assert not any(re.match("sinks|bias_shift", x) for x in names)
 
 
-@pytest.mark.skipif(GCC is None, reason="there is no gcc")
+@pytest.mark.skipif(GCC is None, reason="no gcc: apt-get install gcc")
 def test_inductor_keeps_what_a_second_backward_needs():
     """The backward of out, and that of out and lse."""
     torch.compiler.reset()

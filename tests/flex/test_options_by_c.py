@@ -1,4 +1,4 @@
-"""What C does to rows for options, against torch's functions: the shift of low biases, sinks, and their gradient."""
+"""What C does to rows for options, against torch's functions: shifts of low biases, sinks and their gradient."""
 
 import flash_attn_2_cuda
 import pytest
