@@ -282,11 +282,11 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
+        (80, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (86, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (87, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
+        (87, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (89, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (100, ("d64_q64kv128w4", "d96_q64kv128w8", "d128_q64kv128w8", "d192_q64kv64w8", "d256_q64kv64w8")),
+        (100, ("d64_q64kv128w4", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (120, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
     ],
     ids=str,
@@ -296,6 +296,8 @@ def test_the_backward_before_hopper_takes_tiles_for_which_there_is_shared_memory
         first, *ruled_out = plan(**{"pass": 1}, capability=capability, d=d).splitlines()
         if name:
             assert first.split()[0] == f"attn_bwd_sm80_bf16_{name}"
+            in_fp16 = plan(**{"pass": 1}, capability=capability, d=d, dtype=0).split()[0]
+            assert in_fp16 == f"attn_bwd_sm80_fp16_{name.removesuffix('g2')}"  # two groups of warps are for bf16
         else:
             assert first.startswith("attn_bwd_any_bf16_") and any("in this GPU's shared memory" in x for x in ruled_out)
 
@@ -330,7 +332,7 @@ def test_the_backward_before_hopper_serves_masks_scores_and_dropout(plan):
         ({"dropout": 0.5, "scale": 0}, "_score_dropout"),
     ):
         found = plan(**{"pass": 1}, capability=80, **options).split()[0]
-        assert found == f"attn_bwd_sm80_bf16_d128_q64kv128w8{name}"
+        assert found == f"attn_bwd_sm80_bf16_d128_q64kv128w8g2{name}"
 
 
 @pytest.mark.parametrize(
@@ -612,7 +614,7 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
         ({"dtype": 4, "d": 64}, "attn_fwd_any_e4m3_d64_q128kv64_of3"),
         ({"pass": 1, "d": 64, "d_v": 512}, "attn_bwd_any_bf16_dq_d256_q64kv32_of3"),
         ({"pass": 1, "d": 192, "d_v": 128}, "attn_bwd_any_bf16_dq_d192_q64kv32_of3"),
-        ({"pass": 1, "empty": "-inf"}, "attn_bwd_sm80_bf16_d128_q64kv128w8"),
+        ({"pass": 1, "empty": "-inf"}, "attn_bwd_sm80_bf16_d128_q64kv128w8g2"),
     ],
     ids=str,
 )
@@ -670,7 +672,7 @@ def test_generic_kernels_name_what_they_do_not_take(plan, numbers, words):
 def test_backward_of_every_dtype(plan):
     for dtype, name in enumerate(("fp16", "bf16", "fp32")):
         found = {d: plan(**{"pass": 1}, capability=80, dtype=dtype, d=d).split()[0] for d in (1, 64, 65, 128, 129, 256)}
-        pattern = rf"attn_bwd_(any_{name}_dq|sm80_{name})_d(64|96|128|192|256)_q\d+kv\d+(w\d+)?"
+        pattern = rf"attn_bwd_(any_{name}_dq|sm80_{name})_d(64|96|128|192|256)_q\d+kv\d+(w\d+(g2)?)?"
         assert all(re.fullmatch(pattern, kernel) for kernel in found.values())
         assert all(("sm80" in kernel) == (name != "fp32" and d % 8 == 0) for d, kernel in found.items())
         assert all(int(re.search(r"_d(\d+)", kernel)[1]) >= d for d, kernel in found.items())

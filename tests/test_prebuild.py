@@ -22,8 +22,8 @@ ANY = re.compile(
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|rotated)(?:_12)?)?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
     r"|attn_fwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+s\dr?(_score)?(_dropout)?"
-    r"|attn_bwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+(_score)?(_dropout)?"
-    r"|attn_bwd_dq_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+|flex_blocks|flex_lists"
+    r"|attn_bwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+(g2)?(_score)?(_dropout)?"
+    r"|attn_bwd_dq_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+(g2)?|flex_blocks|flex_lists"
     r"|flex_exact_sums|sinks_grad"
 )
 

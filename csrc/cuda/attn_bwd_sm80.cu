@@ -34,44 +34,37 @@
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows and BLOCK_KV keys, WARPS with BLOCKS times 16 keys each, and
  * CHUNK rows whose scores are in registers at the same time. The row also gives STAGES of Q and dO, says whether K
  * and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
-#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || \
-    !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) || !defined(AHEAD) ||       \
-    !defined(KEPT) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
+#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(GROUPS) || \
+    !defined(BLOCKS) || !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) ||      \
+    !defined(AHEAD) || !defined(KEPT) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_sm80
 #endif
 
-#include "tile_any.cuh"
-#include "tile_sm80.cuh"
 #include "attn_bwd_sm80.cuh"
+#include "attn_bwd_sm80_products.cuh"
+#include "attn_bwd_sm80_weights.cuh"
 #include "quads.cuh"
 
-/* Where a thread finds its rows, by KEPT: in registers from KEPT 1 on, its own lane too with KEPT 2. Otherwise the
- * places are computed anew in each step. Without free registers that is faster. */
-constexpr bool KEEPS_PLACES = KEPT >= 1, KEEPS_LANE = KEPT == 2;
-template <bool IS_KEPT> struct lane_place {
-    DEVICE operator int() const { return laneid(); }
-};
-template <> struct lane_place<true> {
-    int place = pinned(lane());
-    DEVICE operator int() const { return place; }
-};
-typedef lane_place<KEEPS_LANE> lane_type;
-
-constexpr int N = CHUNK / 8, WARP_KEYS = 16 * BLOCKS;
-/* SPLIT warps share WARP_KEYS keys: they divide the rows of S and dP, and the columns of dK and dV. */
-constexpr int SPLIT = WARPS * WARP_KEYS / BLOCK_KV, OWN_COLUMNS = COLUMNS / SPLIT, OWN_ROWS = BLOCK_Q / SPLIT;
 /* dQ of a step is computed LAG steps later. */
 constexpr int LAG = SPLIT == 1;
-constexpr int DS_PITCH = BLOCK_Q + 8; /* like PITCH: eight rows begin in different groups of four banks */
 
-static_assert(BLOCK_KV * SPLIT == WARP_KEYS * WARPS && COLUMNS % SPLIT == 0 && BLOCK_Q % SPLIT == 0, "equal shares");
+static_assert(BLOCK_KV * SPLIT == WARP_KEYS * GROUP_WARPS && COLUMNS % SPLIT == 0 && BLOCK_Q % SPLIT == 0,
+              "equal shares");
 static_assert(OWN_ROWS % CHUNK == 0 && CHUNK % 16 == 0, "mma.m16n8k16 contracts 16 rows at a time");
 static_assert(N <= 8, "32 bits say which pairs of a thread dropout keeps");
 static_assert(BLOCK_Q <= THREADS, "a thread loads the lse and the delta of a row");
 static_assert(STAGES == 2 || (STAGES == 1 && SPLIT > 1), "dQ of the last step reads no query tile");
+static_assert(GROUPS == 1 || (GROUPS == 2 && !K_REGS && !V_REGS && BF16),
+              "P passes as fp16, which rounds less than bf16");
+
+/* With two groups of warps: chunks of a warp's rows, and words that say what dropout keeps of a chunk. */
+constexpr int CHUNKS = OWN_ROWS / CHUNK, KEPT_WORDS = (BLOCKS * N + 7) / 8;
+/* Named barriers: a chunk of P is there; a group has stored its weights. */
+enum { BAR_P = 1, BAR_GROUP = BAR_P + CHUNKS };
+static_assert(BAR_GROUP + 2 <= 16, "the hardware has 16");
 
 struct query_tile {
     factor q[BLOCK_Q * PITCH], dout[BLOCK_Q * PITCH];
@@ -92,7 +85,8 @@ struct shared_memory {
     factor ds[SPLIT > 1 ? 1 : 2][BLOCK_KV * DS_PITCH]; /* [key, row] */
     factor p[SPLIT > 1 ? BLOCK_KV * DS_PITCH : 8];     /* the same, of weights that other warps read */
     query_stats stats[2];
-    unsigned task[4]; /* with turns: what the CTA has taken */
+    unsigned task[4];                                                   /* with turns: what the CTA has taken */
+    u32 kept[GROUPS == 2 ? CHUNKS * KEPT_WORDS * 32 * GROUP_WARPS : 4]; /* with dropout */
 };
 
 /* A query tile of a walk. A key tile walks over the query tiles from `first` to `last` of one query head, then of the
@@ -111,254 +105,6 @@ struct query_walk {
     }
 };
 
-/* ---- products -------------------------------------------------------------------------------------------------- */
-
-/* dV or dK [16 BLOCKS, HEAD_DIM] += W B. W are the warp's weights, and B are CHUNK rows from `rows` on. */
-DEVICE void accumulate_pairs(float (&o)[BLOCKS][OWN_COLUMNS][4], const float (&w)[BLOCKS][N][4], const factor *rows,
-                             lane_type own_lane) {
-    constexpr int PAIRS = OWN_COLUMNS / 2;
-    const int l = own_lane;
-    const u32 row = smem_address(rows + l % 16 * PITCH + l / 16 * 8);
-    u32 a[N / 2][BLOCKS][4];
-#pragma unroll
-    for (int k = 0; k < N / 2; k++)
-#pragma unroll
-        for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float (&pair)[4] = w[m][2 * k + i / 2];
-                a[k][m][i] = cvt_x2<factor>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-            }
-    pipelined<N / 2 * PAIRS>(
-        [&](u32(&b)[4], int i) { ldmatrix_x4_trans(b, row + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES); },
-        [&](const u32(&b)[4], int i) {
-            const int k = i / PAIRS, c = i % PAIRS * 2;
-#pragma unroll
-            for (int m = 0; m < BLOCKS; m++) {
-                mma_m16n8k16<factor>(o[m][c], a[k][m], b[0], b[1]);
-                mma_m16n8k16<factor>(o[m][c + 1], a[k][m], b[2], b[3]);
-            }
-        });
-}
-
-/* The same with the weights of all BLOCK_Q rows, which begin at `weights` in shared memory. */
-DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *weights, const factor *rows,
-                              lane_type own_lane) {
-    constexpr int PAIRS = OWN_COLUMNS / 2, PLACES = AHEAD / PAIRS + 2;
-    const int l = own_lane;
-    const u32 row = smem_address(rows + l % 16 * PITCH + l / 16 * 8);
-    const u32 weight = smem_address(weights + l % 16 * DS_PITCH + l / 16 * 8);
-    u32 a[PLACES][BLOCKS][4];
-    pipelined<BLOCK_Q / 16 * PAIRS>(
-        [&](u32(&b)[4], int i) {
-            const int k = i / PAIRS, c = i % PAIRS * 2;
-            if (c == 0)
-#pragma unroll
-                for (int m = 0; m < BLOCKS; m++)
-                    ldmatrix_x4(a[k % PLACES][m], weight + (16 * m * DS_PITCH + 16 * k) * BYTES);
-            ldmatrix_x4_trans(b, row + (16 * k * PITCH + 8 * c) * BYTES);
-        },
-        [&](const u32(&b)[4], int i) {
-            const int k = i / PAIRS, c = i % PAIRS * 2;
-#pragma unroll
-            for (int m = 0; m < BLOCKS; m++) {
-                mma_m16n8k16<factor>(o[m][c], a[k % PLACES][m], b[0], b[1]);
-                mma_m16n8k16<factor>(o[m][c + 1], a[k % PLACES][m], b[2], b[3]);
-            }
-        });
-}
-
-/* Columns of dQ that a warp has at a time, in fragments. */
-constexpr int DQ_GROUP = SPLIT > 1 && DQ_COLUMNS > 4 ? 2 : DQ_COLUMNS;
-
-/* In tiles with a mask, weights of pairs that do not see each other lie in shared memory as -0. Other weights are never
- * -0 there. */
-constexpr u32 UNSEEN = 0x8000;
-
-DEVICE u32 mark_unseen(u32 pair, u32 seen) {
-    const u32 low = pair & 0xffff, high = pair >> 16;
-    return (!(seen & 1) ? UNSEEN : low == UNSEEN ? 0 : low) | (!(seen & 2) ? UNSEEN : high == UNSEEN ? 0 : high) << 16;
-}
-
-/* O [16 BLOCKS_OF_O, 8 NUM_COLUMNS] += W B by FMAs that skip unseen pairs, for NUM rows of B. The weight of a lane's
- * row 8 m of O and of row i of B lies at weights[i STEP + 8 m ROW]. The lane's columns of B begin at `rows`. */
-template <int NUM, int STEP, int ROW, int BLOCKS_OF_O, int NUM_COLUMNS>
-DEVICE void accumulate_seen(float (&o)[BLOCKS_OF_O][NUM_COLUMNS][4], const factor *weights, const factor *rows) {
-#pragma unroll 1
-    for (int i = 0; i < NUM; i++)
-#pragma unroll
-        for (int m = 0; m < 2 * BLOCKS_OF_O; m++) {
-            const factor w = weights[i * STEP + 8 * m * ROW];
-            if (w.bits == UNSEEN) continue;
-            const float weight = cvt_f32(w);
-#pragma unroll
-            for (int c = 0; c < NUM_COLUMNS; c++) {
-                float x[2];
-                unpack_x2<factor>(*(const u32 *)(rows + i * PITCH + 8 * c), x[0], x[1]);
-                o[m / 2][c][m % 2 * 2] += weight * x[0], o[m / 2][c][m % 2 * 2 + 1] += weight * x[1];
-            }
-        }
-}
-
-/* dQ [BLOCK_Q, HEAD_DIM] / scale += dS K, perhaps without unseen pairs. Each warp computes its part of dQ and adds the
- * part to the sums, DQ_GROUP columns at a time: more additions in a row than that would wait for each other. */
-DEVICE void add_dq(const params &p, const factor *ds, const factor *k, int slab, bool skips_unseen,
-                   lane_type own_lane) {
-    const int l = own_lane;
-    const int first_block = warp() / (WARPS / DQ_WARPS) * DQ_BLOCKS, first = warp() % (WARPS / DQ_WARPS) * DQ_COLUMNS;
-    const u32 ds_row = smem_address(ds + (l / 16 * 8 + l % 8) * DS_PITCH + 16 * first_block + l / 8 % 2 * 8);
-    const u32 k_row = smem_address(k + l % 16 * PITCH + 8 * first + l / 16 * 8);
-    float *const sums = sums_at(p, slab, first_block, first, l);
-    constexpr bool KEEPS = DQ_GROUP < DQ_COLUMNS; /* the warp's dS are read once */
-    constexpr int PAIRS = DQ_GROUP / 2, PLACES = KEEPS ? BLOCK_KV / 16 : AHEAD / PAIRS + 2;
-    u32 a[PLACES][DQ_BLOCKS][4];
-#pragma unroll
-    for (int group = 0; group < DQ_COLUMNS; group += DQ_GROUP) {
-        float dq[DQ_BLOCKS][DQ_GROUP][4];
-#pragma unroll
-        for (int m = 0; m < DQ_BLOCKS; m++)
-#pragma unroll
-            for (int c = 0; c < DQ_GROUP; c++) dq[m][c][0] = dq[m][c][1] = dq[m][c][2] = dq[m][c][3] = 0;
-        if (skips_unseen) {
-            accumulate_seen<BLOCK_KV, DS_PITCH, 1>(dq, ds + 16 * first_block + l / 4,
-                                                   k + 8 * (first + group) + 2 * (l % 4));
-        } else {
-            pipelined<BLOCK_KV / 16 * PAIRS>(
-                [&](u32(&b)[4], int i) {
-                    const int key = i / PAIRS, c = group + i % PAIRS * 2;
-                    if (i % PAIRS == 0 && (!KEEPS || group == 0))
-#pragma unroll
-                        for (int m = 0; m < DQ_BLOCKS; m++)
-                            ldmatrix_x4_trans(a[key % PLACES][m], ds_row + (16 * key * DS_PITCH + 16 * m) * BYTES);
-                    ldmatrix_x4_trans(b, k_row + (16 * key * PITCH + 8 * c) * BYTES);
-                },
-                [&](const u32(&b)[4], int i) {
-                    const int key = i / PAIRS, c = i % PAIRS * 2;
-#pragma unroll
-                    for (int m = 0; m < DQ_BLOCKS; m++) {
-                        mma_m16n8k16<factor>(dq[m][c], a[key % PLACES][m], b[0], b[1]);
-                        mma_m16n8k16<factor>(dq[m][c + 1], a[key % PLACES][m], b[2], b[3]);
-                    }
-                });
-        }
-#pragma unroll
-        for (int m = 0; m < DQ_BLOCKS; m++)
-#pragma unroll
-            for (int c = 0; c < DQ_GROUP; c++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) red_add(sums + (m * DQ_COLUMNS + group + c) * 128 + 32 * e, dq[m][c][e]);
-    }
-}
-
-/* Stores P^T or dS^T [16 BLOCKS, CHUNK] of a warp. */
-template <bool MARKS>
-DEVICE void store_weights(factor *ds, const float (&x)[BLOCKS][N][4], const u32 (&seen)[BLOCKS], lane_type own_lane) {
-    const int l = own_lane;
-    u32 *row = (u32 *)(ds + l / 4 * DS_PITCH + 2 * (l % 4));
-#pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 pair = cvt_x2<factor>(x[m][n][2 * half], x[m][n][2 * half + 1]);
-                row[(8 * m + 4 * half) * DS_PITCH + 4 * n] =
-                    MARKS ? mark_unseen(pair, seen[m] >> (4 * n + 2 * half)) : pair;
-            }
-}
-
-/* ---- weights --------------------------------------------------------------------------------------------------- */
-
-/* Makes weights of scores, for one query head. S^T and dP^T [16, CHUNK] become (z P)^T and dS^T. The keys begin at
- * `key`, and the rows at `row`. */
-struct weigher {
-    const fa_cuda_problem &p;
-    const sequence &s;
-    int head;
-    lane_type own_lane;
-    float scale_log2;
-
-    DEVICE weigher(const fa_cuda_problem &p, const sequence &s, int head, lane_type own_lane)
-        : p(p), s(s), head(head), own_lane(own_lane), scale_log2((SCORE ? 1 : p.scale) * LOG2_E) {}
-
-    /* S becomes P. With SCORE the derivatives of the scores come, too. */
-    DEVICE void exponentiate(float (&x)[N][4], float (&derivatives)[N][4], const float *lse, int key, int row) const {
-        const int l = own_lane, left = 2 * (l % 4);
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const float2 lses = *(const float2 *)(lse + 8 * n + left);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                if (SCORE)
-                    x[n][e] = scorer(p, s, head)(x[n][e], row + 8 * n + left + e % 2, key + l / 4 + e / 2 * 8,
-                                                 derivatives[n][e]);
-                x[n][e] = ex2(fmaf(x[n][e], scale_log2, -(e % 2 ? lses.y : lses.x)));
-            }
-        }
-    }
-
-    /* P and dP become z P and dS. */
-    DEVICE void weigh(float (&x)[N][4], float (&dp)[N][4], const float (&derivatives)[N][4], const float *delta,
-                      int key, int row) const {
-        const int left = 2 * (own_lane % 4);
-        u32 kept = 0;
-        if (DROPOUT) kept = dropout(p, s.b_idx, head).kept_rows_are_keys<N>(key, row);
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const float2 deltas = *(const float2 *)(delta + 8 * n + left);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float prob = x[n][e];
-                if (DROPOUT) {
-                    const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
-                    x[n][e] *= z, dp[n][e] *= z;
-                }
-                dp[n][e] = prob * (dp[n][e] - (e % 2 ? deltas.y : deltas.x));
-                if (SCORE) dp[n][e] *= derivatives[n][e];
-            }
-        }
-    }
-
-    /* Weights of pairs that do not see each other become 0. Bit 4 n + e of the result says that the row of element e of
-     * fragment n sees the key. */
-    DEVICE u32 mask(float (&x)[N][4], float (&ds)[N][4], const float *lse, int key, int row) const {
-        const int own_key = key + lane() / 4, left = 2 * (lane() % 4);
-        u32 seen = 0;
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int i = row + 8 * n + left + e, begin = first_key_of_window(p, s, i);
-                const int end = lse[8 * n + left + e] == INF ? 0 : end_key_of_window(p, s, i);
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int j = own_key + 8 * half;
-                    const bool sees = j >= begin && j < end;
-                    seen |= (u32)sees << (4 * n + 2 * half + e);
-                    if (!sees) x[n][2 * half + e] = ds[n][2 * half + e] = 0;
-                }
-            }
-        return seen;
-    }
-
-    /* Does no row of [row, row + CHUNK) see a key of [key, key + WARP_KEYS)? */
-    DEVICE bool is_unseen(int key, int row) const {
-        return end_key_of_window(p, s, row + CHUNK - 1) <= key || first_key_of_window(p, s, row) >= key + WARP_KEYS;
-    }
-};
-
-/* Is some element NaN or inf? */
-DEVICE bool is_not_finite(const float (&x)[BLOCKS][N][4]) {
-    float sum = 0;
-#pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) sum = fmaf(x[m][n][e], 0, sum);
-    return sum != 0;
-}
-
 /* Does every row of a query tile see every key? The answers are types, so that each has a loop of its own. */
 struct all_seen {
     static constexpr bool value = true;
@@ -376,7 +122,7 @@ DEVICE void wait_for_turn(const unsigned *turn, unsigned wanted) {
     __syncwarp();
 }
 
-/* Stores the warp's part of dK or dV: its keys from warp_key on, and OWN_COLUMNS fragments from `column` on. */
+/* Stores the warp's part of dK or dV: its keys from warp_key on, and its strips of columns from `column` on. */
 DEVICE void store_gradient(const fa_cuda_problem &p, const sequence &s, int head_kv, int warp_key, int column,
                            const fa_cuda_view &result, const float (&x)[BLOCKS][OWN_COLUMNS][4], float weight) {
     if (!result.data) return;
@@ -384,9 +130,11 @@ DEVICE void store_gradient(const fa_cuda_problem &p, const sequence &s, int head
     const float weights[2] = {weight, weight};
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
-        if constexpr (OWN_COLUMNS % 4 == 0) {
-            store_rows((const float (&)[4 * OWN_COLUMNS]) x[m], weights, rows, result.stride_row, warp_key + 16 * m,
-                       s.len_kv, p.d - column);
+        if constexpr (STRIP % 4 == 0) {
+#pragma unroll
+            for (int c = 0; c < OWN_COLUMNS; c += STRIP)
+                store_rows((const float (&)[4 * STRIP]) x[m][c], weights, rows + column_of_own(c), result.stride_row,
+                           warp_key + 16 * m, s.len_kv, p.d - column - column_of_own(c));
         } else {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -404,8 +152,9 @@ DEVICE void store_gradient(const fa_cuda_problem &p, const sequence &s, int head
 DEVICE void make_gradients(const params &all, shared_memory &shared, const sequence &s, int head_kv, int first_key) {
     const fa_cuda_problem &p = all.problem;
     const lane_type own_lane = {};
-    const int num_heads = p.h / p.h_kv, own_key = WARP_KEYS * (warp() / SPLIT), warp_key = first_key + own_key;
-    const int own_column = warp() % SPLIT * (8 * OWN_COLUMNS), own_row = warp() % SPLIT * OWN_ROWS;
+    const int group = GROUPS == 1 ? 0 : warp() / GROUP_WARPS, group_warp = GROUPS == 1 ? warp() : warp() % GROUP_WARPS;
+    const int num_heads = p.h / p.h_kv, own_key = WARP_KEYS * (group_warp / SPLIT), warp_key = first_key + own_key;
+    const int own_column = group_warp % SPLIT * (8 * STRIP), own_row = group_warp % SPLIT * OWN_ROWS;
     const tile_walk seen = rows_of(p, s, first_key, min(first_key + BLOCK_KV, s.len_kv) - 1);
     const query_walk walk = {seen.start<BLOCK_Q>(), (seen.end - 1) / BLOCK_Q * BLOCK_Q};
     const query_place start = {head_kv * num_heads, walk.first};
@@ -414,7 +163,8 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
     /* The order of the sums is kept where the sequence is not longer than the caller says. */
     const bool takes_turns = all.turns && s.len_kv <= p.num_tiles * BLOCK_KV;
     u32 k_regs[BLOCKS][K_STEPS][4], v_regs[BLOCKS][K_STEPS][4]; /* those that the row of the table wants */
-    float dk[BLOCKS][OWN_COLUMNS][4], dv[BLOCKS][OWN_COLUMNS][4];
+    float gradients[3 - GROUPS][BLOCKS][OWN_COLUMNS][4];        /* with two groups a warp has one of both */
+    auto &dv = gradients[0], &dk = gradients[2 - GROUPS];
 
     const auto load_keys = [&](factor *tile, const fa_cuda_view &view) {
         load_rows<BLOCK_KV>(tile, (const factor *)view.data + key_offset(p, view, s, first_key, head_kv),
@@ -450,7 +200,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
     };
     const auto store_stats = [&](query_stats &stats) {
         if (threadIdx.x < BLOCK_Q) {
-            stats.lse[threadIdx.x] = fabsf(next_lse) == INF ? INF : next_lse * LOG2_E;
+            stats.lse[threadIdx.x] = fabsf(next_lse) == INF ? INF : next_lse * LOG2_E - EXPONENT;
             stats.delta[threadIdx.x] = next_delta;
         }
     };
@@ -510,52 +260,154 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         const query_tile &tile = shared.tiles[slot];
         const query_stats &stats = shared.stats[step % 2];
         float x[BLOCKS][N][4], dp[BLOCKS][N][4], derivatives[BLOCKS][N][4];
-        factor *stored_p = shared.p + own_key * DS_PITCH + row;
-        factor *stored_ds = shared.ds[LAG * slot] + own_key * DS_PITCH + row;
+        u32 seen[BLOCKS] = {};
+        factor *const ds = shared.ds[LAG * slot];
+        const int l = own_lane;
         if (IS_MASKED && weights.is_unseen(warp_key, first_row + row)) {
-            const u32 none[BLOCKS] = {};
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
                 for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
-            if (SPLIT > 1) store_weights<true>(stored_p, x, none, own_lane);
-            store_weights<true>(stored_ds, x, none, own_lane);
+            if (SPLIT > 1) store_weights<true>({shared.p, own_key, row, own_lane}, x, seen);
+            store_weights<true>({ds, own_key, row, own_lane}, x, seen);
             return false;
         }
-        const int l = own_lane;
-        const int offset = (row + l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8;
-        const int own_offset = (own_key + l % 16) * PITCH + l / 16 * 8;
-        multiply_own<K_REGS>(x, k_regs, smem_address(shared.k + own_offset), smem_address(tile.q + offset));
+        multiply_own<K_REGS>(x, k_regs, own_place(shared.k, own_key, 0, l), other_place(tile.q, row, l));
         bool is_exact = IS_MASKED && is_not_finite(x);
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++)
             weights.exponentiate(x[m], derivatives[m], stats.lse + row, warp_key + 16 * m, first_row + row);
-        multiply_own<V_REGS>(dp, v_regs, smem_address(shared.v + own_offset), smem_address(tile.dout + offset));
+        multiply_own<V_REGS>(dp, v_regs, own_place(shared.v, own_key, 0, l), other_place(tile.dout, row, l));
         is_exact |= IS_MASKED && is_not_finite(dp);
-        u32 sees[BLOCKS] = {};
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
             weights.weigh(x[m], dp[m], derivatives[m], stats.delta + row, warp_key + 16 * m, first_row + row);
-            if (IS_MASKED) sees[m] = weights.mask(x[m], dp[m], stats.lse + row, warp_key + 16 * m, first_row + row);
+            if (IS_MASKED) seen[m] = weights.mask(x[m], dp[m], stats.lse + row, warp_key + 16 * m, first_row + row);
         }
         if (SPLIT > 1) {
-            store_weights<IS_MASKED>(stored_p, x, sees, own_lane);
-            store_weights<IS_MASKED>(stored_ds, dp, sees, own_lane);
+            store_weights<IS_MASKED>({shared.p, own_key, row, own_lane}, x, seen);
+            store_weights<IS_MASKED>({ds, own_key, row, own_lane}, dp, seen);
         } else if (IS_MASKED && __any_sync(WHOLE_WARP, is_exact)) {
-            const int first = row * PITCH + 2 * (l % 4);
-            store_weights<true>(stored_ds, x, sees, own_lane);
+            store_weights<true>({ds, own_key, row, own_lane}, x, seen);
             __syncwarp();
-            accumulate_seen<CHUNK, 1, DS_PITCH>(dv, stored_ds + l / 4 * DS_PITCH, tile.dout + first);
+            accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0);
             __syncwarp();
-            store_weights<true>(stored_ds, dp, sees, own_lane);
+            store_weights<true>({ds, own_key, row, own_lane}, dp, seen);
             __syncwarp();
-            accumulate_seen<CHUNK, 1, DS_PITCH>(dk, stored_ds + l / 4 * DS_PITCH, tile.q + first);
+            accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
         } else {
-            store_weights<IS_MASKED>(stored_ds, dp, sees, own_lane);
+            store_weights<IS_MASKED>({ds, own_key, row, own_lane}, dp, seen);
             accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
             accumulate_pairs(dk, dp, tile.q + row * PITCH, own_lane);
         }
         return is_exact;
+    };
+
+    /* The same where group 0 makes P, and group 1 makes dS of this P. A lane of group 1 owns the pairs of a lane of group
+     * 0. P ds/dqk passes through the place of its dS. is_exact: the rows hold NaN or inf, and some pair is unseen. */
+    const auto add_chunk_of_group = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row,
+                                        bool is_exact) {
+        constexpr bool IS_MASKED = !decltype(kind)::value;
+        const query_tile &tile = shared.tiles[slot];
+        const query_stats &stats = shared.stats[step % 2];
+        factor *const ds = shared.ds[LAG * slot];
+        const int l = own_lane, chunk = (row - own_row) / CHUNK;
+        u32 *const kept = shared.kept + (chunk * GROUP_WARPS + group_warp) * (32 * KEPT_WORDS) + l;
+        const bool adds_exactly = IS_MASKED && SPLIT == 1 && is_exact;
+        const weights_place place(ds, own_key, row, l);
+        float x[BLOCKS][N][4];
+        u32 seen[BLOCKS] = {};
+        if (IS_MASKED && weights.is_unseen(warp_key, first_row + row)) {
+            if (group == 0)
+                bar_arrive(BAR_P + chunk, 32 * WARPS);
+            else
+                bar_sync(BAR_P + chunk, 32 * WARPS);
+            if (adds_exactly) __syncthreads();
+            if (adds_exactly) __syncthreads();
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+                for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
+            if (group == 1 || SPLIT > 1)
+                store_weights<true>({group == 0 ? shared.p : ds, own_key, row, own_lane}, x, seen);
+            return;
+        }
+        if (group == 0) {
+            multiply_own<false>(x, k_regs, own_place(shared.k, own_key, 0, l), other_place(tile.q, row, l));
+            u32 kept_words[KEPT_WORDS] = {};
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++) {
+                float derivatives[N][4];
+                weights.exponentiate(x[m], derivatives, stats.lse + row, warp_key + 16 * m, first_row + row);
+                if (IS_MASKED) seen[m] = weights.mask(x[m], x[m], stats.lse + row, warp_key + 16 * m, first_row + row);
+                const u32 bits = weights.kept_pairs(warp_key + 16 * m, first_row + row);
+                if (DROPOUT) kept_words[m * N / 8] |= bits << m * N % 8 * 4;
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    const float *prob = x[m][n];
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float *ds_dqk = derivatives[n] + 2 * half;
+                        place(m, n, half) = cvt_x2<fp16>(SCORE ? prob[2 * half] * ds_dqk[0] : prob[2 * half],
+                                                         SCORE ? prob[2 * half + 1] * ds_dqk[1] : prob[2 * half + 1]);
+                    }
+                    if (DROPOUT)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) x[m][n][e] *= weights.kept_scale(bits, n, e);
+                }
+            }
+            if (DROPOUT)
+#pragma unroll
+                for (int i = 0; i < KEPT_WORDS; i++) kept[32 * i] = kept_words[i];
+            if (SPLIT > 1) store_weights<IS_MASKED>({shared.p, own_key, row, own_lane}, x, seen);
+            bar_arrive(BAR_P + chunk, 32 * WARPS);
+            if (adds_exactly) {
+                __syncthreads(); /* group 1 has read P */
+                store_weights<true>(place, x, seen);
+                __syncwarp();
+                accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0);
+                __syncthreads();
+            } else if (SPLIT == 1) {
+                accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
+            }
+        } else {
+            multiply_own<false>(x, v_regs, own_place(shared.v, own_key, 0, l), other_place(tile.dout, row, l));
+            bar_sync(BAR_P + chunk, 32 * WARPS);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const float2 deltas = *(const float2 *)(stats.delta + row + 8 * n + 2 * (l % 4));
+                const float own_deltas[2] = {deltas.x * UNIT, deltas.y * UNIT};
+#pragma unroll
+                for (int m = 0; m < BLOCKS; m++) {
+                    const u32 bits = DROPOUT ? kept[32 * (m * N / 8)] >> m * N % 8 * 4 : 0;
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        float prob[2];
+                        unpack_x2<fp16>(place(m, n, half), prob[0], prob[1]);
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            float &dp = x[m][n][2 * half + i];
+                            if (DROPOUT) dp *= weights.kept_scale(bits, n, 2 * half + i);
+                            dp = prob[i] * fmaf(dp, UNIT, -own_deltas[i]);
+                        }
+                    }
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < BLOCKS; m++)
+                if (IS_MASKED) seen[m] = weights.mask(x[m], x[m], stats.lse + row, warp_key + 16 * m, first_row + row);
+            if (adds_exactly) {
+                __syncthreads();
+                __syncthreads(); /* group 0 has read z P, which lay here */
+            }
+            store_weights<IS_MASKED>(place, x, seen);
+            if (adds_exactly) {
+                __syncwarp();
+                accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
+            } else if (SPLIT == 1) {
+                accumulate_pairs(dk, x, tile.q + row * PITCH, own_lane);
+            }
+        }
     };
 
     query_place now = start;
@@ -567,7 +419,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         cp_async_wait_group<0>();
         const bool has_silent = __syncthreads_or(threadIdx.x < BLOCK_Q && fabsf(next_lse) == INF);
         if (step > LAG) end_turn(LAG == 1 ? walk.before(walk.before(now)) : walk.before(now));
-        const bool skips = last_skips, adds_first = WARPS < 8 || warp() < WARPS / 2;
+        const bool skips = last_skips, adds_first = WARPS < 8 || (warp() < WARPS / 2) == (GROUPS == 1);
         if (LAG == 1 && step > 0 && adds_first) finish_step(walk.before(now), 1 - slot, skips);
         /* The copies come after products, which need no addresses. */
         if (STAGES == 2 && step + 1 < num_steps) load(walk.after(now), 1 - slot);
@@ -577,27 +429,41 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         const weigher weights(p, s, now.head, own_lane);
         bool is_exact = false; /* with SPLIT: weights meet rows with NaN or inf that they may not see */
         last_skips = !is_whole && k_has_nan_or_inf;
+        if (GROUPS == 2 && !is_whole) is_exact = has_nan_or_inf<2 * BLOCK_Q>(tile.q); /* or tile.dout, which follows */
 #pragma unroll 1
         for (int row = own_row; row < own_row + OWN_ROWS; row += CHUNK) {
-            if (is_whole)
-                add_chunk(all_seen(), weights, slot, step, now.row, row);
-            else
-                is_exact |= add_chunk(some_seen(), weights, slot, step, now.row, row);
+            if constexpr (GROUPS == 2) {
+                if (is_whole)
+                    add_chunk_of_group(all_seen(), weights, slot, step, now.row, row, false);
+                else
+                    add_chunk_of_group(some_seen(), weights, slot, step, now.row, row, is_exact);
+            } else {
+                if (is_whole)
+                    add_chunk(all_seen(), weights, slot, step, now.row, row);
+                else
+                    is_exact |= add_chunk(some_seen(), weights, slot, step, now.row, row);
+            }
         }
         if (SPLIT > 1) {
-            const factor *p = shared.p + own_key * DS_PITCH, *ds = shared.ds[0] + own_key * DS_PITCH;
-            const int l = own_lane, column = own_column + 2 * (l % 4);
-            if (__syncthreads_or(is_exact)) { /* all warps have stored their weights */
-                accumulate_seen<BLOCK_Q, 1, DS_PITCH>(dv, p + l / 4 * DS_PITCH, tile.dout + column);
-                accumulate_seen<BLOCK_Q, 1, DS_PITCH>(dk, ds + l / 4 * DS_PITCH, tile.q + column);
+            /* All warps of a group have stored their weights. */
+            if (GROUPS == 2)
+                bar_sync(BAR_GROUP + group, 32 * GROUP_WARPS);
+            else
+                is_exact = __syncthreads_or(is_exact);
+            const auto add = [&](auto &gradient, const factor *weights, const factor *rows) {
+                if (is_exact)
+                    accumulate_seen_rows<BLOCK_Q>(gradient, weights, own_key, rows, 0, own_column);
+                else
+                    accumulate_shared(gradient, weights, own_key, rows, own_column, own_lane);
+            };
+            if (GROUPS == 2) {
+                add(dv, group == 0 ? shared.p : shared.ds[0], group == 0 ? tile.dout : tile.q);
             } else {
-                accumulate_shared(dv, p, tile.dout + own_column, own_lane);
-                accumulate_shared(dk, ds, tile.q + own_column, own_lane);
+                add(dv, shared.p, tile.dout);
+                add(dk, shared.ds[0], tile.q);
             }
-            if (STAGES == 1) {
-                __syncthreads(); /* all warps have read the query tile */
-                if (step + 1 < num_steps) load(walk.after(now), 0);
-            }
+            if (STAGES == 1 || GROUPS == 2) __syncthreads(); /* all warps have read the query tile, and stored dS */
+            if (STAGES == 1 && step + 1 < num_steps) load(walk.after(now), 0);
             finish_step(now, 0, last_skips);
         }
         if (LAG == 1 && step > 0 && !adds_first) finish_step(walk.before(now), 1 - slot, skips);
@@ -616,15 +482,15 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             }
         }
     }
-    store_gradient(p, s, head_kv, warp_key, own_column, p.dk, dk, p.scale);
-    store_gradient(p, s, head_kv, warp_key, own_column, p.dv, dv, 1);
+    if (GROUPS == 1 || group == 1) store_gradient(p, s, head_kv, warp_key, own_column, p.dk, dk, p.scale);
+    if (GROUPS == 1 || group == 0) store_gradient(p, s, head_kv, warp_key, own_column, p.dv, dv, UNIT);
 }
 
 /* A task is one key tile of one key head of one sequence. A task of a sequence longer than max_seqlen does several key
  * tiles. With turns the CTAs take their tasks from a counter, so a CTA waits only for tasks that other CTAs have taken
  * before. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const params p) {
-    extern __shared__ __align__(16) char memory[];
+    extern __shared__ __align__(128) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const fa_cuda_problem &a = p.problem;
     const long long num_tasks = (long long)a.b * a.h_kv * a.num_tiles;

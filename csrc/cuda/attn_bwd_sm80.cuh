@@ -9,13 +9,26 @@
 #include "attn_bwd_sm80_params.h"
 #include "sequence.cuh"
 
+#if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(WARPS) || !defined(GROUPS)
+#error "a row of tiles.def"
+#endif
+/* Two groups of warps have swizzled tiles, where rows are whole groups of eight pieces (tile_any.cuh). */
+#define SWIZZLES (GROUPS == 2 && HEAD_DIM % 64 == 0)
+
 /* 32 rows of a warp read the fewest bytes of shared memory, if that leaves the warp whole pairs of fragments. */
 constexpr bool HAS_TWO_BLOCKS =
     BLOCK_Q % 32 == 0 && WARPS % (BLOCK_Q / 32) == 0 && HEAD_DIM % (WARPS / (BLOCK_Q / 32) * 16) == 0;
 constexpr int DQ_BLOCKS = HAS_TWO_BLOCKS ? 2 : 1;
-constexpr int DQ_WARPS = BLOCK_Q / (16 * DQ_BLOCKS), DQ_COLUMNS = HEAD_DIM / 8 / (WARPS / DQ_WARPS);
-static_assert(WARPS % DQ_WARPS == 0 && HEAD_DIM % (WARPS / DQ_WARPS * 16) == 0,
-              "each warp has whole pairs of fragments");
+constexpr int DQ_WARPS = BLOCK_Q / (16 * DQ_BLOCKS), DQ_SHARES = WARPS / DQ_WARPS,
+              DQ_COLUMNS = HEAD_DIM / 8 / DQ_SHARES;
+static_assert(WARPS % DQ_WARPS == 0 && HEAD_DIM % (DQ_SHARES * 16) == 0, "each warp has whole pairs of fragments");
+
+/* A warp has strips of columns, in fragments. Between two of its strips lie those of the other DQ_SHARES - 1 warps. */
+constexpr int DQ_STRIP = SWIZZLES ? 2 : DQ_COLUMNS;
+static_assert(!SWIZZLES || DQ_SHARES == 4, "swizzled rows want the strips of 64 columns in four warps");
+DEVICE int column_of_dq(int fragment) {
+    return fragment / DQ_STRIP * (8 * DQ_STRIP * DQ_SHARES) + fragment % DQ_STRIP * 8;
+}
 
 typedef fa_attn_bwd_sm80_params params;
 
@@ -29,9 +42,8 @@ DEVICE int slab_at(const params &p, const sequence &s, int head, int row) {
 /* Returns the place of a lane's register 0 of the fragment in block m of rows and fragment c of columns of a tile.
  * Register e lies 32 e behind. */
 DEVICE float *sums_at(const params &p, int slab, int m, int c, int lane) {
-    const int fragment =
-        ((m / DQ_BLOCKS * (WARPS / DQ_WARPS) + c / DQ_COLUMNS) * DQ_BLOCKS + m % DQ_BLOCKS) * DQ_COLUMNS +
-        c % DQ_COLUMNS;
+    const int share = c / DQ_STRIP % DQ_SHARES, own_c = c / (DQ_STRIP * DQ_SHARES) * DQ_STRIP + c % DQ_STRIP;
+    const int fragment = ((m / DQ_BLOCKS * DQ_SHARES + share) * DQ_BLOCKS + m % DQ_BLOCKS) * DQ_COLUMNS + own_c;
     return p.dq_sums + (long long)slab * (BLOCK_Q * HEAD_DIM) + fragment * 128 + lane;
 }
 

@@ -34,9 +34,17 @@ using factor = element::factor;
 
 constexpr u32 WHOLE_WARP = 0xffffffffu;
 
-/* Rows of a tile in shared memory are 16 bytes longer than their HEAD_DIM elements. Eight rows then begin in
- * different groups of four banks, as ldmatrix and the loads of fp32 require. */
-constexpr int PITCH = HEAD_DIM + 16 / sizeof(factor);
+/* ldmatrix and the loads of fp32 require that eight rows of a tile in shared memory begin in different groups of four
+ * banks. So rows are 16 bytes longer than their HEAD_DIM elements, or SWIZZLES is 1: then piece c of 16 bytes of row r
+ * lies at c ^ r % 8. */
+#ifndef SWIZZLES
+#define SWIZZLES 0
+#endif
+constexpr int PITCH = HEAD_DIM + (SWIZZLES ? 0 : 16 / sizeof(factor));
+static_assert(!SWIZZLES || HEAD_DIM % 64 == 0, "whole rows of eight pieces");
+
+/* The place of a column in its row. */
+DEVICE int swizzled(int row, int column) { return SWIZZLES ? column ^ row % 8 * 8 : column; }
 constexpr int THREADS = 32 * WARPS;
 
 DEVICE int lane() { return threadIdx.x % 32; }

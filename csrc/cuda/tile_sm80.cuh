@@ -19,7 +19,8 @@ DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int nu
     static_assert(ROWS * PIECES % THREADS == 0, "no thread has less to do");
     const int top = threadIdx.x / PIECES, left = threadIdx.x % PIECES * 8;
     const factor *from = rows + top * stride + left;
-    const u32 to = smem_address(tile + top * PITCH + left);
+    const u32 to = smem_address(tile + top * PITCH + swizzled(top, left));
+    static_assert(!SWIZZLES || STEP % 8 == 0, "a thread's pieces lie at the same place of their rows");
     const int num_own = left < columns ? num_rows - top : 0;
 #pragma unroll
     for (int i = 0; i < NUM; i++) {
@@ -27,7 +28,7 @@ DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int nu
             cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
         } else {
             const int piece = threadIdx.x + i * THREADS, row = piece / PIECES, column = piece % PIECES * 8;
-            cp_async_16(smem_address(tile + row * PITCH + column), rows + row * stride + column,
+            cp_async_16(smem_address(tile + row * PITCH + swizzled(row, column)), rows + row * stride + column,
                         row < num_rows && column < columns);
         }
     }
@@ -39,6 +40,7 @@ template <int ROWS> struct tile_loader {
     static constexpr int PIECES = HEAD_DIM / 8, LANES = PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32;
     static constexpr int STEP = THREADS / LANES, NUM = ROWS / STEP;
     static_assert(ROWS % STEP == 0, "no thread has less to do");
+    static_assert(!SWIZZLES || STEP % 8 == 0, "a thread's pieces lie at the same place of their rows");
     static constexpr int NONE = -(1 << 30);
     const factor *from; /* the first of the thread's pieces of the next tile */
 
@@ -48,7 +50,7 @@ template <int ROWS> struct tile_loader {
     /* Of num_rows rows so many lie behind the thread's first; none if the thread's columns do not exist. */
     DEVICE static int num_own(int num_rows, int columns) { return left() < columns ? num_rows - top() : NONE; }
     /* The thread's first piece of a tile that begins at `tile` in shared memory. */
-    DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + left()) * BYTES; }
+    DEVICE static u32 piece_of(u32 tile) { return tile + (top() * PITCH + swizzled(top(), left())) * BYTES; }
 
     /* Loads to the tile whose first piece of the thread has the address `to`. Rows behind num_own become zero. */
     DEVICE void load_rows(u32 to, long long stride, int num_own) const {
@@ -74,13 +76,31 @@ template <int ROWS> struct tile_loader {
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
+/* The lane's address of rows [row, row + 16) of a tile, columns [column, column + 16), for ldmatrix of first operands,
+ * and transposed of second ones. */
+DEVICE u32 own_place(const factor *tile, int row, int column, int lane) {
+    return smem_address(tile + (row + lane % 16) * PITCH + swizzled(lane % 16, column + lane / 16 * 8));
+}
+/* The same for ldmatrix of second operands, not transposed. */
+DEVICE u32 other_place(const factor *tile, int row, int lane) {
+    return smem_address(tile + (row + lane / 16 * 8 + lane % 8) * PITCH + swizzled(lane % 8, lane / 8 % 2 * 8));
+}
+
+/* The address that lies so many rows below `place` and so many columns to its right: constants, multiples of 8 and 16.
+ * With SWIZZLES the tile begins at a multiple of 128 bytes, and of 64 columns the two have no bit in common. */
+template <int ROW = PITCH> DEVICE u32 moved(u32 place, int rows, int columns) {
+    const u32 bytes = columns * BYTES;
+    return SWIZZLES ? (place ^ bytes % 128) + (rows * ROW * BYTES + bytes / 128 * 128)
+                    : place + (rows * ROW + columns) * BYTES;
+}
+
 /* Loads the warp's 16 BLOCKS rows of a tile in shared memory as first operands. */
 DEVICE void load_operands(u32 (&regs)[BLOCKS][K_STEPS][4], const factor *rows) {
-    const u32 row = smem_address(rows + lane() % 16 * PITCH + lane() / 16 * 8);
+    const u32 row = own_place(rows, 0, 0, lane());
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
-        for (int k = 0; k < K_STEPS; k++) ldmatrix_x4(regs[m][k], row + (16 * m * PITCH + 16 * k) * BYTES);
+        for (int k = 0; k < K_STEPS; k++) ldmatrix_x4(regs[m][k], moved(row, 16 * m, 16 * k));
 }
 
 /* Runs multiply(regs, i) for i in [0, NUM), after load(regs, i). The loads run AHEAD of the products, because a load
@@ -113,9 +133,8 @@ DEVICE void multiply_own(float (&x)[BLOCKS][N][4], const u32 (&own)[BLOCKS][K_ST
             const int k = i / PAIRS, n = i % PAIRS * 2;
             if (!IS_IN_REGS && n == 0)
 #pragma unroll
-                for (int m = 0; m < BLOCKS; m++)
-                    ldmatrix_x4(a[k % PLACES][m], own_row + (16 * m * PITCH + 16 * k) * BYTES);
-            ldmatrix_x4(b, row + (8 * n * PITCH + 16 * k) * BYTES);
+                for (int m = 0; m < BLOCKS; m++) ldmatrix_x4(a[k % PLACES][m], moved(own_row, 16 * m, 16 * k));
+            ldmatrix_x4(b, moved(row, 8 * n, 16 * k));
         },
         [&](const u32(&b)[4], int i) {
             const int k = i / PAIRS, n = i % PAIRS * 2;

@@ -328,7 +328,9 @@ int fa_first_row_of_sm80(const fa_problem *p, const fa_machine *machine, fa_fami
         const bool is_fwd = id == FA_FWD_SM80;
         const int d = is_fwd ? fa_fwd_sm80_row(row)->d : fa_bwd_sm80_row(row)->d;
         const int ctas = is_fwd ? fa_fwd_sm80_row(row)->ctas : fa_bwd_sm80_row(row)->ctas;
-        if (d >= p->d && ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) <= bytes) break;
+        if (d >= p->d && family->chooses(row, fa_cuda_features(p) & family->knows) &&
+            ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) <= bytes)
+            break;
     }
     return row;
 }

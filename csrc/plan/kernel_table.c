@@ -149,30 +149,48 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_
 /* ---- attn_bwd_sm80 --------------------------------------------------------------------------------------------- */
 
 /* The struct shared_memory of attn_bwd_sm80.cu. V has a place of its own, or comes to registers through the place of
- * the query tiles. dS has two places where each key has one warp. Where more warps share keys, P has one of them. */
-#define SM80_SHARED(d, q, kv, stages, v_regs)                                                                 \
-    (PADDED_ROW(d, 2) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
-     2 * (kv) * PADDED_ROW(q, 2) + 16 * (q) + 16)
-#define SM80_ROW(name, d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, serves, \
-                 shared_bytes)                                                                            \
-    {name "_d" #d "_q" #q "kv" #kv "w" #warps,                                                            \
-     {d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas},                         \
-     serves,                                                                                              \
+ * the query tiles. dS has two places where each key has one warp of a group. Where more warps share keys, P has one of
+ * them. Two groups of warps have what dropout keeps, and rows of whole groups of eight pieces are not padded. */
+#define GROUPS_1
+#define GROUPS_2                        "g2"
+#define SM80_ROW_BYTES(columns, groups) ((groups) == 2 && (columns) % 64 == 0 ? (columns) * 2 : PADDED_ROW(columns, 2))
+#define SM80_KEPT_BYTES(q, kv, warps, groups, blocks, chunk)                                                   \
+    ((groups) == 2                                                                                             \
+         ? (q) * (kv) / (8 * (warps) * (blocks)) / (chunk) * (((blocks) * (chunk) / 8 + 7) / 8) * 64 * (warps) \
+         : 16)
+#define SM80_DS_ROW_BYTES(d, q, groups) ((groups) == 2 && (d) % 64 == 0 ? (q) * 2 : PADDED_ROW(q, 2))
+#define SM80_SHARED(d, q, kv, warps, groups, blocks, chunk, stages, v_regs)                                            \
+    (SM80_ROW_BYTES(d, groups) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
+     2 * (kv) * SM80_DS_ROW_BYTES(d, q, groups) + 16 * (q) + 16 +                                                      \
+     SM80_KEPT_BYTES(q, kv, warps, groups, blocks, chunk))
+#define SM80_ROW(name, d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, serves, \
+                 shared_bytes)                                                                                    \
+    {name "_d" #d "_q" #q "kv" #kv "w" #warps GROUPS_##groups,                                                    \
+     {d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas},                         \
+     serves,                                                                                                      \
      shared_bytes},
 
 static const fa_row bwd_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas)      \
-    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, \
-             FA_SCORE | FA_DROPOUT, SM80_SHARED(d, q, kv, stages, v_regs))
+#define FA_BWD_TILE_SM80(d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas)      \
+    SM80_ROW("attn_bwd_sm80", d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, \
+             FA_SCORE | FA_DROPOUT, SM80_SHARED(d, q, kv, warps, groups, blocks, chunk, stages, v_regs))
 #include "cuda/tiles.def"
 };
 static const fa_row bwd_dq_sm80_rows[] = {
-#define FA_BWD_TILE_SM80(d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas) \
-    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, 0, 0)
+#define FA_BWD_TILE_SM80(d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas)            \
+    SM80_ROW("attn_bwd_dq_sm80", d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, 0, \
+             0)
 #include "cuda/tiles.def"
 };
 
 const fa_bwd_sm80_columns *fa_bwd_sm80_row(int row) { return (const fa_bwd_sm80_columns *)bwd_sm80_rows[row].columns; }
+
+/* Rows of two groups of warps are for bf16. The row behind such a row has the same columns, and is for fp16. */
+static bool bwd_sm80_chooses(int row, unsigned features) {
+    const bool is_bf16 = (features & FA_IN_BF16) != 0;
+    if (fa_bwd_sm80_row(row)->groups == 2) return is_bf16;
+    return !is_bf16 || row == 0 || fa_bwd_sm80_row(row - 1)->groups == 1;
+}
 
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */
 
@@ -380,21 +398,22 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
                      .chooses = always_chooses},
     [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
-                     .files = FILES("attn_bwd_sm80.cu", "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
-                     .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                 "V_REGS", "KEPT", "AHEAD", "CTAS"},
+                     .files = FILES("attn_bwd_sm80.cu", "attn_bwd_sm80_products.cuh", "attn_bwd_sm80_weights.cuh",
+                                    "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
+                     .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "GROUPS", "BLOCKS", "CHUNK", "STAGES",
+                                 "K_REGS", "V_REGS", "KEPT", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = bwd_sm80_rows,
                      .num_rows = NUM_ROWS(bwd_sm80_rows),
-                     .chooses = always_chooses},
+                     .chooses = bwd_sm80_chooses},
     [FA_BWD_DQ_SM80] = {.name = "attn_bwd_dq_sm80",
                         .files = FILES("attn_bwd_dq_sm80.cu", BWD_SM80_FILES, ANY_FILES, "score.cuh"),
-                        .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "BLOCKS", "CHUNK", "STAGES", "K_REGS",
-                                    "V_REGS", "KEPT", "AHEAD", "CTAS"},
+                        .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "GROUPS", "BLOCKS", "CHUNK", "STAGES",
+                                    "K_REGS", "V_REGS", "KEPT", "AHEAD", "CTAS"},
                         .knows = FA_IN_BF16,
                         .rows = bwd_dq_sm80_rows,
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
-                        .chooses = always_chooses},
+                        .chooses = bwd_sm80_chooses},
     [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
                         .files = FILES("flex_blocks.cu", "flex_map.cuh", BLOCKS_FILES),
                         .rows = flex_blocks_rows,

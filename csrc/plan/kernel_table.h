@@ -64,7 +64,7 @@ typedef enum {
     FA_NUM_FAMILIES
 } fa_family_id;
 
-enum { FA_MAX_COLUMNS = 12, FA_SHARED_ALIGNMENT = 1024 };
+enum { FA_MAX_COLUMNS = 13, FA_SHARED_ALIGNMENT = 1024 };
 
 typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's name, then the shape */
@@ -115,7 +115,7 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row);
 
 /* The columns of attn_bwd_sm80 and attn_bwd_dq_sm80. */
 typedef struct {
-    int d, block_q, block_kv, warps, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas;
+    int d, block_q, block_kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas;
 } fa_bwd_sm80_columns;
 const fa_bwd_sm80_columns *fa_bwd_sm80_row(int row);
 

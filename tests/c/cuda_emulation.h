@@ -36,6 +36,7 @@ void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_prese
 void emulated_cp_async_commit_group(void);
 void emulated_cp_async_wait_group(int pending);
 void emulated_bar_sync(unsigned id, unsigned num_threads);
+void emulated_bar_arrive(unsigned id, unsigned num_threads);
 void emulated_cluster_sync(void);
 /* The shared memory of another CTA of the cluster. It may be written only between two barriers of the cluster. */
 char *emulated_memory_of(unsigned rank);
@@ -208,6 +209,7 @@ static inline u32 ld_acquire(const u32 *counter) {
     return *counter;
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
+static inline void bar_arrive(u32 id, u32 threads) { emulated_bar_arrive(id, threads); }
 
 /* ptx_cluster.cuh and ptx_launch.cuh. Data arrives at once, and every CTA of the cluster waits for the data. */
 #define FA_PTX_CLUSTER_CUH

@@ -88,13 +88,19 @@ static void yield(void) {
     }
 }
 
-static unsigned arrive(meeting *m, int num) {
+/* Returns the meeting's generation. */
+static unsigned join(meeting *m, int num) {
     const unsigned generation = m->generation;
     if (++m->num_arrived == num) {
         m->num_arrived = 0, m->generation++;
         num_idle_turns = 0;
-    } else
-        while (m->generation == generation) yield();
+    }
+    return generation;
+}
+
+static unsigned arrive(meeting *m, int num) {
+    const unsigned generation = join(m, num);
+    while (m->generation == generation) yield();
     return generation;
 }
 
@@ -111,6 +117,8 @@ int emulated_syncthreads_or(int x) {
 }
 
 void emulated_bar_sync(unsigned id, unsigned num_threads) { arrive(&named_meetings[id], (int)num_threads); }
+
+void emulated_bar_arrive(unsigned id, unsigned num_threads) { join(&named_meetings[id], (int)num_threads); }
 
 const char *emulated_exchange(const void *mine, size_t bytes) {
     const unsigned warp = emulated_thread.x / 32, which = warps[warp].meeting.generation % 2;
