@@ -105,13 +105,13 @@ struct query_walk {
     }
 };
 
-/* Does every row of a query tile see every key? The answers are types, so that each has a loop of its own. */
-struct all_seen {
-    static constexpr bool value = true;
+/* The kinds of query tiles. They are types, so that each has a loop of its own. */
+template <bool MASKED, bool EXACT = false> struct tile_kind {
+    static constexpr bool IS_MASKED = MASKED, IS_EXACT = EXACT;
 };
-struct some_seen {
-    static constexpr bool value = false;
-};
+typedef tile_kind<false> all_seen;               /* every row sees every key */
+typedef tile_kind<true> some_seen;               /* some pairs do not see each other */
+typedef tile_kind<true, true> some_seen_exactly; /* and the tile holds NaN or inf; with two groups of warps */
 
 /* ---- a key tile ------------------------------------------------------------------------------------------------ */
 
@@ -256,7 +256,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
     /* Makes the weights of CHUNK rows of the step from `row` on, and stores them. Without SPLIT dV and dK grow. Returns
      * whether the rows or keys may hold NaN or inf, where some pair is unseen. */
     const auto add_chunk = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row) {
-        constexpr bool IS_MASKED = !decltype(kind)::value;
+        constexpr bool IS_MASKED = decltype(kind)::IS_MASKED;
         const query_tile &tile = shared.tiles[slot];
         const query_stats &stats = shared.stats[step % 2];
         float x[BLOCKS][N][4], dp[BLOCKS][N][4], derivatives[BLOCKS][N][4];
@@ -304,16 +304,15 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
     };
 
     /* The same where group 0 makes P, and group 1 makes dS of this P. A lane of group 1 owns the pairs of a lane of group
-     * 0. P ds/dqk passes through the place of its dS. is_exact: the rows hold NaN or inf, and some pair is unseen. */
-    const auto add_chunk_of_group = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row,
-                                        bool is_exact) {
-        constexpr bool IS_MASKED = !decltype(kind)::value;
+     * 0. P ds/dqk passes through the place of its dS. */
+    const auto add_chunk_of_group = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row) {
+        constexpr bool IS_MASKED = decltype(kind)::IS_MASKED;
+        constexpr bool IS_EXACT = decltype(kind)::IS_EXACT;
         const query_tile &tile = shared.tiles[slot];
         const query_stats &stats = shared.stats[step % 2];
         factor *const ds = shared.ds[LAG * slot];
         const int l = own_lane, chunk = (row - own_row) / CHUNK;
         u32 *const kept = shared.kept + (chunk * GROUP_WARPS + group_warp) * (32 * KEPT_WORDS) + l;
-        const bool adds_exactly = IS_MASKED && SPLIT == 1 && is_exact;
         const weights_place place(ds, own_key, row, l);
         float x[BLOCKS][N][4];
         u32 seen[BLOCKS] = {};
@@ -322,8 +321,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 bar_arrive(BAR_P + chunk, 32 * WARPS);
             else
                 bar_sync(BAR_P + chunk, 32 * WARPS);
-            if (adds_exactly) __syncthreads();
-            if (adds_exactly) __syncthreads();
+            if (IS_EXACT) __syncthreads(), __syncthreads(); /* as below */
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
@@ -361,7 +359,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 for (int i = 0; i < KEPT_WORDS; i++) kept[32 * i] = kept_words[i];
             if (SPLIT > 1) store_weights<IS_MASKED>({shared.p, own_key, row, own_lane}, x, seen);
             bar_arrive(BAR_P + chunk, 32 * WARPS);
-            if (adds_exactly) {
+            if (IS_EXACT) {
                 __syncthreads(); /* group 1 has read P */
                 store_weights<true>(place, x, seen);
                 __syncwarp();
@@ -396,12 +394,12 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++)
                 if (IS_MASKED) seen[m] = weights.mask(x[m], x[m], stats.lse + row, warp_key + 16 * m, first_row + row);
-            if (adds_exactly) {
+            if (IS_EXACT) {
                 __syncthreads();
                 __syncthreads(); /* group 0 has read z P, which lay here */
             }
             store_weights<IS_MASKED>(place, x, seen);
-            if (adds_exactly) {
+            if (IS_EXACT) {
                 __syncwarp();
                 accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
             } else if (SPLIT == 1) {
@@ -434,9 +432,11 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         for (int row = own_row; row < own_row + OWN_ROWS; row += CHUNK) {
             if constexpr (GROUPS == 2) {
                 if (is_whole)
-                    add_chunk_of_group(all_seen(), weights, slot, step, now.row, row, false);
-                else
-                    add_chunk_of_group(some_seen(), weights, slot, step, now.row, row, is_exact);
+                    add_chunk_of_group(all_seen(), weights, slot, step, now.row, row);
+                else if (SPLIT > 1 || !is_exact)
+                    add_chunk_of_group(some_seen(), weights, slot, step, now.row, row);
+                else if constexpr (SPLIT == 1)
+                    add_chunk_of_group(some_seen_exactly(), weights, slot, step, now.row, row);
             } else {
                 if (is_whole)
                     add_chunk(all_seen(), weights, slot, step, now.row, row);
