@@ -16,24 +16,31 @@
  * dQ needs dS of all warps, so it follows one step later. A step then has one barrier, and dS has two places. Because
  * half of the warps add dQ at another time, exponentials of some warps meet products of others (+8%).
  *
- * Heads of more than 128 columns leave no registers for that. There SPLIT warps share 16 BLOCKS keys: each makes P and
- * dS of a part of the rows, and adds to a part of the columns of dK and dV. P goes through shared memory, too, and a
- * step has more barriers:
+ * In bf16, from 128 columns on, there are two groups of warps (GROUPS). A warp then has twice the keys and half of their
+ * work, so it reads fewer operands from shared memory. Group 0 makes P and dV, group 1 dP, dS and dK. A warp of group 1
+ * has the keys of a warp of group 0, and takes P from it, as fp16 in the place of dS:
+ *
+ *   group 0   barrier | load | S = K Q^T | P, store | dV += P^T dO                               | dQ of i-1
+ *   group 1   barrier | dQ of i-1 | load | dP = V dO^T | wait for P | dS, store | dK += dS^T Q
+ *
+ * Heads of more than 128 columns leave no registers for the gradients of whole keys. There SPLIT warps of a group share
+ * 16 BLOCKS keys: each makes P and dS of a part of the rows, and adds to a part of the columns of dK and dV. P goes
+ * through shared memory for dV, too, and a step has more barriers:
  *
  *   step i   barrier | S | P | dP | dS | store P, dS | barrier | dV, dK | barrier | load Q, dO of i+1 | dQ of i
  *
  * dQ is added to fp32 sums in memory, which attn_bwd_dq_sm80 rounds. The sums grow in any order, or in the order of the
  * key tiles (p.turns).
  *
- * Which limit binds: shared memory, which ldmatrix reads 66% of the time at 128 columns (H200).
+ * Which limit binds: latency of products and of ldmatrix. At 128 columns shared memory is read 68% of the time (H100).
  *
  * Specification: ../cpu/reference.c. */
 #define F32  0
 #define OF_3 0
 
-/* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows and BLOCK_KV keys, WARPS with BLOCKS times 16 keys each, and
- * CHUNK rows whose scores are in registers at the same time. The row also gives STAGES of Q and dO, says whether K
- * and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
+/* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows and BLOCK_KV keys, WARPS in GROUPS with BLOCKS times 16 keys
+ * each, and CHUNK rows whose scores are in registers at the same time. The row also gives STAGES of Q and dO, says
+ * whether K and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(GROUPS) || \
     !defined(BLOCKS) || !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) ||      \
     !defined(AHEAD) || !defined(KEPT) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
@@ -290,11 +297,11 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         } else if (IS_MASKED && __any_sync(WHOLE_WARP, is_exact)) {
             store_weights<true>({ds, own_key, row, own_lane}, x, seen);
             __syncwarp();
-            accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0);
+            accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0, l);
             __syncwarp();
             store_weights<true>({ds, own_key, row, own_lane}, dp, seen);
             __syncwarp();
-            accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
+            accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0, l);
         } else {
             store_weights<IS_MASKED>({ds, own_key, row, own_lane}, dp, seen);
             accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
@@ -363,7 +370,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 __syncthreads(); /* group 1 has read P */
                 store_weights<true>(place, x, seen);
                 __syncwarp();
-                accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0);
+                accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0, l);
                 __syncthreads();
             } else if (SPLIT == 1) {
                 accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
@@ -401,7 +408,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             store_weights<IS_MASKED>(place, x, seen);
             if (IS_EXACT) {
                 __syncwarp();
-                accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
+                accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0, l);
             } else if (SPLIT == 1) {
                 accumulate_pairs(dk, x, tile.q + row * PITCH, own_lane);
             }
@@ -452,7 +459,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 is_exact = __syncthreads_or(is_exact);
             const auto add = [&](auto &gradient, const factor *weights, const factor *rows) {
                 if (is_exact)
-                    accumulate_seen_rows<BLOCK_Q>(gradient, weights, own_key, rows, 0, own_column);
+                    accumulate_seen_rows<BLOCK_Q>(gradient, weights, own_key, rows, 0, own_column, own_lane);
                 else
                     accumulate_shared(gradient, weights, own_key, rows, own_column, own_lane);
             };

@@ -12,8 +12,8 @@
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(WARPS) || !defined(GROUPS)
 #error "a row of tiles.def"
 #endif
-/* Two groups of warps have swizzled tiles, where rows are whole groups of eight pieces (tile_any.cuh). */
-#define SWIZZLES (GROUPS == 2 && HEAD_DIM % 64 == 0)
+/* Two groups of warps have swizzled tiles (tile_any.cuh). */
+#define SWIZZLES (GROUPS == 2)
 
 /* 32 rows of a warp read the fewest bytes of shared memory, if that leaves the warp whole pairs of fragments. */
 constexpr bool HAS_TWO_BLOCKS =
