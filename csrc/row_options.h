@@ -4,20 +4,8 @@
 
 #include "flash_attn.h"
 
-/* A number for each head. */
-typedef struct {
-    const void *data; /* [h]; NULL: none */
-    int64_t stride;
-    fa_dtype dtype; /* fp16, bf16, fp32 or fp64 */
-} fa_sink_values;
-
-/* A float for each row. */
-typedef struct {
-    float *data; /* [b, h, rows]; NULL: 0 */
-    int64_t stride_b, stride_h, stride_row;
-} fa_sink_rows;
-
-/* Learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has come before.
+/* Learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has come before. The forwards
+ * on GPUs add sinks themselves (fa_problem).
  *
  *   lse' = ln (exp(lse) + exp(sink - shift))      out' = out exp(lse - lse')
  *   gradient[h] = sum over rows of exp(sink - shift - lse') (0 - delta),      delta = dout'.out' - dlse'
@@ -30,10 +18,10 @@ typedef struct {
     fa_sink_values sinks;
     fa_view out;
     fa_sink_rows lse, shift;
+    const int32_t *end; /* rows from here on belong to no sequence; NULL: all rows belong to one */
     /* Of the gradient, for which lse is lse': */
     fa_sink_rows delta;
-    const int32_t *end; /* rows from here on belong to no sequence; NULL: all rows belong to one */
-    void *gradient;     /* [h] contiguous, in the dtype of sinks */
+    void *gradient; /* [h] contiguous, in the dtype of sinks */
 } fa_sinks;
 
 /* The shift of each row of attn_bias: its largest bias, if this is finite and below `least`, and if the sink is not far

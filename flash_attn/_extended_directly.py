@@ -18,7 +18,6 @@ from flash_attn._dispatch import transforms_are_active
 from flash_attn._imagined import is_imagined
 from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
-from flash_attn._sinks import add_sinks
 from flash_attn.flex import attention as flex
 from flash_attn.flex import options as mods
 from flash_attn.flex.block_mask import LISTS, find_blocks
@@ -307,20 +306,16 @@ def attend(
     if on_cpu and bound_mask is not None:
         blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
     programs = [x and (x[0].text, *x[1:]) for x in (score, bound_mask)]
+    of_rows = None if shift is None else shift.float()
     if lengths:
         found = flash_attn_2_cuda.direct_varlen_mods(
-            q, k, v, *lengths, *options, None, *programs, blocks, return_max_logits
+            q, k, v, *lengths, *options, None, *programs, blocks, return_max_logits, sinks, of_rows
         )
     else:
-        found = flash_attn_2_cuda.direct_mods(q, k, v, *options, *programs, blocks, return_max_logits)
+        found = flash_attn_2_cuda.direct_mods(q, k, v, *options, *programs, blocks, return_max_logits, sinks, of_rows)
     if found is None:
         return None
     out, lse, *rest = found
-    of_rows = None if shift is None else shift.float()
-    if sinks is not None:
-        lse = _with_sinks(out, lse, sinks, q, of_rows)
-        if lse is None:
-            return None
     if is_recorded:
         call = flex.Call(softmax_scale, score, bound_mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
@@ -336,32 +331,19 @@ def attend(
     return tuple(results) if len(results) > 1 else out
 
 
-def _with_sinks(out, lse, sinks, q, shift=None):
-    """lse with sinks, which may be None, and -inf for a row without keys. out is written. None: sinks do not fit."""
-    if flash_attn_2_cuda.add_sinks(out, lse, sinks, shift):
-        return lse
-    if sinks is not None and not _extended.fit_sinks(sinks, q):
-        return None
-    with torch.no_grad():
-        return add_sinks(out, lse, sinks, shift)
-
-
 def _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded):
     """The plain kernels: sinks, and an lse without a gradient."""
+    wants_lse = return_lse or is_recorded
     if lengths:
-        found = flash_attn_2_cuda.direct_varlen_forward(q, k, v, *lengths, *options, block_table)
+        found = flash_attn_2_cuda.direct_varlen_options(q, k, v, *lengths, *options, block_table, sinks, wants_lse)
     else:
-        found = flash_attn_2_cuda.direct_forward(q, k, v, *options)
-    if found is None:
-        return None
+        found = flash_attn_2_cuda.direct_options(q, k, v, *options, sinks, wants_lse)
+    if found is None or not is_recorded:
+        return found
     out, lse = found
-    lse = _with_sinks(out, lse, sinks, q)
-    if lse is None:
-        return None
-    if is_recorded:
-        _, scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
-        scale = float(_extended.interface._as_scale(scale, q))
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        way = lengths[2:], 0.0, (scale, causal, left, right, float(softcap)), deterministic
-        out, lse = _extended.record(way, (out, lse, (None,)), sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
+    _, scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
+    scale = float(_extended.interface._as_scale(scale, q))
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    way = lengths[2:], 0.0, (scale, causal, left, right, float(softcap)), deterministic
+    out, lse = _extended.record(way, (out, lse, (None,)), sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
     return (out, lse) if return_lse else out

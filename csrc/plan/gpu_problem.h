@@ -42,10 +42,9 @@ enum {
     FA_CHUNKS = 4,      /* attention_chunk */
     FA_USED_Q = 8,      /* seqused_q */
     FA_E4M3_IN = 16,    /* q, k and v are float8_e4m3fn */
-    FA_EMPTY_NEG = 32,  /* lse of a row without keys is -inf */
-    FA_MIXED = 64,      /* packed queries beside a cache that is not packed */
-    FA_OTHER_NEW = 128, /* packed new keys, or rotary positions of their own */
-    FA_ALL_OF_3 = 255
+    FA_MIXED = 32,     /* packed queries beside a cache that is not packed */
+    FA_OTHER_NEW = 64, /* packed new keys, or rotary positions of their own */
+    FA_ALL_OF_3 = 127
 };
 
 /* Returns why a kernel that knows only the additions `knows` cannot serve the problem, or NULL. */

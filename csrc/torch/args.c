@@ -503,7 +503,9 @@ static fa_status check_gradients(const fa_call *c, fa_error *err) {
 
 fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     words w;
-    *p = (fa_problem){.pass = c->pass, .empty_lse = c->layout == FA_OP_3 ? -INFINITY : INFINITY};
+    const bool is_3 = c->layout == FA_OP_3;
+    *p = (fa_problem){.pass = c->pass, .of_3 = is_3, .sinks = c->sinks};
+    p->empty_lse = is_3 || c->has_options ? -INFINITY : INFINITY;
     if (c->is_for_cpu) p->empty_lse = 0;
     REQUIRE(c->q.device_type == fa_torch.cpu || c->q.device_type == fa_torch.cuda,
             "q must be on the CPU or on CUDA; it "

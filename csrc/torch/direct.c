@@ -375,14 +375,15 @@ PyObject *fa_call_directly_with(fa_direct_function *f, PyObject *args, int num_f
         call.only_out = false;
     }
     out = bring_out(&call.q, &call);
-    if (execute) {
+    if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
+    if (status == FA_OK && execute) {
         status = execute(&call, further, &outputs, &err);
-        goto done;
+    } else if (status == FA_OK) {
+        Py_BEGIN_ALLOW_THREADS status = fa_execute(&call, &outputs, &err);
+        Py_END_ALLOW_THREADS
     }
-    Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
-    if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
-    Py_END_ALLOW_THREADS done : if (status == FA_OK) return fa_results_of(out, &outputs);
+    if (status == FA_OK) return fa_results_of(out, &outputs);
     if (status != FA_EINVAL) { /* the op would fail in the same way, and might write a second time */
         Py_XDECREF(out);
         return fa_raise(status, &err);

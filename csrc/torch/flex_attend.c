@@ -10,7 +10,9 @@
 #include "failures.h"
 #include "flex/flex.h"
 #include "flex_values.h"
+#include "options.h"
 #include "outputs.h"
+#include "python_tensors.h"
 
 #define Q_DIMS   "(b, h, len_q, d)"
 #define O_DIMS   "(b, h, len_q, d_v)"
@@ -29,8 +31,8 @@ enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    PyObject *sequences;
-    fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES];
+    PyObject *sequences, *sinks, *shift;
+    fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[2];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
@@ -446,6 +448,7 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
         return fa_keep_exception(), FA_EPYTHON;
     TRY(fa_make_outputs(call, false, p, outputs, err));
     leave_to_mods(p);
+    TRY(fa_read_sinks(c->sinks, c->shift, &call->q, c->of_sinks, p, err));
     TRY(read_blocks(c, err));
     if (c->wants_max) {
         const int64_t size[] = {p->b, p->h, p->len_q}, rows = p->len_q > 1 ? p->len_q : 1,
@@ -460,7 +463,12 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
 }
 
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err) {
-    flex_call c = {.score = mods[0], .mask = mods[1], .blocks = mods[2], .wants_max = mods[3] == Py_True};
+    flex_call c = {.score = mods[0],
+                   .mask = mods[1],
+                   .blocks = mods[2],
+                   .wants_max = mods[3] == Py_True,
+                   .sinks = mods[4],
+                   .shift = mods[5]};
     const fa_status status = execute_with_mods(&c, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
     if (status == FA_OK) return FA_OK;
@@ -469,20 +477,6 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs
 }
 
 /* ---- calls that make their results ------------------------------------------------------------------------------- */
-
-/* Are the tensors torch.Tensors or Parameters? A tensor of another class makes results of its class. */
-static bool has_plain_tensors(const flex_call *c) {
-    static PyObject *parameter;
-    PyObject *module = parameter ? NULL : PyImport_ImportModule("torch.nn.parameter");
-    if (module) parameter = PyObject_GetAttrString(module, "Parameter");
-    Py_XDECREF(module);
-    PyObject *const tensors[] = {c->q, c->k, c->v};
-    for (int i = 0; i < 3; i++) {
-        PyObject *type = (PyObject *)Py_TYPE(tensors[i]);
-        if (type != fa_tensor_type && (!parameter || type != parameter)) return false;
-    }
-    return true;
-}
 
 /* Returns (out, lse, max_scores or None, blocks or None), or NULL. */
 static PyObject *results_of(flex_call *c) {
@@ -506,7 +500,7 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     if (!PyArg_UnpackTuple(args, "flex_direct", 11, 11, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
                            &c.mask, &c.block_mask, &c.sequences, &wants_max))
         return NULL;
-    if (!fa_torch.wrap || fa_gpu_imagined() || !has_plain_tensors(&c)) Py_RETURN_NONE;
+    if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v)) Py_RETURN_NONE;
     c.wants_max = wants_max == Py_True;
     c.enables_gqa = enable_gqa == Py_True;
     const fa_status status = attend(&c, FA_FWD, &err);
