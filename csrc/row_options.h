@@ -1,4 +1,5 @@
-/* What options of flash_attn_func do to rows besides the kernels: learned sinks, and the shift of wholly low biases. */
+/* What options of flash_attn_func do to rows besides the kernels: learned sinks, the largest score of each head, and the
+ * shift of wholly low biases. */
 #ifndef FA_ROW_OPTIONS_H
 #define FA_ROW_OPTIONS_H
 
@@ -23,6 +24,15 @@ typedef struct {
     fa_sink_rows delta;
     void *gradient; /* [h] contiguous, in the dtype of sinks */
 } fa_sinks;
+
+/* The largest score of each head. Rows that see no key have the score -inf. */
+typedef struct {
+    int device_idx;
+    int64_t b, h, rows;
+    fa_sink_rows scores; /* of each row the largest */
+    fa_sink_rows shift;  /* was subtracted from the scores of a row */
+    float *largest;      /* [h] contiguous; NaN if a score is NaN */
+} fa_max_logits;
 
 /* The shift of each row of attn_bias: its largest bias, if this is finite and below `least`, and if the sink is not far
  * above it. Else it is 0. */

@@ -327,7 +327,7 @@ def attend(
     if return_lse:
         results.append(lse if shift is None else lse + (of_rows.squeeze(0) if lengths else of_rows))
     if return_max_logits:
-        results.append(_extended.max_logits_of(rest[0] if shift is None else rest[0] + of_rows))
+        results.append(rest[0])
     return tuple(results) if len(results) > 1 else out
 
 

@@ -213,6 +213,7 @@ static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row sinks_rows[] = {{.name = "sinks"}};
 static const fa_row sinks_grad_rows[] = {{.name = "sinks_grad"}};
 static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
+static const fa_row max_logits_rows[] = {{.name = "max_logits"}};
 static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
@@ -463,6 +464,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .files = FILES("sinks_grad.cu", "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),
                        .rows = sinks_grad_rows,
                        .num_rows = NUM_ROWS(sinks_grad_rows),
+                       .chooses = always_chooses},
+    [FA_MAX_LOGITS] = {.name = "max_logits",
+                       .files = FILES("max_logits.cu", "max_logits_params.h", "sinks.cuh", "sinks_params.h",
+                                      "element.cuh", "ptx_sm80.cuh"),
+                       .rows = max_logits_rows,
+                       .num_rows = NUM_ROWS(max_logits_rows),
                        .chooses = always_chooses},
     [FA_BIAS_SHIFT] = {.name = "bias_shift",
                        .files = FILES("bias_shift.cu", "bias_shift_params.h", "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),

@@ -30,7 +30,7 @@
 
 /* The same calls with mods: arguments of the op, then those of fa_flex_execute. */
 #define MODS     ", score, mask, blocks, wants_max, sinks, shift"
-#define WITH_MAX "(out, softmax_lse), and max_scores if wanted"
+#define WITH_MAX "(out, softmax_lse), and max_logits if wanted"
 #define NUM_MODS 6
 
 /* The same calls with options: arguments of the op, then those of fa_execute_with_options. */

@@ -6,10 +6,12 @@
 
 #include "args.h"
 #include "check.h"
+#include "cpu/max_logits.h"
 #include "execute.h"
 #include "failures.h"
 #include "flex/flex.h"
 #include "flex_values.h"
+#include "gpu/max_logits.h"
 #include "options.h"
 #include "outputs.h"
 #include "python_tensors.h"
@@ -437,6 +439,28 @@ static void leave_to_mods(fa_problem *p) {
     p->cache_rows = 1;
 }
 
+/* Makes the largest score of each head of max_scores, the last result, and puts it in the place of max_scores. */
+static fa_status find_max_logits(const flex_call *c, const fa_tensor *q, fa_outputs *outputs, fa_error *err) {
+    const fa_problem *p = &c->problem;
+    const fa_row_stats *scores = &c->flex.max_scores;
+    fa_max_logits of = {.device_idx = p->device_idx,
+                        .b = p->b,
+                        .h = p->h,
+                        .rows = p->len_q,
+                        .scores = {scores->data, scores->stride_b, scores->stride_h, 1},
+                        .shift = p->sink_shift};
+    const int last = outputs->num - 1;
+    TRY(fa_make_output(outputs, q, 1, &of.h, (int64_t[]){1}, fa_torch.f32, (void **)&of.largest, err));
+    if (p->device == FA_CUDA) {
+        TRY(fa_cuda_max_logits(&of, err));
+    } else {
+        fa_cpu_max_logits(&of);
+    }
+    fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[last]);
+    outputs->tensor[last] = outputs->tensor[--outputs->num];
+    return FA_OK;
+}
+
 static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs *outputs, fa_error *err) {
     fa_problem *p = &c->problem;
     fa_status status = FA_OK;
@@ -457,8 +481,8 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
         c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = stride[0], .stride_h = stride[1]};
     }
     p->flex = &c->flex;
-    if (p->h_kv == 0) return FA_OK; /* no tensor has an element */
-    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(p, err);
+    Py_BEGIN_ALLOW_THREADS if (p->h_kv > 0) status = fa_execute_problem(p, err); /* else no tensor has an element */
+    if (status == FA_OK && c->wants_max) status = find_max_logits(c, &call->q, outputs, err);
     Py_END_ALLOW_THREADS return status;
 }
 
