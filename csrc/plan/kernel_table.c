@@ -288,7 +288,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
 #define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
 #define FEED_FILES     "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
-#define FWD_FILES      "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", "sinks_params.h", STEP_FILES, FEED_FILES
+#define FWD_FILES      "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -311,7 +311,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true,
                      .takes_mods = true},
     [FA_FWD_FP8_SM90] = {.name = "attn_fwd_fp8_sm90",
-                         .files = FILES("attn_fwd_fp8_sm90.cu", "attn_fwd_fp8_values.cuh", FWD_FILES, SM90_FILES),
+                         .files = FILES("attn_fwd_fp8_sm90.cu", "attn_fwd_fp8_values.cuh", FWD_FILES, SM90_FILES,
+                                        "sinks_params.h"),
                          .arch = 90,
                          .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "RAW_STAGES", "Q_STAGES", "TURN",
                                      "O_WAIT"},
@@ -489,7 +490,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
                                        "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                       "attn_decode_merge.cuh", "attn_decode_append.cuh"),
+                                       "attn_decode_merge.cuh", "attn_decode_append.cuh", "sinks.cuh", "sinks_params.h"),
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,
