@@ -331,7 +331,7 @@ def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is
 
 @pytest.mark.parametrize("name", ["sinks attn_bias causal", "attn_mask return_lse", "sinks return_lse"])
 def test_compiled_functions(name):
-    """A graph has kernels of its own. Sinks are torch's operations there, and there are no lists of blocks."""
+    """A graph has kernels of its own. Sinks are torch's operations there, and a launch finds the blocks of a window."""
     torch.compiler.reset()
     q = torch.zeros(1, LENGTH, 8, 64, dtype=torch.bfloat16, requires_grad=True)
     options = of_options(name, "cpu")
@@ -344,6 +344,7 @@ def test_compiled_functions(name):
     for kind in ("attn_fwd_sm90_", "attn_bwd_sm90_", "attn_bwd_prep_"):
         assert any(x.startswith(kind) for x in names)
     assert not any(re.match("sinks|bias_shift", x) for x in names)
+    assert any(x.startswith("flex_classify") for x in names) == ("causal" in name) == ("flex_lists" in names)
 
 
 @pytest.mark.skipif(GCC is None, reason="no gcc: apt-get install gcc")
@@ -723,7 +724,7 @@ def test_a_plain_kernel_that_does_not_compile(build):
     assert "does not compile attn_fwd_any_fp32_d64_q128kv64: score.cuh(9): error: xxx" in done.stderr
     assert re.search(r"x \(the texts are in .*cuda\)$", done.stderr.strip())
     done = build("--arch", "sm_80", "--call", "kernels:plain", FAILS_WITH="")
-    assert "does not compile attn_fwd_any_fp32_d64_q128kv64_of3: NVRTC_ERROR_COMPILATION (the texts" in done.stderr
+    assert "does not compile attn_fwd_any_fp32_d64_q128kv64: NVRTC_ERROR_COMPILATION (the texts" in done.stderr
 
 
 def test_a_compiler_that_is_too_old_for_the_gpu(build):
