@@ -1,12 +1,12 @@
-/* What options of flash_attn_func do to rows besides the kernels: learned sinks, the largest score of each head, and the
- * shift of wholly low biases. */
+/* What options of flash_attn_func do to rows besides the kernels: learned sinks, the largest score of each head, and
+ * the shift of wholly low biases. */
 #ifndef FA_ROW_OPTIONS_H
 #define FA_ROW_OPTIONS_H
 
 #include "flash_attn.h"
 
-/* Learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has come before. The forwards
- * on GPUs add sinks themselves (fa_problem).
+/* Learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has come before.
+ * The forwards on GPUs add sinks themselves (fa_problem).
  *
  *   lse' = ln (exp(lse) + exp(sink - shift))      out' = out exp(lse - lse')
  *   gradient[h] = sum over rows of exp(sink - shift - lse') (0 - delta),      delta = dout'.out' - dlse'

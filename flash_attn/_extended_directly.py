@@ -34,6 +34,7 @@ STAND_INS = {7919: LEN_SHIFT, 104729: LEFT, 1299709: RIGHT, 12.75: CAP}  # numbe
 BLOCK = 128
 FEW_BLOCKS = BLOCK  # so few queries and keys are one block, which needs no list
 
+
 def _is_one_block(len_q, len_kv):
     return len_q <= FEW_BLOCKS and len_kv <= FEW_BLOCKS
 

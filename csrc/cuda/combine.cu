@@ -50,8 +50,7 @@ extern "C" __global__ void __launch_bounds__(32 * FA_COMBINE_WARPS) KERNEL(const
         const long long row = task % p.len, b_idx = task / p.len / p.h;
         const int head = (int)(task / p.len % p.h);
         row_with_sink x = {weigh(p, p.lse_partial + b_idx * p.lse_stride_b + head * p.lse_stride_h + row, weights), 1};
-        if (p.sinks.values.data)
-            x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, b_idx, head, row));
+        if (p.sinks.values.data) x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, b_idx, head, row));
         const float *from = p.out_partial + b_idx * p.stride_b + row * p.stride_row + head * p.stride_h;
         element *to = (element *)p.out + b_idx * p.out_stride_b + row * p.out_stride_row + head * p.out_stride_h;
         for (long long col = threadIdx.x % 32; col < p.d; col += 32) {

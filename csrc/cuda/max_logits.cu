@@ -35,9 +35,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const fa_max_logits
 #pragma unroll
             for (int i = 0; i < ROWS_OF_THREAD; i++) {
                 const long long row = first + i * THREADS;
-                scores[i] = row < p.rows ? *sink_row(p.scores, b_idx, head, row) +
-                                               shift_of_row(p.shift, b_idx, head, row)
-                                         : least;
+                scores[i] = row < p.rows
+                                ? *sink_row(p.scores, b_idx, head, row) + shift_of_row(p.shift, b_idx, head, row)
+                                : least;
             }
 #pragma unroll
             for (int i = 0; i < ROWS_OF_THREAD; i++) largest = max_or_nan(largest, scores[i]);

@@ -1,11 +1,11 @@
-/* The epilogue of learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has
- * come before:
+/* Learned sinks behind a call whose kernel had none: one more key for each row, of score sink[h] and value 0:
  *
  *   lse' = log(exp(lse) + exp(sink))      out' = out exp(lse - lse')
  *
- * A row that saw no key keeps out. Its lse is -inf, and comes in as -inf or inf. Without sinks only this lse changes.
- * Where a shift was subtracted from the scores of a row, it is subtracted from the sink, too. lse' is that without it.
- * `lanes` lanes of a warp take one row of one head. All of them read its lse before one writes it.
+ * The forwards add sinks in their epilogues (sinks.cuh), and so out is rounded once. Calls of torch's ops come here:
+ * transforms, modes that watch the ops, and subclasses of tensors. A row that saw no key keeps out. Its lse is -inf,
+ * and comes in as -inf or inf. Without sinks only this lse changes. `lanes` lanes of a warp take one row of one head.
+ * All of them read its lse before one writes it.
  *
  * Specification: ../cpu/sinks.c. */
 #include "sinks.cuh"

@@ -284,11 +284,11 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 #define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
-#define STEP_FILES     \
+#define STEP_FILES \
     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
-#define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
-#define FEED_FILES     "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
-#define FWD_FILES      "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
+#define WORK_FILES "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
+#define FEED_FILES "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
+#define FWD_FILES  "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -375,9 +375,10 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
-                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", "sinks.cuh", TILE_ANY_FILES),
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS", "LANE_REGS",
-                                 "LATE", "AHEAD", "CTAS"},
+                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", "sinks.cuh",
+                                    TILE_ANY_FILES),
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS",
+                                 "LANE_REGS", "LATE", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
@@ -417,8 +418,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(flex_lists_rows),
                        .chooses = always_chooses},
     [FA_FLEX_EXACT_SUMS] = {.name = "flex_exact_sums",
-                            .files =
-                                FILES("flex_exact_sums.cu", "flex_exact_sums.cuh", "cuda_flex.h", PROBLEM_FILES),
+                            .files = FILES("flex_exact_sums.cu", "flex_exact_sums.cuh", "cuda_flex.h", PROBLEM_FILES),
                             .rows = flex_exact_sums_rows,
                             .num_rows = NUM_ROWS(flex_exact_sums_rows),
                             .chooses = always_chooses},
@@ -429,8 +429,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(flex_walks_rows),
                        .chooses = always_chooses},
     [FA_FLEX_HIDDEN] = {.name = "flex_hidden",
-                        .files =
-                            FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, PROBLEM_FILES, "integers.cuh"),
+                        .files = FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, PROBLEM_FILES, "integers.cuh"),
                         .arch = 90,
                         .knows = FA_FLEX,
                         .rows = flex_hidden_rows,
@@ -450,7 +449,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = any_chooses},
     [FA_COMBINE] = {.name = "combine",
-                    .files = FILES("combine.cu", "combine_params.h", "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),
+                    .files = FILES("combine.cu", "combine_params.h", "sinks.cuh", "sinks_params.h", "element.cuh",
+                                   "ptx_sm80.cuh"),
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = combine_rows,
                     .num_rows = NUM_ROWS(combine_rows),
@@ -473,7 +473,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(max_logits_rows),
                        .chooses = always_chooses},
     [FA_BIAS_SHIFT] = {.name = "bias_shift",
-                       .files = FILES("bias_shift.cu", "bias_shift_params.h", "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),
+                       .files = FILES("bias_shift.cu", "bias_shift_params.h", "sinks.cuh", "sinks_params.h",
+                                      "element.cuh", "ptx_sm80.cuh"),
                        .knows = FA_IN_BF16 | FA_IN_F32,
                        .rows = bias_shift_rows,
                        .num_rows = NUM_ROWS(bias_shift_rows),
@@ -488,9 +489,10 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(quantize_rows),
                      .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
-                        .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
-                                       "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                       "attn_decode_merge.cuh", "attn_decode_append.cuh", "sinks.cuh", "sinks_params.h"),
+                        .files =
+                            FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
+                                  "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
+                                  "attn_decode_merge.cuh", "attn_decode_append.cuh", "sinks.cuh", "sinks_params.h"),
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,

@@ -42,9 +42,9 @@
     X(mods, DENSE_ARGUMENTS MODS, WITH_MAX, "_forward", DENSE, false, FA_GRADIENTS_IGNORED) \
     X(varlen_mods, VARLEN MODS, WITH_MAX, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)
 
-#define WITH_OPTIONS(X)                                                                                             \
-    X(options, DENSE_ARGUMENTS OPTIONS_TOO, MAYBE_LSE, "_forward", DENSE, false, FA_GRADIENTS_IGNORED)              \
-    X(varlen_options, VARLEN OPTIONS_TOO, MAYBE_LSE, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)        \
+#define WITH_OPTIONS(X)                                                                                      \
+    X(options, DENSE_ARGUMENTS OPTIONS_TOO, MAYBE_LSE, "_forward", DENSE, false, FA_GRADIENTS_IGNORED)       \
+    X(varlen_options, VARLEN OPTIONS_TOO, MAYBE_LSE, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED) \
     X(kvcache_options, KVCACHE OPTIONS_TOO, MAYBE_LSE, "fwd_kvcache", "fwd_kvcache", false, FA_GRADIENTS_OF_THE_OP)
 
 /* clang-format off */

@@ -46,8 +46,9 @@ static fa_status add_sinks_on_cpu(const fa_problem *p, fa_error *err) {
         .shift = p->sink_shift,
         .end = is_packed ? p->cu_seqlens_q + p->b : NULL,
     };
-    return fa_cpu_add_sinks(&sinks, &torch_pool) ? FA_OK
-                                                 : fa_fail(err, FA_ENOMEM, "torch could not start the threads of sinks");
+    return fa_cpu_add_sinks(&sinks, &torch_pool)
+               ? FA_OK
+               : fa_fail(err, FA_ENOMEM, "torch could not start the threads of sinks");
 }
 
 static fa_status run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,

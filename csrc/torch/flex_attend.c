@@ -524,7 +524,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     if (!PyArg_UnpackTuple(args, "flex_direct", 11, 11, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
                            &c.mask, &c.block_mask, &c.sequences, &wants_max))
         return NULL;
-    if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v)) Py_RETURN_NONE;
+    if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v))
+        Py_RETURN_NONE;
     c.wants_max = wants_max == Py_True;
     c.enables_gqa = enable_gqa == Py_True;
     const fa_status status = attend(&c, FA_FWD, &err);

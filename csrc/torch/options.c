@@ -1,6 +1,6 @@
-/* The epilogue of learned sinks and its gradient, the shift of low biases, and on the CPU the places of packed
- * sequences. A function here returns None if it cannot serve the call, and has done nothing then. Python does the same
- * with torch's functions. */
+/* Calls with learned sinks, sinks behind a call and their gradient, the shift of low biases, and on the CPU the places
+ * of packed sequences. A function here returns None if it cannot serve the call, and has done nothing then. Python does
+ * the same with torch's functions. */
 #include "options.h"
 
 #include "check.h"
@@ -38,7 +38,7 @@ static fa_status read_beside(const fa_tensor *like, PyObject *object, const char
     return FA_OK;
 }
 
-/* ---- sinks in a call ------------------------------------------------------------------------------------------------ */
+/* ---- sinks in a call --------------------------------------------------------------------------------------------- */
 /* Reads a number for each of the heads, if there are sinks. */
 static fa_status read_values(const fa_tensor *t, int64_t h, fa_sink_values *values, fa_error *err) {
     if (!present(t)) return FA_OK;
@@ -65,8 +65,8 @@ static fa_status read_rows(const int64_t of_call[3], const fa_tensor *t, bool re
     return FA_OK;
 }
 
-fa_status fa_read_sinks(PyObject *sinks, PyObject *shift, const fa_tensor *q, fa_flex_tensor tensors[2],
-                        fa_problem *p, fa_error *err) {
+fa_status fa_read_sinks(PyObject *sinks, PyObject *shift, const fa_tensor *q, fa_flex_tensor tensors[2], fa_problem *p,
+                        fa_error *err) {
     const int64_t of_call[] = {p->cu_seqlens_q ? 1 : p->b, p->h, p->cu_seqlens_q ? p->total_q : p->len_q};
     TRY(read_beside(q, sinks, "sinks", &tensors[0], err));
     TRY(read_beside(q, shift, "the shift", &tensors[1], err));
@@ -88,7 +88,7 @@ fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options,
     Py_END_ALLOW_THREADS return status;
 }
 
-/* ---- sinks behind a call --------------------------------------------------------------------------------------------- */
+/* ---- sinks behind a call ----------------------------------------------------------------------------------------- */
 
 typedef struct {
     fa_flex_tensor sinks, out, lse, delta, shift, ends;

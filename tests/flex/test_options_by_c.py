@@ -4,7 +4,7 @@ import flash_attn_2_cuda
 import pytest
 import torch
 
-from flash_attn import _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import _extended_directly, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex import options
 
 INF = float("inf")
@@ -174,6 +174,37 @@ def test_gradients_of_some_inputs(wanted, device):
         torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_largest_score_of_each_head(monkeypatch, is_packed, device):
+    """C's is that of torch's functions: of low biases, heads of NaN, hidden rows and no rows."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (numbers(generator, device, 3, n, 5, 16) for n in (170, 90, 90))
+    q[1, 7, 2] = float("nan")
+    q[:, :, 3] = 0
+    bias = torch.zeros(3, 5, 170, 90, device=device)
+    bias[:, 1], bias[:, 4], bias[0, 3] = -5000, -INF, 7
+    sinks = numbers(generator, device, 5)
+    cu_q, cu_k = (torch.arange(4, device=device, dtype=torch.int32) * n for n in (170, 90))
+    for wanted in ({}, {"attn_bias": bias}, {"attn_bias": bias, "sinks": sinks, "causal": True}):
+        for rows in (170, 0):
+            found = []
+            for way in ("short", "long"):
+                with monkeypatch.context() as patch:
+                    if way == "long":
+                        patch.setattr(_extended_directly, "attend", lambda *_: None)
+                    given = {**wanted, **({"attn_bias": bias[:, :, :rows]} if "attn_bias" in wanted else {})}
+                    if is_packed:
+                        packed = *(x.flatten(0, 1) for x in (q[:, :rows], k, v)), cu_q * (rows > 0), cu_k
+                        results = flash_attn_varlen_func(*packed, rows, 90, return_max_logits=True, **given)
+                    else:
+                        results = flash_attn_func(q[:, :rows], k, v, return_max_logits=True, **given)
+                    found.append(results[1])
+            torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6, equal_nan=True)
+            assert found[0].shape == (5,) and found[0].dtype == torch.float32
+            assert (found[0] == -INF).all() == (rows == 0)
+
+
 # ---- sinks in the kernels of GPUs ----------------------------------------------------------------------------------
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -217,7 +248,9 @@ def test_sinks_of_every_kernel(chosen, d, dtype):
                 *(flash_attn_func(x, y, z, causal=c, sinks=sinks, return_lse=True) for c in (False, True)),
                 flash_attn_func(x, y, z, window_size=(30, 3), softcap=5.0, sinks=sinks, return_lse=True),
                 flash_attn_varlen_func(*packed, 100, 90, causal=True, sinks=sinks, return_lse=True),
-                flash_attn_varlen_func(*packed, 100, 90, sinks=sinks, attn_mask=used.new_ones(1).bool(), return_lse=True),
+                flash_attn_varlen_func(
+                    *packed, 100, 90, sinks=sinks, attn_mask=used.new_ones(1).bool(), return_lse=True
+                ),
                 flash_attn_func(x, y, z, sinks=sinks, attn_bias=sinks.new_full((1,), -2e3).float(), return_lse=True),
             ]
             for rows, splits in ((1, 0), (1, 3), (5, 0), (40, 0)):
