@@ -4,7 +4,7 @@ import flash_attn_2_cuda
 import pytest
 import torch
 
-from flash_attn import _extended_directly, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import _calls, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex import options
 
 INF = float("inf")
@@ -177,7 +177,7 @@ def test_gradients_of_some_inputs(wanted, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_the_largest_score_of_each_head(monkeypatch, is_packed, device):
-    """C's is that of torch's functions: of low biases, heads of NaN, hidden rows and no rows."""
+    """C's is that of torch's functions: of low biases, NaN, hidden rows and no rows."""
     generator = torch.Generator().manual_seed(4)
     q, k, v = (numbers(generator, device, 3, n, 5, 16) for n in (170, 90, 90))
     q[1, 7, 2] = float("nan")
@@ -192,7 +192,7 @@ def test_the_largest_score_of_each_head(monkeypatch, is_packed, device):
             for way in ("short", "long"):
                 with monkeypatch.context() as patch:
                     if way == "long":
-                        patch.setattr(_extended_directly, "attend", lambda *_: None)
+                        patch.setattr(_calls, "_short_way", lambda: lambda *_: None)
                     given = {**wanted, **({"attn_bias": bias[:, :, :rows]} if "attn_bias" in wanted else {})}
                     if is_packed:
                         packed = *(x.flatten(0, 1) for x in (q[:, :rows], k, v)), cu_q * (rows > 0), cu_k
