@@ -197,8 +197,8 @@ def mask_for_flash(
     may_skip = skips_causal if rule.right == 0 else allow_is_bidirectional_skip
     if may_skip and has_no_window and (padding is None or bool(padding.all())):
         return None
-    # A tensor with dense strides, because a copy that a client makes would have no rule. It has memory of its own, because
-    # the rule is noted for its memory, and the caller's attention_mask has no rule.
+    # It has dense strides, because a copy that a client makes would have no rule. It has memory of its own, because the
+    # rule is noted for this memory, and the caller's attention_mask has no rule.
     mask = torch.empty(batch_size, kv_length, dtype=torch.bool, device=device)
     mask.copy_(torch.ones_like(mask) if padding is None else padding.bool())
     mask.flash_attn_rule = rule

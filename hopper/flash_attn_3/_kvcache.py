@@ -141,7 +141,10 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
-    _warn_of_gradients(q, k_cache, v_cache, k, v, qv)
+    descales = (q_descale, k_descale, v_descale) if getattr(q, "dtype", None) == torch.float8_e4m3fn else ()
+    _warn_of_gradients(
+        q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, softmax_scale, softcap, *descales
+    )  # fmt: skip
     named = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
