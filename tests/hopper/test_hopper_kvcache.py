@@ -261,3 +261,18 @@ def test_errors_name_the_cache():
         flash_attn_with_kvcache(x[:2, :1], x[:, :0], x[:, :0], page_table=i32(0, 1).view(2, 1))
     with pytest.raises(RuntimeError, match="^k_cache must have at least one head"):
         flash_attn_with_kvcache(x[:2, :1, :0], x[:2, :, :0], x[:2, :, :0])
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_packed_rows_of_no_sequence_are_zero(is_direct):
+    """The direct function refuses a query whose columns do not lie side by side, and Python makes the result."""
+    caches = Caches(None, torch.float32)
+    q = torch.randn(7, H, D) if is_direct else torch.randn(7, D, H).transpose(1, 2)
+    call = {"cache_seqlens": 5, "cu_seqlens_q": i32(0, 2, 3, 5), "max_seqlen_q": 2, "return_softmax_lse": True}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is full of NaN
+    try:
+        out, lse = flash_attn_with_kvcache(q, caches.given_k, caches.given_v, **call)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert out[5:].eq(0).all() and lse[:, 5:].eq(-INF).all() and out.isfinite().all()
