@@ -603,7 +603,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
-    warn_of_gradients(q, k_cache, v_cache, k, v)
+    warn_of_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, softmax_scale, softcap)
     out, softmax_lse = _attend_with_cache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
