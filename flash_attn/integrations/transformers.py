@@ -275,7 +275,7 @@ def attention(
         lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, "block_table": block_table, **kwargs}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
         cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     columns, columns_of_values = q.shape[-1], v.shape[-1]
     scale = columns**-0.5 if scaling is None else scaling
     if columns != columns_of_values:
@@ -305,7 +305,7 @@ def attention(
             "attention_mask must have 2 or 4 dimensions, (b, len_kv) or (b, h, len_q, len_kv); "
             f"it has the shape {tuple(attention_mask.shape)}"
         )
-    return out[..., :columns_of_values].contiguous(), None
+    return (out if columns <= columns_of_values else out[..., :columns_of_values]).contiguous(), None
 
 
 def _check_mask(mask, q, k):
@@ -331,9 +331,10 @@ def _are_packed(mask, position_ids, q, k):
 
     They begin again where the least position comes back. Any other step is a position that a client chose.
     """
-    if position_ids is None or torch.compiler.is_compiling():
+    len_q = q.shape[1]
+    if len_q == 1 or len(q) != 1 or k.shape[1] != len_q or position_ids is None or position_ids.shape != (1, len_q):
         return False
-    if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
+    if torch.compiler.is_compiling():
         return False
     rule = _rule_at(mask)
     if not _hides_nothing(mask) or (rule is not None and (rule.sequences is not None or rule.right != 0)):
@@ -342,24 +343,34 @@ def _are_packed(mask, position_ids, q, k):
     return remembered(position_ids, "begin", lambda: bool((position_ids[:, 1:] == position_ids.min()).any()))
 
 
+# NOTE: a slice takes 2 us, which is as long as the rest of what happens here for a token. So nothing is cut to its size.
+
+
+def _first_keys(x, num_keys):
+    return x if x is None or x.shape[1] == num_keys else x[:, :num_keys]
+
+
 def _keys_of_bias(bias, num_keys):
-    return None if bias is None else bias[..., :num_keys]
+    return bias if bias is None or bias.shape[-1] == num_keys else bias[..., :num_keys]
 
 
 def _under_rule(q, k, v, mask, window, bias, options):
     """Padding ``[b, len_kv]`` with its rule, or no mask. Without a rule the window of the module is at the end."""
-    len_q, len_kv = q.shape[1], k.shape[1]
+    b, len_q, *_ = q.shape
+    len_kv = k.shape[1]
     rule, shift = _rule_at(mask), len_kv - len_q
     if mask is not None:
         if mask.is_floating_point():
             raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
-        if len(mask) not in (1, len(q)) or mask.shape[1] > len_kv:
+        num_masks, num_keys = mask.shape
+        if num_masks not in (1, b) or num_keys > len_kv:
             raise ValueError(
-                f"attention_mask must have the shape (b, len_kv) = {(len(q), len_kv)}, or 1 in place of b; "
+                f"attention_mask must have the shape (b, len_kv) = {(b, len_kv)}, or 1 in place of b; "
                 f"it has the shape {tuple(mask.shape)}"
             )
-        mask = (mask if mask.dtype == torch.bool else mask != 0).expand(len(q), -1)
-        len_kv = min(len_kv, mask.shape[1])
+        mask = mask if mask.dtype == torch.bool else mask != 0
+        mask = mask if num_masks == b else mask.expand(b, -1)
+        len_kv = num_keys
         shift = len_kv - len_q
     if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
         shift = rule.shift
@@ -371,8 +382,7 @@ def _under_rule(q, k, v, mask, window, bias, options):
         len_kv = max(min(len_kv, len_q + shift + right), 0)
     left = -1 if left >= len_q - 1 + shift else left
     right = -1 if 0 < right >= len_kv - 1 - shift else right
-    k, v, bias = k[:, :len_kv], v[:, :len_kv], _keys_of_bias(bias, len_kv)
-    mask = mask if mask is None or len_kv == mask.shape[1] else mask[:, :len_kv]
+    k, v, mask, bias = *(_first_keys(x, len_kv) for x in (k, v, mask)), _keys_of_bias(bias, len_kv)
     if rule is not None and rule.sequences is not None:
         if bias is None and shift == 0 and len_q == len_kv == rule.sequences.shape[1] and keys_of(mask).is_full:
             return _in_sequences(q, k, v, rule.sequences, (left, right), **options)
@@ -396,7 +406,7 @@ def _window_of(rule, window):
     """The window of a rule, or the module's if the rule has none or there is no rule. The rule says what is causal."""
     if rule is None:
         return window
-    if rule.left < 0:
+    if rule.left < 0 and (window[0] >= 0 or window[1] > 0):
         rule = rule.and_also(Rule(window[0], window[1] or -1))
     return rule.left, rule.right
 
