@@ -38,6 +38,7 @@ NAME = "flash_attn"
 BY_DENSE_MASKS = "fa_dense"  # NAME in models that know no masks [b, len_kv]; a name with "flash" would ask for them
 WITHOUT_GPU = ("flash_attention_2", "flash_attention_3", "flex_attention")
 KNOWN = (NAME, *WITHOUT_GPU)
+BEFORE_MASKS = "_preprocess_mask_arguments"  # a function of transformers; without it the first layer asks the GPU
 # Decoders whose modules say that they are not causal. So their causal mask is never left out.
 SAY_NOT_CAUSAL = ("aimv2_text_model", "pegasus_x")
 
@@ -339,8 +340,64 @@ def _are_packed(mask, position_ids, q, k):
     rule = _rule_at(mask)
     if not _hides_nothing(mask) or (rule is not None and (rule.sequences is not None or rule.right != 0)):
         return False
-    # A GPU is waited for once in a forward pass.
-    return remembered(position_ids, "begin", lambda: bool((position_ids[:, 1:] == position_ids.min()).any()))
+    return bool(_begin_again(position_ids))
+
+
+class _Answer:
+    """A bool that a GPU computes. Its way to the host begins at once, and only ``bool()`` waits for it."""
+
+    def __init__(self, flag):
+        self.flag, self.event = flag, None
+        if flag.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(flag.device))
+
+    def __bool__(self):
+        event = self.event
+        if event is not None:
+            event.synchronize()
+            self.event = None
+        return bool(self.flag)
+
+
+def _begin_again(position_ids):
+    return remembered(position_ids, "begin", lambda: _Answer((position_ids[:, 1:] == position_ids.min()).any()))
+
+
+def _asks_early(preprocess, names):
+    """transformers' function before each mask, which sees position_ids before the layers do. Here the GPU is asked.
+
+    So the first layer finds the answer. If the layer asked itself, the host would wait until the GPU has nothing left
+    to do.
+    """
+    parameters = list(inspect.signature(preprocess).parameters)
+
+    @functools.wraps(preprocess)
+    def ask_and_preprocess(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            given = {**dict(zip(parameters, args)), **kwargs}
+            positions = given.get("position_ids")
+            if getattr(given.get("config"), "_attn_implementation", None) in names and _can_ask(positions):
+                _begin_again(positions)
+        return preprocess(*args, **kwargs)
+
+    return ask_and_preprocess
+
+
+def _can_ask(positions):
+    """Whether a GPU may be asked early, and about positions that may be packed sequences.
+
+    Tensors of inference mode are looked at in each layer, because they do not tell whether they were changed.
+    """
+    return (
+        type(positions) is torch.Tensor
+        and positions.is_cuda
+        and not positions.is_inference()
+        and positions.dim() == 2
+        and len(positions) == 1 < positions.shape[1]
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 # NOTE: a slice takes 2 us, which is as long as the rest of what happens here for a token. So nothing is cut to its size.
@@ -552,6 +609,10 @@ def register(names: Optional[Sequence[str]] = None) -> _registration.Registratio
 
         sentence = "PreTrainedModel takes these names without a look for a package or a GPU"
         made.set(modeling.PreTrainedModel, check.__name__, check_ours, sentence)
+        preprocess = getattr(masking, BEFORE_MASKS, None)
+        if preprocess is not None:
+            sentence = "where masks are made, a GPU is asked whether position_ids begin again"
+            made.set(masking, BEFORE_MASKS, _asks_early(preprocess, {*names, BY_DENSE_MASKS}), sentence)
         _active = made
     return made
 
