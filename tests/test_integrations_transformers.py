@@ -42,7 +42,7 @@ def test_nothing_is_imported():
 
 def registries():
     functions, masks = modeling_utils.AttentionInterface._global_mapping, masking_utils.AttentionMaskInterface
-    hooks = vars(modeling_utils.PreTrainedModel)[HOOK], getattr(masking_utils, ours.BEFORE_MASKS)
+    hooks = vars(modeling_utils.PreTrainedModel)[HOOK], *(vars(masking_utils)[name] for name in ours.LOOK_AT_POSITIONS)
     return dict(functions), dict(masks._global_mapping), hooks
 
 
@@ -100,9 +100,10 @@ def test_transformers_without_a_mask_function(registered, monkeypatch):
     ours._names.cache_clear()
 
 
-def test_transformers_without_the_function_before_masks(monkeypatch):
+@pytest.mark.parametrize("name", ours.LOOK_AT_POSITIONS)
+def test_transformers_without_a_look_at_positions(monkeypatch, name):
     with monkeypatch.context() as patch:
-        patch.delattr(masking_utils, ours.BEFORE_MASKS)
+        patch.delattr(masking_utils, name)
         with ours.register() as registration:
             assert "position_ids" not in str(registration)
 
@@ -177,22 +178,33 @@ def test_packed_sequences(registered, calls, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_positions_are_asked_about_before_the_layers(registered, calls, monkeypatch, use_cache):
-    """For models of registered names, on a GPU, which is the CPU here. A buffer of positions may be written again."""
-    asked, begin_again = [], ours._begin_again
-    monkeypatch.setattr(ours, "_can_ask", lambda positions: positions is not None)
-    monkeypatch.setattr(ours, "_begin_again", lambda x: asked.append(x.tolist()) or begin_again(x))
+def test_positions_are_looked_at_before_the_layers(registered, calls, monkeypatch, use_cache):
+    """Once, by transformers or by us, and for models of registered names. A buffer of positions may be written again.
+
+    The CPU stands for a GPU here.
+    """
+    looks, can_ask = [], lambda positions: positions is not None and len(positions) == 1
+
+    class Answer(ours._Answer):
+        def __init__(self, flag):
+            looks.append(bool(flag))
+            super().__init__(flag)
+
+    monkeypatch.setattr(ours, "_can_ask", can_ask)
+    monkeypatch.setattr(ours, "_Answer", Answer)
     theirs, mine = models("Llama")
     ids, mask = tokens()
     ids = ids[mask.bool()][None]
     positions = torch.arange(ids.shape[1])[None]
-    expected = theirs(ids, position_ids=positions, use_cache=use_cache).logits
-    assert not asked
+    expected = theirs(ids, position_ids=positions.clone(), use_cache=True).logits
+    assert looks == []
     close(mine(ids, position_ids=positions, use_cache=use_cache).logits, expected)
-    assert len(asked) == 3 and "flash_attn_varlen_func" not in calls  # before the mask, and in both layers
+    assert looks == [False] * use_cache and "flash_attn_varlen_func" not in calls
     positions.copy_(torch.cat([torch.arange(n) for n in LENGTHS]))
+    layers = [layer.register_forward_pre_hook(lambda *_: looks.append("layer")) for layer in mine.model.layers]
     out = mine(ids, position_ids=positions, use_cache=use_cache).logits[0]
-    assert asked[3] == positions.tolist() and calls[-2:] == ["flash_attn_varlen_func"] * 2
+    assert len(layers) == 2 and looks[use_cache:] == [True, "layer", "layer"]
+    assert calls[-2:] == ["flash_attn_varlen_func"] * 2
     close(out, torch.cat([theirs(row[None]).logits[0] for row in ids[0].split(LENGTHS)]))
 
 

@@ -38,7 +38,8 @@ NAME = "flash_attn"
 BY_DENSE_MASKS = "fa_dense"  # NAME in models that know no masks [b, len_kv]; a name with "flash" would ask for them
 WITHOUT_GPU = ("flash_attention_2", "flash_attention_3", "flex_attention")
 KNOWN = (NAME, *WITHOUT_GPU)
-BEFORE_MASKS = "_preprocess_mask_arguments"  # a function of transformers; without it the first layer asks the GPU
+# Functions of transformers that see position_ids before the layers do. Without them the first layer asks the GPU.
+LOOK_AT_POSITIONS = "_preprocess_mask_arguments", "find_packed_sequence_indices"
 # Decoders whose modules say that they are not causal. So their causal mask is never left out.
 SAY_NOT_CAUSAL = ("aimv2_text_model", "pegasus_x")
 
@@ -374,15 +375,29 @@ def _asks_early(preprocess, names):
     parameters = list(inspect.signature(preprocess).parameters)
 
     @functools.wraps(preprocess)
-    def ask_and_preprocess(*args, **kwargs):
-        if not torch.compiler.is_compiling():
-            given = {**dict(zip(parameters, args)), **kwargs}
-            positions = given.get("position_ids")
-            if getattr(given.get("config"), "_attn_implementation", None) in names and _can_ask(positions):
-                _begin_again(positions)
-        return preprocess(*args, **kwargs)
+    def preprocess_and_ask(*args, **kwargs):
+        results = preprocess(*args, **kwargs)
+        given = {**dict(zip(parameters, args)), **kwargs}
+        positions = given.get("position_ids")
+        if _can_ask(positions) and getattr(given.get("config"), "_attn_implementation", None) in names:
+            _begin_again(positions)
+        return results
 
-    return ask_and_preprocess
+    return preprocess_and_ask
+
+
+def _notes_answer(find):
+    """transformers' own look at positions, which waits for the GPU. None says that each position is one more than the
+    one before, so none begins again. Then nobody asks a second time."""
+
+    @functools.wraps(find)
+    def find_and_note(position_ids):
+        found = find(position_ids)
+        if found is None and _can_ask(position_ids):
+            remembered(position_ids, "begin", bool)
+        return found
+
+    return find_and_note
 
 
 def _can_ask(positions):
@@ -392,6 +407,7 @@ def _can_ask(positions):
     """
     return (
         type(positions) is torch.Tensor
+        and not torch.compiler.is_compiling()
         and positions.is_cuda
         and not positions.is_inference()
         and positions.dim() == 2
@@ -400,7 +416,7 @@ def _can_ask(positions):
     )
 
 
-# NOTE: a slice takes 2 us, which is as long as the rest of what happens here for a token. So nothing is cut to its size.
+# NOTE: a slice takes 2 us, as long as the rest of what happens here for a token. So nothing is cut to its own size.
 
 
 def _first_keys(x, num_keys):
@@ -609,10 +625,11 @@ def register(names: Optional[Sequence[str]] = None) -> _registration.Registratio
 
         sentence = "PreTrainedModel takes these names without a look for a package or a GPU"
         made.set(modeling.PreTrainedModel, check.__name__, check_ours, sentence)
-        preprocess = getattr(masking, BEFORE_MASKS, None)
-        if preprocess is not None:
+        preprocess, find = (getattr(masking, name, None) for name in LOOK_AT_POSITIONS)
+        if preprocess is not None and find is not None:
             sentence = "where masks are made, a GPU is asked whether position_ids begin again"
-            made.set(masking, BEFORE_MASKS, _asks_early(preprocess, {*names, BY_DENSE_MASKS}), sentence)
+            made.set(masking, LOOK_AT_POSITIONS[0], _asks_early(preprocess, {*names, BY_DENSE_MASKS}), sentence)
+            made.set(masking, LOOK_AT_POSITIONS[1], _notes_answer(find))
         _active = made
     return made
 
